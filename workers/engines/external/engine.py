@@ -42,7 +42,7 @@ log = structlog.get_logger("engine")
 WAIT_S = 0.005  # longest ``step``: the worker's commands wait for it
 SILENT_S = 60.0  # log a warning when sequences run and nothing arrives for this long
 
-S = TypeVar("S", bound=ActiveSequence)
+C = TypeVar("C")  # what an adapter keeps of its call for a sequence
 
 
 class BlockCounts(NamedTuple):
@@ -55,7 +55,7 @@ class BlockCounts(NamedTuple):
     preemptions: int = 0
 
 
-class Adapter(Protocol[S]):
+class Adapter(Protocol[C]):
     """What differs between the packages. Called in the engine thread, except ``launch`` and ``abort``.
 
     Attributes:
@@ -70,17 +70,17 @@ class Adapter(Protocol[S]):
     @property
     def vision(self) -> VisionEngine | None: ...
 
-    def accept(self, request: SequenceRequest) -> S:
+    def accept(self, request: SequenceRequest) -> ActiveSequence[C]:
         """Check and prepare a sequence.
 
         Raises:
             RequestError: it can never run here.
         """
 
-    def launch(self, sequence: S) -> None:
+    def launch(self, sequence: ActiveSequence[C]) -> None:
         """Submit a sequence and follow its outputs; called in the loop thread."""
 
-    def abort(self, sequence: S) -> None:
+    def abort(self, sequence: ActiveSequence[C]) -> None:
         """Abort a sequence; called in the loop thread."""
 
     def kv_events(self, event: Any) -> dict[int, list[KvEvent]]:
@@ -101,7 +101,7 @@ class Adapter(Protocol[S]):
         """The engine's own metrics, for the worker's registry."""
 
 
-class ExternalEngine(Generic[S]):
+class ExternalEngine(Generic[C]):
     """Implements ``workers.engines.base.Engine``.
 
     KV moves through the engine's own connector: the handoff state is ``opaque``.
@@ -110,14 +110,14 @@ class ExternalEngine(Generic[S]):
         runtime: closed with it.
     """
 
-    def __init__(self, info: EngineInfo, runtime: EngineRuntime[Any], adapter: Adapter[S]) -> None:
+    def __init__(self, info: EngineInfo, runtime: EngineRuntime[Any], adapter: Adapter[C]) -> None:
         self.info = info
         self.kv_transfer: KvTransfer | None = None  # the engine moves its KV itself
         self._adapter = adapter
         self._loop = runtime.loop
         self._resources = runtime.resources
         self._inbox = runtime.inbox
-        self._active: dict[object, S] = {}
+        self._active: dict[object, ActiveSequence[C]] = {}
         self._running = 0  # how many of them have started
         self._held: dict[object, int] = {}  # key -> blocks of its prompt
         self._hit = self._prompt = 0
@@ -156,7 +156,7 @@ class ExternalEngine(Generic[S]):
         self._loop.post(self._adapter.abort, sequence)
         return True
 
-    def _forget(self, sequence: ActiveSequence) -> None:
+    def _forget(self, sequence: ActiveSequence[C]) -> None:
         del self._active[sequence.key]
         self._running -= sequence.started
         if not self._active:

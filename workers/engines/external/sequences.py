@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import structlog
 
@@ -14,13 +14,20 @@ from workers.engines.external.prompt_logprobs import scores
 log = structlog.get_logger("engine")
 
 
-class ActiveSequence:
-    """One sequence; each adapter adds what its own calls need.
+C = TypeVar("C")
+
+
+class ActiveSequence(Generic[C]):
+    """One sequence.
 
     ``started`` belongs to the engine thread, the rest to the loop thread; ``cancelled`` is set once, by either.
+
+    Args:
+        call: what the adapter needs to call its engine for this sequence.
     """
 
     __slots__ = (
+        "call",
         "cancelled",
         "hold",
         "key",
@@ -34,7 +41,8 @@ class ActiveSequence:
         "trace",
     )
 
-    def __init__(self, request: SequenceRequest) -> None:
+    def __init__(self, request: SequenceRequest, call: C) -> None:
+        self.call = call
         self.key = request.key
         self.prompt = request.prompt
         self.prompt_len = len(request.prompt)
@@ -65,7 +73,7 @@ class SequenceUpdate(NamedTuple):
     ``measured``: set on the last, if the request is traced.
     """
 
-    sequence: ActiveSequence
+    sequence: ActiveSequence[Any]
     cached: int | None = None
     tokens: Seq[Token] = ()
     failure: SequenceFailure | None = None

@@ -12,9 +12,10 @@ from workers.engines.core.embedding_pool import TEXT_ONLY, EmbeddingPool
 from workers.engines.external.engine import BlockCounts
 from workers.engines.external.handoff_state import ConsumedStates
 from workers.engines.external.runtime import EngineRuntime
+from workers.engines.external.sequences import ActiveSequence
 from workers.engines.trtllm import stats
 from workers.engines.trtllm.api import Api
-from workers.engines.trtllm.follower import ActiveSequence, Follower, KvEvents, Stat
+from workers.engines.trtllm.follower import Call, Follower, KvEvents, Stat
 from workers.engines.trtllm.image_slots import ImageSlotStore
 from workers.engines.trtllm.kv_events import Roots, Translator, by_rank
 from workers.engines.trtllm.metrics import NativeMetrics
@@ -53,24 +54,24 @@ class TrtllmAdapter:
         self._consumed = ConsumedStates()
         self._following = False
 
-    def accept(self, request: SequenceRequest) -> ActiveSequence:
+    def accept(self, request: SequenceRequest) -> ActiveSequence[Call]:
         check(request, self._info, self._options.prompt_limit)
         if request.media:
             if self.vision is None:
                 raise RequestError(Code.invalid_request, TEXT_ONLY)
             self.vision.check(request.media, len(request.prompt), adopted=bool(request.opaque))
-        sequence = ActiveSequence(request, prepare(request, self._info, self._options, self._consumed))
+        prepared = prepare(request, self._info, self._options, self._consumed)
         self._roots.learn(request.prompt, request.root or self._options.root, (m.digest for m in request.media))
-        return sequence
+        return ActiveSequence(request, Call(prepared.adopted, prepared))
 
-    def launch(self, sequence: ActiveSequence) -> None:
+    def launch(self, sequence: ActiveSequence[Call]) -> None:
         """Submit a sequence. The engine's queues can be read only after its first request."""
         self._follower.launch(sequence)
         if not self._following:
             self._following = True
             self._follower.start(events=self._info.kv_events, stats=self._options.publish)
 
-    def abort(self, sequence: ActiveSequence) -> None:
+    def abort(self, sequence: ActiveSequence[Call]) -> None:
         self._follower.abort(sequence)
 
     def kv_events(self, event: KvEvents | Stat) -> dict[int, list[KvEvent]]:

@@ -5,7 +5,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import structlog
@@ -28,7 +28,7 @@ from workers.engines.trtllm import launch, sampling, stats
 from workers.engines.trtllm.adapter import TrtllmAdapter
 from workers.engines.trtllm.api import Api
 from workers.engines.trtllm.args import EngineSettings, Resolved, resolve
-from workers.engines.trtllm.follower import ActiveSequence, drained
+from workers.engines.trtllm.follower import Call, drained
 from workers.engines.trtllm.image_slots import ImageSlotStore, dtype_of, inputs
 from workers.engines.trtllm.log_watch import LogWatch
 from workers.engines.trtllm.metrics import NativeMetrics
@@ -46,7 +46,7 @@ WARM_UP_SALT = "penstock-warm-up"
 
 def from_settings(
     settings: WorkerSettings, path: Path, processors: "TrtllmProcessors | None" = None
-) -> ExternalEngine[ActiveSequence]:
+) -> ExternalEngine[Call]:
     """Load the model in ``path`` and warm up its engine.
 
     Args:
@@ -59,55 +59,98 @@ def from_settings(
     """
     began = time.perf_counter()
     apis.set_log_level(settings.log_level)
-    api = apis.load()
-    model = modeldir.load(path)
-    wanted = wanted_of(settings, model.max_model_len, images=_takes_images(model))
-    resolved = arguments(settings, wanted, api, path)
-    args = resolved.args
-    if reason := launch.problem(os.environ, args.gpus):
-        raise EngineError(reason)
+    plan = _plan(settings, path)
     with contextlib.ExitStack() as undo:
-        watch = LogWatch()
-        undo.callback(watch.attach())
-        loop = LoopThread("trtllm")
-        undo.callback(loop.close)
-        with watch.processes():
-            llm = construct(api, str(path), resolved)
-        undo.callback(shut_down, llm)  # before the loop closes: the engine's threads deliver to it until they end
-        metrics = _metrics(api, model, publish=wanted.publish)
-        stat = warm_up(llm, api, loop, model.eos_token_ids, publish=wanted.publish)
+        loop, llm = _start(plan, undo)
+        metrics = _metrics(plan)
+        stat = warm_up(llm, plan.api, loop, plan.model.eos_token_ids, publish=plan.wanted.publish)
         if stat is not None:
             metrics.warmed_up(stat)
-        if processors is not None and args.speculative_config is not None:
+        if processors is not None and plan.args.speculative_config is not None:
             processors = processors.without("with speculative decoding")
         info = info_of(
-            *(resolved, wanted, model),
-            rank_blocks=capacity(llm, api, args, stat),
+            *(plan.resolved, plan.wanted, plan.model),
+            rank_blocks=capacity(llm, plan.api, plan.args, stat),
             load_seconds=time.perf_counter() - began,
             logits_processors=() if processors is None else processors.names,
         )
-        image_slots = _image_slots(model, settings)
-        options = Options(
-            prompt_limit=prompt_limit(args, info.max_model_len),
-            layout=resolved.layout,
-            root=blocks.root(model.revision),
-            disaggregated=api.disaggregated,
-            scheduling=api.scheduling if info.dp_size > 1 else None,
-            publish=wanted.publish,
-            trace_headers=bool(args.otlp_traces_endpoint) and "trace_headers" in api.call,
-            abort_hold_s=settings.handoff_lease_s,
-            processors=processors,
-            image_inputs=_image_inputs(model, image_slots),
-        )
-        runtime = EngineRuntime(llm, api, loop, undo.pop_all())
-        adapter = TrtllmAdapter(info, runtime, options, metrics, image_slots)
-    log.info("trtllm_ready", layout=resolved.layout, blocks=info.total_blocks, slots=info.slots, ranks=info.dp_size)
+        image_slots = _image_slots(plan.model, settings)
+        options = _options(plan, settings, info, processors, image_slots)
+        runtime = EngineRuntime(llm, plan.api, loop, undo.pop_all())
+    adapter = TrtllmAdapter(info, runtime, options, metrics, image_slots)
+    log.info("trtllm_ready", layout=options.layout, blocks=info.total_blocks, slots=info.slots, ranks=info.dp_size)
     return ExternalEngine(info, runtime, adapter)
 
 
-def _metrics(api: apis.Api, model: modeldir.ModelDir, *, publish: bool) -> NativeMetrics:
-    labels = {"model_name": model.name, "engine_type": "trtllm"}
-    return NativeMetrics(api.collector if publish else None, labels)
+class _Plan(NamedTuple):
+    """What is known before the engine starts."""
+
+    api: Api
+    path: Path
+    model: modeldir.ModelDir
+    wanted: EngineSettings
+    resolved: Resolved
+
+    @property
+    def args(self) -> EngineArgs:
+        return self.resolved.args
+
+
+def _plan(settings: WorkerSettings, path: Path) -> _Plan:
+    """Read the model and check the arguments.
+
+    Raises:
+        BadArguments: the engine's arguments are wrong.
+        EngineError: TensorRT-LLM is not installed, or the process was not launched as its arguments need.
+        modeldir.ModelError: the directory cannot be used.
+    """
+    api = apis.load()
+    model = modeldir.load(path)
+    wanted = wanted_of(settings, model.max_model_len, images=_takes_images(model))
+    plan = _Plan(api, path, model, wanted, arguments(settings, wanted, api, path))
+    if reason := launch.problem(os.environ, plan.args.gpus):
+        raise EngineError(reason)
+    return plan
+
+
+def _start(plan: _Plan, undo: contextlib.ExitStack) -> tuple[LoopThread, Any]:
+    """Start the loop thread and the engine; ``undo`` closes them in reverse order."""
+    watch = LogWatch()
+    undo.callback(watch.attach())
+    loop = LoopThread("trtllm")
+    undo.callback(loop.close)
+    with watch.processes():
+        llm = construct(plan.api, str(plan.path), plan.resolved)
+    undo.callback(shut_down, llm)  # before the loop closes: the engine's threads deliver to it until they end
+    return loop, llm
+
+
+def _options(
+    plan: _Plan,
+    settings: WorkerSettings,
+    info: EngineInfo,
+    processors: "TrtllmProcessors | None",
+    image_slots: ImageSlotStore | None,
+) -> Options:
+    """How the engine's calls are made."""
+    api, args = plan.api, plan.args
+    return Options(
+        prompt_limit=prompt_limit(args, info.max_model_len),
+        layout=plan.resolved.layout,
+        root=blocks.root(plan.model.revision),
+        disaggregated=api.disaggregated,
+        scheduling=api.scheduling if info.dp_size > 1 else None,
+        publish=plan.wanted.publish,
+        trace_headers=bool(args.otlp_traces_endpoint) and "trace_headers" in api.call,
+        abort_hold_s=settings.handoff_lease_s,
+        processors=processors,
+        image_inputs=_image_inputs(plan.model, image_slots),
+    )
+
+
+def _metrics(plan: _Plan) -> NativeMetrics:
+    labels = {"model_name": plan.model.name, "engine_type": "trtllm"}
+    return NativeMetrics(plan.api.collector if plan.wanted.publish else None, labels)
 
 
 def prompt_limit(args: EngineArgs, model_len: int) -> int:

@@ -7,16 +7,15 @@ the same object again and again.
 import asyncio
 from collections.abc import AsyncIterable, Callable, Mapping
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import structlog
 
 from schemas.errors import Code
-from workers.engines.base import SequenceRequest
-from workers.engines.external import sequences
 from workers.engines.external.outputs import SequenceFailure
 from workers.engines.external.runtime import EngineFailed, EngineRuntime
-from workers.engines.external.sequences import SequenceUpdate
+from workers.engines.external.sequences import ActiveSequence, SequenceUpdate
 from workers.engines.trtllm import disagg, errors, perf_metrics
 from workers.engines.trtllm.api import Api
 from workers.engines.trtllm.backoff import Backoff
@@ -32,17 +31,20 @@ ABORT_S = 10.0  # how long an aborted request may take to end
 HEALTH_S = 1.0
 
 
-class ActiveSequence(sequences.ActiveSequence):
-    """One sequence."""
+@dataclass(slots=True)
+class Call:
+    """The call of ``generate_async`` for one sequence. Belongs to the loop thread.
 
-    __slots__ = ("aborted", "adopted", "prepared", "result")
+    Attributes:
+        adopted: the prompt's KV comes from another engine.
+        prepared: its arguments; None once it was made, since they may be large.
+        result: what it returned.
+    """
 
-    def __init__(self, request: SequenceRequest, prepared: Prepared) -> None:
-        super().__init__(request)
-        self.adopted = prepared.adopted
-        self.prepared: Prepared | None = prepared
-        self.aborted = False
-        self.result: Any = None
+    adopted: bool
+    prepared: Prepared | None
+    result: Any = None
+    aborted: bool = False
 
 
 class KvEvents(NamedTuple):
@@ -68,22 +70,22 @@ class Follower:
 
     # --- requests ---
 
-    def launch(self, sequence: ActiveSequence) -> None:
+    def launch(self, sequence: ActiveSequence[Call]) -> None:
         """Submit a sequence."""
-        prepared, sequence.prepared = sequence.prepared, None
+        prepared, sequence.call.prepared = sequence.call.prepared, None
         if sequence.cancelled or self._broken or prepared is None:
             return
         try:
             params = self._api.sampling(**prepared.sampling)
-            sequence.result = self._llm.generate_async(sampling_params=params, **prepared.arguments)
+            sequence.call.result = self._llm.generate_async(sampling_params=params, **prepared.arguments)
         except Exception as error:
             self._failed(sequence, error, at_call=True)
             return
-        sequence.task = self._loop.task(self._follow(sequence, prepared), f"sequence {sequence.result.request_id}")
+        sequence.task = self._loop.task(self._follow(sequence, prepared), f"sequence {sequence.call.result.request_id}")
 
-    async def _follow(self, sequence: ActiveSequence, prepared: Prepared) -> None:
+    async def _follow(self, sequence: ActiveSequence[Call], prepared: Prepared) -> None:
         try:
-            async for response in sequence.result:
+            async for response in sequence.call.result:
                 self._on_output(sequence, prepared, response)
         except Exception as error:
             self._failed(sequence, error, at_call=False)
@@ -95,9 +97,9 @@ class Follower:
                     failure=SequenceFailure(Code.engine_error, NO_REASON),
                 )
             )
-        self._metrics.finished(getattr(sequence.result, "metrics_dict", None))
+        self._metrics.finished(getattr(sequence.call.result, "metrics_dict", None))
 
-    def _on_output(self, sequence: ActiveSequence, prepared: Prepared, response: Any) -> None:
+    def _on_output(self, sequence: ActiveSequence[Call], prepared: Prepared, response: Any) -> None:
         first, sequence.responded = not sequence.responded, True
         if sequence.cancelled:
             self.abort(sequence)
@@ -105,10 +107,10 @@ class Follower:
         output, cursor = response.outputs[0], prepared.cursor
         params = output.disaggregated_params if sequence.hold else None
         tokens: Seq[int] = output.token_ids or (params.first_gen_tokens if params is not None else None) or ()
-        if sequence.adopted:
+        if sequence.call.adopted:
             cursor.repeats = self._repeats if cursor.repeats is None else cursor.repeats
         new, failure = cursor.advance(tokens, output.logprobs, output.finish_reason, output.stop_reason)
-        if sequence.adopted and self._repeats is None and cursor.repeats is not None:
+        if sequence.call.adopted and self._repeats is None and cursor.repeats is not None:
             self._repeats = cursor.repeats
             log.info("adopted_outputs", repeat_prefill_tokens=cursor.repeats)
         cached = None
@@ -125,34 +127,34 @@ class Follower:
         if cursor.finished and not response.finished:  # else it would keep generating
             self.abort(sequence)
 
-    def _failed(self, sequence: ActiveSequence, error: Exception, *, at_call: bool) -> None:
+    def _failed(self, sequence: ActiveSequence[Call], error: Exception, *, at_call: bool) -> None:
         if not errors.is_request_error(error, self._api.request_error, at_call=at_call):
             self.broken(error)
         elif not sequence.cancelled:
-            code = errors.code_of(error, at_call=at_call, adopted=sequence.adopted)
+            code = errors.code_of(error, at_call=at_call, adopted=sequence.call.adopted)
             self._emit(SequenceUpdate(sequence, failure=SequenceFailure(code, str(error) or type(error).__name__)))
 
-    def abort(self, sequence: ActiveSequence) -> None:
+    def abort(self, sequence: ActiveSequence[Call]) -> None:
         """Abort a sequence, after a bounded wait if its prompt's KV is being fetched: aborting then is unsafe."""
-        if sequence.result is None or sequence.aborted or sequence.result.finished:
+        if sequence.call.result is None or sequence.call.aborted or sequence.call.result.finished:
             return
-        if sequence.adopted and not sequence.responded:
+        if sequence.call.adopted and not sequence.responded:
             self._loop.later(self._options.abort_hold_s, self._abort_now, sequence)
             return
         self._abort_now(sequence)
 
-    def _abort_now(self, sequence: ActiveSequence) -> None:
-        if sequence.aborted or sequence.result.finished:
+    def _abort_now(self, sequence: ActiveSequence[Call]) -> None:
+        if sequence.call.aborted or sequence.call.result.finished:
             return
-        sequence.aborted = True
+        sequence.call.aborted = True
         try:
-            sequence.result.abort()
+            sequence.call.result.abort()
         except Exception as error:
             self.broken(error)
             return
-        self._loop.later(ABORT_S, self._abandon, sequence)
+        self._loop.later(ABORT_S, self._cancel_following, sequence)
 
-    def _abandon(self, sequence: ActiveSequence) -> None:
+    def _cancel_following(self, sequence: ActiveSequence[Call]) -> None:
         if sequence.task is not None and not sequence.task.done():
             log.warning("abort_unanswered", seconds=ABORT_S)
             sequence.task.cancel()

@@ -18,8 +18,9 @@ from workers.engines.external.engine import BlockCounts
 from workers.engines.external.handoff_state import ConsumedStates
 from workers.engines.external.metrics import NativeSeries
 from workers.engines.external.runtime import EngineRuntime
+from workers.engines.external.sequences import ActiveSequence
 from workers.engines.vllm.api import Api
-from workers.engines.vllm.follower import ActiveSequence, Follower, KvPayloads
+from workers.engines.vllm.follower import Call, Follower, KvPayloads
 from workers.engines.vllm.kv_events import Translator
 from workers.engines.vllm.metrics import PREFIX, SchedulerStats
 from workers.engines.vllm.prepare import Options, check, prepare
@@ -52,18 +53,19 @@ class VllmAdapter:
         loop = runtime.loop
         loop.post(lambda: loop.task(self._follower.watch(), "health"))
 
-    def accept(self, request: SequenceRequest) -> ActiveSequence:
+    def accept(self, request: SequenceRequest) -> ActiveSequence[Call]:
         check(request, self._info, self._options)
 
         def without_handoff() -> Any:
             return prepare(msgspec.structs.replace(request, opaque=b""), self._info, self._options, self._consumed)
 
-        return ActiveSequence(request, prepare(request, self._info, self._options, self._consumed), without_handoff)
+        prepared = prepare(request, self._info, self._options, self._consumed)
+        return ActiveSequence(request, Call(prepared, without_handoff, request.sampling.logprobs))
 
-    def launch(self, sequence: ActiveSequence) -> None:
+    def launch(self, sequence: ActiveSequence[Call]) -> None:
         self._follower.launch(sequence)
 
-    def abort(self, sequence: ActiveSequence) -> None:
+    def abort(self, sequence: ActiveSequence[Call]) -> None:
         self._follower.abort(sequence)
 
     def kv_events(self, event: KvPayloads) -> dict[int, list[KvEvent]]:

@@ -32,7 +32,7 @@ from workers.engines.vllm import api as apis
 from workers.engines.vllm.adapter import VllmAdapter
 from workers.engines.vllm.api import Api
 from workers.engines.vllm.args import EngineSettings, Resolved, layout, resolve
-from workers.engines.vllm.follower import ActiveSequence, KvPayloads
+from workers.engines.vllm.follower import Call, KvPayloads
 from workers.engines.vllm.metrics import SchedulerStats
 from workers.engines.vllm.prepare import Options
 
@@ -45,7 +45,7 @@ BIND = "VLLM_CPU_OMP_THREADS_BIND"
 SIDE_HOST, SIDE_PORT = "VLLM_NIXL_SIDE_CHANNEL_HOST", "VLLM_NIXL_SIDE_CHANNEL_PORT"
 
 
-def from_settings(settings: WorkerSettings, path: Path) -> ExternalEngine[ActiveSequence]:
+def from_settings(settings: WorkerSettings, path: Path) -> ExternalEngine[Call]:
     """Load the model in ``path`` and warm up its engine.
 
     Raises:

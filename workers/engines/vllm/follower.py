@@ -9,11 +9,9 @@ from typing import Any, NamedTuple
 import structlog
 
 from schemas.errors import Code
-from workers.engines.base import SequenceRequest
-from workers.engines.external import sequences
 from workers.engines.external.outputs import SequenceFailure
 from workers.engines.external.runtime import EngineFailed, EngineRuntime
-from workers.engines.external.sequences import SequenceUpdate
+from workers.engines.external.sequences import ActiveSequence, SequenceUpdate
 from workers.engines.vllm import handoff
 from workers.engines.vllm.api import Api
 from workers.engines.vllm.output_cursor import Diverged, OutputCursor
@@ -25,18 +23,17 @@ HEALTH_S = 1.0
 NO_REASON = "the engine ended the output without a reason"
 
 
-class ActiveSequence(sequences.ActiveSequence):
-    """One sequence. ``prepare_without_handoff`` makes the same call without another engine's KV."""
+class Call(NamedTuple):
+    """The call of ``generate`` for one sequence.
 
-    __slots__ = ("prepare_without_handoff", "prepared", "top")
+    Attributes:
+        prepare_without_handoff: prepares the same call without another engine's KV.
+        logprobs: how many alternatives each token reports; None: no log-probabilities.
+    """
 
-    def __init__(
-        self, request: SequenceRequest, prepared: Prepared, prepare_without_handoff: Callable[[], Prepared]
-    ) -> None:
-        super().__init__(request)
-        self.top = request.sampling.logprobs
-        self.prepared = prepared
-        self.prepare_without_handoff = prepare_without_handoff
+    prepared: Prepared
+    prepare_without_handoff: Callable[[], Prepared]
+    logprobs: int | None
 
 
 class KvPayloads(NamedTuple):
@@ -59,29 +56,29 @@ class Follower:
         self._broken = False
         self._numbers = itertools.count()
 
-    def launch(self, sequence: ActiveSequence) -> None:
+    def launch(self, sequence: ActiveSequence[Call]) -> None:
         """Submit a sequence."""
         if not sequence.cancelled and not self._broken:
             sequence.task = self._loop.task(self._follow(sequence), f"sequence {sequence.key!r:.60}")
 
-    def abort(self, sequence: ActiveSequence) -> None:
+    def abort(self, sequence: ActiveSequence[Call]) -> None:
         """Abort a sequence: vLLM aborts requests whose stream is no longer iterated, in any phase."""
         if sequence.task is not None:
             sequence.task.cancel()
 
-    async def _follow(self, sequence: ActiveSequence) -> None:
+    async def _follow(self, sequence: ActiveSequence[Call]) -> None:
         try:
             try:
-                await self._generate(sequence, sequence.prepared)
+                await self._generate(sequence, sequence.call.prepared)
             except Diverged:
                 log.info("handoff_token_differs", action="continuing after the reported token, from the fetched KV")
-                await self._generate(sequence, sequence.prepare_without_handoff())
+                await self._generate(sequence, sequence.call.prepare_without_handoff())
         except Exception as error:
             self._failed(sequence, error)
 
-    async def _generate(self, sequence: ActiveSequence, prepared: Prepared) -> None:
+    async def _generate(self, sequence: ActiveSequence[Call], prepared: Prepared) -> None:
         params = self._api.sampling(output_kind=self._api.delta, **prepared.sampling)
-        cursor = OutputCursor(known=prepared.known, top=sequence.top, adopted=prepared.adopted)
+        cursor = OutputCursor(known=prepared.known, top=sequence.call.logprobs, adopted=prepared.adopted)
         name = f"penstock-{next(self._numbers)}"
         stream = self._llm.generate(
             prepared.prompt, params, name, trace_headers=sequence.trace, data_parallel_rank=prepared.rank
@@ -99,7 +96,7 @@ class Follower:
                 )
             )
 
-    def _on_output(self, sequence: ActiveSequence, prepared: Prepared, cursor: OutputCursor, output: Any) -> None:
+    def _on_output(self, sequence: ActiveSequence[Call], prepared: Prepared, cursor: OutputCursor, output: Any) -> None:
         if sequence.cancelled:
             return
         piece = output.outputs[0]
@@ -115,7 +112,7 @@ class Follower:
         if new or failure is not None or scored is not None:
             self._emit(SequenceUpdate(sequence, cached, new, failure, opaque, scored))
 
-    def _failed(self, sequence: ActiveSequence, error: Exception) -> None:
+    def _failed(self, sequence: ActiveSequence[Call], error: Exception) -> None:
         if isinstance(error, self._api.dead) or self._llm.errored:
             self.broken(error)
         elif not sequence.cancelled:
@@ -125,9 +122,9 @@ class Follower:
                 )
             )
 
-    def _code(self, sequence: ActiveSequence, error: Exception) -> Code:
+    def _code(self, sequence: ActiveSequence[Call], error: Exception) -> Code:
         if isinstance(error, self._api.transient):
-            return Code.transfer_failed if sequence.prepared.adopted else Code.engine_error
+            return Code.transfer_failed if sequence.call.prepared.adopted else Code.engine_error
         if isinstance(error, NotImplementedError):
             return Code.unsupported
         return Code.invalid_request if isinstance(error, self._api.refusals) else Code.engine_error

@@ -207,9 +207,9 @@ def test_a_request_error_on_the_way_fails_its_request_and_no_other(make: Make, p
     engine.submit(ask("a", prompt, 8, ignore_eos=True))
     engine.submit(ask("b", prompt, 8, ignore_eos=True))
     sequence = engine._active["a"]
-    while sequence.result is None:
+    while sequence.call.result is None:
         engine.step()
-    sequence.result._inbox.put(ErrorResponse("this one cannot go on"))
+    sequence.call.result._inbox.put(ErrorResponse("this one cannot go on"))
     results = until(engine, lambda results: results.ended("a"))
     hooks.free(engine._adapter._follower._llm)
     until(engine, lambda results: results.ended("b"), results)
@@ -223,7 +223,7 @@ def test_any_other_error_is_the_engines_end(make: Make, prompt: list[int]) -> No
     engine = make()
     hooks.hold(engine._adapter._follower._llm)
     engine.submit(ask("a", prompt, 100, ignore_eos=True))
-    while engine._active["a"].result is None:
+    while engine._active["a"].call.result is None:
         engine.step()
     hooks.die(engine._adapter._follower._llm)
     hooks.free(engine._adapter._follower._llm)

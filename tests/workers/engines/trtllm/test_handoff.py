@@ -109,9 +109,9 @@ def test_a_cancel_while_kv_is_fetched_waits_for_that(make: Make, monkeypatch: An
     request: SequenceRequest = ask("d", PROMPT, 400, generated=first, opaque=opaque, ignore_eos=True)
     decode.submit(request)
     sequence = decode._active["d"]
-    while sequence.result is None:
+    while sequence.call.result is None:
         decode.step()
-    monkeypatch.setattr(sequence.result, "abort", lambda: aborted.append(1))
+    monkeypatch.setattr(sequence.call.result, "abort", lambda: aborted.append(1))
     monkeypatch.setattr(follower, "ABORT_S", 0.1)
     assert decode.cancel("d")
     for _ in range(5):
