@@ -18,7 +18,7 @@ class Metrics:
         self.scope = scope
         self.consumers = ConsumerMetrics(scope)
         self.registry = scope.registry
-        self.requests = scope.counter("requests", "ended requests", ["door", "code"])
+        self.requests = scope.counter("requests", "ended requests", ["api", "code"])
         self.ttft = scope.histogram("ttft_seconds", "body read to first token sent", buckets=TTFT_BUCKETS)
         self.itl = scope.histogram(
             "inter_token_seconds",

@@ -65,14 +65,14 @@ class Subjects:
 
     def submit(self, model: str, tenant: str = "") -> str:
         """A submission: as its client publishes it, or (with ``tenant``) as the pipeline's account receives it."""
-        return self.door("submit", tenant, token(model))
+        return self.tenant_subject("submit", tenant, token(model))
 
-    def door(self, kind: str, tenant: str, *rest: str) -> str:
+    def tenant_subject(self, kind: str, tenant: str, *rest: str) -> str:
         """A subject of the NATS API. The imports of the tenant's account insert its token."""
         return ".".join([self.namespace, kind, *([tenant] if tenant else []), *rest])
 
     def answer(self, key: str, tenant: str = "") -> str:
-        return self.door("answer", tenant, key)
+        return self.tenant_subject("answer", tenant, key)
 
     def mailbox(self, tenant: str, subject: str) -> str:
         """Where the gateway publishes what should arrive at ``subject`` in the tenant's account."""

@@ -18,8 +18,8 @@ from infra.broker.main import apply_at, connect_operator
 from infra.broker.server import EmbeddedNats
 from infra.dashboard.access import stored_token
 from infra.engine_args.tree import BadArguments, Tree, parse_yaml
-from infra.launch.doors import Doors
 from infra.launch.groups import assign, fleet_of
+from infra.launch.listeners import Listeners
 from infra.launch.machine import cores, free_port, free_run, gpus
 from infra.launch.plan import Planned, plan
 from infra.launch.process import Process
@@ -93,7 +93,7 @@ class Deployment:
         self._keepers: list[Keeper] = []
         self._model = settings.served_model_name.partition(",")[0]
         self._makes = "text"
-        self._doors = Doors(settings.http_host)
+        self._listeners = Listeners(settings.http_host)
         self._board = Board(quiet=settings.log_format == "json")
         self._failed: asyncio.Future[None] | None = None
         self._ready = False
@@ -131,7 +131,7 @@ class Deployment:
 
     async def _start(self) -> None:
         up = self.settings
-        self._doors.open(up.http_port, up.gateways)
+        self._listeners.open(up.http_port, up.gateways)
         metrics_ports = self._metrics_ports()
         with self._board:
             if up.nats_url:
@@ -150,8 +150,8 @@ class Deployment:
             self._planned = plan(
                 up,
                 self._fleet,
-                ports=self._doors.ports,
-                listen_fd=self._doors.fd,
+                ports=self._listeners.ports,
+                listen_fd=self._listeners.fd,
                 url=url,
                 sys_url=sys_url,
                 cores=cores(),
@@ -192,7 +192,7 @@ class Deployment:
             planned.environ(os.environ) | _our_path(os.environ),
             self.data_dir / "logs" / f"{planned.name}.log",
             echo=self.settings.log_format == "json",
-            pass_fds=(self._doors.fd,) if planned.role == "gateway" else (),
+            pass_fds=(self._listeners.fd,) if planned.role == "gateway" else (),
         )
 
     async def _keep(self, keeper: Keeper) -> None:
@@ -206,8 +206,8 @@ class Deployment:
         names = [planned.name for planned in self._planned]
         workers = [planned.name for planned in self._planned if planned.role == "worker"]
         gateways = [planned.name for planned in self._planned if planned.role == "gateway"]
-        doors = dict(zip(gateways, self._doors.addresses, strict=True))
-        readiness = Readiness(workers, doors, self._board.ready)
+        addresses = dict(zip(gateways, self._listeners.addresses, strict=True))
+        readiness = Readiness(workers, addresses, self._board.ready)
         nc = await connect_operator(self._state().nats_url)
         try:
             while readiness.waiting:
@@ -225,7 +225,7 @@ class Deployment:
             await nc.close()
         for name in names:
             self._board.ready(name)
-        self._model, self._makes = await first_model(*self._doors.addresses[0], not self._fleet.model) or (
+        self._model, self._makes = await first_model(*self._listeners.addresses[0], not self._fleet.model) or (
             self._model,
             "text",
         )
@@ -276,7 +276,7 @@ class Deployment:
             if planned.metrics_port
         }
         return State(
-            http_url=self._doors.url,
+            http_url=self._listeners.url,
             nats_url=broker.url("operator") if broker else given,
             client_nats_url=broker.url("client") if broker else given,
             sys_nats_url=broker.sys_url if broker else "",
@@ -287,7 +287,7 @@ class Deployment:
                 for k in self._keepers
             ),
             makes=self._makes,
-            http_urls=self._doors.urls,
+            http_urls=self._listeners.urls,
             dashboard_url=self._dashboard_url,
         )
 
@@ -297,12 +297,12 @@ class Deployment:
     async def _stop(self, stop: Stop) -> bool:
         """Stop what runs, if anything does; whether a second signal cut it short."""
         if not self._keepers:
-            self._doors.close()
+            self._listeners.close()
             return False
         failed = not stop.asked.is_set()
         say = (lambda line: None) if failed else self._board.print
         await self._watches.aclose()
-        self._doors.close()  # first: from now on a connection is refused instead of left waiting
+        self._listeners.close()  # first: from now on a connection is refused instead of left waiting
         cut_short = await stop_in_order(self._keepers, self.settings.drain_s, stop.insisted, say, serving=self._ready)
         if self._broker is not None:
             await self._broker.stop()

@@ -1,4 +1,4 @@
-"""Clients of the HTTP door that do not give up: they repeat, re-attach elsewhere, leave early or read slowly."""
+"""Clients of the HTTP API that do not give up: they repeat, re-attach elsewhere, leave early or read slowly."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""Clients of the NATS door: the Python client, also dying and going on elsewhere, and the bare protocol."""
+"""Clients of the NATS API: the Python client, also dying and going on elsewhere, and the bare protocol."""
 
 import asyncio
 import contextlib

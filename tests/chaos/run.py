@@ -230,8 +230,8 @@ class _Run:
             self._seen += await self._ask(recipe, f"c{number}-{asked}-{recipe.name}", rng)
 
     async def _ask(self, recipe: Recipe, tag: str, rng: random.Random) -> list[Seen]:
-        door = self._nats if recipe.kind in recipes.NATS_KINDS else self._http
-        return await door.ask(recipe, tag, rng)
+        clients = self._nats if recipe.kind in recipes.NATS_KINDS else self._http
+        return await clients.ask(recipe, tag, rng)
 
     async def _tell(self) -> None:
         while True:

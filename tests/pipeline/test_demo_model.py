@@ -25,7 +25,7 @@ from tests.pipeline.support import (
     stopped,
     until,
 )
-from tests.pipeline.test_nats_door import Submitter
+from tests.pipeline.test_nats_api import Submitter
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -225,9 +225,9 @@ async def test_every_replica_and_nats_show_the_same(demo: Deployment) -> None:
     assert any(call["id"] in event.data for event in events)
     nc = await nats.connect(demo.state.client_nats_url)
     try:
-        door = Submitter(nc)
-        pieces = await door.ask(stream, model="demo")
-        [one] = await door.ask(BODY, model="demo")
+        submitter = Submitter(nc)
+        pieces = await submitter.ask(stream, model="demo")
+        [one] = await submitter.ask(BODY, model="demo")
     finally:
         await nc.close()
 

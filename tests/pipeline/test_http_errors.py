@@ -215,7 +215,7 @@ async def test_a_thousand_malformed_bodies_get_4xx_and_harm_nobody(
     assert len(statuses) == 1000
     assert {status // 100 for status in statuses} == {4}
     after = samples((await http.get("/metrics")).text)
-    counted = 'penstock_gateway_requests_total{code="invalid_request",door="http"}'
+    counted = 'penstock_gateway_requests_total{api="http",code="invalid_request"}'
     refused = sum(
         value - before.get(name, 0.0)
         for name, value in after.items()

@@ -30,7 +30,7 @@ from tests.pipeline.support import (
     token_prompt,
     until,
 )
-from tests.pipeline.test_nats_door import Submitter
+from tests.pipeline.test_nats_api import Submitter
 
 PATH = "/v1/completions"
 
@@ -103,7 +103,7 @@ async def test_a_client_that_leaves_before_its_body_was_sent_leaves_nothing(
         async with connected(slow.urls[0]) as (_, writer):
             writer.write(f"POST {PATH} HTTP/1.1\r\nhost: x\r\ncontent-length: 500\r\n\r\n".encode() + part)
             await writer.drain()
-    name = 'penstock_gateway_requests_total{code="cancelled",door="http"}'
+    name = 'penstock_gateway_requests_total{api="http",code="cancelled"}'
 
     async def counted() -> bool:
         return (await metrics(slow.urls[0])).get(name, 0) >= before.get(name, 0) + 2
@@ -293,8 +293,8 @@ async def test_hundreds_of_requests_leave_no_task_behind_anywhere(fast: Deployme
             for name in after[role]
             if name.partition("{")[0].endswith(("_total", "_count"))
         }
-        assert grown['penstock_gateway_requests_total{code="ok",door="http"}'] == 270
-        assert grown['penstock_gateway_requests_total{code="cancelled",door="http"}'] == 30
+        assert grown['penstock_gateway_requests_total{api="http",code="ok"}'] == 270
+        assert grown['penstock_gateway_requests_total{api="http",code="cancelled"}'] == 30
         assert grown["penstock_worker_tokens_total"] > 100
         assert grown['penstock_worker_requests_total{code="ok"}'] > 10
         assert grown["penstock_worker_request_seconds_count"] > 10

@@ -1,4 +1,4 @@
-"""The NATS door through a restart of the broker, with clients that have nats-py's defaults: they are back after 2 s."""
+"""The NATS API through a restart of the broker, with clients that have nats-py's defaults: they are back after 2 s."""
 
 import asyncio
 import hashlib

@@ -275,8 +275,8 @@ async def test_the_counters_count_what_happened(fast: Deployment, http: httpx.As
         return grown("penstock_gateway_request_seconds_count") == 5
 
     await until(counted, "all five answers are counted")
-    assert grown('penstock_gateway_requests_total{code="ok",door="http"}') == 4
-    assert grown('penstock_gateway_requests_total{code="model_not_found",door="http"}') == 1
+    assert grown('penstock_gateway_requests_total{api="http",code="ok"}') == 4
+    assert grown('penstock_gateway_requests_total{api="http",code="model_not_found"}') == 1
     assert grown("penstock_gateway_prompt_tokens_total") == 4 * prompt
     assert grown("penstock_gateway_output_tokens_total") == 28
     assert grown("penstock_gateway_cached_tokens_total") > 0

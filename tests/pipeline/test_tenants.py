@@ -1,4 +1,4 @@
-"""Tenants of the NATS door: made and ended while others work, and kept apart by the broker and the gateways."""
+"""Tenants of the NATS API: made and ended while others work, and kept apart by the broker and the gateways."""
 
 import asyncio
 import contextlib
@@ -16,7 +16,7 @@ from infra.cli import main
 from schemas.subjects import HEADER_ERROR, HEADER_MSG_ID, HEADER_REQUEST
 from tests.conftest import round_trip
 from tests.pipeline.support import Deployment, accepted, connected, until, words
-from tests.pipeline.test_nats_door import STREAM, TEXT, Submitter, numbered, read_answer
+from tests.pipeline.test_nats_api import STREAM, TEXT, Submitter, numbered, read_answer
 
 TENANTS = ("acme", "zenith")
 
@@ -46,7 +46,7 @@ def shared(fast: Deployment) -> Iterator[Deployment]:
 
 
 @pytest.fixture
-async def doors(shared: Deployment) -> AsyncIterator[list[Submitter]]:
+async def submitters(shared: Deployment) -> AsyncIterator[list[Submitter]]:
     """One client of each tenant."""
     async with contextlib.AsyncExitStack() as stack:
         made = []
@@ -57,14 +57,14 @@ async def doors(shared: Deployment) -> AsyncIterator[list[Submitter]]:
         yield made
 
 
-async def test_two_tenants_with_the_same_message_ids_are_both_answered(doors: list[Submitter], bus: Bus) -> None:
+async def test_two_tenants_with_the_same_message_ids_are_both_answered(submitters: list[Submitter], bus: Bus) -> None:
     def body(tenant: int, number: int) -> dict[str, Any]:
         return {**TEXT, **STREAM, "prompt": words(8, 40_000 + 100 * tenant + number), "user": f"same-{tenant}"}
 
     asked = [
-        door.ask(body(tenant, number), **{HEADER_MSG_ID: str(number)})
+        submitter.ask(body(tenant, number), **{HEADER_MSG_ID: str(number)})
         for number in range(5)
-        for tenant, door in enumerate(doors)
+        for tenant, submitter in enumerate(submitters)
     ]
     answers = [numbered(messages) for messages in await asyncio.gather(*asked)]
     assert all(list(answer) == list(range(len(answer))) for answer in answers)
@@ -74,8 +74,8 @@ async def test_two_tenants_with_the_same_message_ids_are_both_answered(doors: li
         assert {request.tenant for request in requests} == {name}
 
 
-async def test_nobody_reads_or_cancels_what_is_anothers(doors: list[Submitter], bus: Bus) -> None:
-    owner, other = doors
+async def test_nobody_reads_or_cancels_what_is_anothers(submitters: list[Submitter], bus: Bus) -> None:
+    owner, other = submitters
     messages = await owner.ask({**TEXT, **STREAM}, **{HEADER_MSG_ID: "private"})
     request_id = (messages[0].headers or {})[HEADER_REQUEST]
     for subject in ("ps.read", "ps.cancel"):
@@ -85,8 +85,8 @@ async def test_nobody_reads_or_cancels_what_is_anothers(doors: list[Submitter], 
     assert numbered(await owner.read({"id": request_id})) == numbered(messages)
 
 
-async def test_nobody_receives_anothers_answers_or_inboxes(doors: list[Submitter]) -> None:
-    owner, other = doors
+async def test_nobody_receives_anothers_answers_or_inboxes(submitters: list[Submitter]) -> None:
+    owner, other = submitters
     subscriptions = [await other.nc.subscribe(subject) for subject in ("_INBOX.>", "ps.answer.>", "ps.reply.>")]
     await round_trip(other.nc)
     await owner.ask({**TEXT, **STREAM}, **{HEADER_MSG_ID: "unheard"})
@@ -107,15 +107,15 @@ async def test_nobody_receives_anothers_answers_or_inboxes(doors: list[Submitter
     ],
 )
 async def test_a_reply_subject_sends_the_brokers_acknowledgement_nowhere_else(
-    doors: list[Submitter], bus: Bus, target: str
+    submitters: list[Submitter], bus: Bus, target: str
 ) -> None:
     subscriptions = await bus.nc.subscribe(target)
     await round_trip(bus.nc)
     names = [stream.config.name for stream in await bus.js.streams_info()]
     for subject in ("ps.submit.tiny", "ps.ask.tiny", "ps.read"):
-        await doors[0].nc.publish(subject, json.dumps({**TEXT, "max_tokens": 1}).encode(), reply=target)
-    await doors[0].ask({**TEXT, "max_tokens": 1})
-    await round_trip(doors[0].nc)
+        await submitters[0].nc.publish(subject, json.dumps({**TEXT, "max_tokens": 1}).encode(), reply=target)
+    await submitters[0].ask({**TEXT, "max_tokens": 1})
+    await round_trip(submitters[0].nc)
     await round_trip(bus.nc)
     assert not [message for message in drained(subscriptions) if b'"stream"' in message.data or not message.data]
     assert [stream.config.name for stream in await bus.js.streams_info()] == names
@@ -167,16 +167,16 @@ def drained(sub: Any) -> list[Any]:
 async def test_limits_of_a_tenant_hold_at_once(shared: Deployment) -> None:
     assert await tenanted(shared, "add", "narrow", "--models", "other", "--max-pending", "1") == 0
     nc = await nats.connect(url_of(shared, "narrow"))
-    door = Submitter(nc)
+    submitter = Submitter(nc)
     try:
-        [refused] = await door.ask(TEXT)
+        [refused] = await submitter.ask(TEXT)
         assert json.loads(refused.data)["error"]["code"] == "model_not_found"
-        [answered] = await door.ask({**TEXT, "model": "other"}, model="other")
+        [answered] = await submitter.ask({**TEXT, "model": "other"}, model="other")
         assert "choices" in json.loads(answered.data)
         assert await tenanted(shared, "add", "narrow") == 0  # the same again, without limits
 
         async def served() -> bool:
-            [message] = await door.ask(TEXT)
+            [message] = await submitter.ask(TEXT)
             return "choices" in json.loads(message.data)
 
         await until(served, "the new limits are known")
@@ -188,14 +188,14 @@ async def test_limits_of_a_tenant_hold_at_once(shared: Deployment) -> None:
 async def test_asks_beyond_max_pending_are_refused_and_submissions_wait(slow: Deployment) -> None:
     assert await tenanted(slow, "add", "single", "--max-pending", "1") == 0
     nc = await nats.connect(url_of(slow, "single"))
-    door = Submitter(nc)
+    submitter = Submitter(nc)
     body = {**TEXT, "max_tokens": 40}
     try:
         asks = [nc.request("ps.ask.tiny", json.dumps(body).encode(), timeout=30) for _ in range(6)]
         codes = [json.loads(reply.data).get("error", {}).get("code") for reply in await asyncio.gather(*asks)]
         assert codes.count("queue_full") >= 4  # each of two gateways may have taken one
         assert codes.count(None) + codes.count("queue_full") == 6
-        answers = await asyncio.gather(*(door.ask(body) for _ in range(3)))
+        answers = await asyncio.gather(*(submitter.ask(body) for _ in range(3)))
         assert all("choices" in json.loads(message.data) for [message] in answers)
     finally:
         await nc.close()
@@ -203,11 +203,11 @@ async def test_asks_beyond_max_pending_are_refused_and_submissions_wait(slow: De
 
 
 async def test_adding_rotating_and_removing_a_tenant_disturbs_nobody_else(
-    shared: Deployment, doors: list[Submitter]
+    shared: Deployment, submitters: list[Submitter]
 ) -> None:
     disturbed: list[str] = []
     refused: list[int] = []
-    door = doors[0]
+    submitter = submitters[0]
 
     async def lost() -> None:
         disturbed.append("disconnected")
@@ -219,12 +219,12 @@ async def test_adding_rotating_and_removing_a_tenant_disturbs_nobody_else(
         rounds = 0
         while not stop.is_set():
             try:
-                messages = await door.ask({**TEXT, **STREAM}, **{HEADER_MSG_ID: f"load-{rounds}"})
+                messages = await submitter.ask({**TEXT, **STREAM}, **{HEADER_MSG_ID: f"load-{rounds}"})
             except NoStreamResponseError:  # while the broker exchanges its accounts; nothing is stored
                 refused.append(rounds)
                 continue
             assert list(numbered(messages)) == list(range(len(messages)))
-            await door.nc.request("ps.ask.tiny", json.dumps(TEXT).encode(), timeout=10)
+            await submitter.nc.request("ps.ask.tiny", json.dumps(TEXT).encode(), timeout=10)
             rounds += 1
         return rounds
 
@@ -262,11 +262,11 @@ async def greeted(url: str) -> bytes:
 
 async def test_a_submitter_cancels_by_its_own_message_id(slow: Deployment) -> None:
     nc = await nats.connect(slow.state.client_nats_url)
-    door = Submitter(nc)
+    submitter = Submitter(nc)
     try:
         inbox = nc.new_inbox()
         sub = await nc.subscribe(inbox)
-        await door.submit({**TEXT, **STREAM, "max_tokens": 2000}, inbox, **{HEADER_MSG_ID: "stop-me"})
+        await submitter.submit({**TEXT, **STREAM, "max_tokens": 2000}, inbox, **{HEADER_MSG_ID: "stop-me"})
         await sub.next_msg(timeout=10)
         reply = await nc.request("ps.cancel", json.dumps({"key": "stop-me"}).encode(), timeout=10)
         assert json.loads(reply.data)["status"] == "cancelling"

@@ -1,4 +1,4 @@
-"""Requests that wait in a REQUESTS of 1 MiB while finished ones pass: none is discarded, and the door stays open."""
+"""Requests that wait in a REQUESTS of 1 MiB while finished ones pass: none is discarded, and new ones are accepted."""
 
 import asyncio
 import dataclasses
@@ -37,8 +37,8 @@ async def pipeline(nc: Client, subjects: Subjects) -> Subjects:
     return subjects
 
 
-class Door:
-    """A gateway's guard, and the work of others that passes."""
+class CapacityProbe:
+    """A gateway's capacity check, and finished requests of others."""
 
     def __init__(self, bus: Bus) -> None:
         self.bus = bus
@@ -63,15 +63,15 @@ async def test_held_requests_are_published_again_and_block_no_others(
     async with routing(broker, pipeline, max_pending=4) as one:
         await clients.stub("w1")
         await one.knows("w1")
-        door = Door(clients.bus)
+        probe = CapacityProbe(clients.bus)
         asked = [request(model="missing") for _ in range(3 if parked else 1)]  # a quarter of the room is one
         await clients.ask(*asked)
         await eventually(lambda: len(one.waiting) == 1)
         for _ in range(3 * SIZE // len(BODY) // 20):
-            await door.passes(20)
-            await until(functools.partial(is_moved, door))
-            await door.check()
-        first = (await clients.bus.js.stream_info(door.stream)).state.first_seq
+            await probe.passes(20)
+            await until(functools.partial(is_moved, probe))
+            await probe.check()
+        first = (await clients.bus.js.stream_info(probe.stream)).state.first_seq
         assert first > len(asked), "their first messages are discarded"
         await clients.stub("late", model="missing", slots=100)
         for each in asked:
@@ -85,11 +85,11 @@ async def until(condition: Callable[[], Awaitable[bool]], within_s: float = 20.0
             await asyncio.sleep(0.05)
 
 
-async def is_moved(door: Door) -> bool:
-    info = await door.bus.js.consumer_info(door.stream, "router-standard")
-    await door.room._requests.look()
+async def is_moved(probe: CapacityProbe) -> bool:
+    info = await probe.bus.js.consumer_info(probe.stream, "router-standard")
+    await probe.room._requests.look()
     floor = info.ack_floor.stream_seq if info.ack_floor else 0
-    return door.room._requests.share_from(floor + 1) < 0.75
+    return probe.room._requests.share_from(floor + 1) < 0.75
 
 
 async def nothing_waits(clients: Clients) -> bool:

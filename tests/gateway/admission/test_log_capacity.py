@@ -1,4 +1,4 @@
-"""The guard of waiting requests on a real stream of 1 MiB: the new are refused before any old are discarded."""
+"""The capacity check on a real stream of 1 MiB: new requests are refused before any waiting one is discarded."""
 
 import dataclasses
 from typing import Any
@@ -20,8 +20,8 @@ SIZE = 1 << 20
 BODY = bytes(10_000)
 
 
-class Door:
-    """Stores requests as a gateway does, while its guard lets it."""
+class SubmittingGateway:
+    """Stores requests as a gateway does, while its capacity check accepts them."""
 
     def __init__(self, nc: Client, subjects: Subjects) -> None:
         self.metrics = Metrics(MetricScope())
@@ -61,59 +61,63 @@ class Door:
 
 
 @pytest.fixture
-async def door(nc: Client, subjects: Subjects) -> Door:
+async def gateway(nc: Client, subjects: Subjects) -> SubmittingGateway:
     whole = topology(subjects)
 
     def shrink(spec: StreamSpec) -> StreamSpec:
         return dataclasses.replace(spec, max_bytes=SIZE) if spec.name == subjects.stream("REQUESTS") else spec
 
     await apply(nc, dataclasses.replace(whole, streams=tuple(map(shrink, whole.streams))))
-    made = Door(nc, subjects)
+    made = SubmittingGateway(nc, subjects)
     await made.refresh()
     return made
 
 
-async def test_waiting_requests_are_never_discarded_and_new_ones_are_refused_with_the_fix(door: Door) -> None:
-    error = await door.until_refused()
+async def test_waiting_requests_are_never_discarded_and_new_ones_are_refused_with_the_fix(
+    gateway: SubmittingGateway,
+) -> None:
+    error = await gateway.until_refused()
     assert error.code is Code.queue_full
     assert "_REQUESTS holds 8" in error.message
     assert "1 MiB" in error.message
     assert "add workers, or enlarge it: nats stream edit" in error.message
-    state = await door.state()
+    state = await gateway.state()
     assert state.first_seq == 1
     assert state.bytes > 0.79 * SIZE
-    gauge = door.metrics.unfinished.labels(door.subjects.stream("REQUESTS"))
+    gauge = gateway.metrics.unfinished.labels(gateway.subjects.stream("REQUESTS"))
     assert 0.8 <= gauge._value.get() < 0.9
-    await door.place(state.messages // 2)
-    await door.refresh()
-    await door.submit()
+    await gateway.place(state.messages // 2)
+    await gateway.refresh()
+    await gateway.submit()
 
 
-async def test_finished_history_of_three_times_the_limit_refuses_nobody(door: Door) -> None:
+async def test_finished_history_of_three_times_the_limit_refuses_nobody(gateway: SubmittingGateway) -> None:
     for _ in range(3 * SIZE // len(BODY)):
-        await door.submit()
-        await door.place(1)
-        await door.refresh()
-    assert (await door.state()).first_seq > SIZE // len(BODY)
+        await gateway.submit()
+        await gateway.place(1)
+        await gateway.refresh()
+    assert (await gateway.state()).first_seq > SIZE // len(BODY)
 
 
-async def test_one_class_s_history_does_not_count_for_another_s_first_request(door: Door) -> None:
-    await door.submit(Priority.batch)
-    await door.place(1, Priority.batch)
+async def test_one_class_s_history_does_not_count_for_another_s_first_request(gateway: SubmittingGateway) -> None:
+    await gateway.submit(Priority.batch)
+    await gateway.place(1, Priority.batch)
     for _ in range(SIZE // len(BODY)):
-        await door.submit(Priority.interactive)
-        await door.place(1, Priority.interactive)
-    await door.submit(Priority.batch)  # unplaced, and its consumer's floor is at the very beginning
-    await door.refresh()
-    await door.submit(Priority.interactive)
-    assert door.metrics.unfinished.labels(door.subjects.stream("REQUESTS"))._value.get() < 0.05
+        await gateway.submit(Priority.interactive)
+        await gateway.place(1, Priority.interactive)
+    await gateway.submit(Priority.batch)  # unplaced, and its consumer's floor is at the very beginning
+    await gateway.refresh()
+    await gateway.submit(Priority.interactive)
+    assert gateway.metrics.unfinished.labels(gateway.subjects.stream("REQUESTS"))._value.get() < 0.05
 
 
-async def test_when_room_is_scarce_a_tenant_beyond_its_share_is_refused_before_others(door: Door) -> None:
-    door.open = [("loud", 480_000), ("quiet", 400)]
-    while door.capacity._requests.level < 0.65:
-        await door.submit()
-        await door.refresh()
-    await door.submit(tenant="quiet")
+async def test_when_room_is_scarce_a_tenant_beyond_its_share_is_refused_before_others(
+    gateway: SubmittingGateway,
+) -> None:
+    gateway.open = [("loud", 480_000), ("quiet", 400)]
+    while gateway.capacity._requests.level < 0.65:
+        await gateway.submit()
+        await gateway.refresh()
+    await gateway.submit(tenant="quiet")
     with pytest.raises(ServingError, match="tenant 'loud' has more than its share"):
-        await door.submit(tenant="loud")
+        await gateway.submit(tenant="loud")

@@ -1,4 +1,4 @@
-"""The client against a door that loses, repeats and refuses, over a real broker: the answer comes whole anyway."""
+"""The client against a gateway that loses, repeats and refuses, over a real broker: the answer comes whole anyway."""
 
 import asyncio
 import json
@@ -27,7 +27,7 @@ from gateway.client.errors import error
 from infra.broker.server import EmbeddedNats
 from schemas import subjects as wire
 from tests.conftest import Connect
-from tests.gateway.client.door import Door, whole
+from tests.gateway.client.fake_gateway import FakeGateway, whole
 
 ROOT = Path(__file__).resolve().parents[3]
 WORDS = [f"word{n} " for n in range(30)]
@@ -44,15 +44,15 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-async def door(broker: EmbeddedNats, connect: Connect, subjects: wire.Subjects) -> AsyncIterator[Door]:
-    made = Door(await connect(broker), subjects.namespace, WORDS)
+async def gateway(broker: EmbeddedNats, connect: Connect, subjects: wire.Subjects) -> AsyncIterator[FakeGateway]:
+    made = FakeGateway(await connect(broker), subjects.namespace, WORDS)
     await made.open()
     yield made
     await made.close()
 
 
 @pytest.fixture
-async def client(broker: EmbeddedNats, subjects: wire.Subjects, door: Door) -> AsyncIterator[Client]:
+async def client(broker: EmbeddedNats, subjects: wire.Subjects, gateway: FakeGateway) -> AsyncIterator[Client]:
     async with Client(
         broker.url("operator"), namespace=subjects.namespace, timeout=15, inbox_prefix="_INBOX_operator"
     ) as made:
@@ -66,12 +66,12 @@ async def text_of(stream: Any) -> str:
 # -- what is asked and answered -----------------------------------------------------------------------------------
 
 
-async def test_a_whole_answer_is_awaited_and_has_types(client: Client, door: Door) -> None:
+async def test_a_whole_answer_is_awaited_and_has_types(client: Client, gateway: FakeGateway) -> None:
     answer = await client.chat(**ASKED, temperature=0, max_tokens=7, seed=None)
     assert answer.text == answer.choices[0].message.content == "".join(WORDS)
     assert answer.choices[0].finish_reason == "stop"
     assert answer.request == "1"
-    ((headers, body),) = door.submissions
+    ((headers, body),) = gateway.submissions
     assert body == {**ASKED, "temperature": 0, "max_tokens": 7}
     assert answer.position.key == headers["Nats-Msg-Id"]
 
@@ -83,9 +83,9 @@ async def test_a_stream_gives_chunks_with_the_position_behind_each(client: Clien
     assert stream.position.next == len(WORDS) + 1
 
 
-async def test_a_completion_is_asked_with_a_prompt(client: Client, door: Door) -> None:
+async def test_a_completion_is_asked_with_a_prompt(client: Client, gateway: FakeGateway) -> None:
     await client.complete(model="m", prompt="once", idempotency_key="mine", headers={"traceparent": "00-x"})
-    ((headers, body),) = door.submissions
+    ((headers, body),) = gateway.submissions
     assert body == {"model": "m", "prompt": "once"}
     assert (headers["Nats-Msg-Id"], headers["traceparent"]) == ("mine", "00-x")
 
@@ -99,46 +99,52 @@ async def test_many_answers_at_once_are_kept_apart(client: Client) -> None:
 
 
 @pytest.mark.parametrize("lost", [{0}, {5, 6, 7}, {len(WORDS)}, set(range(31)), set(range(0, 31, 2))])
-async def test_lost_messages_are_read_again(client: Client, door: Door, lost: set[int]) -> None:
-    door.lost = lost
+async def test_lost_messages_are_read_again(client: Client, gateway: FakeGateway, lost: set[int]) -> None:
+    gateway.lost = lost
     assert await text_of(client.chat(**ASKED, stream=True)) == "".join(WORDS)
-    assert door.reads[0]["from"] == min(lost)
-    assert len(door.submissions) == 1
+    assert gateway.reads[0]["from"] == min(lost)
+    assert len(gateway.submissions) == 1
 
 
-async def test_messages_that_come_twice_or_backwards_are_given_out_once_in_order(client: Client, door: Door) -> None:
-    door.twice = door.backwards = True
+async def test_messages_that_come_twice_or_backwards_are_given_out_once_in_order(
+    client: Client, gateway: FakeGateway
+) -> None:
+    gateway.twice = gateway.backwards = True
     assert await text_of(client.chat(**ASKED, stream=True)) == "".join(WORDS)
 
 
-async def test_a_lost_whole_answer_is_read_again(client: Client, door: Door) -> None:
-    door.lost = {0}
+async def test_a_lost_whole_answer_is_read_again(client: Client, gateway: FakeGateway) -> None:
+    gateway.lost = {0}
     assert (await client.chat(**ASKED)).text == "".join(WORDS)
 
 
-async def test_a_submission_that_is_not_acknowledged_is_repeated_under_its_key(client: Client, door: Door) -> None:
-    door.deaf["submit"] = 2
+async def test_a_submission_that_is_not_acknowledged_is_repeated_under_its_key(
+    client: Client, gateway: FakeGateway
+) -> None:
+    gateway.deaf["submit"] = 2
     assert await text_of(client.chat(**ASKED, stream=True)) == "".join(WORDS)
-    assert len(door.submissions) == 1
+    assert len(gateway.submissions) == 1
 
 
 @pytest.mark.parametrize(
     "refusals", [["shutting_down", "broker_unavailable", "queue_full", "internal"], ["request_not_found"]]
 )
-async def test_a_read_that_is_refused_for_now_is_asked_again(client: Client, door: Door, refusals: list[str]) -> None:
-    door.silent, door.refusals = 3, list(refusals)
+async def test_a_read_that_is_refused_for_now_is_asked_again(
+    client: Client, gateway: FakeGateway, refusals: list[str]
+) -> None:
+    gateway.silent, gateway.refusals = 3, list(refusals)
     assert await text_of(client.chat(**ASKED, stream=True)) == "".join(WORDS)
-    assert len(door.reads) > len(refusals)
+    assert len(gateway.reads) > len(refusals)
 
 
-async def test_a_read_that_nobody_receives_is_repeated(client: Client, door: Door) -> None:
-    door.silent, door.deaf["read"] = 3, 2
+async def test_a_read_that_nobody_receives_is_repeated(client: Client, gateway: FakeGateway) -> None:
+    gateway.silent, gateway.deaf["read"] = 3, 2
     assert await text_of(client.chat(**ASKED, stream=True)) == "".join(WORDS)
-    assert {read["from"] for read in door.reads} == {4}
+    assert {read["from"] for read in gateway.reads} == {4}
 
 
 async def test_a_reader_that_falls_behind_reads_again_what_did_not_fit(
-    client: Client, door: Door, monkeypatch: pytest.MonkeyPatch
+    client: Client, gateway: FakeGateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reader, "BUFFER", 4)
     found = []
@@ -147,7 +153,7 @@ async def test_a_reader_that_falls_behind_reads_again_what_did_not_fit(
         if len(found) == 2:
             await asyncio.sleep(0.3)
     assert "".join(found) == "".join(WORDS)
-    assert door.reads
+    assert gateway.reads
 
 
 # -- positions ----------------------------------------------------------------------------------------------------
@@ -155,7 +161,7 @@ async def test_a_reader_that_falls_behind_reads_again_what_did_not_fit(
 
 @pytest.mark.parametrize("read", [0, 1, 17, 30])
 async def test_another_client_goes_on_from_a_saved_position(
-    broker: EmbeddedNats, subjects: wire.Subjects, client: Client, door: Door, read: int
+    broker: EmbeddedNats, subjects: wire.Subjects, client: Client, gateway: FakeGateway, read: int
 ) -> None:
     stream = client.chat(**ASKED, stream=True)
     text, saved = "", str(stream.position)
@@ -176,23 +182,27 @@ async def test_a_position_of_a_whole_answer_gives_the_answer(client: Client) -> 
     assert (again.text, again.position) == (answer.text, answer.position)
 
 
-async def test_a_question_with_a_position_is_asked_if_it_never_was(client: Client, door: Door) -> None:
+async def test_a_question_with_a_position_is_asked_if_it_never_was(client: Client, gateway: FakeGateway) -> None:
     saved = Position("never", 3, "chat", True)
     assert await text_of(client.chat(**ASKED, stream=True, position=saved)) == "".join(WORDS[3:])
-    assert door.submissions[0][0]["Penstock-From"] == "3"
+    assert gateway.submissions[0][0]["Penstock-From"] == "3"
 
 
-async def test_only_the_record_is_left_so_it_takes_the_place_of_the_chunks(client: Client, door: Door) -> None:
-    door.silent, door.record = 3, whole("all of it")
+async def test_only_the_record_is_left_so_it_takes_the_place_of_the_chunks(
+    client: Client, gateway: FakeGateway
+) -> None:
+    gateway.silent, gateway.record = 3, whole("all of it")
     chunks = [chunk async for chunk in client.chat(**ASKED, stream=True)]
     assert [chunk.replaces for chunk in chunks] == [False] * 4 + [True]
     assert chunks[-1].text == "all of it"
 
 
-async def test_a_stream_that_was_read_to_its_end_is_gone_on_with_to_no_more(client: Client, door: Door) -> None:
+async def test_a_stream_that_was_read_to_its_end_is_gone_on_with_to_no_more(
+    client: Client, gateway: FakeGateway
+) -> None:
     stream = client.chat(**ASKED, stream=True)
     await text_of(stream)
-    door.refusals.append("answer_ended")
+    gateway.refusals.append("answer_ended")
     assert await text_of(client.resume(str(stream.position), timeout=5)) == ""
 
 
@@ -219,29 +229,29 @@ def test_a_position_is_text_and_back() -> None:
 )
 @pytest.mark.parametrize("stream", [True, False])
 async def test_an_answer_that_ends_with_an_error_raises_it(
-    client: Client, door: Door, code: str, kind: type[PenstockError], stream: bool
+    client: Client, gateway: FakeGateway, code: str, kind: type[PenstockError], stream: bool
 ) -> None:
-    door.ending = code
+    gateway.ending = code
     with pytest.raises(kind, match="because") as caught:
         await (text_of(client.chat(**ASKED, stream=True)) if stream else client.chat(**ASKED))
     assert caught.value.code == code
     assert type(error(code, "")) is kind
 
 
-async def test_waiting_ends_when_it_was_said_to_and_can_be_gone_on_with(client: Client, door: Door) -> None:
-    door.silent, door.deaf["read"] = 3, 10_000
+async def test_waiting_ends_when_it_was_said_to_and_can_be_gone_on_with(client: Client, gateway: FakeGateway) -> None:
+    gateway.silent, gateway.deaf["read"] = 3, 10_000
     stream = client.chat(**ASKED, stream=True, timeout=0.6)
     with pytest.raises(Timeout):
         await text_of(stream)
     assert stream.position.next == 4
-    door.deaf.clear()
+    gateway.deaf.clear()
     assert await text_of(client.resume(stream.position)) == "".join(WORDS[4:])
 
 
-async def test_what_nobody_knows_is_not_found_but_only_after_a_while(client: Client, door: Door) -> None:
+async def test_what_nobody_knows_is_not_found_but_only_after_a_while(client: Client, gateway: FakeGateway) -> None:
     with pytest.raises(NotFound):
         await client.resume(Position("unknown"))
-    assert len(door.reads) > 3
+    assert len(gateway.reads) > 3
 
 
 async def test_no_gateway_at_all_ends_in_a_timeout(broker: EmbeddedNats) -> None:
@@ -259,9 +269,9 @@ async def test_a_missing_broker_is_reported_at_once(monkeypatch: pytest.MonkeyPa
             pass
 
 
-async def test_a_client_that_was_closed_ends_its_readers(client: Client, door: Door) -> None:
-    door.silent = 3
-    door.deaf["read"] = 10_000
+async def test_a_client_that_was_closed_ends_its_readers(client: Client, gateway: FakeGateway) -> None:
+    gateway.silent = 3
+    gateway.deaf["read"] = 10_000
     stream = client.chat(**ASKED, stream=True)
 
     async def read() -> None:
@@ -273,11 +283,11 @@ async def test_a_client_that_was_closed_ends_its_readers(client: Client, door: D
         await asyncio.wait_for(read(), 5)
 
 
-async def test_cancel_names_the_request_by_its_key(client: Client, door: Door) -> None:
+async def test_cancel_names_the_request_by_its_key(client: Client, gateway: FakeGateway) -> None:
     stream = client.chat(**ASKED, stream=True)
     assert await stream.cancel() == "cancelling"
     assert await client.cancel("an-id") == "cancelling"
-    assert door.cancelled == [{"key": stream.position.key}, {"id": "an-id"}]
+    assert gateway.cancelled == [{"key": stream.position.key}, {"id": "an-id"}]
 
 
 # -- what it needs ------------------------------------------------------------------------------------------------

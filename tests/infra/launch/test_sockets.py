@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from infra.launch.doors import Doors
+from infra.launch.listeners import Listeners
 from infra.launch.sockets import CannotListen, bind, cannot_listen, listening, own_ports
 
 
@@ -48,21 +48,21 @@ def test_own_ports_follow_the_shared_one() -> None:
     with pytest.raises(CannotListen, match="3 gateways need the ports up to 65537"):
         own_ports("127.0.0.1", 65535, 3)
     assert len(set(own_ports("127.0.0.1", 0, 3))) == 3
-    doors = Doors("127.0.0.1")
-    doors.open(0, 2)
+    listeners = Listeners("127.0.0.1")
+    listeners.open(0, 2)
     try:
-        assert doors.port not in doors.ports
-        assert doors.url not in doors.urls
+        assert listeners.port not in listeners.ports
+        assert listeners.url not in listeners.urls
     finally:
-        doors.close()
+        listeners.close()
 
 
 def test_doors_that_could_not_open_hold_no_port() -> None:
     with listening("127.0.0.1", 0) as taken:
         port = taken.getsockname()[1]
-        doors = Doors("127.0.0.1")
+        listeners = Listeners("127.0.0.1")
         with pytest.raises(CannotListen):
-            doors.open(port - 1, 2)
-        assert doors.fd == -1
+            listeners.open(port - 1, 2)
+        assert listeners.fd == -1
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", port - 1))

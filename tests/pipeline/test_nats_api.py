@@ -1,4 +1,4 @@
-"""The NATS front door, used with nothing but a NATS client that has the client's rights."""
+"""The NATS API, used with nothing but a NATS client that has the client's rights."""
 
 import asyncio
 import hashlib
@@ -49,7 +49,7 @@ STREAM = {"stream": True, "stream_options": {"include_usage": True}}
 
 
 class Submitter:
-    """A client of the door: submits, and keeps what arrives."""
+    """A client of the NATS API: submits, and keeps what arrives."""
 
     def __init__(self, nc: Client) -> None:
         self.nc = nc
@@ -93,7 +93,7 @@ def numbered(messages: list[Msg]) -> dict[int, Any]:
 
 
 @pytest.fixture
-async def door(fast: Deployment) -> AsyncIterator[Submitter]:
+async def submitter(fast: Deployment) -> AsyncIterator[Submitter]:
     nc = await nats.connect(fast.state.client_nats_url)
     yield Submitter(nc)
     await nc.close()
@@ -102,9 +102,11 @@ async def door(fast: Deployment) -> AsyncIterator[Submitter]:
 @pytest.mark.parametrize("kind", ["inbox", "reply"])
 @pytest.mark.parametrize("body", [CHAT, TEXT], ids=["chat", "text"])
 async def test_a_streamed_answer_is_the_one_that_http_gives(
-    door: Submitter, http: httpx.AsyncClient, oracle: Oracle, body: dict[str, Any], kind: str
+    submitter: Submitter, http: httpx.AsyncClient, oracle: Oracle, body: dict[str, Any], kind: str
 ) -> None:
-    messages = await door.ask({**body, **STREAM}, reply_to="" if kind == "inbox" else f"ps.reply.{door.nc.client_id}")
+    messages = await submitter.ask(
+        {**body, **STREAM}, reply_to="" if kind == "inbox" else f"ps.reply.{submitter.nc.client_id}"
+    )
     assert [HEADER_FINAL in (message.headers or {}) for message in messages] == [False] * (len(messages) - 1) + [True]
     ids = [(message.headers or {})[HEADER_EVENT_ID] for message in messages]
     path = "/v1/chat/completions" if body is CHAT else "/v1/completions"
@@ -126,8 +128,8 @@ async def test_a_streamed_answer_is_the_one_that_http_gives(
     assert {one["id"].partition("-")[2] for one in bodies} == {request_id}
 
 
-async def test_a_whole_answer_is_one_message(door: Submitter, oracle: Oracle) -> None:
-    [message] = await door.ask(CHAT)
+async def test_a_whole_answer_is_one_message(submitter: Submitter, oracle: Oracle) -> None:
+    [message] = await submitter.ask(CHAT)
     answer = json.loads(message.data)
     assert answer["object"] == "chat.completion"
     assert answer["choices"][0]["message"]["content"] == oracle.answer(CHAT, 10)
@@ -135,75 +137,81 @@ async def test_a_whole_answer_is_one_message(door: Submitter, oracle: Oracle) ->
     assert answer["id"] == "chatcmpl-" + (message.headers or {})[HEADER_REQUEST]
 
 
-async def test_a_repeat_at_once_is_answered_at_its_own_subject_as_well(door: Submitter, bus: Bus) -> None:
+async def test_a_repeat_at_once_is_answered_at_its_own_subject_as_well(submitter: Submitter, bus: Bus) -> None:
     """The stream swallows it: its PubAck says duplicate, and no consumer ever sees it."""
     body = {**TEXT, "prompt": words(30, 77), "temperature": 1, "user": "once-77", **STREAM}
-    inboxes = [door.nc.new_inbox() for _ in range(4)]
-    subs = [await door.nc.subscribe(inbox) for inbox in inboxes]
-    acks = await asyncio.gather(*(door.submit(body, inbox, **{HEADER_MSG_ID: "once-77"}) for inbox in inboxes))
+    inboxes = [submitter.nc.new_inbox() for _ in range(4)]
+    subs = [await submitter.nc.subscribe(inbox) for inbox in inboxes]
+    acks = await asyncio.gather(*(submitter.submit(body, inbox, **{HEADER_MSG_ID: "once-77"}) for inbox in inboxes))
     assert any(ack.duplicate for ack in acks)
     answers = [numbered(await read_answer(sub)) for sub in subs]
     assert answers[0] == answers[1] == answers[2] == answers[3]
     assert len(await accepted(bus, "once-77")) == 1
 
 
-async def test_a_later_repeat_gets_the_same_answer_from_where_it_says(door: Submitter, bus: Bus) -> None:
+async def test_a_later_repeat_gets_the_same_answer_from_where_it_says(submitter: Submitter, bus: Bus) -> None:
     body = {**TEXT, "prompt": words(30, 78), "temperature": 1, "user": "later-78", **STREAM}
-    first = numbered(await door.ask(body, **{HEADER_MSG_ID: "later-78"}))
+    first = numbered(await submitter.ask(body, **{HEADER_MSG_ID: "later-78"}))
     assert list(first) == list(range(len(first)))
     await asyncio.sleep(0.15)  # beyond the stream's duplicate window
-    assert numbered(await door.ask(body, **{HEADER_MSG_ID: "later-78"})) == first
-    rest = numbered(await door.ask(body, **{HEADER_MSG_ID: "later-78", HEADER_FROM: "4"}))
+    assert numbered(await submitter.ask(body, **{HEADER_MSG_ID: "later-78"})) == first
+    rest = numbered(await submitter.ask(body, **{HEADER_MSG_ID: "later-78", HEADER_FROM: "4"}))
     assert rest == {number: data for number, data in first.items() if number >= 4}
     assert len(await accepted(bus, "later-78")) == 1
 
 
-async def test_a_message_id_used_with_another_body_is_refused(door: Submitter) -> None:
-    await door.ask(TEXT, **{HEADER_MSG_ID: "clash"})
+async def test_a_message_id_used_with_another_body_is_refused(submitter: Submitter) -> None:
+    await submitter.ask(TEXT, **{HEADER_MSG_ID: "clash"})
     await asyncio.sleep(0.15)
-    [message] = await door.ask({**TEXT, "max_tokens": 3}, **{HEADER_MSG_ID: "clash"})
+    [message] = await submitter.ask({**TEXT, "max_tokens": 3}, **{HEADER_MSG_ID: "clash"})
     assert "another body" in json.loads(message.data)["error"]["message"]
 
 
-async def test_answers_come_to_a_subject_that_follows_from_the_message_id(door: Submitter) -> None:
+async def test_answers_come_to_a_subject_that_follows_from_the_message_id(submitter: Submitter) -> None:
     key = hashlib.sha256(b"derived").hexdigest()[:32]
-    sub = await door.nc.subscribe(f"ps.answer.{key}")
-    await door.js.publish("ps.submit.tiny", json.dumps({**TEXT, **STREAM}).encode(), headers={HEADER_MSG_ID: "derived"})
+    sub = await submitter.nc.subscribe(f"ps.answer.{key}")
+    await submitter.js.publish(
+        "ps.submit.tiny", json.dumps({**TEXT, **STREAM}).encode(), headers={HEADER_MSG_ID: "derived"}
+    )
     messages = await read_answer(sub)
     assert list(numbered(messages)) == list(range(len(messages)))
 
 
-async def test_a_submission_that_names_nothing_is_answered_by_request_id(door: Submitter) -> None:
-    sub = await door.nc.subscribe("ps.answer.>")
-    await door.js.publish("ps.submit.tiny", json.dumps({**TEXT, "max_tokens": 2}).encode())
+async def test_a_submission_that_names_nothing_is_answered_by_request_id(submitter: Submitter) -> None:
+    sub = await submitter.nc.subscribe("ps.answer.>")
+    await submitter.js.publish("ps.submit.tiny", json.dumps({**TEXT, "max_tokens": 2}).encode())
     [message] = await read_answer(sub)
     request_id = (message.headers or {})[HEADER_REQUEST]
     assert message.subject == f"ps.answer.{request_id}"
-    assert json.loads((await door.nc.request("ps.read", json.dumps({"id": request_id}).encode())).data) == json.loads(
-        message.data
-    )
+    assert json.loads(
+        (await submitter.nc.request("ps.read", json.dumps({"id": request_id}).encode())).data
+    ) == json.loads(message.data)
 
 
-async def test_an_answer_is_read_again_from_any_number_by_key_or_id(door: Submitter) -> None:
-    messages = await door.ask({**CHAT, **STREAM}, **{HEADER_MSG_ID: "reread"})
+async def test_an_answer_is_read_again_from_any_number_by_key_or_id(submitter: Submitter) -> None:
+    messages = await submitter.ask({**CHAT, **STREAM}, **{HEADER_MSG_ID: "reread"})
     request_id = (messages[0].headers or {})[HEADER_REQUEST]
     whole = numbered(messages)
-    assert numbered(await door.read({"id": request_id})) == whole
-    assert numbered(await door.read({"key": "reread", "from": 3})) == {n: d for n, d in whole.items() if n >= 3}
-    part = await door.read({"key": "reread", "from": 3, "until": 4}, count=2)
+    assert numbered(await submitter.read({"id": request_id})) == whole
+    assert numbered(await submitter.read({"key": "reread", "from": 3})) == {n: d for n, d in whole.items() if n >= 3}
+    part = await submitter.read({"key": "reread", "from": 3, "until": 4}, count=2)
     assert numbered(part) == {n: whole[n] for n in (3, 4)}
     for beyond in (len(whole), 10**9):
-        reply = await door.nc.request("ps.read", json.dumps({"key": "reread", "from": beyond}).encode(), timeout=10)
+        reply = await submitter.nc.request(
+            "ps.read", json.dumps({"key": "reread", "from": beyond}).encode(), timeout=10
+        )
         assert ((reply.headers or {})[HEADER_ERROR], HEADER_SEQ in (reply.headers or {})) == ("answer_ended", False)
 
 
 @pytest.mark.parametrize("n", [1, 2])
-async def test_an_answer_is_read_from_its_record_once_its_tokens_are_gone(door: Submitter, bus: Bus, n: int) -> None:
+async def test_an_answer_is_read_from_its_record_once_its_tokens_are_gone(
+    submitter: Submitter, bus: Bus, n: int
+) -> None:
     body = {**TEXT, **STREAM, "n": n, "prompt": words(9, 80 + n), "temperature": 1}
-    messages = await door.ask(body, **{HEADER_MSG_ID: f"recorded-{n}"})
+    messages = await submitter.ask(body, **{HEADER_MSG_ID: f"recorded-{n}"})
     await ending(bus, (messages[0].headers or {})[HEADER_REQUEST])
     await bus.js.purge_stream("ps_TOKENS")
-    again = await door.read({"key": f"recorded-{n}"})
+    again = await submitter.read({"key": f"recorded-{n}"})
     assert numbered(again) == numbered(messages)
 
 
@@ -220,36 +228,38 @@ async def test_an_answer_is_read_from_its_record_once_its_tokens_are_gone(door: 
     ],
     ids=str,
 )
-async def test_a_read_that_fails_says_why_and_is_no_part_of_an_answer(door: Submitter, body: Any, code: str) -> None:
+async def test_a_read_that_fails_says_why_and_is_no_part_of_an_answer(
+    submitter: Submitter, body: Any, code: str
+) -> None:
     for subject in ("ps.read", "ps.cancel"):
-        reply = await door.nc.request(subject, json.dumps(body).encode(), timeout=10)
+        reply = await submitter.nc.request(subject, json.dumps(body).encode(), timeout=10)
         assert (reply.headers or {})[HEADER_ERROR] == code
         assert HEADER_SEQ not in (reply.headers or {})
         assert json.loads(reply.data)["error"]["code"] == code
 
 
-async def test_plain_request_and_reply_gets_the_answer(door: Submitter, oracle: Oracle) -> None:
-    reply = await door.nc.request("ps.ask.tiny", json.dumps(CHAT).encode(), timeout=10)
+async def test_plain_request_and_reply_gets_the_answer(submitter: Submitter, oracle: Oracle) -> None:
+    reply = await submitter.nc.request("ps.ask.tiny", json.dumps(CHAT).encode(), timeout=10)
     assert json.loads(reply.data)["choices"][0]["message"]["content"] == oracle.answer(CHAT, 10)
     assert (reply.headers or {})[HEADER_FINAL] == "1"
-    refused = await door.nc.request("ps.ask.tiny", json.dumps({**CHAT, "temperature": 9}).encode(), timeout=10)
+    refused = await submitter.nc.request("ps.ask.tiny", json.dumps({**CHAT, "temperature": 9}).encode(), timeout=10)
     assert json.loads(refused.data)["error"]["code"] == "invalid_request"
-    unknown = await door.nc.request("ps.ask.nobody", json.dumps({**CHAT, "model": "nobody"}).encode(), timeout=10)
+    unknown = await submitter.nc.request("ps.ask.nobody", json.dumps({**CHAT, "model": "nobody"}).encode(), timeout=10)
     assert json.loads(unknown.data)["error"]["code"] == "model_not_found"
 
 
-async def test_an_ask_can_stream_and_be_repeated(door: Submitter, bus: Bus) -> None:
+async def test_an_ask_can_stream_and_be_repeated(submitter: Submitter, bus: Bus) -> None:
     body = json.dumps({**TEXT, **STREAM, "user": "asker"}).encode()
     answers = []
     for _ in range(2):
-        inbox = door.nc.new_inbox()
-        sub = await door.nc.subscribe(inbox)
-        await door.nc.publish("ps.ask.tiny", body, reply=inbox, headers={HEADER_MSG_ID: "asked"})
+        inbox = submitter.nc.new_inbox()
+        sub = await submitter.nc.subscribe(inbox)
+        await submitter.nc.publish("ps.ask.tiny", body, reply=inbox, headers={HEADER_MSG_ID: "asked"})
         answers.append(numbered(await read_answer(sub)))
         await sub.unsubscribe()
     assert answers[0] == answers[1]
     assert list(answers[0]) == list(range(len(answers[0])))
-    assert numbered(await door.read({"key": "asked"})) == answers[0]
+    assert numbered(await submitter.read({"key": "asked"})) == answers[0]
     assert len(await accepted(bus, "asker")) == 1
 
 
@@ -260,9 +270,9 @@ async def test_faststream_requests_are_answered(fast: Deployment, oracle: Oracle
     assert answer["choices"][0]["message"]["content"] == oracle.answer(CHAT, 10)
 
 
-async def test_an_answer_that_holds_the_marks_of_an_event_stays_whole(door: Submitter) -> None:
+async def test_an_answer_that_holds_the_marks_of_an_event_stays_whole(submitter: Submitter) -> None:
     body = {**TEXT, **STREAM, "echo": False, "prompt": "data: one"}
-    messages = await door.ask(body)
+    messages = await submitter.ask(body)
     assert all(json.loads(message.data) for message in messages)
 
 
@@ -287,13 +297,13 @@ async def test_an_answer_that_holds_the_marks_of_an_event_stays_whole(door: Subm
     ids=lambda subject: subject[:30],
 )
 async def test_nothing_is_published_where_the_client_could_not_read(
-    door: Submitter, fast: Deployment, bus: Bus, subject: str
+    submitter: Submitter, fast: Deployment, bus: Bus, subject: str
 ) -> None:
     pids = {process.name: process.pid for process in fast.state.processes}
     subscription = await bus.nc.subscribe(">")
-    await door.submit({**TEXT, "user": "intruder"}, subject)
-    await door.ask({**TEXT, "max_tokens": 1})  # both gateways may have had the first one by now
-    await door.ask({**TEXT, "max_tokens": 1})
+    await submitter.submit({**TEXT, "user": "intruder"}, subject)
+    await submitter.ask({**TEXT, "max_tokens": 1})  # both gateways may have had the first one by now
+    await submitter.ask({**TEXT, "max_tokens": 1})
     await bus.nc.flush()
     seen = []
     while subscription.pending_msgs:
@@ -325,30 +335,30 @@ async def test_nothing_is_published_where_the_client_could_not_read(
     ],
     ids=lambda value: str(value)[:40],
 )
-async def test_a_submission_that_cannot_be_served_gets_one_error(door: Submitter, body: Any, status: str) -> None:
-    [message] = await door.ask(body)
+async def test_a_submission_that_cannot_be_served_gets_one_error(submitter: Submitter, body: Any, status: str) -> None:
+    [message] = await submitter.ask(body)
     error = json.loads(message.data)["error"]
     assert error["code"] == status
     assert error["message"]
 
 
-async def test_a_model_that_nobody_serves_is_refused(door: Submitter) -> None:
-    [message] = await door.ask({**CHAT, "model": "unknown"}, model="unknown")
+async def test_a_model_that_nobody_serves_is_refused(submitter: Submitter) -> None:
+    [message] = await submitter.ask({**CHAT, "model": "unknown"}, model="unknown")
     assert json.loads(message.data)["error"]["code"] == "model_not_found"
 
 
-async def test_a_failure_behind_the_gateway_ends_a_stream_with_an_error(door: Submitter) -> None:
-    [message] = await door.ask({**TEXT, **STREAM, "worker": "nobody"})
+async def test_a_failure_behind_the_gateway_ends_a_stream_with_an_error(submitter: Submitter) -> None:
+    [message] = await submitter.ask({**TEXT, **STREAM, "worker": "nobody"})
     assert json.loads(message.data)["error"]["code"] == "invalid_request"
 
 
-async def test_an_answer_that_no_message_can_hold_is_an_error_that_says_so(door: Submitter) -> None:
+async def test_an_answer_that_no_message_can_hold_is_an_error_that_says_so(submitter: Submitter) -> None:
     body = {**CHAT, "logprobs": True, "top_logprobs": 20, "max_tokens": 6000}
-    [message] = await door.ask(body)
+    [message] = await submitter.ask(body)
     error = json.loads(message.data)["error"]
     assert error["code"] == "body_too_large"
     assert "stream" in error["message"]
-    assert len(await door.ask({**CHAT, "max_tokens": 1})) == 1
+    assert len(await submitter.ask({**CHAT, "max_tokens": 1})) == 1
 
 
 async def test_the_client_may_do_nothing_but_submit_cancel_and_listen(fast: Deployment) -> None:
@@ -370,10 +380,10 @@ async def test_the_client_may_do_nothing_but_submit_cancel_and_listen(fast: Depl
 
 async def test_a_submitter_can_cancel(slow: Deployment, slow_bus: Bus) -> None:
     nc = await nats.connect(slow.state.client_nats_url)
-    door = Submitter(nc)
+    submitter = Submitter(nc)
     inbox = nc.new_inbox()
     sub = await nc.subscribe(inbox)
-    await door.submit({**TEXT, **STREAM, "max_tokens": 2000}, inbox)
+    await submitter.submit({**TEXT, **STREAM, "max_tokens": 2000}, inbox)
     first = await sub.next_msg(timeout=10)
     request_id = (first.headers or {})[HEADER_REQUEST]
     await nc.publish("ps.cancel", cancel_message(request_id))
@@ -389,9 +399,9 @@ def cancel_message(request_id: str) -> bytes:
     return wire.encode(control.Cancel(request_id, "changed my mind"))
 
 
-async def test_many_submissions_at_once_are_each_answered(door: Submitter, oracle: Oracle) -> None:
+async def test_many_submissions_at_once_are_each_answered(submitter: Submitter, oracle: Oracle) -> None:
     bodies = [{**TEXT, "prompt": words(10, 3000 + i), **(STREAM if i % 2 else {})} for i in range(60)]
-    answers = await asyncio.gather(*map(door.ask, bodies))
+    answers = await asyncio.gather(*map(submitter.ask, bodies))
     for body, messages in zip(bodies, answers, strict=True):
         if "stream" in body:
             text = joined([Event("", message.data.decode()) for message in messages])

@@ -1,4 +1,4 @@
-"""A NATS door that keeps the protocol of docs/nats.md over a real broker, and loses exactly what a test says."""
+"""A gateway's side of the NATS API over a real broker, as docs/nats.md has it, which loses exactly what a test says."""
 
 import asyncio
 import hashlib
@@ -27,7 +27,7 @@ def failure(code: str, message: str = "because") -> bytes:
     return json.dumps({"error": {"message": message, "type": "server_error", "code": code}}).encode()
 
 
-class Door:
+class FakeGateway:
     """Answers every submission with ``words``: a chunk each, or one message of all.
 
     Attributes:

@@ -1,4 +1,4 @@
-"""Where the gateways of a deployment listen: one port for all, and one for each if there are several."""
+"""The sockets on which the gateways of a deployment listen: one for all, and one for each if there are several."""
 
 import contextlib
 import socket
@@ -7,7 +7,7 @@ from infra.launch.http import base_url, reachable
 from infra.launch.sockets import CannotListen, listening, own_ports
 
 
-class Doors:
+class Listeners:
     """The shared listening socket, owned by the supervisor and inherited by every gateway, and the ports of each.
 
     A connection that arrives while no gateway accepts waits in the socket, so that stopping or restarting a gateway
@@ -19,7 +19,7 @@ class Doors:
         self._host = host
         self._shared: socket.socket | None = None
         self.port = 0
-        self.ports: list[int] = []  # of each gateway
+        self.ports: list[int] = []  # one per gateway
 
     def open(self, port: int, gateways: int) -> None:
         """
@@ -45,7 +45,7 @@ class Doors:
 
     @property
     def urls(self) -> tuple[str, ...]:
-        """Of each gateway."""
+        """The URL of each gateway's own port."""
         return tuple(base_url(self._host, port) for port in self.ports)
 
     @property
