@@ -101,6 +101,10 @@ COMMANDS = {
         "infra.bench.sweep.command:run",
         "infra.bench.sweep.command:Settings",
     ),
+    "bench plot": Command("plot what bench sweep has measured", "infra.bench.sweep.plot_command:run"),
+    "bench compare": Command(
+        "say which of two sweeps is faster, and how sure that is", "infra.bench.sweep.compare_command:run"
+    ),
     "bench handoff": Command(
         "measure the transport of KV blocks against bare NIXL",
         "infra.bench.handoff:run",

@@ -10,9 +10,9 @@ import msgspec
 from msgspec import Meta, Struct
 from rich.table import Table
 
+from infra.bench.intervals import Interval
 from infra.bench.plots import PlotsMissing, plot_loads
 from infra.bench.simulation.comparison import Cell, Run, Summary, runs, summaries
-from infra.bench.simulation.figures import Interval
 from infra.bench.simulation.policy import Fleet, WorkerSpec
 from infra.bench.simulation.trace import Multipliers, Trace, TraceError, multiplied, read
 from infra.bench.simulation.workloads import WORKLOADS

@@ -9,9 +9,10 @@ from random import Random
 import msgspec
 from msgspec import Struct
 
+from infra.bench.intervals import Interval, paired
 from infra.bench.simulation import rules
 from infra.bench.simulation.dynamo import DynamoPolicy
-from infra.bench.simulation.figures import Figures, Interval, figures, paired
+from infra.bench.simulation.figures import Figures, figures
 from infra.bench.simulation.fleet import simulate
 from infra.bench.simulation.placement import PlacementPolicy
 from infra.bench.simulation.policy import Fleet, Policy

@@ -1,4 +1,4 @@
-"""What a run of a simulation comes to, and how two policies differ over several seeds."""
+"""What a run of a simulation comes to."""
 
 import math
 import statistics
@@ -9,10 +9,6 @@ from msgspec import Struct
 from infra.bench.simulation.fleet import Result, Served
 from infra.bench.simulation.policy import Fleet, Target
 from infra.quantile import quantile
-
-# Two-sided 95 % quantiles of Student's t by degrees of freedom; the last one holds beyond.
-_T95 = (12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.16, 2.145, 2.131, 2.12)
-_T95_BEYOND = 1.96
 
 
 class Figures(Struct, frozen=True):
@@ -41,14 +37,6 @@ class Figures(Struct, frozen=True):
     preemptions: int
 
 
-class Interval(Struct, frozen=True):
-    """A mean with the bounds of its 95 % confidence interval."""
-
-    mean: float
-    low: float
-    high: float
-
-
 def figures(fleet: Fleet, result: Result) -> Figures:
     done = [served for served in result.served if served.complete]
     if not done:
@@ -71,22 +59,6 @@ def figures(fleet: Fleet, result: Result) -> Figures:
         served=_imbalance(fleet, done, lambda served: served.request.prompt_tokens),
         preemptions=result.preemptions,
     )
-
-
-def paired(ours: Sequence[float], theirs: Sequence[float]) -> Interval:
-    """How much larger ``ours`` is than ``theirs``, as a share, over runs with the same seeds.
-
-    The interval is Student's over the paired differences of logarithms. With one seed it is unbounded.
-    """
-    if any(value <= 0 for value in (*ours, *theirs)):
-        return Interval(math.nan, math.nan, math.nan)
-    logs = [math.log(a / b) for a, b in zip(ours, theirs, strict=True)]
-    mean = statistics.fmean(logs)
-    if len(logs) < 2:
-        return Interval(math.expm1(mean), -1.0, math.inf)
-    t = _T95[len(logs) - 2] if len(logs) - 2 < len(_T95) else _T95_BEYOND
-    half = t * statistics.stdev(logs) / math.sqrt(len(logs))
-    return Interval(math.expm1(mean), math.expm1(mean - half), math.expm1(mean + half))
 
 
 def _imbalance(fleet: Fleet, done: Sequence[Served], prompt_tokens: Callable[[Served], int]) -> float:

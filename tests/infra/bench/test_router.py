@@ -8,8 +8,8 @@ import msgspec
 import pytest
 
 from configs.flags import parse
+from infra.bench.intervals import Interval
 from infra.bench.router import BadBench, Settings, difference, fleet, run
-from infra.bench.simulation.figures import Interval
 
 FEW = ["--workload", "hot", "--requests", "40", "--workers", "2", "--seeds", "2", "--load", "0.5"]
 

@@ -2,7 +2,8 @@ import math
 
 import pytest
 
-from infra.bench.simulation.figures import figures, paired
+from infra.bench.intervals import paired
+from infra.bench.simulation.figures import figures
 from infra.bench.simulation.fleet import Result, Served
 from infra.bench.simulation.policy import Fleet, Placement, WorkerSpec
 from infra.bench.simulation.trace import Request
