@@ -66,13 +66,24 @@ def remarks(series: Series) -> list[str]:
     """The knee, the lengths seen, what the server does not support, and where the generator was the limit."""
     lines = [knee_text(series), lengths_text(series)]
     lines += dict.fromkeys(warning for each in series.results for warning in each.warnings)
+    lines.append(_generator_text(series))
     for each in series.results:
-        lines += dict.fromkeys(
-            f"{each.level.title}: {warning}" for run in each.complete for warning in run.client.warnings
-        )
         if reasons := dict.fromkeys(reason for run in each.runs for reason in run.figures.errors):
             lines.append(f"{each.level.title}: {_failed(each)} failed: {'; '.join(reasons)}")
     return [line for line in lines if line]
+
+
+def _generator_text(series: Series) -> str:
+    late = [each for each in series.results if any(run.client.warnings for run in each.complete)]
+    if not late:
+        return ""
+    clients = [run.client for each in late for run in each.complete]
+    levels = ", ".join(f"{each.level.value:g}" for each in late)
+    return (
+        f"The load generator was a limit itself at {levels}: its event loop "
+        f"up to {max(each.loop_late_p99_ms for each in clients):.0f} ms late (p99), up to "
+        f"{max(each.cpu_share for each in clients):.0%} of a core; times are too long by about as much."
+    )
 
 
 def knee_of(series: Series) -> knee.Knee | None:
