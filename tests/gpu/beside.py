@@ -51,7 +51,7 @@ def native(shape: str, fp8: bool) -> Run:
     from tests.gpu.native import ask, drive, large
     from workers.engines.native.build import assemble
     from workers.engines.native.cuda import prepare
-    from workers.engines.native.model import describe
+    from workers.engines.native.loading import describe
     from workers.engines.native.options import NativeOptions
     from workers.engines.native.quantize import quantize
 

@@ -16,7 +16,7 @@ from tests.gpu.native import ask, drive, large
 from workers.engines.native.build import assemble
 from workers.engines.native.cuda import modules, paged, prepare
 from workers.engines.native.cuda.fusions import FUSIONS
-from workers.engines.native.model import describe
+from workers.engines.native.loading import describe
 from workers.engines.native.options import NativeOptions
 from workers.engines.native.quantize import quantize
 

@@ -17,7 +17,7 @@ from workers.engines.base import SequenceRequest
 from workers.engines.core.engine import ScheduledEngine
 from workers.engines.native.build import assemble
 from workers.engines.native.cuda import products
-from workers.engines.native.model import describe
+from workers.engines.native.loading import describe
 from workers.engines.native.options import NativeOptions
 
 DEVICE = "cuda"

@@ -29,7 +29,7 @@ from workers.engines.core.engine import ScheduledEngine
 from workers.engines.native import attention, executors
 from workers.engines.native import build as engine_build
 from workers.engines.native.build import assemble, build
-from workers.engines.native.model import describe
+from workers.engines.native.loading import describe
 from workers.engines.native.options import NativeOptions
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

@@ -82,7 +82,7 @@ def alone(asked: argparse.Namespace, folder: Path) -> None:
     from infra.bus.loop_lag import freeze_loaded
     from tests.gpu import native
     from workers.engines.native.build import assemble
-    from workers.engines.native.model import describe
+    from workers.engines.native.loading import describe
     from workers.engines.native.options import NativeOptions
 
     made = make(folder, asked.shape)

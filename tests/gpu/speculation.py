@@ -19,7 +19,7 @@ from infra.model import modeldir
 from schemas.requests import Sampling, Stop
 from workers.engines.base import SequenceRequest
 from workers.engines.native.build import assemble, build
-from workers.engines.native.model import describe
+from workers.engines.native.loading import describe
 from workers.engines.native.options import NativeOptions
 
 TASKS = ("copying", "counting", "facts", "json", "needle", "thinking")

@@ -20,7 +20,8 @@ from workers.engines.native.draft import load_draft
 from workers.engines.native.executor import TorchExecutor
 from workers.engines.native.executors import make_executor, make_speculation, prepared
 from workers.engines.native.host_pool import HostPool
-from workers.engines.native.model import Model, ModelError, load, vision_encoder
+from workers.engines.native.loading import load, vision_encoder
+from workers.engines.native.model import Model, ModelError
 from workers.engines.native.options import DEFAULTS, NativeOptions
 from workers.engines.native.pool import out_of_memory
 from workers.engines.native.pools import Pools, make_pools

@@ -13,7 +13,8 @@ import torch
 from workers.engines.core.sequence import Sequence, Slot
 from workers.engines.native.attention import ReferenceAttention, Span
 from workers.engines.native.executor import device_errors
-from workers.engines.native.model import Model, ModelError, load
+from workers.engines.native.loading import load
+from workers.engines.native.model import Model, ModelError
 from workers.engines.native.options import NGRAM, NativeOptions
 from workers.engines.native.pool import Pool
 from workers.engines.native.sampler import choose

@@ -8,7 +8,8 @@ from workers.engines.base import EngineError, EngineInfo
 from workers.engines.core.encode_engine import EncodeEngine
 from workers.engines.native import vision
 from workers.engines.native.build import find_device, set_threads
-from workers.engines.native.model import ModelError, configuration, end_tokens, max_positions, vision_encoder, weights
+from workers.engines.native.loading import configuration, end_tokens, max_positions, vision_encoder, weights
+from workers.engines.native.model import ModelError
 from workers.engines.native.options import DEFAULTS, NativeOptions
 from workers.engines.native.pool import out_of_memory
 

@@ -11,7 +11,7 @@ from tests.workers.engines.native.models import CONFIGS, drain, expected, prompt
 from workers.engines.core.engine import ScheduledEngine
 from workers.engines.native.attention import ReferenceAttention, Span
 from workers.engines.native.build import build
-from workers.engines.native.model import load
+from workers.engines.native.loading import load
 from workers.engines.native.options import NativeOptions
 from workers.engines.native.pool import Pool
 

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from infra.model import modeldir
 from tests.workers.engines.native.models import expected, prompt, request, run, tokens
 from workers.engines.native.build import build
-from workers.engines.native.model import load
+from workers.engines.native.loading import load
 from workers.engines.native.options import NativeOptions
 from workers.engines.native.quantize import Fp8Linear, narrowed, quantize
 
