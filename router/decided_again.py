@@ -4,43 +4,72 @@ The score table has the inputs of the formula (``placement.cost``) for the cheap
 the decision depended on. With the router's own weights the outcome is what it chose, with others what those lead to.
 """
 
+from collections.abc import Collection
 from typing import NamedTuple
 
 from router.depths import TargetId
-from router.placement.cost import RequestSize, target_cost
+from router.load import ENCODE
+from router.pairs_decided_again import RecordedPools
+from router.recorded_costs import recorded_cost, recorded_size
 from router.routing import TIE, Weights
 from schemas.jobs import Candidate, Job
 from schemas.requests import decode
 
-_ANY_NUMBER = float(1 << 60)  # whether there was room is in the table
+EARLIER = "of an earlier release"
+WITHOUT_LINKS = "of an earlier release, which did not record which workers can exchange KV"
 
 
 class DecidedAgain(NamedTuple):
     """
     Attributes:
-        chosen: of equal targets the recorded one, since some of them may not be in the table.
-        scores: by candidate of the record; None: it was excluded, or of another role.
+        route: the target, or the prefill and the decode target. Of equal ones the recorded one, since some of them may
+            not be in the table.
+        scores: by candidate of the record; None: it was excluded, or only computes prompts.
     """
 
-    chosen: TargetId
+    route: tuple[TargetId, ...]
     scores: tuple[float | None, ...]
 
+    @property
+    def chosen(self) -> TargetId:
+        """The target that computes the prompt."""
+        return self.route[0]
 
-def decide_again(job: Job, weights: Weights = Weights()) -> DecidedAgain | None:  # noqa: B008  # frozen
-    """
-    Returns:
-        None: the record does not suffice. It was written by an older build, decided in a mode other than "kv" or at a
-        temperature, or has several stages.
-    """
+
+def insufficient(job: Job) -> str:
+    """Why the record does not suffice to decide again; "": it does."""
     decision, inputs = job.decision, job.inputs
-    if inputs is None or not inputs.block_size or decision.mode != "kv" or decision.route or weights.temperature > 0:
+    if inputs is None or not inputs.block_size:
+        return EARLIER
+    if decision.mode != "kv":
+        return f"in mode {decision.mode}"
+    if decision.route and not inputs.links:
+        return WITHOUT_LINKS
+    return ""
+
+
+def decide_again(
+    job: Job,
+    weights: Weights = Weights(),  # noqa: B008  # frozen
+    without: Collection[str] = (),
+) -> DecidedAgain | None:
+    """
+    Args:
+        without: workers that are not there.
+    Returns:
+        None: ``insufficient``, no candidate is left, or the weights have a temperature.
+    """
+    if insufficient(job) or weights.temperature > 0 or job.inputs is None:
         return None
-    request = decode(job.request)
-    resumed = sum(len(tokens) // 4 for tokens in job.resume)
-    size = RequestSize(len(request.prompt) // 4 + resumed, decision.prompt_blocks, request.n, inputs.shared_blocks)
-    eligible = set(candidates_of(job))
+    pools = recorded_pools(job, weights, without)
+    if pools is not None:
+        route = pools.decide(recorded_route(job))
+        return DecidedAgain(route, pools.scores(job.decision.candidates)) if route else None
+    eligible = {each for each in candidates_of(job) if each.worker not in without}
+    size, block_size = recorded_size(job, decode(job.request)), job.inputs.block_size
     scores = tuple(
-        _score(size, each, inputs.block_size, weights) if each in eligible else None for each in decision.candidates
+        recorded_cost(size, each, block_size, weights).whole if each in eligible else None
+        for each in job.decision.candidates
     )
     open_scores = [score for score in scores if score is not None]
     if not open_scores:
@@ -48,11 +77,25 @@ def decide_again(job: Job, weights: Weights = Weights()) -> DecidedAgain | None:
     best = min(open_scores)
     equal = [
         (each.worker, each.rank)
-        for each, score in zip(decision.candidates, scores, strict=True)
+        for each, score in zip(job.decision.candidates, scores, strict=True)
         if score is not None and score - best <= TIE
     ]
-    recorded = (decision.chosen, decision.rank)
-    return DecidedAgain(recorded if recorded in equal else min(equal), scores)
+    (recorded,) = recorded_route(job)
+    return DecidedAgain((recorded if recorded in equal else min(equal),), scores)
+
+
+def recorded_route(job: Job) -> tuple[TargetId, ...]:
+    """The targets of the stages that compute prompt and tokens, in order."""
+    decision = job.decision
+    stages = tuple((stage.worker, stage.rank) for stage in decision.route if stage.role != ENCODE)
+    return stages or ((decision.chosen, decision.rank),)
+
+
+def recorded_pools(job: Job, weights: Weights, without: Collection[str] = ()) -> RecordedPools | None:
+    """The pools of prefill and decode workers among which was decided; None: there were none, or are not recorded."""
+    if job.inputs is None or not job.inputs.links:
+        return None
+    return RecordedPools(job, decode(job.request), weights, without)
 
 
 def candidates_of(job: Job) -> tuple[Candidate, ...]:
@@ -64,28 +107,3 @@ def candidates_of(job: Job) -> tuple[Candidate, ...]:
     recorded = (decision.chosen, decision.rank)
     roles = {each.role for each in decision.candidates if (each.worker, each.rank) == recorded}
     return tuple(each for each in decision.candidates if not each.excluded and (each.role in roles or not roles))
-
-
-def _score(size: RequestSize, at: Candidate, block_size: int, weights: Weights) -> float:
-    columns = (
-        block_size,
-        _ANY_NUMBER,
-        at.slots,
-        _ANY_NUMBER,
-        at.running,
-        at.active_blocks,
-        at.context_blocks,
-        at.prefill_tokens,
-        at.computing,
-        at.slowness,
-        at.decode_slowness,
-        at.served_tokens,
-    )
-    return target_cost(
-        size,
-        at.overlap_blocks,
-        at.overlap_blocks,
-        columns,
-        overlap_weight=weights.overlap,
-        prefill_weight=weights.prefill,
-    ).whole

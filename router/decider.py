@@ -9,6 +9,7 @@ import structlog
 from configs.settings import RouterSettings
 from router.cluster_state import ClusterState
 from router.metrics import Metrics
+from router.pairs import links
 from router.pending import PendingRequest, required_revision, routing_request
 from router.placement.decisions import FEW, Decisions, array_decisions
 from router.routing import RoutingDecision, RoutingRequest, Weights
@@ -69,6 +70,9 @@ class Decider:
             turn=inputs.number,
             waited_s=waited_s,
         )
+        if decision.how:  # there are workers for some stages only
+            workers = (tracker.worker(each.worker) for each in decision.candidates)
+            inputs = msgspec.structs.replace(inputs, links=links(workers))
         return decision, inputs
 
     def request(self, pending: PendingRequest, keys: Sequence[int]) -> RoutingRequest:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from router.load import RoutingTarget
 from schemas.fleet import Registration
+from schemas.jobs import Link
 
 NEAR, MEDIUM, FAR = 0.02, 0.1, 0.5  # cost of moving a token, as a share of computing it
 _PATHS = {NEAR: "on the same host", MEDIUM: "over RDMA", FAR: "over the network"}
@@ -40,6 +41,22 @@ def distance(source: Registration, target: Registration) -> float:
 def describe_path(source: Registration, target: Registration) -> str:
     """The distance in words."""
     return _PATHS[distance(source, target)]
+
+
+def links(registrations: Iterable[Registration | None]) -> tuple[Link, ...]:
+    """The workers of a score table as its record has them, so that pairs can be decided again. None: it has left."""
+    kinds: dict[TransferKind, int] = {}
+    hosts: dict[str, int] = {}
+    found = []
+    for each in registrations:
+        endpoint, kind = (each.transfer, transfer_kind(each)) if each is not None else (None, None)
+        role = each.role if each is not None else ""
+        if endpoint is None or kind is None:
+            found.append(Link(role))
+            continue
+        host = hosts.setdefault(endpoint.host, len(hosts) + 1) if endpoint.host else 0
+        found.append(Link(role, kinds.setdefault(kind, len(kinds) + 1), host, endpoint.rdma))
+    return tuple(found)
 
 
 class _Cheapest:

@@ -58,6 +58,20 @@ class Decision(msgspec.Struct, frozen=True, omit_defaults=True):
     revision: str = ""  # of the model; a worker that continues the job must serve the same
 
 
+class Link(msgspec.Struct, frozen=True, array_like=True):
+    """What a worker of a score table can do besides running whole requests. Numbers are of this table only.
+
+    Attributes:
+        kind: workers with the same one can hand KV to each other; 0: with none.
+        host: workers with the same one are on one host; 0: unknown.
+    """
+
+    role: str
+    kind: int = 0
+    host: int = 0
+    rdma: bool = False
+
+
 class DecisionInputs(msgspec.Struct, frozen=True, omit_defaults=True):
     """Inputs of a decision besides the request, the clock and the logs that the router had folded by then."""
 
@@ -67,6 +81,7 @@ class DecisionInputs(msgspec.Struct, frozen=True, omit_defaults=True):
     learnt: int = 0  # computed prompts that the learnt costs came from
     shared_blocks: int = 0  # leading blocks of the prompt that many prompts begin with
     block_size: int = 0  # tokens
+    links: tuple[Link, ...] = ()  # of each candidate; empty: all run whole requests, or an older build
 
 
 class Job(msgspec.Struct, frozen=True, omit_defaults=True, tag="job"):
@@ -165,6 +180,7 @@ __all__ = [
     "Encoded",
     "GenerateRequest",
     "Job",
+    "Link",
     "LoadHeader",
     "Prefilled",
     "Revoke",

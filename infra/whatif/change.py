@@ -1,8 +1,9 @@
 """What is different from the recorded deployment, and what each recorded decision becomes with it. Pure.
 
-A job records the inputs of its decision: the score table with the loads of the cheapest targets, the seed, and the
-weights' terms. So a decision is decided again without the index or the loads of then. Loads stay those of the record:
-what an earlier change would have done to them is not followed. ``penstock bench router`` simulates that.
+A job records the inputs of its decision: the score table with the loads of the cheapest targets, which of them can hand
+KV to each other, the seed, and the weights' terms. So a decision is decided again without the index or the loads of
+then. Loads stay those of the record: what an earlier change would have done to them is not followed. ``penstock bench
+router`` simulates that.
 """
 
 from collections.abc import Collection
@@ -10,9 +11,11 @@ from typing import Literal
 
 import msgspec
 
-from router.decided_again import candidates_of, decide_again
+from router.decided_again import candidates_of, decide_again, recorded_pools, recorded_route
+from router.depths import TargetId
+from router.load import ENCODE
 from router.routing import Weights, draw
-from schemas.jobs import Candidate, Job
+from schemas.jobs import Job
 
 Mode = Literal["kv", "round_robin", "random", "least_loaded"]
 
@@ -42,17 +45,21 @@ class Change(msgspec.Struct, frozen=True):
 
 
 class Choice(msgspec.Struct, frozen=True):
-    """One target for one request. Tokens of the prompt.
+    """Where one request goes: to one target, or to a prefill and a decode target. Tokens of the prompt.
 
     Attributes:
-        cached: that it holds, or is about to compute for another request.
+        cached: that the one that computes it holds, or is about to compute for another request.
         ahead: to be computed there before the first token of this request, relative to a worker of usual speed.
     """
 
-    worker: str
-    rank: int
+    route: tuple[TargetId, ...]
     cached: int
     ahead: float
+
+    @property
+    def worker(self) -> str:
+        """The worker that computes the prompt."""
+        return self.route[0][0]
 
 
 class Redecided(msgspec.Struct, frozen=True):
@@ -71,23 +78,22 @@ def redecide(job: Job, change: Change, turn: int) -> Redecided | None:
     Args:
         turn: number of the decision, for round robin.
     Returns:
-        None: the record does not suffice; see ``router.decided_again``.
+        None: the record does not suffice (``router.decided_again.insufficient`` says why).
     """
     again = decide_again(job)
     if again is None or job.inputs is None:
         return None
-    decision, inputs = job.decision, job.inputs
+    decision = job.decision
     tokens = len(msgspec.msgpack.decode(job.request, type=_Prompt).prompt) // 4
-    candidates = candidates_of(job)
-    recorded = next(each for each in candidates if (each.worker, each.rank) == (decision.chosen, decision.rank))
-    left = tuple(each for each in candidates if not change.removes(each.worker, decision.at_ns))
-    then = _choose(job, left, change, draw(inputs.seed), turn)
+    recorded = recorded_route(job)
+    without = {each.worker for each in decision.candidates if change.removes(each.worker, decision.at_ns)}
+    then = () if _without_encoder(job, without) else _choose(job, without, change, turn)
     return Redecided(
         decision.at_ns,
         tokens,
-        _choice(recorded, tokens, inputs.block_size),
-        again.chosen == (decision.chosen, decision.rank),
-        _choice(then, tokens, inputs.block_size) if then is not None else None,
+        _choice(job, recorded, tokens),
+        again.route == recorded,
+        _choice(job, then, tokens) if then else None,
     )
 
 
@@ -95,25 +101,38 @@ class _Prompt(msgspec.Struct):
     prompt: bytes = b""
 
 
-def _choose(job: Job, left: tuple[Candidate, ...], change: Change, seed: int, turn: int) -> Candidate | None:
-    if not left:
-        return None
+def _choose(job: Job, without: Collection[str], change: Change, turn: int) -> tuple[TargetId, ...]:
+    """The targets that compute prompt and tokens; empty: none is left."""
+    pools = recorded_pools(job, change.weights, without)
+    if pools is not None:
+        return pools.decide(recorded_route(job), change.mode, turn)
+    if change.mode == "kv":
+        again = decide_again(job, change.weights, without)
+        return again.route if again is not None else ()
+    left = [each for each in candidates_of(job) if each.worker not in without]
+    if not left or job.inputs is None:
+        return ()
     order = sorted(left, key=lambda each: (each.worker, each.rank))  # as routers number their targets
     match change.mode:
         case "round_robin":
-            return order[turn % len(order)]
+            chosen = order[turn % len(order)]
         case "random":
-            return order[seed % len(order)]
-        case "least_loaded":
-            return min(order, key=lambda each: (each.active_blocks, each.running))
-    decision = msgspec.structs.replace(job.decision, candidates=left)
-    again = decide_again(msgspec.structs.replace(job, decision=decision), change.weights)
-    if again is None:
-        return None
-    return next(each for each in left if (each.worker, each.rank) == again.chosen)
+            chosen = order[draw(job.inputs.seed) % len(order)]
+        case _:
+            chosen = min(order, key=lambda each: each.running / max(1, each.slots))
+    return ((chosen.worker, chosen.rank),)
 
 
-def _choice(target: Candidate, prompt_tokens: int, block_size: int) -> Choice:
-    cached = min(target.overlap_blocks * block_size, prompt_tokens)
-    ahead = target.slowness * (target.prefill_tokens + max(1, prompt_tokens - cached))
-    return Choice(target.worker, target.rank, cached, ahead)
+def _without_encoder(job: Job, without: Collection[str]) -> bool:
+    """Whether media have to be encoded, and no worker that does it is left."""
+    route = job.decision.route
+    if not route or route[0].role != ENCODE:
+        return False
+    return all(each.worker in without for each in job.decision.candidates if each.role == ENCODE and not each.excluded)
+
+
+def _choice(job: Job, route: tuple[TargetId, ...], prompt_tokens: int) -> Choice:
+    at = next(each for each in job.decision.candidates if (each.worker, each.rank) == route[0])
+    block_size = job.inputs.block_size if job.inputs is not None else 0
+    cached = min(at.overlap_blocks * block_size, prompt_tokens)
+    return Choice(route, cached, at.slowness * (at.prefill_tokens + max(1, prompt_tokens - cached)))

@@ -3,6 +3,7 @@
 import argparse
 import math
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator, Sequence
 
 import msgspec
@@ -19,6 +20,7 @@ from infra.timeline.moments import clock, moment_ns, span
 from infra.timeline.open_log import Source, add_flags, open_log, run_command
 from infra.whatif.change import Change, Redecided, redecide
 from infra.whatif.report import Placement, Report, ms_per_token, report
+from router.decided_again import insufficient
 from router.routing import Weights
 from schemas import jobs
 from schemas.jobs import Job
@@ -41,6 +43,10 @@ def run(argv: Sequence[str]) -> int:
     parser.add_argument("--model", default="", help="as the client named it")
     parser.add_argument("--overlap-weight", type=float, default=DEFAULTS.overlap, help="as the router's flag")
     parser.add_argument("--prefill-weight", type=float, default=DEFAULTS.prefill, help="as the router's flag")
+    parser.add_argument("--transfer-weight", type=float, default=DEFAULTS.transfer, help="as the router's flag")
+    parser.add_argument(
+        "--local-prefill-tokens", type=int, default=DEFAULTS.local_prefill_tokens, help="as the router's flag"
+    )
     parser.add_argument("--mode", default="kv", choices=("kv", "round_robin", "random", "least_loaded"))
     parser.add_argument("--without", action="append", default=[], metavar="WORKER", help="not there; may be repeated")
     parser.add_argument("--kill", action="append", default=[], metavar="WORKER", help="not there from --at on")
@@ -50,7 +56,7 @@ def run(argv: Sequence[str]) -> int:
     args = parser.parse_args(argv)
     if bool(args.kill) != bool(args.at):
         parser.error("--kill and --at go together")
-    for flag in ("overlap_weight", "prefill_weight"):
+    for flag in ("overlap_weight", "prefill_weight", "transfer_weight", "local_prefill_tokens"):
         if not 0 <= getattr(args, flag) < math.inf:
             parser.error(f"--{flag.replace('_', '-')}: give a number from 0 on")
     return run_command("whatif", lambda: _run(args, stdout()))
@@ -60,7 +66,12 @@ async def _run(args: argparse.Namespace, console: Console) -> None:
     now_ns = time.time_ns()
     since_ns, until_ns, at_ns = (moment_ns(text, now_ns) if text else 0 for text in (args.since, args.until, args.at))
     change = Change(
-        Weights(args.overlap_weight, args.prefill_weight),
+        Weights(
+            args.overlap_weight,
+            args.prefill_weight,
+            transfer=args.transfer_weight,
+            local_prefill_tokens=args.local_prefill_tokens,
+        ),
         args.mode,
         frozenset(args.without),
         frozenset(args.kill),
@@ -82,6 +93,7 @@ async def decide_all(bus: Bus, change: Change, *, since_ns: int = 0, until_ns: i
         ValueError: there is no decision that can be decided again, or none has a worker that the change removes.
     """
     total = 0
+    left_out: Counter[str] = Counter()
     workers: set[str] = set()
     found: list[Redecided] = []
     ahead: dict[str, tuple[int, float]] = {}  # by request: when its last decision was made, and the work ahead then
@@ -91,7 +103,9 @@ async def decide_all(bus: Bus, change: Change, *, since_ns: int = 0, until_ns: i
         total += 1
         workers.update(each.worker for each in job.decision.candidates)
         again = redecide(job, change, total - 1)
-        if again is not None:
+        if again is None:
+            left_out[insufficient(job) or "without a candidate"] += 1
+        else:
             found.append(again)
             ahead[request_id] = (again.at_ns, again.recorded.ahead)
     if not total:
@@ -99,11 +113,9 @@ async def decide_all(bus: Bus, change: Change, *, since_ns: int = 0, until_ns: i
     if unknown := change.unknown(workers):
         raise ValueError(f"no worker {unknown[0]!r} in these decisions; there are {', '.join(sorted(workers))}")
     if not found:
-        raise ValueError(
-            f"none of {total:,} recorded decisions can be decided again: they are of an earlier release, of a mode "
-            "other than kv, or went to several workers in turn"
-        )
-    return report(total, found, await _measured(bus, ahead, since_ns))
+        why = ", ".join(f"{count:,} {reason}" for reason, count in left_out.most_common())
+        raise ValueError(f"no recorded decision can be decided again: {why}")
+    return report(total, found, await _measured(bus, ahead, since_ns), left_out)
 
 
 class _OfModel(msgspec.Struct):
@@ -148,6 +160,8 @@ def _print(found: Report, console: Console) -> None:
         f"this build decides {found.reproduced:,} of them as recorded ({found.reproduced / found.usable:.1%})",
         highlight=False,
     )
+    for reason, count in found.left_out.items():
+        console.print(f"left out: {count:,} {reason}", highlight=False)
     if found.reproduced < found.usable:
         console.print("[yellow]the others were made with other weights, or by a build that decides differently[/]")
     moved = f"{found.moved:,} go elsewhere ({found.moved / found.usable:.0%})"
@@ -171,6 +185,9 @@ def _print(found: Report, console: Console) -> None:
     for worker in sorted(was.by_worker | then.by_worker):
         before, after = was.by_worker.get(worker, 0), then.by_worker.get(worker, 0)
         table.add_row(f"requests to {worker}", f"{before:,}", f"{after:,}", f"{after - before:+,}")
+    for worker in sorted(was.decoded_by | then.decoded_by):
+        before, after = was.decoded_by.get(worker, 0), then.decoded_by.get(worker, 0)
+        table.add_row(f"decoded by {worker}", f"{before:,}", f"{after:,}", f"{after - before:+,}")
     console.print(table)
 
 

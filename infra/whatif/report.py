@@ -1,7 +1,7 @@
 """What a change would have made of recorded decisions, in figures. Pure."""
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
@@ -16,7 +16,8 @@ class Placement(msgspec.Struct, frozen=True):
         cached_share: of all prompt tokens, those that came from a cache.
         ahead_p50, ahead_p95: None: no request was placed.
         balance: prompt tokens to compute at the busiest worker, relative to the mean; 1 is even.
-        by_worker: requests.
+        by_worker: requests, as the worker that computes the prompt, or the whole request.
+        decoded_by: requests whose prompt another worker computes.
     """
 
     requests: int
@@ -25,6 +26,7 @@ class Placement(msgspec.Struct, frozen=True):
     ahead_p95: float | None
     balance: float
     by_worker: dict[str, int]
+    decoded_by: dict[str, int] = {}
 
 
 class Report(msgspec.Struct, frozen=True):
@@ -32,6 +34,7 @@ class Report(msgspec.Struct, frozen=True):
     Attributes:
         decisions: in the log, within the time.
         usable: those whose record suffices to decide again.
+        left_out: the others, by the reason.
         reproduced: those that this build decides as they were decided.
         moved: those that go to another worker with the change.
         waiting: those for which no worker is left.
@@ -47,36 +50,42 @@ class Report(msgspec.Struct, frozen=True):
     recorded: Placement
     then: Placement
     ms_per_token: float | None  # from work ahead to the first token, as measured; None: unknown
+    left_out: dict[str, int] = {}
 
 
-def report(decisions: int, found: Sequence[Redecided], ms_per_token: float | None = None) -> Report:
+def report(
+    decisions: int,
+    found: Sequence[Redecided],
+    ms_per_token: float | None = None,
+    left_out: Mapping[str, int] = {},  # only read
+) -> Report:
     """The figures of all decisions that could be made again."""
     return Report(
         decisions,
         len(found),
         sum(each.reproduced for each in found),
-        sum(each.then is not None and _target(each.then) != _target(each.recorded) for each in found),
+        sum(each.then is not None and each.then.route != each.recorded.route for each in found),
         sum(each.then is None for each in found),
         min((each.at_ns for each in found), default=0),
         max((each.at_ns for each in found), default=0),
         _placement((each.recorded, each.prompt_tokens) for each in found),
         _placement((each.then, each.prompt_tokens) for each in found if each.then is not None),
         ms_per_token,
+        dict(left_out),
     )
-
-
-def _target(choice: Choice) -> tuple[str, int]:
-    return choice.worker, choice.rank
 
 
 def _placement(choices: Iterable[tuple[Choice, int]]) -> Placement:
     requests: Counter[str] = Counter()
     work: Counter[str] = Counter()
+    decoded: Counter[str] = Counter()
     prompt = cached = 0
     ahead = []
     for choice, tokens in choices:
         requests[choice.worker] += 1
         work[choice.worker] += tokens - choice.cached
+        if len(choice.route) > 1:
+            decoded[choice.route[-1][0]] += 1
         prompt += tokens
         cached += choice.cached
         ahead.append(choice.ahead)
@@ -89,6 +98,7 @@ def _placement(choices: Iterable[tuple[Choice, int]]) -> Placement:
         quantile(ahead, 0.95, None),
         max(work.values()) / mean if mean else 1.0,
         dict(sorted(requests.items())),
+        dict(sorted(decoded.items())),
     )
 
 

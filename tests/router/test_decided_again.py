@@ -4,12 +4,14 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.decided_again import candidates_of, decide_again
+from router.decided_again import WITHOUT_LINKS, candidates_of, decide_again, insufficient
 from router.load_tracker import LoadTracker
+from router.pairs import links
 from router.placement.decisions import Decisions, array_decisions
 from router.routing import RoutingDecision, RoutingRequest, Weights
 from schemas.fleet import Registration
 from schemas.jobs import Decision, DecisionInputs, Job, LoadHeader
+from schemas.transfer import Endpoint, Memory
 from tests.schemas.samples import REQUEST
 
 BLOCK = 16
@@ -17,7 +19,7 @@ BLOCK = 16
 
 def job(decision: RoutingDecision, blocks: int, inputs: DecisionInputs, mode: str = "kv") -> Job:
     first = decision.route[0]
-    request = msgspec.structs.replace(REQUEST, prompt=bytes(4 * (blocks * BLOCK + 3)), n=1)
+    request = msgspec.structs.replace(REQUEST, prompt=bytes(4 * (blocks * BLOCK + 3)), n=1, worker="")
     route = decision.route if len(decision.route) > 1 else ()
     record = Decision(
         mode, first.worker, "r", 1, decision.candidates, prompt_blocks=blocks, rank=first.rank, route=route
@@ -103,3 +105,79 @@ def test_a_record_that_does_not_suffice_is_left_alone() -> None:
     assert decide_again(job(decision, 1, inputs, mode="round_robin")) is None
     assert decide_again(job(decision, 1, inputs), Weights(temperature=0.5)) is None
     assert decide_again(msgspec.structs.replace(job(decision, 1, inputs), inputs=None)) is None
+
+
+_ROLES = st.lists(st.sampled_from(["aggregated", "prefill", "decode", "decode", "prefill"]), min_size=2, max_size=9)
+_PLACES = st.lists(
+    st.tuples(st.sampled_from(["", "h1", "h2"]), st.booleans(), st.integers(0, 3)), min_size=9, max_size=9
+)
+
+
+@given(
+    roles=_ROLES,
+    places=_PLACES,
+    loads=st.lists(st.tuples(st.integers(0, 8), st.integers(0, 3), st.integers(0, 20)), max_size=40),
+    held=st.dictionaries(st.integers(0, 8), st.integers(1, 25)),
+    asked=st.tuples(st.integers(0, 3), st.integers(1, 20)),
+    weights=st.builds(
+        Weights,
+        overlap=st.sampled_from([0.5, 1.0]),
+        transfer=st.sampled_from([0.0, 0.5, 1.0]),
+        local_prefill_tokens=st.sampled_from([0, 2 * BLOCK, 500]),
+    ),
+    seed=st.integers(0, 99),
+)
+def test_pairs_are_decided_again_as_the_policy_decides_them(
+    roles: list[str],
+    places: list[tuple[str, bool, int]],
+    loads: list[tuple[int, int, int]],
+    held: dict[int, int],
+    asked: tuple[int, int],
+    weights: Weights,
+    seed: int,
+) -> None:
+    tracker = LoadTracker()
+    for number, (role, (host, rdma, kind)) in enumerate(zip(roles, places, strict=False)):
+        endpoint = Endpoint(
+            f"a{number}", "nixl", pools={"kv": Memory(f"layout-{kind % 2}", 1, 9)}, host=host, rdma=rdma
+        )
+        tracker.put_worker(
+            Registration(f"w{number}", "m", role, "mock", 1, BLOCK, 60, 3, 1 << 20, transfer=endpoint if kind else None)
+        )
+    for number, (at, family, blocks) in enumerate(loads):
+        load = LoadHeader(blocks * BLOCK + 5, 0, "", 1 << 62, "")
+        prompt = [family * 1000 + n for n in range(blocks)]
+        tracker.admit(str(number), 1, f"w{at % len(roles)}", load, now_ns=0, keys=prompt)
+    family, blocks = asked
+    keys = [family * 1000 + n for n in range(blocks)]
+    request = RoutingRequest("m", blocks * BLOCK + 3, 5, prompt_blocks=blocks)
+    overlaps = {(f"w{at}", 0): count for at, count in held.items() if at < len(roles)}
+    decision = Decisions(tracker, None, "kv", weights).decide(request, keys, overlaps, now_ns=1, seed=seed)
+    if not decision.route:
+        return
+    workers = links(tracker.worker(each.worker) for each in decision.candidates) if decision.how else ()
+    made = job(decision, blocks, DecisionInputs(seed, block_size=BLOCK, links=workers))
+    again = decide_again(made, weights)
+    assert again is not None
+    assert again.route == tuple((stage.worker, stage.rank) for stage in decision.route)
+    for line, score in zip(decision.candidates, again.scores, strict=True):
+        if score is not None and line.role != "prefill":
+            assert abs(score - line.score) <= 1e-6 * max(1.0, abs(score))
+
+
+def test_a_record_of_a_pair_without_links_is_of_an_earlier_release() -> None:
+    tracker = LoadTracker()
+    endpoint = Endpoint("a", "nixl", pools={"kv": Memory("l", 1, 9)})
+    for name, role in (("p", "prefill"), ("d", "decode")):
+        tracker.put_worker(Registration(name, "m", role, "mock", 1, BLOCK, 60, 3, 1 << 20, transfer=endpoint))
+    request = RoutingRequest("m", 30 * BLOCK, 5, prompt_blocks=30)
+    decision = Decisions(tracker, None, "kv", Weights()).decide(request, range(30), {}, now_ns=1, seed=1)
+    assert [stage.role for stage in decision.route] == ["prefill", "decode"]
+    older = job(decision, 30, DecisionInputs(1, block_size=BLOCK))
+    assert insufficient(older) == WITHOUT_LINKS
+    assert decide_again(older) is None
+    known = links(tracker.worker(each.worker) for each in decision.candidates)
+    newer = job(decision, 30, DecisionInputs(1, block_size=BLOCK, links=known))
+    whole = decide_again(newer, without={"p"})
+    assert (whole.route if whole is not None else None) == (("d", 0),)
+    assert decide_again(newer, without={"p", "d"}) is None

@@ -169,6 +169,12 @@ SAMPLES: dict[str, tuple[Any, Callable[[bytes], Any]]] = {
         jobs.decode,
     ),
     "job_with_inputs": (msgspec.structs.replace(JOB, inputs=jobs.DecisionInputs(1, 2, 3, 4)), jobs.decode),
+    "job_of_a_pair_to_decide_again": (
+        msgspec.structs.replace(
+            JOB, inputs=jobs.DecisionInputs(1, 2, 3, 4, 5, 64, links=(jobs.Link("prefill", 1, 2, True),))
+        ),
+        jobs.decode,
+    ),
     "job_behind_streamed_tokens": (msgspec.structs.replace(JOB, streamed_ns=7), jobs.decode),
     "done_behind_streamed_tokens": (
         done.Done(REQUEST.id, "tiny", 2, timings=done.Timings(1, 2, 3, 4, 5, 6)),
