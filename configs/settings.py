@@ -156,6 +156,12 @@ class RouterSettings(Common, frozen=True, kw_only=True):
     kv_events: Annotated[
         bool, about("track caches by the workers' KV events; off: predict them from past routing decisions")
     ] = True
+    predicted_ttl_s: Annotated[
+        Seconds,
+        about(
+            "seconds until a prompt that was sent to a worker without KV events is taken as evicted, if not used again"
+        ),
+    ] = 600.0
     max_index_blocks: Annotated[Positive, about("blocks in the radix index, at most")] = 8_000_000
     sys_nats_url: Annotated[
         str, about("broker URL of the system account, for disconnect events; default: rely on leases alone")

@@ -21,7 +21,7 @@ from infra.bus.log_tail import LogTail
 from infra.bus.registry import RegisteredWorker, WorkerRegistry
 from router.approximate import ApproximateIndex
 from router.cluster_listener import ClusterListener
-from router.depths import TargetId
+from router.depths import TargetId, as_dict
 from router.disconnects import DisconnectWatch
 from router.holders import keys_view
 from router.index import PrefixIndex
@@ -68,7 +68,7 @@ class ClusterState:
         self.tasks = bus.tasks.group("cluster")
         self.tracker = LoadTracker(kv_events=settings.kv_events)
         self.index: PrefixIndex | None = None
-        self._approximate = ApproximateIndex(settings.max_index_blocks)  # unused, and empty, with KV events
+        self._approximate = ApproximateIndex(settings.max_index_blocks, settings.predicted_ttl_s)  # of silent caches
         self._loader: IndexLoader | None = None
         if settings.kv_events:
             self._use_index(PrefixIndex(settings.max_index_blocks))
@@ -195,11 +195,11 @@ class ClusterState:
         if expired := self.disconnects.expired(time.monotonic()):
             self._drop_connections(frozenset(expired))
         self.tracker.expire(now_ns, OVERDUE_NS, EXPIRE_REQUESTS)
-        index = self.index or self._approximate
-        for _ in range(SWEEP_STEPS):
-            if index.sweep(SWEEP_BLOCKS):
-                break
-            await asyncio.sleep(0)
+        for index in (self.index, self._approximate):
+            for _ in range(SWEEP_STEPS):
+                if index is None or index.sweep(SWEEP_BLOCKS):
+                    break
+                await asyncio.sleep(0)
         self._approximate.expire(now_ns / 1e9)
         self.tracker.loads.sweep(SWEEP_BLOCKS)
         if self._kv.position == self._kv_seen != self.check.kv_seq:  # at rest: all routers come to the same sequence
@@ -213,12 +213,16 @@ class ClusterState:
     # Decisions
 
     def overlaps(self, keys: Sequence[int]) -> Mapping[TargetId, int]:
-        """Leading prompt blocks cached, by target."""
-        return self.index.match(keys) if self.index is not None else self._approximate.match(keys)
+        """Leading prompt blocks cached, or predicted to be, by target."""
+        return self._with_predicted({} if self.index is None else self.index.match(keys), keys)
 
     def depths(self, keys: Sequence[int]) -> Mapping[TargetId, int]:
         """``overlaps`` for a decision that is made at once."""
-        return self.index.depths(keys) if self.index is not None else self._approximate.match(keys)
+        return self._with_predicted({} if self.index is None else self.index.depths(keys), keys)
+
+    def _with_predicted(self, known: Mapping[TargetId, int], keys: Sequence[int]) -> Mapping[TargetId, int]:
+        predicted = self._approximate.match(keys) if len(self._approximate) else None
+        return {**as_dict(known), **predicted} if predicted else known
 
     def suspects(self) -> frozenset[str]:
         """Workers whose connection is broken at the moment, whose engine is stalled, or that are late."""
@@ -245,10 +249,11 @@ class ClusterState:
         """
         first = route[0]
         self.tracker.admit(request, attempt, first.worker, load, now_ns=now_ns, role=first.role, keys=keys)
-        if self.index is None:
-            for stage in route:
-                if stage.role != ENCODE:
-                    self._approximate.record((stage.worker, stage.rank), keys, now_ns / 1e9)
+        for stage in route:
+            worker = self.tracker.worker(stage.worker)
+            if worker is not None and stage.role != ENCODE and (self.index is None or worker.silent_cache):
+                target = stage.worker, stage.rank
+                self._approximate.record(target, keys, now_ns / 1e9, worker.total_blocks)
 
     def model_of(self, worker: str) -> str:
         """The model of a worker that is registered, or left not long ago; "": unknown."""

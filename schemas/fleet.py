@@ -76,6 +76,7 @@ class Registration(msgspec.Struct, frozen=True, omit_defaults=True):
     tool_call_parser: str = ""
     max_batched_tokens: int = 0  # per step, on each rank; 0: unknown
     tokenizer: str = ""  # digest of the tokenizer; "": an older build, or no tokenizer
+    silent_cache: bool = False  # reuses KV across requests without ``kv_events``: routers predict what it caches
 
 
 def same_but_load(old: Registration, new: Registration) -> bool:

@@ -219,6 +219,7 @@ class TokenExecutor:
 
     def registration(self, state: fleet.State) -> fleet.Registration:
         info, stats, model, settings = self._info, self._stats, self._context.model, self._context.settings
+        kv_events = info.kv_events and settings.publish_events_and_metrics
         return fleet.Registration(
             worker=self._context.id,
             model=model.name,
@@ -232,7 +233,7 @@ class TokenExecutor:
             state=state,
             aliases=model.aliases,
             revision=model.revision,
-            kv_events=info.kv_events and settings.publish_events_and_metrics,
+            kv_events=kv_events,
             load=fleet.Load(stats.running, stats.waiting, stats.used_blocks, stats.cached_blocks, self._engine.steps),
             dp_size=info.dp_size,
             host=socket.gethostname(),
@@ -247,6 +248,7 @@ class TokenExecutor:
             tool_call_parser=model.tool_call_parser,
             max_batched_tokens=info.max_batched_tokens,
             tokenizer=model.tokenizer,
+            silent_cache=settings.prefix_cache and not kv_events and settings.role != "encode",
         )
 
     def _endpoint(self) -> Endpoint | None:

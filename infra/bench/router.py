@@ -21,7 +21,7 @@ from router.routing import LOCAL_PREFILL_TOKENS, Weights
 
 _REQUESTS_PER_WORKER = 500
 
-PolicyName = Literal["kv", "dynamo", "round_robin", "random", "least_loaded", "least_blocks"]
+PolicyName = Literal["kv", "kv_predicted", "dynamo", "round_robin", "random", "least_loaded", "least_blocks"]
 WorkloadName = Literal["chat", "agents", "documents", "unique", "bursts", "hot", "mixed", "images"]
 Positive = Annotated[float, Meta(gt=0)]
 

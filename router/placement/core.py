@@ -65,6 +65,7 @@ class Placement:
     """
     Args:
         overlaps: leading blocks of a prompt that each target caches (``PrefixIndex.match``); absent: none.
+        kv_events: False: ``stored`` is not called, so the backlog of prompts is estimated.
     """
 
     def __init__(
@@ -73,8 +74,9 @@ class Placement:
         *,
         mode: RouterMode = "kv",
         weights: Weights = Weights(),  # noqa: B008  # frozen
+        kv_events: bool = True,
     ) -> None:
-        self.tracker = LoadTracker()
+        self.tracker = LoadTracker(kv_events=kv_events)
         self._overlaps = overlaps
         arrays = array_decisions(self.tracker)
         self._decisions = Decisions(self.tracker, arrays, mode, weights)

@@ -11,6 +11,7 @@ from structlog.testing import capture_logs
 
 from infra.broker.server import EmbeddedNats
 from infra.bus.puller import ACK, NAK
+from router.holders import keys_view
 from router.index import PrefixIndex
 from router.maintenance import CLAIM_S
 from router.placement import decisions
@@ -224,6 +225,37 @@ async def test_without_cache_events_past_decisions_stand_for_them(
             assert worker == home
             assert job.decision.candidates[0].overlap_blocks == 10
         assert sum(stub.dumps for stub in stubs.values()) == 0
+
+
+async def test_what_a_worker_without_cache_events_holds_is_predicted_beside_what_others_tell(
+    clients: Clients, one: Routing
+) -> None:
+    """Of each worker: the prompt goes back to where it was, by events or by prediction, and a new one elsewhere."""
+    telling, silent = await clients.stub("telling"), await clients.stub("silent", kv_events=False, silent_cache=True)
+    await clients.stub("cacheless", kv_events=False)
+    await one.knows("telling", "silent", "cacheless")
+    held = [7] * 41
+    await telling.store(request(held).digests)
+    await eventually(lambda: one.router.cluster.overlaps(keys_view(request(held).digests)))
+    predicted = request([8] * 41, worker="silent")
+    await clients.ask(predicted)
+    await clients.placed(predicted)
+    uncached = request([9] * 41, worker="cacheless")
+    await clients.ask(uncached)
+    await clients.placed(uncached)
+    for each, stub in ((predicted, silent), (uncached, silent)):
+        await stub.finish(each)
+    await eventually(lambda: one.unfinished == {})
+    for prompt, home in ((held, "telling"), ([8] * 41, "silent")):
+        asked = request(prompt)
+        await clients.ask(asked)
+        worker, job = await clients.placed(asked)
+        assert (worker, job.decision.candidates[0].overlap_blocks) == (home, 10)
+    asked = request([9] * 41)
+    await clients.ask(asked)
+    _, job = await clients.placed(asked)
+    assert {candidate.overlap_blocks for candidate in job.decision.candidates} == {0}
+    assert silent.dumps == 0
 
 
 # -- requests that routers end ------------------------------------------------------------------------------------
@@ -555,6 +587,26 @@ async def test_a_router_that_comes_late_learns_a_worker_by_its_dump(
             await eventually(lambda: [index.held((worker.id, 0)) for index in both] == [held, held])
             await eventually(lambda: both[0].checksum() == both[1].checksum())
             assert held >= 60
+
+
+async def test_workers_that_publish_no_events_compute_a_prompt_once(
+    broker: EmbeddedNats, pipeline: Subjects, log: LogClient, clients: Clients
+) -> None:
+    """Each prompt goes back to the worker that computed it, which says that it reused it."""
+    silent = {"publish_events_and_metrics": False}
+    async with (
+        run_worker(broker, pipeline, **silent) as first,
+        run_worker(broker, pipeline, **silent) as second,
+        routing(broker, pipeline) as one,
+    ):
+        await one.knows(first.id, second.id)
+        cached = []
+        for number in (0, 1, 2, 0, 1, 2):
+            asked = request([number] * 41)
+            await clients.ask(asked)
+            cached.append((await log.end(asked)).usage.cached)
+        assert cached == [0, 0, 0, 40, 40, 40]
+        assert index_of(one.router).match(keys_view(asked.digests)) == {}
 
 
 def _names(event: Any) -> list[bytes]:

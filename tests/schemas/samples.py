@@ -144,6 +144,10 @@ TOKENS = tokens.TokenBatch(
 SAMPLES: dict[str, tuple[Any, Callable[[bytes], Any]]] = {
     "request": (REQUEST, requests.decode),
     "job": (JOB, jobs.decode),
+    "registration_of_a_silent_cache": (
+        fleet.Registration("w", "tiny", "decode", "vllm", 1, 32, 100, 8, 4096, kv_events=False, silent_cache=True),
+        fleet.decode,
+    ),
     "registration_with_steps": (
         fleet.Registration("w", "tiny", "decode", "mock", 1, 32, 100, 8, 4096, load=fleet.Load(1, 2, 3, 4, 5)),
         fleet.decode,

@@ -489,6 +489,7 @@ async def test_cache_events_are_published_in_one_unbroken_row(log: LogClient, wo
     registration = log.registered(worker.id)
     assert registration is not None
     assert registration.kv_events
+    assert not registration.silent_cache
     assert registration.epoch == worker.session.epoch
 
 
@@ -505,6 +506,7 @@ async def test_with_events_switched_off_not_one_is_published(
         registration = log.registered(worker.id)
         assert registration is not None
         assert not registration.kv_events
+        assert registration.silent_cache
         info = await log.bus.js.stream_info(log.bus.subjects.stream("KV"))
         assert info.state.last_seq == 0
 

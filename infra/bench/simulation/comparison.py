@@ -22,6 +22,7 @@ from router.routing import Weights
 
 POLICIES: Mapping[str, Callable[[int], Policy]] = {
     "kv": PlacementPolicy,
+    "kv_predicted": partial(PlacementPolicy, kv_events=False),
     "dynamo": DynamoPolicy,
     "round_robin": partial(rules.RulePolicy, rules.round_robin),
     "random": partial(rules.RulePolicy, rules.uniform),
@@ -69,7 +70,10 @@ def run(cell: Cell, policy: str, seed: int) -> Run:
     """Simulate one policy under one seed."""
     trace, speed = cell.arrivals(seed)
     requests = trace.requests(cell.fleet.block_size, speed)
-    made = PlacementPolicy(seed, cell.replicas, cell.weights) if policy == "kv" else POLICIES[policy](seed)
+    if policy.startswith("kv"):
+        made: Policy = PlacementPolicy(seed, cell.replicas, cell.weights, kv_events=policy == "kv")
+    else:
+        made = POLICIES[policy](seed)
     result = simulate(cell.fleet, requests, made)
     return Run(cell.workload, cell.load, policy, seed, figures(cell.fleet, result))
 

@@ -11,6 +11,7 @@ from infra.bench.simulation.cache import StoredRun
 from infra.bench.simulation.policy import Fleet, Placement, Target
 from infra.bench.simulation.trace import Request
 from router import encoders
+from router.approximate import ApproximateIndex
 from router.holders import Holders, Holding
 from router.load import ENCODE, Load, RoutingTarget
 from router.placement import core
@@ -30,10 +31,19 @@ class PlacementPolicy:
     Args:
         seed: breaks ties.
         replicas: routers that share the requests.
+        kv_events: False: they predict what targets cache from their own decisions.
     """
 
-    def __init__(self, seed: int = 0, replicas: int = 1, weights: Weights = Weights()) -> None:  # noqa: B008  # frozen
+    def __init__(
+        self,
+        seed: int = 0,
+        replicas: int = 1,
+        weights: Weights = Weights(),  # noqa: B008  # frozen
+        *,
+        kv_events: bool = True,
+    ) -> None:
         self._seed = seed
+        self._kv_events = kv_events
         self._replicas = replicas
         self._weights = weights
 
@@ -41,7 +51,16 @@ class PlacementPolicy:
         self._requests = requests
         self._index = Holders(_INDEX_BLOCKS)
         self._holdings: dict[Target, Holding] = {}
-        self._cores = [core.Placement(self._index.match, weights=self._weights) for _ in range(self._replicas)]
+        self._blocks = [worker.blocks for worker in fleet.workers]
+        self._predicted = [ApproximateIndex(_INDEX_BLOCKS) for _ in range(self._replicas)]
+        self._cores = [
+            core.Placement(
+                self._index.match if self._kv_events else predicted.match,
+                weights=self._weights,
+                kv_events=self._kv_events,
+            )
+            for predicted in self._predicted
+        ]
         self._late: deque[tuple[int, core.Placement, core.Placed]] = deque()
         self._encoders = _Encoders(fleet)
         self._now = 0
@@ -74,6 +93,8 @@ class PlacementPolicy:
 
     def events(self, target: Target, stored: Sequence[StoredRun], removed: Sequence[int], now_ns: int) -> None:
         self._learn(now_ns)
+        if not self._kv_events:
+            return
         holding = self._holdings[target]
         self._index.remove(holding, removed)
         for keys, parent in stored:
@@ -94,8 +115,16 @@ class PlacementPolicy:
         if len(self._cores) > 1:
             self._late.append((now_ns + LAG_NS, router, placed))
         request = self._requests[int(placed.arrival.id)]
+        if not self._kv_events:
+            self._predict(router, placed, now_ns)
         decode = None if placed.decode is None else _target(placed.decode)
         return Placement(_target(placed.target), decode, self._encoders.pick(request))
+
+    def _predict(self, router: core.Placement, placed: core.Placed, now_ns: int) -> None:
+        predicted = self._predicted[self._cores.index(router)]
+        for target in (placed.target, placed.decode):
+            if target is not None:
+                predicted.record(target, placed.arrival.keys, now_ns / 1e9, self._blocks[_target(target)[0]])
 
     def _learn(self, now_ns: int) -> None:
         """Let the replicas read decisions that the others made some time ago."""
