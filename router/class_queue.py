@@ -4,10 +4,10 @@ Work is counted in prompt tokens to compute, when a request is pushed. A tenant 
 it, divided by its weight; the one that has had least is next. Who comes back from having nothing held begins with no
 less than whoever was next last. So the shares of tenants that always have something held converge to their weights.
 
-Within a tenant each request has a limit: six times the work that was held in front of it when it came. Once the
+Within a tenant each request has a limit: four times the work that was held in front of it when it came. Once the
 tenant has had so much since then, it is overdue, and goes first. Limits never decrease from one request to the next, so
-the overdue ones are the oldest. Hence every request is placed after at most six times the work that first come, first
-served would place before it. An overdue one that no target has room for is tried alone after eight times that work.
+the overdue ones are the oldest. Hence every request is placed after at most four times the work that first come, first
+served would place before it. An overdue one that no target has room for is tried alone after 5.5 times that work.
 """
 
 import heapq
@@ -18,8 +18,8 @@ from typing import Generic, NamedTuple, TypeVar
 
 T = TypeVar("T")
 
-OVERDUE_AFTER = 6.0  # times the work that was held in front of a request
-ALONE_AFTER = 8.0  # times that work, from which on nothing else is tried
+OVERDUE_AFTER = 4.0  # times the work that was held in front of a request
+ALONE_AFTER = 5.5  # times that work, from which on nothing else is tried
 OVERDUE_NS = 5_000_000_000  # no request is overdue before
 
 
