@@ -91,8 +91,8 @@ class ClusterState:
         self._index_saved = (time.monotonic(), 0)  # when, and up to which KV sequence
         self._kv_seen = 0
         self.check = IndexCheck(0, 0)
-        self.owns: Callable[[str], bool] = lambda model: True  # call ``owners_changed`` when it changes
-        self._owned: dict[str, bool] = {}  # by worker
+        self.places: Callable[[str], bool] = lambda model: True  # call ``owners_changed`` if it changes
+        self._placed_here: dict[str, bool] = {}  # by worker
         self._unowned = UnownedRequests()
 
     def _use_index(self, index: PrefixIndex) -> None:
@@ -272,8 +272,8 @@ class ClusterState:
     # Logs
 
     def owners_changed(self) -> None:
-        """Fold what was left to the owners of other models, as far as it concerns this router now."""
-        self._owned.clear()
+        """Fold what was left to other routers, as far as this one places requests for those models now."""
+        self._placed_here.clear()
         for entry, read_ns in self._unowned.take():
             self._take_work(entry, read_ns)
 
@@ -283,9 +283,9 @@ class ClusterState:
     def _take_work(self, entry: Entry, read_ns: int) -> None:
         """Fold a message, or keep it for the case that this router has to take over."""
         worker = entry.subject.rpartition(".")[2]
-        owned = self._owned.get(worker)
+        owned = self._placed_here.get(worker)
         if owned is None and (registration := self.tracker.worker(worker)) is not None:
-            owned = self._owned[worker] = self.owns(registration.model)
+            owned = self._placed_here[worker] = self.places(registration.model)
         if owned is False and not self._unowned.full:
             request = entry.headers.get(HEADER_MSG_ID, "").partition(":")[0]
             if self.tracker.request(request) is None:
@@ -386,7 +386,7 @@ class ClusterState:
     def _on_joined(self, worker: RegisteredWorker) -> None:
         registration = worker.registration
         self.tracker.put_worker(registration)
-        self._owned.pop(registration.worker, None)
+        self._placed_here.pop(registration.worker, None)
         self._left.pop(registration.worker, None)
         self.disconnects.restored(registration.connection)
         if self._loader is not None and registration.kv_events:
@@ -399,7 +399,7 @@ class ClusterState:
 
     def _on_left(self, worker: RegisteredWorker, why: str) -> None:
         name = worker.registration.worker
-        self._owned.pop(name, None)
+        self._placed_here.pop(name, None)
         requests = self.tracker.remove_worker(name)
         self._left[name] = worker.registration.model
         if len(self._left) > LEFT_REMEMBERED:

@@ -83,10 +83,11 @@ class Router:
             background=self._background,
             handle=self._on_request,
             space=self._space,
+            placed=lambda: self.cluster.positions().work,
             owners_changed=self.cluster.owners_changed,
             taken_over=self._on_taken_over,
         )
-        self.cluster.owns = self.intake.owns
+        self.cluster.places = self.intake.places
         self.cluster.disconnects.link_broke = self.intake.membership.link_broke
         self._terminal = TerminalPublisher(
             bus, publisher, self.id, cluster=self.cluster, background=self._background, metrics=metrics

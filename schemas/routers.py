@@ -16,6 +16,7 @@ class Member(msgspec.Struct, frozen=True, omit_defaults=True):
         since_ns: when it started, or came back after others had to take it for lost. Of two that claim a model, the
             earlier keeps it.
         models: that it owns, as subject tokens.
+        shares: of these, whose requests all routers place, because there are too many for one.
         server, connection: id of the server that it is connected to, and of its connection there.
     """
 
@@ -24,6 +25,7 @@ class Member(msgspec.Struct, frozen=True, omit_defaults=True):
     models: tuple[str, ...] = ()
     server: str = ""
     connection: int = 0
+    shares: tuple[str, ...] = ()
 
 
 decode = decoder(Member)

@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import NamedTuple
 
@@ -16,6 +17,7 @@ from router.background import BackgroundTasks
 from router.held_requests import HeldRequests
 from router.load_tracker import LoadTracker
 from router.ownership.membership import Membership
+from router.ownership.sharing import Sharing
 from router.ownership.takeover import redeliver
 from router.request_retention import sequence
 from schemas import routers
@@ -48,7 +50,8 @@ class Intake:
     Args:
         handle: takes one request of this router.
         space: further requests of a class that may be read from the log.
-        owners_changed: called at once when this router owns more, or less.
+        placed: how many requests all routers have placed so far.
+        owners_changed: called at once when this router places requests for more models, or for fewer.
         taken_over: called after this router became the owner of what a lost router owned.
     """
 
@@ -62,6 +65,7 @@ class Intake:
         background: BackgroundTasks,
         handle: Callable[[Message], Awaitable[None]],
         space: Callable[[Priority], int],
+        placed: Callable[[], int],
         owners_changed: Callable[[], None],
         taken_over: Callable[[], None],
     ) -> None:
@@ -72,6 +76,9 @@ class Intake:
         self._background = background
         self._handle = handle
         self._space = space
+        self._placed = placed
+        self._sharing = Sharing()
+        self._measured = (time.monotonic(), time.process_time(), 0)
         self._owners_changed = owners_changed
         self._taken_over = taken_over
         self._stream = bus.subjects.stream("REQUESTS")
@@ -116,6 +123,10 @@ class Intake:
         """
         return self.membership.owns(token(model))
 
+    def places(self, model: str) -> bool:
+        """Whether this router places the model's requests: it owns it, or its owner shares them."""
+        return self.membership.places(token(model))
+
     def _room(self, priority: Priority) -> int:
         return self._space(priority) if self.membership.reads else 0
 
@@ -129,11 +140,11 @@ class Intake:
         return self._names
 
     async def _on_pulled(self, message: Message) -> None:
-        owner = self.membership.owner(message.subject.split(".", 3)[2])
-        if owner == self._id:
+        name = message.subject.split(".", 3)[2]
+        if self.membership.places(name):
             await self._handle(message)
         else:  # if that router is gone, the message is delivered again
-            await self._send(owner, message.data, message.reply)
+            await self._send(self.membership.owner(name), message.data, message.reply)
 
     async def _on_passed_on(self, message: Message) -> None:
         await self._handle(PassedOn(message.subject, message.data, _RESERVED + message.reply))
@@ -173,7 +184,17 @@ class Intake:
     async def _pass_on_forever(self) -> None:
         while True:
             await asyncio.sleep(PASS_ON_S)
+            self._share()
             await self._pass_on()
+
+    def _share(self) -> None:
+        """Have other routers place requests as well, while there are too many for this one."""
+        now, cpu, placed = measured = time.monotonic(), time.process_time(), self._placed()
+        before, cpu_before, placed_before = self._measured
+        self._measured, seconds = measured, max(now - before, 1e-3)
+        self.membership.share(
+            self._sharing.update((cpu - cpu_before) / seconds, (placed - placed_before) / seconds, now)
+        )
 
     async def _pass_on(self) -> None:
         """Later attempts stay: they have no message, and every router may place them."""
@@ -182,9 +203,9 @@ class Intake:
         for pending in self._held:
             if not pending.reply:
                 continue
-            owner = self.membership.owner(token(pending.request.model))
-            if owner != self._id and self._held.remove(pending.request.id) is not None:
+            name = token(pending.request.model)
+            if not self.membership.places(name) and self._held.remove(pending.request.id) is not None:
                 try:
-                    await self._send(owner, pending.raw, pending.reply)
+                    await self._send(self.membership.owner(name), pending.raw, pending.reply)
                 except (NatsError, OSError) as error:  # it is delivered again
                     log.debug("request_not_passed_on", request=pending.request.id, error=repr(error))

@@ -1,8 +1,9 @@
 """The routers that run, and the models that this one owns, from a bucket of leases.
 
-Only the owner of a model reads, holds and places its requests, so that they are ordered in one place; the other routers
-fold the logs and are warm. Ownership improves decisions and is no lock: two routers that both believe that they own a
-model, or do not know of each other, are still correct, because message ids keep each attempt stored once.
+Only the owner of a model reads, holds and places its requests, so that they are ordered in one place, unless there are
+too many for one router (``sharing``); the other routers are warm. Ownership improves decisions and is no lock: two
+routers that both believe that they own a model, or do not know of each other, are still correct, because message ids
+keep each attempt stored once.
 
 A lost router is noticed within milliseconds by the broker's event that its connection ended, or else ``LEASE_S`` after
 its last renewal, by this process's clock. One that stops in order removes its key.
@@ -61,8 +62,8 @@ class Membership:
     Args:
         router: its id, as a subject token.
         models: the names (as subject tokens) of models with workers: each name and alias, and the model's own name.
-        gained: called when this router became an owner; True: of something that a lost router owned.
-        lost: called when it ceased to own something.
+        gained: called when this router owns or places more than before; True: of something that a lost router had.
+        lost: called when it owns or places less.
 
     Attributes:
         shared: the bucket exists; without it every router works for itself, as in earlier releases.
@@ -92,6 +93,8 @@ class Membership:
         self._names: Mapping[str, str] = {}
         self._owners: dict[str, str] = {}
         self._own: frozenset[str] = frozenset({REST})
+        self._shares = False  # all routers place the requests of what this one owns
+        self._everyones: frozenset[str] = frozenset()  # models whose requests all routers place
         self._stored_ns = 0  # when the broker stored this router's key, by its clock
         self._renewed = self._checked = time.monotonic()
         self._links = bus.reconnects
@@ -104,7 +107,7 @@ class Membership:
     @property
     def reads(self) -> bool:
         """Whether this router reads requests from the log."""
-        return bool(self._own)
+        return bool(self._own or self._everyones)
 
     @property
     def alone(self) -> bool:
@@ -122,6 +125,17 @@ class Membership:
 
     def owns(self, name: str) -> bool:
         return self.owner(name) == self._id
+
+    def places(self, name: str) -> bool:
+        """Whether this router places requests for a model: it owns it, or the owner shares them."""
+        return self.owner(name) == self._id or self._names.get(name, REST) in self._everyones
+
+    def share(self, shares: bool) -> None:
+        """Have all routers place the requests of what this one owns, or not any more."""
+        if shares != self._shares:
+            self._shares, self._changed = shares, True
+            log.info("requests_shared", shared=shares, models=sorted(self._own - {REST}))
+            self._update()
 
     # The lease
 
@@ -201,7 +215,8 @@ class Membership:
     def _member(self) -> Member:
         nc = self._bus.nc
         models = tuple(sorted(self._own - {REST}))
-        return Member(self._id, self._since_ns, models, str(nc._server_info.get("server_id", "")), int(nc.client_id))
+        server, shares = str(nc._server_info.get("server_id", "")), models if self._shares else ()
+        return Member(self._id, self._since_ns, models, server, int(nc.client_id), shares)
 
     # The table
 
@@ -223,9 +238,7 @@ class Membership:
             return
         old = self._seen.get(name)
         self._seen[name] = _Seen(member, time.monotonic(), entry.time_ns)
-        if self.shared and (
-            old is None or (old.member.models, old.member.since_ns) != (member.models, member.since_ns)
-        ):
+        if self.shared and (old is None or _claims(old.member) != _claims(member)):
             self._update()
 
     def _expire(self, now: float) -> None:
@@ -254,7 +267,7 @@ class Membership:
         if self._stopped:
             return
         self._names = self._models()
-        before = self._own
+        before, before_everyones = self._own, self._everyones
         for _ in range(ROUNDS):  # what this router owns is an input, too
             members = [seen.member for seen in self._seen.values()] + [self._member()]
             owners = assign(frozenset(self._names.values()), members)
@@ -264,14 +277,20 @@ class Membership:
                 break
             self._own = own
         own = self._own
-        if own == before:
-            return
-        self._changed = True
-        log.info("models_owned", models=sorted(own - {REST}), rest=REST in own, routers=len(self._seen) + 1)
-        if own - before:
+        members = [seen.member for seen in self._seen.values()] + [self._member()]
+        self._everyones = everyones = frozenset(model for member in members for model in member.shares)
+        if own != before:
+            self._changed = True
+            log.info("models_owned", models=sorted(own - {REST}), rest=REST in own, routers=len(self._seen) + 1)
+        # A lost router may have read requests that this one shared with it.
+        if (own | everyones) - (before | before_everyones) or (after_loss and own & everyones):
             self._gained(after_loss)
-        if before - own:
+        if (before | before_everyones) - (own | everyones):
             self._lost()
+
+
+def _claims(member: Member) -> tuple[int, tuple[str, ...], tuple[str, ...]]:
+    return member.since_ns, member.models, member.shares
 
 
 def _link(member: Member) -> Link:

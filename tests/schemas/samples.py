@@ -185,6 +185,10 @@ SAMPLES: dict[str, tuple[Any, Callable[[bytes], Any]]] = {
         done.decode,
     ),
     "router": (routers.Member("router-1-0a1b2c3d", 1_700_000_000_000_000_000, ("tiny",), "NSERVER", 7), routers.decode),
+    "router_sharing": (
+        routers.Member("router-1-0a1b2c3d", 1_700_000_000_000_000_000, ("tiny",), "NSERVER", 7, ("tiny",)),
+        routers.decode,
+    ),
     "tenant": (tenants.Limits(("tiny", "other"), 7), tenants.decode),
     "revoke": (jobs.Revoke(REQUEST.id, 2), jobs.decode),
     "encoded": (transfer.Encoded(REQUEST.id, 2, msgspec.Raw(encode(1)), TICKET, 5, STAMPS), jobs.decode),

@@ -29,6 +29,12 @@ def link_of(one: Routing) -> Link:
     return Link(nc._server_info["server_id"], nc.client_id)
 
 
+def share(one: Routing, shares: bool) -> None:
+    """As if its rate had been too high for it, or were low again."""
+    one.router.intake._sharing.active = shares
+    member_of(one).share(shares)
+
+
 async def roles(*both: Routing) -> tuple[Routing, Routing]:
     """The owner and the standby, once they agree."""
     one, two = both
@@ -243,6 +249,61 @@ async def test_two_that_both_believe_to_own_a_model_place_each_request_once(
         await clients.acknowledged(60)
         assert len(await clients.work()) == 60
         await eventually(lambda: one.unfinished == two.unfinished)
+
+
+async def test_routers_share_the_requests_of_an_owner_that_asks_them_to(
+    broker: EmbeddedNats, pipeline: Subjects, clients: Clients
+) -> None:
+    await never_again(clients)
+    async with routing(broker, pipeline, seed=1) as one, routing(broker, pipeline, seed=2) as two:
+        await clients.stub("w1", slots=1000)
+        owner, helper = await roles(one, two)
+        before = [request() for _ in range(20)]
+        await clients.ask(*before)
+        for each in before:
+            await clients.placed(each)
+        assert helper.unfinished == {}, "it reads, and does not fold, what it does not place"
+        share(owner, True)
+        await eventually(lambda: member_of(helper).places(MODEL) and member_of(helper).reads)
+        assert not member_of(helper).owns(MODEL)
+        await eventually(lambda: helper.unfinished == owner.unfinished)
+        asked = [request() for _ in range(60)]
+        await clients.ask(*asked)
+        for each in asked:
+            await clients.placed(each)
+        await clients.acknowledged(80)
+        by = [job.decision.router for _, job in await clients.work()]
+        assert len(by) == 80
+        assert min(by.count(owner.router.id) - 20, by.count(helper.router.id)) > 0
+        await eventually(lambda: helper.unfinished == owner.unfinished)
+        share(owner, False)
+        await eventually(lambda: not member_of(helper).reads)
+        last = [request() for _ in range(20)]
+        await clients.ask(*last)
+        for each in last:
+            await clients.placed(each)
+        assert [job.decision.router for _, job in await clients.work()][80:] == [owner.router.id] * 20
+
+
+async def test_what_a_lost_router_had_read_of_shared_requests_comes_again_at_once(
+    broker: EmbeddedNats, pipeline: Subjects, clients: Clients
+) -> None:
+    await never_again(clients)
+    async with routing(broker, pipeline) as one, routing(broker, pipeline) as two:
+        worker = await clients.stub("w1", slots=1)
+        owner, helper = await roles(one, two)
+        share(owner, True)
+        await eventually(lambda: member_of(helper).reads)
+        await helper.router.intake.top_up()
+        asked = [request() for _ in range(30)]
+        await clients.ask(*asked)
+        await eventually(lambda: len(owner.waiting) + len(helper.waiting) == 29 and bool(helper.waiting))
+        await helper.kill()
+        await eventually(lambda: len(owner.waiting) == 29)
+        await worker.change(slots=100)
+        for each in asked:
+            await clients.placed(each)
+        assert len(await clients.work()) == 30
 
 
 async def test_an_owner_that_was_stopped_leaves_the_model_to_its_heir(

@@ -1,0 +1,49 @@
+"""Whether the owner of models has all routers place their requests. Pure.
+
+One router places the requests of a model, because one order of held requests and one view of what is under way decide
+best. A process has one core, so there is a rate at which it is full. Before that, the owner asks the others to place
+requests, too: each gets those that it pulls, and sees the decisions of the others a few milliseconds later. What
+remains with the owner is what must not be done twice: the requests of lost workers.
+"""
+
+BUSY = 0.7  # of a core
+BUSY_S = 2.0  # for so long, before requests are shared
+CALM = 0.6  # of the rate at which they were: alone, the owner would be busy for less than half a core
+CALM_S = 10.0
+
+
+class Sharing:
+    """Call ``update`` once a second.
+
+    Attributes:
+        active: all routers place requests.
+    """
+
+    def __init__(self) -> None:
+        self.active = False
+        self._since: float | None = None  # the rate calls for a change since then
+        self._rate = 0.0  # at which sharing began
+
+    def update(self, busy: float, rate: float, now: float) -> bool:
+        """
+        Args:
+            busy: share of a core that this process used in the last second.
+            rate: requests per second that all routers placed.
+            now: monotonic time, seconds.
+
+        Returns: ``active``.
+        """
+        if not self._lasts(rate < CALM * self._rate if self.active else busy >= BUSY, now):
+            return self.active
+        self.active, self._since = not self.active, None
+        self._rate = rate
+        return self.active
+
+    def _lasts(self, changes: bool, now: float) -> bool:
+        if not changes:
+            self._since = None
+        elif self._since is None:
+            self._since = now
+        else:
+            return now - self._since >= (CALM_S if self.active else BUSY_S)
+        return False
