@@ -93,6 +93,7 @@ COMMANDS = {
     ),
     "recipe matrix": Command("show what each engine supports", "infra.recipes.cli:run_matrix"),
     "kubernetes render": Command("render the manifests of a deployment", "infra.deploy.kubernetes.cli:run_render"),
+    "monitoring": Command("write Prometheus and Grafana files for a deployment", "infra.deploy.monitoring.main:run"),
     "bench http": Command(
         "load an OpenAI-compatible server and measure it", "infra.bench.http:run", "infra.bench.http:Settings"
     ),
@@ -136,7 +137,7 @@ COMMANDS = {
 
 # How ``penstock --help`` groups the commands, by their first words.
 SECTIONS = {
-    "Run": ("up", "nats", "gateway", "router", "worker", "recipe", "kubernetes"),
+    "Run": ("up", "nats", "gateway", "router", "worker", "recipe", "kubernetes", "monitoring"),
     "Find out": ("doctor", "top", "dashboard", "requests", "inspect", "tail", "decode", "trace", "leases", "index"),
     "Run again": ("export", "import", "replay", "whatif", "dead"),
     "Operate": ("drain", "restart", "streams", "tenants", "forget"),

@@ -5,6 +5,7 @@ from prometheus_client import Counter
 from infra.metrics.scope import MetricScope
 
 _MOST_COUNTERS = 256
+STAGES = ("aggregated", "encode", "prefill", "decode")
 DECISION_BUCKETS = (0.00001, 0.00002, 0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.1)
 WAIT_BUCKETS = (0.001, 0.01, 0.1, 1, 10, 60, 600)
 
@@ -36,6 +37,8 @@ class Metrics:
         self.stalled = scope.counter(
             "stalled_requests", "requests whose worker's engine made no step for --stalled-after-s", ["stage"]
         )
+        for stage in STAGES:  # an alert sees the first one only if the series exists before it
+            self.stalled.labels(stage)
         self.lost = scope.counter("workers_lost", "workers declared dead")
         self.waiting = scope.gauge("waiting_requests", "requests without a worker")
         self.workers = scope.gauge("workers", "registered workers")

@@ -211,6 +211,7 @@ class DisaggCoordinator:
 
     def _on_handed_off(self, running: RunningRequest) -> None:
         """The next stage has the request."""
+        self._context.metrics.handed_off(running.routed_ns, running.started_ns, running.first_token_ns)
         self._requests.mark_ended(running.request.id, running.attempt)
         running.kv_holder = None  # the ticket's lease holds the blocks
         self._requests.remove(running, cancel=False)
@@ -220,6 +221,7 @@ class DisaggCoordinator:
     async def on_prefilled(self, running: RunningRequest, prefilled: Prefilled) -> None:
         """Fetch the prompt's KV, or compute it here, and run the request."""
         running.cached = prefilled.cached
+        running.prefilled = True
         running.started_ns = prefilled.started_ns
         running.first_token_ns = prefilled.first_token_ns
         if prefilled.opaque and self._reader is not None and time.time_ns() < prefilled.ticket.lease_ns:

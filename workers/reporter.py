@@ -58,7 +58,7 @@ class Reporter:
         """
         request = running.request
         event = terminal(running, self._worker, time.time_ns())
-        self._metrics.ended(event)
+        self._metrics.ended(event, prefilled=running.prefilled)
         payload = done.encode_within(event, self._bus.max_message)
         await self._publisher.publish(
             self._bus.subjects.done(request.tenant, request.model, request.id),

@@ -38,6 +38,7 @@ class RunningRequest(msgspec.Struct, eq=False):
     media: MediaReservation | None = None
     fetching: Ticket | None = None  # for KV that the engine fetches by itself, until it has started
     handing_off: bool = False  # being handed to the next stage
+    prefilled: bool = False  # by another worker: its times are of there
     stamp_times: dict[str, int] | None = None  # of a traced request: times in ns by their names in ``Stamps``
 
     @property

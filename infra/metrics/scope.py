@@ -8,7 +8,7 @@ when the metrics are read, so that counting costs nothing more.
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 from prometheus_client.core import Metric
 from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.registry import Collector
@@ -193,12 +193,14 @@ class MetricScope(Collector):
 
 
 def process_scope(component: str, labels: Mapping[str, str]) -> MetricScope:
-    """The topmost scope of a process of ours: a gateway, a router or a worker.
+    """The topmost scope of a process: a gateway, a router or a worker. It has CPU time, memory and open files too.
 
     Args:
         labels: of its place, such as ``namespace``, ``process``, ``model`` and ``role``; see ``MetricScope``.
     """
-    return MetricScope({"component": component, **labels})
+    scope = MetricScope({"component": component, **labels})
+    scope.register(ProcessCollector(registry=None))
+    return scope
 
 
 def _valid(labels: Mapping[str, str]) -> dict[str, str]:

@@ -1,9 +1,10 @@
 """What a worker counts. One scope per process; names end in their unit."""
 
 from infra.metrics.scope import MetricScope
-from schemas.done import Done, Timings
+from schemas.done import Done
 from schemas.transfer import Handoff
 from workers.engines.base import EngineInfo, EngineStats
+from workers.kv_transfer.base import CAUSES
 from workers.metrics.gpu import GpuMetrics, find_library
 from workers.metrics.kv import KvMetrics
 from workers.metrics.totals import Total
@@ -28,7 +29,7 @@ class Metrics:
         self.handoff = HandoffMetrics(process.child("handoff"))
         self.tokens = scope.counter("tokens", "output tokens")
         self.pictures = scope.counter("pictures", "images and videos made", ["kind"])
-        self.requests = scope.counter("requests", "ended requests", ["code"])
+        self.requests = scope.counter("requests", "requests that ended here or were handed off", ["code"])
         self.latency = scope.histogram("request_seconds", "from the start on this worker to the end")
         self.queue = scope.histogram(
             "queue_seconds", "from the router's decision to the start on this worker", buckets=STAGE_SECONDS
@@ -87,21 +88,32 @@ class Metrics:
         self.unsent.set(unsent_bytes)
         self.kv.observe(stats)
 
-    def ended(self, event: Done) -> None:
-        """A request's terminal event."""
+    def ended(self, event: Done, *, prefilled: bool = False) -> None:
+        """A request's terminal event.
+
+        Args:
+            prefilled: another worker computed the prompt, and has counted that.
+        """
+        times, tokens = event.timings, event.usage.completion
         self.requests.labels(event.code or "ok").inc()
-        times = event.timings
         if times.started_ns:
             self.latency.observe((times.ended_ns - times.started_ns) / 1e9)
-            self._stages(times, event.usage.completion)
+            if not prefilled:
+                self._prefilled(times.routed_ns, times.started_ns, times.first_token_ns)
+        if times.first_token_ns and tokens > 1:
+            self.decode.observe(max(0, times.ended_ns - times.first_token_ns) / 1e9 / (tokens - 1))
 
-    def _stages(self, times: Timings, tokens: int) -> None:
-        if times.routed_ns:
-            self.queue.observe(max(0, times.started_ns - times.routed_ns) / 1e9)
-        if times.first_token_ns:
-            self.prefill.observe(max(0, times.first_token_ns - times.started_ns) / 1e9)
-            if tokens > 1:
-                self.decode.observe(max(0, times.ended_ns - times.first_token_ns) / 1e9 / (tokens - 1))
+    def handed_off(self, routed_ns: int, started_ns: int, first_token_ns: int) -> None:
+        """The next stage's worker has the request. Times are of this stage, Unix time in ns; 0: did not happen."""
+        self.requests.labels("ok").inc()
+        if started_ns:
+            self._prefilled(routed_ns, started_ns, first_token_ns)
+
+    def _prefilled(self, routed_ns: int, started_ns: int, first_token_ns: int) -> None:
+        if routed_ns:
+            self.queue.observe(max(0, started_ns - routed_ns) / 1e9)
+        if first_token_ns:
+            self.prefill.observe(max(0, first_token_ns - started_ns) / 1e9)
 
 
 class HandoffMetrics:
@@ -117,6 +129,8 @@ class HandoffMetrics:
             "read_seconds", "time to read the blocks of one request", buckets=READ_SECONDS
         )
         self.failed = scope.counter("failures", "handoffs that failed", ["cause"])
+        for cause in CAUSES:  # an alert sees the first one only if the series exists before it
+            self.failed.labels(cause)
         self.quarantined = scope.gauge("quarantined_blocks", "unusable for now")
 
     def recorded(self, line: Handoff) -> None:

@@ -21,7 +21,7 @@ def page(scope: MetricScope) -> dict[str, float]:
         f"{sample.name}{{{','.join(f'{key}={value}' for key, value in sorted(sample.labels.items()))}}}": sample.value
         for family in families
         for sample in family.samples
-        if not sample.name.endswith("_created")
+        if not sample.name.endswith("_created") and not sample.name.startswith("process_")
     }
 
 
@@ -131,3 +131,10 @@ def test_names_fit_the_grammar_of_prometheus_whatever_they_are_made_of(text: str
 def test_a_label_name_that_prometheus_sets_itself_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"choose another|no characters"):
         label_name(text)
+
+
+def test_a_process_shows_its_cpu_time_and_memory() -> None:
+    shown = generate_latest(process_scope("worker", PROCESS).registry).decode()
+    labels = '{component="worker",model="demo",namespace="ps",process="worker-0"}'
+    assert f"process_cpu_seconds_total{labels}" in shown
+    assert f"process_resident_memory_bytes{labels}" in shown

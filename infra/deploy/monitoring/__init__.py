@@ -1,0 +1,1 @@
+"""Prometheus and Grafana: scrape targets, alert rules, dashboards."""

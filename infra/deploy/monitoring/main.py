@@ -1,0 +1,104 @@
+"""``penstock monitoring``: files for a Prometheus and a Grafana that watch a deployment."""
+
+import argparse
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import msgspec
+import yaml
+
+from configs.flags import Parser
+from infra.launch.state import State, read_state
+from infra.terminal import reason
+
+FOLDER = Path(__file__).parent
+GRAFANA = FOLDER / "grafana"
+ALERTS = FOLDER / "alerts.yml"
+OK, REFUSED = 0, 1
+SCRAPE = "5s"
+
+
+def run(argv: Sequence[str]) -> int:
+    """Write the files; returns the exit status."""
+    parser = Parser(prog="penstock monitoring", description=__doc__.partition(": ")[2] if __doc__ else None)
+    _add_arguments(parser)
+    args = parser.parse_args(argv)
+    folder = Path(args.out)
+    try:
+        targets = targets_of(read_state(Path(args.state)))
+        write(folder, targets, args.prometheus)
+    except FileNotFoundError:
+        fix = "start a deployment with penstock up, or name the --state of one"
+        print(f"{args.state}: no such file; {fix}", file=sys.stderr)
+        return REFUSED
+    except (OSError, msgspec.DecodeError) as error:
+        print(f"penstock monitoring: {reason(error)}", file=sys.stderr)
+        return REFUSED
+    print(f"{sum(len(group['targets']) for group in targets)} targets in {folder / 'targets.json'}")
+    print(f"prometheus --config.file {folder / 'prometheus.yml'} --storage.tsdb.path {folder / 'data'}")
+    print(f"grafana: mount {folder / 'grafana'} at /etc/grafana/provisioning")
+    return OK
+
+
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--state", default=".penstock/state.json", help="of the deployment (default: %(default)s)")
+    parser.add_argument("--out", default="monitoring", help="folder for the files (default: %(default)s)")
+    parser.add_argument(
+        "--prometheus", default="http://127.0.0.1:9090", help="where Grafana finds Prometheus (default: %(default)s)"
+    )
+
+
+def targets_of(state: State) -> list[dict[str, Any]]:
+    """What Prometheus scrapes, in the format of its file discovery. A restart of a process changes nothing in it."""
+    urls = {process.name: process.metrics_url for process in state.processes if process.metrics_url}
+    roles = {process.name: process.role for process in state.processes}
+    gateways = [process.name for process in state.processes if process.role == "gateway"]
+    urls |= dict(zip(gateways, state.http_urls, strict=False))
+    return [
+        {"targets": [urlsplit(url).netloc], "labels": {"process": name, "component": roles[name]}}
+        for name, url in sorted(urls.items())
+    ]
+
+
+def write(folder: Path, targets: Sequence[Mapping[str, Any]], prometheus: str) -> None:
+    """Write all files; those that exist are replaced.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "targets.json").write_bytes(msgspec.json.format(msgspec.json.encode(targets), indent=2) + b"\n")
+    shutil.copyfile(ALERTS, folder / "alerts.yml")
+    _write_yaml(folder / "prometheus.yml", scrape_config())
+    dashboards = folder / "grafana" / "dashboards"
+    dashboards.mkdir(parents=True, exist_ok=True)
+    for file in GRAFANA.glob("*.json"):
+        shutil.copyfile(file, dashboards / file.name)
+    source = {"name": "Prometheus", "type": "prometheus", "url": prometheus, "access": "proxy", "isDefault": True}
+    _write_yaml(folder / "grafana" / "datasources" / "penstock.yaml", {"apiVersion": 1, "datasources": [source]})
+    provider = {
+        "name": "penstock",
+        "folder": "Penstock",
+        "type": "file",
+        "options": {"path": "/etc/grafana/provisioning/dashboards"},
+    }
+    _write_yaml(dashboards / "penstock.yaml", {"apiVersion": 1, "providers": [provider]})
+
+
+def scrape_config() -> dict[str, Any]:
+    """Prometheus's configuration. ``honor_labels``: a process names itself, and knows best."""
+    job = {"job_name": "penstock", "honor_labels": True, "file_sd_configs": [{"files": ["targets.json"]}]}
+    return {
+        "global": {"scrape_interval": SCRAPE, "evaluation_interval": SCRAPE},
+        "rule_files": ["alerts.yml"],
+        "scrape_configs": [job],
+    }
+
+
+def _write_yaml(path: Path, content: object) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(yaml.safe_dump(content, sort_keys=False), encoding="utf-8")

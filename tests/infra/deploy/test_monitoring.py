@@ -1,0 +1,87 @@
+"""Dashboards and alert rules ask for series that exist. A real Prometheus is in tests/pipeline/test_prometheus.py."""
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import yaml
+
+from infra.deploy.monitoring.dashboards import DASHBOARDS
+from infra.deploy.monitoring.main import ALERTS, run, targets_of
+from infra.deploy.monitoring.panels import Panel
+from infra.docs import dashboards
+from infra.docs.metrics import scopes
+from infra.launch.state import Running, State
+
+NAME = re.compile(r"\b(?:penstock|process|user)_[a-z_]+\b")
+PANELS = [pytest.param(panel, id=f"{board.name}: {panel.title}") for board in DASHBOARDS for panel in board.panels]
+RULES: list[dict[str, Any]] = yaml.safe_load(ALERTS.read_text())["groups"][0]["rules"]
+
+
+def known() -> set[str]:
+    """Names of all series of our processes."""
+    names: set[str] = {"process_cpu_seconds_total", "process_resident_memory_bytes"}
+    names |= {f"penstock_broker_stream_{what}" for what in ("bytes", "max_bytes", "messages", "consumers")}
+    names |= {f"penstock_worker_gpu_{what}" for what in ("memory_used_bytes", "memory_bytes", "utilization_ratio")}
+    for scope in scopes().values():
+        for metric in scope.metrics():
+            family = next(iter(metric.describe()))
+            ends = {"counter": ("_total",), "histogram": ("_bucket", "_sum", "_count")}.get(family.type, ("",))
+            names |= {f"{family.name}{end}" for end in ends}
+    return names
+
+
+def asked(expr: str) -> set[str]:
+    names = set(NAME.findall(re.sub(r"\{[^}]*\}|\"[^\"]*\"", "", expr)))
+    return {name for name in names if name.startswith(("penstock_", "process_"))}
+
+
+@pytest.mark.parametrize("panel", PANELS)
+def test_a_panel_asks_for_series_that_our_processes_have(panel: Panel) -> None:
+    for query in panel.queries:
+        assert asked(query.expr) or panel.needs, query.expr
+        assert asked(query.expr) <= known()
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule["alert"])
+def test_an_alert_asks_for_series_that_exist_and_says_what_to_do(rule: dict[str, Any]) -> None:
+    assert asked(rule["expr"]) <= known()
+    assert set(rule["annotations"]) == {"summary", "action"}
+    assert rule["labels"]["severity"] in ("warning", "critical")
+
+
+def test_the_dashboards_files_are_current() -> None:
+    for path, text in dashboards.files().items():
+        assert path.read_text() == text, "run python -m infra.docs"
+
+
+def test_every_process_of_a_deployment_is_a_target(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    processes = (
+        Running("nats", "nats", 1),
+        Running("gateway-0", "gateway", 2),
+        Running("gateway-1", "gateway", 3),
+        Running("worker-0", "worker", 4, "http://127.0.0.1:9100/metrics"),
+    )
+    urls = ("http://127.0.0.1:8001", "http://127.0.0.1:8002")
+    state = State("http://127.0.0.1:8000", "", "", "", "ps", "demo", processes, urls)
+    found = {group["labels"]["process"]: group["targets"] for group in targets_of(state)}
+    assert found == {"gateway-0": ["127.0.0.1:8001"], "gateway-1": ["127.0.0.1:8002"], "worker-0": ["127.0.0.1:9100"]}
+    file = tmp_path / "state.json"
+    file.write_bytes(msgspec.json.encode(state))
+    assert run(["--state", str(file), "--out", str(tmp_path / "out")]) == 0
+    assert "3 targets in" in capsys.readouterr().out
+    assert len(list((tmp_path / "out" / "grafana" / "dashboards").glob("*.json"))) == len(DASHBOARDS)
+    assert run(["--state", str(tmp_path / "none.json"), "--out", str(tmp_path / "out")]) == 1
+    assert "no such file; start a deployment" in capsys.readouterr().err
+
+
+def test_promtool_accepts_the_files(tmp_path: Path) -> None:
+    if shutil.which("promtool") is None:
+        pytest.skip("promtool is not installed")
+    for arguments in (["check", "rules", str(ALERTS)], ["test", "rules", str(ALERTS.with_name("alerts_test.yml"))]):
+        done = subprocess.run(["promtool", *arguments], capture_output=True, text=True, check=False, timeout=60)
+        assert done.returncode == 0, done.stdout + done.stderr
