@@ -2,7 +2,7 @@
 
 1. Classes take turns: each request brings its class one turn, dated at its arrival, and the oldest turn is next, where
    a lower class has a handicap. A request that is taken uses up its class' oldest turn, whatever its deadline.
-2. In a class the tenant is next that has had least work for its weight (``class_queue``); weights are equal by default.
+2. In a class the tenant is next that has had least work for its weight (``class_queue``); weights are 1 by default.
 3. A tenant's requests are in the order of their due times: the arrival, plus ``DELAY_NS`` for each prompt token that no
    target caches, at most ``PATIENCE_NS``; or ``URGENT_NS`` before the deadline if that comes first.
 4. Who has waited five seconds, and for four times the work that was held in front of it when it came, goes first,
@@ -37,12 +37,12 @@ class RequestQueue(Generic[T]):
     """At most ``limit`` requests in lanes, which do not wait for each other.
 
     Args:
-        weights: by tenant, above 0; 1 unless given.
+        weights: by tenant, above 0; 1 unless given. They may change.
     """
 
     def __init__(self, limit: int, weights: Mapping[str, float] | None = None) -> None:
         self.limit = limit
-        self._weights = weights or {}
+        self._weights: Mapping[str, float] = {} if weights is None else weights
         self._waiting: dict[str, QueueEntry[T]] = {}
         self._lanes: dict[str, dict[int, ClassQueue[T]]] = {}  # by lane and rank; none is empty
         self._deadlines: list[tuple[int, int, str]] = []

@@ -40,6 +40,7 @@ from router.placement.held_order import HeldOrder
 from router.recovery import Recovery
 from router.resteering import resteer
 from router.routing import RoutingDecision
+from router.tenant_weights import TenantWeights
 from router.terminal_publisher import TerminalPublisher
 from router.watchdog import watch
 from schemas import jobs, requests, wire
@@ -71,8 +72,13 @@ class Router:
         self._background = BackgroundTasks(bus, self.tasks)
         self.cluster = ClusterState(bus, settings)
         self._decider = Decider(self.cluster, settings, metrics)
+        self._tenants = TenantWeights(bus)
         order = HeldOrder[PendingRequest](
-            self.cluster.tracker, self._decider.arrays, self.cluster.overlaps, by_size=settings.mode == "kv"
+            self.cluster.tracker,
+            self._decider.arrays,
+            self.cluster.overlaps,
+            by_size=settings.mode == "kv",
+            weights=self._tenants.weights,
         )
         self._held = HeldRequests(settings.max_pending, settings.local_prefill_tokens, order)
         self.intake = Intake(
@@ -127,6 +133,7 @@ class Router:
             ClusterListener(self._place_held_soon, recovery.on_returned, recovery.on_worker_lost, recovery.on_stranded)
         )
         self.tasks.spawn(recovery.scan(), name="recovery")
+        self.tasks.spawn(self._tenants.start(), name="tenant-weights")
         self._maintenance.start(self.tasks)
         stalled_after_s = self._settings.stalled_after_s
         if stalled_after_s:
@@ -145,6 +152,7 @@ class Router:
         for pending in self._held:
             if pending.reply and self._bus.connected:
                 await self._bus.nc.publish(pending.reply, NAK)
+        await self._tenants.stop()
         await self.cluster.stop()
 
     def _space(self, priority: Priority) -> int:

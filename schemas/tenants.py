@@ -1,15 +1,19 @@
-"""A tenant's limits, in the ``tenants`` bucket: ``penstock tenants`` writes them, gateways follow the bucket.
+"""A tenant's limits, in the ``tenants`` bucket: ``penstock tenants`` writes them, gateways and routers follow it.
 
 The tenant ``default`` needs no entry. Names and passwords of its broker users are not here.
 """
 
 import re
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 
 from schemas.wire import decoder
 
 MAX_PENDING = 20_000  # default; as many as one consumer may have outstanding
+
+LEAST_WEIGHT, MOST_WEIGHT = 0.01, 100.0
 
 _NAME = re.compile(r"[a-z][a-z0-9-]{0,31}")
 
@@ -21,10 +25,12 @@ class Limits(msgspec.Struct, frozen=True, omit_defaults=True):
         models: models that its requests may name; empty: all.
         max_pending: submissions that gateways process at once; further ones wait. Also service requests at one gateway
             at once; further ones are refused.
+        weight: of its share of the work of held requests, against other tenants of the same class.
     """
 
     models: tuple[str, ...] = ()
     max_pending: int = MAX_PENDING
+    weight: Annotated[float, Meta(ge=LEAST_WEIGHT, le=MOST_WEIGHT)] = 1.0
 
 
 decode = decoder(Limits)

@@ -121,7 +121,7 @@ def _router(s: Subjects) -> tuple[Right, ...]:
         Right("fence a dead worker", (f"$KV.{s.bucket('workers')}.*",)),
         Right("follow the log", (), (s.all("live"),)),
         _reads(*(s.stream(name) for name in ("REQUESTS", "WORK", "TOKENS", "KV", "DONE"))),
-        _reads(*_buckets(s, "workers", "routers")),
+        _reads(*_buckets(s, "workers", "routers", "tenants")),
         _stores(s.bucket("snapshots")),
     )  # fmt: skip
 

@@ -1,7 +1,7 @@
 """The tenants of a data folder: one file that says who they are, and one with the credentials of each.
 
 The broker's configuration takes the passwords from here at each start, ``penstock tenants`` writes it and has the
-running broker reload it. What gateways need (``schemas.tenants.Limits``) is in the ``tenants`` bucket as well.
+running broker reload it. What gateways and routers need (``schemas.tenants.Limits``) is in the ``tenants`` bucket too.
 """
 
 import fcntl
@@ -28,10 +28,11 @@ class Tenant(msgspec.Struct, frozen=True, kw_only=True):
     password: str
     models: tuple[str, ...] = ()
     max_pending: int = MAX_PENDING
+    weight: float = 1.0
 
     @property
     def limits(self) -> Limits:
-        return Limits(self.models, self.max_pending)
+        return Limits(self.models, self.max_pending, self.weight)
 
 
 Tenants = dict[str, Tenant]

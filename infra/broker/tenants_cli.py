@@ -7,6 +7,7 @@ are made there, and ``tenants.conf`` is written, for the ``accounts`` block of t
 import argparse
 import asyncio
 import contextlib
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ from infra.broker.tenants import Tenant, Tenants
 from infra.launch.state import read_state
 from schemas import wire
 from schemas.subjects import DEFAULT_TENANT, Subjects
-from schemas.tenants import MAX_PENDING, check_name
+from schemas.tenants import LEAST_WEIGHT, MAX_PENDING, MOST_WEIGHT, check_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +87,13 @@ def _parser() -> Parser:
                 metavar="N",
                 help="submissions that may wait, beyond which it gets errors (default: %(default)s)",
             )
+            one.add_argument(
+                "--weight",
+                type=_weight,
+                default=1.0,
+                metavar="X",
+                help="share of the work while requests wait, against tenants with 1 (default: 1)",
+            )
         one.add_argument(
             "--data-dir",
             default=".penstock",
@@ -103,6 +111,16 @@ def _positive(text: str) -> int:
     if not text.isdigit() or not 1 <= int(text) <= MAX_PENDING:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 to {MAX_PENDING}")
     return int(text)
+
+
+def _weight(text: str) -> float:
+    try:
+        weight = float(text)
+    except ValueError:
+        weight = math.nan
+    if not LEAST_WEIGHT <= weight <= MOST_WEIGHT:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from {LEAST_WEIGHT:g} to {MOST_WEIGHT:g}")
+    return weight
 
 
 def _place(args: argparse.Namespace) -> Place:
@@ -145,10 +163,10 @@ async def _change(place: Place, known: Tenants, name: str, args: argparse.Namesp
         password = old.password if old is not None and args.verb == "add" else tenants.new_password()
         if args.verb == "add":
             models = tuple(model for model in args.models.split(",") if model)
-            tenant = Tenant(password=password, models=models, max_pending=args.max_pending)
+            tenant = Tenant(password=password, models=models, max_pending=args.max_pending, weight=args.weight)
         else:
             assert old is not None
-            tenant = Tenant(password=password, models=old.models, max_pending=old.max_pending)
+            tenant = msgspec.structs.replace(old, password=password)
         await apply_submissions(nc, place.subjects, name, tenant.max_pending)
         await _publish(nc, place.subjects, name, wire.encode(tenant.limits))
         known[name] = tenant
@@ -181,6 +199,6 @@ async def _forget(nc: Client, subjects: Subjects, name: str) -> None:
 
 
 def _list(known: Tenants) -> None:
-    print(f"{'tenant':<32}  {'max-pending':>11}  models")
+    print(f"{'tenant':<32}  {'max-pending':>11}  {'weight':>6}  models")
     for name, tenant in sorted(known.items()):
-        print(f"{name:<32}  {tenant.max_pending:>11}  {','.join(tenant.models) or 'all'}")
+        print(f"{name:<32}  {tenant.max_pending:>11}  {tenant.weight:>6g}  {','.join(tenant.models) or 'all'}")

@@ -46,12 +46,19 @@ class HeldOrder(Generic[T]):
         arrays: to find requests that have a target; None: a loop finds them.
         overlaps: leading blocks of a prompt cached, by target.
         by_size: whether short prompts go first, and requests wait for better targets; False: first come, first served.
+        weights: of tenants, as in ``RequestQueue``.
     """
 
     def __init__(
-        self, tracker: LoadTracker, arrays: "ArrayDecisions | None", overlaps: Overlaps, *, by_size: bool = True
+        self,
+        tracker: LoadTracker,
+        arrays: "ArrayDecisions | None",
+        overlaps: Overlaps,
+        *,
+        by_size: bool = True,
+        weights: Mapping[str, float] | None = None,
     ) -> None:
-        self.queue: RequestQueue[Held[T]] = RequestQueue(1 << 30)
+        self.queue: RequestQueue[Held[T]] = RequestQueue(1 << 30, weights)
         self._tracker = tracker
         self._arrays = arrays
         self._overlaps = overlaps

@@ -24,6 +24,7 @@ from schemas.jobs import Stage
 from schemas.requests import GenerateRequest, Priority
 from schemas.streams import ROUTER_ACK_WAIT_S
 from schemas.subjects import HEADER_LOAD, Subjects
+from schemas.tenants import Limits
 from schemas.tokens import WHOLE_REQUEST
 from tests.infra.bus.support import eventually
 from tests.router.support import Clients, Routing, routing
@@ -256,6 +257,22 @@ async def test_what_a_worker_without_cache_events_holds_is_predicted_beside_what
     _, job = await clients.placed(asked)
     assert {candidate.overlap_blocks for candidate in job.decision.candidates} == {0}
     assert silent.dumps == 0
+
+
+async def test_while_requests_wait_tenants_share_by_the_weights_in_their_bucket(clients: Clients, one: Routing) -> None:
+    bus = clients.bus
+    bucket = bus.subjects.bucket("tenants")
+    for tenant, weight in (("acme", 3.0), ("gone", 9.0)):
+        await bus.js.publish(f"$KV.{bucket}.{tenant}", wire.encode(Limits(weight=weight)))
+    await bus.js.publish(f"$KV.{bucket}.gone", b"", headers={"KV-Operation": "DEL"})
+    await bus.js.publish(f"$KV.{bucket}.broken", b"\xc1")
+    asked = [request([number] * 41, tenant=("default", "acme")[number % 2]) for number in range(16)]
+    await clients.ask(*asked)
+    await eventually(lambda: len(one.waiting) == 16 and one.router._tenants.weights == {"acme": 3.0})
+    await clients.stub("w1", slots=8)
+    await eventually(lambda: len(one.unfinished) == 8)
+    placed = [each.tenant for each in asked if each.id in one.unfinished]
+    assert (placed.count("acme"), placed.count("default")) == (6, 2)
 
 
 # -- requests that routers end ------------------------------------------------------------------------------------

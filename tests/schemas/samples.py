@@ -190,6 +190,7 @@ SAMPLES: dict[str, tuple[Any, Callable[[bytes], Any]]] = {
         routers.decode,
     ),
     "tenant": (tenants.Limits(("tiny", "other"), 7), tenants.decode),
+    "tenant_with_a_weight": (tenants.Limits(weight=2.5), tenants.decode),
     "revoke": (jobs.Revoke(REQUEST.id, 2), jobs.decode),
     "encoded": (transfer.Encoded(REQUEST.id, 2, msgspec.Raw(encode(1)), TICKET, 5, STAMPS), jobs.decode),
     "prefilled": (
