@@ -309,10 +309,10 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {_plain(message)}\n(see `{self.prog} --help`)\n")
 
-    def _unknown(self, words: Sequence[str]) -> list[str]:
-        flags = [word.partition("=")[0] for word in words if word.startswith("-") and word not in ("-", "--")]
+    def _unknown(self, arguments: Sequence[str]) -> list[str]:
+        flags = [word.partition("=")[0] for word in arguments if word.startswith("-") and word not in ("-", "--")]
         if not flags:  # else the other words are probably their values
-            return [f"unexpected argument {words[0]!r}"]
+            return [f"unexpected argument {arguments[0]!r}"]
         known = [name.removeprefix("--") for name in self._flags()]
         return [f"unknown flag {flag}{_hint(flag.removeprefix('--').replace('-', '_'), known, '--')}" for flag in flags]
 

@@ -78,12 +78,12 @@ def build_engine(settings: WorkerSettings) -> DiffusionEngine:
         engine = visual_gen.from_settings(settings)
     else:
         raise ValueError(f"--role diffusion runs with --engine native (diffusers) or trtllm, not {settings.engine}")
-    made = engine.diffuser
+    diffuser = engine.diffuser
     log.info(
         "engine_ready",
         engine=engine.name,
-        pipeline=made.pipeline,
-        makes=made.kind,
+        pipeline=diffuser.pipeline,
+        makes=diffuser.kind,
         seconds=round(engine.load_seconds, 2),
     )
     return engine

@@ -206,8 +206,8 @@ class PipelineExecutor:
             try:
                 data = encode(picture, file_format, run.diffusion.quality)
             except Exception as error:  # only this request fails: the engine's output is complete
-                what = f"{frames} frames of {width}x{height} could not be written as {file_format}: {error!r}"
-                raise RequestError(Code.engine_error, what[:500]) from error
+                text = f"{frames} frames of {width}x{height} could not be written as {file_format}: {error!r}"
+                raise RequestError(Code.engine_error, text[:500]) from error
             outputs.append(EncodedOutput(data, width, height, frames, picture.frame_rate))
         return outputs
 

@@ -183,8 +183,8 @@ class WorkerProcess:
             await self._wait_for_end(session)
             try:
                 if self._failed.is_set():
-                    what = "a task of the worker failed" if self._task_error else "engine_error"
-                    await session.fail(f"{what}: {self._error!r}"[:500], poison=not self._task_error)
+                    text = "a task of the worker failed" if self._task_error else "engine_error"
+                    await session.fail(f"{text}: {self._error!r}"[:500], poison=not self._task_error)
                     return EXIT_ENGINE
                 if self._stopping.asked:
                     log.info("draining", worker=session.id)

@@ -40,11 +40,11 @@ class StepOutput:
             began_ns: when the step began; Unix time.
         """
         sequence: Any
-        outputs, events, started, failures, computed, held, scored, others, measured = result
+        outputs, events, started, failures, computed, held, scored, other_ranks, measured = result
         if events:
             self._events += events
-        if others:
-            for rank, found in others.items():
+        if other_ranks:
+            for rank, found in other_ranks.items():
                 self._other_events.setdefault(rank, []).extend(found)
         if held:
             self._held += held
@@ -87,7 +87,7 @@ class StepOutput:
             if not sequence.dirty:
                 sequence.dirty = True
                 dirty.append(sequence)
-        return bool(computed or outputs or events or started or failures or held or scored or others or measured)
+        return bool(computed or outputs or events or started or failures or held or scored or other_ranks or measured)
 
     def take(self) -> Flush:
         """All that was collected since the last call."""

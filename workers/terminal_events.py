@@ -83,15 +83,15 @@ class TerminalEvents:
         running.cancelled = (code, message)
         self.finish(running)
 
-    def fail(self, running: RunningRequest, what: str, error: BaseException) -> None:
+    def fail(self, running: RunningRequest, action: str, error: BaseException) -> None:
         """Running a request failed on this worker: requeue a first attempt, end a later one with the error."""
-        log.error("request_failed", request=running.request.id, attempt=running.attempt, what=what, exc_info=error)
+        log.error("request_failed", request=running.request.id, attempt=running.attempt, what=action, exc_info=error)
         if not self._requests.owns(running):
             return
         if running.attempt == 1 and running.cancelled is None:
-            self.requeue(running, f"{what} failed: {error!r}"[:300], poison=True)
+            self.requeue(running, f"{action} failed: {error!r}"[:300], poison=True)
             return
-        reason = as_serving_error(error, what)
+        reason = as_serving_error(error, action)
         running.cancelled = running.cancelled or (reason.code, reason.message)
         self._requests.remove(running)
         self.spawn(self._reject_anyway(running, *running.cancelled))

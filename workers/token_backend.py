@@ -154,9 +154,9 @@ def model_path(settings: WorkerSettings) -> Path:
         ModelError: there is no such model, or the engine cannot read its weights.
     """
     path = modeldir.resolve(settings.model, weights=settings.engine in ("native", "trtllm", "vllm"))
-    if settings.engine in ("trtllm", "vllm") and (others := elsewhere(path)):
+    if settings.engine in ("trtllm", "vllm") and (unreadable := elsewhere(path)):
         raise modeldir.ModelError(
-            f"{path} has weights in {min(others)}, which only --engine native reads; write a copy that has all of "
+            f"{path} has weights in {min(unreadable)}, which only --engine native reads; write a copy that has all of "
             f"them: python -m infra.demo_model.shared_weights join {path} COPY"
         )
     return path

@@ -144,7 +144,7 @@ def compare(
 ) -> Figures:
     """The three in turns, so that what else the machine does hits them alike. The generations must all be 1."""
     here, there = transport.endpoint.pools[pool], peer.pools[pool]
-    [move] = copy_ops(here, there, ids, ids, whole=True)
+    [move] = copy_ops(here, there, ids, ids, in_one_piece=True)
     ones = [1] * len(ids)
 
     def ours(generations: Sequence[int]) -> None:

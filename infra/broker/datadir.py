@@ -36,21 +36,21 @@ def prepare(path: Path) -> None:
 
 def unusable(path: Path, error: OSError) -> DataDirUnusable:
     """What an error while writing below the data folder ``path`` means, and what to do."""
-    there = Path(error.filename) if isinstance(error.filename, str) else path
-    while not os.path.exists(there) and there != there.parent:  # Path.exists raises where it may not look
-        there = there.parent
-    if not path.is_dir() and there.is_file():
-        return DataDirUnusable(f"--data-dir {path}: {_same(there, path)}is a file; name a folder")
+    nearest = Path(error.filename) if isinstance(error.filename, str) else path
+    while not os.path.exists(nearest) and nearest != nearest.parent:  # Path.exists raises where it may not look
+        nearest = nearest.parent
+    if not path.is_dir() and nearest.is_file():
+        return DataDirUnusable(f"--data-dir {path}: {_same(nearest, path)}is a file; name a folder")
     if isinstance(error, PermissionError):
-        owner = _owner(there)
+        owner = _owner(nearest)
         whose = f"belongs to user {owner} and " if owner != _user(os.geteuid()) else ""
         fix = f"run as {owner}, or name another folder" if whose else "change its permissions, or name another folder"
-        return DataDirUnusable(f"--data-dir {path}: {_same(there, path)}{whose}is not writable for you; {fix}")
-    return DataDirUnusable(f"--data-dir {path}: {_same(there, path)}cannot be written: {error.strerror}")
+        return DataDirUnusable(f"--data-dir {path}: {_same(nearest, path)}{whose}is not writable for you; {fix}")
+    return DataDirUnusable(f"--data-dir {path}: {_same(nearest, path)}cannot be written: {error.strerror}")
 
 
-def _same(there: Path, path: Path) -> str:
-    return "it " if there == path else f"{there} "
+def _same(nearest: Path, path: Path) -> str:
+    return "it " if nearest == path else f"{nearest} "
 
 
 def _owner(path: Path) -> str:
@@ -74,7 +74,7 @@ class Lock:
         self._path = path
         self._fd: int | None = None
 
-    def acquire(self, what: str) -> None:
+    def acquire(self, purpose: str) -> None:
         """Take the lock; nothing happens if it is held already by this object.
 
         Raises:
@@ -94,7 +94,8 @@ class Lock:
             holder = os.read(fd, 32).decode(errors="replace").strip() or "unknown"
             os.close(fd)
             raise DataDirBusy(
-                f"{what} is already running on {self._path.parent} (pid {holder}): stop it, or use another --data-dir"
+                f"{purpose} is already running on {self._path.parent} (pid {holder}): "
+                "stop it, or use another --data-dir"
             ) from None
         os.ftruncate(fd, 0)
         os.write(fd, str(os.getpid()).encode())

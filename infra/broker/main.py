@@ -116,9 +116,9 @@ async def connect_operator(url: str) -> Client:
                 reconnect_time_wait=0.2,
             )
     except (OSError, TimeoutError, nats.errors.Error) as error:
-        why = why_unreachable(problems[-1] if problems else error)
+        reason = why_unreachable(problems[-1] if problems else error)
         raise BrokerProblem(
-            f"no connection to {_without_password(url)} ({why}): "
+            f"no connection to {_without_password(url)} ({reason}): "
             "start the broker, or check the address and the credentials"
         ) from None
 

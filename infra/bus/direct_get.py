@@ -54,8 +54,8 @@ def parse_time(text: str) -> int:
     """Unix nanoseconds of an RFC 3339 time stamp with up to nine decimals; 0 if there is none."""
     if not text:
         return 0
-    whole, _, fraction = text.rstrip("Z").partition(".")
-    seconds = datetime.datetime.fromisoformat(whole).replace(tzinfo=datetime.UTC).timestamp()
+    date, _, fraction = text.rstrip("Z").partition(".")
+    seconds = datetime.datetime.fromisoformat(date).replace(tzinfo=datetime.UTC).timestamp()
     return int(seconds) * 1_000_000_000 + int(fraction.ljust(9, "0")[:9] or 0)
 
 
@@ -264,10 +264,10 @@ def _entry(message: Message) -> Entry:
     )
 
 
-def _unreadable(stream: str, why: str) -> ServingError:
+def _unreadable(stream: str, reason: str) -> ServingError:
     return ServingError(
         Code.broker_unavailable,
-        f"stream {stream} cannot be read ({why}); check 'penstock streams apply' and the user's permissions",
+        f"stream {stream} cannot be read ({reason}); check 'penstock streams apply' and the user's permissions",
     )
 
 

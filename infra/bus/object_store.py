@@ -309,10 +309,10 @@ def _sha256(chunks: Sequence[bytes | memoryview]) -> str:
     return "SHA-256=" + base64.urlsafe_b64encode(digest.digest()).decode()
 
 
-def _silent(what: str, seconds: float) -> ServingError:
+def _silent(operation: str, seconds: float) -> ServingError:
     return ServingError(
         Code.broker_unavailable,
-        f"the broker did not answer for {what} within {seconds:.0f} s; check that it runs and has its streams "
+        f"the broker did not answer for {operation} within {seconds:.0f} s; check that it runs and has its streams "
         "('penstock streams apply')",
         retry_after=1.0,
     )

@@ -237,10 +237,10 @@ class Publisher:
             await self._transmit(token, pending)
 
 
-def _refused(subject: str, why: str) -> ServingError:
+def _refused(subject: str, reason: str) -> ServingError:
     return ServingError(
         Code.broker_unavailable,
-        f"the stream of {subject} refused the message: {why}; check its limits and the free disk space",
+        f"the stream of {subject} refused the message: {reason}; check its limits and the free disk space",
         retry_after=1.0,
     )
 

@@ -46,7 +46,7 @@ class WorkerRegistry:
         self,
         bus: Bus,
         joined: Callable[[RegisteredWorker], None] = lambda member: None,
-        left: Callable[[RegisteredWorker, str], None] = lambda member, why: None,
+        left: Callable[[RegisteredWorker, str], None] = lambda member, reason: None,
         renewed: Callable[[RegisteredWorker], None] = lambda member: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -141,11 +141,11 @@ class WorkerRegistry:
         for member in [m for m in self.members.values() if m.renewed_at < limit]:
             self.drop(member.registration.worker, "lease expired")
 
-    def drop(self, worker: str, why: str) -> None:
+    def drop(self, worker: str, reason: str) -> None:
         """Remove a worker from the table."""
         member = self.members.pop(worker, None)
         if member is not None:
-            self._left(member, why)
+            self._left(member, reason)
 
     def _on_entry(self, entry: Entry) -> None:
         worker = entry.subject.rpartition(".")[2]

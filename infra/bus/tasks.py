@@ -97,11 +97,11 @@ class Tasks:
 
     def group(self, name: str) -> "Tasks":
         """A group for a component: the same ``on_fatal``; closed with this group at the latest."""
-        made = Tasks(f"{self.name}.{name}", self._on_fatal)
-        made._parent = self
-        made._closed = self._closed
-        self._groups.add(made)
-        return made
+        child = Tasks(f"{self.name}.{name}", self._on_fatal)
+        child._parent = self
+        child._closed = self._closed
+        self._groups.add(child)
+        return child
 
     def spawn(
         self, coroutine: Coroutine[Any, Any, Any], *, name: str, on_failure: Failed | None = None
@@ -165,11 +165,11 @@ async def end(tasks: "Iterable[asyncio.Task[Any] | None]", *, within_s: float = 
     return True
 
 
-def as_serving_error(error: BaseException, what: str) -> ServingError:
+def as_serving_error(error: BaseException, action: str) -> ServingError:
     """A task's failure as the error that its request ends with."""
     if isinstance(error, ServingError):
         return error
-    return ServingError(Code.internal, f"{what} failed ({type(error).__name__}); the process's log has the details")
+    return ServingError(Code.internal, f"{action} failed ({type(error).__name__}); the process's log has the details")
 
 
 def _terminate(error: BaseException) -> None:

@@ -44,14 +44,14 @@ def page() -> str:
 
 def scopes() -> dict[str, MetricScope]:
     """The metrics of each role, as its processes make them."""
-    made = {role: MetricScope() for role in ("gateway", "router", "worker")}
-    gateway_scope, router_scope = made["gateway"].child("gateway"), made["router"].child("router")
+    by_role = {role: MetricScope() for role in ("gateway", "router", "worker")}
+    gateway_scope, router_scope = by_role["gateway"].child("gateway"), by_role["router"].child("router")
     gateway.metrics.Metrics(gateway_scope)
     router.metrics.Metrics(router_scope)
-    worker_scope = workers.metrics.worker.Metrics(made["worker"]).scope
+    worker_scope = workers.metrics.worker.Metrics(by_role["worker"]).scope
     for scope in (gateway_scope, router_scope, worker_scope):
         loop_lag.gauge(scope)
-    return made
+    return by_role
 
 
 def section(role: str, metrics: Iterable[MetricWrapperBase]) -> str:

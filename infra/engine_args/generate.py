@@ -180,9 +180,9 @@ def _batch(spec: EngineSpec, attention_dp: bool) -> int:
     """Sequences per step and rank."""
     if spec.role == "prefill":
         return max(4, min(PREFILL_BATCH, STEP_TOKENS // spec.isl))
-    here = math.ceil(spec.concurrency / (spec.gpus if attention_dp else 1))
+    per_rank = math.ceil(spec.concurrency / (spec.gpus if attention_dp else 1))
     least = DECODE_BATCH if spec.role == "decode" else 8
-    return min(MAX_BATCH, max(least, up(here, 8)))
+    return min(MAX_BATCH, max(least, up(per_rank, 8)))
 
 
 def _step_tokens(spec: EngineSpec, length: int, batch: int) -> int:

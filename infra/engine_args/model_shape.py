@@ -174,8 +174,8 @@ def _bits(config: Mapping[str, Any], text: Mapping[str, Any]) -> tuple[float, fl
     if method.startswith("mxfp4"):
         return MXFP4_BITS, bits, bits
     if method in ("nvfp4", "fp4", "modelopt_fp4"):
-        whole = stored.get("exclude_attention", False)
-        return NVFP4_BITS, bits if whole else NVFP4_BITS, bits
+        exclude_attention = stored.get("exclude_attention", False)
+        return NVFP4_BITS, bits if exclude_attention else NVFP4_BITS, bits
     if method.startswith(("fp8", "modelopt")):
         return FP8_BITS, bits if stored.get("exclude_attention") else FP8_BITS, FP8_BITS
     return bits, bits, bits

@@ -152,8 +152,8 @@ def assign(groups: Sequence[Group], gpus: Sequence[str] | None) -> dict[str, tup
             if gpus
             else "name them with --gpus as in CUDA_VISIBLE_DEVICES, or let the engines look with --gpus none"
         )
-        there = f"{len(gpus)} may be used ({','.join(gpus)})" if gpus else "none is seen here"
-        raise PlanError(f"{total} GPUs are needed ({', '.join(asked)}), {there}: {fix}")
+        available = f"{len(gpus)} may be used ({','.join(gpus)})" if gpus else "none is seen here"
+        raise PlanError(f"{total} GPUs are needed ({', '.join(asked)}), {available}: {fix}")
     return given | {name: (rest[index % len(rest)],) for index, name in enumerate(sharing) if rest}
 
 

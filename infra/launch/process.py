@@ -93,10 +93,10 @@ class Process:
         except OSError:
             return []
 
-    def _signal(self, how: str) -> None:
+    def _signal(self, signum: str) -> None:
         if self.pid:
             with contextlib.suppress(ProcessLookupError):
-                getattr(self._process, how)()
+                getattr(self._process, signum)()
 
     async def _copy(self, pipe: asyncio.StreamReader) -> None:
         with self.log_path.open("ab", buffering=0) as log:

@@ -43,28 +43,28 @@ class Board:
         if self._live:
             self._progress.stop()
 
-    def starting(self, name: str, what: str = "starting") -> None:
+    def starting(self, name: str, state: str = "starting") -> None:
         if self._live:
             if name not in self._lines:
-                self._lines[name] = self._progress.add_task(name, total=1, state=what)
+                self._lines[name] = self._progress.add_task(name, total=1, state=state)
             else:
-                self._progress.update(self._lines[name], state=what)
+                self._progress.update(self._lines[name], state=state)
 
     def print(self, text: str) -> None:
         """Text for the user, as it is."""
         if not self._quiet:
             self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
-    def ready(self, name: str, what: str = "ready") -> None:
+    def ready(self, name: str, state: str = "ready") -> None:
         """Called once or often for the same process; shown once."""
         if name in self._ready:
             return
         self._ready.add(name)
         if self._live:
             self.starting(name)
-            self._progress.update(self._lines[name], completed=1, state=what)
+            self._progress.update(self._lines[name], completed=1, state=state)
         elif not self._quiet:
-            self._console.print(f"{name:<12} {what}  {time.monotonic() - self._began:.1f} s", highlight=False)
+            self._console.print(f"{name:<12} {state}  {time.monotonic() - self._began:.1f} s", highlight=False)
 
 
 def readable(line: str) -> str:
@@ -75,10 +75,10 @@ def readable(line: str) -> str:
         return line
     if not isinstance(entry, dict) or "event" not in entry:
         return line
-    said = ": ".join(str(entry.pop(key)) for key in ("event", "error") if key in entry)
+    cause = ": ".join(str(entry.pop(key)) for key in ("event", "error") if key in entry)
     trace = entry.pop("exception", "")
     more = ", ".join(f"{key}={value}" for key, value in entry.items() if key not in _EVERYWHERE)
-    return said + (f" ({more})" if more else "") + (f"\n{trace}" if trace else "")
+    return cause + (f" ({more})" if more else "") + (f"\n{trace}" if trace else "")
 
 
 def curl_line(http_url: str, model: str, makes: str = "text") -> str:

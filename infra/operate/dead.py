@@ -192,8 +192,8 @@ async def _check(args: argparse.Namespace, ids: Sequence[str]) -> None:
                     "a week"
                 )
             if found.summary.code != Code.worker_lost:
-                how = found.summary.code or found.summary.state
+                outcome = found.summary.code or found.summary.state
                 raise ValueError(
-                    f"request {request_id} did not lose its workers ({how}): `penstock replay {request_id}` runs it "
-                    "again"
+                    f"request {request_id} did not lose its workers ({outcome}): "
+                    f"`penstock replay {request_id}` runs it again"
                 )

@@ -45,7 +45,7 @@ def alone(found: Sequence[Registration], leaving: Sequence[Registration]) -> Reg
     """One of ``leaving`` after which no worker is left that is ready for its role and model; None: there is none."""
     ids = {each.worker for each in leaving}
     for one in leaving:
-        others = (each for each in found if each.worker not in ids and each.state is State.ready)
-        if not any((each.model, each.role) == (one.model, one.role) for each in others):
+        candidates = (each for each in found if each.worker not in ids and each.state is State.ready)
+        if not any((each.model, each.role) == (one.model, one.role) for each in candidates):
             return one
     return None

@@ -19,8 +19,8 @@ def worker_command(member: RecipeEntry, *, model: str = "") -> str:
     argv += ["--block-size", str(member.block_size)]
     if member.max_len:
         argv += ["--max-model-len", str(member.max_len)]
-    words = [*_launch(header), *map(shlex.quote, argv)]
-    return " ".join(words)
+    command = [*_launch(header), *map(shlex.quote, argv)]
+    return " ".join(command)
 
 
 def _launch(header: Header) -> list[str]:

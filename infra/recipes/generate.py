@@ -32,8 +32,8 @@ def run_generate(argv: Sequence[str]) -> int:
         texts = files(shape_at(args.model), args.model, vars(args))
         if args.out:
             Path(args.out).mkdir(parents=True, exist_ok=True)
-        for name, (text, made) in texts.items():
-            for warning in made.warnings:
+        for name, (text, generated) in texts.items():
+            for warning in generated.warnings:
                 print(f"{name}: {warning}", file=sys.stderr)
             if args.out:
                 path = Path(args.out) / f"{name}.yaml"
@@ -64,7 +64,7 @@ def files(shape: Shape, model: str, given: dict[str, Any]) -> dict[str, tuple[st
     if not _NAME.fullmatch(name):
         raise BadArguments([f"set: {name!r} is used in file names; use letters, digits, _ . and -"])
     memory, blackwell = GPUS[given["gpu"]]
-    made = {}
+    generated = {}
     for role, gpus in counts.items():
         spec = EngineSpec(
             role=role,
@@ -79,15 +79,15 @@ def files(shape: Shape, model: str, given: dict[str, Any]) -> dict[str, tuple[st
         except BadArguments as error:
             raise BadArguments(f"{role}: {problem}" for problem in error.problems) from error
         suffix = "agg" if role == "aggregated" else role
-        made[f"{name}-{suffix}"] = (text_of(one, spec, model=model, name=name, gpu=given["gpu"]), one)
-    recipes = [parse(name, text) for name, (text, _) in made.items()]
+        generated[f"{name}-{suffix}"] = (text_of(one, spec, model=model, name=name, gpu=given["gpu"]), one)
+    recipes = [parse(name, text) for name, (text, _) in generated.items()]
     found = check_set([(recipe, context_of(recipe)) for recipe in recipes])
     if failed(found):
         raise BadArguments(str(each) for each in found if each.level == "error")
-    return made
+    return generated
 
 
-def text_of(made: Generated, spec: EngineSpec, *, model: str, name: str, gpu: str) -> str:
+def text_of(generated: Generated, spec: EngineSpec, *, model: str, name: str, gpu: str) -> str:
     """A recipe: header and arguments."""
     drafted = f", {spec.mtp} drafted by MTP" if spec.mtp else ""
     header: dict[str, Any] = {
@@ -102,7 +102,7 @@ def text_of(made: Generated, spec: EngineSpec, *, model: str, name: str, gpu: st
         "gpu": gpu,
         "longest_prompt": spec.isl,
         "use": f"Prompts of {spec.isl} and answers of {spec.osl} tokens, {spec.concurrency} at once{drafted}; "
-        f"{made.memory.sequences} whole contexts fit each rank (an estimate).",
+        f"{generated.memory.sequences} whole contexts fit each rank (an estimate).",
         "rows": [],
     }
     if spec.nodes == 1:
@@ -110,7 +110,7 @@ def text_of(made: Generated, spec: EngineSpec, *, model: str, name: str, gpu: st
     head = "".join(f"# {key}: {_line(value)}\n" for key, value in header.items())
     sections = [
         yaml.dump({key: value}, Dumper=_Dumper, sort_keys=False, default_flow_style=False, width=110)
-        for key, value in made.tree.items()
+        for key, value in generated.tree.items()
     ]
     return f"{head}\n{''.join(sections)}"
 
@@ -139,13 +139,13 @@ def _parser() -> Parser:
     )
     parser.add_argument("--model", required=True, help="directory with a config.json, or the model of a recipe")
     parser.add_argument("--gpu", required=True, choices=tuple(GPUS), help="kind of GPU")
-    for flag, what in (
+    for flag, help_text in (
         ("--gpus", "GPUs of an aggregated engine"),
         ("--prefill-gpus", "GPUs of a prefill engine"),
         ("--decode-gpus", "GPUs of a decode engine"),
         ("--gpus-per-node", "default: 8, GB200: 4"),
     ):
-        parser.add_argument(flag, type=_positive, default=0, metavar="N", help=what)
+        parser.add_argument(flag, type=_positive, default=0, metavar="N", help=help_text)
     parser.add_argument("--isl", type=_positive, required=True, metavar="N", help="tokens of the longest prompt")
     parser.add_argument("--osl", type=_positive, required=True, metavar="N", help="tokens of the longest answer")
     parser.add_argument(

@@ -163,14 +163,14 @@ class InflightTransfers:
         self._open(f"{self._name}.{self._renewals}")
         self._renewed(self.agent.endpoint)
 
-    def end(self, cause: Cause, why: str, now: float) -> None:
+    def end(self, cause: Cause, reason: str, now: float) -> None:
         """Fail everything and close the agent; afterwards nothing moves and all blocks are free."""
         for transfer in list(self._live):
-            self._abort(transfer, cause, why, now)
+            self._abort(transfer, cause, reason, now)
         for held in self._quarantined:
             self.agent.release(held.transfer.handle)
         self.agent.close()
-        self._peers, self._closed = LoadedPeers(self.agent), why
+        self._peers, self._closed = LoadedPeers(self.agent), reason
         free, self._quarantined = self._quarantined, []
         for each in free:
             each.settled.set_result(None)
@@ -204,28 +204,32 @@ class InflightTransfers:
         Raises:
             TransferError: it cannot be done.
         """
-        request, mine = transfer.request, self.agent.endpoint
+        request, own = transfer.request, self.agent.endpoint
         peer = request.peer
         if request.op == "CONNECT":
-            blocks.check_peer(mine, peer)
+            blocks.check_peer(own, peer)
             self._peers.load(peer)
             if peer.pools:
                 transfer.scratch = self._scratch.take(WARM_BYTES)
-                there = next(iter(peer.pools.values()))
-                transfer.moves = iter([blocks.first_bytes(there, transfer.scratch.ctypes.data, WARM_BYTES)])
+                peer_pool = next(iter(peer.pools.values()))
+                transfer.moves = iter([blocks.first_bytes(peer_pool, transfer.scratch.ctypes.data, WARM_BYTES)])
             return
-        blocks.check_pool(mine, peer, request.pool)
-        here, there = mine.pools[request.pool], peer.pools[request.pool]
+        blocks.check_pool(own, peer, request.pool)
+        own_pool, peer_pool = own.pools[request.pool], peer.pools[request.pool]
         blocks.check_ids(
-            here, there, request.local, request.remote, request.local if request.op == "READ" else request.remote
+            own_pool,
+            peer_pool,
+            request.local,
+            request.remote,
+            request.local if request.op == "READ" else request.remote,
         )
         if request.generations:
-            blocks.check_generations(there, request.remote, request.generations)
+            blocks.check_generations(peer_pool, request.remote, request.generations)
         self._peers.load(peer)
         # Only a direct copy between processes blocks the thread; an asynchronous one goes in one piece.
-        direct = here.kind == there.kind == "cpu" and mine.host == peer.host != ""
-        transfer.moves = blocks.copy_ops(here, there, request.local, request.remote, whole=not direct)
-        transfer.size = len(request.local) * here.block_bytes
+        direct = own_pool.kind == peer_pool.kind == "cpu" and own.host == peer.host != ""
+        transfer.moves = blocks.copy_ops(own_pool, peer_pool, request.local, request.remote, in_one_piece=not direct)
+        transfer.size = len(request.local) * own_pool.block_bytes
         transfer.at_risk = len(request.local)
 
     def _advance(self, transfer: _Transfer, clock: Callable[[], float]) -> bool:
@@ -264,8 +268,8 @@ class InflightTransfers:
         if transfer.move is None and request.generations and transfer.scratch is None:
             transfer.scratch = self._scratch.take(blocks.span_bytes(request.remote))
             transfer.at_risk = 0
-            there = request.peer.pools[request.pool]
-            transfer.move = blocks.generation_read(there, request.remote, transfer.scratch.ctypes.data)
+            peer_pool = request.peer.pools[request.pool]
+            transfer.move = blocks.generation_read(peer_pool, request.remote, transfer.scratch.ctypes.data)
         if transfer.move is None:
             return False
         if not self._peers.usable(transfer.peer):
@@ -299,8 +303,8 @@ class InflightTransfers:
         if request.generations and transfer.scratch is not None:
             wrong = blocks.stale_blocks(transfer.scratch, request.remote, request.generations)
             if wrong:
-                what = f"blocks {wrong[:8]} of agent {transfer.peer} have another owner by now"
-                self._fail(transfer, "stale", what)
+                text = f"blocks {wrong[:8]} of agent {transfer.peer} have another owner by now"
+                self._fail(transfer, "stale", text)
                 return
         self._remove(transfer)
         seconds = now - request.started
@@ -310,16 +314,16 @@ class InflightTransfers:
             self._seconds += seconds
         request.future.set_result(TransferResult(transfer.size, seconds))
 
-    def _abort(self, transfer: _Transfer, cause: Cause, why: str, now: float) -> None:
+    def _abort(self, transfer: _Transfer, cause: Cause, reason: str, now: float) -> None:
         """Fail it now; what is posted goes into quarantine."""
         if transfer.handle is None:
-            self._fail(transfer, cause, why)
+            self._fail(transfer, cause, reason)
             return
         held = _Quarantined(transfer, now, Future())
         held.settled.set_running_or_notify_cancel()
         self._quarantined.append(held)
         self._peers.stuck(transfer.peer)
-        self._fail(transfer, cause, why, held.settled if transfer.at_risk else completed_future())
+        self._fail(transfer, cause, reason, held.settled if transfer.at_risk else completed_future())
 
     def _settle(self, held: _Quarantined) -> bool:
         transfer, lost = held.transfer, False
@@ -339,10 +343,10 @@ class InflightTransfers:
         transfer.handle = transfer.move = None
         self._peers.ended(transfer.peer, stuck=stuck, lost=lost)
 
-    def _fail(self, transfer: _Transfer, cause: Cause, why: str, settled: "Future[None] | None" = None) -> None:
+    def _fail(self, transfer: _Transfer, cause: Cause, reason: str, settled: "Future[None] | None" = None) -> None:
         self._failures[cause] += 1
         self._remove(transfer)
-        transfer.request.future.set_exception(TransferError(cause, why, settled))
+        transfer.request.future.set_exception(TransferError(cause, reason, settled))
 
     def _remove(self, transfer: _Transfer) -> None:
         if transfer in self._live:

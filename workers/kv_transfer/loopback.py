@@ -140,6 +140,6 @@ class LoopbackAgent:
         if posted.done or posted.peer not in self._network.agents or self._network.stalled(posted.peer):
             return
         for local, remote in zip(posted.move.local.rows.tolist(), posted.move.remote.rows.tolist(), strict=True):
-            here, there = local[0], remote[0]
-            ctypes.memmove(*((here, there) if posted.op == "READ" else (there, here)), local[1])
+            local_run, remote_run = local[0], remote[0]
+            ctypes.memmove(*((local_run, remote_run) if posted.op == "READ" else (remote_run, local_run)), local[1])
         posted.done = True

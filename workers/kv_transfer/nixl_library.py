@@ -52,8 +52,8 @@ def load(environ: MutableMapping[str, str] = os.environ) -> Library:
 
 def candidates(loaded: Mapping[str, ModuleType], driver: int) -> tuple[str, ...]:
     """The modules that may fit, best first. ``driver``: major version of NVIDIA's kernel module, 0: there is none."""
-    if there := tuple(name for name in MODULES if name in loaded):
-        return there
+    if imported := tuple(name for name in MODULES if name in loaded):
+        return imported
     torch = loaded.get("torch")
     if cuda := getattr(getattr(torch, "version", None), "cuda", None):
         return (f"nixl_cu{cuda.split('.')[0]}",)
@@ -62,10 +62,10 @@ def candidates(loaded: Mapping[str, ModuleType], driver: int) -> tuple[str, ...]
 
 def cuda_driver(path: Path = Path("/proc/driver/nvidia/version")) -> int:
     try:
-        words = path.read_text(encoding="ascii", errors="replace").split()
+        fields = path.read_text(encoding="ascii", errors="replace").split()
     except OSError:
         return 0
-    return next((int(word.split(".")[0]) for word in words if word[0].isdigit() and "." in word), 0)
+    return next((int(word.split(".")[0]) for word in fields if word[0].isdigit() and "." in word), 0)
 
 
 def _import(name: str) -> Library:

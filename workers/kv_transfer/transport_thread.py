@@ -151,11 +151,11 @@ class TransportThread:
             self._waker.wake()
         return True
 
-    def _close(self, why: str) -> None:
+    def _close(self, reason: str) -> None:
         with self._lock:
             if self._closed:
                 return
-            self._closed = why
+            self._closed = reason
             self._waker.wake()
 
     # -- the thread

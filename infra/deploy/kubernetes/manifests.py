@@ -18,7 +18,9 @@ _NATS_CONFIG, _NATS_STORE = "/etc/nats", "/data"
 _MONITOR_PORT = 8222
 
 
-def manifests(given: Description, members: Mapping[str, RecipeEntry] = {}, texts: Mapping[str, str] = {}) -> list[Tree]:
+def manifests(
+    description: Description, members: Mapping[str, RecipeEntry] = {}, texts: Mapping[str, str] = {}
+) -> list[Tree]:
     """The objects, in an order in which they may be applied.
 
     Args:
@@ -26,30 +28,34 @@ def manifests(given: Description, members: Mapping[str, RecipeEntry] = {}, texts
     Raises:
         BadArguments: the description cannot be.
     """
-    found = pools(given, members, texts)
+    found = pools(description, members, texts)
     language = next((pool for pool in found if pool.role != "diffusion"), None)
-    made = []
+    resources = []
     if configs := {f"{pool.role}.yaml": pool.args for pool in found if pool.args}:
-        made.append(_config(given, "engine", configs))
+        resources.append(_config(description, "engine", configs))
     if any(pool.nodes > 1 for pool in found):
-        made.append(_config(given, "scripts", SCRIPTS))
-    if not given.weights.claim:
-        made.append(_claim(given, "models", given.weights.size, given.weights.storage_class, "ReadWriteMany"))
-    if not given.nats.url_secret:
-        made += _broker(given)
-    made.append(_object(given, "batch/v1", "Job", "streams", "streams", {
+        resources.append(_config(description, "scripts", SCRIPTS))
+    if not description.weights.claim:
+        resources.append(
+            _claim(description, "models", description.weights.size, description.weights.storage_class, "ReadWriteMany")
+        )
+    if not description.nats.url_secret:
+        resources += _broker(description)
+    resources.append(_object(description, "batch/v1", "Job", "streams", "streams", {
         # Tried again until the broker is there.
         "backoffLimit": 20,
         "ttlSecondsAfterFinished": 600,
-        "template": _template(given, "streams", pods.streams(given)),
+        "template": _template(description, "streams", pods.streams(description)),
     }))  # fmt: skip
-    made.append(_deployment(given, "router", given.router.replicas, pods.router(given)))
+    resources.append(_deployment(description, "router", description.router.replicas, pods.router(description)))
     model, block_size = (language.model, language.block_size) if language else ("", found[0].block_size)
-    made.append(_deployment(given, "gateway", given.gateway.replicas, pods.gateway(given, model, block_size)))
-    made.append(_service(given, "gateway", [("http", 80, pods.HTTP_PORT)]))
+    resources.append(
+        _deployment(description, "gateway", description.gateway.replicas, pods.gateway(description, model, block_size))
+    )
+    resources.append(_service(description, "gateway", [("http", 80, pods.HTTP_PORT)]))
     for pool in found:
-        made += _workers(given, pool)
-    return made
+        resources += _workers(description, pool)
+    return resources
 
 
 def to_yaml(objects: list[Tree], head: str = "") -> str:
@@ -59,22 +65,22 @@ def to_yaml(objects: list[Tree], head: str = "") -> str:
     )
 
 
-def secrets_needed(given: Description, objects: list[Tree]) -> str:
+def secrets_needed(description: Description, objects: list[Tree]) -> str:
     """Comment lines: the commands that make the Secrets which the objects refer to."""
     lines = []
-    scope = f"kubectl -n {given.namespace} create secret generic"
-    if not given.nats.url_secret:
+    scope = f"kubectl -n {description.namespace} create secret generic"
+    if not description.nats.url_secret:
         # A letter first: the server reads a password that begins with digits as a number.
         users = " ".join(f"--from-literal={user}=p$(openssl rand -hex 16)" for user in USERS)
-        lines.append(f"{scope} {given.name}-nats {users}")
+        lines.append(f"{scope} {description.name}-nats {users}")
     if any(each["kind"] == "LeaderWorkerSet" for each in objects):
         lines.append("ssh-keygen -q -t ed25519 -N '' -f ./penstock-ssh")
         lines.append(
-            f"{scope} {given.name}-ssh --from-file=ssh-privatekey=./penstock-ssh "
+            f"{scope} {description.name}-ssh --from-file=ssh-privatekey=./penstock-ssh "
             "--from-file=ssh-publickey=./penstock-ssh.pub"
         )
-    if given.hub_secret:
-        lines.append(f"{scope} {given.hub_secret} --from-literal=token=$HF_TOKEN")
+    if description.hub_secret:
+        lines.append(f"{scope} {description.hub_secret} --from-literal=token=$HF_TOKEN")
     if any(each["kind"] == "LeaderWorkerSet" for each in objects):
         lines.append("needs LeaderWorkerSet: https://lws.sigs.k8s.io/docs/installation/")
     return "# Made by `penstock kubernetes render`. Before it is applied:\n" + "".join(
@@ -82,17 +88,17 @@ def secrets_needed(given: Description, objects: list[Tree]) -> str:
     )
 
 
-def _workers(given: Description, pool: Pool) -> list[Tree]:
-    spec = pods.worker(given, pool)
-    made = []
+def _workers(description: Description, pool: Pool) -> list[Tree]:
+    spec = pods.worker(description, pool)
+    resources = []
     if pool.spec.nvlink_domain:
         name = f"{pool.role}-nvlink"
-        made.append(_object(given, "resource.nvidia.com/v1beta1", "ComputeDomain", name, pool.role, {
+        resources.append(_object(description, "resource.nvidia.com/v1beta1", "ComputeDomain", name, pool.role, {
             "numNodes": pool.nodes * pool.spec.replicas,
-            "channel": {"resourceClaimTemplate": {"name": f"{given.name}-{name}"}},
+            "channel": {"resourceClaimTemplate": {"name": f"{description.name}-{name}"}},
         }))  # fmt: skip
     if pool.nodes == 1:
-        return [*made, _deployment(given, pool.role, pool.spec.replicas, spec, at_once=False)]
+        return [*resources, _deployment(description, pool.role, pool.spec.replicas, spec, at_once=False)]
     body = {
         "replicas": pool.spec.replicas,
         "startupPolicy": "LeaderCreated",  # the leader waits for the others
@@ -100,22 +106,22 @@ def _workers(given: Description, pool: Pool) -> list[Tree]:
             "size": pool.nodes,
             # MPI cannot continue without one of its ranks.
             "restartPolicy": "RecreateGroupOnPodRestart",
-            "leaderTemplate": _template(given, pool.role, spec),
-            "workerTemplate": _template(given, f"{pool.role}-ranks", pods.follower(given, pool)),
+            "leaderTemplate": _template(description, pool.role, spec),
+            "workerTemplate": _template(description, f"{pool.role}-ranks", pods.follower(description, pool)),
         },
     }
-    grouped = _object(given, "leaderworkerset.x-k8s.io/v1", "LeaderWorkerSet", pool.role, pool.role, body)
+    grouped = _object(description, "leaderworkerset.x-k8s.io/v1", "LeaderWorkerSet", pool.role, pool.role, body)
     if pool.spec.topology_key:
         key = "leaderworkerset.sigs.k8s.io/exclusive-topology"
         grouped["metadata"]["annotations"] = {key: pool.spec.topology_key}
-    return [*made, grouped]
+    return [*resources, grouped]
 
 
-def _broker(given: Description) -> list[Tree]:
+def _broker(description: Description) -> list[Tree]:
     """One nats-server; its passwords come from the Secret, by its environment."""
     config = render(
         ServerConfig(
-            name=f"{given.name}-nats",
+            name=f"{description.name}-nats",
             port=pods.NATS_PORT,
             store_dir=_NATS_STORE,
             secrets={user: f"${user.upper()}_PASSWORD" for user in USERS},
@@ -125,12 +131,12 @@ def _broker(given: Description) -> list[Tree]:
             passwords_from_environment=True,
         )
     )
-    nats = given.nats
+    nats = description.nats
     container = {
         "name": "nats",
         "image": nats.image,
         "args": ["-c", f"{_NATS_CONFIG}/nats.conf"],
-        "env": [pods.secret(f"{user.upper()}_PASSWORD", f"{given.name}-nats", user) for user in USERS],
+        "env": [pods.secret(f"{user.upper()}_PASSWORD", f"{description.name}-nats", user) for user in USERS],
         "ports": [{"name": "nats", "containerPort": pods.NATS_PORT}],
         "livenessProbe": pods.http("/healthz?js-server-only=true", _MONITOR_PORT),
         "readinessProbe": pods.http("/healthz", _MONITOR_PORT),
@@ -139,63 +145,69 @@ def _broker(given: Description) -> list[Tree]:
             pods.mount("config", _NATS_CONFIG, read_only=True), pods.mount("store", _NATS_STORE),
         ],
     }  # fmt: skip
-    volumes = [{"name": "config", "configMap": {"name": f"{given.name}-nats"}}]
-    spec = pods.pod(given, "nats", container, volumes, drain_s=30.0)
-    claim = _claim(given, "store", nats.storage, nats.storage_class, "ReadWriteOnce")
+    volumes = [{"name": "config", "configMap": {"name": f"{description.name}-nats"}}]
+    spec = pods.pod(description, "nats", container, volumes, drain_s=30.0)
+    claim = _claim(description, "store", nats.storage, nats.storage_class, "ReadWriteOnce")
     claim = {"metadata": {"name": "store"}, "spec": claim["spec"]}
     body = {
         "replicas": 1,
-        "serviceName": f"{given.name}-nats",
-        "selector": {"matchLabels": pods.labels(given, "nats")},
-        "template": _template(given, "nats", spec),
+        "serviceName": f"{description.name}-nats",
+        "selector": {"matchLabels": pods.labels(description, "nats")},
+        "template": _template(description, "nats", spec),
         "volumeClaimTemplates": [claim],
     }
-    service = _service(given, "nats", [("nats", pods.NATS_PORT, pods.NATS_PORT)], headless=True)
+    service = _service(description, "nats", [("nats", pods.NATS_PORT, pods.NATS_PORT)], headless=True)
     return [
-        _config(given, "nats", {"nats.conf": config}),
+        _config(description, "nats", {"nats.conf": config}),
         service,
-        _object(given, "apps/v1", "StatefulSet", "nats", "nats", body),
+        _object(description, "apps/v1", "StatefulSet", "nats", "nats", body),
     ]
 
 
-def _deployment(given: Description, component: str, replicas: int, spec: Tree, *, at_once: bool = True) -> Tree:
+def _deployment(description: Description, component: str, replicas: int, spec: Tree, *, at_once: bool = True) -> Tree:
     # GPUs are not there twice: an engine's successor starts when it has gone.
     update = {} if at_once else {"strategy": {"rollingUpdate": {"maxSurge": 0, "maxUnavailable": 1}}}
-    return _object(given, "apps/v1", "Deployment", component, component, {
+    return _object(description, "apps/v1", "Deployment", component, component, {
         "replicas": replicas,
-        "selector": {"matchLabels": pods.labels(given, component)},
+        "selector": {"matchLabels": pods.labels(description, component)},
         **update,
-        "template": _template(given, component, spec),
+        "template": _template(description, component, spec),
     })  # fmt: skip
 
 
-def _template(given: Description, component: str, spec: Tree) -> Tree:
-    return {"metadata": {"labels": pods.labels(given, component)}, "spec": spec}
+def _template(description: Description, component: str, spec: Tree) -> Tree:
+    return {"metadata": {"labels": pods.labels(description, component)}, "spec": spec}
 
 
-def _service(given: Description, component: str, ports: list[tuple[str, int, int]], *, headless: bool = False) -> Tree:
-    return _object(given, "v1", "Service", component, component, {
+def _service(
+    description: Description, component: str, ports: list[tuple[str, int, int]], *, headless: bool = False
+) -> Tree:
+    return _object(description, "v1", "Service", component, component, {
         **({"clusterIP": "None"} if headless else {}),
-        "selector": pods.labels(given, component),
+        "selector": pods.labels(description, component),
         "ports": [{"name": name, "port": port, "targetPort": target} for name, port, target in ports],
     })  # fmt: skip
 
 
-def _config(given: Description, name: str, data: Mapping[str, str]) -> Tree:
-    tree = _object(given, "v1", "ConfigMap", name, name, {})
+def _config(description: Description, name: str, data: Mapping[str, str]) -> Tree:
+    tree = _object(description, "v1", "ConfigMap", name, name, {})
     del tree["spec"]
     return tree | {"data": dict(data)}
 
 
-def _claim(given: Description, name: str, size: str, storage_class: str, mode: str) -> Tree:
+def _claim(description: Description, name: str, size: str, storage_class: str, mode: str) -> Tree:
     chosen = {"storageClassName": storage_class} if storage_class else {}
-    return _object(given, "v1", "PersistentVolumeClaim", name, name, {
+    return _object(description, "v1", "PersistentVolumeClaim", name, name, {
         "accessModes": [mode], "resources": {"requests": {"storage": size}}, **chosen,
     })  # fmt: skip
 
 
-def _object(given: Description, version: str, kind: str, name: str, component: str, spec: Tree) -> Tree:
-    meta = {"name": f"{given.name}-{name}", "namespace": given.namespace, "labels": pods.labels(given, component)}
+def _object(description: Description, version: str, kind: str, name: str, component: str, spec: Tree) -> Tree:
+    meta = {
+        "name": f"{description.name}-{name}",
+        "namespace": description.namespace,
+        "labels": pods.labels(description, component),
+    }
     return {"apiVersion": version, "kind": kind, "metadata": meta, "spec": spec}
 
 

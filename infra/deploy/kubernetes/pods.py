@@ -26,10 +26,10 @@ _SETTLED = {
 }
 
 
-def labels(given: Description, component: str) -> dict[str, str]:
+def labels(description: Description, component: str) -> dict[str, str]:
     return {
         "app.kubernetes.io/name": "penstock",
-        "app.kubernetes.io/instance": given.name,
+        "app.kubernetes.io/instance": description.name,
         "app.kubernetes.io/component": component,
     }
 
@@ -39,55 +39,59 @@ def grace(drain_s: float) -> int:
     return math.ceil(drain_s + GRACE_S)
 
 
-def gateway(given: Description, model: str, block_size: int) -> Tree:
+def gateway(description: Description, model: str, block_size: int) -> Tree:
     settings = GatewaySettings(
         model=model,
-        served_model_name=given.served_model_name,
+        served_model_name=description.served_model_name,
         http_host="0.0.0.0",
         http_port=HTTP_PORT,
         block_size=block_size,
-        drain_s=given.drain_s,
+        drain_s=description.drain_s,
         log_format="json",
     )
-    container = _process("gateway", given.image, settings, given, given.gateway, port=("http", HTTP_PORT)) | {
+    container = _process(
+        "gateway", description.image, settings, description, description.gateway, port=("http", HTTP_PORT)
+    ) | {
         "livenessProbe": http("/health/live", HTTP_PORT),
         "readinessProbe": http("/health/ready", HTTP_PORT, period=5, failures=2),
         "volumeMounts": [mount("models", MODELS)],
     }
-    return pod(given, "gateway", container, [_models(given)], drain_s=given.drain_s)
+    return pod(description, "gateway", container, [_models(description)], drain_s=description.drain_s)
 
 
-def router(given: Description) -> Tree:
+def router(description: Description) -> Tree:
     settings = RouterSettings(metrics_port=METRICS_PORT, metrics_host="0.0.0.0", log_format="json")
-    container = _process("router", given.image, settings, given, given.router, port=("metrics", METRICS_PORT))
-    if not given.nats.url_secret:
-        container["env"] = [*_nats(given, "sys", "PENSTOCK_SYS_NATS_URL"), *container["env"]]
+    container = _process(
+        "router", description.image, settings, description, description.router, port=("metrics", METRICS_PORT)
+    )
+    if not description.nats.url_secret:
+        container["env"] = [*_nats(description, "sys", "PENSTOCK_SYS_NATS_URL"), *container["env"]]
     else:
-        container["env"].append(secret("PENSTOCK_SYS_NATS_URL", given.nats.url_secret, "sys", optional=True))
+        container["env"].append(secret("PENSTOCK_SYS_NATS_URL", description.nats.url_secret, "sys", optional=True))
     container |= {"livenessProbe": http("/metrics", METRICS_PORT), "readinessProbe": http("/metrics", METRICS_PORT)}
-    return pod(given, "router", container, [], drain_s=GRACE_S)
+    return pod(description, "router", container, [], drain_s=GRACE_S)
 
 
-def streams(given: Description) -> Tree:
+def streams(description: Description) -> Tree:
     """The pod that makes the streams, once; it does nothing where they are."""
     container = {
         "name": "streams",
-        "image": given.image,
+        "image": description.image,
         "args": ["streams", "apply"],
-        "env": _nats(given, "operator", "PENSTOCK_NATS_URL"),
+        "env": _nats(description, "operator", "PENSTOCK_NATS_URL"),
         "resources": {"requests": {"cpu": "100m", "memory": "256Mi"}, "limits": {"memory": "1Gi"}},
         "securityContext": _confined(),
     }
-    return pod(given, "streams", container, [], drain_s=GRACE_S) | {"restartPolicy": "OnFailure"}
+    return pod(description, "streams", container, [], drain_s=GRACE_S) | {"restartPolicy": "OnFailure"}
 
 
-def worker(given: Description, pool: Pool) -> Tree:
+def worker(description: Description, pool: Pool) -> Tree:
     """A pod that serves: alone, or as the leader of its group."""
     settings = WorkerSettings(
         role=pool.role,
         engine=pool.engine,  # type: ignore[arg-type]
         model=pool.model,
-        served_model_name="" if pool.role == "diffusion" else given.served_model_name,
+        served_model_name="" if pool.role == "diffusion" else description.served_model_name,
         block_size=pool.block_size,
         max_model_len=pool.max_len,
         extra_engine_args=f"{ENGINE}/{pool.role}.yaml" if pool.args else "",
@@ -96,7 +100,7 @@ def worker(given: Description, pool: Pool) -> Tree:
         metrics_host="0.0.0.0",
         log_format="json",
     )
-    container = _process("worker", pool.image, settings, given, None, port=("metrics", METRICS_PORT))
+    container = _process("worker", pool.image, settings, description, None, port=("metrics", METRICS_PORT))
     container["args"] += _extra(f"workers.{pool.role}", settings, pool.spec.flags)
     if pool.nodes > 1:
         container["command"] = [
@@ -109,41 +113,41 @@ def worker(given: Description, pool: Pool) -> Tree:
         "livenessProbe": http("/metrics", METRICS_PORT, failures=6),
         "readinessProbe": http("/metrics", METRICS_PORT),
     }
-    return _engine_pod(given, pool, container)
+    return _engine_pod(description, pool, container)
 
 
-def follower(given: Description, pool: Pool) -> Tree:
+def follower(description: Description, pool: Pool) -> Tree:
     """A pod that only computes for its group's leader."""
     container: Tree = {
         "name": "ranks",
         "image": pool.image,
         "command": ["bash", f"{SCRIPTS}/follow.sh"],
-        "env": [{"name": "HF_HOME", "value": f"{MODELS}/hub"}, *_hub(given)],
+        "env": [{"name": "HF_HOME", "value": f"{MODELS}/hub"}, *_hub(description)],
         "ports": [{"name": "ssh", "containerPort": SSH_PORT}],
         "readinessProbe": {"tcpSocket": {"port": SSH_PORT}, "periodSeconds": _PROBE_S},
     }
-    return _engine_pod(given, pool, container)
+    return _engine_pod(description, pool, container)
 
 
-def _engine_pod(given: Description, pool: Pool, container: Tree) -> Tree:
+def _engine_pod(description: Description, pool: Pool, container: Tree) -> Tree:
     """Volumes and resources that every pod of an engine needs."""
     mounts = [mount("models", MODELS), mount("shm", "/dev/shm")]
     # TensorRT-LLM and NCCL exchange through shared memory, of which a container has 64 MiB otherwise.
-    volumes = [_models(given), {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": pool.spec.shm}}]
+    volumes = [_models(description), {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": pool.spec.shm}}]
     if pool.args:
         mounts.append(mount("engine", ENGINE, read_only=True))
-        volumes.append({"name": "engine", "configMap": {"name": f"{given.name}-engine"}})
+        volumes.append({"name": "engine", "configMap": {"name": f"{description.name}-engine"}})
     if pool.nodes > 1:
         mounts += [mount("scripts", SCRIPTS, read_only=True), mount("ssh", KEYS, read_only=True)]
-        volumes.append({"name": "scripts", "configMap": {"name": f"{given.name}-scripts"}})
-        volumes.append({"name": "ssh", "secret": {"secretName": f"{given.name}-ssh", "defaultMode": 0o400}})
+        volumes.append({"name": "scripts", "configMap": {"name": f"{description.name}-scripts"}})
+        volumes.append({"name": "ssh", "secret": {"secretName": f"{description.name}-ssh", "defaultMode": 0o400}})
     extended = quantity({**({GPU: pool.gpus} if pool.gpus else {}), **pool.spec.resources})
     requests = {"cpu": pool.spec.cpu, "memory": pool.spec.memory}
     resources: Tree = {"requests": requests | extended, "limits": {"memory": pool.spec.memory} | extended}
     spec: Tree = {}
     if pool.spec.nvlink_domain:
         resources["claims"] = [{"name": "nvlink"}]
-        claim = f"{given.name}-{pool.role}-nvlink"
+        claim = f"{description.name}-{pool.role}-nvlink"
         spec["resourceClaims"] = [{"name": "nvlink", "resourceClaimTemplateName": claim}]
     if pool.spec.node_selector:
         spec["nodeSelector"] = dict(pool.spec.node_selector)
@@ -152,11 +156,11 @@ def _engine_pod(given: Description, pool: Pool, container: Tree) -> Tree:
     # Pinned memory for RDMA; the ulimit itself is the container runtime's.
     allowed = {"securityContext": {"capabilities": {"add": ["IPC_LOCK"]}}} if pool.gpus else {}
     container |= {"volumeMounts": mounts, "resources": resources} | allowed
-    return pod(given, pool.role, container, volumes, drain_s=pool.spec.drain_s) | spec
+    return pod(description, pool.role, container, volumes, drain_s=pool.spec.drain_s) | spec
 
 
 def _process(
-    role: str, image: str, settings: Common, given: Description, front: Front | None, *, port: tuple[str, int]
+    role: str, image: str, settings: Common, description: Description, front: Front | None, *, port: tuple[str, int]
 ) -> Tree:
     """A container that runs one of our processes."""
     container: Tree = {
@@ -165,9 +169,9 @@ def _process(
         "args": [role, *to_argv(settings, hidden=("nats_url", "sys_nats_url"))],
         "env": [
             {"name": "PENSTOCK_NAME", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}},
-            *_nats(given, role, "PENSTOCK_NATS_URL"),
+            *_nats(description, role, "PENSTOCK_NATS_URL"),
             {"name": "HF_HOME", "value": f"{MODELS}/hub"},
-            *_hub(given),
+            *_hub(description),
         ],
         "ports": [{"name": port[0], "containerPort": port[1]}],
     }
@@ -197,7 +201,7 @@ def _extra(where: str, settings: Common, flags: Sequence[str]) -> Sequence[str]:
     return flags
 
 
-def pod(given: Description, component: str, container: Tree, volumes: list[Tree], *, drain_s: float) -> Tree:
+def pod(description: Description, component: str, container: Tree, volumes: list[Tree], *, drain_s: float) -> Tree:
     spec: Tree = {
         # A service called penstock-nats would give every pod a variable PENSTOCK_NATS_PORT, which is a flag of ours.
         "enableServiceLinks": False,
@@ -212,17 +216,17 @@ def pod(given: Description, component: str, container: Tree, volumes: list[Tree]
     return spec
 
 
-def _nats(given: Description, role: str, variable: str) -> list[Tree]:
+def _nats(description: Description, role: str, variable: str) -> list[Tree]:
     """The variable with a role's URL. The password comes from a Secret and is in no manifest."""
-    if given.nats.url_secret:
-        return [secret(variable, given.nats.url_secret, role)]
+    if description.nats.url_secret:
+        return [secret(variable, description.nats.url_secret, role)]
     password = f"{role.upper()}_PASSWORD"
-    url = f"nats://{role}:$({password})@{given.name}-nats.{given.namespace}:{NATS_PORT}"
-    return [secret(password, f"{given.name}-nats", role), {"name": variable, "value": url}]
+    url = f"nats://{role}:$({password})@{description.name}-nats.{description.namespace}:{NATS_PORT}"
+    return [secret(password, f"{description.name}-nats", role), {"name": variable, "value": url}]
 
 
-def _hub(given: Description) -> list[Tree]:
-    return [secret("HF_TOKEN", given.hub_secret, "token")] if given.hub_secret else []
+def _hub(description: Description) -> list[Tree]:
+    return [secret("HF_TOKEN", description.hub_secret, "token")] if description.hub_secret else []
 
 
 def secret(variable: str, name: str, key: str, *, optional: bool = False) -> Tree:
@@ -230,8 +234,8 @@ def secret(variable: str, name: str, key: str, *, optional: bool = False) -> Tre
     return {"name": variable, "valueFrom": {"secretKeyRef": reference}}
 
 
-def _models(given: Description) -> Tree:
-    claim = given.weights.claim or f"{given.name}-models"
+def _models(description: Description) -> Tree:
+    claim = description.weights.claim or f"{description.name}-models"
     return {"name": "models", "persistentVolumeClaim": {"claimName": claim}}
 
 

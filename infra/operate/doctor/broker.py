@@ -91,10 +91,10 @@ def _fill(streams: list[StreamUse], queue: str) -> list[Finding]:
     for use in streams:
         if not use.max_bytes or use.bytes < NEARLY_FULL * use.max_bytes or use.name.endswith(ENDLESS):
             continue
-        what = f"{use.name} is {use.bytes / use.max_bytes:.0%} full"
+        text = f"{use.name} is {use.bytes / use.max_bytes:.0%} full"
         effect = "gateways refuse requests when it is full" if use.name == queue else "it discards its oldest messages"
         stem = use.name.rpartition("_")[2]
-        found.append(warning("stream size", what, f"enlarge it: `penstock streams set {stem} --max-bytes …`; {effect}"))
+        found.append(warning("stream size", text, f"enlarge it: `penstock streams set {stem} --max-bytes …`; {effect}"))
     return found or [ok("stream size", "no stream is nearly full")]
 
 
@@ -103,9 +103,9 @@ async def _clock(bus: Bus) -> Finding:
     began = time.time()
     info = await request(bus.nc, f"STREAM.INFO.{bus.subjects.stream('DONE')}", {})
     ended = time.time()
-    there = parse_time(info["ts"]) / 1e9
-    skew = there - ended if there > ended else there - began if there < began else 0.0
+    server_time = parse_time(info["ts"]) / 1e9
+    skew = server_time - ended if server_time > ended else server_time - began if server_time < began else 0.0
     if abs(skew) > SKEW_S:
-        what = f"the broker's is {abs(skew):.1f} s {'ahead' if skew > 0 else 'behind'}"
-        return warning("clock", what, "synchronise clocks (chrony, NTP): deadlines and timings compare them")
+        text = f"the broker's is {abs(skew):.1f} s {'ahead' if skew > 0 else 'behind'}"
+        return warning("clock", text, "synchronise clocks (chrony, NTP): deadlines and timings compare them")
     return ok("clock", "this machine's and the broker's agree")

@@ -56,8 +56,8 @@ async def check_gateways(urls: Sequence[str]) -> list[Finding]:
                 reasons = msgspec.json.decode(body, type=Answer).reasons
             except msgspec.MsgspecError:
                 reasons = ()
-            what = "; ".join(reasons) or body.decode(errors="replace")[:200]
-            found.append(problem("gateway", f"{url} is not ready: {what}", "mend what it names"))
+            text = "; ".join(reasons) or body.decode(errors="replace")[:200]
+            found.append(problem("gateway", f"{url} is not ready: {text}", "mend what it names"))
     return found
 
 
@@ -83,8 +83,8 @@ async def _routers(bus: Bus) -> list[Finding]:
         held += info["num_ack_pending"]
         unread += info["num_pending"]
     if not pulls:
-        what = "no router takes requests" + (f"; {unread} wait" if unread else "")
-        return [problem("router", what, "start one: `penstock router`")]
+        text = "no router takes requests" + (f"; {unread} wait" if unread else "")
+        return [problem("router", text, "start one: `penstock router`")]
     waiting = f"; held for lack of a worker: {counted(held, 'request')}" if held else ""
     return [ok("router", f"requests are taken{waiting}")]
 
@@ -108,8 +108,8 @@ def _model(model: str, workers: Sequence[Registration]) -> list[Finding]:
     roles = {each.role for each in ready}
     found: list[Finding] = []
     if not roles & {"aggregated", "decode", "diffusion"}:
-        what = f"{model}: only {', '.join(sorted(roles)) or 'draining'} workers"
-        found.append(problem("roles", what, "start aggregated workers, or decode workers beside prefill workers"))
+        text = f"{model}: only {', '.join(sorted(roles)) or 'draining'} workers"
+        found.append(problem("roles", text, "start aggregated workers, or decode workers beside prefill workers"))
     elif roles == {"decode"}:
         fix = "start prefill workers, or aggregated ones instead"
         found.append(warning("roles", f"{model}: decode workers compute prompts themselves", fix))
@@ -120,8 +120,8 @@ def _model(model: str, workers: Sequence[Registration]) -> list[Finding]:
     ):
         values = {getattr(each, name) for each in ready if getattr(each, name)}
         if len(values) > 1:
-            what = f"{model}: {len(values)} different {name.replace('_', ' ')}s among its workers"
-            found.append(warning("same model", what, fix))
+            text = f"{model}: {len(values)} different {name.replace('_', ' ')}s among its workers"
+            found.append(warning("same model", text, fix))
     found += [finding for each in ready for finding in _load(each)]
     if any(each.role in ("prefill", "decode") and each.transfer is None for each in ready):
         fix = "start it with --transfer auto and NIXL installed"
@@ -133,15 +133,15 @@ def _load(worker: Registration) -> list[Finding]:
     found = []
     blocks = worker.total_blocks * worker.dp_size
     if worker.load.waiting and worker.load.used_blocks > FULL * blocks:
-        what = f"{worker.name}: {worker.load.waiting} sequences wait for KV blocks"
+        text = f"{worker.name}: {worker.load.waiting} sequences wait for KV blocks"
         fix = "add workers, or give it more memory: --kv-blocks, or the engine's memory fraction"
-        found.append(warning("KV memory", what, fix))
+        found.append(warning("KV memory", text, fix))
     elif worker.load.waiting > worker.slots * worker.dp_size:
-        what = f"{worker.name}: {worker.load.waiting} sequences wait for a slot"
-        found.append(warning("slots", what, "add workers, or raise --max-running if its memory allows"))
+        text = f"{worker.name}: {worker.load.waiting} sequences wait for a slot"
+        found.append(warning("slots", text, "add workers, or raise --max-running if its memory allows"))
     if not worker.kv_events and worker.role != "encode":
-        what = f"{worker.name} publishes no KV events: requests do not find their prefixes there"
-        found.append(warning("KV events", what, "leave the prefix cache and publishing of events on"))
+        text = f"{worker.name} publishes no KV events: requests do not find their prefixes there"
+        found.append(warning("KV events", text, "leave the prefix cache and publishing of events on"))
     return found
 
 

@@ -50,23 +50,23 @@ def check_data_folder(data_dir: Path) -> Finding:
     try:
         datadir.prepare(data_dir)
     except datadir.DataDirUnusable as error:
-        what, _, fix = str(error).partition("; ")
-        return problem("data folder", what, fix or "name another folder with --data-dir")
+        text, _, fix = str(error).partition("; ")
+        return problem("data folder", text, fix or "name another folder with --data-dir")
     return ok("data folder", f"{data_dir} can be written")
 
 
 def check_disk(data_dir: Path) -> Finding:
     """Whether the disk of the data folder has room."""
-    there = data_dir
-    while not there.exists():
-        there = there.parent
-    usage = shutil.disk_usage(there)
-    what = f"{show_size(usage.free)} of {show_size(usage.total)} free under {there}"
+    nearest = data_dir
+    while not nearest.exists():
+        nearest = nearest.parent
+    usage = shutil.disk_usage(nearest)
+    text = f"{show_size(usage.free)} of {show_size(usage.total)} free under {nearest}"
     if usage.free < ROOM:
-        return problem("disk", what, "make room: the broker stores nothing on a full disk, and requests are refused")
+        return problem("disk", text, "make room: the broker stores nothing on a full disk, and requests are refused")
     if usage.free < LITTLE_DISK:
-        return warning("disk", what, "make room, or lower limits with `penstock streams set`: streams grow to 14 GiB")
-    return ok("disk", what)
+        return warning("disk", text, "make room, or lower limits with `penstock streams set`: streams grow to 14 GiB")
+    return ok("disk", text)
 
 
 def check_port(host: str, port: int) -> Finding:

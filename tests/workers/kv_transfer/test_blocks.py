@@ -34,24 +34,24 @@ def expand(move: blocks.CopyOp) -> list[tuple[int, int]]:
 @given(pairs, st.booleans())
 def test_a_move_is_exactly_the_pairs_of_blocks_asked_for(ids: tuple[list[int], list[int]], whole: bool) -> None:
     local, remote = ids
-    found = [pair for move in blocks.copy_ops(HERE, THERE, local, remote, whole=whole) for pair in expand(move)]
+    found = [pair for move in blocks.copy_ops(HERE, THERE, local, remote, in_one_piece=whole) for pair in expand(move)]
     assert found == list(zip(local, remote, strict=True))
 
 
 def test_neighbours_on_both_sides_become_one_row_and_others_do_not() -> None:
-    [move] = blocks.copy_ops(HERE, THERE, [0, 1, 2, 3, 9, 10], [5, 6, 7, 9, 10, 11], whole=True)
+    [move] = blocks.copy_ops(HERE, THERE, [0, 1, 2, 3, 9, 10], [5, 6, 7, 9, 10, 11], in_one_piece=True)
     assert (move.local.rows[:, 1] // 4096).tolist() == [3, 1, 2]
     assert (move.local.kind, move.remote.kind) == ("cpu", "cuda")
 
 
 def test_a_direct_copy_is_cut_into_pieces_of_bounded_size() -> None:
     big = Memory(base=1 << 40, block_bytes=40 << 20, blocks=5)
-    pieces = list(blocks.copy_ops(big, big, range(5), range(5), whole=False))
+    pieces = list(blocks.copy_ops(big, big, range(5), range(5), in_one_piece=False))
     assert [int(piece.local.rows[:, 1].sum()) for piece in pieces] == [40 << 20] * 5
     small = Memory(base=1 << 40, block_bytes=1 << 20, blocks=200)
     sizes = [
         int(piece.local.rows[:, 1].sum())
-        for piece in blocks.copy_ops(small, small, range(200), range(200), whole=False)
+        for piece in blocks.copy_ops(small, small, range(200), range(200), in_one_piece=False)
     ]
     assert sizes == [64 << 20, 64 << 20, 64 << 20, 8 << 20]
 

@@ -110,10 +110,10 @@ class EmbeddingCache:
         for key in media:  # before anything is evicted
             if key in self._named:
                 self._hold(self._named[key])
-        made = {key: self._take(key) for key in fresh}
+        entries = {key: self._take(key) for key in fresh}
         have, slots = [], []
         for key in media:
-            entry = self._named.get(key) or made[key]
+            entry = self._named.get(key) or entries[key]
             have.append(entry.named or entry.holders > 0)
             if not entry.named:
                 entry.holders += 1

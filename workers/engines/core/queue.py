@@ -165,22 +165,22 @@ class Queue:
         size, scored = self._block_size, sequence.score >= sequence.prompt_len
         known = len(sequence.tokens)
         # Never all known tokens: the last one must be computed for its logits, and so must scored ones.
-        most = ((known if scored else sequence.score) - 1) // size
+        max_blocks = ((known if scored else sequence.score) - 1) // size
         reservation, tail = sequence.reservation, []
         offloaded: list[bytes] = []
         if reservation is not None and reservation.filled:
             # Not looked up by name: another copy may have had the name, and may have been evicted.
-            hits = reservation.blocks[:most]
+            hits = reservation.blocks[:max_blocks]
             named = min(reservation.named, len(hits))
             if scored and len(hits) == len(reservation.blocks) and known > sequence.prompt_len:
                 tail = reservation.tails[-1:]
         else:
-            hits = self._blocks.match(sequence.digests, most)
+            hits = self._blocks.match(sequence.digests, max_blocks)
             if self._windows is not None:
                 del hits[self._windows.usable(hits) :]
             named = len(hits)
             if self._blocks.host is not None:
-                offloaded = self._blocks.host.match(sequence.digests, named, most)
+                offloaded = self._blocks.host.match(sequence.digests, named, max_blocks)
         return _BlockNeed(hits, tail, -(-known // size) - len(hits) - len(tail), named, offloaded)
 
     def _fits_to_end(self, sequence: Sequence, need: _BlockNeed, running: Seq[Sequence]) -> bool:

@@ -84,10 +84,10 @@ class DiffusersEngine:
             gc.collect()
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
-            what = f"{request.frames} frames of " if signature.frames else ""
+            prefix = f"{request.frames} frames of " if signature.frames else ""
             raise RequestError(
                 Code.engine_error,
-                f"{what}{request.width}x{request.height} do not fit into the device's memory: {error}"[:500],
+                f"{prefix}{request.width}x{request.height} do not fit into the device's memory: {error}"[:500],
             ) from error
         except (ValueError, TypeError) as error:  # the pipeline's own checks
             raise RequestError(Code.invalid_request, f"the pipeline refuses this request: {error}"[:500]) from error

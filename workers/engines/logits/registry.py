@@ -132,18 +132,18 @@ def _entry(spec: str, model: ModelInfo) -> tuple[str, _Entry]:
             f"--logits-processor {spec}: write name=module:Class, with letters, digits and _.- as name"
         )
     try:
-        made = getattr(importlib.import_module(module), attribute)
+        processor = getattr(importlib.import_module(module), attribute)
     except Exception as error:  # arbitrary user code
         if isinstance(error, ModuleNotFoundError) and is_of_an_extra(error):
             raise  # the worker says how to install it
         raise ProcessorError(
             f"--logits-processor {spec}: cannot be imported ({error!r}); check that its folder is in PYTHONPATH"
         ) from error
-    if not isinstance(made, type) or not _takes_two(made):
+    if not isinstance(processor, type) or not _takes_two(processor):
         raise ProcessorError(
             f"--logits-processor {spec}: not a class with __call__(self, input_ids, logits); see BaseLogitsProcessor"
         )
-    signature = inspect.signature(made)
+    signature = inspect.signature(processor)
     wants = frozenset(
         name
         for name, parameter in signature.parameters.items()
@@ -151,7 +151,7 @@ def _entry(spec: str, model: ModelInfo) -> tuple[str, _Entry]:
     )
     if "tokenizer" in wants and model.tokenizer is None:
         raise ProcessorError(f"--logits-processor {spec}: it needs the model's tokenizer, which is not available")
-    return name, _Entry(made, signature, wants)
+    return name, _Entry(processor, signature, wants)
 
 
 def _takes_two(kind: type) -> bool:

@@ -104,8 +104,8 @@ def from_settings(settings: WorkerSettings, path: Path) -> TrtllmProcessors:
         ProcessorError: see ``Registry``; or the flags name some in disaggregated serving.
         modeldir.ModelError: the directory cannot be used.
     """
-    made = TrtllmProcessors(flags.from_settings(settings, path), configured=_configured(settings))
-    return made if settings.role == "aggregated" else made.without("in disaggregated serving")
+    processors = TrtllmProcessors(flags.from_settings(settings, path), configured=_configured(settings))
+    return processors if settings.role == "aggregated" else processors.without("in disaggregated serving")
 
 
 def _configured(settings: WorkerSettings) -> bool:

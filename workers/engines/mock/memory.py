@@ -101,9 +101,9 @@ class MockVisionEncoder:
     def fill(self, media: Seq[tuple[list[int], object]]) -> None:
         for slots, medium in media:
             assert isinstance(medium, Medium)
-            whole = embedding(medium.raw, len(slots))
+            embeddings = embedding(medium.raw, len(slots))
             for number, slot in enumerate(slots):
-                part = whole[number * SLOT_BYTES : (number + 1) * SLOT_BYTES]
+                part = embeddings[number * SLOT_BYTES : (number + 1) * SLOT_BYTES]
                 self.pages.data[slot * SLOT_BYTES : (slot + 1) * SLOT_BYTES] = part
 
     def read(self, slots: Seq[int]) -> bytes:

@@ -66,10 +66,10 @@ def read_recording(path: str, vocab_size: int, *, skip_bad: bool = False) -> lis
                     raise ValueError(f"--play {path}, line {number}: {error}{hint}") from None
                 bad.append(f"line {number}: {error}")
     except (OSError, EOFError, zlib.error) as error:
-        why = (isinstance(error, OSError) and error.strerror) or error
+        reason = (isinstance(error, OSError) and error.strerror) or error
         if not skip_bad or not number:
-            raise ValueError(f"--play {path} cannot be read: {why}") from error
-        bad.append(f"behind line {number}: {why}")
+            raise ValueError(f"--play {path} cannot be read: {reason}") from error
+        bad.append(f"behind line {number}: {reason}")
     if bad:
         log.warning("play_lines_left_out", file=path, lines=len(bad), first=bad[0])
     played = [found for event in ended if (found := _played(event, requests.get(event.request), stored)) is not None]
@@ -131,8 +131,8 @@ def _answer(event: Done, choice: Outcome, stored: list[tuple[float, int, int]]) 
     count = len(tokens)
     start = times.started_ns or times.created_ns
     first = max(0.0, (times.first_token_ns - start) / 1e9) if times.first_token_ns else 0.0
-    whole = max(first, (times.ended_ns - start) / 1e9) if times.ended_ns else first
-    due = [first + (whole - first) * position / max(1, count - 1) for position in range(count)]
+    duration = max(first, (times.ended_ns - start) / 1e9) if times.ended_ns else first
+    due = [first + (duration - first) * position / max(1, count - 1) for position in range(count)]
     if stored:
         began = min(stored)[0]
         latest = first

@@ -209,13 +209,13 @@ class ReferenceAttention:
         """Group spans into tables of equal width. Lengths of one group have the same power of two, so padding at most
         doubles the work."""
         size = self._pool.block_size
-        alike: dict[tuple[int, int], list[tuple[Span, int, list[int]]]] = defaultdict(list)
+        by_shape: dict[tuple[int, int], list[tuple[Span, int, list[int]]]] = defaultdict(list)
         for span in self._short:
             first = _first_seen(span.start, window) // size
             seen = span.blocks[first : -(-span.end // size)]
-            alike[span.count, len(seen).bit_length()].append((span, first * size, seen))
+            by_shape[span.count, len(seen).bit_length()].append((span, first * size, seen))
         groups = []
-        for (tokens, _), members in alike.items():
+        for (tokens, _), members in by_shape.items():
             width = max(len(seen) for _, _, seen in members)
             # Padded with its own blocks, so that no values of another sequence can reach this one.
             table = self._ints([seen + seen[:1] * (width - len(seen)) for _, _, seen in members])

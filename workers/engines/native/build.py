@@ -102,8 +102,8 @@ def assemble(
         target = prepared(loaded, reload, invariant=options.batch_invariant)
         loaded = target.model
         name, device = options.speculative_model, loaded.device
-        again = functools.partial(load, name, device=device, dtype=options.dtype)
-        proposing = None if draft is None else prepared(draft, again)
+        reload_draft = functools.partial(load, name, device=device, dtype=options.dtype)
+        proposing = None if draft is None else prepared(draft, reload_draft)
         hybrid = options.hybrid_kv_cache and draft is None and not options.kv_offloading_size
         pools = make_pools(loaded, options, limit, hybrid=hybrid, draft=draft)
         speculation = make_speculation(options, proposing, pools, limit)

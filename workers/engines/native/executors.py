@@ -82,7 +82,7 @@ def make_executor(
         return executor
     from workers.engines.native.cuda.executor import CudaExecutor
 
-    made = CudaExecutor(
+    cuda_executor = CudaExecutor(
         model,
         pools.kv,
         rotation,
@@ -95,10 +95,10 @@ def make_executor(
         invariant=options.batch_invariant,
     )
     if options.warm:
-        made.capture()
+        cuda_executor.capture()
     if warm:
-        _warm_up(made, pools, options.block_size, temperatures=(0.0, 1.0))  # greedy and drawn tokens
-    return made
+        _warm_up(cuda_executor, pools, options.block_size, temperatures=(0.0, 1.0))  # greedy and drawn tokens
+    return cuda_executor
 
 
 def make_speculation(options: NativeOptions, draft: Prepared | None, pools: Pools, limit: int) -> Speculation | None:

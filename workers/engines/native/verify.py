@@ -47,15 +47,15 @@ def verify(
     Raises:
         ModelError: they differ by more than any dtype's rounding.
     """
-    words = _trial(model)
-    tokens = len(words)
+    token_ids = _trial(model)
+    tokens = len(token_ids)
     places = torch.arange(tokens, device=model.device)
     pool = Pool(model.shape, 2, 8, model.dtype, model.device)
     with torch.inference_mode():
         ours = []
         for start, stop in ((0, tokens - 1), (tokens - 1, tokens)):
             rows = places[: stop - start]
-            ours.append(model.logits(words[start:stop], places[start:stop], rows, paged(pool, start, stop)))
+            ours.append(model.logits(token_ids[start:stop], places[start:stop], rows, paged(pool, start, stop)))
     error = (torch.cat(ours).float() - expected).norm(dim=-1) / expected.norm(dim=-1)
     if not float(error.median()) < rounding:  # the median: an expert's near-tie may throw off a single row
         name = type(model.forward).__name__

