@@ -103,6 +103,11 @@ COMMANDS = {
         "infra.bench.sweep.command:Settings",
     ),
     "bench plot": Command("plot what bench sweep has measured", "infra.bench.sweep.plot_command:run"),
+    "bench convert": Command(
+        "take over results of aiperf or guidellm",
+        "infra.bench.sweep.convert_command:run",
+        choices=("aiperf", "guidellm"),
+    ),
     "bench compare": Command(
         "say which of two sweeps is faster, and how sure that is", "infra.bench.sweep.compare_command:run"
     ),

@@ -212,12 +212,14 @@ def _efficiency(axis: Any, series: Sequence[Series], per_gpu: bool) -> None:
         colour = COLOURS[number % len(COLOURS)]
         points = [(x, y, result) for result in each.results if (xy := _pace(result, per_gpu)) for x, y in [xy]]
         axis.plot([x for x, _, _ in points], [y for _, y, _ in points], marker="o", color=colour, label=each.name)
+        below = number % 2  # labels of two lines on either side
         for x, y, result in points:
             axis.annotate(
                 f"{result.level.value:g}",
                 (x, y),
                 textcoords="offset points",
-                xytext=(5, 4),
+                xytext=(-6, -10) if below else (5, 4),
+                ha="right" if below else "left",
                 fontsize=8,
                 color=colour,
             )
