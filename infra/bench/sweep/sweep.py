@@ -190,7 +190,7 @@ class Sweep:
 
         run, records = await run_level(loaded.endpoint, level, planned, self._plan.limits, number=number, show=show)
         results.save_records(folder, number, records)
-        for warning in (*run.client.warnings, *_lengths(run)):
+        for warning in (*run.client.warnings, *_lengths(run, self._plan.workload.images)):
             self._say(f"{title}: {warning}")
         return run
 
@@ -241,14 +241,16 @@ class Sweep:
         self._bar.console.print(text, style="yellow", markup=False, highlight=False)
 
 
-def _lengths(run: Run) -> list[str]:
-    """What the server counted, where it differs from what was asked for."""
+def _lengths(run: Run, images: int) -> list[str]:
+    """What the server counted, where it differs from what was asked for; images come on top of it."""
     found = []
     figures = run.figures
     for what, seen, asked in (
         ("prompts", figures.isl, figures.isl_asked),
         ("answers", figures.osl, figures.osl_asked),
     ):
+        if images and what == "prompts":
+            continue
         if seen is not None and asked is not None and abs(seen.mean - asked.mean) > _OFF * asked.mean:
             found.append(f"{what} had {seen.mean:.0f} tokens on average instead of {asked.mean:.0f}")
     return found
