@@ -720,7 +720,6 @@ OPPOSITE: dict[str, Any] = {
     "eos_in_token_ids": False,
     "decode_repeats_first": False,
     "abort_answers": False,
-    "updated_with_null_diffs": False,
     "mm_keys": "absent",
     "rank_when_single": True,
     "stops_heed_min_tokens": True,

@@ -15,7 +15,7 @@ Key = tuple[tuple[int, ...], tuple[tuple[str, int], ...]]  # tokens, (hash, star
 
 
 class Block:
-    __slots__ = ("children", "hash", "key", "kv", "level", "parent", "priority", "refs", "used")
+    __slots__ = ("children", "hash", "key", "kv", "parent", "priority", "refs", "used")
 
     def __init__(self, parent: Block | None, key: Key, kv: Kv | None, seed: str = "", priority: int = PRIORITY) -> None:
         self.parent, self.key, self.kv, self.priority = parent, key, kv, priority
@@ -23,7 +23,6 @@ class Block:
         self.hash = int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little")
         self.children: dict[Key, Block] = {}
         self.refs = 0
-        self.level = 0
         self.used = 0
 
     @property
@@ -80,22 +79,13 @@ class Events:
             else:
                 self.put(window, {"type": "removed", "block_hashes": gone})
 
-    def moved(self, block: Block, old: int, new: int) -> None:
-        data: dict[str, Any] = {"type": "updated", "block_hash": block.hash}
-        data["cache_level"] = {"type": "event_diff", "new_value": new, "old_value": old}
-        if QUIRKS.updated_with_null_diffs:
-            data["priority"] = None
-        for window in self._windows:
-            if block.hash in self._known[window]:
-                self.put(window, dict(data))
-
 
 def _stored(block: Block) -> dict[str, Any]:
     found: dict[str, Any] = {
         "type": "stored_block",
         "block_hash": block.hash,
         "tokens": [{"type": "unique_token", "token_id": token, "token_extra_id": 0} for token in block.tokens],
-        "cache_level": block.level,
+        "cache_level": 0,
         "priority": block.priority,
     }
     media = [{"type": "mm_key", "hash": each, "start_offset": start} for each, start in block.key[1]]
@@ -110,12 +100,9 @@ class Cache:
     ``taken``: blocks of running sequences that are not in the tree (yet).
     """
 
-    def __init__(
-        self, total: int, size: int, events: Events, *, reuse: bool, partial: bool, host: int, offload_from: int
-    ) -> None:
+    def __init__(self, total: int, size: int, events: Events, *, reuse: bool, partial: bool, host: int) -> None:
         self.total, self.size, self.events = total, size, events
         self._reuse, self._partial = reuse, partial
-        self._host, self._offload_from = host, offload_from
         self._roots: dict[str, Block] = {}
         self._all: dict[int, Block] = {}  # by id()
         self._clock = itertools.count()
@@ -124,12 +111,9 @@ class Cache:
 
     # -- counting
 
-    def _count(self, level: int, held: bool | None = None) -> int:
-        return sum(b.level == level and (held is None or (b.refs > 0) == held) for b in self._all.values())
-
     @property
     def used(self) -> int:
-        return self.taken + self._count(0, True)
+        return self.taken + sum(block.refs > 0 for block in self._all.values())
 
     @property
     def free(self) -> int:
@@ -180,10 +164,6 @@ class Cache:
         return found, part
 
     def _hold(self, block: Block) -> None:
-        if block.level:
-            self._make_room(1)
-            block.level = 0
-            self.events.moved(block, 1, 0)
         block.refs += 1
         block.used = next(self._clock)
 
@@ -234,32 +214,12 @@ class Cache:
     # -- room
 
     def _make_room(self, count: int) -> None:
-        while self.total - self.taken - self._count(0) < count:
-            idle = [
-                b
-                for b in self._all.values()
-                if not b.level and not b.refs and not any(not c.level for c in b.children.values())
-            ]
+        while self.total - self.taken - len(self._all) < count:
+            idle = [block for block in self._all.values() if not block.refs and not block.children]
             assert idle, "the scheduler promised more blocks than there are"
-            victim = min(idle, key=lambda b: (b.priority, b.used))
-            if self._host and victim.priority >= self._offload_from:
-                self._offload(victim)
-            else:
-                self._remove(victim)
-
-    def _offload(self, block: Block) -> None:
-        if self._count(1) >= self._host:
-            leaves = [b for b in self._all.values() if b.level and not b.children]
-            if not leaves:
-                self._remove(block)
-                return
-            self._remove(min(leaves, key=lambda b: (b.priority, b.used)))
-        block.level = 1
-        self.events.moved(block, 0, 1)
+            self._remove(min(idle, key=lambda block: (block.priority, block.used)))
 
     def _remove(self, block: Block) -> None:
-        for child in list(block.children.values()):
-            self._remove(child)
         assert block.parent is not None
         del block.parent.children[block.key]
         del self._all[id(block)]

@@ -125,7 +125,6 @@ class Engine:
         self._max_batch = args.max_batch_size or 2048
         self._max_tokens = args.max_num_tokens or 8192
         host = (kv.host_cache_size or 0) // (model.token_bytes * self._size)
-        offload = 35 if kv.secondary_offload_min_priority is None else kv.secondary_offload_min_priority
         adp = args.enable_attention_dp and args.tensor_parallel_size > 1
         windows = [min(each, self.max_seq_len) for each in kv.max_attention_window or [self.max_seq_len]]
         self._telling = kv.event_buffer_max_size > 0 and kv.enable_block_reuse
@@ -139,7 +138,6 @@ class Engine:
                 reuse=kv.enable_block_reuse,
                 partial=kv.enable_partial_reuse and kv.copy_on_partial_reuse and QUIRKS.partial_blocks,
                 host=host,
-                offload_from=offload,
             )
             self._ranks.append(Rank(cache))
         self._adp = adp

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from typing import Any
 
@@ -63,10 +62,3 @@ def counts(llm: Any) -> dict[str, int]:
     engine(llm).call(look)
     assert done.wait(10), "the engine is held or dead"
     return found
-
-
-def events(llm: Any) -> list[dict[str, Any]]:
-    """Events that were not read yet, left where they are."""
-    counts(llm)
-    with engine(llm).news:
-        return [json.loads(event) for event in engine(llm).events]

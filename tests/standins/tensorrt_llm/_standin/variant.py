@@ -21,7 +21,6 @@ class Quirks:
     eos_in_token_ids: bool = True  # the end id is among ``token_ids``
     decode_repeats_first: bool = True  # a generation_only answer begins with the tokens that prefill made
     abort_answers: bool = True  # a cancelled request gets a last response
-    updated_with_null_diffs: bool = True  # ``updated`` events carry both diffs, one of them null; else only one
     mm_keys: str = "full"  # "full", "empty", "absent": of stored blocks
     rank_when_single: bool = False  # ``attention_dp_rank`` also without attention DP
     shutdown_answers: bool = False  # requests that run at shutdown get an error; else they wait for ever

@@ -1,5 +1,4 @@
-from tensorrt_llm.executor.request import LoRARequest
 from tensorrt_llm.executor.result import CompletionOutput, GenerationResult, IterationResult, Logprob
 from tensorrt_llm.executor.utils import RequestError
 
-__all__ = ["CompletionOutput", "GenerationResult", "IterationResult", "LoRARequest", "Logprob", "RequestError"]
+__all__ = ["CompletionOutput", "GenerationResult", "IterationResult", "Logprob", "RequestError"]

@@ -8,7 +8,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -67,18 +67,6 @@ class CompletionOutput:
     def length(self) -> int:
         return len(self.token_ids)
 
-    @property
-    def text_diff(self) -> str:
-        return self.text[self._last_text_len :]
-
-    @property
-    def token_ids_diff(self) -> list[int]:
-        return self.token_ids[self._last_token_ids_len :]
-
-    @property
-    def logprobs_diff(self) -> Any:
-        return self.logprobs[self._last_logprobs_len :]
-
 
 class Inbox:
     """Between the engine's thread and whoever iterates: bound to the loop that runs at its making, if any."""
@@ -114,7 +102,7 @@ EXPORTED: deque[tuple[str, dict[str, str], dict[Any, Any]]] = deque(maxlen=100)
 
 
 class GenerationResult:
-    """Iterate it (``async for``, ``for``), or wait for its end (``await``, ``result()``)."""
+    """Iterate it (``async for``), or wait for its end where no loop runs (``result()``)."""
 
     def __init__(self, request_id: int, prompt: str | None, token_ids: list[int], params: Any, tokenizer: Any) -> None:
         self.request_id = request_id
@@ -139,12 +127,7 @@ class GenerationResult:
 
     @property
     def outputs(self) -> list[CompletionOutput]:
-        if self._done and len(self._outputs) > self.sampling_params.n:
-            best = sorted(self._outputs, key=lambda output: output.cumulative_logprob or 0.0, reverse=True)
-            self._outputs = best[: self.sampling_params.n]
-            for index, output in enumerate(self._outputs):
-                output.index = index
-        return self._outputs[: self.sampling_params.n]
+        return self._outputs
 
     @property
     def finished(self) -> bool:
@@ -153,9 +136,6 @@ class GenerationResult:
     def abort(self) -> None:
         self._aborted = True
         self._abort(self.request_id)
-
-    def aborted(self) -> bool:
-        return self._aborted
 
     # -- waiting
 
@@ -173,18 +153,6 @@ class GenerationResult:
     def _get(self) -> object:
         assert self._inbox.aqueue is None, "made under a running event loop: use async iteration"
         return self._inbox.queue.get()
-
-    def __await__(self) -> Any:
-        return self.aresult().__await__()
-
-    def __iter__(self) -> GenerationResult:
-        return self
-
-    def __next__(self) -> GenerationResult:
-        if self._done:
-            raise StopIteration
-        self._handle(self._get())
-        return self
 
     def __aiter__(self) -> GenerationResult:
         return self
@@ -267,22 +235,6 @@ class IterationResult:
         self._source, self._news, self._timeout = source, news, timeout
         self._inbox = Inbox()
         self._done = False
-
-    def _take(self) -> Any:
-        with self._news:
-            if self._news.wait_for(lambda: bool(self._source), self._timeout):
-                return json.loads(self._source.popleft())
-        self._done = True
-        return None
-
-    def get_results(self) -> list[Any]:
-        return list(self)
-
-    def __iter__(self) -> Iterator[Any]:
-        while not self._done:
-            item = self._take()
-            if item is not None:
-                yield item
 
     def __aiter__(self) -> IterationResult:
         return self

@@ -8,7 +8,7 @@ import itertools
 import secrets
 import weakref
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,23 +18,18 @@ from tensorrt_llm._standin.model import Model, load
 from tensorrt_llm._standin.variant import LATER
 from tensorrt_llm._torch.shared_tensor import SharedTensorContainer
 from tensorrt_llm.disaggregated_params import DisaggregatedParams
-from tensorrt_llm.executor.request import LoRARequest
 from tensorrt_llm.executor.result import GenerationResult, IterationResult
 from tensorrt_llm.executor.utils import RequestError
 from tensorrt_llm.inputs import prompt_inputs
 from tensorrt_llm.llmapi.llm_args import BaseLlmArgs, TorchLlmArgs, visible_gpus
 from tensorrt_llm.sampling_params import SamplingParams
 from tensorrt_llm.scheduling_params import SchedulingParams
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 _ids = itertools.count(1)
 
 
 class RequestOutput(GenerationResult):
     """What ``generate_async`` returns."""
-
-    def __repr__(self) -> str:
-        return f"RequestOutput(request_id={self.request_id}, finished={self.finished})"
 
 
 class BaseLLM:
@@ -86,10 +81,8 @@ class BaseLLM:
         return Engine(self.args, self._model, self._tokenizer)
 
     def _load_tokenizer(self, given: Any, path: Path) -> Any:
-        if isinstance(given, PreTrainedTokenizerBase):
-            return given
-        if given is not None and not isinstance(given, str | Path):
-            raise TypeError(f"Unrecognized tokenizer {given}")
+        from transformers import AutoTokenizer  # late: adapters that give token ids do without
+
         return AutoTokenizer.from_pretrained(given or path)
 
     @property
@@ -102,9 +95,7 @@ class BaseLLM:
         self,
         inputs: Any,
         sampling_params: SamplingParams | None,
-        lora_request: Any,
         streaming: bool,
-        retention: Any,
         disaggregated_params: Any,
         scheduling_params: Any,
         cache_salt: str | None,
@@ -120,15 +111,13 @@ class BaseLLM:
             disaggregated_params.get_request_type()
         if kind == "context_only":
             params.max_tokens = 1
-        if retention is not None:
-            raise TypeError("this stand-in has no KvCacheRetentionConfig")
         if scheduling_params is not None and not isinstance(scheduling_params, SchedulingParams):
             raise TypeError("scheduling_params must be a SchedulingParams")
-        seed = self._lora(lora_request)
+        seed = ""
         if cache_salt is not None:
             if not isinstance(cache_salt, str):
                 raise TypeError("cache_salt must be a str")
-            seed += "|salt:" + hashlib.blake2b(cache_salt.encode()).hexdigest()[:16]
+            seed = "salt:" + hashlib.blake2b(cache_salt.encode()).hexdigest()[:16]
         text, tokens, embeds, media = self._read(prompt_inputs(inputs), params, disaggregated_params)
         self._check_arguments(tokens, params, kind == "generation_only")
         result = RequestOutput(next(_ids), text, tokens, params, self._tokenizer)
@@ -175,15 +164,6 @@ class BaseLLM:
         params._get_bad_words()
         return params
 
-    def _lora(self, request: Any) -> str:
-        if request is None:
-            return ""
-        if not isinstance(request, LoRARequest):
-            raise TypeError("lora_request must be a LoRARequest")
-        if not self.args.enable_lora:
-            raise ValueError("LoRA is not enabled: set enable_lora")
-        return f"lora:{request.lora_int_id}"
-
     def _check_arguments(self, tokens: list[int], params: SamplingParams, generation_only: bool) -> None:
         args = self.args
         if not generation_only and not args.enable_chunked_prefill and args.max_num_tokens:
@@ -194,10 +174,6 @@ class BaseLLM:
                     f"({args.max_num_tokens})"
                 )
         if params.use_beam_search:
-            if params.best_of != (args.max_beam_width or 1):
-                raise ValueError(
-                    f"Beam search needs max_beam_width ({args.max_beam_width}) equal to best_of ({params.best_of})"
-                )
             raise NotImplementedError("this stand-in does not search with beams")
 
     # -- prompts
@@ -230,14 +206,10 @@ class BaseLLM:
                 raise TypeError("prompt_token_ids must be a list of int")
             if not ids:
                 raise IndexError("list index out of range")
-            if params.truncate_prompt_tokens:
-                ids = ids[-params.truncate_prompt_tokens :]
             return text, ids, [], []
         if text is None:
             raise TypeError(f"The inputs must be type str or list of int, but got {type(inputs)}")
         tokens = self._encode(text, params)
-        if params.truncate_prompt_tokens:
-            tokens = tokens[-params.truncate_prompt_tokens :]
         embeddings = inputs.get("multi_modal_embeddings")
         if data is None and embeddings is None:
             return text, tokens, [], []
@@ -283,33 +255,13 @@ class BaseLLM:
             out += [token] * each
         return out, embeds, media
 
-    # -- many at once
-
-    def generate(self, inputs: Any, sampling_params: Any = None, use_tqdm: bool = True, **more: Any) -> Any:
-        """Blocks. One prompt or a list of them."""
-        single = not isinstance(inputs, list) or (bool(inputs) and isinstance(inputs[0], int))
-        prompts = [inputs] if single else inputs
-        params = sampling_params if isinstance(sampling_params, Sequence) else [sampling_params] * len(prompts)
-        results = [
-            self.generate_async(prompt, each, streaming=False, **more)  # type: ignore[attr-defined]
-            for prompt, each in zip(prompts, params, strict=True)
-        ]
-        done = [result.result() for result in results]
-        return done[0] if single else done
-
     # -- events and statistics
 
     def _news(self, source: deque[str], timeout: float | None) -> IterationResult:
         return IterationResult(source if self._generated else deque(), self._standin.news, timeout)
 
-    def get_kv_cache_events(self, timeout: float | None = 2) -> list[dict[str, Any]]:
-        return self._news(self._standin.events, timeout).get_results()
-
     def get_kv_cache_events_async(self, timeout: float | None = 2) -> IterationResult:
         return self._news(self._standin.events, timeout)
-
-    def get_stats(self, timeout: float | None = 2) -> list[dict[str, Any]]:
-        return self._news(self._standin.stats, timeout).get_results()
 
     def get_stats_async(self, timeout: float | None = 2) -> IterationResult:
         return self._news(self._standin.stats, timeout)
@@ -320,15 +272,6 @@ class BaseLLM:
         if not getattr(self, "_closed", True):
             self._closed = True
             self._standin.stop()
-
-    def __enter__(self) -> Any:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.shutdown()
-
-    def __getstate__(self) -> Any:
-        raise RuntimeError("LLM object can not be pickled.")
 
     def __del__(self) -> None:
         self.shutdown()
@@ -376,9 +319,7 @@ if not LATER:
             return self._generate_async(
                 inputs,
                 sampling_params,
-                lora_request,
                 streaming,
-                kv_cache_retention_config,
                 disaggregated_params,
                 scheduling_params,
                 cache_salt,
@@ -409,9 +350,7 @@ else:
             return self._generate_async(
                 inputs,
                 sampling_params,
-                lora_request,
                 streaming,
-                kv_cache_retention_config,
                 disaggregated_params,
                 scheduling_params,
                 cache_salt,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import os
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -476,34 +475,5 @@ class TorchLlmArgs(BaseLlmArgs):
         return self
 
 
-LlmArgs = TorchLlmArgs
-TrtLlmArgs = BaseLlmArgs
-
-
 def visible_gpus() -> int:
     return QUIRKS.gpus
-
-
-def update_llm_args_with_extra_dict(llm_args: dict[str, Any], llm_args_dict: dict[str, Any]) -> dict[str, Any]:
-    """The second wins; only ``kv_cache_config`` is merged key by key."""
-    extra = dict(llm_args_dict)
-    for key, kind in (
-        ("speculative_config", DecodingBaseConfig),
-        ("sparse_attention_config", BaseSparseAttentionConfig),
-    ):
-        if isinstance(extra.get(key), dict):
-            extra[key] = kind.from_dict(extra[key])  # type: ignore[attr-defined]
-    ours, theirs = llm_args.get("kv_cache_config"), extra.get("kv_cache_config")
-    if ours is not None and theirs is not None:
-        known = ours if isinstance(ours, dict) else ours.model_dump(exclude_unset=True)
-        extra["kv_cache_config"] = known | theirs
-    return llm_args | extra
-
-
-def update_llm_args_with_extra_options(llm_args: dict[str, Any], extra_llm_api_options: str) -> dict[str, Any]:
-    import yaml
-
-    if not extra_llm_api_options:
-        return llm_args
-    with open(os.fspath(extra_llm_api_options)) as file:
-        return update_llm_args_with_extra_dict(llm_args, yaml.safe_load(file) or {})

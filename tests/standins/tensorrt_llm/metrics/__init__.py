@@ -37,26 +37,7 @@ class MetricsCollector:
 
 
 if LATER:
-
-    def _log_request_metrics_dict(self: MetricsCollector, metrics_dict: dict[Any, Any]) -> None:
-        self._log(metrics_dict)
-
-    def _log_iteration_stats(self: MetricsCollector, iteration_stats: dict[str, Any]) -> None:
-        from prometheus_client import Gauge
-
-        if not hasattr(self, "_gauges"):
-            self._gauges = {  # type: ignore[attr-defined]
-                "cacheHitRate": Gauge("trtllm_kv_cache_hit_rate", "KV cache hit rate", list(self.labels)),
-                "usedNumBlocks": Gauge("trtllm_kv_cache_utilization", "KV cache utilization", list(self.labels)),
-            }
-        stats = iteration_stats.get("kvCacheStats") or {}
-        if stats:
-            gauges: Any = self._gauges  # type: ignore[attr-defined]
-            gauges["cacheHitRate"].labels(**self.labels).set(stats["cacheHitRate"])
-            gauges["usedNumBlocks"].labels(**self.labels).set(stats["usedNumBlocks"] / stats["maxNumBlocks"])
-
-    MetricsCollector.log_request_metrics_dict = _log_request_metrics_dict  # type: ignore[attr-defined]
-    MetricsCollector.log_iteration_stats = _log_iteration_stats  # type: ignore[attr-defined]
+    MetricsCollector.log_request_metrics_dict = MetricsCollector._log  # type: ignore[attr-defined]
 else:
     MetricsCollector.log_metrics_dict = MetricsCollector._log  # type: ignore[attr-defined]
 
