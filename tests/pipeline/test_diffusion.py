@@ -24,7 +24,6 @@ from infra.timeline.show_inspection import show
 from schemas import fleet
 from schemas.subjects import HEADER_REPLY_TO
 from tests.pipeline.support import Deployment, Process, accepted, ending, parse_sse, until
-from tests.workers.engines.diffusion import pipelines
 
 IMAGES = "/v1/images/generations"
 VIDEOS = "/v1/videos/generations"
@@ -33,6 +32,8 @@ VIDEOS = "/v1/videos/generations"
 @pytest.fixture(scope="module")
 def workers(fast: Deployment, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Process]]:
     """Two that make images and one that makes videos, beside the workers of a language model."""
+    from tests.workers.engines.diffusion import pipelines  # late: it imports diffusers
+
     folder: Path = tmp_path_factory.mktemp("pipelines")
     painter, filmer = pipelines.image(folder / "painter"), pipelines.video(folder / "filmer")
     common = ("--role", "diffusion", "--threads", "1", "--drain-s", "1")

@@ -24,7 +24,7 @@ from tests.pipeline.support import Deployment, Oracle, idle_workers, joined, par
 
 pytestmark = pytest.mark.timeout(240)
 
-CLIENTS = 6
+CLIENTS = 4
 KILL_EACH_S = 2.0
 STRUCK = ("prefill", "decode", "encode", "prefill", "decode")  # the stages whose workers are killed
 TOKENS = 40
@@ -33,7 +33,7 @@ TOKENS = 40
 @pytest.fixture(scope="module")
 def fleet(new_deployment: NewDeployment) -> Deployment:
     return new_deployment(
-        *("--mock-speedup", "2", "--prefill", "2", "--decode", "3", "--encode", "1", "--routers", "2"),
+        *("--mock-speedup", "1", "--prefill", "2", "--decode", "3", "--encode", "1", "--routers", "2"),
         *("--model", "demo-vision", "--local-prefill-tokens", "64", "--handoff-lease-s", "10"),
     )
 

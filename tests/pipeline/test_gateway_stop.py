@@ -189,7 +189,7 @@ async def test_a_gateway_ends_within_its_bound_when_the_broker_does_not_answer(n
 async def test_draining_and_restarting_everything_fails_no_request(new_deployment: NewDeployment) -> None:
     """Under load, on kept connections to the port that the gateways share: every answer comes whole."""
     deployment = new_deployment(
-        *("--mock-speedup", "2", "--workers", "2", "--gateways", "2", "--routers", "2", "--drain-s", "20")
+        *("--mock-speedup", "0.5", "--workers", "2", "--gateways", "2", "--routers", "2", "--drain-s", "20")
     )
     stop = asyncio.Event()
     answered = 0

@@ -326,10 +326,15 @@ async def test_a_stopped_router_holds_up_no_request_for_more_than_five_seconds(f
     assert await longest_wait(fleet, signal.SIGSTOP) < 5.0 + SLOW_MACHINE_S
 
 
+@pytest.fixture(scope="module")
+def alone(new_deployment: NewDeployment) -> Deployment:
+    """One router."""
+    return new_deployment("--mock-speedup", "0", "--routers", "1")
+
+
 @pytest.mark.parametrize(("strike", "bound_s"), [(signal.SIGKILL, 2.0), (signal.SIGSTOP, 5.0)])
 async def test_the_only_router_is_replaced_before_requests_have_waited_long(
-    new_deployment: NewDeployment, strike: signal.Signals, bound_s: float
+    alone: Deployment, strike: signal.Signals, bound_s: float
 ) -> None:
     """1.5 s after SIGKILL and 3 s after SIGSTOP on an idle machine."""
-    alone = new_deployment("--mock-speedup", "0", "--routers", "1")
     assert await longest_wait(alone, strike) < bound_s + SLOW_MACHINE_S

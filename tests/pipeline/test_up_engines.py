@@ -15,7 +15,6 @@ from infra.model.modeldir import DEMO
 from tests.pipeline.conftest import NewDeployment
 from tests.pipeline.support import ROOT, START_S, Deployment, Process, free_port, samples, until
 from tests.standins import FOLDER, VARIANT, real
-from tests.workers.engines.diffusion import pipelines
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -48,6 +47,8 @@ def test_an_engine_that_is_not_installed_ends_the_start_with_the_line_that_insta
 
 
 async def test_pictures_alone_make_a_ready_deployment(new_deployment: NewDeployment, tmp_path: Path) -> None:
+    from tests.workers.engines.diffusion import pipelines  # late: it imports diffusers
+
     painter = pipelines.image(tmp_path / "painter")
     deployment = new_deployment(
         *("--engine", "auto", "--diffusion", "1", "--diffusion-model", str(painter), "--threads", "1"),
