@@ -21,6 +21,7 @@ _PERMANENT = {
     "no_vision": (Code.unsupported, "no worker accepts images: start an encode worker or a worker with a vision model"),
     "no_processor": (Code.invalid_request, "no worker has all the requested logits processors"),
     "encode_only": (Code.invalid_request, "the named worker only encodes media"),
+    "stores_output": (Code.unsupported, "no worker of this build: earlier ones store the answers of many together"),
     "unknown_worker": (Code.invalid_request, "the named worker is not registered"),
     "worker_not_named": (Code.invalid_request, "routing mode direct requires a worker name in the request"),
 }
@@ -53,6 +54,8 @@ def rejection(request: RoutingRequest, target: RoutingTarget, requirement: Requi
         return "other_revision"
     if not reads(registration, request.tokenizer):
         return "other_tokenizer"
+    if request.no_store and not registration.no_store:
+        return "stores_output"
     if request.output or registration.role == DIFFUSION:
         return _diffusion_rejection(request, target)
     if registration.role == ENCODE:

@@ -71,7 +71,7 @@ def build_load(pending: PendingRequest, decision: RoutingDecision, prefill: Regi
     return LoadHeader(
         len(request.prompt) // 4,
         decision.overlap_blocks * prefill.block_size,
-        request.gateway,
+        request.token_address,
         request.deadline_ns,
         request.priority.value,
         request.n,

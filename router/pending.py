@@ -102,6 +102,7 @@ def routing_request(
         processors=pending.processors,
         revision=revision,
         tokenizer=request.tokenizer,
+        no_store=request.no_store,
     )
 
 
@@ -127,4 +128,4 @@ def lane(pending: PendingRequest, local_prefill_tokens: int) -> str:
     kind = "media" if request.media else "long" if long else "short"
     kind = request.diffusion.kind if request.diffusion is not None else kind
     parts = (request.model, request.worker, kind, pending.pinned_revision, request.tokenizer)
-    return " ".join((*parts, *sorted(pending.processors)))
+    return " ".join((*parts, *sorted(pending.processors), *(["no_store"] if request.no_store else ())))

@@ -17,6 +17,7 @@ from router.pending import PendingRequest
 from schemas import done, wire
 from schemas.errors import Code
 from schemas.requests import GenerateRequest
+from schemas.subjects import HEADER_NO_STORE
 from schemas.tokens import TokenBatch
 
 log = structlog.get_logger("router")
@@ -83,7 +84,7 @@ class TerminalPublisher:
             streamed_ns=pending.streamed_ns,
         )
         try:
-            subject, msg_id = self._bus.subjects.tokens(request.gateway), f"{request.id}:{attempt}:end"
+            subject, msg_id = self._bus.subjects.tokens(request.token_address), f"{request.id}:{attempt}:end"
             await self._publisher.publish(subject, wire.encode(batch), msg_id, timeout=TIMEOUT_S)
             await self._publish_event(request, event)
             if pending.reply:
@@ -112,6 +113,9 @@ class TerminalPublisher:
             self._ending.discard(attempt.request_id)
 
     async def _publish_event(self, request: GenerateRequest, event: done.Done) -> None:
+        headers = None
+        if request.no_store:
+            event, headers = done.without_content(event), {HEADER_NO_STORE: "1"}
         payload = done.encode_within(event, self._bus.max_message)
         subject = self._bus.subjects.done(request.tenant, request.model, request.id)
-        await self._publisher.publish(subject, payload, request.id, timeout=TIMEOUT_S, once=True)
+        await self._publisher.publish(subject, payload, request.id, headers=headers, timeout=TIMEOUT_S, once=True)

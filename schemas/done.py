@@ -69,7 +69,9 @@ class Done(msgspec.Struct, frozen=True, omit_defaults=True, tag="done"):
     stamps: Stamps | None = None  # of a traced request, from its last worker
     submitted: bytes = b""  # the encoded GenerateRequest; releases up to 0.1 left it out
     scores: tuple[Logprob, ...] = ()  # of the prompt's tokens behind the first, if asked for and known
-    left_out: tuple[str, ...] = ()  # what the record lacks: "prompt", "scores", "logprobs", "tokens", "request"
+    left_out: tuple[
+        str, ...
+    ] = ()  # what the record lacks: "prompt", "scores", "logprobs", "tokens", "request"; "message"
 
 
 class Returned(msgspec.Struct, frozen=True, omit_defaults=True, tag="returned"):
@@ -118,6 +120,43 @@ def request_of(event: Done) -> GenerateRequest | None:
         msgspec.MsgspecError: of a version that this one cannot read.
     """
     return requests.decode(event.submitted) if event.submitted else None
+
+
+NOT_KEPT = "not kept: the request was made with no_store"
+
+
+def without_content(event: Done) -> Done:
+    """The record of a request with ``no_store``: who, when, how much and how it ended, but nothing of what was said.
+
+    ``left_out`` names what the answer had and the record lacks. An error keeps its code; its text may quote the client.
+    """
+    request = request_of(event)
+    left_out = {"prompt", *event.left_out}
+    if any(choice.tokens for choice in event.choices):
+        left_out.add("tokens")
+    if any(choice.logprobs for choice in event.choices):
+        left_out.add("logprobs")
+    if event.scores:
+        left_out.add("scores")
+    if event.message:
+        left_out.add("message")
+    return msgspec.structs.replace(
+        event,
+        choices=tuple(Outcome(reason=choice.reason) for choice in event.choices),
+        message=NOT_KEPT if event.message else "",
+        submitted=encode(without_text(request)) if request is not None else b"",
+        scores=(),
+        left_out=tuple(sorted(left_out)),
+    )
+
+
+def without_text(request: GenerateRequest) -> GenerateRequest:
+    """Every field of a request that its client's text, or numbers made of it, can be in."""
+    sampling = msgspec.structs.replace(request.sampling, logit_bias={}, logits_processors=())
+    stop = msgspec.structs.replace(request.stop, token_ids=(), strings=())
+    return msgspec.structs.replace(
+        request, prompt=b"", digests=b"", sampling=sampling, stop=stop, salt="", media=(), diffusion=None, parsing=None
+    )
 
 
 def items(event: Done) -> list[TokenItem]:

@@ -9,6 +9,7 @@ class Code(enum.StrEnum):
     invalid_request = "invalid_request"
     model_not_found = "model_not_found"
     request_not_found = "request_not_found"
+    request_erased = "request_erased"
     answer_ended = "answer_ended"
     idempotency_conflict = "idempotency_conflict"
     context_length_exceeded = "context_length_exceeded"
@@ -42,6 +43,7 @@ _STATUS = {
     Code.invalid_request: 400,
     Code.model_not_found: 404,
     Code.request_not_found: 404,
+    Code.request_erased: 410,
     Code.answer_ended: 416,
     Code.idempotency_conflict: 422,
     Code.context_length_exceeded: 400,

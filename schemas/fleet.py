@@ -77,6 +77,7 @@ class Registration(msgspec.Struct, frozen=True, omit_defaults=True):
     max_batched_tokens: int = 0  # per step, on each rank; 0: unknown
     tokenizer: str = ""  # digest of the tokenizer; "": an older build, or no tokenizer
     silent_cache: bool = False  # reuses KV across requests without ``kv_events``: routers predict what it caches
+    no_store: bool = False  # takes requests whose output goes to a subject of its own; False: an older build
 
 
 def same_but_load(old: Registration, new: Registration) -> bool:

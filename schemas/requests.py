@@ -140,6 +140,15 @@ class GenerateRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     tenant: str = "default"
     form: str = ""  # how the NATS API answers: "stream", "stream+usage"; "": in one message
     client_request_id: str = ""  # the client's own id for it
+    no_store: bool = False  # its prompt and answer are erased from the log soon after its end
+
+    @property
+    def token_address(self) -> str:
+        """The end of the token subject with its output: its gateway's, or with ``no_store`` one of its own.
+
+        Output under a subject of its own shares no message with other requests, and can be found and erased.
+        """
+        return f"{self.gateway}.{self.id}" if self.no_store else self.gateway
 
 
 decode = decoder(GenerateRequest)

@@ -18,6 +18,7 @@ class Member(msgspec.Struct, frozen=True, omit_defaults=True):
         models: that it owns, as subject tokens.
         shares: of these, whose requests all routers place, because there are too many for one.
         server, connection: id of the server that it is connected to, and of its connection there.
+        no_store: it erases requests that are not to be stored; False: an older build.
     """
 
     router: str
@@ -26,6 +27,7 @@ class Member(msgspec.Struct, frozen=True, omit_defaults=True):
     server: str = ""
     connection: int = 0
     shares: tuple[str, ...] = ()
+    no_store: bool = False
 
 
 decode = decoder(Member)

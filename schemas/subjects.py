@@ -27,12 +27,14 @@ HEADER_REQUEST = "Penstock-Request-Id"
 HEADER_LOAD = "Penstock-Load"
 HEADER_RETURNED = "Penstock-Returned"
 HEADER_RECORDED_TIME = "Penstock-Recorded-Time"
+HEADER_NO_STORE = "Penstock-No-Store"
 HEADER_MSG_ID = "Nats-Msg-Id"
 HEADER_LAST_ON_SUBJECT = "Nats-Expected-Last-Subject-Sequence"
 
 DEFAULT_TENANT = "default"
 
 
+NO_STORE = "no_store"  # the shard of all requests that are erased after their end
 KEPT = "kept"  # appended to a job's message id in the id of its copy
 
 
@@ -78,18 +80,30 @@ class Subjects:
         """Where the gateway publishes what should arrive at ``subject`` in the tenant's account."""
         return f"{self.namespace}.to.{tenant}.{subject}"
 
-    def request(self, model: str, priority: str, request: str = "") -> str:
-        """An accepted request; with its id, in that id's shard.
+    def request(self, model: str, priority: str, request: str = "", *, no_store: bool = False) -> str:
+        """An accepted request; with its id, in that id's shard, or in the one of requests that are erased.
 
         Releases up to 0.1 have no shards. A few thousand shards cost the server nothing; a subject per request would
         cost it 250 bytes each, for a day.
         """
         subject = f"{self.namespace}.request.{token(model)}.{priority}"
+        if no_store:
+            return f"{subject}.{NO_STORE}"
         return f"{subject}.{_shard(request)}" if request else subject
 
     def shard_of(self, request: str) -> str:
         """All requests in the shard of this one."""
         return f"{self.namespace}.request.*.*.{_shard(request)}"
+
+    @property
+    def to_be_erased(self) -> str:
+        """All requests that are erased after their end: those that are stored were not erased yet."""
+        return f"{self.namespace}.request.*.*.{NO_STORE}"
+
+    @property
+    def erased(self) -> str:
+        """What is left of requests that were erased, for lists. No router takes them."""
+        return f"{self.namespace}.request.erased"
 
     def is_sharded(self, wanted: str) -> bool:
         """Whether a filter of REQUESTS is about shards."""
@@ -99,6 +113,11 @@ class Subjects:
     def unsharded(self) -> str:
         """All requests that releases up to 0.1 accepted."""
         return f"{self.namespace}.request.*.*"
+
+    @property
+    def tokens_apart(self) -> str:
+        """The output of all requests that have a token subject of their own."""
+        return f"{self.namespace}.tokens.*.*"
 
     def work(self, role: str, worker: str) -> str:
         return f"{self.namespace}.work.{role}.{worker}"
@@ -110,8 +129,13 @@ class Subjects:
     def kv(self, model: str, worker: str) -> str:
         return f"{self.namespace}.kv.{token(model)}.{worker}"
 
-    def tokens(self, gateway: str) -> str:
-        return f"{self.namespace}.tokens.{gateway}"
+    def tokens(self, address: str) -> str:
+        """Where output goes; ``address``: of a request (``GenerateRequest.token_address``), or a gateway's id."""
+        return f"{self.namespace}.tokens.{address}"
+
+    def tokens_of(self, request: str) -> str:
+        """The output of a request that has a token subject of its own, for whichever gateway."""
+        return f"{self.namespace}.tokens.*.{token(request)}"
 
     def done(self, tenant: str, model: str, request: str) -> str:
         """The terminal event of one request: its only message there, ever."""

@@ -306,7 +306,7 @@ def _load_header(running: RunningRequest, message: StageInput) -> str:
     return jobs.load_header(
         len(request.prompt) // 4,
         running.cached if isinstance(message, Prefilled) else _expected_cached(running),
-        request.gateway,
+        request.token_address,
         request.deadline_ns,
         request.priority.value,
         request.n,

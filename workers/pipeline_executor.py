@@ -242,7 +242,7 @@ class PipelineExecutor:
             running.first_token_ns = time.time_ns()
         request = running.request
         item = TokenItem(request.id, running.attempt, 0, run.sent, tokens[run.sent : count].tobytes(), finish)
-        await self._reporter.items(request.gateway, (item,))
+        await self._reporter.items(request.token_address, (item,))
         run.sent = count  # only now: a step that was not sent would stay missing, while one sent twice counts once
 
     # --- early ends ---

@@ -7,7 +7,7 @@ import structlog
 from infra.bus.connection import Bus
 from infra.bus.publisher import Publisher
 from schemas import done, kv, wire
-from schemas.subjects import HEADER_RETURNED
+from schemas.subjects import HEADER_NO_STORE, HEADER_RETURNED
 from schemas.tokens import TokenBatch, TokenItem
 from workers.metrics.worker import Metrics
 from workers.outbox import Outbox
@@ -32,16 +32,16 @@ class Reporter:
         self._metrics = metrics
         self._next_batch = 0
 
-    async def items(self, gateway: str, items: tuple[TokenItem, ...]) -> None:
+    async def items(self, address: str, items: tuple[TokenItem, ...]) -> None:
         """Publish token items, in several messages if they are too large for one."""
         payload = wire.encode(TokenBatch(self._worker, self._epoch, self._next_batch, items))
         if len(payload) > self._bus.max_message and len(items) > 1:
             half = len(items) // 2
-            await self.items(gateway, items[:half])
-            await self.items(gateway, items[half:])
+            await self.items(address, items[:half])
+            await self.items(address, items[half:])
             return
         seq, self._next_batch = self._next_batch, self._next_batch + 1
-        await self._outbox.send(self._bus.subjects.tokens(gateway), payload, f"{self._worker}:{seq}")
+        await self._outbox.send(self._bus.subjects.tokens(address), payload, f"{self._worker}:{seq}")
 
     async def events(self, model: str, rank: int, seq: int, events: tuple[kv.KvEvent, ...]) -> None:
         """Publish one KV batch."""
@@ -59,11 +59,15 @@ class Reporter:
         request = running.request
         event = terminal(running, self._worker, time.time_ns())
         self._metrics.ended(event, prefilled=running.prefilled)
+        headers = None
+        if request.no_store:
+            event, headers = done.without_content(event), {HEADER_NO_STORE: "1"}
         payload = done.encode_within(event, self._bus.max_message)
         await self._publisher.publish(
             self._bus.subjects.done(request.tenant, request.model, request.id),
             payload,
             request.id,
+            headers=headers,
             timeout=TERMINAL_S,
             once=True,
             gate=self._outbox.open,
@@ -77,6 +81,8 @@ class Reporter:
             ServingError: it could not be stored for ten minutes.
         """
         request = running.request
+        if request.no_store:
+            reason = reason.partition(":")[0]  # an exception's text may quote the prompt
         event = done.Returned(request.id, request.model, running.attempt, self._worker, reason, poison)
         await self._publisher.publish(
             self._bus.subjects.returned(request.model),

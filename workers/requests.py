@@ -68,7 +68,7 @@ def admit(job: Job, request: GenerateRequest, delivery: Any, detokenizer: Detoke
             request.id,
             job.attempt,
             index,
-            request.gateway,
+            request.token_address,
             resumed,
             request.sampling.logprobs is not None,
             stream,

@@ -79,7 +79,7 @@ class TerminalEvents:
         reason = "cancelled" if code is Code.cancelled else "error"
         finish = Finish(reason, None, running.cached, code.value, message)
         item = TokenItem(request.id, running.attempt, WHOLE_REQUEST, 0, b"", finish)
-        await self._reporter.items(request.gateway, (item,))
+        await self._reporter.items(request.token_address, (item,))
         running.cancelled = (code, message)
         self.finish(running)
 

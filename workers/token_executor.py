@@ -107,7 +107,7 @@ class TokenExecutor:
         running.outcomes[sequence.index] = done.Outcome(sequence.tokens.tobytes(), finish.reason, finish.stop)
         request = running.request
         item = TokenItem(request.id, running.attempt, sequence.index, len(sequence.tokens), b"", finish)
-        await self._context.reporter.items(request.gateway, (item,))
+        await self._context.reporter.items(request.token_address, (item,))
 
     def _run_stage(self, running: RunningRequest, work: Coroutine[Any, Any, None]) -> None:
         """Run a transfer to or from another worker in the background."""
@@ -249,6 +249,7 @@ class TokenExecutor:
             max_batched_tokens=info.max_batched_tokens,
             tokenizer=model.tokenizer,
             silent_cache=settings.prefix_cache and not kv_events and settings.role != "encode",
+            no_store=True,
         )
 
     def _endpoint(self) -> Endpoint | None:

@@ -83,7 +83,7 @@ async def _request(bus: Bus, request_id: str, since: int, last: Entry | None) ->
     async for entry in _window(bus, "REQUESTS", EVERYTHING, near, near + 3 * NEAR_NS):
         if entry.headers.get(HEADER_MSG_ID) == request_id:
             return requests.decode(entry.data)
-    for subject in (subjects.shard_of(request_id), subjects.unsharded):
+    for subject in (subjects.shard_of(request_id), subjects.to_be_erased, subjects.unsharded):
         async for entry in read(bus, subjects.stream("REQUESTS"), subject, since_ns=since):
             if entry.headers.get(HEADER_MSG_ID) == request_id:
                 return requests.decode(entry.data)
@@ -184,7 +184,7 @@ async def _add_tokens(bus: Bus, timeline: RequestTimeline, since: int, until_ns:
     event, name = timeline.done, timeline.request_id.encode()
     if event is not None and event.attempt == 1 and event.timings.started_ns:
         since, until_ns = event.timings.started_ns - NEAR_NS, event.timings.ended_ns + NEAR_NS
-    subject = bus.subjects.tokens(timeline.request.gateway)
+    subject = bus.subjects.tokens(timeline.request.token_address)
     async for entry in _window(bus, "TOKENS", subject, since, until_ns, TOKENS_BATCH):
         if name not in entry.data:
             continue
