@@ -84,6 +84,9 @@ class GatewaySettings(Common, frozen=True, kw_only=True):
             "special tokens that are written out in a message: plain text, or control tokens (as apply_chat_template)"
         ),
     ] = "text"
+    always_no_store: Annotated[
+        bool, about("erase prompt and answer of every request from the log soon after its end, as with no_store: true")
+    ] = False
     default_max_tokens: Annotated[
         int, Meta(ge=0, description="output tokens of a request without max_tokens; 0: the rest of the model's context")
     ] = 0
@@ -132,6 +135,15 @@ class RouterSettings(Common, frozen=True, kw_only=True):
     max_pending: Annotated[
         Positive, about("requests per priority that the router holds while no worker can take them")
     ] = 512
+    no_store_grace_s: Annotated[
+        float,
+        Meta(
+            ge=0,
+            le=3600,
+            description="seconds after the end of a request with no_store until its prompt and answer are erased; "
+            "until then its client can read on",
+        ),
+    ] = 30.0
     max_attempts: Annotated[Positive, about("attempts of one request before it fails with worker_lost")] = 4
     stalled_after_s: Annotated[
         float,

@@ -115,6 +115,7 @@ class UpSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     max_running: Annotated[int, _OF_WORKER] = _WORKER.max_running
     max_queue: Annotated[int, _OF_GATEWAY] = _GATEWAY.max_queue
     list_requests: Annotated[bool, _OF_GATEWAY] = _GATEWAY.list_requests
+    always_no_store: Annotated[bool, _OF_GATEWAY] = _GATEWAY.always_no_store
     max_media_bytes: Annotated[int, _OF_GATEWAY] = _GATEWAY.max_media_bytes
     max_image_pixels: Annotated[int, _OF_GATEWAY] = _GATEWAY.max_image_pixels
     max_images: Annotated[int, _OF_GATEWAY] = _GATEWAY.max_images
@@ -127,6 +128,7 @@ class UpSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     threads: Annotated[int, Meta(ge=0, description="CPU threads per native worker; 0: free cores / workers")] = 0
     handoff_lease_s: Annotated[float, _OF_WORKER] = _WORKER.handoff_lease_s
     local_prefill_tokens: Annotated[int, _OF_ROUTER] = _ROUTER.local_prefill_tokens
+    no_store_grace_s: Annotated[float, _OF_ROUTER] = _ROUTER.no_store_grace_s
     log_format: Annotated[Literal["auto", "text", "json"], _OF_ALL] = "auto"
     log_level: Annotated[Literal["debug", "info", "warning", "error"], _OF_ALL] = "info"
     ready_s: Annotated[

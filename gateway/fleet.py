@@ -128,4 +128,5 @@ class FleetView:
             logits_processors=frozenset(name for w in workers for name in w.logits_processors) if workers else None,
             parsers=parsers if any(parsers) else None,
             special_tokens_as_text=settings.special_tokens_in_messages == "text",
+            no_store=settings.always_no_store,
         )

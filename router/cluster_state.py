@@ -23,6 +23,7 @@ from router.approximate import ApproximateIndex
 from router.cluster_listener import ClusterListener
 from router.depths import TargetId, as_dict
 from router.disconnects import DisconnectWatch
+from router.erasure.ledger import ErasureLedger
 from router.holders import keys_view
 from router.index import PrefixIndex
 from router.index_loader import IndexLoader
@@ -35,7 +36,7 @@ from router.unowned import UnownedRequests
 from schemas import done, fleet, kv
 from schemas.jobs import LoadHeader, Stage
 from schemas.streams import LONGEST_DEADLINE_S
-from schemas.subjects import HEADER_MSG_ID, HEADER_RETURNED
+from schemas.subjects import HEADER_MSG_ID, HEADER_NO_STORE, HEADER_RETURNED
 
 log = structlog.get_logger("router")
 
@@ -67,6 +68,7 @@ class ClusterState:
         self._listener: ClusterListener
         self.tasks = bus.tasks.group("cluster")
         self.tracker = LoadTracker(kv_events=settings.kv_events)
+        self.erasures = ErasureLedger(settings.no_store_grace_s)
         self.index: PrefixIndex | None = None
         self._approximate = ApproximateIndex(settings.max_index_blocks, settings.predicted_ttl_s)  # of silent caches
         self._loader: IndexLoader | None = None
@@ -278,6 +280,8 @@ class ClusterState:
             self._take_work(entry, read_ns)
 
     def _on_work(self, entry: Entry) -> None:
+        if HEADER_NO_STORE in entry.headers:
+            self.erasures.add_job(entry.headers.get(HEADER_MSG_ID, "").partition(":")[0], entry.seq)
         self._take_work(entry, time.time_ns())
 
     def _take_work(self, entry: Entry, read_ns: int) -> None:
@@ -318,6 +322,8 @@ class ClusterState:
                 self._listener.request_stranded(stranded)
 
     def _on_done(self, entry: Entry) -> None:
+        if HEADER_NO_STORE in entry.headers:
+            self._listener.to_be_erased(entry)
         request = entry.headers.get(HEADER_MSG_ID, "")
         if self._unowned.end(request) and self.tracker.request(request) is None:
             self.tracker.note_end(request)

@@ -15,7 +15,8 @@ from infra.bus.direct_get import Entry, get
 from infra.bus.publisher import Publisher
 from infra.bus.stream_fill import WARN
 from infra.bus.stream_watch import StreamWatch
-from schemas.subjects import HEADER_LOAD, HEADER_MSG_ID, KEPT
+from schemas.jobs import headers_of
+from schemas.subjects import HEADER_LOAD, HEADER_MSG_ID, HEADER_NO_STORE, KEPT
 
 log = structlog.get_logger("router")
 
@@ -77,7 +78,7 @@ class JobRetention:
             self._bus.subjects.kept(role, worker),
             entry.data,
             f"{name}:{KEPT}:{entry.seq}",
-            headers={HEADER_LOAD: entry.headers.get(HEADER_LOAD, "")},
+            headers=headers_of(entry.headers.get(HEADER_LOAD, ""), no_store=HEADER_NO_STORE in entry.headers),
             timeout=10.0,
         )
 

@@ -27,6 +27,7 @@ from router.background import BackgroundTasks
 from router.cluster_listener import ClusterListener
 from router.cluster_state import ClusterState
 from router.decider import Decider
+from router.erasure.eraser import Eraser
 from router.filters import describe
 from router.held_requests import HeldRequests
 from router.holders import keys_view
@@ -47,7 +48,6 @@ from schemas import jobs, requests, wire
 from schemas.errors import Code, ServingError
 from schemas.jobs import DecisionInputs
 from schemas.requests import Priority
-from schemas.subjects import HEADER_LOAD
 
 log = structlog.get_logger("router")
 
@@ -123,6 +123,15 @@ class Router:
             place_held=self._place_held_soon,
         )
 
+        self._eraser = Eraser(
+            bus,
+            publisher,
+            self.cluster.erasures,
+            metrics,
+            since_ns=time.time_ns(),
+            owns=self.intake.membership.owns,
+        )
+
     async def open(self) -> None:
         """
         Raises:
@@ -130,7 +139,13 @@ class Router:
         """
         recovery = self._recovery
         await self.cluster.start(
-            ClusterListener(self._place_held_soon, recovery.on_returned, recovery.on_worker_lost, recovery.on_stranded)
+            ClusterListener(
+                self._place_held_soon,
+                recovery.on_returned,
+                recovery.on_worker_lost,
+                recovery.on_stranded,
+                self._eraser.on_done,
+            )
         )
         self.tasks.spawn(recovery.scan(), name="recovery")
         self.tasks.spawn(self._tenants.start(), name="tenant-weights")
@@ -143,6 +158,7 @@ class Router:
             resteering = resteer(self._bus, self.cluster, self._settings.resteer_after_s, recovery.on_late)
             self.tasks.spawn(resteering, name="resteering")
         await self.intake.start(self.tasks)
+        self._eraser.start(self.tasks)
         log.info("router_open", router=self.id, mode=self._settings.mode)
 
     async def close(self) -> None:
@@ -267,7 +283,7 @@ class Router:
                 self._bus.subjects.work(first.role, first.worker),
                 wire.encode(job),
                 f"{request.id}:{attempt}",
-                headers={HEADER_LOAD: jobs.load_header(*load)},
+                headers=jobs.headers_of(jobs.load_header(*load), no_store=request.no_store),
             )
         except ServingError as failure:  # too large for a message, together with all that was streamed so far
             self.cluster.tracker.release(request.id, attempt)

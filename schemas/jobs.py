@@ -5,6 +5,7 @@ from typing import NamedTuple
 import msgspec
 
 from schemas.requests import GenerateRequest
+from schemas.subjects import HEADER_LOAD, HEADER_NO_STORE
 from schemas.tokens import Finish, Logprob
 from schemas.transfer import Encoded, Prefilled
 from schemas.wire import decoder
@@ -141,6 +142,11 @@ def load_header(
     return f"{prompt_tokens} {cached_tokens} {gateway} {deadline_ns} {priority} {n} {stages}"
 
 
+def headers_of(load: str, *, no_store: bool) -> dict[str, str]:
+    """The headers of a message in WORK beside its id; ``load``: its load header."""
+    return {HEADER_LOAD: load, HEADER_NO_STORE: "1"} if no_store else {HEADER_LOAD: load}
+
+
 class LoadHeader(NamedTuple):
     """Counts in tokens; ``n`` choices."""
 
@@ -188,6 +194,7 @@ __all__ = [
     "WorkMessage",
     "decode",
     "decode_job",
+    "headers_of",
     "load_header",
     "rank_of",
     "read_load_header",

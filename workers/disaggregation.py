@@ -185,7 +185,7 @@ class DisaggCoordinator:
                 self._bus.subjects.work(stage.role, stage.worker),
                 wire.encode(message),
                 f"{request.id}:{running.attempt}:{stage.role}",
-                headers={HEADER_LOAD: _load_header(running, message)},
+                headers=jobs.headers_of(_load_header(running, message), no_store=request.no_store),
                 timeout=STAGE_PUBLISH_S,
             )
         except ServingError as error:

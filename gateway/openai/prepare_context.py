@@ -21,6 +21,7 @@ class PrepareContext(NamedTuple):
         logits_processors: names that some worker has; None: no worker is known.
         parsers: of reasoning and tool calls in chats; None: output is plain text.
         special_tokens_as_text: the text of a special token in a message does not become that token.
+        no_store: the request is erased after its end, whatever its body says.
     """
 
     model: ModelDir
@@ -35,6 +36,7 @@ class PrepareContext(NamedTuple):
     logits_processors: frozenset[str] | None = None
     parsers: ParserNames | None = None
     special_tokens_as_text: bool = True
+    no_store: bool = False
 
     @property
     def max_model_len(self) -> int:

@@ -21,6 +21,8 @@ SHARED = (
     "have the names of workers, which are made at start.",
     "A worker may not delete consumers, its own included: the broker removes one that was not used for 120 s.",
     "A gateway or router reads every subject of a stream that it may read: direct gets are allowed by stream only.",
+    "A gateway may delete single messages of any stream: each tenant has a stream for its submissions, and those with "
+    "no_store are erased.",
     "A gateway may publish below `_R_.`, where the broker expects the answers of services.",
 )
 
@@ -94,10 +96,11 @@ def _gateway(s: Subjects) -> tuple[Right, ...]:
         ),
         # A stream per tenant, and tenants come and go; the consumer of each is called "gateway".
         Right("take submissions", ("$JS.API.CONSUMER.MSG.NEXT.*.gateway", "$JS.ACK.*.gateway.>")),
+        Right("erase submissions that must not be stored", ("$JS.API.STREAM.MSG.DELETE.*",)),
         Right("recognise repeats", (f"$KV.{s.bucket('idempotency')}.>",)),
         Right("follow the log", (), (s.all("live"),)),
         _reads(*(s.stream(name) for name in ("TOKENS", "REQUESTS", "DONE")), *_buckets(s, "workers", "tenants")),
-        _reads(*_buckets(s, "idempotency")),
+        _reads(*_buckets(s, "idempotency", "routers")),
         Right("read the length of the queue", (f"$JS.API.CONSUMER.INFO.{requests}.*",)),
         _stores(s.bucket("media")),
         _stores(s.bucket("batches")),
@@ -119,6 +122,8 @@ def _router(s: Subjects) -> tuple[Right, ...]:
         Right("place them, fence lost attempts, end what cannot run", (s.all("work"), s.all("tokens"), s.all("done"))),
         Right("ask workers for their blocks, and cancel", (s.all("ctl"), s.cancel), (s.cancel,)),
         Right("fence a dead worker", (f"$KV.{s.bucket('workers')}.*",)),
+        Right("erase requests that must not be stored",
+              tuple(f"$JS.API.STREAM.MSG.DELETE.{s.stream(n)}" for n in ("REQUESTS", "WORK", "TOKENS", "DONE"))),
         Right("follow the log", (), (s.all("live"),)),
         _reads(*(s.stream(name) for name in ("REQUESTS", "WORK", "TOKENS", "KV", "DONE"))),
         _reads(*_buckets(s, "workers", "routers", "tenants")),

@@ -1,0 +1,49 @@
+"""Deletes single messages of a stream, and overwrites their bytes on the broker's disk.
+
+A stream that discards a message by its limits, or because it was acknowledged, leaves its bytes in the file until the
+file is rewritten or removed. In a cluster, each node overwrites its copy in the stream; what a node's replication log
+still has of the message goes with that log's next snapshot.
+"""
+
+import json
+
+import msgspec
+from nats.errors import Error as NatsError
+
+from infra.bus.connection import Bus
+from infra.bus.jetstream import ApiError
+from schemas.errors import Code, ServingError
+
+ERASE_S = 5.0
+GONE = frozenset({10037, 10043, 10057})  # the stream has no message with this sequence (any more)
+
+
+class _Reply(msgspec.Struct):
+    success: bool = False
+    error: ApiError | None = None
+
+
+_decode = msgspec.json.Decoder(_Reply).decode
+
+
+async def erase(bus: Bus, stream: str, seq: int) -> bool:
+    """Delete one message and overwrite its bytes; False: it was gone already.
+
+    Raises:
+        ServingError: broker_unavailable: it was not confirmed in time, or this user may not delete messages.
+    """
+    subject = f"$JS.API.STREAM.MSG.DELETE.{stream}"
+    body = json.dumps({"seq": seq}).encode()  # without "no_erase"
+    try:
+        reply = _decode((await bus.nc.request(subject, body, timeout=ERASE_S)).data)
+    except (NatsError, OSError, TimeoutError) as error:
+        raise _failed(stream, seq, f"{error!r}; may this user publish to {subject}?") from None
+    if reply.error is None:
+        return True
+    if reply.error.err_code in GONE:
+        return False
+    raise _failed(stream, seq, str(reply.error))
+
+
+def _failed(stream: str, seq: int, why: str) -> ServingError:
+    return ServingError(Code.broker_unavailable, f"message {seq} of {stream} was not erased: {why}", retry_after=1.0)

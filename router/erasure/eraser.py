@@ -1,0 +1,241 @@
+"""Erases what the log holds of requests with ``no_store``, a grace after their end.
+
+The duty is in the log, so no process can lose it: such requests have a subject of their own in REQUESTS, and stay there
+until everything else of them is gone. A router that starts reads that subject; what has ended is erased, whichever
+router or worker died in between.
+
+Order: jobs, tokens, the request. A router that starts in between finds no job without its end, and the record in DONE
+has no content (``done.without_content``).
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import msgspec
+import structlog
+from nats.errors import Error as NatsError
+
+from infra.bus.connection import Bus
+from infra.bus.direct_get import Entry, get_last, get_last_of, read
+from infra.bus.erase import erase
+from infra.bus.publisher import Publisher
+from infra.bus.tasks import Tasks
+from router.erasure.ledger import Due, ErasureLedger
+from router.metrics import Metrics
+from schemas import done, requests, wire
+from schemas.errors import ServingError
+from schemas.ids import time_of
+from schemas.streams import CLOCK_SKEW_NS
+from schemas.subjects import HEADER_LAST_ON_SUBJECT, HEADER_MSG_ID, HEADER_NO_STORE, token
+
+log = structlog.get_logger("router")
+
+TICK_S = 0.25
+SCAN_S = 30.0  # between two looks for what no message announced
+RETRY_S = 2.0
+TOGETHER = 64  # requests erased in one round
+AT_ONCE = 16  # deletions that are under way
+LOOKED_UP = 200  # records looked up at once
+
+
+class Eraser:
+    """
+    Args:
+        ledger: filled by the fold of WORK.
+        since_ns: WORK was folded from this Unix time on; of older requests, it is searched.
+        owns: whether this router owns a model, by its name as a subject token.
+    """
+
+    def __init__(
+        self,
+        bus: Bus,
+        publisher: Publisher,
+        ledger: ErasureLedger,
+        metrics: Metrics,
+        *,
+        since_ns: int,
+        owns: Callable[[str], bool],
+    ) -> None:
+        self._bus = bus
+        self._publisher = publisher
+        self._ledger = ledger
+        self._metrics = metrics
+        self._since_ns = since_ns
+        self._owns = owns
+        self._slots = asyncio.Semaphore(AT_ONCE)
+
+    def on_done(self, entry: Entry) -> None:
+        """A request that is to be erased has ended, as read from DONE. Earlier ends are left to ``scan``."""
+        if (entry.time_ns or self._since_ns) >= self._since_ns:
+            self._add(entry)
+
+    def _add(self, entry: Entry) -> None:
+        request = entry.headers.get(HEADER_MSG_ID, "")
+        try:
+            created_ns = time_of(request)
+        except ValueError:
+            return
+        self._ledger.end(request, created_ns, entry.time_ns or time.time_ns(), own=self._owns(_model(entry)))
+
+    def start(self, tasks: Tasks) -> None:
+        tasks.spawn(self._run(), name="erasure")
+
+    async def _run(self) -> None:
+        scanned = float("-inf")
+        while True:
+            try:
+                if time.monotonic() - scanned > SCAN_S:
+                    await self.scan()
+                    scanned = time.monotonic()
+                while await self.erase_due(time.time_ns()):
+                    pass
+            except (ServingError, NatsError, OSError, TimeoutError) as error:
+                log.warning("erasure_postponed", error=str(error))
+                await asyncio.sleep(RETRY_S)
+            except Exception:  # of one message; the others must be erased nevertheless
+                log.exception("erasure_failed")
+                await asyncio.sleep(RETRY_S)
+            self._metrics.to_erase.set(len(self._ledger))
+            await asyncio.sleep(TICK_S)
+
+    # What is to be erased
+
+    async def scan(self) -> None:
+        """Find ended requests that are still stored, whoever saw them end.
+
+        Raises:
+            ServingError: a stream cannot be read.
+        """
+        subjects = self._bus.subjects
+        stored: dict[str, Entry] = {}
+        async for entry in read(self._bus, subjects.stream("REQUESTS"), subjects.to_be_erased):
+            stored.setdefault(entry.headers.get(HEADER_MSG_ID, "").partition(":")[0], entry)
+        left = [request for request in await self._with_tokens() if request not in stored]
+        self._ledger.left_over([*left, *stored])
+        for request in left:  # sent late, after another router had erased it
+            if request not in self._ledger:
+                record = await get_last(self._bus, subjects.stream("DONE"), subjects.done_of(request))
+                if record is not None:
+                    self._add(record)
+        unknown = [entry for request, entry in stored.items() if request not in self._ledger]
+        for start in range(0, len(unknown), LOOKED_UP):
+            accepted = [_decoded(entry) for entry in unknown[start : start + LOOKED_UP]]
+            wanted = [subjects.done(each.tenant, each.model, each.id) for each in accepted if each is not None]
+            for record in await get_last_of(self._bus, subjects.stream("DONE"), wanted):
+                self._add(record)
+
+    async def _with_tokens(self) -> set[str]:
+        """Requests that have a token subject of their own, with something in it."""
+        subjects = self._bus.subjects
+        wanted = msgspec.json.encode({"subjects_filter": subjects.tokens_apart})
+        verb = f"$JS.API.STREAM.INFO.{subjects.stream('TOKENS')}"
+        reply: Any = msgspec.json.decode((await self._bus.nc.request(verb, wanted, timeout=5.0)).data)
+        found = reply.get("state", {}).get("subjects") or {}
+        return {subject.rpartition(".")[2] for subject in found}
+
+    # Erasing
+
+    async def erase_due(self, now_ns: int) -> bool:
+        """Erase the next requests whose time has come; False: there is none left."""
+        due = self._ledger.due(now_ns, TOGETHER)
+        if not due:
+            return False
+        try:
+            jobs = await self._jobs(due)
+            for each in due:
+                await self._erase_all("WORK", each.jobs | jobs.get(each.request, frozenset()))
+                await self._erase_tokens(each.request)
+            await self._erase_requests(due)
+            await self._strip_records(due)
+        except (ServingError, NatsError, OSError, TimeoutError) as error:
+            log.error("requests_not_erased", requests=len(due), error=str(error))
+            for each in due:
+                self._ledger.failed(each, now_ns + int(RETRY_S * 1e9))
+            return False
+        for each in due:
+            self._ledger.erased(each, now_ns)
+            if not each.again:
+                self._metrics.erased.inc()
+                log.info("request_erased", request=each.request)
+        return len(due) == TOGETHER
+
+    async def _jobs(self, due: Iterable[Due]) -> dict[str, frozenset[int]]:
+        """Jobs that this router has not seen as such: of before it started, or published by an earlier build."""
+        old = [
+            each for each in due if each.created_ns - CLOCK_SKEW_NS < self._since_ns or not (each.jobs or each.again)
+        ]
+        if not old:
+            return {}
+        found: dict[str, set[int]] = {each.request: set() for each in old}
+        subjects, since = self._bus.subjects, min(each.created_ns for each in old) - CLOCK_SKEW_NS
+        until = max(each.ended_ns for each in old) + CLOCK_SKEW_NS
+        async for entry in read(self._bus, subjects.stream("WORK"), subjects.all("work"), since_ns=since):
+            if entry.time_ns > until:
+                break
+            of = found.get(entry.headers.get(HEADER_MSG_ID, "").partition(":")[0])
+            if of is not None:
+                of.add(entry.seq)
+        return {request: frozenset(seqs) for request, seqs in found.items()}
+
+    async def _erase_tokens(self, request: str) -> None:
+        subjects = self._bus.subjects
+        stored = read(self._bus, subjects.stream("TOKENS"), subjects.tokens_of(request))
+        await self._erase_all("TOKENS", [entry.seq async for entry in stored])
+
+    async def _erase_requests(self, due: Iterable[Due]) -> None:
+        """The requests themselves: the last trace of the duty. What lists show of them is stored first."""
+        names = {each.request for each in due}
+        subjects, since = self._bus.subjects, min(each.created_ns for each in due) - CLOCK_SKEW_NS
+        seqs = []
+        async for entry in read(self._bus, subjects.stream("REQUESTS"), subjects.to_be_erased, since_ns=since):
+            name = entry.headers.get(HEADER_MSG_ID, "").partition(":")[0]
+            request = _decoded(entry) if name in names else None
+            if name not in names:
+                continue
+            if request is not None:
+                rest = wire.encode(done.without_text(request))
+                await self._publisher.publish(subjects.erased, rest, f"{name}:erased", timeout=5.0)
+            seqs.append(entry.seq)
+        await self._erase_all("REQUESTS", seqs)
+
+    async def _strip_records(self, due: Iterable[Due]) -> None:
+        """Records that an earlier build stored with their content."""
+        subjects = self._bus.subjects
+        stream = subjects.stream("DONE")
+        for each in due:
+            async for entry in read(self._bus, stream, subjects.done_of(each.request)):
+                if HEADER_NO_STORE in entry.headers:
+                    continue
+                event = done.decode(entry.data)
+                if not isinstance(event, done.Done):
+                    continue
+                headers = {HEADER_NO_STORE: "1", HEADER_LAST_ON_SUBJECT: str(entry.seq)}
+                stripped = wire.encode(done.without_content(event))
+                await self._publisher.publish(entry.subject, stripped, f"{each.request}:erased", headers=headers)
+                await self._erase_all("DONE", [entry.seq])
+
+    async def _erase_all(self, name: str, seqs: Iterable[int]) -> None:
+        stream = self._bus.subjects.stream(name)
+
+        async def one(seq: int) -> None:
+            async with self._slots:
+                await erase(self._bus, stream, seq)
+
+        results = await asyncio.gather(*(one(seq) for seq in seqs), return_exceptions=True)
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
+
+
+def _model(entry: Entry) -> str:
+    return token(entry.subject.split(".")[-2])
+
+
+def _decoded(entry: Entry) -> requests.GenerateRequest | None:
+    try:
+        return requests.decode(entry.data)
+    except msgspec.MsgspecError as error:  # of a later release
+        log.warning("request_unreadable", subject=entry.subject, error=str(error))
+        return None

@@ -1,0 +1,118 @@
+"""Which requests are to be erased, and when: a fold of WORK and DONE. Pure.
+
+Every router keeps this ledger, so that any of them can erase what another one was to erase. The owner of a request's
+model does it; the others look ``OTHERS_S`` later whether something is left.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from typing import NamedTuple
+
+OTHERS_S = 5.0  # later than the owner of the model
+# A worker that lost its lease may still send for a few seconds what it had streamed (``workers.outbox.KEEP_S``).
+SECOND_LOOK_S = 15.0
+REMEMBERED = 50_000  # requests that were erased, so that what comes late is erased too
+
+
+class Due(NamedTuple):
+    """A request to erase now.
+
+    Attributes:
+        created_ns, ended_ns: Unix time; when it was accepted, at the earliest, and when it ended.
+        jobs: sequences of its messages in WORK, as far as this router has read them.
+        again: it was erased before; this is the second look.
+    """
+
+    request: str
+    created_ns: int
+    ended_ns: int
+    jobs: frozenset[int]
+    again: bool
+
+
+class _Ended:
+    __slots__ = ("again", "created_ns", "due_ns", "ended_ns")
+
+    def __init__(self, created_ns: int, ended_ns: int, due_ns: int) -> None:
+        self.created_ns = created_ns
+        self.ended_ns = ended_ns
+        self.due_ns = due_ns
+        self.again = False
+
+
+class ErasureLedger:
+    """``grace_s``: from the end of a request until it is erased."""
+
+    def __init__(self, grace_s: float) -> None:
+        self._grace_ns = int(grace_s * 1e9)
+        self._jobs: dict[str, set[int]] = {}  # of requests that are not erased yet
+        self._ended: dict[str, _Ended] = {}
+        self._erased: OrderedDict[str, tuple[int, int]] = OrderedDict()  # -> created_ns, ended_ns
+
+    def __len__(self) -> int:
+        """Requests that have ended and are not erased."""
+        return len(self._ended)
+
+    def __contains__(self, request: str) -> bool:
+        return request in self._ended
+
+    def add_job(self, request: str, seq: int) -> None:
+        """A message about a request with ``no_store`` was stored in WORK."""
+        self._jobs.setdefault(request, set()).add(seq)
+        late = self._erased.pop(request, None)
+        if late is not None:
+            self._ended[request] = _Ended(*late, 0)
+
+    def end(self, request: str, created_ns: int, ended_ns: int, *, own: bool) -> None:
+        """It has ended. Repeated ends change nothing.
+
+        Args:
+            own: this router is to erase it; else it looks later than the one that is.
+        """
+        if request in self._ended or request in self._erased:
+            return
+        due_ns = ended_ns + self._grace_ns + (0 if own else int(OTHERS_S * 1e9))
+        self._ended[request] = _Ended(created_ns, ended_ns, due_ns)
+
+    def left_over(self, requests: Iterable[str]) -> None:
+        """Something of these ended requests is stored although they were erased: erase it now."""
+        for request in requests:
+            late = self._erased.pop(request, None)
+            if late is not None:
+                self._ended[request] = _Ended(*late, 0)
+
+    def due(self, now_ns: int, limit: int) -> list[Due]:
+        """Up to ``limit`` requests whose time has come."""
+        found = []
+        for request, ended in self._ended.items():
+            if ended.due_ns <= now_ns:
+                jobs = frozenset(self._jobs.get(request, ()))
+                found.append(Due(request, ended.created_ns, ended.ended_ns, jobs, ended.again))
+                if len(found) == limit:
+                    break
+        return found
+
+    def erased(self, done: Due, now_ns: int) -> None:
+        """Everything of it that was found is gone: look once more later, and then forget it."""
+        ended = self._ended.get(done.request)
+        if ended is None:
+            return
+        jobs = self._jobs.get(done.request)
+        if jobs is not None:
+            jobs -= done.jobs
+            if jobs:  # stored in the meantime
+                return
+            del self._jobs[done.request]
+        if not ended.again:
+            ended.again, ended.due_ns = True, now_ns + int(SECOND_LOOK_S * 1e9)
+            return
+        del self._ended[done.request]
+        self._erased[done.request] = (ended.created_ns, ended.ended_ns)
+        if len(self._erased) > REMEMBERED:
+            self._erased.popitem(last=False)
+
+    def failed(self, done: Due, retry_ns: int) -> None:
+        """Not everything could be erased: try again then."""
+        ended = self._ended.get(done.request)
+        if ended is not None:
+            ended.due_ns = retry_ns

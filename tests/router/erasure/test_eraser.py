@@ -1,0 +1,158 @@
+"""Erasing requests with ``no_store`` on a real nats-server, whatever the router that does it had seen of them."""
+
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from infra.broker.server import EmbeddedNats
+from infra.bus.connection import Bus
+from infra.bus.direct_get import get_last, read
+from infra.bus.publisher import Publisher
+from infra.metrics.scope import MetricScope
+from router.erasure.eraser import Eraser
+from router.erasure.ledger import SECOND_LOOK_S, ErasureLedger
+from router.metrics import Metrics
+from schemas import done, requests
+from schemas.requests import GenerateRequest
+from schemas.subjects import HEADER_MSG_ID, HEADER_NO_STORE, Subjects
+from schemas.tokens import TokenBatch, TokenItem
+from schemas.wire import encode, pack_tokens
+from tests.infra.bus.support import opened
+from tests.infra.timeline.support import accept, assign, end, stream
+
+LATER_NS = int((SECOND_LOOK_S + 1) * 1e9)
+PROMPT, ANSWER = pack_tokens(range(901_000, 901_040)), (902_001, 902_002, 902_003, 902_004)
+
+
+@pytest.fixture
+async def bus(broker: EmbeddedNats, subjects: Subjects) -> AsyncIterator[Bus]:
+    async with opened(broker, subjects) as bus:
+        yield bus
+
+
+@pytest.fixture
+async def publisher(bus: Bus) -> AsyncIterator[Publisher]:
+    async with Publisher(bus) as publisher:
+        yield publisher
+
+
+def eraser(bus: Bus, publisher: Publisher, ledger: ErasureLedger, *, since_ns: int) -> Eraser:
+    metrics = Metrics(MetricScope())
+    return Eraser(bus, publisher, ledger, metrics, since_ns=since_ns, owns=lambda model: True)
+
+
+async def put(bus: Bus, subject: str, message: Any, name: str, **headers: str) -> None:
+    await bus.js.publish(subject, encode(message), headers={HEADER_MSG_ID: name} | headers)
+
+
+async def private(bus: Bus, **more: Any) -> GenerateRequest:
+    """A request that was accepted, placed and answered, as new processes store it; it has not ended."""
+    request = await accept(bus, model="never", no_store=True, prompt=PROMPT, **more)
+    await put(bus, bus.subjects.request("never", "standard", no_store=True), request, f"{request.id}:kept:1")
+    await assign(bus, request)
+    item = TokenItem(request.id, 1, 0, 0, pack_tokens(ANSWER))
+    await put(bus, bus.subjects.tokens(request.token_address), TokenBatch("w", 1, 0, (item,)), f"w:{request.id}")
+    return request
+
+
+async def ended(bus: Bus, request: GenerateRequest) -> None:
+    """Its record, as new processes store it."""
+    outcome = done.Outcome(pack_tokens(ANSWER), "stop")
+    event = done.Done(request.id, request.model, 1, "w", (outcome,), submitted=encode(request))
+    subject = bus.subjects.done(request.tenant, request.model, request.id)
+    await put(bus, subject, done.without_content(event), request.id, **{HEADER_NO_STORE: "1"})
+
+
+async def stored(bus: Bus, request_id: str) -> list[str]:
+    """The streams with messages of a request, and the part of their subjects that says which kind."""
+    found = []
+    for name in ("REQUESTS", "WORK", "TOKENS", "DONE"):
+        async for entry in read(bus, bus.subjects.stream(name), ">"):
+            if request_id in entry.headers.get(HEADER_MSG_ID, ""):
+                found.append("erased" if entry.subject == bus.subjects.erased else name)
+    return found
+
+
+def on_disk(folder: Path, *texts: bytes) -> list[bytes]:
+    raw = b"\0\0".join(path.read_bytes() for path in folder.rglob("*.blk"))
+    return [text for text in texts if text in raw]
+
+
+def parts(ids: bytes) -> bytes:
+    """Of tokens, some that are found wherever they are stored."""
+    return ids[-16:]
+
+
+async def erase_all(one: Eraser) -> None:
+    """Now, and at the second look."""
+    now = time.time_ns()
+    await one.erase_due(now)
+    await one.erase_due(now + LATER_NS)
+
+
+async def test_a_router_that_saw_nothing_finds_what_has_ended_and_leaves_the_rest(
+    bus: Bus, broker: EmbeddedNats, publisher: Publisher
+) -> None:
+    over, running, other = await private(bus), await private(bus), await accept(bus)
+    await ended(bus, over)
+    await stream(bus, other, 1, 2, 3)
+    await end(bus, other, 1, 2, 3)
+    one = eraser(bus, publisher, ErasureLedger(0.0), since_ns=time.time_ns())
+    await one.scan()
+    await erase_all(one)
+    assert await stored(bus, over.id) == ["erased", "DONE"]
+    assert await stored(bus, running.id) == ["REQUESTS", "REQUESTS", "WORK", "TOKENS"]
+    assert await stored(bus, other.id) == ["REQUESTS", "DONE"]
+    await ended(bus, running)
+    await one.scan()
+    await erase_all(one)
+    assert on_disk(broker.data_dir, parts(PROMPT), parts(pack_tokens(ANSWER))) == []
+
+
+async def test_what_is_left_for_lists_says_who_and_when_and_nothing_more(bus: Bus, publisher: Publisher) -> None:
+    request = await private(bus, user="somebody", salt="secret")
+    await ended(bus, request)
+    one = eraser(bus, publisher, ErasureLedger(0.0), since_ns=time.time_ns())
+    await one.scan()
+    await erase_all(one)
+    left = await get_last(bus, bus.subjects.stream("REQUESTS"), bus.subjects.erased)
+    assert left is not None
+    rest = requests.decode(left.data)
+    assert (rest.id, rest.user, rest.prompt, rest.salt) == (request.id, "somebody", b"", "")
+
+
+async def test_tokens_that_a_lost_worker_sends_after_the_erasure_are_erased_as_well(
+    bus: Bus, publisher: Publisher
+) -> None:
+    request = await private(bus)
+    await ended(bus, request)
+    one = eraser(bus, publisher, ErasureLedger(0.0), since_ns=time.time_ns())
+    await one.scan()
+    await erase_all(one)
+    late = TokenBatch("lost", 1, 0, (TokenItem(request.id, 1, 0, 0, pack_tokens(ANSWER)),))
+    for anew in (False, True):  # by the router that erased it, and by one that knows nothing of it
+        await put(bus, bus.subjects.tokens(request.token_address), late, f"{request.id}:late:{anew}")
+        if anew:
+            one = eraser(bus, publisher, ErasureLedger(0.0), since_ns=time.time_ns())
+        await one.scan()
+        await erase_all(one)
+        assert await stored(bus, request.id) == ["erased", "DONE"]
+
+
+async def test_a_record_that_an_earlier_build_stored_whole_is_replaced(
+    bus: Bus, broker: EmbeddedNats, publisher: Publisher
+) -> None:
+    request = await private(bus)
+    await end(bus, request, *ANSWER)
+    one = eraser(bus, publisher, ErasureLedger(0.0), since_ns=time.time_ns())
+    await one.scan()
+    await erase_all(one)
+    records = [e async for e in read(bus, bus.subjects.stream("DONE"), bus.subjects.done_of(request.id))]
+    assert len(records) == 1
+    event = done.decode(records[0].data)
+    assert isinstance(event, done.Done)
+    assert (event.request, event.left_out) == (request.id, ("prompt", "tokens"))
+    assert on_disk(broker.data_dir, parts(pack_tokens(ANSWER))) == []
