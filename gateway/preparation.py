@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from configs.settings import GatewaySettings
 from gateway.fleet import FleetView
-from gateway.images.prepare import PATHS, prepare_images
+from gateway.images.prepare import PATHS, prepare_images, unsupported_files
 from gateway.media.loader import MediaLoader
 from gateway.openai.common import CHAT
 from gateway.openai.prepare import (
@@ -48,13 +48,19 @@ class RequestPreparer:
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    async def prepare(self, endpoint: str, body: bytes, request_id: str | None = None) -> PreparedRequest:
+    async def prepare(
+        self, endpoint: str, body: bytes, request_id: str | None = None, *, no_store: bool = False
+    ) -> PreparedRequest:
         """
+        Args:
+            no_store: as if the body asked for it.
         Raises:
             ServingError: the body cannot be served.
         """
         now_ns = time.time_ns()
         if endpoint in PATHS:
+            if no_store or self._settings.always_no_store:
+                raise unsupported_files()
             return await self.run_for(
                 body,
                 prepare_images,
@@ -68,6 +74,8 @@ class RequestPreparer:
             )
         prepare = prepare_chat if endpoint == CHAT else prepare_completion
         context = self._fleet.prepare_context
+        if no_store and not context.no_store:
+            context = context._replace(no_store=True)
         prepared = await self.run_for(body, prepare, body, context, now_ns=now_ns, request_id=request_id)
         if isinstance(prepared, PendingMediaRequest):
             return await self._with_media(prepared, context)

@@ -11,6 +11,7 @@ import structlog
 from nats.errors import Error as NatsError
 
 from configs.settings import GatewaySettings
+from gateway.admission.erasure import ErasureCheck
 from gateway.admission.queue_monitor import QueueMonitor
 from gateway.admission.retention import Retention
 from gateway.fleet import FleetView
@@ -82,10 +83,11 @@ class Gateway:
         self._subscriptions = TokenSubscriptions(bus, self.id, self.tasks)
         self._cancelling = 0
         self._lookup = RequestLookup(self.records, RequestFinder(bus, self.tasks))
-        self.progress = Progress(bus, self.id, self._own.readers_of)
+        self.progress = Progress(bus, self.id, self._subscriptions.readers_of)
         self.listing = RequestListing(bus, self.records, self.progress)
         self._retention = Retention(bus, metrics)
-        self._queue_monitor = QueueMonitor(bus, metrics, settings.max_queue, lambda: self._own.readers)
+        self._erasure = ErasureCheck(bus)
+        self._queue_monitor = QueueMonitor(bus, metrics, settings.max_queue, lambda: self._subscriptions.own_readers)
 
     async def open(self) -> None:
         """
@@ -128,8 +130,12 @@ class Gateway:
 
     # --- accepting ---
 
-    async def prepare(self, endpoint: str, body: bytes, request_id: str | None = None) -> PreparedRequest:
+    async def prepare(
+        self, endpoint: str, body: bytes, request_id: str | None = None, *, no_store: bool = False
+    ) -> PreparedRequest:
         """
+        Args:
+            no_store: as if the body asked for it.
         Raises:
             ServingError: the body cannot be served, or the queue is full.
         """
@@ -138,7 +144,7 @@ class Gateway:
         self._queue_monitor.check_log()
         if self._queue_monitor.class_matters:
             await self.run_for(body, self._queue_monitor.check_class, body)
-        return await self._preparer.prepare(endpoint, body, request_id)
+        return await self._preparer.prepare(endpoint, body, request_id, no_store=no_store)
 
     async def run_for(self, body: bytes, work: Callable[..., T], *args: Any) -> T:
         """``work`` on a body, in a thread if that is large."""
@@ -164,15 +170,19 @@ class Gateway:
                 Code.body_too_large,
                 f"the prompt takes {len(payload)} bytes as a message; the broker carries {limit} (max_payload)",
             )
-        inflight = InflightRequest(request)
-        self._subscriptions.own.subscribe(
-            inflight
-        )  # before publishing: the first token may overtake the acknowledgement
+        inflight, subscription = InflightRequest(request), self._own
+        if request.no_store:
+            await self._erasure.check(sharded=self._queue_monitor.sharded)
+            subscription = await self._subscriptions.open(request.token_address)
+        subscription.subscribe(inflight)  # before publishing: the first token may overtake the acknowledgement
         self._queue_monitor.accepted(request.priority)
         try:
             ack = await self._publisher.publish(
                 self.bus.subjects.request(
-                    request.model, request.priority.value, request.id if self._queue_monitor.sharded else ""
+                    request.model,
+                    request.priority.value,
+                    request.id if self._queue_monitor.sharded else "",
+                    no_store=request.no_store,
                 ),
                 payload,
                 request.id,
@@ -265,7 +275,7 @@ class Gateway:
         if record is not None and is_whole(record) and (request.n == 1 or not ordered):
             inflight.complete(done.items(record))
             return inflight
-        subscription = await self._subscriptions.open(request.gateway)
+        subscription = await self._subscriptions.open(request.token_address)
         subscription.subscribe_from_start(inflight)
         if whole:
             try:

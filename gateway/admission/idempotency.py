@@ -29,7 +29,7 @@ class Identity(msgspec.Struct, frozen=True):
     """One entry of the ``idempotency`` bucket."""
 
     request: str
-    body: bytes  # digest
+    body: bytes  # digest; empty for a request that is not to be stored
 
 
 class Claim(NamedTuple):
@@ -61,13 +61,15 @@ def _subject(bus: Bus, tenant: str, name: str) -> str:
     return f"$KV.{bus.subjects.bucket('idempotency')}.{tenant}.{digest}"
 
 
-async def claim(bus: Bus, tenant: str, name: str, body: bytes, request_id: str) -> Claim:
+async def claim(bus: Bus, tenant: str, name: str, body: bytes | None, request_id: str) -> Claim:
     """The request that ``name`` stands for: ``request_id``, unless another was claimed within a day.
 
+    Args:
+        body: None: nothing of it may be stored, not even its digest. Another body is then not noticed.
     Raises:
         ServingError: idempotency_conflict: it was claimed with another body; broker_unavailable.
     """
-    subject, digest = _subject(bus, tenant, name), digest_of(body)
+    subject, digest = _subject(bus, tenant, name), _digest(body)
     revision = 0
     for _ in range(_TRIES):
         made = await _write(bus, subject, Identity(request_id, digest), revision)
@@ -83,7 +85,7 @@ async def claim(bus: Bus, tenant: str, name: str, body: bytes, request_id: str) 
     raise _unavailable("its key is being claimed by others")
 
 
-async def reclaim(bus: Bus, tenant: str, name: str, body: bytes, request_id: str, claimed: Claim) -> Claim:
+async def reclaim(bus: Bus, tenant: str, name: str, body: bytes | None, request_id: str, claimed: Claim) -> Claim:
     """Take over a claim whose request never reached the log: under its own id, or under a new one if that is old.
 
     An id says when its request was stored, so an old one would not be found again.
@@ -93,7 +95,7 @@ async def reclaim(bus: Bus, tenant: str, name: str, body: bytes, request_id: str
     """
     if time.time_ns() - time_of(claimed.request) < STALE_NS:
         return claimed
-    subject, digest = _subject(bus, tenant, name), digest_of(body)
+    subject, digest = _subject(bus, tenant, name), _digest(body)
     made = await _write(bus, subject, Identity(request_id, digest), claimed.revision)
     if made:
         return Claim(request_id, True, made)
@@ -117,9 +119,13 @@ async def find_claim(bus: Bus, tenant: str, name: str, body: bytes | None = None
     return _checked(found, digest_of(body) if body is not None else None, "")
 
 
+def _digest(body: bytes | None) -> bytes:
+    return digest_of(body) if body is not None else b""
+
+
 def _checked(found: tuple[bytes, int], digest: bytes | None, request_id: str) -> Claim:
     known = _identity(found[0])
-    if digest is not None and known.body != digest:
+    if digest and known.body and known.body != digest:
         raise Conflict
     # Our own, if its acknowledgement was lost.
     return Claim(known.request, known.request == request_id, found[1])

@@ -128,7 +128,7 @@ class Generations:
         Raises:
             ServingError: the body cannot be served, or the queue is full.
         """
-        prepared = with_client_id(await self._gateway.prepare(self._endpoint, body), names)
+        prepared = with_client_id(await self._gateway.prepare(self._endpoint, body, no_store=names.no_store), names)
         return with_trace(prepared, from_http_headers(scope["headers"], self._gateway.settings.tracing))
 
 

@@ -15,6 +15,7 @@ from gateway.admission.idempotency import Claim, claim, find_claim, reclaim
 from gateway.http.canonical_json import canonical_json
 from gateway.log.inflight import InflightRequest
 from gateway.log.lookup import StoredRequest
+from gateway.openai.common import read_switch
 from gateway.openai.errors import decode_body, unsupported
 from gateway.openai.prepare import PreparedRequest
 from gateway.openai.requests import StreamOptions
@@ -23,7 +24,7 @@ from schemas.errors import Code, ServingError
 from schemas.ids import time_of
 from schemas.subjects import DEFAULT_TENANT
 
-KEY, CLIENT_ID = b"idempotency-key", b"x-request-id"
+KEY, CLIENT_ID, NO_STORE = b"idempotency-key", b"x-request-id", b"x-penstock-no-store"
 MAX_KEY = 255
 MAX_CLIENT_ID = 128
 SOON_S = 2.0  # the request of a younger claim may still be on its way into the log
@@ -33,10 +34,11 @@ Prepare = Callable[[], Awaitable[PreparedRequest]]
 
 
 class ClientIds(NamedTuple):
-    """As the client wrote them; "": not given."""
+    """As the client wrote them; "": not given. ``no_store``: the header asks for it."""
 
     key: str = ""
     client_id: str = ""
+    no_store: bool = False
 
 
 class _StreamFields(msgspec.Struct):
@@ -53,9 +55,9 @@ def read_client_ids(headers: Iterable[tuple[bytes, bytes]]) -> ClientIds:
     """From ASGI headers, whose names are lower case.
 
     Raises:
-        ServingError: invalid_request: the key is empty or too long.
+        ServingError: invalid_request: the key is empty or too long, or no_store is neither on nor off.
     """
-    key, client_id = "", ""
+    key, client_id, no_store = "", "", False
     for name, value in headers:
         if name == KEY:
             key = value.decode("latin-1").strip()
@@ -66,7 +68,9 @@ def read_client_ids(headers: Iterable[tuple[bytes, bytes]]) -> ClientIds:
         elif name == CLIENT_ID:
             text = value.decode("latin-1")
             client_id = text if text.isprintable() and len(text) <= MAX_CLIENT_ID else ""
-    return ClientIds(key, client_id)
+        elif name == NO_STORE:
+            no_store = read_switch(value.decode("latin-1"), "X-Penstock-No-Store")
+    return ClientIds(key, client_id, no_store)
 
 
 def with_client_id(prepared: PreparedRequest, names: ClientIds) -> PreparedRequest:
@@ -88,13 +92,15 @@ async def submit_once(
     known = await find_claim(gateway.bus, tenant, name, canonical)
     if known is None:
         prepared = await prepare()
-        known = await claim(gateway.bus, tenant, name, canonical, prepared.request.id)
+        claimed_body = None if prepared.request.no_store else canonical
+        known = await claim(gateway.bus, tenant, name, claimed_body, prepared.request.id)
         if known.fresh:
             return prepared, await gateway.submit(prepared.request, owner=False)
     found = await _find(gateway, known, tenant)
     if found is None:  # the gateway that claimed it crashed before the request was stored
         prepared = await prepare()
-        known = await reclaim(gateway.bus, tenant, name, canonical, prepared.request.id, known)
+        claimed_body = None if prepared.request.no_store else canonical
+        known = await reclaim(gateway.bus, tenant, name, claimed_body, prepared.request.id, known)
         prepared = prepared._replace(request=msgspec.structs.replace(prepared.request, id=known.request))
         return prepared, await gateway.submit(prepared.request, owner=False)
     request, record = found

@@ -6,6 +6,7 @@ import msgspec
 
 from gateway.http.answers import encode_answer
 from gateway.images.responses import ImageAggregator
+from gateway.log.find import erased
 from gateway.log.lookup import StoredRequest
 from gateway.log.records import has_output, is_whole
 from gateway.openai.aggregator import AnswerAggregator
@@ -28,6 +29,8 @@ async def status_of(gateway: Gateway, found: StoredRequest, base_url: str) -> St
         return await _running(gateway, request, base_url)
     collector = _collector(gateway, request, late=not is_whole(record))
     if is_whole(record) or not await _collected(gateway, request, collector):
+        if request.no_store and not is_whole(record):
+            raise erased(request.id)
         collector = _collector(gateway, request, late=not is_whole(record))
         collector.push(done.items(record))
     status = await _ended(request, collector, base_url)

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 
 import structlog
 
+from gateway.log.find import erased
 from gateway.log.inflight import InflightRequest
 from gateway.log.records import Records, has_output
 from schemas import done
@@ -55,6 +56,9 @@ def complete(inflight: InflightRequest, record: done.Done) -> None:
     if has_output(record):
         log.info("answer_completed_from_record", request=record.request, tokens=record.usage.completion)
         inflight.complete(done.items(record))
+    elif inflight.request.no_store:
+        log.info("answer_erased", request=record.request)
+        inflight.fail(erased(record.request))
     else:
         log.error("answer_lost", request=record.request, left_out=record.left_out)
         inflight.fail(ServingError(Code.internal, "the output did not fit into the request's record and was lost"))

@@ -1,7 +1,8 @@
 """Finds accepted requests in the log by their ids.
 
 An id has a time, and so about the place of its request in the stream, and determines its shard: one round trip finds
-it. Requests that releases up to 0.1 accepted have no shard; concurrent look-ups of those share one forward read.
+it; those with ``no_store`` share a shard. Requests that releases up to 0.1 accepted have none; concurrent look-ups of
+those share one forward read.
 """
 
 import asyncio
@@ -47,10 +48,11 @@ class RequestFinder:
             made_ns = time_of(request_id)
         except ValueError:
             raise unknown(request_id) from None
-        found = await self._in_shard(request_id, made_ns)
-        if found is not None:
-            return found
         subjects = self._bus.subjects
+        for shard in (subjects.shard_of(request_id), subjects.to_be_erased):
+            found = await self._in_shard(shard, request_id, made_ns)
+            if found is not None:
+                return found
         if await get_last(self._bus, subjects.stream("REQUESTS"), subjects.unsharded) is None:
             raise unknown(request_id)
         future = self._wanted.get(request_id)
@@ -61,11 +63,10 @@ class RequestFinder:
                 self._tasks.spawn(self._run(), name="find")
         return await asyncio.shield(future)
 
-    async def _in_shard(self, request_id: str, made_ns: int) -> GenerateRequest | None:
-        subjects = self._bus.subjects
+    async def _in_shard(self, shard: str, request_id: str, made_ns: int) -> GenerateRequest | None:
         since, until = made_ns - CLOCK_SKEW_NS, made_ns + WINDOW_NS
-        shard = subjects.shard_of(request_id)
-        async with aclosing(read(self._bus, subjects.stream("REQUESTS"), shard, since_ns=since, batch=FEW)) as entries:
+        stream = self._bus.subjects.stream("REQUESTS")
+        async with aclosing(read(self._bus, stream, shard, since_ns=since, batch=FEW)) as entries:
             async for entry in entries:
                 if entry.headers.get(HEADER_MSG_ID) == request_id:
                     return requests.decode(entry.data)
@@ -123,6 +124,13 @@ def _fail(future: "asyncio.Future[GenerateRequest]", error: ServingError) -> Non
     if not future.done():
         future.set_exception(error)
         future.exception()  # retrieved here: the waiter may have been cancelled
+
+
+def erased(request_id: str) -> ServingError:
+    return ServingError(
+        Code.request_erased,
+        f"request {request_id} was made with no_store: its prompt and its answer were erased after its end",
+    )
 
 
 def unknown(request_id: str) -> ServingError:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from gateway.log.find import RequestFinder, unknown
+from gateway.log.find import RequestFinder, erased, unknown
 from gateway.log.records import Records, request_of
 from schemas import done
 from schemas.errors import Code, ServingError
@@ -32,20 +32,22 @@ class RequestLookup:
         Args:
             tenant: of the caller; None: this API has no tenants, and anyone with the id may use it.
         Raises:
-            ServingError: request_not_found, also if it is another tenant's; broker_unavailable.
+            ServingError: request_not_found, also if it is another tenant's; request_erased; broker_unavailable.
         """
         try:
             time_of(request_id)
         except ValueError:
             raise unknown(request_id) from None
-        found = await self._find(request_id)
+        found = await self._find(request_id, tenant)
         if tenant is not None and found.request.tenant != tenant:
             raise unknown(request_id)
         return found
 
-    async def _find(self, request_id: str) -> StoredRequest:
+    async def _find(self, request_id: str, tenant: str | None) -> StoredRequest:
         record = await self._records.find(request_id)
         request = request_of(record) if record is not None else None
+        if request is not None and tenant not in (None, request.tenant):
+            raise unknown(request_id)
         if record is not None and request is not None and "prompt" not in record.left_out:
             return StoredRequest(request, record)
         try:
@@ -53,6 +55,8 @@ class RequestLookup:
         except ServingError as error:
             if error.code is not Code.request_not_found or record is None or request is None:
                 raise
+            if request.no_store:
+                raise erased(request_id) from None
             # Of the prompt, only the length is recorded.
             return StoredRequest(msgspec.structs.replace(request, prompt=bytes(4 * record.usage.prompt)), record)
         return StoredRequest(whole, record or await self._records.find_unrecorded(whole))

@@ -62,7 +62,7 @@ def has_output(record: done.Done) -> bool:
 
 def is_whole(record: done.Done) -> bool:
     """Whether everything that the answer shows is in the record; not so in those of releases up to 0.1."""
-    return bool(record.submitted) and not {"tokens", "logprobs", "scores"} & set(record.left_out)
+    return bool(record.submitted) and not {"tokens", "logprobs", "scores", "message"} & set(record.left_out)
 
 
 def request_of(record: done.Done) -> GenerateRequest | None:

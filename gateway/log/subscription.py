@@ -1,4 +1,4 @@
-"""The token stream of one gateway, ours or one that is gone, for its readers."""
+"""One token stream, of a gateway (ours or another) or of a single request, for its readers."""
 
 import contextlib
 from collections.abc import Sequence
@@ -13,14 +13,13 @@ from schemas import tokens
 
 
 class TokenSubscription:
-    """Follows one gateway's token subject. Close it after its last reader."""
+    """Follows one token subject. Close it after its last reader."""
 
-    def __init__(self, bus: Bus, gateway: str, tasks: Tasks) -> None:
-        self.gateway = gateway
-        self._tasks = tasks.group(f"tokens-{gateway}")
+    def __init__(self, bus: Bus, address: str, tasks: Tasks) -> None:
+        self._tasks = tasks.group(f"tokens-{address}")
         self._readers: dict[str, list[InflightRequest]] = {}
         self._following = contextlib.AsyncExitStack()
-        stream, subject = bus.subjects.stream("TOKENS"), bus.subjects.tokens(gateway)
+        stream, subject = bus.subjects.stream("TOKENS"), bus.subjects.tokens(address)
         self.tail = LogTail(bus, stream, subject, bus.subjects.live(subject), self._on_entry)
         self.catch_up = CatchUp(bus, stream, subject, self._tasks, lambda: self.tail.position)
 

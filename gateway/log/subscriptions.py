@@ -1,8 +1,11 @@
-"""All token streams that a gateway reads: its own, and those of other gateways whose requests are re-attached here."""
+"""All token streams that a gateway reads: its own, and others, each while it has readers.
+
+Others belong to gateways whose requests are re-attached here, or to requests with ``no_store``, which have one each.
+"""
 
 import asyncio
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from gateway.log.inflight import InflightRequest
 from gateway.log.subscription import TokenSubscription
@@ -37,27 +40,40 @@ class TokenSubscriptions:
         """Open requests."""
         return sum(map(len, self.all))
 
-    async def open(self, gateway: str) -> TokenSubscription:
-        """The token stream of any gateway.
+    def readers_of(self, request_id: str) -> Sequence[InflightRequest]:
+        """This gateway's own open answers of a request."""
+        private = self._others.get(f"{self._gateway}.{request_id}")
+        return private.readers_of(request_id) if private is not None else self.own.readers_of(request_id)
+
+    @property
+    def own_readers(self) -> Iterable[InflightRequest]:
+        """All open answers of requests that this gateway accepted."""
+        private = [other for address, other in self._others.items() if address.startswith(f"{self._gateway}.")]
+        return [inflight for subscription in (self.own, *private) for inflight in subscription.readers]
+
+    async def open(self, address: str) -> TokenSubscription:
+        """A token stream by the address of its requests (``GenerateRequest.token_address``).
+
+        It stays open as long as it has readers; subscribe to it before anything else is awaited.
 
         Raises:
             ServingError: the stream cannot be read.
         """
-        if gateway == self._gateway:
+        if address == self._gateway:
             return self.own
         async with self._opening:
-            subscription = self._others.get(gateway)
+            subscription = self._others.get(address)
             if subscription is None:
-                subscription = TokenSubscription(self._bus, gateway, self._tasks)
+                subscription = TokenSubscription(self._bus, address, self._tasks)
                 await subscription.start(since_ns=time.time_ns())
-                self._others[gateway] = subscription
+                self._others[address] = subscription
             return subscription
 
     def unsubscribe(self, inflight: InflightRequest) -> None:
-        self._others.get(inflight.request.gateway, self.own).unsubscribe(inflight)
+        self._others.get(inflight.request.token_address, self.own).unsubscribe(inflight)
 
     async def close_unused(self) -> None:
-        for gateway, subscription in list(self._others.items()):
+        for address, subscription in list(self._others.items()):
             if not subscription:
-                del self._others[gateway]
+                del self._others[address]
                 await subscription.close()

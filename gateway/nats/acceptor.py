@@ -6,7 +6,7 @@ import msgspec
 
 from gateway.admission.idempotency import claim, find_claim, reclaim
 from gateway.nats.delivery import AcceptedRequest, AnswerDelivery
-from gateway.nats.protocol import Origin, shape_of
+from gateway.nats.protocol import Origin, parse_headers, shape_of
 from gateway.nats.tenants import TenantTable
 from gateway.openai.prepare import PreparedRequest
 from gateway.service import Gateway
@@ -47,7 +47,8 @@ class RequestAcceptor:
             raise
         request = prepared.request
         if name:
-            claimed = await claim(self._gateway.bus, origin.tenant, name, body, request.id)
+            claimed_body = None if request.no_store else body
+            claimed = await claim(self._gateway.bus, origin.tenant, name, claimed_body, request.id)
             if not claimed.fresh:
                 try:
                     return await self._delivery.find(origin.tenant, claimed.request)
@@ -55,7 +56,7 @@ class RequestAcceptor:
                     if error.code is not Code.request_not_found:
                         raise
                 # The gateway that claimed it crashed before it was stored. Two that find this at once use the same id.
-                claimed = await reclaim(self._gateway.bus, origin.tenant, name, body, request.id, claimed)
+                claimed = await reclaim(self._gateway.bus, origin.tenant, name, claimed_body, request.id, claimed)
                 request = msgspec.structs.replace(request, id=claimed.request)
         inflight = await self._gateway.submit(request, owner=False)
         self._gateway.metrics.prompt.inc(prepared.prompt_tokens)
@@ -65,7 +66,8 @@ class RequestAcceptor:
         gateway = self._gateway
         shape = await gateway.run_for(body, shape_of, body)
         self._table.check_model(origin.tenant, shape.model)
-        prepared: PreparedRequest = await gateway.prepare(shape.endpoint, body, new_request_id())
+        no_store = parse_headers(message.headers or {}, gateway.bus.subjects.namespace).no_store
+        prepared: PreparedRequest = await gateway.prepare(shape.endpoint, body, new_request_id(), no_store=no_store)
         prepared = with_trace(prepared, from_nats_headers(message.headers or {}, gateway.settings.tracing))
         request = msgspec.structs.replace(prepared.request, tenant=origin.tenant, form=shape.form)
         return prepared._replace(request=request)

@@ -6,10 +6,10 @@ from typing import NamedTuple
 
 import msgspec
 
-from gateway.openai.common import CHAT, COMPLETION
+from gateway.openai.common import CHAT, COMPLETION, read_switch
 from schemas import control
 from schemas.errors import Code, ServingError
-from schemas.subjects import DEFAULT_TENANT, HEADER_FROM, HEADER_MSG_ID, HEADER_REPLY_TO
+from schemas.subjects import DEFAULT_TENANT, HEADER_FROM, HEADER_MSG_ID, HEADER_NO_STORE, HEADER_REPLY_TO
 
 STREAM = "stream"
 STREAM_USAGE = "stream+usage"
@@ -72,16 +72,34 @@ def key_of(message_id: str) -> str:
     return sha256(message_id.encode()).hexdigest()[:32]
 
 
+class _Marked(msgspec.Struct):
+    no_store: bool | None = None
+
+
+def may_ask_for_no_store(headers: dict[str, str], body: bytes) -> bool:
+    """Whether a submission asks, or may have wanted to ask, not to be stored. A malformed wish counts."""
+    if headers.get(HEADER_NO_STORE, "").strip().lower() not in ("", "0", "false"):
+        return True
+    if b"no_store" not in body:  # decoding every large body again would cost milliseconds
+        return False
+    try:
+        return bool(msgspec.json.decode(body, type=_Marked).no_store)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return True
+
+
 class SubmitHeaders(NamedTuple):
     """The headers of a submission or an ask.
 
     Attributes:
         first: number of the first message that is wanted.
+        no_store: as if the body asked for it.
     """
 
     message_id: str
     reply_to: str
     first: int
+    no_store: bool = False
 
 
 def parse_headers(headers: dict[str, str], namespace: str) -> SubmitHeaders:
@@ -101,7 +119,8 @@ def parse_headers(headers: dict[str, str], namespace: str) -> SubmitHeaders:
     first = headers.get(HEADER_FROM, "0")
     if not (first.isascii() and first.isdigit() and len(first) < 10):
         raise _invalid(f"{HEADER_FROM} {first[:40]!r} is not a message number")
-    return SubmitHeaders(message_id, reply_to, int(first))
+    no_store = read_switch(headers.get(HEADER_NO_STORE, ""), HEADER_NO_STORE)
+    return SubmitHeaders(message_id, reply_to, int(first), no_store)
 
 
 def is_reply_subject(subject: str, namespace: str) -> bool:

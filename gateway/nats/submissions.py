@@ -18,9 +18,10 @@ from gateway.nats.acceptor import RequestAcceptor
 from gateway.nats.delivery import AcceptedRequest, AnswerDelivery
 from gateway.nats.keyed_slots import KeyedSlots
 from gateway.nats.messages import failure
-from gateway.nats.protocol import Origin, key_of, origin_of, parse_headers
+from gateway.nats.protocol import Origin, key_of, may_ask_for_no_store, origin_of, parse_headers
 from gateway.nats.reply_publisher import ReplyPublisher
 from gateway.service import Gateway
+from infra.bus.erase import erase
 from infra.bus.puller import ACK, IN_PROGRESS, NAK, Puller
 from infra.bus.tasks import Tasks, as_serving_error
 from schemas.errors import Code, ServingError
@@ -37,6 +38,8 @@ SAME_KEY_WAITING = 56  # further ones; beyond, the stream delivers them again la
 ELSEWHERE = NAK + b' {"delay": 50000000}'  # ns
 LATER = NAK + b' {"delay": 1000000000}'
 RENEW_S = 1.5  # the consumer's ack_wait is 5 s
+ERASE_TRIES = 3
+ERASE_AGAIN_S = 1.0
 DISCARDED_S = 1.0  # a repeat so soon after the first may not have been stored; the window is 0.1 s
 
 _Key = tuple[str, str]  # tenant, message id
@@ -152,7 +155,7 @@ class Submissions:
 
     async def _serve(self, message: Any, at: tuple[str, int], entry: _Delivery, origin: Origin) -> None:
         """Answer one submission, then acknowledge it or have it delivered again."""
-        code, verdict = "ok", ACK
+        code, verdict, accepted = "ok", ACK, None
         candidate = new_request_id()
         message_id = str((message.headers or {}).get(HEADER_MSG_ID, ""))
         key = key_of(message_id) if message_id else candidate
@@ -186,7 +189,26 @@ class Submissions:
             log.exception("submission_failed", stream=at[0], sequence=at[1], error=repr(error))
             await replies.send(failure(as_serving_error(error, "the submission")))
         self._gateway.metrics.requests.labels("nats", code).inc()
+        if verdict == ACK and self._is_erased(message, accepted):
+            await self._erase(at)
         await self._nc.publish(entry.reply, verdict)
+
+    def _is_erased(self, message: Any, accepted: AcceptedRequest | None) -> bool:
+        """Whether a submission must not be stored, also one that was refused."""
+        if accepted is not None:
+            return accepted.request.no_store
+        return self._gateway.settings.always_no_store or may_ask_for_no_store(message.headers or {}, message.data)
+
+    async def _erase(self, at: tuple[str, int]) -> None:
+        """Overwrite an answered submission: its acknowledgement would leave its bytes on the broker's disk."""
+        for _ in range(ERASE_TRIES):
+            try:
+                await erase(self._bus, *at)
+            except ServingError as error:
+                log.error("submission_not_erased", stream=at[0], sequence=at[1], error=error.message)
+                await asyncio.sleep(ERASE_AGAIN_S)
+            else:
+                return
 
     def _replies_for(self, origin: Origin, key: str, reply_to: str, first: int) -> ReplyPublisher:
         subjects = self._subjects

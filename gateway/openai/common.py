@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
+from schemas.errors import Code, ServingError
 from schemas.requests import Priority
 from schemas.streams import LONGEST_DEADLINE_S
 
@@ -35,6 +36,7 @@ class CommonOptions(Struct, frozen=True, kw_only=True):
     deadline_s: Annotated[Duration, Meta(description="alias of timeout_s; the shorter of the two applies")] | None = (
         None
     )
+    no_store: Annotated[bool, Meta(description="erase prompt and answer from the log soon after the end")] | None = None
     worker: Annotated[str, Meta(pattern=_WORKER_PATTERN, description="id of the only worker to run on")] | None = None
 
 
@@ -56,3 +58,17 @@ def resolve_deadline_s(body: CommonOptions, default_s: float) -> float:
 def resolve_priority(priority: Priority | None, service_tier: str | None) -> Priority:
     """``priority`` wins over OpenAI's ``service_tier``."""
     return priority or SERVICE_TIERS.get(service_tier or "", Priority.standard)
+
+
+def read_switch(text: str, header: str) -> bool:
+    """A header that is on ("1", "true") or off ("0", "false", empty).
+
+    Raises:
+        ServingError: invalid_request: anything else, which must not be taken for off.
+    """
+    match text.strip().lower():
+        case "1" | "true":
+            return True
+        case "" | "0" | "false":
+            return False
+    raise ServingError(Code.invalid_request, f"{header} is {text[:40]!r}; use 1 or 0", param=header)

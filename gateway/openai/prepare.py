@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from gateway.openai.common import CHAT, COMPLETION, random_seed, resolve_deadline_s, resolve_priority
-from gateway.openai.errors import model_not_found
+from gateway.openai.errors import model_not_found, unsupported
 from gateway.openai.options import GenerationOptions, resolve_options
 from gateway.openai.prepare_context import PrepareContext
 from gateway.openai.prompt import Prompt, chat_prompt, completion_prompt, expand_media
@@ -61,6 +61,8 @@ def prepare_chat(
     prompt = chat_prompt(body, context)
     options = resolve_options(body, prompt.min_tokens, context, seed)  # before media are fetched for an invalid body
     if prompt.media:
+        if context.no_store or body.no_store:
+            raise unsupported("no_store", "no_store is not supported with images: media are stored for many requests")
         deadline_s = resolve_deadline_s(body, context.default_deadline_s)
         return PendingMediaRequest(body, prompt, deadline_s, now_ns, request_id)
     return _prepared(body, CHAT, prompt.tokens, options, context, now_ns=now_ns, request_id=request_id)
@@ -151,6 +153,7 @@ def _prepared(
         revision="" if body.worker else context.revision,  # a named worker is wanted whatever revision it serves
         tokenizer=model.tokenizer_digest,
         parsing=_parsing(body, tokens, context),
+        no_store=context.no_store or bool(body.no_store),
     )
     usage = body.stream_options is not None and bool(body.stream_options.include_usage)
     return PreparedRequest(request, len(tokens), bool(body.stream), usage)

@@ -1,0 +1,282 @@
+"""Requests with ``no_store``: served like all others, and after their end gone down to the bytes on the disk."""
+
+import asyncio
+import json
+import os
+import signal
+from collections.abc import AsyncIterator, Iterable
+from typing import Any
+
+import httpx
+import nats
+import pytest
+
+from infra.bus.connection import Bus, connect
+from infra.bus.direct_get import read
+from schemas import done, tokens
+from schemas.subjects import HEADER_MSG_ID, HEADER_NO_STORE, HEADER_REPLY_TO, HEADER_REQUEST
+from schemas.wire import pack_tokens
+from tests.pipeline.conftest import NewDeployment
+from tests.pipeline.support import Deployment, Oracle, joined, parse_sse, registrations, token_prompt, until
+
+pytestmark = pytest.mark.timeout(120)
+
+COUNT = 24  # tokens of an answer
+GRACE_S = 1.0
+PATH = "/v1/completions"
+
+
+@pytest.fixture(scope="module")
+def fleet(new_deployment: NewDeployment) -> Deployment:
+    flags = ("--mock-speedup", "1", "--workers", "2", "--gateways", "2", "--routers", "2", "--list-requests")
+    return new_deployment(*flags, "--no-store-grace-s", str(GRACE_S))
+
+
+@pytest.fixture(scope="module")
+def pairs(new_deployment: NewDeployment) -> Deployment:
+    flags = (
+        "--mock-speedup",
+        "1",
+        "--prefill",
+        "1",
+        "--decode",
+        "1",
+        "--local-prefill-tokens",
+        "16",
+        "--always-no-store",
+    )
+    return new_deployment(*flags, "--no-store-grace-s", str(GRACE_S))
+
+
+@pytest.fixture
+async def fleet_bus(fleet: Deployment) -> AsyncIterator[Bus]:
+    bus = await connect(fleet.state.nats_url, role="operator", name="test")
+    yield bus
+    await bus.close()
+
+
+@pytest.fixture
+async def http(fleet: Deployment) -> AsyncIterator[httpx.AsyncClient]:
+    async with httpx.AsyncClient(base_url=fleet.urls[0], trust_env=False, timeout=30) as made:
+        yield made
+
+
+def body(number: int, **more: Any) -> dict[str, Any]:
+    """A prompt that no other request begins with, and that can be told from others on the disk."""
+    prompt = token_prompt(40, number)
+    return {"model": "tiny", "prompt": prompt, "temperature": 0, "max_tokens": COUNT, "ignore_eos": True} | more
+
+
+def traces(oracle: Oracle, asked: dict[str, Any], choices: int = 1) -> list[bytes]:
+    """What of a request can be found in a file: parts of its prompt and its answers, as tokens and as text."""
+    prompt = oracle.prompt(asked)
+    found = [pack_tokens(prompt[at : at + 4]) for at in range(0, len(prompt) - 3, 12)]
+    for choice in range(choices):
+        answer = oracle.tokens(asked, COUNT, choice)
+        # Token batches are small: with any two tokens in a row of them all, one batch at least is recognised.
+        found += [pack_tokens(answer[at : at + 2]) for at in range(COUNT - 2)]
+        found.append(oracle.text(answer).encode())
+    return found
+
+
+def on_disk(deployment: Deployment, wanted: Iterable[bytes]) -> list[bytes]:
+    """Those that some file of the broker contains, whatever stream it is of."""
+    store = deployment.data_dir
+    raw = b"\0\0".join(path.read_bytes() for path in store.rglob("*") if path.suffix == ".blk")
+    return [each for each in wanted if each in raw]
+
+
+async def messages_of(bus: Bus, request_id: str) -> list[str]:
+    """Subjects of what REQUESTS, WORK and TOKENS hold of it."""
+    found = []
+    for name in ("REQUESTS", "WORK", "TOKENS"):
+        async for entry in read(bus, bus.subjects.stream(name), ">"):
+            if request_id in (entry.headers.get(HEADER_MSG_ID, "") + entry.subject):
+                found.append(entry.subject)
+    return found
+
+
+async def is_erased(deployment: Deployment, bus: Bus, request_id: str, wanted: list[bytes]) -> None:
+    """Returns once nothing is left of it but its record."""
+
+    async def gone() -> bool:
+        return set(await messages_of(bus, request_id)) <= {bus.subjects.erased}
+
+    await until(gone, f"erasure of {request_id}")
+    assert on_disk(deployment, wanted) == []
+    records = [entry async for entry in read(bus, bus.subjects.stream("DONE"), bus.subjects.done_of(request_id))]
+    assert len(records) == 1
+    event = done.decode(records[0].data)
+    assert isinstance(event, done.Done)
+    assert "prompt" in event.left_out
+
+
+async def stream(http: httpx.AsyncClient, asked: dict[str, Any], **headers: str) -> tuple[str, str]:
+    """The request's id and its text."""
+    answer = await http.post(PATH, json=asked | {"stream": True}, headers=headers)
+    assert answer.status_code == 200, answer.text
+    return answer.headers["x-request-id"], joined(parse_sse(answer.content))
+
+
+async def test_an_answer_is_whole_and_later_nothing_of_it_is_on_the_disk(
+    fleet: Deployment, fleet_bus: Bus, http: httpx.AsyncClient, oracle: Oracle
+) -> None:
+    stored, asked = body(1), body(2, no_store=True)
+    kept, (request_id, text) = await asyncio.gather(stream(http, stored), stream(http, asked))
+    assert text == oracle.answer(asked, COUNT)
+    wanted = traces(oracle, asked)
+    assert on_disk(fleet, wanted), "until the grace is over, its reader may come back"
+    again = await http.get(f"/v1/requests/{request_id}/stream")
+    assert joined(parse_sse(again.content)) == text
+    await is_erased(fleet, fleet_bus, request_id, wanted)
+    assert on_disk(fleet, traces(oracle, stored)[:3]), "a request beside it is stored as ever"
+    assert kept[1] == oracle.answer(stored, COUNT)
+
+
+async def test_an_erased_request_is_gone_for_its_client_and_listed_for_the_operator(
+    fleet: Deployment, fleet_bus: Bus, http: httpx.AsyncClient, oracle: Oracle
+) -> None:
+    asked = body(3, user="somebody")
+    request_id, _ = await stream(http, asked, **{"x-penstock-no-store": "1", "idempotency-key": "once"})
+    await is_erased(fleet, fleet_bus, request_id, traces(oracle, asked))
+    for path in (f"/v1/requests/{request_id}", f"/v1/requests/{request_id}/stream"):
+        refused = await http.get(path)
+        assert refused.status_code == 410
+        assert "was made with no_store" in refused.json()["error"]["message"]
+    repeated = await http.post(PATH, json=asked, headers={"x-penstock-no-store": "1", "idempotency-key": "once"})
+    assert (repeated.status_code, repeated.json()["error"]["code"]) == (410, "request_erased"), "it is not run again"
+    listed = (await http.get("/v1/requests", params={"user": "somebody"})).json()["data"]
+    assert [(each["id"], each["state"], each["output_tokens"]) for each in listed] == [(request_id, "done", COUNT)]
+
+
+async def test_choices_that_stop_at_a_text_and_have_log_probabilities_leave_nothing(
+    fleet: Deployment, fleet_bus: Bus, http: httpx.AsyncClient, oracle: Oracle
+) -> None:
+    asked = body(4, n=3, temperature=1, seed=7, logprobs=2, stop=["never said so"], no_store=True)
+    answer = await http.post(PATH, json=asked)
+    assert [choice["text"] for choice in answer.json()["choices"]] == [
+        oracle.answer(asked, COUNT, at) for at in range(3)
+    ]
+    wanted = [*traces(oracle, asked, 3), b"never said so"]
+    assert on_disk(fleet, [b"never said so"])
+    await is_erased(fleet, fleet_bus, answer.headers["x-request-id"], wanted)
+
+
+async def test_a_request_continues_after_its_workers_death_and_leaves_nothing_of_either_attempt(
+    fleet: Deployment, fleet_bus: Bus, http: httpx.AsyncClient, oracle: Oracle
+) -> None:
+    count = 150
+    asked = body(5, no_store=True, max_tokens=count)
+    running = asyncio.ensure_future(stream(http, asked))
+    worker = await until(lambda: worker_with_tokens(fleet_bus), "a worker that streams")
+    os.kill(worker, signal.SIGKILL)
+    request_id, text = await running
+    assert text == oracle.answer(asked, count)
+    await is_erased(fleet, fleet_bus, request_id, traces(oracle, asked))
+    records = [entry async for entry in read(fleet_bus, fleet_bus.subjects.stream("DONE"), f"*.done.*.*.{request_id}")]
+    event = done.decode(records[0].data)
+    assert isinstance(event, done.Done)
+    assert (event.attempt, event.usage.completion, event.code) == (2, count, "")
+    await until(lambda: two_workers(fleet_bus), "the worker's successor")
+
+
+async def worker_with_tokens(bus: Bus) -> int:
+    """The pid of a worker whose output is under a subject of its own; 0: there is none yet."""
+    async for entry in read(bus, bus.subjects.stream("TOKENS"), bus.subjects.tokens_apart):
+        found = (await registrations(bus)).get(tokens.decode(entry.data).worker)
+        if found is not None and found.load.running:
+            return found.pid
+    return 0
+
+
+async def two_workers(bus: Bus) -> bool:
+    return len(await registrations(bus)) == 2
+
+
+async def test_cancelled_and_refused_requests_are_erased_too(
+    fleet: Deployment, fleet_bus: Bus, http: httpx.AsyncClient, oracle: Oracle
+) -> None:
+    cancelled = body(6, no_store=True, max_tokens=2000, stream=True)
+    async with http.stream("POST", PATH, json=cancelled) as answer:
+        request_id = answer.headers["x-request-id"]
+        await anext(answer.aiter_lines())
+    await is_erased(fleet, fleet_bus, request_id, traces(oracle, cancelled))
+    late = body(7, no_store=True, max_tokens=2000, timeout_s=0.3)
+    failed = await http.post(PATH, json=late)
+    assert failed.status_code == 504
+    await is_erased(fleet, fleet_bus, failed.headers["x-request-id"], traces(oracle, late))
+    nowhere = body(8, no_store=True, worker="none-of-this-name")
+    refused = await http.post(PATH, json=nowhere)
+    assert refused.status_code == 400
+    await is_erased(fleet, fleet_bus, refused.headers["x-request-id"], traces(oracle, nowhere))
+
+
+@pytest.mark.parametrize("victim", ["router", "gateway", "worker"])
+async def test_a_process_that_dies_between_the_end_and_the_erasure_saves_nothing(
+    fleet: Deployment, fleet_bus: Bus, http: httpx.AsyncClient, oracle: Oracle, victim: str
+) -> None:
+    asked = body(10 + len(victim), no_store=True)
+    request_id, _ = await stream(http, asked)
+    for process in fleet.state.processes:
+        if process.name.startswith(victim):
+            os.kill(process.pid, signal.SIGKILL)
+    assert on_disk(fleet, traces(oracle, asked))
+    await is_erased(fleet, fleet_bus, request_id, traces(oracle, asked))
+    await until(lambda: answers(fleet), "the deployment is ready again", 30.0)
+
+
+async def answers(fleet: Deployment) -> bool:
+    async with httpx.AsyncClient(base_url=fleet.urls[0], trust_env=False, timeout=30) as http:
+        try:
+            return (await http.post(PATH, json=body(99))).status_code == 200
+        except httpx.TransportError:
+            return False
+
+
+async def test_a_submission_over_nats_is_erased_from_its_own_stream_as_well(
+    fleet: Deployment, fleet_bus: Bus, oracle: Oracle
+) -> None:
+    client = await nats.connect(fleet.state.client_nats_url)
+    said = "a sentence that is said nowhere else"
+    asked = {"model": "tiny", "prompt": said, "temperature": 0, "max_tokens": COUNT, "ignore_eos": True}
+    inbox = client.new_inbox()
+    answers = await client.subscribe(inbox)
+    await client.jetstream().publish(
+        "ps.submit.tiny", json.dumps(asked).encode(), headers={HEADER_NO_STORE: "1", HEADER_REPLY_TO: inbox}
+    )
+    answer = await answers.next_msg(timeout=15)
+    assert json.loads(answer.data)["choices"][0]["text"] == oracle.answer(asked, COUNT)
+    wanted = [said.encode(), *traces(oracle, asked)]
+    assert answer.headers is not None
+    await is_erased(fleet, fleet_bus, answer.headers[HEADER_REQUEST], wanted)
+    await client.close()
+
+
+async def test_a_prefill_worker_and_a_decode_worker_leave_nothing_where_all_requests_are_made_so(
+    pairs: Deployment, oracle: Oracle
+) -> None:
+    bus = await connect(pairs.state.nats_url, role="operator", name="test")
+    async with httpx.AsyncClient(base_url=pairs.urls[0], trust_env=False, timeout=30) as http:
+        asked = body(20)
+        request_id, text = await stream(http, asked)
+    assert text == oracle.answer(asked, COUNT)
+    assert [subject.split(".")[2] for subject in await messages_of(bus, request_id) if ".work." in subject] == [
+        "prefill",
+        "decode",
+    ]
+    await is_erased(pairs, bus, request_id, traces(oracle, asked))
+    await bus.close()
+
+
+async def test_what_cannot_be_erased_is_refused(http: httpx.AsyncClient) -> None:
+    pixel = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+    for path, asked in (
+        (
+            "/v1/chat/completions",
+            {"model": "tiny", "messages": [{"role": "user", "content": [pixel]}], "no_store": True},
+        ),
+        ("/v1/images/generations", {"model": "tiny", "prompt": "a boat", "no_store": True}),
+    ):
+        assert (await http.post(path, json=asked)).status_code == 400
+    unclear = await http.post(PATH, json=body(30), headers={"x-penstock-no-store": "yes please"})
+    assert unclear.json()["error"]["param"] == "X-Penstock-No-Store"
