@@ -145,9 +145,10 @@ def _user(name: str, password: str, allowed: Permissions | None) -> str:
     rights = ""
     if allowed is not None:
         respond = '\n        allow_responses: { max: 1, expires: "1m" }' if allowed.respond else ""
+        deny = f", deny: {_list(allowed.deny)}" if allowed.deny else ""
         rights = f"""
       permissions: {{
-        publish: {{ allow: {_list(allowed.publish)} }}
+        publish: {{ allow: {_list(allowed.publish)}{deny} }}
         subscribe: {{ allow: {_list(allowed.subscribe)} }}{respond}
       }}"""
     return f"      {{ user: {_quote(name)}, password: {password}{',' if rights else ''}{rights} }}"

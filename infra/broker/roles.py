@@ -7,6 +7,7 @@ open to all workers (``SHARED`` says what that means): whoever has a worker's pa
 from typing import NamedTuple
 
 from infra.broker.accounts import publishes, subscribes
+from schemas.streams import topology
 from schemas.subjects import Subjects
 
 ROLES = ("gateway", "router", "worker", "client", "operator")
@@ -21,8 +22,8 @@ SHARED = (
     "have the names of workers, which are made at start.",
     "A worker may not delete consumers, its own included: the broker removes one that was not used for 120 s.",
     "A gateway or router reads every subject of a stream that it may read: direct gets are allowed by stream only.",
-    "A gateway may delete single messages of any stream: each tenant has a stream for its submissions, and those with "
-    "no_store are erased.",
+    "A gateway may delete single messages of every tenant's submissions: those with no_store are erased. A rule of the "
+    "broker's denies it for all streams of the pipeline itself, by their names.",
     "A gateway may publish below `_R_.`, where the broker expects the answers of services.",
 )
 
@@ -36,11 +37,17 @@ class Right(NamedTuple):
 
 
 class Permissions(NamedTuple):
-    """What one user may publish and subscribe; ``respond``: also once to the reply subject of what it received."""
+    """What one user may publish and subscribe.
+
+    Attributes:
+        respond: it may also publish once to the reply subject of what it received.
+        deny: what it may not publish although a wildcard in ``publish`` allows it.
+    """
 
     publish: tuple[str, ...]
     subscribe: tuple[str, ...]
     respond: bool = False
+    deny: tuple[str, ...] = ()
 
 
 def inbox_prefix(role: str) -> str:
@@ -55,7 +62,12 @@ def permissions(role: str, s: Subjects) -> Permissions | None:
         return None
     publish = (subject for right in given for subject in right.publish)
     subscribe = (subject for right in given for subject in right.subscribe)
-    return Permissions(tuple(dict.fromkeys(publish)), tuple(dict.fromkeys(subscribe)), respond=role == "worker")
+    return Permissions(
+        tuple(dict.fromkeys(publish)),
+        tuple(dict.fromkeys(subscribe)),
+        respond=role == "worker",
+        deny=_not_submissions(s) if role == "gateway" else (),
+    )
 
 
 def rights(role: str, s: Subjects) -> tuple[Right, ...] | None:
@@ -123,7 +135,7 @@ def _router(s: Subjects) -> tuple[Right, ...]:
         Right("ask workers for their blocks, and cancel", (s.all("ctl"), s.cancel), (s.cancel,)),
         Right("fence a dead worker", (f"$KV.{s.bucket('workers')}.*",)),
         Right("erase requests that must not be stored",
-              tuple(f"$JS.API.STREAM.MSG.DELETE.{s.stream(n)}" for n in ("REQUESTS", "WORK", "TOKENS", "DONE"))),
+              tuple(f"$JS.API.STREAM.MSG.DELETE.{s.stream(n)}" for n in ("REQUESTS", "WORK", "TOKENS"))),
         Right("follow the log", (), (s.all("live"),)),
         _reads(*(s.stream(name) for name in ("REQUESTS", "WORK", "TOKENS", "KV", "DONE"))),
         _reads(*_buckets(s, "workers", "routers", "tenants")),
@@ -148,6 +160,14 @@ def _worker(s: Subjects) -> tuple[Right, ...]:
         _fetches(s.bucket("media")),
         _stores(s.bucket("results")),
     )  # fmt: skip
+
+
+def _not_submissions(s: Subjects) -> tuple[str, ...]:
+    """Deleting messages of any stream but those of submissions, which are made while the server runs."""
+    known = topology(s)
+    names = [stream.name for stream in known.streams if not stream.queue]
+    names += [f"KV_{bucket.name}" for bucket in known.buckets] + [f"OBJ_{bucket.name}" for bucket in known.objects]
+    return tuple(f"$JS.API.STREAM.MSG.DELETE.{name}" for name in names)
 
 
 def _buckets(s: Subjects, *names: str) -> tuple[str, ...]:

@@ -28,7 +28,7 @@ from schemas import done, requests, wire
 from schemas.errors import ServingError
 from schemas.ids import time_of
 from schemas.streams import CLOCK_SKEW_NS
-from schemas.subjects import HEADER_LAST_ON_SUBJECT, HEADER_MSG_ID, HEADER_NO_STORE, token
+from schemas.subjects import HEADER_MSG_ID, token
 
 log = structlog.get_logger("router")
 
@@ -148,7 +148,6 @@ class Eraser:
                 await self._erase_all("WORK", each.jobs | jobs.get(each.request, frozenset()))
                 await self._erase_tokens(each.request)
             await self._erase_requests(due)
-            await self._strip_records(due)
         except (ServingError, NatsError, OSError, TimeoutError) as error:
             log.error("requests_not_erased", requests=len(due), error=str(error))
             for each in due:
@@ -199,22 +198,6 @@ class Eraser:
                 await self._publisher.publish(subjects.erased, rest, f"{name}:erased", timeout=5.0)
             seqs.append(entry.seq)
         await self._erase_all("REQUESTS", seqs)
-
-    async def _strip_records(self, due: Iterable[Due]) -> None:
-        """Records that an earlier build stored with their content."""
-        subjects = self._bus.subjects
-        stream = subjects.stream("DONE")
-        for each in due:
-            async for entry in read(self._bus, stream, subjects.done_of(each.request)):
-                if HEADER_NO_STORE in entry.headers:
-                    continue
-                event = done.decode(entry.data)
-                if not isinstance(event, done.Done):
-                    continue
-                headers = {HEADER_NO_STORE: "1", HEADER_LAST_ON_SUBJECT: str(entry.seq)}
-                stripped = wire.encode(done.without_content(event))
-                await self._publisher.publish(entry.subject, stripped, f"{each.request}:erased", headers=headers)
-                await self._erase_all("DONE", [entry.seq])
 
     async def _erase_all(self, name: str, seqs: Iterable[int]) -> None:
         stream = self._bus.subjects.stream(name)

@@ -140,19 +140,3 @@ async def test_tokens_that_a_lost_worker_sends_after_the_erasure_are_erased_as_w
         await one.scan()
         await erase_all(one)
         assert await stored(bus, request.id) == ["erased", "DONE"]
-
-
-async def test_a_record_that_an_earlier_build_stored_whole_is_replaced(
-    bus: Bus, broker: EmbeddedNats, publisher: Publisher
-) -> None:
-    request = await private(bus)
-    await end(bus, request, *ANSWER)
-    one = eraser(bus, publisher, ErasureLedger(0.0), since_ns=time.time_ns())
-    await one.scan()
-    await erase_all(one)
-    records = [e async for e in read(bus, bus.subjects.stream("DONE"), bus.subjects.done_of(request.id))]
-    assert len(records) == 1
-    event = done.decode(records[0].data)
-    assert isinstance(event, done.Done)
-    assert (event.request, event.left_out) == (request.id, ("prompt", "tokens"))
-    assert on_disk(broker.data_dir, parts(pack_tokens(ANSWER))) == []
