@@ -21,7 +21,7 @@ import msgspec
 from nats.errors import Error as NatsError
 
 from infra.bus.connection import Bus
-from infra.bus.direct_get import format_time, get_last, read
+from infra.bus.direct_get import Entry, format_time, get_last, read
 from infra.bus.jetstream import BUSY, WRONG_LAST_SEQUENCE, decode_publish_reply
 from infra.bus.message import Message
 from schemas.errors import Code, ServingError
@@ -172,12 +172,33 @@ async def get(bus: Bus, bucket: str, name: str, *, limit: int, newest: bool = Fa
     )
 
 
-async def _read(bus: Bus, full: str, info: _Info, limit: int) -> bytes | None:
-    """The object's bytes; None: some of its chunks are missing."""
+async def messages(bus: Bus, bucket: str, name: str, *, limit: int, timeout: float = GET_S) -> list[Entry]:
+    """An object as it is stored: its chunks, then its entry. The arguments and errors are those of ``get``."""
+    full, until = bus.subjects.bucket(bucket), time.monotonic() + timeout
+    try:
+        async with asyncio.timeout(timeout):
+            found = await _find(bus, full, name, until)
+            entry = await get_last(bus, f"OBJ_{full}", _entry(full, name), within_s=timeout)
+            if found is not None and entry is not None and not found.info.deleted:
+                _check_size(found.info, limit)
+                chunks = [each async for each in read(bus, f"OBJ_{full}", _chunks(full, found.info.nuid))]
+                if sum(len(each.data) for each in chunks) == found.info.size:
+                    return [*chunks, entry]
+    except TimeoutError:
+        raise _silent(full, timeout) from None
+    raise ServingError(Code.request_not_found, f"bucket {full} has no whole object {name[:80]!r}")
+
+
+def _check_size(info: _Info, limit: int) -> None:
     if info.size > limit:
         raise ServingError(
             Code.body_too_large, f"object {info.name[:80]!r} has {info.size} bytes, and the limit is {limit}"
         )
+
+
+async def _read(bus: Bus, full: str, info: _Info, limit: int) -> bytes | None:
+    """The object's bytes; None: some of its chunks are missing."""
+    _check_size(info, limit)
     parts, size = [], 0
     async for entry in read(bus, f"OBJ_{full}", _chunks(full, info.nuid)):
         parts.append(entry.data or b"")

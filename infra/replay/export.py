@@ -18,6 +18,7 @@ from infra.bus.direct_get import Entry, format_time, get, get_last, read, read_b
 from infra.counts import counted
 from infra.replay.bulk_read import NeedsTls, read_bulk
 from infra.replay.files import STDIO, writing
+from infra.replay.media import Exported, export_media, media_of
 from infra.replay.record_line import (
     FORMAT,
     STREAMS,
@@ -31,7 +32,9 @@ from infra.replay.record_line import (
 )
 from infra.replay.redaction import VOCABULARY, Redactor
 from infra.replay.selection import Selection
+from infra.sizes import parse_size, show_size
 from infra.timeline.find_requests import of_entry
+from infra.timeline.log_copy import MEDIA
 from infra.timeline.moments import moment_ns
 from infra.timeline.open_log import Log, Source, add_flags, open_log, run_command
 from schemas import fleet
@@ -54,6 +57,7 @@ class Counted(NamedTuple):
     messages: int
     seconds: float
     left_out: int = 0
+    media: Exported | None = None  # None: the requests have none
 
 
 def run(argv: Sequence[str]) -> int:
@@ -68,6 +72,12 @@ def run(argv: Sequence[str]) -> int:
         "--output", "-o", default=STDIO, metavar="FILE", help="name.jsonl or .jsonl.gz; default: stdout"
     )
     parser.add_argument("--kv", action=argparse.BooleanOptionalAction, help="with the KV events; default: not with ids")
+    parser.add_argument(
+        "--media-bytes",
+        default="256MiB",
+        metavar="SIZE",
+        help="images of the requests, up to so many bytes together; 0: none (default: %(default)s)",
+    )
     parser.add_argument("--redact", action="store_true", help="placeholders of the same length for tokens and text")
     parser.add_argument(
         "--vocabulary",
@@ -116,13 +126,14 @@ async def selection(args: argparse.Namespace, bus: Bus, *, everything: bool) -> 
 
 
 async def _run(args: argparse.Namespace) -> None:
-    async with open_log(Source.of(args), name="export", streams=STREAMS, role="operator") as log:
+    media_bytes = parse_size(args.media_bytes) if not args.redact else 0
+    async with open_log(Source.of(args), name="export", streams=(*STREAMS, MEDIA), role="operator") as log:
         chosen = await selection(args, log.bus, everything=args.all)
         chosen = chosen._replace(kv=not chosen.ids if args.kv is None else args.kv)
         redactor = Redactor(args.vocabulary) if args.redact else None
         header = await _header(log.bus, args, redacted=args.redact)
         with writing(args.output) as file:
-            written = await export(log, chosen, header, file, redactor)
+            written = await export(log, chosen, header, file, redactor, media_bytes=media_bytes)
             if chosen.ids and not written.requests:
                 raise ValueError("the log has none of these requests")  # and no file is written
     if chosen.ids and written.requests < len(chosen.ids):
@@ -133,15 +144,35 @@ async def _run(args: argparse.Namespace) -> None:
     left = f"; {written.left_out} that cannot be read were left out" if written.left_out else ""
     print(
         f"{counted(written.requests, 'request')}, {counted(written.messages, 'message')} "
-        f"in {written.seconds:.1f} s{left}",
+        f"in {written.seconds:.1f} s{left}{_about_media(written.media, args)}",
         file=sys.stderr,
     )
 
 
+def _about_media(media: Exported | None, args: argparse.Namespace) -> str:
+    """What became of the requests' images; "": they have none."""
+    if media is None:
+        return ""
+    if args.redact:
+        return f"; {counted(media.too_large, 'image')} left out, since a redacted file has none"
+    text = f"; {counted(media.objects, 'image')} ({show_size(media.size)})" if media.objects else ""
+    if media.gone:
+        text += f"; {counted(media.gone, 'image')} left out: the deployment keeps images for 2 h"
+    if media.too_large:
+        text += f"; {counted(media.too_large, 'image')} left out: larger together than --media-bytes {args.media_bytes}"
+    return text
+
+
 async def export(
-    log: Log, chosen: Selection, header: FileHeader, file: BinaryIO, redactor: Redactor | None = None
+    log: Log,
+    chosen: Selection,
+    header: FileHeader,
+    file: BinaryIO,
+    redactor: Redactor | None = None,
+    *,
+    media_bytes: int = 0,
 ) -> Counted:
-    """Write the header and the selected messages, stream by stream, each in its own order.
+    """Write the header and the selected messages, stream by stream, each in its own order, and the requests' images.
 
     Raises:
         ServingError: the log cannot be read.
@@ -153,8 +184,15 @@ async def export(
         for stream, limits in header.streams.items():
             if limits.messages and (stream != "KV" or chosen.kv):
                 await copy_messages(log, stream, limits.last_seq, chosen, writer.add)
+    media = await _export_media(log.bus, writer, media_bytes) if writer.media else None
     writer.flush()
-    return Counted(len(writer.requests), writer.messages, time.perf_counter() - began, writer.left_out)
+    return Counted(len(writer.requests), writer.messages, time.perf_counter() - began, writer.left_out, media)
+
+
+async def _export_media(bus: Bus, writer: "_Writer", limit: int) -> Exported:
+    if not limit:
+        return Exported(0, 0, 0, len(writer.media))
+    return await export_media(bus, writer.media, limit, writer.write)
 
 
 class _Writer:
@@ -168,6 +206,7 @@ class _Writer:
         self.requests: set[str] = set()
         self.messages = 0
         self.left_out = 0
+        self.media: dict[bytes, None] = {}  # digests, in the order of the requests
 
     def add(self, record: Record) -> None:
         found: Record | None = record
@@ -182,7 +221,11 @@ class _Writer:
             return
         if record.stream in ("REQUESTS", "DONE"):
             self.requests.add(record.headers.get("Nats-Msg-Id", "")[:36])
-        self._lines.append(encode_line(found))
+            self.media.update(dict.fromkeys(each.digest for each in media_of(record)))
+        self.write(found)
+
+    def write(self, record: Record) -> None:
+        self._lines.append(encode_line(record))
         self.messages += 1
         if len(self._lines) == GROUP:
             self.flush()

@@ -16,9 +16,9 @@ from infra.broker.jetstream_api import BrokerProblem
 from infra.bus.connection import Bus, connect
 from infra.counts import counted
 from infra.replay.files import ExportFile, open_export
-from infra.replay.record_line import STREAMS, BadLine
-from infra.replay.restore import restore
-from infra.timeline.log_copy import STREAMS_DIR
+from infra.replay.record_line import BadLine
+from infra.replay.restore import RESTORED, prefix, restore
+from infra.timeline.log_copy import STREAMS_DIR, stream_name
 from infra.timeline.open_log import CONNECT_S, FAILURES
 from schemas.streams import topology
 from schemas.subjects import HEADER_RECORDED_TIME, Subjects
@@ -70,7 +70,7 @@ def _into_folder(exported: ExportFile, data_dir: Path, namespace: str) -> dict[s
     lock = Lock(data_dir / "nats.lock")
     lock.acquire("a nats-server of penstock")
     try:
-        folders = [data_dir / STREAMS_DIR / Subjects(namespace).stream(stream) for stream in STREAMS]
+        folders = [data_dir / STREAMS_DIR / stream_name(Subjects(namespace), stream) for stream in RESTORED]
         if any(folder.exists() for folder in folders):
             raise ValueError(f"{data_dir} has streams of namespace {namespace}: name another with --namespace")
         try:
@@ -91,7 +91,7 @@ async def _into_broker(exported: ExportFile, url: str, namespace: str) -> dict[s
     """
     subjects = Subjects(namespace)
     async with await connect(url, role="operator", name="import", namespace=namespace, timeout=CONNECT_S) as bus:
-        wanted = {subjects.stream(stream): stream for stream in STREAMS}
+        wanted = {stream_name(subjects, stream): stream for stream in RESTORED}
         try:
             configs = [each for each in stream_configs(topology(subjects)) if each["name"] in wanted]
             await create_streams(bus.nc, [each | {"max_age": 0} for each in configs])
@@ -102,16 +102,17 @@ async def _into_broker(exported: ExportFile, url: str, namespace: str) -> dict[s
         for name in wanted:
             if (await bus.js.stream_info(name)).state.last_seq:  # a deployment's routers would run the requests
                 raise ValueError(f"{name} has messages already: name an unused --namespace")
-        counts = dict.fromkeys(STREAMS, 0)
+        counts = dict.fromkeys(RESTORED, 0)
         for record in exported.records():
             if record.stream not in counts:
                 continue
-            prefix = exported.header.namespace + "."
-            if not record.subject.startswith(prefix):
-                exported.reject(BadLine(f"subject {record.subject} is not in namespace {prefix[:-1]}"))
+            name = stream_name(subjects, record.stream)
+            recorded = prefix(exported.header.namespace, name)
+            if not record.subject.startswith(recorded):
+                exported.reject(BadLine(f"subject {record.subject} does not begin with {recorded}"))
                 continue
             headers = {name: value for name, value in record.headers.items() if not name.startswith("Nats-Expected-")}
-            subject = f"{namespace}.{record.subject[len(prefix) :]}"
+            subject = prefix(namespace, name) + record.subject[len(recorded) :]
             await bus.nc.publish(subject, record.data, headers=headers | {HEADER_RECORDED_TIME: record.time})
             counts[record.stream] += 1
             if not counts[record.stream] % FLUSH:
@@ -130,7 +131,7 @@ async def _stored(bus: Bus, counts: dict[str, int]) -> None:
         await bus.nc.flush()
     for stream, count in counts.items():
         try:
-            info = await bus.js.stream_info(bus.subjects.stream(stream))
+            info = await bus.js.stream_info(stream_name(bus.subjects, stream))
         except NatsError as error:
             raise ValueError(f"stream {stream} cannot be read: {error}") from error
         if info.state.messages != count:

@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import secrets
+from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from infra.bus.publisher import Publisher
 from infra.replay.changes import Changes, Target, as_new
 from infra.replay.comparison import Comparison, compare
 from infra.replay.export import copy_messages, limits_of, workers
+from infra.replay.media import move_media
 from infra.replay.nats_sender import MAX_OPEN, NatsSender, Planned, Sent
 from infra.replay.record_line import Record
 from infra.replay.recording import Recording, Run
@@ -46,24 +48,42 @@ async def collect(log: Log, chosen: Selection) -> Recording:
 
 
 async def replay_over_nats(
-    args: argparse.Namespace, log: Log, runs: Sequence[Run], changes: Changes, speed: float
+    args: argparse.Namespace,
+    log: Log,
+    runs: Sequence[Run],
+    skipped: Counter[str],
+    changes: Changes,
+    speed: float,
 ) -> Replayed:
     """Run recorded requests on the target that the flags name.
 
     Args:
         log: where they were recorded.
+        skipped: gets those whose images are gone.
         speed: times the recorded pace; 0: as fast as possible.
     Raises:
         ValueError: there is no target, or it does not serve the model.
         ServingError: its broker does not answer.
     """
     async with _target(args, log) as there:
+        missing = await move_media(log.bus, there.bus, runs, _keep_s(runs, speed, args.timeout_s))
+        if missing:
+            skipped["with images that are gone: deployments keep them for 2 h, exports for good"] += len(missing)
+            runs = [run for run in runs if run.id not in missing]
+            if not runs:
+                raise ValueError("no recorded request can run again: the images of all are gone")
         sent = await _send(there.bus, runs, await workers(there.bus), changes, speed, args)
         again = await collect(there, Selection(frozenset(sent.ids.values()), kv=False))
         where = f"namespace {there.bus.subjects.namespace}" + (f" of {args.target}" if args.target else "")
     pairs = [_pair(run, sent, again) for run in runs]
     comparisons = [_refused(compare(old, new), sent.refused.get(old.id, "")) for old, new in pairs]
     return Replayed(where, pairs, comparisons, sent.seconds)
+
+
+def _keep_s(runs: Sequence[Run], speed: float, timeout_s: float) -> float:
+    """For how long their images are needed."""
+    times = [run.request.created_ns for run in runs if run.request is not None]
+    return timeout_s + ((max(times) - min(times)) / 1e9 / speed if speed and times else 0.0)
 
 
 @contextlib.asynccontextmanager

@@ -23,6 +23,7 @@ from infra.replay.report import Report, make_report
 from infra.replay.show_report import show
 from infra.replay.texts import with_texts
 from infra.terminal import stdout
+from infra.timeline.log_copy import MEDIA
 from infra.timeline.open_log import Source, add_flags, open_log, run_command
 
 FAIL_ON = ("tokens", "errors", "never")
@@ -112,7 +113,7 @@ async def _replay(args: argparse.Namespace) -> Report:
     speed = _speed(args.speed)
     changes = parse_changes(args.set, model=args.model, seed=args.seed, logprobs=args.logprobs)
     source = Source.of(args)
-    async with open_log(source, name="replay", streams=STREAMS, role="operator") as log:
+    async with open_log(source, name="replay", streams=(*STREAMS, MEDIA), role="operator") as log:
         anything = args.ids or args.since or args.until or args.from_seq
         chosen = await selection(args, log.bus, everything=args.all or (bool(source.file) and not anything))
         recorded = await collect(log, chosen._replace(kv=False))
@@ -122,7 +123,7 @@ async def _replay(args: argparse.Namespace) -> Report:
         if args.target.startswith(("http://", "https://")):
             replayed = await replay_over_http(args, plan.runs, changes, speed)
         else:
-            replayed = await replay_over_nats(args, log, plan.runs, changes, speed)
+            replayed = await replay_over_nats(args, log, plan.runs, plan.skipped, changes, speed)
     report = make_report(
         replayed,
         source=source.file or source.nats_url or str(source.data_dir),

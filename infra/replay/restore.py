@@ -18,10 +18,11 @@ from infra.bus.direct_get import parse_time
 from infra.replay.checksums import checksums
 from infra.replay.files import ExportFile
 from infra.replay.record_line import STREAMS, BadLine, Record
-from infra.timeline.log_copy import STREAMS_DIR, without_limits
+from infra.timeline.log_copy import MEDIA, STREAMS_DIR, stream_name, without_limits
 from schemas.streams import topology
 from schemas.subjects import Subjects
 
+RESTORED = (*STREAMS, MEDIA)
 BLOCK_BYTES = 4 << 20
 _HEADER = struct.Struct("<IQqH")  # length (top bit: has headers), sequence, time in ns, length of the subject
 _HAS_HEADERS = 1 << 31
@@ -41,7 +42,7 @@ class StreamFiles:
         self._folder = data_dir / STREAMS_DIR / name
         self._name = name
         self._config = config
-        self._from, self._to = recorded + ".", subjects.namespace + "."
+        self._from, self._to = (prefix(namespace, name) for namespace in (recorded, subjects.namespace))
         self._parts: list[tuple[bytes, bytes, bytes, bytes]] = []  # header, subject, headers, body
         self._bytes = 0
         self._blocks = 0
@@ -57,7 +58,7 @@ class StreamFiles:
         if record.seq <= self._last:
             raise BadLine(f"sequence {record.seq} of {record.stream} comes after {self._last}")
         if not record.subject.startswith(self._from):
-            raise BadLine(f"subject {record.subject} is not in namespace {self._from[:-1]}")
+            raise BadLine(f"subject {record.subject} does not begin with {self._from}")
         self._last = record.seq
         subject = (self._to + record.subject[len(self._from) :]).encode()
         headers = b""
@@ -98,7 +99,14 @@ class StreamFiles:
         self._bytes = 0
 
 
-def restore(exported: ExportFile, data_dir: Path, namespace: str, streams: Collection[str] = STREAMS) -> dict[str, int]:
+def prefix(namespace: str, stream: str) -> str:
+    """What the subjects of a stream begin with; of a bucket's the bucket's own."""
+    return f"$O.{namespace}_media." if stream.startswith("OBJ_") else f"{namespace}."
+
+
+def restore(
+    exported: ExportFile, data_dir: Path, namespace: str, streams: Collection[str] = RESTORED
+) -> dict[str, int]:
     """Write an export into a data folder without these streams; the number of messages by stream.
 
     The streams keep everything for good. No broker may run on the folder.
@@ -111,7 +119,7 @@ def restore(exported: ExportFile, data_dir: Path, namespace: str, streams: Colle
         OSError: the folder cannot be written.
     """
     subjects = Subjects(namespace)
-    wanted = {subjects.stream(stream): stream for stream in STREAMS}
+    wanted = {stream_name(subjects, stream): stream for stream in RESTORED}
     configs = {config["name"]: config for config in stream_configs(topology(subjects)) if config["name"] in wanted}
     files = {
         wanted[name]: StreamFiles(

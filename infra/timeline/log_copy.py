@@ -14,7 +14,9 @@ from pathlib import Path
 import msgspec
 
 from infra.timeline.highway_hash import highway_hash_64
+from schemas.subjects import Subjects
 
+MEDIA = "MEDIA"
 STREAMS_DIR = Path("nats", "jetstream", "APP", "streams")
 MARGIN_BYTES = 64 << 20  # for what the server writes itself
 _FICLONE = 0x40049409  # linux/fs.h: share the blocks of another file (btrfs, XFS, ...)
@@ -30,13 +32,18 @@ def namespaces(data_dir: Path) -> list[str]:
     return sorted(path.parent.name.removesuffix("_DONE") for path in found)
 
 
+def stream_name(subjects: Subjects, stream: str) -> str:
+    """A stream's name with the namespace; ``MEDIA`` is the bucket of the requests' images."""
+    return f"OBJ_{subjects.bucket('media')}" if stream == MEDIA else subjects.stream(stream)
+
+
 def copy_streams(data_dir: Path, target: Path, streams: Sequence[str]) -> None:
     """Copy streams into ``target``, a data folder to be. Blocks are shared where the file system can.
 
     No broker may run on ``data_dir`` meanwhile. Streams that do not exist are left out, and consumers.
 
     Args:
-        streams: names with the namespace, as ``Subjects.stream`` makes them.
+        streams: names with the namespace, as ``stream_name`` makes them.
     Raises:
         CopyFailed: the disk has too little room, or a file cannot be read.
     """

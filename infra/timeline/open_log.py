@@ -20,7 +20,7 @@ from infra.broker.server import EmbeddedNats, ServerFailed
 from infra.bus.connection import Bus, connect
 from infra.launch.state import State, read_state
 from infra.replay.files import open_export
-from infra.timeline.log_copy import STREAMS_DIR, CopyFailed, copy_streams, namespaces
+from infra.timeline.log_copy import STREAMS_DIR, CopyFailed, copy_streams, namespaces, stream_name
 from schemas.errors import ServingError
 from schemas.subjects import Subjects
 
@@ -146,7 +146,7 @@ async def open_log(
             namespace = _namespace(source, data_dir)
             async with contextlib.AsyncExitStack() as stack:
                 copy = stack.enter_context(tempfile.TemporaryDirectory(prefix="penstock-log-", dir=_beside(data_dir)))
-                names = [Subjects(namespace).stream(stream) for stream in streams]
+                names = [stream_name(Subjects(namespace), stream) for stream in streams]
                 await asyncio.to_thread(copy_streams, data_dir, Path(copy), names)
                 lock.release()
                 yield await stack.enter_async_context(_served(copy, namespace, name, role, timeout_s))
