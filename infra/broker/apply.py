@@ -165,7 +165,7 @@ def widened(existing: Config, wanted: Config) -> Config:
     Lowering a limit would delete messages, which only an operator may decide. What the operator has set stays.
     """
     merged = existing | {key: value for key, value in wanted.items() if key not in ("retention", "storage")}
-    # The server's own notes come back in its answer and are not ours to send.
+    # The server adds metadata of its own to its answer; it must not be sent back.
     merged["metadata"] = {k: v for k, v in existing.get("metadata", {}).items() if not k.startswith("_nats.")}
     merged["subjects"] = list(dict.fromkeys([*existing.get("subjects", []), *wanted["subjects"]]))
     chosen = merged["metadata"].get(SET_BY_OPERATOR, "").split()

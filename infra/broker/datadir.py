@@ -37,7 +37,7 @@ def prepare(path: Path) -> None:
 def unusable(path: Path, error: OSError) -> DataDirUnusable:
     """What an error while writing below the data folder ``path`` means, and what to do."""
     nearest = Path(error.filename) if isinstance(error.filename, str) else path
-    while not os.path.exists(nearest) and nearest != nearest.parent:  # Path.exists raises where it may not look
+    while not os.path.exists(nearest) and nearest != nearest.parent:  # Path.exists raises if a parent is not readable
         nearest = nearest.parent
     if not path.is_dir() and nearest.is_file():
         return DataDirUnusable(f"--data-dir {path}: {_same(nearest, path)}is a file; name a folder")
@@ -78,7 +78,7 @@ class Lock:
         """Take the lock; nothing happens if it is held already by this object.
 
         Raises:
-            DataDirBusy: it is held; the text names ``what`` is running and the holder's pid.
+            DataDirBusy: it is held; the text has ``purpose`` and the holder's pid.
             DataDirUnusable: its folder cannot be used.
         """
         if self._fd is not None:

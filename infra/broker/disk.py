@@ -27,7 +27,7 @@ REST_S = 30.0  # between two restarts: a disk without inodes, or over a quota, h
 
 
 class Server(Protocol):
-    """What is watched; see ``EmbeddedNats``."""
+    """The broker that is watched; see ``EmbeddedNats``."""
 
     log_path: Path
     data_dir: Path
@@ -102,5 +102,5 @@ class DiskWatch:
             new = file.read(1 << 20)
         self._read += len(new)
         text = self._rest + new
-        self._rest = text[-len(FULL) + 1 :]  # never the words themselves: they count once
+        self._rest = text[-len(FULL) + 1 :]  # never the words themselves, which count once
         return FULL in text

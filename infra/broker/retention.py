@@ -44,7 +44,7 @@ class StreamUse(msgspec.Struct, frozen=True):
 
 
 class Loss(msgspec.Struct, frozen=True):
-    """What new limits delete at once: ``messages`` at most because of their age, ``bytes`` because of the size."""
+    """What new limits delete at once: up to ``messages`` because of their age, ``bytes`` because of the size."""
 
     messages: int
     bytes: int
@@ -139,7 +139,7 @@ async def set_limits(nc: Client, name: str, max_age_s: float | None, max_bytes: 
     config = await existing_config(nc, f"STREAM.INFO.{name}", STREAM_NOT_FOUND)
     if config is None:
         raise BrokerProblem(f"there is no stream {name}: run `penstock streams apply`")
-    # The server's own notes come back in its answer and are not ours to send.
+    # The server adds metadata of its own to its answer; it must not be sent back.
     metadata = {key: value for key, value in config.get("metadata", {}).items() if not key.startswith("_nats.")}
     chosen = set(metadata.get(SET_BY_OPERATOR, "").split())
     if max_age_s is not None:

@@ -1,4 +1,4 @@
-"""What each role may publish and subscribe, and why: the least that it uses, by name where a name can be known.
+"""What each role may publish and subscribe, and why: only what it uses, by name where the name is known in advance.
 
 There is one broker user per role, and permissions cover whole tokens of a subject. So the subjects of one worker are
 open to all workers (``SHARED`` says what that means): whoever has a worker's password is trusted with the whole pool.

@@ -117,7 +117,7 @@ class EmbeddedNats:
             raise
 
     async def stop(self, timeout_s: float = _TERM_S) -> None:
-        """End it in order; it is killed if that takes longer than ``timeout_s``."""
+        """Shut it down; it is killed if that takes longer than ``timeout_s``."""
         if self.pid and self._process is not None:
             self.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -131,7 +131,7 @@ class EmbeddedNats:
             self._process.terminate()
 
     def kill(self) -> None:
-        """End it at once, as a crash would. ``start`` brings it back on the same port and store."""
+        """Kill it, as a crash would. ``start`` brings it back on the same port and store."""
         if self._process is not None and self._process.poll() is None:
             self._process.kill()
             self._process.wait()
@@ -162,7 +162,7 @@ class EmbeddedNats:
         )
 
     def _choose_port(self) -> int:
-        fixed = self._port or self._wanted_port  # once started it stays: clients look for it there
+        fixed = self._port or self._wanted_port  # the port never changes after the first start: clients reconnect to it
         if fixed:
             check_free(_HOST, fixed, port_flag="--nats-port")
             return fixed

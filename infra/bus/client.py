@@ -1,4 +1,4 @@
-"""nats-py's client with repairs, and with shorter ways for what is sent and received most.
+"""nats-py's client with fixes, and with faster paths for what is sent and received most.
 
 A message that nats-py receives passes six regular expressions, a queue and a task of its subscription; one that it
 sends passes a queue and a task, too. Beside what our handlers do with a message, that is most of its cost.
@@ -71,7 +71,7 @@ class BusClient(Client):  # type: ignore[misc]  # untyped
         """
         sub = await self.subscribe(subject)
         self._handlers[sub._id] = handler
-        while not sub._pending_queue.empty():  # came before this line
+        while not sub._pending_queue.empty():  # arrived before this line
             message = sub._pending_queue.get_nowait()
             await self._call(handler, ReceivedMessage(message.subject, message.data, message.reply, message.headers))
         return sub
@@ -179,7 +179,7 @@ class _Parser(Parser):  # type: ignore[misc]  # untyped
             await self._pause(len(data))
 
     async def _pause(self, size: int) -> None:
-        """Leave what comes to the kernel for a while; a link that is behind has no pause."""
+        """Leave incoming bytes to the kernel for a while. A link that is behind is not paused."""
         self._burst += size
         reader = getattr(self.nc._transport, "_io_reader", None)
         if reader is None or reader._buffer or self.nc.is_closed:

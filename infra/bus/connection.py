@@ -104,7 +104,7 @@ class Bus:
         self._recovery = self.tasks.spawn(self._recover(), name="bus-recovery")
 
     def recover_soon(self) -> None:
-        """Run the reconnect hooks because messages were dropped on a link that stands; once for a burst of drops."""
+        """Run the reconnect hooks because messages were dropped on a working link; once for a burst of drops."""
         if self._recovery is None or self._recovery.done():
             self._recovery = self.tasks.spawn(self._recover(after=DROPPED_S), name="bus-recovery")
 

@@ -85,6 +85,6 @@ class LoopLag:
 def gauge(scope: MetricScope) -> LoopLag:
     """Add a process's gauge to its metrics. Run ``watch`` of the result."""
     lag = LoopLag()
-    about = "longest time that something due had to wait for the event loop, in the last 30 to 60 s"
+    about = "longest delay of a due callback by the event loop, in the last 30 to 60 s"
     scope.gauge("loop_lag_seconds", about).set_function(lambda: lag.worst_s)
     return lag

@@ -55,7 +55,7 @@ def read_args(path: str) -> Tree:
     """A file of engine arguments.
 
     Raises:
-        BadArguments: it cannot be read, or is no YAML mapping.
+        BadArguments: it cannot be read, or is not a YAML mapping.
     """
     try:
         return parse_yaml(Path(path).expanduser().read_text(encoding="utf-8"))
@@ -171,7 +171,7 @@ class Deployment:
             await self._start_dashboard()
 
     async def _start_dashboard(self) -> None:
-        """Started once everything else is ready: it takes CPU time to start, and nothing waits for it."""
+        """Started when everything else is ready: its start takes CPU time, and nothing waits for it."""
         port = free_port(self.settings.dashboard_port)
         self._dashboard_url = f"http://127.0.0.1:{port}/?token={stored_token(self.data_dir)}"
         argv = [sys.executable, "-m", "infra.cli", "dashboard", "--data-dir", str(self.data_dir), "--port", str(port)]
@@ -252,7 +252,7 @@ class Deployment:
                 keeper.resume()
 
     def _give_up(self, keeper: Keeper) -> bool:
-        """Whether a process that exits at start ends the start: it will not get better, or has been tried often."""
+        """Whether the start fails because a process exited: a retry would fail as well, or there were too many."""
         hopeless = keeper.last_status == USAGE or keeper.exits >= _TRIES
         if self._ready or not hopeless or self._failed is None:
             return False
@@ -295,7 +295,7 @@ class Deployment:
         write_state(self.data_dir / "state.json", self._state())
 
     async def _stop(self, stop: Stop) -> bool:
-        """Stop what runs, if anything does; whether a second signal cut it short."""
+        """Stop all processes that run. Returns whether a second signal cut it short."""
         if not self._keepers:
             self._listeners.close()
             return False

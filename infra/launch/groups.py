@@ -27,11 +27,11 @@ _PARALLEL = {
 
 
 class PlanError(ValueError):
-    """A deployment that cannot be; the text names the flag and the fix."""
+    """The flags contradict each other or the machine; the text names the flag and the fix."""
 
 
 class Group(NamedTuple):
-    """Workers that are alike.
+    """Workers with the same settings.
 
     Attributes:
         settings: of ``WorkerSettings``, laid over what goes through from ``penstock up``.
@@ -71,7 +71,7 @@ class Fleet(NamedTuple):
 
     @property
     def slow(self) -> bool:
-        """It may load for a long time."""
+        """Whether it may take long to load."""
         return any(group.engine in EXTERNAL for group in self.groups)
 
 
@@ -98,7 +98,7 @@ def fleet_of(
     if up.block_size not in blocks | {BLOCK_SIZE}:
         raise PlanError(f"--block-size {up.block_size}: the recipe's files say {min(blocks)}; leave it out")
     block_size = min(blocks)
-    # The mock engine has no use for weights, but for a long context.
+    # The mock engine needs no weights, but a long context.
     model = up.model or (first.model if first else str(modeldir.TINY if engine == "mock" else modeldir.DEMO))
     groups = [
         _group(up, role, count, engine, model, block_size, recipe.get(role), read)
@@ -128,7 +128,7 @@ def roles_of(up: UpSettings, recipe: Mapping[str, RecipeEntry] = {}) -> dict[str
 
 
 def assign(groups: Sequence[Group], gpus: Sequence[str] | None) -> dict[str, tuple[str, ...]]:
-    """Which GPUs each worker sees, by its name: in the order of the groups. Who gets none is left out.
+    """Which GPUs each worker sees, by its name: in the order of the groups. Workers without a GPU are left out.
 
     Args:
         gpus: as CUDA_VISIBLE_DEVICES writes them; None: whatever there is, each engine sees all of it.
@@ -150,7 +150,7 @@ def assign(groups: Sequence[Group], gpus: Sequence[str] | None) -> dict[str, tup
         fix = (
             "start fewer workers, lower --tensor-parallel-size, or start some on other machines with `penstock worker`"
             if gpus
-            else "name them with --gpus as in CUDA_VISIBLE_DEVICES, or let the engines look with --gpus none"
+            else "name them with --gpus as in CUDA_VISIBLE_DEVICES, or let the engines choose with --gpus none"
         )
         available = f"{len(gpus)} may be used ({','.join(gpus)})" if gpus else "none is seen here"
         raise PlanError(f"{total} GPUs are needed ({', '.join(asked)}), {available}: {fix}")
@@ -205,7 +205,7 @@ def _group(
 
 
 def _agree(groups: Sequence[Group], block_size: int) -> None:
-    """Engines that hand KV to each other must cut and keep it alike: routers would pair none that do not.
+    """Engines that hand off KV to each other must use the same blocks and layout; routers pair no others.
 
     Raises:
         PlanError: they do not.

@@ -26,7 +26,7 @@ async def get(host: str, port: int, path: str, timeout_s: float = 2.0) -> tuple[
 
 
 def reachable(host: str) -> str:
-    """Where to reach a server that listens on ``host``: "any address" is no address to connect to."""
+    """Where to reach a server that listens on ``host``: one cannot connect to "any address"."""
     return {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)
 
 

@@ -18,7 +18,7 @@ _FIRST, _LAST = 20_000, 32_000
 
 
 def gpus(asked: Sequence[str], environ: Mapping[str, str], devices: Path = Path("/dev")) -> tuple[str, ...] | None:
-    """GPUs that workers may use, as CUDA_VISIBLE_DEVICES writes them; None: they are not to be assigned."""
+    """GPUs that workers may use, as CUDA_VISIBLE_DEVICES writes them; None: do not assign any."""
     if asked:
         return None if tuple(asked) == ("none",) else tuple(asked)
     visible = environ.get("CUDA_VISIBLE_DEVICES")

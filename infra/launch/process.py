@@ -73,7 +73,7 @@ class Process:
         assert self._process is not None
         status = await self._process.wait()
         if self._copying is not None:
-            # A grandchild may hold the pipe open; its output is not worth waiting for.
+            # A grandchild may hold the pipe open; do not wait for its output.
             await asyncio.wait([self._copying], timeout=1.0)
             self._copying.cancel()
         return status

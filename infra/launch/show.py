@@ -51,7 +51,7 @@ class Board:
                 self._progress.update(self._lines[name], state=state)
 
     def print(self, text: str) -> None:
-        """Text for the user, as it is."""
+        """Print text for the user unchanged."""
         if not self._quiet:
             self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
@@ -95,7 +95,7 @@ def curl_line(http_url: str, model: str, makes: str = "text") -> str:
 
 
 def welcome(state: State, data_dir: Path, seconds: float) -> str:
-    """What the user needs next. No secrets but the dashboard's token, which reads only."""
+    """What the user needs next. The only secret in it is the dashboard's token, which is read-only."""
     flag = "" if data_dir.name == ".penstock" else f" --data-dir {data_dir}"
     return f"""
 Penstock serves {state.model} on {state.http_url} (ready after {seconds:.1f} s)
@@ -113,6 +113,6 @@ Penstock serves {state.model} on {state.http_url} (ready after {seconds:.1f} s)
 
 
 def _command() -> str:
-    """How to call ``penstock`` from here: by name if it is on the path, else as this process was called."""
+    """The command that calls ``penstock``: its name if it is on the PATH, else as this process was called."""
     called = Path(sys.argv[0])
     return str(called) if called.name == "penstock" and not shutil.which("penstock") else "penstock"

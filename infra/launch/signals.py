@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM as events: the first asks to stop in order, the second insists. SIGUSR1 resumes."""
+"""Ctrl-C and SIGTERM as events: the first stops in order, the second at once. SIGUSR1 resumes."""
 
 import asyncio
 import contextlib
@@ -45,7 +45,7 @@ class Stop:
 
 
 def leave_closed_terminal() -> None:
-    """If our terminal was closed, write to nowhere: each line would raise, and end the stop half done."""
+    """If the terminal was closed, discard output: each line would raise and interrupt the stop."""
     for fd in (1, 2):
         with contextlib.suppress(OSError):
             if stat.S_ISCHR(os.fstat(fd).st_mode) and not os.isatty(fd):  # a device, but no terminal any more

@@ -8,7 +8,7 @@ from infra.launch.supervisor import Keeper
 
 GRACE_S = 5.0  # beyond drain_s, to close connections
 REPORT_S = 5.0  # between two lines about processes that are still awaited
-# Gateways first, since clients are connected to them; then who serves them, who only reads the log, and the broker.
+# Gateways first, since clients are connected to them; then routers and workers, readers of the log, and the broker.
 STAGES = (("gateway",), ("router", "worker"), ("trace", "dashboard"), ("nats",))
 
 

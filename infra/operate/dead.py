@@ -109,7 +109,7 @@ async def dead_requests(log: Log, since: str, model: str, limit: int) -> list[De
 
     Raises:
         ServingError: the log cannot be read.
-        ValueError: ``since`` is no time.
+        ValueError: ``since`` is not a time.
     """
     since_ns = moment_ns(since, time.time_ns()) if since else 0
     criteria = Criteria(since_ns=since_ns, model=model, code=Code.worker_lost)
@@ -143,7 +143,7 @@ def _retry(argv: Sequence[str]) -> int:
     )
     parser.add_argument("ids", nargs="*", metavar="ID", help="requests")
     parser.add_argument("--all", action="store_true", help="all that `penstock dead list` shows")
-    parser.add_argument("--worker", default="", help="run them on this worker only, which they may take with them")
+    parser.add_argument("--worker", default="", help="run them on this worker only, which they may crash")
     parser.add_argument("--yes", "-y", action="store_true", help="do not ask")
     _selection(parser)
     add_flags(parser)

@@ -1,8 +1,8 @@
 """``penstock forget``: delete what the log holds of requests that have ended.
 
-Jobs go first, then requests, then records: a router that starts in between must not find a job without its end, which
-it would place again. The broker overwrites a deleted message's bytes on the disk. Summaries that ``penstock requests``
-has cached on this machine go too; they are read from the log again.
+Jobs are deleted first, then requests, then records: a router that starts in between must not find a job without its
+end, which it would place again. The broker overwrites a deleted message's bytes on the disk. Summaries that
+``penstock requests`` has cached on this machine go too; they are read from the log again.
 """
 
 import argparse

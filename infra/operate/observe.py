@@ -25,8 +25,8 @@ from schemas.streams import topology
 from schemas.summary import FAILED, RequestSummary
 
 SAMPLED = 200  # records per look
-LOOK_S = 5.0  # somebody is waiting for the picture
-WINDOW_S = 10.0  # over which rates, times and shares are taken
+LOOK_S = 5.0  # a user is waiting for the result
+WINDOW_S = 10.0  # the window of rates, times and shares
 CLASSES = ("interactive", "standard", "batch")
 
 

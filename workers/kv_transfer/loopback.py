@@ -82,7 +82,7 @@ class LoopbackAgent:
 
     def add(self, peer: Endpoint) -> None:
         if peer.metadata != f"loopback {peer.agent}".encode():
-            raise TransferRejected("its metadata are not its own")
+            raise TransferRejected("its metadata belong to another agent")
         if peer.agent not in self._network.agents:
             raise PeerLost("it is not there")
         self._loaded.add(peer.agent)
@@ -98,7 +98,7 @@ class LoopbackAgent:
             if owner is None:
                 raise PeerLost("it is not there")
             if not (self._knows(move.local) and owner._knows(move.remote)):
-                raise TransferRejected("its memory is not what it says")
+                raise TransferRejected("its memory description is invalid")
             posted = _Posted(op, peer, move)
             self._posted.append(posted)
             self._move(posted)

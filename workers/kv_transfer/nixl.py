@@ -80,7 +80,7 @@ class NixlAgent:
         try:
             name = self._agent.add_remote_agent(peer.metadata)
         except self._rejections as error:
-            raise TransferRejected(f"its metadata were not taken: {error!r}") from error
+            raise TransferRejected(f"its metadata were rejected: {error!r}") from error
         except self._losses as error:
             raise PeerLost(repr(error)) from error
         if name.decode() != peer.agent:
@@ -95,7 +95,7 @@ class NixlAgent:
                 op, self._descriptors(move.local), self._descriptors(move.remote), peer
             )
         except self._rejections as error:
-            raise TransferRejected(f"its memory is not what it says: {error!r}") from error
+            raise TransferRejected(f"its memory description is invalid: {error!r}") from error
         except self._losses as error:
             raise PeerLost(repr(error)) from error
         try:

@@ -79,7 +79,9 @@ class Owner:
 
     def release(self, order: Release) -> Ok:
         """A reader no longer needs its ticket."""
-        return Ok() if self._end(order.ticket, "") else Ok(error="no such ticket: it was released, or its lease passed")
+        return (
+            Ok() if self._end(order.ticket, "") else Ok(error="no such ticket: it was released, or its lease expired")
+        )
 
     def _end(self, ticket_id: str, cause: str) -> bool:
         pin = self._pins.get(ticket_id)
@@ -95,7 +97,7 @@ class Owner:
         """Write blocks of a ticket into the reader's blocks."""
         pin = self._pins.get(order.ticket)
         if pin is None or self._transport is None:
-            return Pushed("stale", "no such ticket: it was released, or its lease passed")
+            return Pushed("stale", "no such ticket: it was released, or its lease expired")
         take = wire.unpack_tokens(order.take)
         into = wire.unpack_tokens(order.blocks)
         if len(take) != len(into) or any(position >= len(pin.blocks) for position in take):

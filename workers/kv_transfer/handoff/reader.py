@@ -65,7 +65,7 @@ class Reader:
         transport = self._transport
         try:
             if time.time_ns() > ticket.lease_ns:
-                raise TransferError("stale", "the lease had passed before the blocks could be read")
+                raise TransferError("stale", "the lease had expired before the blocks could be read")
             if transport is None:
                 raise TransferError("unavailable", "this worker has no transfer backend")
             if path_between(transport.endpoint, ticket.endpoint) == "read":
@@ -174,7 +174,7 @@ class Reader:
         """An owner has left: it will not reply."""
         for owner, answer in self._pushes.values():
             if owner == worker and not answer.done():
-                answer.set_result(Pushed("peer_lost", "the owner of the blocks is gone", settled=False))
+                answer.set_result(Pushed("peer_lost", "the owner of the blocks has left", settled=False))
 
     def _quarantined(self, ticket: Ticket, blocks: int, settled: "concurrent.futures.Future[None]") -> None:
         loop = asyncio.get_running_loop()
