@@ -4,7 +4,7 @@ import enum
 
 
 class Code(enum.StrEnum):
-    """What went wrong, as a code. ``status``: the HTTP status. ``retry``: whether a repeated request may succeed."""
+    """What went wrong, as a code. ``status``: the HTTP status."""
 
     invalid_request = "invalid_request"
     model_not_found = "model_not_found"
@@ -34,10 +34,6 @@ class Code(enum.StrEnum):
     def status(self) -> int:
         return _STATUS[self]
 
-    @property
-    def retry(self) -> bool:
-        return self in _RETRY
-
 
 _STATUS = {
     Code.invalid_request: 400,
@@ -63,18 +59,6 @@ _STATUS = {
     Code.request_timeout: 408,
     Code.too_many_connections: 503,
     Code.internal: 500,
-}
-
-_RETRY = {
-    Code.queue_full,
-    Code.worker_lost,
-    Code.revision_unavailable,
-    Code.engine_error,
-    Code.broker_unavailable,
-    Code.transfer_failed,
-    Code.shutting_down,
-    Code.request_timeout,
-    Code.too_many_connections,
 }
 
 

@@ -131,7 +131,6 @@ def topology(s: Subjects, *, record: bool = False) -> Topology:
             # A request may name an object up to half the object's age limit later, and then run this long.
             ObjectSpec(s.bucket("media"), 2 * HOUR + 5 * MINUTE, 4 * GIB),
             ObjectSpec(s.bucket("snapshots"), DAY, GIB),
-            ObjectSpec(s.bucket("batches"), 7 * DAY, 4 * GIB),
             ObjectSpec(s.bucket("results"), 6 * HOUR, 8 * GIB),  # images and videos, until they are fetched
         ),
         consumers=(*_router_consumers(s), gateways),

@@ -8,7 +8,6 @@ digests are base64 of their bytes. The request within a record is in ``request``
 the same bytes (of a newer build, or none of ours) is in ``data``, as base64. The first line is a ``FileHeader``.
 """
 
-import base64
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -225,7 +224,3 @@ def _job_from_json(message: Any) -> Any:
     if isinstance(message, jobs.Job):
         return _replace(message, request=msgspec.Raw(wire.encode(_read_request(message.request))))
     return _replace(message, job=msgspec.Raw(wire.encode(_job_from_json(_read_job(message.job)))))
-
-
-def as_base64(data: bytes) -> str:
-    return base64.b64encode(data).decode()

@@ -132,10 +132,7 @@ def test_every_code_has_a_name_and_a_status() -> None:
     for code in Code:
         assert code.name == code.value
         assert 400 <= code.status < 600
-        assert isinstance(code.retry, bool)
     assert Code.queue_full.status == 429
-    assert Code.queue_full.retry
-    assert not Code.invalid_request.retry
 
 
 def test_an_error_carries_what_a_gateway_needs() -> None:
