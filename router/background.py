@@ -41,5 +41,5 @@ class BackgroundTasks:
 
     def acknowledge(self, reply: str, verdict: bytes) -> None:
         """Send the verdict on a message, without waiting for it."""
-        if not self._bus.nc.post(reply, verdict):
+        if not self._bus.nc.post(reply, verdict, later=True):
             self.spawn(self._bus.nc.publish(reply, verdict), "verdict")

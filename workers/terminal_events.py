@@ -113,7 +113,8 @@ class TerminalEvents:
         try:
             await store()
             self._requests.mark_ended(running.request.id, running.attempt)
-            await self._bus.nc.publish(running.delivery.reply, ACK)
+            if not self._bus.nc.post(running.delivery.reply, ACK, later=True):
+                await self._bus.nc.publish(running.delivery.reply, ACK)
         finally:
             self._requests.stop_ending(running)
 

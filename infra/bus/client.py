@@ -18,6 +18,7 @@ from nats.protocol.parser import Parser
 from infra.bus.wire_protocol import FrameReader, ReceivedMessage, publish_command, read_headers
 
 _BUFFERED_BYTES = 64 << 10  # in the socket's buffer; above, nats-py's flusher waits for the server
+_LATER_S = 0.01
 _BURST_BYTES = 64 << 10  # read between two pauses; after more, reading goes on at once
 
 Handler = Callable[[ReceivedMessage], None]
@@ -34,6 +35,7 @@ class BusClient(Client):  # type: ignore[misc]  # untyped
     Attributes:
         read_pause_s: seconds between two reads of the link. Who follows a log without hurry reads many messages at a
             time, for a fraction of the wake-ups. Every answer comes later by as much. 0: no pause.
+        gathers: what is published in the next turn of the event loop, too, leaves in the same write.
     """
 
     def __init__(self) -> None:
@@ -43,7 +45,9 @@ class BusClient(Client):  # type: ignore[misc]  # untyped
         self._pending_data_size = 0
         self._handlers: dict[int, Handler] = {}  # by subscription
         self._write_scheduled = False
+        self._write_later: asyncio.TimerHandle | None = None
         self.read_pause_s = 0.0
+        self.gathers = False
 
     def drop_link(self) -> None:
         """Close a link that was not finished; nats-py leaves it open when ``connect`` fails or is cancelled."""
@@ -106,8 +110,20 @@ class BusClient(Client):  # type: ignore[misc]  # untyped
 
     # Sending
 
-    def post(self, subject: str, payload: bytes = b"", reply: str = "", headers: dict[str, str] | None = None) -> bool:
-        """Publish without waiting; False: only ``publish`` can, since the link is down or the message unusual."""
+    def post(
+        self,
+        subject: str,
+        payload: bytes = b"",
+        reply: str = "",
+        headers: dict[str, str] | None = None,
+        *,
+        later: bool = False,
+    ) -> bool:
+        """Publish without waiting; False: only ``publish`` can, since the link is down or the message unusual.
+
+        Args:
+            later: nobody waits for it: it leaves with what is published next, or in 10 ms.
+        """
         if self._status != Client.CONNECTED or len(payload) > self._max_payload:
             return False
         command = publish_command(subject, payload, reply, headers)
@@ -117,7 +133,10 @@ class BusClient(Client):  # type: ignore[misc]  # untyped
         self.stats["out_bytes"] += len(payload)
         self._pending.append(command)
         self._pending_data_size += len(command)
-        if not self._write_scheduled:
+        if later and not self._write_scheduled:
+            if self._write_later is None:
+                self._write_later = asyncio.get_running_loop().call_later(_LATER_S, self._write)
+        else:
             self._write_soon()
         return True
 
@@ -136,11 +155,17 @@ class BusClient(Client):  # type: ignore[misc]  # untyped
     def _write_soon(self) -> None:
         if not self._write_scheduled:
             self._write_scheduled = True
-            asyncio.get_running_loop().call_soon(self._write)
+            asyncio.get_running_loop().call_soon(self._next_turn if self.gathers else self._write)
+
+    def _next_turn(self) -> None:
+        asyncio.get_running_loop().call_soon(self._write)
 
     def _write(self) -> None:
         """Send what is pending, or have nats-py's flusher do so, which waits for a server that reads slowly."""
         self._write_scheduled = False
+        if self._write_later is not None:
+            self._write_later.cancel()
+            self._write_later = None
         if not self._pending_data_size or not self.is_connected:
             return  # a reconnect sends what is pending
         writer = getattr(self._transport, "_io_writer", None)

@@ -198,3 +198,41 @@ async def test_a_link_that_is_read_with_pauses_gets_each_message_once_and_in_ord
     await nc.flush()
     await other.publish("bus-test.paused", b"after it")
     await eventually(lambda: found[-1] == b"after it")
+
+
+async def test_what_nobody_waits_for_leaves_with_what_is_published_next_or_soon(
+    broker: EmbeddedNats, connect: Connect
+) -> None:
+    nc, other = await connect(broker), await connect(broker)
+    found: list[bytes] = []
+    await other.subscribe_direct("bus-test.later", lambda message: found.append(message.data))
+    await other.flush()
+    written: list[bytes] = []
+    writer = nc._transport._io_writer
+    write = writer.write
+    writer.write = lambda data: (written.append(data), write(data))
+    for gathers in (False, True):
+        nc.gathers = gathers
+        assert nc.post("bus-test.later", b"1", later=True)
+        await asyncio.sleep(0)
+        assert not written
+        assert nc.post("bus-test.later", b"2")
+        await eventually(lambda: len(found) == 2)
+        assert len(written) == 1
+        assert nc.post("bus-test.later", b"3", later=True)
+        await eventually(lambda: found == [b"1", b"2", b"3"])
+        found.clear()
+        written.clear()
+
+
+async def test_two_turns_of_the_event_loop_leave_in_one_write(broker: EmbeddedNats, connect: Connect) -> None:
+    nc = await connect(broker)
+    written: list[bytes] = []
+    nc._transport._io_writer.write = written.append
+    nc.gathers = True
+    assert nc.post("bus-test.turns", b"1")
+    await asyncio.sleep(0)
+    assert nc.post("bus-test.turns", b"2")
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert len(written) == 1
