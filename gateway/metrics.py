@@ -20,7 +20,7 @@ class Metrics:
         self.registry = scope.registry
         self.requests = scope.counter("requests", "ended requests", ["api", "code"])
         self.ttft = scope.histogram("ttft_seconds", "body read to first token sent", buckets=TTFT_BUCKETS)
-        self.itl = scope.histogram(
+        self.itl = scope.thread_histogram(
             "inter_token_seconds",
             "time between two tokens of a stream: from one event to the next, divided by the tokens in it",
             buckets=ITL_BUCKETS,

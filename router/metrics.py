@@ -27,7 +27,7 @@ class Metrics:
         self.overlap = scope.counter("overlap_tokens", "prompt tokens cached at the chosen worker")
         self.prompt = scope.counter("prompt_tokens", "prompt tokens placed")
         self.wait = scope.histogram("wait_seconds", "time from arrival to decision", buckets=WAIT_BUCKETS)
-        self.decision = scope.histogram(
+        self.decision = scope.thread_histogram(
             "decision_seconds", "computing where a request goes: match, scores and choice", buckets=DECISION_BUCKETS
         )
         self.ended = scope.counter("ended", "requests ended by the router", ["code"])

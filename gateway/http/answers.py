@@ -195,9 +195,9 @@ class StreamClock:
         seconds, self._last = now - self._last, now
         self._bytes += size
         if self._started:
-            tokens = sum([len(item.tokens) for item in items]) // TOKEN_BYTES
-            if tokens:
-                self._metrics.itl.observe(seconds / tokens)
+            packed = len(items[0].tokens) if len(items) == 1 else sum([len(item.tokens) for item in items])
+            if packed:
+                self._metrics.itl.observe(seconds * TOKEN_BYTES / packed)
         else:
             self._started = True
             self._metrics.ttft.observe(seconds)

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from pathlib import Path
 
-from prometheus_client.metrics import MetricWrapperBase
+from prometheus_client.registry import Collector
 
 import gateway.metrics
 import router.metrics
@@ -54,13 +54,13 @@ def scopes() -> dict[str, MetricScope]:
     return by_role
 
 
-def section(role: str, metrics: Iterable[MetricWrapperBase]) -> str:
+def section(role: str, metrics: Iterable[Collector]) -> str:
     head = f"\n## {role}\n\n| metric | type | labels | meaning |\n|---|---|---|---|\n"
     return head + "".join(map(row, metrics))
 
 
-def row(metric: MetricWrapperBase) -> str:
-    family = next(iter(metric.describe()))
+def row(metric: Collector) -> str:
+    family = next(iter(metric.collect()))
     name = f"{family.name}_total" if family.type == "counter" else family.name
-    labels = " ".join(f"`{label}`" for label in metric._labelnames) or "–"
+    labels = " ".join(f"`{label}`" for label in getattr(metric, "_labelnames", ())) or "–"
     return f"| `{name}` | {family.type} | {labels} | {family.documentation} |\n"

@@ -10,13 +10,13 @@ from typing import TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 from prometheus_client.core import Metric
-from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
 from infra.metrics.names import label_name, metric_name
+from infra.metrics.thread_histogram import ThreadHistogram
 
-_Made = TypeVar("_Made", bound=MetricWrapperBase)
+_Made = TypeVar("_Made", bound=Collector)
 
 PREFIX = "penstock"
 
@@ -41,7 +41,7 @@ class MetricScope(Collector):
         self._inherited: dict[str, str] = {}
         self._own = CollectorRegistry()
         self._constant: dict[str, dict[str, str]] = {}  # by family
-        self._metrics: list[MetricWrapperBase] = []
+        self._metrics: list[Collector] = []
         self._children: list[MetricScope] = []
         self._taken: dict[str, str] = {}  # family: what it was made as; shared by all scopes of a process
         self.registry = CollectorRegistry()  # shared as well
@@ -129,6 +129,14 @@ class MetricScope(Collector):
 
         return self._made(Histogram, name, labels, constant, make)
 
+    def thread_histogram(self, name: str, about: str, *, buckets: Sequence[float]) -> ThreadHistogram:
+        """A distribution that only one thread observes, such as the event loop's. It has no labels of its own.
+
+        Raises:
+            MetricConflict: the name is taken.
+        """
+        return self._made(ThreadHistogram, name, (), None, lambda full, _: ThreadHistogram(full, about, buckets))
+
     def register(self, collector: Collector) -> None:
         """Add series that others make, such as an engine's own. They get the automatic labels of this scope.
 
@@ -153,7 +161,7 @@ class MetricScope(Collector):
             if (*names, *fixed).count(each) > 1:
                 raise MetricConflict(f"{full}: the label {each!r} is named twice")
         metric = make(full, names)
-        family = next(iter(metric.describe())).name
+        family = next(iter(metric.collect())).name
         if self._taken.get(family, kind.__name__) != kind.__name__:
             raise MetricConflict(f"{full} exists already as a {self._taken[family].lower()}; choose another name")
         try:
@@ -165,7 +173,7 @@ class MetricScope(Collector):
         self._metrics.append(metric)
         return metric
 
-    def metrics(self) -> Iterator[MetricWrapperBase]:
+    def metrics(self) -> Iterator[Collector]:
         """The metrics that were made here and below, in their order; not those that others make."""
         yield from self._metrics
         for child in self._children:

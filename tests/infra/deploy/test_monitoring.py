@@ -29,7 +29,7 @@ def known() -> set[str]:
     names |= {f"penstock_worker_gpu_{what}" for what in ("memory_used_bytes", "memory_bytes", "utilization_ratio")}
     for scope in scopes().values():
         for metric in scope.metrics():
-            family = next(iter(metric.describe()))
+            family = next(iter(metric.collect()))
             ends = {"counter": ("_total",), "histogram": ("_bucket", "_sum", "_count")}.get(family.type, ("",))
             names |= {f"{family.name}{end}" for end in ends}
     return names
