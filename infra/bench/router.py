@@ -11,15 +11,17 @@ from msgspec import Meta, Struct
 from rich.table import Table
 
 from infra.bench.intervals import Interval
-from infra.bench.plots import PlotsMissing, plot_loads
+from infra.bench.plots import PlotsMissing, plot_loads, plot_prefix_ratios
 from infra.bench.simulation.comparison import Cell, Run, Summary, runs, summaries
 from infra.bench.simulation.policy import Fleet, WorkerSpec
+from infra.bench.simulation.prefix_sweep import PrefixSweep, series
 from infra.bench.simulation.trace import Multipliers, Trace, TraceError, multiplied, read
 from infra.bench.simulation.workloads import WORKLOADS
 from infra.terminal import stdout
 from router.routing import LOCAL_PREFILL_TOKENS, Weights
 
 _REQUESTS_PER_WORKER = 500
+_SWEEP_REQUESTS = 200
 
 PolicyName = Literal["kv", "kv_predicted", "dynamo", "round_robin", "random", "least_loaded", "least_blocks"]
 WorkloadName = Literal["chat", "agents", "documents", "unique", "bursts", "hot", "mixed", "images"]
@@ -36,9 +38,17 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     )
     workload: Annotated[tuple[WorkloadName, ...], Meta(description="shapes of requests to generate")] = ("chat",)
     trace: Annotated[str, Meta(description="file in Mooncake's format, instead of --workload")] = ""
+    prefix_ratios: Annotated[
+        tuple[Annotated[float, Meta(ge=0, le=1)], ...],
+        Meta(description="shares of the prompt that are common, such as 0.1,0.5,0.9, instead of --workload"),
+    ] = ()
+    rate: Annotated[float, Meta(gt=0, description="of --prefix-ratios: requests per second at load 1")] = 5.0
+    prefixes: Annotated[int, Meta(ge=1, description="of --prefix-ratios: different prefixes")] = 20
+    prompt_tokens: Annotated[int, Meta(ge=1, description="of --prefix-ratios: mean length of a prompt")] = 14000
+    output_tokens: Annotated[int, Meta(ge=2, description="of --prefix-ratios: tokens per answer")] = 200
     load: Annotated[
         tuple[Positive, ...],
-        Meta(description="of a workload: share of what saturates round robin; of a trace: speed-up"),
+        Meta(description="of a workload: share of what saturates round robin; otherwise speed-up"),
     ] = (0.3, 0.7, 1.0, 1.5)
     requests: Annotated[int, Meta(ge=0, description="requests; 0: the whole trace, or 500 per worker")] = 0
     seeds: Annotated[int, Meta(ge=1, le=100, description="runs per policy and load")] = 5
@@ -82,10 +92,15 @@ def run(settings: Settings) -> int:
             return 130
         result = summaries(found)
         _report(settings, result)
+        swept = [series(result, settings.prefix_ratios, load) | {"load": load} for load in _loads(settings, result)]
         if settings.json:
-            figures = {"settings": settings, "summaries": result, "runs": found}
+            figures = {"settings": settings, "summaries": result, "runs": found} | ({"sweeps": swept} if swept else {})
             Path(settings.json).write_bytes(msgspec.json.format(msgspec.json.encode(figures), indent=2) + b"\n")
-        if settings.plot:
+        if settings.plot and swept:
+            plot_prefix_ratios(
+                settings.prefix_ratios, swept[0]["ttft_values"], swept[0]["throughput_values"], Path(settings.plot)
+            )
+        elif settings.plot:
             plot_loads(result, Path(settings.plot))
     except (BadBench, TraceError, PlotsMissing) as error:
         print(f"penstock bench router: {error}", file=sys.stderr)
@@ -127,12 +142,34 @@ def _cells(settings: Settings) -> list[Cell]:
             Cell(engines, load, trace.name, trace, replicas=settings.replicas, weights=weights)
             for load in settings.load
         ]
+    if settings.prefix_ratios:
+        sweep = PrefixSweep(
+            settings.prefix_ratios,
+            settings.requests or _SWEEP_REQUESTS,
+            settings.prompt_tokens,
+            settings.output_tokens,
+            settings.prefixes,
+            settings.rate,
+        )
+        return [
+            Cell(engines, load, trace.name, trace, replicas=settings.replicas, weights=weights)
+            for load in settings.load
+            for trace in sweep.traces().values()
+        ]
     requests = settings.requests or _REQUESTS_PER_WORKER * len(engines.targets)
     return [
         Cell(engines, load, name, None, requests, settings.replicas, weights)
         for name in settings.workload
         for load in settings.load
     ]
+
+
+def _loads(settings: Settings, found: Sequence[Summary]) -> list[float]:
+    """The loads at which every ratio was run by every policy; none without a sweep."""
+    if not settings.prefix_ratios:
+        return []
+    whole = len(settings.prefix_ratios) * len(settings.policies)
+    return [load for load in settings.load if sum(each.load == load for each in found) == whole]
 
 
 def _trace(settings: Settings) -> Trace:
@@ -153,7 +190,7 @@ def _report(settings: Settings, found: Sequence[Summary]) -> None:
     for cell in dict.fromkeys((each.workload, each.load) for each in found):
         group = [each for each in found if (each.workload, each.load) == cell]
         console = stdout()
-        about = cell[0] if settings.trace else f"{cell[0]} ({WORKLOADS[cell[0]].about})"
+        about = cell[0] if settings.trace or settings.prefix_ratios else f"{cell[0]} ({WORKLOADS[cell[0]].about})"
         console.print(table(f"{about}, load {cell[1]:g}, {group[0].figures.requests} requests", group))
 
 

@@ -88,3 +88,29 @@ def test_a_fleet_has_the_roles_ranks_and_speeds_of_its_flags() -> None:
 def test_a_difference_is_a_percentage_with_its_interval() -> None:
     assert difference(Interval(0.12, 0.09, 0.15)) == "+12.0 ± 3.0 %"
     assert difference(Interval(0.12, -1.0, float("inf"))) == "+12.0 %"
+
+
+@pytest.mark.parametrize("roles", [{"workers": 4}, {"prefill": 2, "decode": 2}])
+def test_a_sweep_over_the_common_share_is_a_series_per_policy(roles: dict[str, int], tmp_path: Path) -> None:
+    file = tmp_path / "figures.json"
+    settings = Settings(
+        prefix_ratios=(0.1, 0.5, 0.9),
+        policies=("kv", "round_robin"),
+        load=(1.0,),
+        seeds=1,
+        requests=60,
+        prompt_tokens=4000,
+        output_tokens=20,
+        prefixes=6,
+        json=str(file),
+        **roles,
+    )
+    assert run(settings) == 0
+    (sweep,) = json.loads(file.read_bytes())["sweeps"]
+    assert sweep["prefix_ratios"] == [0.1, 0.5, 0.9]
+    kv, round_robin = (sweep["hit_rates"][name] for name in ("kv", "round_robin"))
+    assert kv == sorted(kv)
+    assert all(ours >= theirs for ours, theirs in zip(kv, round_robin, strict=True))
+    assert kv[-1] > 0.6
+    assert sweep["ttft_values"]["kv"][-1] < sweep["ttft_values"]["round_robin"][-1]
+    assert len(sweep["throughput_values"]["kv"]) == 3
