@@ -420,7 +420,7 @@ class ClusterState:
         for name, worker in list(self._registry.members.items()):
             if worker.registration.connection in connections:
                 self.tasks.spawn(self._remove_key(name, worker.revision), name=f"remove-{name}")
-                self._registry.drop(name, "its connection broke")
+                self._registry.remove(name, "its connection broke")
 
     async def _remove_stale_keys(self) -> None:
         """Remove expired registrations that a killed broker brought back."""

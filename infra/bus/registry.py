@@ -139,9 +139,9 @@ class WorkerRegistry:
             return
         limit = now - fleet.LEASE_S
         for member in [m for m in self.members.values() if m.renewed_at < limit]:
-            self.drop(member.registration.worker, "lease expired")
+            self.remove(member.registration.worker, "lease expired")
 
-    def drop(self, worker: str, reason: str) -> None:
+    def remove(self, worker: str, reason: str) -> None:
         """Remove a worker from the table."""
         member = self.members.pop(worker, None)
         if member is not None:
@@ -151,7 +151,7 @@ class WorkerRegistry:
         worker = entry.subject.rpartition(".")[2]
         self.stale_keys.pop(worker, None)
         if "KV-Operation" in entry.headers or "Nats-Marker-Reason" in entry.headers or not entry.data:
-            self.drop(worker, "unregistered" if entry.headers.get("KV-Operation") else "lease expired")
+            self.remove(worker, "unregistered" if entry.headers.get("KV-Operation") else "lease expired")
             return
         try:
             registration = fleet.decode(entry.data)

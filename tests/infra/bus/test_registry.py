@@ -127,8 +127,8 @@ async def test_the_servers_expiry_marker_counts_too(bus: Bus, watched: Watched) 
 
 
 async def test_who_left_may_come_again(bus: Bus, watched: Watched) -> None:
-    watched.watch.drop("early", "connection lost")
-    watched.watch.drop("early", "connection lost")
+    watched.watch.remove("early", "connection lost")
+    watched.watch.remove("early", "connection lost")
     assert watched.left == [("early", "connection lost")]
     await register(bus, "early")
     await eventually(lambda: "early" in watched.watch.members)
@@ -233,7 +233,7 @@ async def test_a_registration_that_a_broker_brings_back_while_it_is_followed_is_
 ) -> None:
     old = await register(bus, "ghost")
     await eventually(lambda: "ghost" in watched.watch.members)
-    watched.watch.drop("ghost", "connection lost")  # and its key is in the table, unseen
+    watched.watch.remove("ghost", "connection lost")  # and its key is in the table, unseen
     monkeypatch.setattr(Bus, "reconnects", bus.reconnects + 1)
     watched.watch.expire()
     await watched.watch.find_stale_keys()

@@ -95,7 +95,7 @@ class Queue:
         reservation, sequence.reservation = sequence.reservation, None
         if reservation is not None:
             self._reserved -= 1
-            self._reservations.leave(reservation)
+            self._reservations.release_user(reservation)
 
     def reclaim(self) -> bool:
         """Free the last waiting sequence's reservation for a running one; False: none can be given up."""

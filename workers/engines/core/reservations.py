@@ -56,8 +56,8 @@ class Reservations:
         reservation.tails.pop()
         self.reserved_blocks -= 1
 
-    def leave(self, reservation: Reservation) -> None:
-        """One of its users has started or was cancelled; the last one frees it."""
+    def release_user(self, reservation: Reservation) -> None:
+        """One of its users has started or was cancelled; the last one releases it."""
         if not reservation.users:  # it was released before
             return
         reservation.users -= 1
