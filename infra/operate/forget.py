@@ -9,7 +9,7 @@ import argparse
 import asyncio
 import datetime
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -128,9 +128,12 @@ async def forget(bus: Bus, ended: Sequence[_Ended]) -> Forgotten:
         async for entry in read(bus, stream, bus.subjects.all(kind), since_ns=since_ns):
             if entry.time_ns > ended_ns + CLOCK_SKEW_NS:
                 break
+            if entry.subject == bus.subjects.erased:
+                continue
             if entry.headers.get(HEADER_MSG_ID, "").partition(":")[0] in ids:
                 await _delete(bus, stream, entry.seq)
                 messages += 1
+    messages += await _forget_unstored(bus, ids, since_ns)
     stream = bus.subjects.stream("DONE")
     for each in ended:
         async for entry in read(bus, stream, each.subject):
@@ -138,6 +141,21 @@ async def forget(bus: Bus, ended: Sequence[_Ended]) -> Forgotten:
             messages += 1
     config = (await request(bus.nc, f"STREAM.INFO.{bus.subjects.stream('TOKENS')}", {}))["config"]
     return Forgotten(len(ended), messages, ended_ns + config["max_age"])
+
+
+async def _forget_unstored(bus: Bus, ids: Collection[str], since_ns: int) -> int:
+    """What requests with ``no_store`` have besides: tokens of their own, and after their erasure an entry for lists."""
+    found = []
+    stream = bus.subjects.stream("TOKENS")
+    for each in ids:
+        found += [(stream, entry.seq) async for entry in read(bus, stream, bus.subjects.tokens_of(each))]
+    stream = bus.subjects.stream("REQUESTS")
+    async for entry in read(bus, stream, bus.subjects.erased, since_ns=since_ns):
+        if entry.headers.get(HEADER_MSG_ID, "").partition(":")[0] in ids:
+            found.append((stream, entry.seq))
+    for name, seq in found:
+        await _delete(bus, name, seq)
+    return len(found)
 
 
 async def _delete(bus: Bus, stream: str, seq: int) -> None:

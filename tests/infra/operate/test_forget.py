@@ -16,6 +16,7 @@ from infra.operate import forget as forget_module
 from infra.operate.forget import run
 from infra.timeline.summary_cache import cache_folder
 from schemas.subjects import HEADER_MSG_ID, Subjects
+from schemas.wire import encode
 from tests.infra.bus.support import opened
 from tests.infra.timeline.support import accept, assign, end
 
@@ -64,6 +65,19 @@ async def test_a_forgotten_request_leaves_no_message_and_no_byte_behind(
     assert not on_disk(broker.data_dir, secret)
     shown = " ".join(capsys.readouterr().out.split())
     assert "deleted 3 messages of 1 request; the last of their tokens leave the log by 20" in shown
+
+
+async def test_a_request_that_is_not_to_be_stored_leaves_its_tokens_and_its_entry_in_lists_at_once(
+    bus: Bus, broker: EmbeddedNats
+) -> None:
+    request = await accept(bus, no_store=True)
+    await assign(bus, request)
+    await bus.js.publish(bus.subjects.tokens(request.token_address), b"tokens")
+    await end(bus, request, 1)
+    await bus.js.publish(bus.subjects.erased, encode(request), headers={HEADER_MSG_ID: f"{request.id}:erased"})
+    assert await forget(bus, broker, request.id, "--yes") == 0
+    assert await stored(bus) == []
+    assert [entry async for entry in read(bus, bus.subjects.stream("TOKENS"), ">")] == []
 
 
 def fill(cache: Path, text: str) -> None:
