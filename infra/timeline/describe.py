@@ -77,8 +77,11 @@ def plain(content: Any) -> Any:
 
 def _request(data: bytes) -> Described:
     request = requests.decode(data)
+    prompt = counted(len(request.prompt) // 4, "token")
+    if request.no_store and not request.prompt:
+        prompt = "not kept (no_store)"
     text = (
-        f"{request.model} {request.priority.value} prompt {counted(len(request.prompt) // 4, 'token')}, "
+        f"{request.model} {request.priority.value} prompt {prompt}, "
         f"at most {request.stop.max_tokens} out, from {request.gateway}"
     )
     return Described("request", frozenset((request.id,)), text, request)

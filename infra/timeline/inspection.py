@@ -172,6 +172,8 @@ def _entry(timeline: RequestTimeline, event: TimelineEvent) -> Iterator[Entry]:
 
 def _accepted(event: RequestAccepted) -> str:
     request = event.request
+    if request.no_store and not request.prompt:
+        return f"prompt not kept (no_store), at most {request.stop.max_tokens} out, class {request.priority.value}"
     blocks = counted(event.prompt_blocks, "full block")
     text = f"prompt {counted(event.prompt_tokens, 'token')} ({blocks} of {request.block_size}), "
     text += f"at most {request.stop.max_tokens} out, class {request.priority.value}"
@@ -249,6 +251,12 @@ def _attempt(ticket: str) -> int:
 
 def _missing(timeline: RequestTimeline, with_tokens: bool) -> Iterator[str]:
     done = timeline.done
+    if done is not None and timeline.request.no_store:
+        yield (
+            "it was made with no_store: what was said was never in its record, and its request, jobs and tokens are "
+            f"erased soon after its end; the record lacks: {', '.join(done.left_out)}"
+        )
+        return
     if not timeline.routed:
         if done is None:
             yield "no router has placed it yet"

@@ -20,14 +20,15 @@ from infra.timeline.inspect import as_json, run
 from infra.timeline.inspection import Entry, Inspection, inspect, line_of
 from infra.timeline.inspection_page import page
 from infra.timeline.read import read_timeline
+from infra.timeline.request_timeline import RequestTimeline
 from infra.timeline.show_inspection import show
 from infra.timeline.token_lines import MOST_LINES, token_lines
-from schemas.done import Timings
+from schemas.done import Done, Outcome, Timings, Usage, request_of, without_content
 from schemas.ids import new_request_id
 from schemas.jobs import Stage
 from schemas.subjects import Subjects
 from schemas.tokens import WHOLE_REQUEST, Finish, TokenItem
-from schemas.wire import pack_tokens
+from schemas.wire import encode, pack_tokens
 from tests.infra.timeline.support import accept, assign, end, stream
 from tests.infra.timeline.tracing import samples
 from tests.router.support import Clients, routing
@@ -125,6 +126,22 @@ def test_without_colours_nothing_is_lost() -> None:
 
     found = inspect(samples.split(compact=False))
     assert re.sub("\x1b\\[[0-9;]*m", "", shown(found, colours=True)) == shown(found)
+
+
+def test_of_an_erased_request_it_says_that_its_content_was_not_kept_and_what_that_is() -> None:
+    asked = samples.request(no_store=True)
+    whole = Done(
+        asked.id, "tiny", 1, "w-1", (Outcome(pack_tokens([1]), "stop"),), Usage(100, 1), submitted=encode(asked)
+    )
+    timeline = RequestTimeline(asked.id)
+    left = without_content(whole)
+    rest = request_of(left)
+    assert rest is not None
+    timeline.add_request(rest)
+    timeline.add_end(left, samples.at(9))
+    found = inspect(timeline)
+    assert [text.partition(";")[2] for text in found.missing] == [" the record lacks: prompt, tokens"]
+    assert "prompt not kept (no_store)" in shown(found)
 
 
 def test_what_is_missing_is_said() -> None:
