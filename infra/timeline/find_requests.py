@@ -4,19 +4,21 @@ What has ended is read from the records in DONE. What has not is what the consum
 acknowledged; a stopped deployment has no consumers, so the last hour of both streams is read instead.
 """
 
+import asyncio
 import time
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, Iterable, Iterator
 
 import msgspec
 import structlog
 
 from infra.bus.connection import Bus
 from infra.bus.direct_get import Entry, get_last, get_last_of, read, read_backwards
+from infra.replay.bulk_read import Stored, read_bulk
 from schemas import done, jobs, requests
 from schemas.jobs import Job, Revoke
 from schemas.requests import GenerateRequest
 from schemas.streams import LONGEST_DEADLINE_S
-from schemas.subjects import KEPT
+from schemas.subjects import HEADER_MSG_ID, KEPT, Subjects
 from schemas.summary import RUNNING, WAITING, Criteria, RequestSummary, of_done, of_request
 
 log = structlog.get_logger("timeline")
@@ -63,36 +65,74 @@ def of_entry(entry: Entry) -> Found | None:
         return None
 
 
-async def unfinished(bus: Bus, criteria: Criteria, *, stopped: bool = False) -> list[Found]:
+async def unfinished(bus: Bus, criteria: Criteria, *, stopped: bool = False, url: str = "") -> list[Found]:
     """Requests that have not ended, the last to be accepted first.
 
     Args:
         stopped: the deployment does not run; the last hour of its log is read.
+        url: of the broker that serves the log of a stopped one, so that it is read faster.
     Raises:
         ServingError: a stream cannot be read.
     """
     found: dict[str, Found] = {}
+    if stopped and url:
+        over, stored = await asyncio.to_thread(_left_by_stopped, bus.subjects, url, await _hour_before_end(bus))
+        for name, subject, data in stored:
+            if name == "REQUESTS":
+                request = requests.decode(data)
+                found[request.id] = Found(of_request(request, state=WAITING), request)
+            elif (running := _running(subject, data)) is not None:
+                _keep_later(found, running)
+        left = [each for name, each in found.items() if name not in over and criteria.accepts(each.summary)]
+        return sorted(left, key=lambda each: each.summary.created_ns, reverse=True)
     async for entry in _unacknowledged(bus, "REQUESTS", stopped):
         request = requests.decode(entry.data)
         found[request.id] = Found(of_request(request, state=WAITING), request)
     async for entry in _unacknowledged(bus, "WORK", stopped):
-        running = _running(entry)
-        if running is None:
-            continue
-        before = found.get(running.summary.id)
-        if before is None or before.summary.attempts <= running.summary.attempts:
-            found[running.summary.id] = running
+        running = _running(entry.subject, entry.data)
+        if running is not None:
+            _keep_later(found, running)
     over = {record.request async for record in _records(bus, [each.summary for each in found.values()])}
     left = [each for name, each in found.items() if name not in over and criteria.accepts(each.summary)]
     return sorted(left, key=lambda each: each.summary.created_ns, reverse=True)
 
 
-def _running(entry: Entry) -> Found | None:
+def _left_by_stopped(subjects: Subjects, url: str, since_ns: int) -> tuple[set[str], list[tuple[str, str, bytes]]]:
+    """Requests that have a record; and stream, subject and body of what is stored about those without one."""
+
+    def stored(name: str) -> Iterator[Stored]:
+        return read_bulk(url, subjects.stream(name), f"{subjects.namespace}.>", since_ns=since_ns)
+
+    over = {each.subject.rpartition(".")[2] for each in stored("DONE")}
+    return over, [
+        (name, each.subject, each.data)
+        for name in ("REQUESTS", "WORK")
+        for each in stored(name)
+        if each.headers.get(HEADER_MSG_ID, "").partition(":")[0] not in over
+    ]
+
+
+async def _hour_before_end(bus: Bus) -> int:
+    """The longest time that a request may take, before the last one was accepted or sent to a worker (Unix ns)."""
+    ends = [
+        await get_last(bus, bus.subjects.stream(name), f"{bus.subjects.namespace}.>") for name in ("REQUESTS", "WORK")
+    ]
+    last = max((entry.time_ns for entry in ends if entry is not None), default=time.time_ns())
+    return max(0, last - int(LONGEST_DEADLINE_S * 1e9))
+
+
+def _keep_later(found: dict[str, Found], running: Found) -> None:
+    before = found.get(running.summary.id)
+    if before is None or before.summary.attempts <= running.summary.attempts:
+        found[running.summary.id] = running
+
+
+def _running(subject: str, data: bytes) -> Found | None:
     """The request of a message in WORK; None: a revocation, or a copy of a job that no worker reads."""
-    worker = entry.subject.rpartition(".")[2]
-    if KEPT in entry.subject.split("."):
+    worker = subject.rpartition(".")[2]
+    if KEPT in subject.split("."):
         return None
-    message = jobs.decode(entry.data)
+    message = jobs.decode(data)
     if isinstance(message, Revoke):
         return None
     job = message if isinstance(message, Job) else jobs.decode_job(message.job)

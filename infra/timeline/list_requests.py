@@ -118,7 +118,9 @@ async def _list(log: Log, options: Options) -> AsyncGenerator[RequestLine, None]
     count = 0
     criteria = options.criteria
     states = criteria.states
-    found = await unfinished(log.bus, criteria, stopped=log.stopped) if _may_be_unfinished(criteria) else []
+    found = (
+        await unfinished(log.bus, criteria, stopped=log.stopped, url=log.url) if _may_be_unfinished(criteria) else []
+    )
     for each in found:
         if (line := _line(each, options)) is not None:
             yield line

@@ -13,6 +13,7 @@ import httpx
 import pytest
 
 from infra.bus.connection import Bus, connect
+from infra.cli import main
 from infra.model.modeldir import DEMO
 from infra.timeline.leases import leases
 from infra.timeline.read import read_timeline
@@ -138,6 +139,28 @@ def piece(line: str) -> str:
     event = json.loads(line[6:])
     assert "error" not in event, event
     return "".join(choice["delta"].get("content") or "" for choice in event["choices"])
+
+
+async def test_what_was_recorded_gives_the_same_tokens_again_one_at_a_time(
+    fleet: Fleet, deployment: Deployment, http: httpx.AsyncClient, tmp_path: Path
+) -> None:
+    assert len(fleet.workers) == 2
+    ids = []
+    for number, question in enumerate(("What is 347 + 586?", "Spell strawberry.", QUESTION)):
+        for temperature in (0, 0.8):
+            body = chat(question, max_tokens=24, seed=number) | {"temperature": temperature}
+            answer = await http.post("/v1/chat/completions", json=body)
+            assert answer.status_code == 200, answer.text
+            ids.append(str(answer.headers["x-request-id"]))
+    async with await connect(deployment.state.nats_url, role="operator", name="test") as bus:
+        for each in ids:
+            await ending(bus, each)
+    report = tmp_path / "report.json"
+    flags = ["--speed", "max", "--concurrency", "1", "--data-dir", str(deployment.data_dir), "--json", str(report)]
+    assert await asyncio.to_thread(main, ["replay", *ids, *flags]) == 0
+    found = json.loads(report.read_text())
+    assert (found["requests"], found["outcomes"]["same"]) == (6, 6)
+    assert found["compared_tokens"] > 6
 
 
 async def test_answers_stream_with_logprobs_and_usage(fleet: Fleet, reference: str, http: httpx.AsyncClient) -> None:
