@@ -66,9 +66,9 @@ def decide_again(
         route = pools.decide(recorded_route(job))
         return DecidedAgain(route, pools.scores(job.decision.candidates)) if route else None
     eligible = {each for each in candidates_of(job) if each.worker not in without}
-    size, block_size = recorded_size(job, decode(job.request)), job.inputs.block_size
+    size = recorded_size(job, decode(job.request))
     scores = tuple(
-        recorded_cost(size, each, block_size, weights).whole if each in eligible else None
+        recorded_cost(size, each, job.inputs, weights).whole if each in eligible else None
         for each in job.decision.candidates
     )
     open_scores = [score for score in scores if score is not None]

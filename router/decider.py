@@ -8,12 +8,15 @@ import structlog
 
 from configs.settings import RouterSettings
 from router.cluster_state import ClusterState
+from router.load import ENCODE
 from router.metrics import Metrics
 from router.pairs import links
 from router.pending import PendingRequest, required_revision, routing_request
 from router.placement.decisions import FEW, Decisions, array_decisions
+from router.placement.sessions import SessionId
 from router.routing import RoutingDecision, RoutingRequest, Weights
-from schemas.jobs import DecisionInputs
+from schemas.jobs import DecisionInputs, Stage
+from schemas.requests import GenerateRequest
 
 log = structlog.get_logger("router")
 
@@ -53,6 +56,9 @@ class Decider:
         shared = self._policy.shared_blocks(request.model, reusable)
         if shared:
             request = msgspec.structs.replace(request, shared_blocks=shared)
+        if pending.request.session:
+            targets = self._policy.sessions.targets(session_of(pending.request), pending.request.id)
+            request = msgspec.structs.replace(request, session=targets)
         inputs = DecisionInputs(
             self._seeds.getrandbits(32),
             self._decisions,
@@ -60,6 +66,7 @@ class Decider:
             tracker.loads.learned.samples,
             shared,
             next((each.block_size for each in tracker.serving(request.model)), 0),
+            session=request.session,
         )
         decision = self._policy.decide(
             request,
@@ -74,6 +81,12 @@ class Decider:
             workers = (tracker.worker(each.worker) for each in decision.candidates)
             inputs = msgspec.structs.replace(inputs, links=links(workers))
         return decision, inputs
+
+    def sent(self, request: GenerateRequest, route: Sequence[Stage]) -> None:
+        """A decision was taken: the session's next request may follow it."""
+        if request.session:
+            targets = [(stage.worker, stage.rank) for stage in route if stage.role != ENCODE]
+            self._policy.sessions.sent(session_of(request), request.id, targets)
 
     def request(self, pending: PendingRequest, keys: Sequence[int]) -> RoutingRequest:
         """What routing depends on; a request whose revision has no worker may move to another one."""
@@ -96,3 +109,7 @@ class Decider:
                 effect=f"above {FEW} targets decisions are slower without it",
                 fix="pip install 'penstock[router]'",
             )
+
+
+def session_of(request: GenerateRequest) -> SessionId:
+    return SessionId(request.tenant, request.model, request.salt, request.session)

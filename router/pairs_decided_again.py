@@ -44,6 +44,7 @@ class RecordedPools:
     def __init__(self, job: Job, request: GenerateRequest, weights: Weights, without: Collection[str] = ()) -> None:
         assert job.inputs is not None
         self._weights = weights
+        self._inputs = job.inputs
         self._block_size = job.inputs.block_size
         self._blocks = job.decision.prompt_blocks
         self._size = recorded_size(job, request)
@@ -113,7 +114,7 @@ class RecordedPools:
         return _Option(at, cost.whole)
 
     def _cost(self, at: Candidate) -> TargetCost:
-        return recorded_cost(self._size, at, self._block_size, self._weights)
+        return recorded_cost(self._size, at, self._inputs, self._weights)
 
     def _open(self, role: str) -> list[_Line]:
         return [each for each in self._lines if each.link.role == role and each.at.excluded in ("", "prefill_full")]

@@ -1,8 +1,8 @@
 """What a recorded request cost at a candidate, from the record in its job alone. Pure."""
 
-from router.placement.cost import RequestSize, TargetCost, target_cost
+from router.placement.cost import RequestSize, TargetCost, favour_tokens, favoured, target_cost
 from router.routing import Weights
-from schemas.jobs import Candidate, Job
+from schemas.jobs import Candidate, DecisionInputs, Job
 from schemas.requests import GenerateRequest
 
 _ANY_NUMBER = float(1 << 60)  # whether there was room is in the table
@@ -18,9 +18,9 @@ def recorded_size(job: Job, request: GenerateRequest) -> RequestSize:
     return RequestSize(len(request.prompt) // 4 + resumed, job.decision.prompt_blocks, request.n, shared)
 
 
-def recorded_cost(size: RequestSize, at: Candidate, block_size: int, weights: Weights) -> TargetCost:
+def recorded_cost(size: RequestSize, at: Candidate, inputs: DecisionInputs, weights: Weights) -> TargetCost:
     columns = (
-        block_size,
+        inputs.block_size,
         _ANY_NUMBER,
         at.slots,
         _ANY_NUMBER,
@@ -33,7 +33,7 @@ def recorded_cost(size: RequestSize, at: Candidate, block_size: int, weights: We
         at.decode_slowness,
         at.served_tokens,
     )
-    return target_cost(
+    cost = target_cost(
         size,
         at.overlap_blocks,
         at.overlap_blocks,
@@ -41,3 +41,4 @@ def recorded_cost(size: RequestSize, at: Candidate, block_size: int, weights: We
         overlap_weight=weights.overlap,
         prefill_weight=weights.prefill,
     )
+    return favoured(cost, favour_tokens(size)) if (at.worker, at.rank) in inputs.session else cost

@@ -42,6 +42,7 @@ class RoutingRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     tokenizer: str = ""  # digest of the tokenizer that encoded the prompt
     shared_blocks: int = 0  # leading ones that many prompts begin with (``placement.shared_prefixes``)
     no_store: bool = False  # its output needs a subject of its own
+    session: tuple[TargetId, ...] = ()  # targets of its session's last request (``placement.sessions``)
 
     def names(self, registration: Registration) -> bool:
         """Whether the request names this worker."""

@@ -4,14 +4,14 @@ from collections.abc import Mapping, Sequence
 
 from router.depths import TargetId
 from router.load import RoutingTarget
-from router.placement.cost import RequestSize, TargetCost, target_cost
+from router.placement.cost import RequestSize, TargetCost, favour_tokens, favoured, target_cost
 from router.routing import RoutingContext, RoutingRequest
 
 
 def target_costs(context: RoutingContext) -> Mapping[TargetId, TargetCost]:
     """The costs at all targets of a context."""
     size, weights = size_of(context.request), context.weights
-    return {
+    costs = {
         target.id: target_cost(
             size,
             context.overlaps.get(target.id, 0),
@@ -22,6 +22,10 @@ def target_costs(context: RoutingContext) -> Mapping[TargetId, TargetCost]:
         )
         for target in context.targets
     }
+    for target_id in context.request.session:
+        if target_id in costs:
+            costs[target_id] = favoured(costs[target_id], favour_tokens(size))
+    return costs
 
 
 def size_of(request: RoutingRequest) -> RequestSize:

@@ -278,6 +278,7 @@ class Router:
         )
         load = build_load(pending, decision, prefill)
         self.cluster.admit(request.id, attempt, decision.route, load, keys, now_ns)
+        self._decider.sent(request, decision.route)
         try:
             stored = await self._publisher.send(
                 self._bus.subjects.work(first.role, first.worker),

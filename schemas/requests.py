@@ -141,6 +141,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     form: str = ""  # how the NATS API answers: "stream", "stream+usage"; "": in one message
     client_request_id: str = ""  # the client's own id for it
     no_store: bool = False  # its prompt and answer are erased from the log soon after its end
+    session: str = ""  # name of the conversation it belongs to, a hint for routing
 
     @property
     def token_address(self) -> str:

@@ -1,5 +1,5 @@
-"""Clients' own ids over HTTP: ``X-Request-Id`` is kept beside ours; with an ``Idempotency-Key`` a repeat within a day
-gets the answer of the first run, finished or not, instead of a second run.
+"""Clients' own ids over HTTP: ``X-Request-Id`` is kept beside ours, ``X-Session-Id`` is a hint for routing; with an
+``Idempotency-Key`` a repeat within a day gets the answer of the first run, finished or not, instead of a second run.
 
 Requests without these headers pay only for one scan of their headers.
 """
@@ -25,8 +25,10 @@ from schemas.ids import time_of
 from schemas.subjects import DEFAULT_TENANT
 
 KEY, CLIENT_ID, NO_STORE = b"idempotency-key", b"x-request-id", b"x-penstock-no-store"
+SESSION_IDS = (b"x-session-id", b"x-dynamo-session-id")  # the latter is what agents send that know Dynamo
 MAX_KEY = 255
 MAX_CLIENT_ID = 128
+MAX_SESSION = 256
 SOON_S = 2.0  # the request of a younger claim may still be on its way into the log
 AGAIN_S = 0.05
 
@@ -39,6 +41,7 @@ class ClientIds(NamedTuple):
     key: str = ""
     client_id: str = ""
     no_store: bool = False
+    session: str = ""
 
 
 class _StreamFields(msgspec.Struct):
@@ -57,7 +60,7 @@ def read_client_ids(headers: Iterable[tuple[bytes, bytes]]) -> ClientIds:
     Raises:
         ServingError: invalid_request: the key is empty or too long, or no_store is neither on nor off.
     """
-    key, client_id, no_store = "", "", False
+    key, client_id, session, no_store = "", "", "", False
     for name, value in headers:
         if name == KEY:
             key = value.decode("latin-1").strip()
@@ -68,15 +71,21 @@ def read_client_ids(headers: Iterable[tuple[bytes, bytes]]) -> ClientIds:
         elif name == CLIENT_ID:
             text = value.decode("latin-1")
             client_id = text if text.isprintable() and len(text) <= MAX_CLIENT_ID else ""
+        elif name in SESSION_IDS:
+            text = value.decode("latin-1")
+            session = text if text.isprintable() and len(text) <= MAX_SESSION else ""
         elif name == NO_STORE:
             no_store = read_switch(value.decode("latin-1"), "X-Penstock-No-Store")
-    return ClientIds(key, client_id, no_store)
+    return ClientIds(key, client_id, no_store, session)
 
 
 def with_client_id(prepared: PreparedRequest, names: ClientIds) -> PreparedRequest:
-    if not names.client_id:
+    if not names.client_id and not names.session:
         return prepared
-    return prepared._replace(request=msgspec.structs.replace(prepared.request, client_request_id=names.client_id))
+    request = prepared.request
+    session = names.session or request.session
+    changed = msgspec.structs.replace(request, client_request_id=names.client_id, session=session)
+    return prepared._replace(request=changed)
 
 
 async def submit_once(

@@ -64,6 +64,10 @@ class TextOptions(CommonOptions, frozen=True, kw_only=True):
     include_stop_str_in_output: bool | None = None
     stream_options: StreamOptions | None = None
     cache_salt: Annotated[Name, Meta(description="requests with different salts share no KV cache")] | None = None
+    prompt_cache_key: (
+        Annotated[Name, Meta(description="name of the conversation: a hint for the router; X-Session-Id goes before")]
+        | None
+    ) = None
     prompt_logprobs: (
         Annotated[Logprobs, Meta(description="log-probabilities of the prompt's tokens and of this many alternatives")]
         | None

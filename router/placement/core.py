@@ -19,11 +19,14 @@ The prefix index is outside: ``overlaps`` is its ``match``. A router itself keep
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+import msgspec
+
 from configs.settings import RouterMode
 from router.depths import TargetId
 from router.load_tracker import LoadTracker
 from router.placement.decisions import Decisions, array_decisions
 from router.placement.held_order import Held, HeldOrder, Overlaps
+from router.placement.sessions import SessionId
 from router.routing import RoutingDecision, RoutingRequest, Weights
 from schemas.fleet import Registration
 from schemas.jobs import LoadHeader
@@ -36,6 +39,7 @@ class Arrival(NamedTuple):
         keys: of the full blocks of its prompt.
         rank: of its priority class; 0 is served first.
         seed: breaks ties.
+        session: its name; "": none.
         model: "": that of the first worker.
     """
 
@@ -50,6 +54,11 @@ class Arrival(NamedTuple):
     model: str = ""
     max_tokens: int = 1
     tenant: str = ""
+    session: str = ""
+
+    @property
+    def session_id(self) -> SessionId:
+        return SessionId(self.tenant, self.model, "", self.session)
 
 
 class Placed(NamedTuple):
@@ -182,6 +191,9 @@ class Placement:
         waited_s: float | None,
     ) -> RoutingDecision:
         self._turn += 1
+        if arrival.session:
+            targets = self._decisions.sessions.targets(arrival.session_id, arrival.id)
+            request = msgspec.structs.replace(request, session=targets)
         return self._decisions.decide(
             request, arrival.keys, cached, now_ns=now_ns, seed=arrival.seed, turn=self._turn, waited_s=waited_s
         )
@@ -194,5 +206,8 @@ class Placement:
             arrival.prompt_tokens, decision.overlap_blocks * size, "", 1 << 62, "", arrival.sequences, route
         )
         self.tracker.admit(arrival.id, 1, first.worker, load, now_ns=now_ns, keys=arrival.keys)
+        if arrival.session:
+            targets = [(stage.worker, stage.rank) for stage in route]
+            self._decisions.sessions.sent(arrival.session_id, arrival.id, targets)
         decode = (route[-1].worker, route[-1].rank) if len(route) > 1 else None
         return Placed(arrival, (first.worker, first.rank), decision, decode)

@@ -42,6 +42,7 @@ OWN_WORK = 2.0
 HELD_UP = 1 / 64
 OCCUPANCY = 1 / 16
 TURNS = 1 / 256
+FAVOUR = 256.0  # prompt tokens of work, at most, that a session's last target is ahead
 SLOT_TOKENS = 3000.0  # prompt tokens that a target computes in the time in which one of its slots becomes free
 
 
@@ -67,6 +68,18 @@ class TargetCost(NamedTuple):
     decode: float
     uncached_tokens: float
     fits: bool
+
+
+def favour_tokens(size: RequestSize) -> float:
+    """How much less a request costs at the target of its session's last request."""
+    return min(FAVOUR, size.tokens)
+
+
+def favoured(cost: TargetCost, tokens: float) -> TargetCost:
+    if not tokens:
+        return cost
+    whole, prefill, decode = cost.whole - tokens, cost.prefill - tokens, cost.decode - tokens
+    return cost._replace(whole=whole, prefill=prefill, decode=decode)
 
 
 def target_cost(

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from configs.settings import RouterMode
 from router.depths import TargetId, as_dict
 from router.load_tracker import MODELS_CACHED, LoadTracker
+from router.placement.sessions import Sessions
 from router.placement.shared_prefixes import SharedPrefixes
 from router.policy import decide
 from router.routing import RoutingContext, RoutingDecision, RoutingRequest, Weights
@@ -45,6 +46,7 @@ class Decisions:
         self._mode: RouterMode = mode
         self._weights = weights
         self._shared: dict[str, SharedPrefixes] = {}  # by model
+        self.sessions = Sessions(lambda request: tracker.request(request) is not None)
 
     def shared_blocks(self, model: str, keys: Sequence[int]) -> int:
         """Leading blocks of a prompt that many prompts begin with, for ``RoutingRequest``; it counts from now on."""

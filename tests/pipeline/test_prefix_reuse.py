@@ -114,6 +114,22 @@ async def test_another_cache_salt_shares_nothing(http: httpx.AsyncClient, bus: B
     assert cached(await http.post("/v1/completions", json=body)) == 8 * BLOCK
 
 
+async def test_a_session_stays_at_its_worker_where_nothing_else_decides(http: httpx.AsyncClient, bus: Bus) -> None:
+    """By header, which goes before the body's name. The prompts have nothing in common."""
+    places = []
+    for turn in range(4):
+        body = text_body(token_prompt(3 * BLOCK, 235 + turn), prompt_cache_key=f"other-{turn}")
+        answer = await http.post("/v1/completions", json=body, headers={"X-Session-Id": "session-235"})
+        timeline, _ = await ending(bus, answer.headers["x-request-id"])
+        assert timeline.request.session == "session-235"
+        decision = timeline.routed[-1].decision
+        places.append(decision.chosen)
+        if turn:  # ahead by its prompt, and a little behind by what it has served
+            other = next(line for line in decision.candidates if line.worker != decision.chosen)
+            assert other.score - chosen(decision).score > 2 * BLOCK
+    assert len(set(places)) == 1
+
+
 async def test_choices_of_one_request_share_their_prompt(http: httpx.AsyncClient, bus: Bus, oracle: Oracle) -> None:
     body = text_body(token_prompt(8 * BLOCK + 1, 240), n=4, temperature=1, seed=4)
     await ask_and_settle(http, bus, body)

@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.decided_again import WITHOUT_LINKS, candidates_of, decide_again, insufficient
+from router.depths import TargetId
 from router.load_tracker import LoadTracker
 from router.pairs import links
 from router.placement.decisions import Decisions, array_decisions
@@ -36,6 +37,7 @@ def job(decision: RoutingDecision, blocks: int, inputs: DecisionInputs, mode: st
     weights=st.builds(Weights, overlap=st.sampled_from([0.0, 0.5, 1.0]), prefill=st.sampled_from([0.5, 1.0])),
     seed=st.integers(0, 99),
     now_ns=st.integers(0, 3_000_000),
+    session=st.sampled_from([(), (("w00", 0),), (("w01", 1),)]),
 )
 def test_the_record_of_a_decision_leads_to_the_same_choice_and_scores(
     loads: list[tuple[int, int, int]],
@@ -46,6 +48,7 @@ def test_the_record_of_a_decision_leads_to_the_same_choice_and_scores(
     weights: Weights,
     seed: int,
     now_ns: int,
+    session: tuple[TargetId, ...],
 ) -> None:
     tracker = LoadTracker()
     for number in range(workers):
@@ -60,14 +63,16 @@ def test_the_record_of_a_decision_leads_to_the_same_choice_and_scores(
             tracker.stored((f"w{at:02}", 0), prompt, 10_000_000_000)
     family, blocks, shared = asked
     keys = [family * 1000 + n for n in range(blocks)]
-    request = RoutingRequest("m", blocks * BLOCK + 3, 5, prompt_blocks=blocks, shared_blocks=min(shared, blocks))
+    request = RoutingRequest(
+        "m", blocks * BLOCK + 3, 5, prompt_blocks=blocks, shared_blocks=min(shared, blocks), session=session
+    )
     overlaps = {(f"w{at:02}", 0): count for at, count in held.items() if at < workers}
     decision = Decisions(tracker, array_decisions(tracker), "kv", weights).decide(
         request, keys, overlaps, now_ns=now_ns, seed=seed
     )
     if not decision.route:
         return
-    inputs = DecisionInputs(seed, shared_blocks=request.shared_blocks, block_size=BLOCK)
+    inputs = DecisionInputs(seed, shared_blocks=request.shared_blocks, block_size=BLOCK, session=session)
     again = decide_again(job(decision, blocks, inputs), weights)
     assert again is not None
     assert again.chosen == decision.chosen

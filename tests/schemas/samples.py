@@ -172,6 +172,11 @@ SAMPLES: dict[str, tuple[Any, Callable[[bytes], Any]]] = {
         ),
         jobs.decode,
     ),
+    "job_with_a_session": (
+        msgspec.structs.replace(JOB, inputs=jobs.DecisionInputs(session=(("w-1", 0), ("w-2", 1)))),
+        jobs.decode,
+    ),
+    "request_with_a_session": (msgspec.structs.replace(REQUEST, session="chat-1"), requests.decode),
     "job_with_inputs": (msgspec.structs.replace(JOB, inputs=jobs.DecisionInputs(1, 2, 3, 4)), jobs.decode),
     "job_of_a_pair_to_decide_again": (
         msgspec.structs.replace(

@@ -17,6 +17,7 @@ from router.placement.aggregated import HeldRequest
 from router.placement.arrays.columns import Column, LoadColumns, Rows
 from router.placement.arrays.costs import Costs, RequestSizes, costs
 from router.placement.arrays.pool import IDLE, Pool, Pools
+from router.placement.cost import favour_tokens
 from router.placement.target_loads import (
     ACTIVE,
     BACKLOG,
@@ -72,6 +73,10 @@ class ArrayDecisions:
         found = costs(
             size_of(request), both[0], both[1], columns, overlap_weight=weights.overlap, prefill_weight=weights.prefill
         )
+        for target in request.session:
+            at = pool.position.get(target)
+            if at is not None:
+                found.whole[at] -= favour_tokens(size_of(request))
         allowed = pool.allowed(request)
         free = (allowed & found.fits).nonzero()[0]
         if not len(free):

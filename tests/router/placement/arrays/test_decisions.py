@@ -59,7 +59,11 @@ def fleet(workers: list[dict[str, Any]], jobs: list[tuple[int, int, int, int]]) 
     asked=ASKED,
     held=st.dictionaries(st.integers(0, 19), st.integers(1, 25)),
     more=st.fixed_dictionaries(
-        {"processors": st.sampled_from([frozenset(), frozenset("x")]), "revision": st.sampled_from([None, "b"])}
+        {
+            "processors": st.sampled_from([frozenset(), frozenset("x")]),
+            "revision": st.sampled_from([None, "b"]),
+            "session": st.sampled_from([(), (("w01", 0),), (("gone", 0), ("w03", 0))]),
+        }
     ),
     shared=st.integers(0, 20),
     waited_s=st.sampled_from([None, 0.0, 0.5, 100.0]),

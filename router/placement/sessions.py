@@ -1,0 +1,58 @@
+"""Where a session's last request went: a hint for its next one. No clock, no NATS.
+
+The prefix index knows what a target caches of a prompt, so the hint is small. It tells where the conversation is while
+the index does not: at a target whose KV events are late, or where the new prompt continues the old one in other tokens.
+Requests of one session at the same time show that it is no conversation: while one of them is unfinished there is no
+hint, so a name that many requests share does not gather them at one target.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from router.depths import TargetId
+
+SESSIONS = 32_768  # remembered; those used longest ago are forgotten first
+
+
+class SessionId(NamedTuple):
+    """What tells sessions apart: those of two tenants, models or cache salts have nothing in common."""
+
+    tenant: str
+    model: str
+    salt: str
+    name: str
+
+
+class _Last(NamedTuple):
+    request: str
+    targets: tuple[TargetId, ...]
+
+
+class Sessions:
+    """
+    Args:
+        is_active: whether a request is unfinished.
+    """
+
+    def __init__(self, is_active: Callable[[str], bool], most: int = SESSIONS) -> None:
+        self._is_active = is_active
+        self._most = most
+        self._last: OrderedDict[SessionId, _Last] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._last)
+
+    def targets(self, session: SessionId, request: str) -> tuple[TargetId, ...]:
+        """The targets of the session's last request; empty: unknown, or another request of it is unfinished."""
+        last = self._last.get(session)
+        if last is None or (last.request != request and self._is_active(last.request)):
+            return ()
+        return last.targets
+
+    def sent(self, session: SessionId, request: str, targets: Sequence[TargetId]) -> None:
+        """A request of the session was sent to these targets, one for each stage."""
+        self._last[session] = _Last(request, tuple(targets))
+        self._last.move_to_end(session)
+        if len(self._last) > self._most:
+            self._last.popitem(last=False)
