@@ -53,6 +53,7 @@ class _Transfer:
     reloaded: bool = False
     scratch: "NDArray[np.uint32] | None" = None
     at_risk: int = 0  # local blocks that what is posted may touch; 0 while only the scratch is read
+    gpu: bool = False  # both sides are GPU memory
 
     @property
     def peer(self) -> str:
@@ -106,6 +107,10 @@ class InflightTransfers:
     def busy(self) -> bool:
         """Whether anything is in flight, quarantine included."""
         return bool(self._live or self._quarantined)
+
+    def spins(self, since: float) -> bool:
+        """Whether a transfer of GPU memory that began after ``since`` is in flight: a pause would be a part of it."""
+        return any(transfer.gpu and transfer.request.started > since for transfer in self._live)
 
     def start(self, request: TransferRequest, now: float) -> None:
         """Check a request and start it; its future gets the error, if any."""
@@ -231,6 +236,7 @@ class InflightTransfers:
         transfer.moves = blocks.copy_ops(own_pool, peer_pool, request.local, request.remote, in_one_piece=not direct)
         transfer.size = len(request.local) * own_pool.block_bytes
         transfer.at_risk = len(request.local)
+        transfer.gpu = here.kind == there.kind == "cuda"
 
     def _advance(self, transfer: _Transfer, clock: Callable[[], float]) -> bool:
         """Post the next piece, or poll the one posted; returns whether either made progress."""

@@ -24,6 +24,7 @@ NAP_S = (0.000_05, 0.001)  # between two polls of transfers in flight: short whi
 HOT_S = 0.01  # more bytes of a peer are expected within this time after the last
 HOT_NAP_S = 0.000_5
 IDLE_S = 0.02  # otherwise; a peer's first bytes end it early
+SPIN_S = 0.005  # a transfer between GPUs takes about this long at most: it is polled without a pause
 CLOSE_S = 5.0
 
 
@@ -186,6 +187,8 @@ class TransportThread:
             if transfers.step(now, time.monotonic):
                 active = time.monotonic()
                 continue
+            if transfers.spins(now - SPIN_S):
+                continue  # each poll releases the GIL
             if transfers.busy:
                 nap = min(max((now - active) / 16, NAP_S[0]), NAP_S[1])
             else:

@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -261,3 +262,23 @@ def test_buffers_of_checks_that_stalled_are_used_again(world: World) -> None:
         assert world.transfers.stats().quarantined_transfers == 0
         known.append(len(world.transfers.agent._memory))
     assert known == known[:1] * 5
+
+
+@pytest.mark.parametrize("kind", ["cuda", "cpu"])
+def test_only_what_moves_between_gpus_is_polled_without_a_pause_and_only_at_its_beginning(kind: str) -> None:
+    class Gpu(LoopbackAgent):
+        def _knows(self, _: object) -> bool:
+            return True
+
+    network, pool, peer_pool = LoopbackNetwork(), Pool(), Pool()
+    mine, theirs = (msgspec.structs.replace(each.memory, kind=kind) for each in (pool, peer_pool))
+    peer = Gpu(network, "peer", {"kv": theirs}).endpoint
+    transfers = InflightTransfers(lambda name: Gpu(network, name, {"kv": mine}), "me", lambda _: None, QUARANTINE_S)
+    network.stall("peer")
+    request = TransferRequest(op="READ", peer=peer, pool="kv", local=(1,), remote=(1,), started=2.0, deadline=9.0)
+    transfers.start(request, 2.0)
+    transfers.step(2.0, lambda: 2.0)
+    assert (transfers.spins(1.9), transfers.spins(2.1), transfers.busy) == (kind == "cuda", False, True)
+    network.resume("peer")
+    transfers.step(2.1, lambda: 2.1)
+    assert (request.future.done(), transfers.spins(1.9)) == (True, False)
