@@ -1,30 +1,46 @@
 """Prefill and decode apart, through the whole pipeline on two GPUs: what a hand-over costs, and what it gains.
 
-python -m tests.gpu.disaggregated --folder /dev/shm/random-8b [--engine vllm]
+python -m tests.gpu.disaggregated --folder /dev/shm/random-8b [--engine vllm] [--rates 0,4] [--sweep 8,32,128]
 
-The folder is written by `python -m tests.gpu.pipeline --write`. Two deployments run one after the other on the same two
-GPUs: two aggregated workers, and a prefill with a decode worker. Each answers single prompts of 4,096 tokens first
-(from first to second token: the hand-over), then a mixed load: answers that run, with long prompts beside them.
+The folder is written by `python -m tests.gpu.pipeline --write`. Deployments run one after the other on the same two
+GPUs: two aggregated workers ("chunked": in steps of 1,024 tokens), and a prefill with a decode worker ("apart": which
+computes no prompt at all). Each answers single prompts of 4,096 tokens first (from first to second token: the
+hand-over), then a mixed load: connections whose answers run, beside long prompts that arrive at a given rate, which
+both must serve. A sweep gives throughput against speed of an answer: prompts of 2,048, answers of 512 tokens.
 """
 
 import argparse
+import asyncio
 import json
 import os
 import shutil
 import signal
 import socket
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
 from pathlib import Path
 from typing import Any
 
+from infra.bus.connection import connect
+from infra.bus.direct_get import read
 from infra.launch.state import State, read_state
+from schemas import transfer
+from tests.gpu.arrivals import arrive
 from tests.gpu.pipeline import LONGEST, START_S, VLLM, ints, penstock, prompt_tokens, words_for
 
-LAYOUTS = {"aggregated": ("--workers", 2), "split": ("--prefill", 1, "--decode", 1)}
+SPLIT = ("--prefill", 1, "--decode", 1)
+LAYOUTS: dict[str, tuple[object, ...]] = {
+    "aggregated": ("--workers", 2),
+    "chunked": ("--workers", 2),
+    "split": SPLIT,
+    "apart": (*SPLIT, "--local-prefill-tokens", 0),
+}
+CHUNK = 1024  # tokens per step of "chunked"
+WARM_S = 3.0
+SWEPT = (2048, 512)  # tokens of a prompt, of an answer
 
 
 def up(asked: argparse.Namespace, layout: str, data: Path) -> tuple[subprocess.Popen[bytes], State]:
@@ -35,13 +51,14 @@ def up(asked: argparse.Namespace, layout: str, data: Path) -> tuple[subprocess.P
     engine: list[object] = ["--engine", asked.engine]
     if asked.engine == "vllm":
         engine += ["--override-engine-args", json.dumps(VLLM)]
+    environ = os.environ | ({"PENSTOCK_MAX_BATCHED_TOKENS": str(CHUNK)} if layout == "chunked" else {})
     began, log = time.perf_counter(), data / "up.log"
     with log.open("wb") as out:
         process = subprocess.Popen(
             penstock("up", *engine, "--model", asked.folder, "--data-dir", data / "penstock", "--http-port", port,
                      *LAYOUTS[layout], "--max-model-len", LONGEST + 256, "--ready-s", START_S - 10,
                      "--log-format", "json", "--drain-s", 3),
-            stdout=out, stderr=subprocess.STDOUT,
+            stdout=out, stderr=subprocess.STDOUT, env=environ,
         )  # fmt: skip
     while b'"ready"' not in log.read_bytes():
         if process.poll() is not None or time.perf_counter() - began > START_S:
@@ -52,91 +69,107 @@ def up(asked: argparse.Namespace, layout: str, data: Path) -> tuple[subprocess.P
     return process, read_state(data / "penstock" / "state.json")
 
 
-def handed_over(state: State) -> dict[str, float]:
-    """Sums of the workers' metrics of reads."""
-    found = {"bytes": 0.0, "seconds": 0.0, "reads": 0.0, "failures": 0.0}
-    names = {
-        "penstock_handoff_read_bytes_total": "bytes",
-        "penstock_handoff_read_seconds_sum": "seconds",
-        "penstock_handoff_read_seconds_count": "reads",
-        "penstock_handoff_failures_total": "failures",
+async def reads(state: State, since_ns: int) -> list[transfer.Handoff]:
+    """The ledger's lines of transfers that ended, well or not."""
+    bus = await connect(state.nats_url, role="client", name="bench")
+    try:
+        stream, subject = bus.subjects.stream("HANDOFF"), bus.subjects.all("handoff")
+        return [
+            line
+            async for entry in read(bus, stream, subject, since_ns=since_ns)
+            for line in transfer.decode_ledger(entry.data).events
+            if line.state in ("read", "failed")
+        ]
+    finally:
+        await bus.close()
+
+
+def moved(state: State, since_ns: int) -> dict[str, float]:
+    """Medians of the transfers since then."""
+    lines = asyncio.run(reads(state, since_ns))
+    good = [line for line in lines if line.state == "read" and line.bytes]
+    speeds = [line.bytes / line.seconds / 1e9 for line in good]
+    return {
+        "reads": len(good),
+        "failures": len(lines) - len(good),
+        "read_ms": statistics.median(line.seconds for line in good) * 1e3 if good else 0.0,
+        "gb_per_s": statistics.median(speeds) if good else 0.0,
+        "gb_per_s_best": max(speeds, default=0.0),
+        "gb_per_s_least": min(speeds, default=0.0),
     }
-    for process in state.processes:
-        if process.role == "worker" and process.metrics_url:
-            with urllib.request.urlopen(process.metrics_url, timeout=10) as answer:
-                for line in answer.read().decode().splitlines():
-                    name = line.split("{")[0].split(" ")[0]
-                    if name in names:
-                        found[names[name]] += float(line.rsplit(" ", 1)[1])
-    return found
 
 
 def single(asked: argparse.Namespace, state: State, data: Path) -> dict[str, float]:
     """Medians of prompts one at a time, and of their reads."""
-    before, out = handed_over(state), data / "split.json"
+    since_ns, out = time.time_ns(), data / "split.json"
     url = state.http_url
     subprocess.run(
         penstock("bench", "split", "--whole", url, "--split", url, "--prompt-tokens", asked.prompt,
                  "--vocabulary", 4000, "--rounds", asked.rounds, "--json", out),
         check=True, timeout=120, stdout=subprocess.DEVNULL,
     )  # fmt: skip
-    after = handed_over(state)
     found = json.loads(out.read_text())
-    moved = {name: after[name] - before[name] for name in after}
-    return {
-        "ttft_ms": found["split"]["ttft_ms"],
-        "second_ms": found["split"]["second_ms"],
-        "reads": moved["reads"],
-        "read_ms": moved["seconds"] / (moved["reads"] or 1) * 1e3,
-        "gb_per_s": moved["bytes"] / 1e9 / (moved["seconds"] or 1),
-        "failures": moved["failures"],
-    }
+    return {"ttft_ms": found["split"]["ttft_ms"], "second_ms": found["split"]["second_ms"]} | moved(state, since_ns)
 
 
-def load(state: State, data: Path, name: str, streams: int, words: int, answer: int, seconds: float, seed: int) -> Any:
-    out = data / f"{name}.json"
+def load(state: State, data: Path, streams: int, words: int, answer: int, seconds: float, seed: int) -> Any:
+    """``bench http`` in a process of its own, and the file of its figures."""
+    out = data / f"{streams}.json"
     process = subprocess.Popen(
         penstock("bench", "http", "--url", state.http_url, "--concurrency", streams, "--duration-s", seconds,
-                 "--warm-up-s", 3, "--prompt-words", words, "--shared-prefix", 0, "--output-tokens", answer,
+                 "--warm-up-s", WARM_S, "--prompt-words", words, "--shared-prefix", 0, "--output-tokens", answer,
                  "--seed", seed, "--json", out),
         stdout=subprocess.DEVNULL,
     )  # fmt: skip
     return process, out
 
 
-def mixed(asked: argparse.Namespace, state: State, data: Path, streams: int, long: int) -> dict[str, Any]:
+def mixed(asked: argparse.Namespace, state: State, data: Path, streams: int, rate: float) -> dict[str, Any]:
     """Figures of the running answers, and of the long prompts beside them."""
-    seed = 1000 * streams + 10 * long  # no prompt twice
-    words = words_for(asked.folder, asked.short), words_for(asked.folder, asked.prompt - 96)
-    loads = {"short": load(state, data, "short", streams, words[0], asked.answer, asked.seconds, seed)}
-    if long:
-        loads["long"] = load(state, data, "long", long, words[1], 4, asked.seconds, seed + 1)
-    found = {}
-    for name, (process, out) in loads.items():
-        process.wait(timeout=asked.seconds + 60)
-        (found[name],) = json.loads(out.read_text())["stages"]
+    seed = round(1000 * streams + 10 * rate)  # no prompt twice
+    words, found = words_for(asked.folder, asked.short), {}
+    process, out = load(state, data, streams, words, asked.answer, asked.seconds, seed)
+    if rate:
+        whole_s = WARM_S + asked.seconds
+        found["long"] = asyncio.run(arrive(state.http_url, state.model, rate, whole_s, asked.prompt - 96, seed))
+    process.wait(timeout=WARM_S + asked.seconds + 60)
+    (found["short"],) = json.loads(out.read_text())["stages"]
     return found
 
 
+def swept(asked: argparse.Namespace, state: State, data: Path, streams: int) -> dict[str, Any]:
+    """One point of the sweep, with tokens per second of a GPU and of an answer."""
+    words = words_for(asked.folder, SWEPT[0])
+    process, out = load(state, data, streams, words, SWEPT[1], asked.sweep_seconds, 77_000 + streams)
+    process.wait(timeout=asked.sweep_seconds + 90)
+    (found,) = json.loads(out.read_text())["stages"]
+    found["per_gpu"] = found["tokens_per_s"] / 2
+    found["per_user"] = (SWEPT[1] - 1) / max(found["latency_p50_ms"] - found["ttft_p50_ms"], 1e-3) * 1e3
+    return dict(found)
+
+
 def rows(asked: argparse.Namespace, layout: str) -> dict[str, Any]:
-    data = Path(tempfile.mkdtemp(prefix="disaggregated-"))
+    data, began_ns = Path(tempfile.mkdtemp(prefix="disaggregated-")), time.time_ns()
     process, state = up(asked, layout, data)
     try:
         prompt_tokens(state.http_url, state.model, 4)
-        found: dict[str, Any] = {"single": single(asked, state, data), "mixed": {}}
+        found: dict[str, Any] = {"single": single(asked, state, data), "mixed": {}, "sweep": {}}
         one = found["single"]
         print(f"{layout}: one prompt of {asked.prompt}: TTFT {one['ttft_ms']:.1f} ms, first to second token "
-              f"{one['second_ms']:.1f} ms; {one['reads']:.0f} reads, each {one['read_ms']:.2f} ms, "
-              f"{one['gb_per_s']:.0f} GB/s, {one['failures']:.0f} failed", flush=True)  # fmt: skip
+              f"{one['second_ms']:.1f} ms; {one['reads']:.0f} reads, median {one['read_ms']:.2f} ms, "
+              f"{one['gb_per_s']:.0f} GB/s ({one['gb_per_s_least']:.0f} to {one['gb_per_s_best']:.0f}), "
+              f"{one['failures']:.0f} failed", flush=True)  # fmt: skip
         for streams in asked.streams:
-            for long in asked.long:
-                each = found["mixed"][f"{streams}+{long}"] = mixed(asked, state, data, streams, long)
-                for name, stage in each.items():
-                    print(f"| {layout} | {streams} + {long} | {name} | {stage['tokens_per_s']:,.0f} | "
-                          f"{stage['requests_per_s']:.2f} | {stage['ttft_p50_ms']:.0f} | {stage['ttft_p99_ms']:.0f} | "
-                          f"{stage['itl_p50_ms']:.1f} | {stage['itl_p99_ms']:.1f} | {stage['failed']} |",
-                          flush=True)  # fmt: skip
-        print(f"{layout}: in all", handed_over(state), flush=True)
+            for rate in asked.rates:
+                each = found["mixed"][f"{streams}+{rate}"] = mixed(asked, state, data, streams, rate)
+                row(layout, streams, rate, each)
+        for streams in asked.sweep:
+            each = found["sweep"][streams] = swept(asked, state, data, streams)
+            print(f"| {layout} | sweep {streams} | {each['per_gpu']:,.0f} tokens/s per GPU | {each['per_user']:.1f} "
+                  f"per answer | TTFT p50 {each['ttft_p50_ms']:.0f} p99 {each['ttft_p99_ms']:.0f} | ITL p50 "
+                  f"{each['itl_p50_ms']:.1f} p99 {each['itl_p99_ms']:.1f} | {each['failed']} failed |",
+                  flush=True)  # fmt: skip
+        print(f"{layout}: all transfers", moved(state, began_ns), flush=True)
         return found
     finally:
         process.send_signal(signal.SIGTERM)
@@ -148,6 +181,17 @@ def rows(asked: argparse.Namespace, layout: str) -> dict[str, Any]:
         shutil.rmtree(data, ignore_errors=True)
 
 
+def row(layout: str, streams: int, rate: float, each: dict[str, Any]) -> None:
+    short, long = each["short"], each.get("long")
+    beside = "| | | |"
+    if long:
+        times = f"{long['ttft_p50_ms']:.0f} | {long['ttft_p99_ms']:.0f}"
+        beside = f"{long['requests_per_s']:.2f} | {times} | {long['failed']} |"
+    print(f"| {layout} | {streams} + {rate:g}/s | {short['tokens_per_s']:,.0f} | {short['ttft_p50_ms']:.0f} | "
+          f"{short['itl_p50_ms']:.1f} | {short['itl_p99_ms']:.1f} | {short['failed']} | {beside}",
+          flush=True)  # fmt: skip
+
+
 def logs(data: Path) -> None:
     """The first warnings and errors of each process."""
     for path in sorted((data / "penstock" / "logs").glob("*.log")):
@@ -157,23 +201,30 @@ def logs(data: Path) -> None:
             print(f"{path.name} ({len(warnings_found)}): {line[:300]}", flush=True)
 
 
+def floats(text: str) -> tuple[float, ...]:
+    return tuple(map(float, text.split(",")))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--folder", type=Path, required=True, help="of the model")
     parser.add_argument("--engine", choices=("native", "vllm"), default="native")
-    parser.add_argument("--layouts", default="aggregated,split")
+    parser.add_argument("--layouts", default="aggregated,chunked,split,apart")
     parser.add_argument("--prompt", type=int, default=4096, help="tokens of a long prompt")
     parser.add_argument("--short", type=int, default=256, help="tokens of a short one")
     parser.add_argument("--answer", type=int, default=256, help="tokens of the answers that run")
     parser.add_argument("--streams", type=ints, default=(64,))
-    parser.add_argument("--long", type=ints, default=(0, 6), help="long prompts at a time")
+    parser.add_argument("--rates", type=floats, default=(0.0, 4.0), help="long prompts per second")
+    parser.add_argument("--sweep", type=ints, default=(), help="connections of each point")
+    parser.add_argument("--sweep-seconds", type=float, default=10.0)
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--seconds", type=float, default=12.0)
     parser.add_argument("--json", type=Path)
     asked = parser.parse_args()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     print(f"{asked.engine}, long prompts of {asked.prompt - 96}, short of {asked.short} -> {asked.answer} tokens")
-    print("| layout | short + long | of | tokens/s | requests/s | TTFT p50 | p99 | ITL p50 | p99 (ms) | failed |")
+    print("| layout | load | answers: tokens/s | TTFT p50 | ITL p50 | p99 (ms) | failed | long prompts/s | TTFT p50 |"
+          " p99 | failed |")  # fmt: skip
     found = {layout: rows(asked, layout) for layout in asked.layouts.split(",")}
     if asked.json:
         figures = {"engine": asked.engine, "layouts": found}
