@@ -52,7 +52,7 @@ def up(asked: argparse.Namespace, layout: str, data: Path) -> tuple[subprocess.P
     if asked.engine == "vllm":
         engine += ["--override-engine-args", json.dumps(VLLM)]
     environ = os.environ | ({"PENSTOCK_MAX_BATCHED_TOKENS": str(CHUNK)} if layout == "chunked" else {})
-    began, log = time.perf_counter(), data / "up.log"
+    log = data / "up.log"
     with log.open("wb") as out:
         process = subprocess.Popen(
             penstock("up", *engine, "--model", asked.folder, "--data-dir", data / "penstock", "--http-port", port,
@@ -60,13 +60,27 @@ def up(asked: argparse.Namespace, layout: str, data: Path) -> tuple[subprocess.P
                      "--log-format", "json", "--drain-s", 3),
             stdout=out, stderr=subprocess.STDOUT, env=environ,
         )  # fmt: skip
+    ready(process, log, layout)
+    return process, read_state(data / "penstock" / "state.json")
+
+
+def ready(process: subprocess.Popen[bytes], log: Path, name: str) -> None:
+    """Wait until a deployment says that it is."""
+    began = time.perf_counter()
     while b'"ready"' not in log.read_bytes():
         if process.poll() is not None or time.perf_counter() - began > START_S:
             process.kill()
             raise SystemExit(f"penstock up did not get ready:\n{log.read_text()[-3000:]}")
         time.sleep(0.1)
-    print(f"{layout}: ready after {time.perf_counter() - began:.1f} s", flush=True)
-    return process, read_state(data / "penstock" / "state.json")
+    print(f"{name}: ready after {time.perf_counter() - began:.1f} s", flush=True)
+
+
+def stop(process: subprocess.Popen[bytes]) -> None:
+    process.send_signal(signal.SIGTERM)
+    try:
+        process.wait(timeout=30)
+    except subprocess.TimeoutExpired:
+        process.kill()
 
 
 async def reads(state: State, since_ns: int) -> list[transfer.Handoff]:
@@ -172,11 +186,7 @@ def rows(asked: argparse.Namespace, layout: str) -> dict[str, Any]:
         print(f"{layout}: all transfers", moved(state, began_ns), flush=True)
         return found
     finally:
-        process.send_signal(signal.SIGTERM)
-        try:
-            process.wait(timeout=30)
-        except subprocess.TimeoutExpired:
-            process.kill()
+        stop(process)
         logs(data)
         shutil.rmtree(data, ignore_errors=True)
 
