@@ -9,12 +9,15 @@ import random
 import traceback
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
 
 from workers.engines.native import quantize, sampler
 from workers.engines.native.attention import AttentionParams, ReferenceAttention, Span
-from workers.engines.native.cuda import modules, rewrite, rows
+from workers.engines.native.cuda import chunks, dense, modules, rewrite, rows
+from workers.engines.native.cuda.chunks import LONG, Chunk
+from workers.engines.native.cuda.dense import DenseAttention
 from workers.engines.native.cuda.paged import Batch, PagedAttention, Scratch, tile_rows
 from workers.engines.native.pool import KvShape, Pool
 
@@ -30,7 +33,7 @@ class Case:
 
     def __init__(self, device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, dim: int, page: int = 8,
                  decodes: tuple[int, ...] = (1, 9, 70, 200), chunks: tuple[tuple[int, int], ...] = ((0, 40), (33, 150)),
-                 layers: int = 2) -> None:  # fmt: skip
+                 layers: int = 2, least: int = LONG) -> None:  # fmt: skip
         self.heads, self.kv_heads, self.dim, self.device, self.dtype = heads, kv_heads, dim, device, dtype
         ends = [*decodes, *(start + count for start, count in chunks)]
         blocks = sum(-(-end // page) for end in ends)
@@ -54,11 +57,20 @@ class Case:
                 tiles += [(row + at, start + at, min(most, count - at), lane) for at in range(0, count, most)]
             lanes += [lane] * count
             positions += range(start, end)
+        ends = [sum(span.count for span in self.spans[: n + 1]) for n in range(len(self.spans))]
+        long = tuple(
+            Chunk(end - span.count, span.start, span.count, lane)
+            for lane, (span, end) in enumerate(zip(self.spans, ends, strict=True))
+            if lane >= len(decodes) and span.count >= least
+        )
+        rest = [tile for tile in tiles if not any(chunk.lane == tile[3] for chunk in long)]
         self.tokens = len(lanes)
         as_ints: Callable[[Any], torch.Tensor] = lambda values: torch.tensor(values, dtype=torch.int32, device=device)  # noqa: E731
         self.batch = Batch(
-            tables.to(device), as_ints(lanes), as_ints(positions), len(decodes), as_ints(tiles) if tiles else None
-        )
+            tables.to(device), as_ints(lanes), as_ints(positions), len(decodes), as_ints(tiles) if tiles else None,
+            long, as_ints(rest) if rest else None,
+        )  # fmt: skip
+        self.dense = DenseAttention()
         self.scratch = Scratch(max(1, len(decodes)), kv_heads, heads, dim, device)
         both = torch.randn((self.tokens, heads + 2 * kv_heads, dim), device=device).to(dtype)
         self.q, self.k, self.v = both.split([heads, kv_heads, kv_heads], dim=1)
@@ -77,7 +89,7 @@ class Case:
             # As GPT-OSS makes them if there are sinks: a token's are not beside each other.
             turned = (each.transpose(1, 2).contiguous().transpose(1, 2) for each in (self.cos, self.sin))
             rotation._deferred = tuple(turned) if sinks else (self.cos, self.sin)  # type: ignore[assignment]
-        paged = PagedAttention(self.pool, self.scratch, rotation, self.batch)
+        paged = PagedAttention(self.pool, self.scratch, rotation, self.batch, self.dense)
         found = paged.attend(1, self.q, self.k, self.v, AttentionParams(self.dim**-0.5, window, softcap, sink))
         q, k = (self.rotated(self.q), self.rotated(self.k)) if rotate else (self.q, self.k)
         twin = self.twin
@@ -105,16 +117,31 @@ def check_attention(device: torch.device) -> None:
                 (True, None, 0.0, False), (False, None, 0.0, True), (True, 16, 0.0, True), (True, None, 5.0, False),
                 (False, 100, 0.0, False),
             ):  # fmt: skip
-                for chunks in (((0, 40), (33, 150)), ()):  # without prompts one kernel stores and attends
-                    case = Case(device, dtype, heads, kv_heads, dim, chunks=chunks)
+                for prompts in (((0, 40), (33, 150)), ()):  # without prompts one kernel stores and attends
+                    case = Case(device, dtype, heads, kv_heads, dim, chunks=prompts)
                     out, stored = case.compare(rotate, window, softcap, sinks)
                     good = out < BOUND[dtype] and stored < BOUND[dtype]
-                    print(f"attention {dtype} {heads}/{kv_heads} x {dim} {'mixed' if chunks else 'decode'} "
+                    print(f"attention {dtype} {heads}/{kv_heads} x {dim} {'mixed' if prompts else 'decode'} "
                           f"rotate={rotate} window={window} cap={softcap} sinks={sinks}: {out:.1e}, "
                           f"stored {stored:.1e}" + ("" if good else "   WRONG"))  # fmt: skip
     many = Case(device, torch.float32, 4, 2, 16, decodes=tuple(range(1, 20)), chunks=())
     out, stored = many.compare(True, None, 0.0, False)
     print(f"19 decodes: {out:.1e}, stored {stored:.1e}")
+
+
+def check_long(device: torch.device) -> None:
+    """Chunks outside of the pages: from the beginning, behind cached tokens, beside short ones."""
+    small = device.type == "cpu"
+    dtype, step = (torch.float32, 16) if small else (torch.bfloat16, chunks.STEP)
+    ranges = ((0, 3), (0, 50), (37, 20), (32, 48)) if small else ((0, 100), (0, 1500), (1111, 2000), (1024, 1024))
+    with mock.patch.object(chunks, "STEP", step), mock.patch.object(dense, "STEP", step):
+        for heads, kv_heads, dim in ((8, 2, 128), (6, 3, 16), (32, 8, 64)):
+            for rotate, window, softcap, sinks in ((True, None, 0.0, False), (True, step, 0.0, False)):
+                least = 20 if small else LONG
+                case = Case(device, dtype, heads, kv_heads, dim, chunks=ranges, decodes=(9,), least=least)
+                out, stored = case.compare(rotate, window, softcap, sinks)
+                wrong = "" if out < BOUND[dtype] and stored < BOUND[dtype] and case.dense.enabled else "   WRONG"
+                print(f"long chunks {dtype} {heads}/{kv_heads} x {dim} window={window}: {out:.1e}, {stored:.1e}{wrong}")
 
 
 def check_rows(device: torch.device) -> None:
@@ -211,7 +238,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--device", default="cuda")
     device = torch.device(parser.parse_args().device)
-    for check in (check_rows, check_narrow, check_attention, check_modules):
+    for check in (check_long, check_rows, check_narrow, check_attention, check_modules):
         try:
             check(device)
         except Exception:

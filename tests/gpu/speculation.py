@@ -7,6 +7,7 @@ model that resembles it is made: the last layers add little to the residual stre
 """
 
 import argparse
+import statistics
 import time
 from typing import Any
 
@@ -38,17 +39,24 @@ def asked(tag: object) -> list[SequenceRequest]:
     ]
 
 
-def run(engine: Any, requests: list[SequenceRequest], together: int) -> tuple[float, dict[Any, list[int]]]:
-    """Seconds, and tokens by number; so many requests at a time."""
+def run(
+    engine: Any, requests: list[SequenceRequest], together: int
+) -> tuple[float, dict[Any, list[int]], tuple[float, float]]:
+    """Seconds, tokens by number, and medians of a step with prompts and of one without; so many requests at a time."""
     found: dict[Any, list[int]] = {request.key[1]: [] for request in requests}  # type: ignore[index]
+    times: dict[bool, list[float]] = {True: [], False: []}
     began = time.perf_counter()
     for first in range(0, len(requests), together):
         for request in requests[first : first + together]:
             engine.submit(request)
         while engine.has_work():
-            for output in engine.step().outputs:
+            at = time.perf_counter()
+            result = engine.step()
+            times[bool(result.started)].append(time.perf_counter() - at)
+            for output in result.outputs:
                 found[output.key[1]].append(output.token)
-    return time.perf_counter() - began, found
+    prompts, steps = (statistics.median(times[each]) * 1e3 for each in (True, False))
+    return time.perf_counter() - began, found, (prompts, steps)
 
 
 def demo() -> None:
@@ -61,14 +69,15 @@ def demo() -> None:
             run(engine, asked("first"), 8)
             for together in (1, 8):
                 before = engine.stats()
-                seconds, found = run(engine, asked(together), together)
+                seconds, found, (prompt_ms, step_ms) = run(engine, asked(together), together)
                 after = engine.stats()
                 count = sum(map(len, found.values()))
                 proposed = after.draft_tokens - before.draft_tokens
                 right = after.accepted_tokens - before.accepted_tokens
                 same = sum(found[n] == plain.setdefault(together, found)[n] for n in found)
                 print(f"{dtype}, proposals: {name}, {together} at a time: {count / seconds:,.0f} tokens/s; {right} of "
-                      f"{proposed} proposals right; {same} of {len(found)} answers equal", flush=True)  # fmt: skip
+                      f"{proposed} proposals right; {same} of {len(found)} answers equal; {count} tokens, a step with "
+                      f"prompts {prompt_ms:.2f} ms, another {step_ms:.2f} ms", flush=True)  # fmt: skip
             engine.close()
 
 

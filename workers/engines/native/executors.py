@@ -119,6 +119,7 @@ def make_speculation(options: NativeOptions, draft: Prepared | None, pools: Pool
     if draft.rotation is None:
         return Speculation(DraftModel(draft.model, pools.draft), options.num_speculative_tokens)
     from workers.engines.native.cuda.draft import CudaDraftModel
+    from workers.engines.native.cuda.draft_loop import DraftLoop
     from workers.engines.native.cuda.executor import CudaExecutor
 
     executor = CudaExecutor(
@@ -132,9 +133,13 @@ def make_speculation(options: NativeOptions, draft: Prepared | None, pools: Pool
         singles=2,
         in_flight=options.num_speculative_tokens + 1,
     )
+    loop = None
     if options.warm:
         executor.capture()
-    return Speculation(CudaDraftModel(executor), options.num_speculative_tokens)
+        if options.num_speculative_tokens > 1:
+            loop = DraftLoop(executor, options.max_running, options.num_speculative_tokens - 1)
+            loop.capture()
+    return Speculation(CudaDraftModel(executor, loop), options.num_speculative_tokens)
 
 
 def _warm_up(executor: Executor, pools: Pools, block_size: int, *, temperatures: tuple[float, ...]) -> None:

@@ -256,3 +256,43 @@ def prefill(
     running_sum = tl.where(running_sum > 0, running_sum, 1.0)
     out_ptrs = out + (q_rows[:, None] * HEADS + head) * DIM + dims[None, :]
     tl.store(out_ptrs, (acc / running_sum[:, None]).to(out.dtype.element_ty), mask=q_mask)
+
+
+@triton.jit(do_not_specialize=["layer", "first", "known"])
+def gather(
+    pool, table, out, layer, first, known, block_stride, layer_stride, part_stride, out_part,
+    ROW: tl.constexpr, PAGE: tl.constexpr, COPY: tl.constexpr,
+):  # fmt: skip
+    """Program (page, keys or values, piece): copy a page from position ``first`` on; zeros for positions not known."""
+    page, part, piece = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    start = first + page * PAGE
+    block = tl.load(table + start // PAGE, mask=start < known, other=0).to(tl.int64)
+    at = piece * COPY + tl.arange(0, COPY)
+    within = at < PAGE * ROW
+    seen = within & (start + at // ROW < known)
+    source = pool + block * block_stride + layer * layer_stride + part * part_stride
+    value = tl.load(source + at, mask=seen, other=0.0).to(out.dtype.element_ty)
+    tl.store(out + part.to(tl.int64) * out_part + page.to(tl.int64) * (PAGE * ROW) + at, value, mask=within)
+
+
+@triton.jit(do_not_specialize=["front", "rows"])
+def merge(
+    near, far, near_mass, far_mass, out, front, near_t, near_h, far_t, far_h, out_t, rows,
+    HEADS: tl.constexpr, HEADS_P: tl.constexpr, DIM: tl.constexpr, DIM_P: tl.constexpr,
+):  # fmt: skip
+    """Program (token): one token's attention over all keys, of its attention over two parts of them.
+
+    ``near_mass``, ``far_mass``: (heads, rows), logarithms of the softmax's sums. Tokens begin at row ``front``.
+    """
+    token = tl.program_id(0).to(tl.int64)
+    row = token + front
+    heads, dims = tl.arange(0, HEADS_P), tl.arange(0, DIM_P)
+    there = heads < HEADS
+    legal = there[:, None] & (dims < DIM)[None, :]
+    one = tl.load(near_mass + heads * rows + row, mask=there, other=0.0)
+    other = tl.load(far_mass + heads * rows + row, mask=there, other=0.0)
+    share = 1.0 / (1.0 + tl.exp(other - one))
+    a = tl.load(near + row * near_t + heads[:, None] * near_h + dims[None, :], mask=legal, other=0.0).to(tl.float32)
+    b = tl.load(far + row * far_t + heads[:, None] * far_h + dims[None, :], mask=legal, other=0.0).to(tl.float32)
+    answer = a * share[:, None] + b * (1.0 - share)[:, None]
+    tl.store(out + token * out_t + heads[:, None] * DIM + dims[None, :], answer.to(out.dtype.element_ty), mask=legal)

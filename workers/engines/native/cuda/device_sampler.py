@@ -62,12 +62,27 @@ class DeviceSampler:
             chosen = sampler.choose(logits.float(), [draw.sequence for draw in draws], lengths)
             self._latest.index_copy_(0, targets.to(torch.int64), chosen.tokens.to(torch.int32))
             return chosen
-        count = len(draws)
         temperatures, keys = (self._sampled, self._sampled) if parameters is None else parameters
-        rows.sample[(count, self._chunks)](
+        self._launch(logits, targets, temperatures, keys, self._sampled, random=parameters is not None)
+        return self._sampled[: len(draws)]
+
+    def sample_random(self, logits: Tensor, targets: Tensor, temperatures: Tensor, keys: Tensor, out: Tensor) -> None:
+        """Sample a token per row by temperature alone; 0: greedily. A CUDA graph can contain it.
+
+        Args:
+            targets: (rows,) int32, where the tokens are kept for the next step.
+            temperatures: (rows,) float32.
+            keys: (rows,) int64, see ``sampler.key``.
+            out: (rows,) int32, or more.
+        """
+        self._launch(logits, targets, temperatures, keys, out, random=True)
+
+    def _launch(
+        self, logits: Tensor, targets: Tensor, temperatures: Tensor, keys: Tensor, out: Tensor, *, random: bool
+    ) -> None:
+        rows.sample[(len(logits), self._chunks)](
             logits, keys, temperatures, targets, self._chunk_values, self._chunk_tokens, self._counters,
-            self._latest, self._sampled,
+            self._latest, out,
             logits.shape[-1], logits.stride(0), CHUNKS=self._chunks, CHUNKS_P=1 << (self._chunks - 1).bit_length(),
-            CHUNK=CHUNK, BLOCK=BLOCK, RANDOM=parameters is not None, num_warps=4,
+            CHUNK=CHUNK, BLOCK=BLOCK, RANDOM=random, num_warps=4,
         )  # fmt: skip
-        return self._sampled[:count]

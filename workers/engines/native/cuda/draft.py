@@ -1,9 +1,11 @@
-"""Speculation with a draft model on CUDA: its steps are launched back to back, without waiting for tokens."""
+"""Speculation with a draft model on CUDA: its steps follow each other on the device, without waiting for tokens."""
 
 from collections.abc import Sequence as Seq
 
 from workers.engines.core.sequence import Slot
+from workers.engines.native.cuda.draft_loop import DraftLoop, Row
 from workers.engines.native.cuda.executor import CudaExecutor
+from workers.engines.native.cuda.pending import Pending
 from workers.engines.native.draft import progress_of
 
 
@@ -13,10 +15,11 @@ class CudaDraftModel:
     Args:
         executor: of the draft model, over a pool under the target's block numbers; as many steps as tokens are proposed
             may be in flight.
+        loop: computes all steps behind the first at once where it can; None: each is launched.
     """
 
-    def __init__(self, executor: CudaExecutor) -> None:
-        self._executor = executor
+    def __init__(self, executor: CudaExecutor, loop: DraftLoop | None = None) -> None:
+        self._executor, self._loop = executor, loop
 
     def propose(self, plan: list[Slot], limits: Seq[int]) -> list[list[int]]:
         drafts: list[list[int]] = [[] for _ in plan]
@@ -27,16 +30,44 @@ class CudaDraftModel:
             slots.append(Slot(slot.sequence, each.computed, end - each.computed, limit > 0))
             each.computed = end
         launched = [([n for n, limit in enumerate(limits) if limit], self._executor.launch(slots))]
-        for count in range(2, max(limits, default=0) + 1):
-            left = [number for number, limit in enumerate(limits) if limit >= count]
-            slots = [Slot(plan[n].sequence, plan[n].start + plan[n].count + count - 2, 1, True) for n in left]
-            launched.append((left, self._executor.launch(slots)))
-        for left, pending in launched:
-            for number, sampled in zip(left, pending.result(), strict=True):
-                drafts[number].append(sampled.token)
+        rows = self._rows(plan, limits)
+        loop = self._loop
+        if loop is not None and rows and loop.suits(list(rows.values())):
+            following = loop.launch(list(rows.values()))
+            _take(drafts, launched)
+            for number, row, tokens in zip(rows, rows.values(), following.tokens(), strict=True):
+                drafts[number] += tokens[: row.steps]
+        else:
+            _take(drafts, launched + self._launch_each(plan, limits))
         for each, draft in zip(progress, drafts, strict=True):
             each.proposed = list(draft)
         return drafts
 
+    def _launch_each(self, plan: list[Slot], limits: Seq[int]) -> list[tuple[list[int], Pending]]:
+        """Launch the steps behind the first."""
+        launched = []
+        for count in range(2, max(limits, default=0) + 1):
+            left = [number for number, limit in enumerate(limits) if limit >= count]
+            slots = [Slot(plan[n].sequence, plan[n].start + plan[n].count + count - 2, 1, True) for n in left]
+            launched.append((left, self._executor.launch(slots)))
+        return launched
+
+    def _rows(self, plan: list[Slot], limits: Seq[int]) -> dict[int, Row]:
+        """The sequences for which more than one token is proposed, by their numbers in the plan."""
+        return {
+            number: Row(slot.sequence, self._executor.lane(slot.sequence), slot.start + slot.count, limit - 1)
+            for number, (slot, limit) in enumerate(zip(plan, limits, strict=True))
+            if limit > 1
+        }
+
     def close(self) -> None:
+        if self._loop is not None:
+            self._loop.close()
         self._executor.close()
+
+
+def _take(drafts: list[list[int]], launched: list[tuple[list[int], Pending]]) -> None:
+    """Wait for steps and append their tokens to the drafts that each has computed."""
+    for left, pending in launched:
+        for number, sampled in zip(left, pending.result(), strict=True):
+            drafts[number].append(sampled.token)

@@ -7,19 +7,21 @@ in one copy.
 
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from typing import Any
+from typing import Any, NamedTuple
 
 import structlog
 import torch
 from torch import Tensor
 
 from schemas.transfer import Memory
-from workers.engines.core.sequence import Sampled, Slot
+from workers.engines.core.sequence import Sampled, Sequence, Slot
 from workers.engines.native import sampler
 from workers.engines.native.attention import Paged
 from workers.engines.native.cuda import rows
+from workers.engines.native.cuda.chunks import Chunk
+from workers.engines.native.cuda.dense import DenseAttention
 from workers.engines.native.cuda.device_sampler import DeviceSampler
-from workers.engines.native.cuda.lanes import Lanes
+from workers.engines.native.cuda.lanes import Lane, Lanes
 from workers.engines.native.cuda.modules import Rotation
 from workers.engines.native.cuda.packing import UNKNOWN, Draw, Packed, Packing
 from workers.engines.native.cuda.paged import Batch, PagedAttention, Scratch, tile_rows
@@ -38,6 +40,17 @@ def batch_sizes(max_rows: int) -> list[int]:
     """Numbers of rows that graphs are captured for. They are closer together where a step takes less time."""
     steps = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, 4096, 32)]
     return [*(size for size in steps if size < max_rows), max_rows]
+
+
+class Tiles(NamedTuple):
+    """The prompts of a batch; see ``paged.Batch``."""
+
+    tiles: Tensor | None = None
+    long: tuple[Chunk, ...] = ()
+    rest: Tensor | None = None
+
+
+NO_TILES = Tiles()
 
 
 class CudaExecutor:
@@ -96,8 +109,26 @@ class CudaExecutor:
         self._upload = Upload(12 * aligned + 8 * max_batched_tokens + (1 << 16), device)
         self._sampler = DeviceSampler(model.vocab_size, max_rows, self._upload, self._latest)
         self._host_copies = HostCopies(max_rows, in_flight, device)
+        self._dense = DenseAttention()
         self._graphs: dict[int, tuple[Any, Tensor]] = {}
         self._graph_sizes: list[int] = []
+
+    @property
+    def device(self) -> torch.device:
+        return self._device
+
+    @property
+    def sampler(self) -> DeviceSampler:
+        return self._sampler
+
+    @property
+    def spare_target(self) -> int:
+        """A target of sampled tokens that no step reads."""
+        return len(self._latest) - 1
+
+    def lane(self, sequence: Sequence) -> Lane:
+        """The lane of a sequence of the last step."""
+        return self._lanes.of(sequence)
 
     # -- graphs ----------------------------------------------------------------------------------------------
 
@@ -123,7 +154,11 @@ class CudaExecutor:
     def _run_fixed(self, size: int) -> Tensor:
         """A decode step of ``size`` rows whose inputs lie at fixed offsets of the upload buffer."""
         tokens, lanes, positions = (self._upload.device[start : start + size] for start in self._fixed_offsets[:3])
-        return self._forward(tokens, lanes, positions, size)
+        return self.forward(tokens, lanes, positions)
+
+    def forward(self, known: Tensor, lanes: Tensor, positions: Tensor) -> Tensor:
+        """Logits of rows that are decoded one by one; see ``_forward``. A CUDA graph can contain it."""
+        return self._forward(known, lanes, positions, len(known))
 
     def _forward(
         self,
@@ -131,7 +166,7 @@ class CudaExecutor:
         lanes: Tensor,
         positions: Tensor,
         decodes: int,
-        tiles: Tensor | None = None,
+        tiles: Tiles = NO_TILES,
         wanted: Tensor | None = None,
         embeddings: Embeddings | None = None,
     ) -> Tensor:
@@ -149,12 +184,12 @@ class CudaExecutor:
         paged = self._paged(lanes, positions, decodes, tiles)
         return self._model.logits(tokens, token_positions, wanted, paged, embeddings)
 
-    def _paged(self, lanes: Tensor, positions: Tensor, decodes: int, tiles: Tensor | None) -> Paged:
+    def _paged(self, lanes: Tensor, positions: Tensor, decodes: int, tiles: Tiles) -> Paged:
         assert self._pool is not None
 
         def over(pool: Pool, table: Tensor) -> PagedAttention:
-            batch = Batch(table, lanes, positions, decodes, tiles)
-            return PagedAttention(pool, self._scratch, self._rotation, batch)
+            batch = Batch(table, lanes, positions, decodes, *tiles)
+            return PagedAttention(pool, self._scratch, self._rotation, batch, self._dense)
 
         full = over(self._pool, self._tables[0])
         if self._sliding is None:
@@ -221,9 +256,9 @@ class CudaExecutor:
         tokens, lanes, positions = (upload.put(values) for values in (packed.tokens, packed.lanes, packed.positions))
         targets = upload.put([draw.target for draw in draws])
         wanted = upload.put(packed.drawn + packed.scored or [0])
-        tiles = None
-        if packed.tiles:
-            tiles = upload.put([number for tile in packed.tiles for number in tile]).view(-1, 4)
+        tiles = Tiles(
+            self._put_tiles(packed.tiles), tuple(packed.long), self._put_tiles(packed.rest if packed.long else [])
+        )
         parameters = self._sampler.parameters(draws)
         self._send()
         embeddings = self._embeddings(packed.media) if packed.media else None
@@ -232,6 +267,9 @@ class CudaExecutor:
         return self._host_copies.start(
             sampled, packed.order, _scores(logits[len(draws) :], scoring) if packed.scored else None
         )
+
+    def _put_tiles(self, tiles: list[tuple[int, int, int, int]]) -> Tensor | None:
+        return self._upload.put([number for tile in tiles for number in tile]).view(-1, 4) if tiles else None
 
     def _embeddings(self, media: list[tuple[int, int]]) -> Embeddings:
         assert self._encoder is not None

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from workers.engines.core.sequence import Sequence, Slot, scored_to
+from workers.engines.native.cuda.chunks import LONG, Chunk
 from workers.engines.native.cuda.lanes import Lane, Lanes
 from workers.engines.native.executor import media_rows
 
@@ -33,6 +34,7 @@ class Packed:
         tokens: of each row, or ``UNKNOWN``.
         decodes: number of leading rows that are decoded one by one.
         tiles: the remaining rows, for ``attend.prefill``: first row, its position, number of rows, lane.
+        long: those of the remaining rows that are in long chunks.
         drawn: the row of each of ``draws``.
         order: indices into ``draws``, in the order in which the step returns tokens.
         scored: rows whose logits score prompt tokens.
@@ -44,11 +46,18 @@ class Packed:
     positions: list[int] = field(default_factory=list)
     decodes: int = 0
     tiles: list[tuple[int, int, int, int]] = field(default_factory=list)
+    long: list[Chunk] = field(default_factory=list)
     drawn: list[int] = field(default_factory=list)
     draws: list[Draw] = field(default_factory=list)
     order: list[int] = field(default_factory=list)
     scored: list[int] = field(default_factory=list)
     media: list[tuple[int, int]] = field(default_factory=list)
+
+    @property
+    def rest(self) -> list[tuple[int, int, int, int]]:
+        """The tiles that are in no long chunk."""
+        ranges = [range(chunk.row, chunk.row + chunk.tokens) for chunk in self.long]
+        return [tile for tile in self.tiles if not any(tile[0] in rows for rows in ranges)]
 
     @property
     def single(self) -> bool:
@@ -101,6 +110,8 @@ class Packing:
             row = len(packed.tokens)
             self._add_media_and_scores(packed, slot, row, scoring)
             lane = self._add_rows(packed, slot, slot.start, slot.start + count)
+            if count >= LONG and not self._by_position:
+                packed.long.append(Chunk(row, slot.start, count, lane.index))
             for offset in range(0, count, self._tile_rows):
                 packed.tiles.append(
                     (row + offset, slot.start + offset, min(self._tile_rows, count - offset), lane.index)

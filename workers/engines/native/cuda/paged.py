@@ -8,6 +8,8 @@ from torch import Tensor
 
 from workers.engines.native.attention import AttentionParams
 from workers.engines.native.cuda import attend
+from workers.engines.native.cuda.chunks import Chunk
+from workers.engines.native.cuda.dense import DenseAttention
 from workers.engines.native.cuda.fusions import dependent
 from workers.engines.native.cuda.modules import Rotation, launch_options
 from workers.engines.native.pool import Pool
@@ -65,6 +67,8 @@ class Batch:
         lanes, positions: (tokens,) int32; position -1: padding.
         decodes: number of leading rows, each of a sequence of its own.
         tiles: (n, 4) int32, the other rows; see ``attend.prefill``.
+        long: chunks that ``DenseAttention`` may attend to instead.
+        rest: as ``tiles``, without these chunks.
     """
 
     tables: Tensor
@@ -72,6 +76,8 @@ class Batch:
     positions: Tensor
     decodes: int
     tiles: Tensor | None = None
+    long: tuple[Chunk, ...] = ()
+    rest: Tensor | None = None
 
 
 class PagedAttention:
@@ -79,10 +85,14 @@ class PagedAttention:
 
     Args:
         rotation: provides cosines and sines if the model leaves rotation to its attention.
+        dense: attends to the batch's long chunks where it can.
     """
 
-    def __init__(self, pool: Pool, scratch: Scratch, rotation: Rotation, batch: Batch) -> None:
+    def __init__(
+        self, pool: Pool, scratch: Scratch, rotation: Rotation, batch: Batch, dense: DenseAttention | None = None
+    ) -> None:
         self._pool, self._scratch, self._rotation, self._batch = pool, scratch, rotation, batch
+        self._dense = dense
         data = pool.data
         self._strides = (data.stride(0), data.stride(1), data.stride(2))
 
@@ -105,9 +115,10 @@ class PagedAttention:
         sinks_or_unused = out if sinks is None else sinks
         for first in range(0, batch.decodes, self._scratch.rows):
             self._decode(layer, rotated, sinks_or_unused, out, (scale, softcap or 1.0), strides, common, first)
-        if batch.tiles is not None:
-            attend.prefill[(heads, batch.tiles.shape[0])](
-                rotated, self._pool.data, batch.tables, batch.tiles, sinks_or_unused, out, layer, scale, softcap or 1.0,
+        tiles = self._attend_long(layer, rotated, params, out)
+        if tiles is not None:
+            attend.prefill[(heads, tiles.shape[0])](
+                rotated, self._pool.data, batch.tables, tiles, sinks_or_unused, out, layer, scale, softcap or 1.0,
                 *strides,
                 HEADS=heads, ROWS=tile_rows(query.dtype),
                 TILE=64 if query.element_size() < 4 else 32,
@@ -115,6 +126,15 @@ class PagedAttention:
                 **common,
             )  # fmt: skip
         return out
+
+    def _attend_long(self, layer: int, query: Tensor, params: AttentionParams, out: Tensor) -> Tensor | None:
+        """Attend to the long chunks if that suits the layer; returns the tiles that are left."""
+        batch, dense, page = self._batch, self._dense, self._pool.block_size
+        if dense is None or not batch.long or not all(dense.suits(each, query, params, page) for each in batch.long):
+            return batch.tiles
+        for chunk in batch.long:
+            dense.attend(chunk, layer, query, self._pool, batch.tables, params.scale, out)
+        return batch.rest
 
     def _decode(
         self,

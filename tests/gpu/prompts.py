@@ -1,0 +1,123 @@
+"""Prompts computed with their attention in pages and, from 1,024 tokens on, by cuDNN: kernels alone, then an engine.
+
+python -m tests.gpu.prompts [kernels] [engine]
+
+One layer's attention of an 8B Llama's shape in bfloat16 (gathering and merging included), the time that cuDNN takes to
+plan a new shape, then prompt tokens per second of the whole model.
+"""
+
+import argparse
+import statistics
+import time
+from typing import Any
+from unittest import mock
+
+import torch
+
+from tests.gpu.kernels import Case
+from tests.gpu.times import DEVICE
+from workers.engines.native.attention import AttentionParams
+from workers.engines.native.cuda import dense, packing
+from workers.engines.native.cuda.modules import Rotation
+from workers.engines.native.cuda.paged import PagedAttention
+
+NEVER = 1 << 30  # no chunk is so long
+LAYERS = 4
+# (start, tokens) of the chunks of a step
+CHUNKS: tuple[tuple[tuple[int, int], ...], ...] = (
+    ((0, 512),) * 16, ((0, 1024),) * 8, ((0, 2048),), ((0, 2048),) * 4, ((0, 4000),) * 2, ((0, 8192),),
+    ((8192, 8192),), ((24576, 8192),), ((4000, 2000),), ((30000, 1500),),
+)  # fmt: skip
+PROMPTS = ((16, 512), (16, 1024), (16, 2048), (8, 4096), (4, 8192), (1, 2048), (1, 32000))
+
+
+def timed(paged: PagedAttention, case: Case) -> float:
+    """Milliseconds of one layer."""
+    params = AttentionParams(0.088)
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    found = []
+    for _ in range(6):
+        begin.record()
+        for layer in range(LAYERS):
+            paged.attend(layer, case.q, case.k, case.v, params)
+        end.record()
+        end.synchronize()
+        found.append(begin.elapsed_time(end) / LAYERS)
+    return statistics.median(found[1:])
+
+
+def kernels() -> None:
+    print("| chunks: tokens behind cached ones | in pages | by cuDNN | TFLOP/s | | differ by |")
+    for chunks in CHUNKS:
+        case = Case(DEVICE, torch.bfloat16, 32, 8, 128, page=32, decodes=(), chunks=chunks, layers=LAYERS, least=0)
+        flops = sum(4 * 4096 * tokens * (start + tokens / 2) for start, tokens in chunks)
+        milliseconds, answers = [], []
+        for using in (None, case.dense):
+            paged = PagedAttention(case.pool, case.scratch, Rotation(), case.batch, using)
+            answers.append(paged.attend(0, case.q, case.k, case.v, AttentionParams(0.088)).float())
+            milliseconds.append(timed(paged, case))
+        differ = float((answers[0] - answers[1]).norm() / answers[0].norm())
+        speeds = " | ".join(f"{flops / each / 1e9:.0f}" for each in milliseconds)
+        print(f"| {len(chunks)} x {chunks[0][1]:,} behind {chunks[0][0]:,} | {milliseconds[0]:.3f} ms | "
+              f"{milliseconds[1]:.3f} ms | {speeds} | {differ:.1e} |", flush=True)  # fmt: skip
+        del case, paged, answers
+        torch.cuda.empty_cache()
+
+
+def plans() -> None:
+    """How long the first call of a shape takes."""
+    found: dict[bool, list[float]] = {True: [], False: []}
+    for causal in (True, False):
+        for rows in range(1536, 8193, 1536):
+            keys = rows if causal else 2560
+            q = torch.randn((rows, 32, 128), device=DEVICE, dtype=torch.bfloat16)
+            k, v = (torch.randn((keys, 8, 128), device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
+            times = []
+            for _ in range(2):
+                torch.cuda.synchronize()
+                began = time.perf_counter()
+                dense._attention(q, k, v, 0.088, causal=causal)
+                torch.cuda.synchronize()
+                times.append((time.perf_counter() - began) * 1e3)
+            found[causal].append(times[0] - times[1])
+    for causal, each in found.items():
+        print(f"a new shape, {'with' if causal else 'without'} a mask: {', '.join(f'{ms:.1f}' for ms in each)} ms")
+
+
+def whole() -> None:
+    from tests.gpu.beside import config
+    from tests.gpu.native import ask, drive, large
+    from workers.engines.native.build import assemble
+    from workers.engines.native.model import describe
+    from workers.engines.native.options import NativeOptions
+
+    shape = config("8b")
+    shape.max_position_embeddings = 36_000
+    options: Any = {"max_running": 64, "max_batched_tokens": 8192, "max_model_len": 36_000, "warm": False}
+    engine = assemble(describe(large(shape)), NativeOptions(**options))
+    print("| prompts | in pages, tokens/s | by cuDNN |")
+    for streams, tokens in PROMPTS:
+        rates = []
+        for least in (NEVER, packing.LONG):
+            with mock.patch.object(packing, "LONG", least):
+                drive(engine, ask(streams, tokens, 1, 128256, 1 + streams + tokens))
+                seconds = [
+                    drive(engine, ask(streams, tokens, 1, 128256, least + streams + tokens + turn))[0]
+                    for turn in (1, 2, 3)
+                ]
+            rates.append(streams * tokens / statistics.median(seconds))
+        print(f"| {streams} x {tokens:,} | {rates[0]:,.0f} | {rates[1]:,.0f} |", flush=True)
+    engine.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("what", nargs="*", default=["plans", "kernels", "engine"])
+    asked = parser.parse_args()
+    print(torch.cuda.get_device_name(), torch.__version__, "cuDNN", torch.backends.cudnn.version())
+    for what in asked.what:
+        {"plans": plans, "kernels": kernels, "engine": whole}[what]()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,36 @@
+"""How a long chunk of a prompt is padded for attention outside of the pages. No torch."""
+
+from typing import NamedTuple
+
+STEP = 512  # rows and keys are padded to a multiple of this
+LONG = 1024  # tokens from which on a chunk is attended to outside of the pages
+
+
+class Chunk(NamedTuple):
+    """Neighbouring prompt tokens of one sequence in a batch.
+
+    Attributes:
+        row: of the first token in the batch.
+        start: its position.
+        lane: row of the sequence's block table.
+    """
+
+    row: int
+    start: int
+    tokens: int
+    lane: int
+
+    @property
+    def unmasked(self) -> int:
+        """Leading keys that are attended to without a mask."""
+        return self.start // STEP * STEP
+
+    @property
+    def front(self) -> int:
+        """Rows of padding before the chunk's own, which move the mask to its place."""
+        return self.start - self.unmasked
+
+    @property
+    def rows(self) -> int:
+        """Rows with padding; the keys that are attended to with a mask are as many."""
+        return -(-(self.front + self.tokens) // STEP) * STEP
