@@ -26,7 +26,7 @@ from schemas.requests import Sampling, Stop
 from tests.workers.engines.native import models
 from workers.engines.base import SequenceRequest
 from workers.engines.core.engine import ScheduledEngine
-from workers.engines.native import attention, executors
+from workers.engines.native import attention, executors, speculation_speed
 from workers.engines.native import build as engine_build
 from workers.engines.native.build import assemble, build
 from workers.engines.native.loading import describe
@@ -205,7 +205,7 @@ def same(name: str, path: Path, running: int = 8, blocks: int = 400, few: bool =
                 warm=kernels and not INTERPRETED,
                 **more if kernels else {},
             )
-            with interpreted() if kernels and INTERPRETED else contextlib.nullcontext():
+            with keeping_speculation(), interpreted() if kernels and INTERPRETED else contextlib.nullcontext():
                 engine = build(str(path), options)
                 vocab = vocab or engine.info.vocab_size
                 found.append(answers(engine, vocab, sampling))
@@ -219,6 +219,11 @@ def same(name: str, path: Path, running: int = 8, blocks: int = 400, few: bool =
             + ("" if alike == len(one) else "   <--"),
             flush=True,
         )
+
+
+def keeping_speculation() -> Any:
+    """Speculation stays on where it is too slow."""
+    return mock.patch.object(speculation_speed, "can_pay", return_value=True)
 
 
 @contextlib.contextmanager

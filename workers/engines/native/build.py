@@ -4,6 +4,7 @@ import functools
 import os
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import structlog
 import torch
@@ -15,10 +16,12 @@ from workers.engines.core.config import SchedulerConfig
 from workers.engines.core.engine import ScheduledEngine
 from workers.engines.core.offload import HostCache
 from workers.engines.core.scheduler import Scheduler
+from workers.engines.core.speculation import Speculation
 from workers.engines.logits import Registry
+from workers.engines.native import speculation_speed
 from workers.engines.native.draft import load_draft
 from workers.engines.native.executor import TorchExecutor
-from workers.engines.native.executors import make_executor, make_speculation, prepared
+from workers.engines.native.executors import make_executor, make_speculation, prepared, scratch_scheduler
 from workers.engines.native.host_pool import HostPool
 from workers.engines.native.loading import load, vision_encoder
 from workers.engines.native.model import Model, ModelError
@@ -27,6 +30,9 @@ from workers.engines.native.pool import out_of_memory
 from workers.engines.native.pools import Pools, make_pools
 from workers.engines.native.quantize import quantize
 from workers.engines.native.vision import TorchVisionEncoder
+
+if TYPE_CHECKING:
+    from workers.engines.native.cuda.executor import CudaExecutor
 
 log = structlog.get_logger("engine")
 
@@ -125,9 +131,30 @@ def assemble(
     )
     executor = make_executor(target, pools, encoder, options, limit)
     info = _info(loaded, options, pools, limit, processors, time.perf_counter() - started)
+    if speculation is not None and not isinstance(executor, TorchExecutor) and options.warm:
+        speculation = _if_faster(speculation, executor, info, pools, options, limit)
     if isinstance(executor, TorchExecutor) or speculation is not None:  # proposals follow from the last step's tokens
         return ScheduledEngine(info, scheduler, executor, encoder, processors, None, speculation, copier)
     return ScheduledEngine(info, scheduler, None, encoder, processors, executor, None, copier)
+
+
+def _if_faster(
+    speculation: Speculation,
+    executor: "CudaExecutor",
+    info: EngineInfo,
+    pools: Pools,
+    options: NativeOptions,
+    limit: int,
+) -> Speculation | None:
+    """The speculation, or None, and its drafter closed, if it cannot be faster than none."""
+    tokens, count = speculation_speed.PROMPT + speculation_speed.ANSWER, options.num_speculative_tokens
+    if min(pools.kv.blocks * options.block_size, limit) <= tokens:
+        return speculation
+    make = functools.partial(scratch_scheduler, pools, options.block_size, tokens)
+    if speculation_speed.can_pay(executor, speculation, count, info, make):
+        return speculation
+    speculation.drafter.close()
+    return None
 
 
 def _info(

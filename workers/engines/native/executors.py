@@ -142,19 +142,16 @@ def make_speculation(options: NativeOptions, draft: Prepared | None, pools: Pool
     return Speculation(CudaDraftModel(executor, loop), options.num_speculative_tokens)
 
 
-def _warm_up(executor: Executor, pools: Pools, block_size: int, *, temperatures: tuple[float, ...]) -> None:
-    """Compute a short request per temperature. A scheduler of its own keeps them out of metrics and prefix cache."""
+def scratch_scheduler(pools: Pools, block_size: int, tokens: int) -> Scheduler:
+    """A scheduler for a sequence of so many tokens, which leaves nothing in metrics and prefix cache."""
     blocks = BlockManager(pools.kv.blocks, prefix_cache=False)
-    scheduler = Scheduler(
-        blocks,
-        SchedulerConfig(
-            block_size=block_size,
-            max_running=1,
-            max_batched_tokens=WARM_TOKENS,
-            max_model_len=WARM_TOKENS,
-        ),
-        pools.window_rows(blocks),
-    )
+    config = SchedulerConfig(block_size=block_size, max_running=1, max_batched_tokens=tokens, max_model_len=tokens)
+    return Scheduler(blocks, config, pools.window_rows(blocks))
+
+
+def _warm_up(executor: Executor, pools: Pools, block_size: int, *, temperatures: tuple[float, ...]) -> None:
+    """Compute a short request per temperature."""
+    scheduler = scratch_scheduler(pools, block_size, WARM_TOKENS)
     half = WARM_TOKENS // 2
     for temperature in temperatures:  # on CUDA each way of sampling has its own kernel
         sampling = Sampling(temperature=temperature)

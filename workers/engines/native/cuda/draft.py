@@ -69,5 +69,7 @@ class CudaDraftModel:
 def _take(drafts: list[list[int]], launched: list[tuple[list[int], Pending]]) -> None:
     """Wait for steps and append their tokens to the drafts that each has computed."""
     for left, pending in launched:
+        if not left:  # a step of prompts alone
+            continue
         for number, sampled in zip(left, pending.result(), strict=True):
             drafts[number].append(sampled.token)
