@@ -70,7 +70,7 @@ class Case:
             tables.to(device), as_ints(lanes), as_ints(positions), len(decodes), as_ints(tiles) if tiles else None,
             long, as_ints(rest) if rest else None,
         )  # fmt: skip
-        self.dense = DenseAttention()
+        self.dense = DenseAttention(device)
         self.scratch = Scratch(max(1, len(decodes)), kv_heads, heads, dim, device)
         both = torch.randn((self.tokens, heads + 2 * kv_heads, dim), device=device).to(dtype)
         self.q, self.k, self.v = both.split([heads, kv_heads, kv_heads], dim=1)

@@ -1,4 +1,4 @@
-"""Prompts computed with their attention in pages and, from 1,024 tokens on, by cuDNN: kernels alone, then an engine.
+"""Prompts computed with their attention in pages and, of chunks of 1,024 tokens on, by cuDNN: kernels, then an engine.
 
 python -m tests.gpu.prompts [kernels] [engine]
 
@@ -17,14 +17,14 @@ import torch
 from tests.gpu.kernels import Case
 from tests.gpu.times import DEVICE
 from workers.engines.native.attention import AttentionParams
-from workers.engines.native.cuda import dense, packing
+from workers.engines.native.cuda import chunks, dense
 from workers.engines.native.cuda.modules import Rotation
 from workers.engines.native.cuda.paged import PagedAttention
 
-NEVER = 1 << 30  # no chunk is so long
+NEVER, LEAST = 1 << 60, 1 << 19  # pairs of query and key from which on a chunk is computed by cuDNN
 LAYERS = 4
 # (start, tokens) of the chunks of a step
-CHUNKS: tuple[tuple[tuple[int, int], ...], ...] = (
+CASES: tuple[tuple[tuple[int, int], ...], ...] = (
     ((0, 512),) * 16, ((0, 1024),) * 8, ((0, 2048),), ((0, 2048),) * 4, ((0, 4000),) * 2, ((0, 8192),),
     ((8192, 8192),), ((24576, 8192),), ((4000, 2000),), ((30000, 1500),),
 )  # fmt: skip
@@ -48,9 +48,9 @@ def timed(paged: PagedAttention, case: Case) -> float:
 
 def kernels() -> None:
     print("| chunks: tokens behind cached ones | in pages | by cuDNN | TFLOP/s | | differ by |")
-    for chunks in CHUNKS:
-        case = Case(DEVICE, torch.bfloat16, 32, 8, 128, page=32, decodes=(), chunks=chunks, layers=LAYERS, least=0)
-        flops = sum(4 * 4096 * tokens * (start + tokens / 2) for start, tokens in chunks)
+    for parts in CASES:
+        case = Case(DEVICE, torch.bfloat16, 32, 8, 128, page=32, decodes=(), chunks=parts, layers=LAYERS, least=0)
+        flops = sum(4 * 4096 * tokens * (start + tokens / 2) for start, tokens in parts)
         milliseconds, answers = [], []
         for using in (None, case.dense):
             paged = PagedAttention(case.pool, case.scratch, Rotation(), case.batch, using)
@@ -58,7 +58,7 @@ def kernels() -> None:
             milliseconds.append(timed(paged, case))
         differ = float((answers[0] - answers[1]).norm() / answers[0].norm())
         speeds = " | ".join(f"{flops / each / 1e9:.0f}" for each in milliseconds)
-        print(f"| {len(chunks)} x {chunks[0][1]:,} behind {chunks[0][0]:,} | {milliseconds[0]:.3f} ms | "
+        print(f"| {len(parts)} x {parts[0][1]:,} behind {parts[0][0]:,} | {milliseconds[0]:.3f} ms | "
               f"{milliseconds[1]:.3f} ms | {speeds} | {differ:.1e} |", flush=True)  # fmt: skip
         del case, paged, answers
         torch.cuda.empty_cache()
@@ -97,15 +97,14 @@ def whole() -> None:
     engine = assemble(describe(large(shape)), NativeOptions(**options))
     print("| prompts | in pages, tokens/s | by cuDNN |")
     for streams, tokens in PROMPTS:
-        rates = []
-        for least in (NEVER, packing.LONG):
-            with mock.patch.object(packing, "LONG", least):
-                drive(engine, ask(streams, tokens, 1, 128256, 1 + streams + tokens))
-                seconds = [
-                    drive(engine, ask(streams, tokens, 1, 128256, least + streams + tokens + turn))[0]
-                    for turn in (1, 2, 3)
-                ]
-            rates.append(streams * tokens / statistics.median(seconds))
+        seconds: dict[int, list[float]] = {NEVER: [], LEAST: []}
+        for turn in range(8):  # in turns: a GPU slows down as it warms up
+            least = (NEVER, LEAST)[turn % 2]
+            with mock.patch.object(chunks, "LONG_WORK", least):
+                took, *_ = drive(engine, ask(streams, tokens, 1, 128256, 100 * (streams + tokens) + turn))
+            if turn > 1:
+                seconds[least].append(took)
+        rates = [streams * tokens / statistics.median(each) for each in seconds.values()]
         print(f"| {streams} x {tokens:,} | {rates[0]:,.0f} | {rates[1]:,.0f} |", flush=True)
     engine.close()
 

@@ -3,7 +3,8 @@
 from typing import NamedTuple
 
 STEP = 512  # rows and keys are padded to a multiple of this
-LONG = 1024  # tokens from which on a chunk is attended to outside of the pages
+LONG = 1024  # tokens, from which on a chunk may be attended to outside of the pages
+LONG_WORK = 16 << 20  # pairs of a query and a key, likewise: below, what each call costs outweighs what cuDNN gains
 
 
 class Chunk(NamedTuple):
@@ -19,6 +20,11 @@ class Chunk(NamedTuple):
     start: int
     tokens: int
     lane: int
+
+    @property
+    def is_long(self) -> bool:
+        """Whether attention outside of the pages is faster."""
+        return self.tokens >= LONG and self.tokens * (self.start + self.tokens // 2) >= LONG_WORK
 
     @property
     def unmasked(self) -> int:

@@ -23,16 +23,35 @@ MOST_DIM = 128
 class DenseAttention:
     """Attends chunks of prompts outside of the pages. One per executor; not thread-safe."""
 
-    def __init__(self) -> None:
-        self.enabled = True
+    def __init__(self, device: torch.device, *, enabled: bool = True) -> None:
+        self._device = device
+        self.enabled = enabled
+
+    def warm(self, tokens: int, heads: int, kv_heads: int, dim: int, dtype: torch.dtype) -> None:
+        """Load cuDNN, which takes a second, by chunks of up to ``tokens``. Without it, nothing suits ``attend``."""
+        rows = -(-tokens // STEP) * STEP
+        query = torch.zeros((rows, heads, dim), dtype=dtype, device=self._device)
+        key = torch.zeros((rows, kv_heads, dim), dtype=dtype, device=self._device)
+        if not self.enabled or not self._fits(query):
+            return
+        try:
+            with torch.inference_mode():
+                for causal in (True, False):
+                    _attention(query, key, key, 1.0, causal=causal)
+                torch.cuda.synchronize()
+        except RuntimeError as error:
+            self.enabled = False
+            log.warning("prompts_without_cudnn", reason=str(error).strip().splitlines()[0])
 
     def suits(self, chunk: Chunk, query: Tensor, params: AttentionParams, page: int) -> bool:
         """Whether ``attend`` computes what a layer asks for."""
-        dim = query.shape[-1]
         plain = params.softcap == 0 and params.sinks is None
         seen = params.window is None or chunk.start + chunk.tokens <= params.window
-        narrow = query.element_size() == 2 or not query.is_cuda
-        return self.enabled and plain and seen and narrow and dim <= MOST_DIM and dim % 8 == 0 and STEP % page == 0
+        return self.enabled and plain and seen and self._fits(query) and STEP % page == 0
+
+    def _fits(self, query: Tensor) -> bool:
+        dim = query.shape[-1]
+        return (query.element_size() == 2 or not query.is_cuda) and dim <= MOST_DIM and dim % 8 == 0
 
     def attend(
         self, chunk: Chunk, layer: int, query: Tensor, pool: Pool, tables: Tensor, scale: float, out: Tensor

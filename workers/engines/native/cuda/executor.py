@@ -109,7 +109,8 @@ class CudaExecutor:
         self._upload = Upload(12 * aligned + 8 * max_batched_tokens + (1 << 16), device)
         self._sampler = DeviceSampler(model.vocab_size, max_rows, self._upload, self._latest)
         self._host_copies = HostCopies(max_rows, in_flight, device)
-        self._dense = DenseAttention()
+        self._most_tokens = max_batched_tokens
+        self._dense = DenseAttention(device, enabled=not invariant)
         self._graphs: dict[int, tuple[Any, Tensor]] = {}
         self._graph_sizes: list[int] = []
 
@@ -134,6 +135,8 @@ class CudaExecutor:
 
     def capture(self) -> None:
         """Capture a graph for each of ``batch_sizes``. A model that cannot be captured runs eagerly."""
+        assert self._model is not None
+        assert self._pool is not None
         pool = None
         try:
             with torch.inference_mode():
@@ -150,6 +153,10 @@ class CudaExecutor:
             torch.cuda.synchronize()
             log.warning("decode_without_graphs", reason=str(error).strip().splitlines()[0])
         self._graph_sizes = sorted(self._graphs)
+        longest, shape = self._tables.shape[2] * self._pool.block_size, self._pool.shape
+        tokens = min(longest, self._most_tokens)
+        if Chunk(0, longest - tokens, tokens, 0).is_long:
+            self._dense.warm(tokens, self._model.heads, shape.kv_heads, shape.head_dim, self._model.dtype)
 
     def _run_fixed(self, size: int) -> Tensor:
         """A decode step of ``size`` rows whose inputs lie at fixed offsets of the upload buffer."""

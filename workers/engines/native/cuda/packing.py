@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from workers.engines.core.sequence import Sequence, Slot, scored_to
-from workers.engines.native.cuda.chunks import LONG, Chunk
+from workers.engines.native.cuda.chunks import Chunk
 from workers.engines.native.cuda.lanes import Lane, Lanes
 from workers.engines.native.executor import media_rows
 
@@ -110,8 +110,9 @@ class Packing:
             row = len(packed.tokens)
             self._add_media_and_scores(packed, slot, row, scoring)
             lane = self._add_rows(packed, slot, slot.start, slot.start + count)
-            if count >= LONG and not self._by_position:
-                packed.long.append(Chunk(row, slot.start, count, lane.index))
+            chunk = Chunk(row, slot.start, count, lane.index)
+            if chunk.is_long and not self._by_position:
+                packed.long.append(chunk)
             for offset in range(0, count, self._tile_rows):
                 packed.tiles.append(
                     (row + offset, slot.start + offset, min(self._tile_rows, count - offset), lane.index)

@@ -1,0 +1,74 @@
+"""Speculation is kept or turned off by the steps that it takes."""
+
+from collections.abc import Sequence as Seq
+
+import pytest
+
+from workers.engines.base import EngineInfo
+from workers.engines.core.blocks import BlockManager
+from workers.engines.core.config import SchedulerConfig
+from workers.engines.core.scheduler import Scheduler
+from workers.engines.core.sequence import PendingStep, Sampled, Slot
+from workers.engines.core.speculation import Speculation
+from workers.engines.native import speculation_speed
+from workers.engines.native.speculation_speed import can_pay
+
+TOKENS = speculation_speed.PROMPT + speculation_speed.ANSWER
+INFO = EngineInfo(
+    name="test",
+    block_size=8,
+    total_blocks=16,
+    slots=1,
+    max_model_len=TOKENS,
+    vocab_size=50,
+    eos_token_ids=(),
+    kv_events=False,
+    load_seconds=0.0,
+)
+
+
+class Clocked:
+    """An executor and a drafter whose steps take a time of their own: of the clock that is measured with."""
+
+    def __init__(self, step_s: float, drafting_s: float) -> None:
+        self.now = 0.0
+        self._step_s, self._drafting_s = step_s, drafting_s
+        self.closed = False
+
+    def execute(self, plan: list[Slot], scoring: Seq[Slot] = ()) -> list[Sampled]:
+        self.now += self._step_s
+        return [Sampled(7) for slot in plan if slot.samples for _ in range(1 + len(slot.sequence.draft))]
+
+    def launch(self, plan: list[Slot], scoring: Seq[Slot] = ()) -> PendingStep:
+        found = self.execute(plan, scoring)
+
+        class Done:
+            def result(self) -> list[Sampled]:
+                return found
+
+        return Done()
+
+    def propose(self, plan: list[Slot], limits: Seq[int]) -> list[list[int]]:
+        self.now += self._drafting_s
+        return [[7] * limit for limit in limits]
+
+    def memory(self) -> dict:
+        return {}
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def scheduler() -> Scheduler:
+    config = SchedulerConfig(block_size=8, max_running=1, max_batched_tokens=TOKENS, max_model_len=TOKENS)
+    return Scheduler(BlockManager(16, prefix_cache=False), config)
+
+
+@pytest.mark.parametrize(("drafting_s", "pays"), [(0.5, True), (3.9, True), (4.1, False), (20.0, False)])
+def test_speculation_pays_if_a_step_with_proposals_is_shorter_than_those_it_saves(
+    drafting_s: float, pays: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clocked = Clocked(1.0, drafting_s)
+    monkeypatch.setattr(speculation_speed.time, "perf_counter", lambda: clocked.now)
+    assert can_pay(clocked, Speculation(clocked, 4), 4, INFO, scheduler) is pays
+    assert not clocked.closed, "the executor is still needed"
