@@ -148,7 +148,13 @@ def mixed(asked: argparse.Namespace, state: State, data: Path, streams: int, rat
         found["long"] = asyncio.run(arrive(state.http_url, state.model, rate, whole_s, asked.prompt - 96, seed))
     process.wait(timeout=WARM_S + asked.seconds + 60)
     (found["short"],) = json.loads(out.read_text())["stages"]
+    steady(found["short"], streams, asked.answer)
     return found
+
+
+def steady(stage: dict[str, Any], streams: int, answer: int) -> None:
+    """Add the rate that the latency makes: answers that end in step are counted in lumps otherwise."""
+    stage["steady_tokens_per_s"] = streams * answer / max(stage["latency_p50_ms"], 1e-3) * 1e3
 
 
 def swept(asked: argparse.Namespace, state: State, data: Path, streams: int) -> dict[str, Any]:
@@ -157,7 +163,8 @@ def swept(asked: argparse.Namespace, state: State, data: Path, streams: int) -> 
     process, out = load(state, data, streams, words, SWEPT[1], asked.sweep_seconds, 77_000 + streams)
     process.wait(timeout=asked.sweep_seconds + 90)
     (found,) = json.loads(out.read_text())["stages"]
-    found["per_gpu"] = found["tokens_per_s"] / 2
+    steady(found, streams, SWEPT[1])
+    found["per_gpu"] = found["steady_tokens_per_s"] / 2
     found["per_user"] = (SWEPT[1] - 1) / max(found["latency_p50_ms"] - found["ttft_p50_ms"], 1e-3) * 1e3
     return dict(found)
 
@@ -197,7 +204,8 @@ def row(layout: str, streams: int, rate: float, each: dict[str, Any]) -> None:
     if long:
         times = f"{long['ttft_p50_ms']:.0f} | {long['ttft_p99_ms']:.0f}"
         beside = f"{long['requests_per_s']:.2f} | {times} | {long['failed']} |"
-    print(f"| {layout} | {streams} + {rate:g}/s | {short['tokens_per_s']:,.0f} | {short['ttft_p50_ms']:.0f} | "
+    print(f"| {layout} | {streams} + {rate:g}/s | {short['steady_tokens_per_s']:,.0f} ({short['tokens_per_s']:,.0f}) | "
+          f"{short['ttft_p50_ms']:.0f} | "
           f"{short['itl_p50_ms']:.1f} | {short['itl_p99_ms']:.1f} | {short['failed']} | {beside}",
           flush=True)  # fmt: skip
 
@@ -233,7 +241,7 @@ def main() -> None:
     asked = parser.parse_args()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     print(f"{asked.engine}, long prompts of {asked.prompt - 96}, short of {asked.short} -> {asked.answer} tokens")
-    print("| layout | load | answers: tokens/s | TTFT p50 | ITL p50 | p99 (ms) | failed | long prompts/s | TTFT p50 |"
+    print("| layout | load | answers: tokens/s (ended) | TTFT p50 | ITL p50 | p99 (ms) | failed | long prompts/s | TTFT p50 |"
           " p99 | failed |")  # fmt: skip
     found = {layout: rows(asked, layout) for layout in asked.layouts.split(",")}
     if asked.json:
