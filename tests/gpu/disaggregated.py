@@ -6,7 +6,7 @@ The folder is written by `python -m tests.gpu.pipeline --write`. Deployments run
 GPUs: two aggregated workers ("chunked": in steps of 1,024 tokens), and a prefill with a decode worker ("apart": which
 computes no prompt at all). Each answers single prompts of 4,096 tokens first (from first to second token: the
 hand-over), then a mixed load: connections whose answers run, beside long prompts that arrive at a given rate, which
-both must serve. A sweep gives throughput against speed of an answer: prompts of 2,048, answers of 512 tokens.
+both must serve. A sweep gives throughput against speed of an answer: prompts of 1,024, answers of 256 tokens.
 """
 
 import argparse
@@ -40,7 +40,7 @@ LAYOUTS: dict[str, tuple[object, ...]] = {
 }
 CHUNK = 1024  # tokens per step of "chunked"
 WARM_S = 3.0
-SWEPT = (2048, 512)  # tokens of a prompt, of an answer
+SWEPT = (1024, 256)  # tokens of a prompt, of an answer
 
 
 def up(asked: argparse.Namespace, layout: str, data: Path) -> tuple[subprocess.Popen[bytes], State]:
@@ -241,8 +241,8 @@ def main() -> None:
     asked = parser.parse_args()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     print(f"{asked.engine}, long prompts of {asked.prompt - 96}, short of {asked.short} -> {asked.answer} tokens")
-    print("| layout | load | answers: tokens/s (ended) | TTFT p50 | ITL p50 | p99 (ms) | failed | long prompts/s | TTFT p50 |"
-          " p99 | failed |")  # fmt: skip
+    print("| layout | load | answers: tokens/s (ended) | TTFT p50 | ITL p50 | p99 (ms) | failed | long prompts/s | "
+          "TTFT p50 | p99 | failed |")  # fmt: skip
     found = {layout: rows(asked, layout) for layout in asked.layouts.split(",")}
     if asked.json:
         figures = {"engine": asked.engine, "layouts": found}

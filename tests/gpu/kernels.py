@@ -133,7 +133,7 @@ def check_long(device: torch.device) -> None:
     """Chunks outside of the pages: from the beginning, behind cached tokens, beside short ones."""
     small = device.type == "cpu"
     dtype, step = (torch.float32, 16) if small else (torch.bfloat16, chunks.STEP)
-    ranges = ((0, 3), (0, 50), (37, 20), (32, 48)) if small else ((0, 100), (0, 1500), (1111, 2000), (1024, 1024))
+    ranges = ((0, 3), (0, 50), (37, 20), (32, 48)) if small else ((0, 100), (0, 2500), (1111, 2900), (1024, 2048))
     with mock.patch.object(chunks, "STEP", step), mock.patch.object(dense, "STEP", step):
         for heads, kv_heads, dim in ((8, 2, 128), (6, 3, 16), (32, 8, 64)):
             for rotate, window, softcap, sinks in ((True, None, 0.0, False), (True, step, 0.0, False)):

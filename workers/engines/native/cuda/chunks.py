@@ -3,8 +3,9 @@
 from typing import NamedTuple
 
 STEP = 512  # rows and keys are padded to a multiple of this
-LONG = 1024  # tokens, from which on a chunk may be attended to outside of the pages
-LONG_WORK = 16 << 20  # pairs of a query and a key, likewise: below, what each call costs outweighs what cuDNN gains
+LONG = 2048  # tokens from which on a whole prompt is attended to outside of the pages
+LONG_BEHIND = 1024  # likewise for a chunk behind other tokens,
+BEHIND_WORK = 16 << 20  # if it has so many pairs of a query and a key: two calls and a merge cost more than one
 
 
 class Chunk(NamedTuple):
@@ -24,7 +25,9 @@ class Chunk(NamedTuple):
     @property
     def is_long(self) -> bool:
         """Whether attention outside of the pages is faster."""
-        return self.tokens >= LONG and self.tokens * (self.start + self.tokens // 2) >= LONG_WORK
+        if self.start < STEP:
+            return self.tokens >= LONG
+        return self.tokens >= LONG_BEHIND and self.tokens * (self.start + self.tokens // 2) >= BEHIND_WORK
 
     @property
     def unmasked(self) -> int:

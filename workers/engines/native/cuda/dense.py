@@ -11,7 +11,7 @@ from torch import Tensor
 
 from workers.engines.native.attention import AttentionParams
 from workers.engines.native.cuda import attend
-from workers.engines.native.cuda.chunks import STEP, Chunk
+from workers.engines.native.cuda.chunks import LONG, STEP, Chunk
 from workers.engines.native.pool import Pool
 
 log = structlog.get_logger("engine")
@@ -28,16 +28,19 @@ class DenseAttention:
         self.enabled = enabled
 
     def warm(self, tokens: int, heads: int, kv_heads: int, dim: int, dtype: torch.dtype) -> None:
-        """Load cuDNN, which takes a second, by chunks of up to ``tokens``. Without it, nothing suits ``attend``."""
-        rows = -(-tokens // STEP) * STEP
-        query = torch.zeros((rows, heads, dim), dtype=dtype, device=self._device)
-        key = torch.zeros((rows, kv_heads, dim), dtype=dtype, device=self._device)
+        """Load cuDNN, which takes a second, and plan whole prompts of up to ``tokens``, 60 ms for each shape.
+
+        Plans belong to the thread that makes them. If cuDNN does not work here, nothing suits ``attend`` afterwards.
+        """
+        most = -(-tokens // STEP) * STEP
+        query = torch.zeros((most, heads, dim), dtype=dtype, device=self._device)
+        key = torch.zeros((most, kv_heads, dim), dtype=dtype, device=self._device)
         if not self.enabled or not self._fits(query):
             return
         try:
             with torch.inference_mode():
-                for causal in (True, False):
-                    _attention(query, key, key, 1.0, causal=causal)
+                for rows in range(LONG, most + 1, STEP):
+                    _attention(query[:rows], key[:rows], key[:rows], 1.0, causal=True)
                 torch.cuda.synchronize()
         except RuntimeError as error:
             self.enabled = False

@@ -153,9 +153,9 @@ class CudaExecutor:
             torch.cuda.synchronize()
             log.warning("decode_without_graphs", reason=str(error).strip().splitlines()[0])
         self._graph_sizes = sorted(self._graphs)
-        longest, shape = self._tables.shape[2] * self._pool.block_size, self._pool.shape
-        tokens = min(longest, self._most_tokens)
-        if Chunk(0, longest - tokens, tokens, 0).is_long:
+        shape = self._pool.shape
+        tokens = min(self._tables.shape[2] * self._pool.block_size, self._most_tokens)
+        if Chunk(0, 0, tokens, 0).is_long:
             self._dense.warm(tokens, self._model.heads, shape.kv_heads, shape.head_dim, self._model.dtype)
 
     def _run_fixed(self, size: int) -> Tensor:

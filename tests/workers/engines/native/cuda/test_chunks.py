@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.engines.native.cuda.chunks import LONG, STEP, Chunk
+from workers.engines.native.cuda.chunks import LONG, LONG_BEHIND, STEP, Chunk
 
 
 @given(start=st.integers(0, 5 * STEP), tokens=st.integers(1, 5 * STEP))
@@ -22,8 +22,7 @@ def test_shapes_are_few(start: int, tokens: int) -> None:
     assert chunk.rows < tokens + 2 * STEP
 
 
-def test_long_is_what_many_pairs_of_query_and_key_make() -> None:
-    assert not Chunk(0, 0, 4096, 0).is_long
-    assert Chunk(0, 0, 8192, 0).is_long
-    assert Chunk(0, 30_000, LONG, 0).is_long
-    assert not Chunk(0, 30_000, LONG - 1, 0).is_long
+def test_a_chunk_behind_others_is_long_if_it_has_many_pairs_of_query_and_key() -> None:
+    assert [Chunk(0, 0, tokens, 0).is_long for tokens in (LONG - 1, LONG)] == [False, True]
+    assert [Chunk(0, 30_000, tokens, 0).is_long for tokens in (LONG_BEHIND - 1, LONG_BEHIND)] == [False, True]
+    assert [Chunk(0, start, LONG, 0).is_long for start in (1024, 8192)] == [False, True]
