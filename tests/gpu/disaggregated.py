@@ -1,11 +1,11 @@
-"""Prefill and decode apart, through the whole pipeline on two GPUs: what a hand-over costs, and what it gains.
+"""Prefill and decode apart, through the whole pipeline on two GPUs: what a handoff costs, and what it gains.
 
 python -m tests.gpu.disaggregated --folder /dev/shm/random-8b [--engine vllm] [--rates 0,4] [--sweep 8,32,128]
 
 The folder is written by `python -m tests.gpu.pipeline --write`. Deployments run one after the other on the same two
 GPUs: two aggregated workers ("chunked": in steps of 1,024 tokens), and a prefill with a decode worker ("apart": which
 computes no prompt at all). Each answers single prompts of 4,096 tokens first (from first to second token: the
-hand-over), then a mixed load: connections whose answers run, beside long prompts that arrive at a given rate, which
+handoff), then a mixed load: connections whose answers run, beside long prompts that arrive at a given rate, which
 both must serve. A sweep gives throughput against speed of an answer: prompts of 1,024, answers of 256 tokens.
 """
 

@@ -3,7 +3,7 @@
 python -m tests.gpu.killed --folder /dev/shm/random-kv [--kills 6]
 
 The folder is written by `python -m tests.gpu.pipeline --write --shape kv`: a small model with much KV per token, whose
-transfers take milliseconds. An undisturbed part shows when a transfer begins and ends after the hand-over is stored;
+transfers take milliseconds. An undisturbed part shows when a transfer begins and ends after the handoff is stored;
 then one side after the other is killed in between. Answers are batch-invariant, so each must be the undisturbed one.
 """
 
@@ -36,7 +36,7 @@ PARTS = (0.2, 0.5, 0.8)  # of a transfer, when the kill comes
 
 
 class Watch:
-    """Sees each hand-over when it is stored. ``kill``: the next one's, so many seconds later."""
+    """Sees each handoff when it is stored. ``kill``: the next one's, so many seconds later."""
 
     def __init__(self) -> None:
         self.seen_ns: dict[str, int] = {}  # by request
@@ -93,7 +93,7 @@ async def answer(made: Deployed, asked: argparse.Namespace, number: int, salt: s
 
 
 def spans(lines: list[Handoff], seen_ns: dict[str, int]) -> tuple[float, float]:
-    """Medians of when a transfer begins and ends, in seconds after the hand-over was seen."""
+    """Medians of when a transfer begins and ends, in seconds after the handoff was seen."""
     ends = [
         ((line.at_ns - seen_ns[request]) / 1e9, line.seconds)
         for line in lines
@@ -148,8 +148,8 @@ async def measure(asked: argparse.Namespace, path: Path) -> None:
         assert list(again) == expected, "answers depend on what runs beside them"
         span = spans(await reads(state, since_ns), watch.seen_ns)
         print(f"transfers of {asked.prompt} tokens run from {span[0] * 1e3:.2f} to {span[1] * 1e3:.2f} ms after the "
-              "hand-over is stored")  # fmt: skip
-        print("| kill | of | ms after the hand-over | all answered after (s) | both back after (s) | transfers |")
+              "handoff is stored")  # fmt: skip
+        print("| kill | of | ms after the handoff | all answered after (s) | both back after (s) | transfers |")
         wrong = 0
         for number in range(asked.kills):
             found = await strike(made, asked, number, span)

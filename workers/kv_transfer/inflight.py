@@ -236,7 +236,7 @@ class InflightTransfers:
         transfer.moves = blocks.copy_ops(own_pool, peer_pool, request.local, request.remote, in_one_piece=not direct)
         transfer.size = len(request.local) * own_pool.block_bytes
         transfer.at_risk = len(request.local)
-        transfer.gpu = here.kind == there.kind == "cuda"
+        transfer.gpu = own_pool.kind == peer_pool.kind == "cuda"
 
     def _advance(self, transfer: _Transfer, clock: Callable[[], float]) -> bool:
         """Post the next piece, or poll the one posted; returns whether either made progress."""
