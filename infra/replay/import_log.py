@@ -3,6 +3,7 @@
 import asyncio
 import shutil
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,6 +24,8 @@ from infra.timeline.open_log import CONNECT_S, FAILURES
 from schemas.streams import topology
 from schemas.subjects import HEADER_RECORDED_TIME, Subjects
 
+PART = ".import-"  # folder in the making
+WHOLE = "whole"  # file in it: its streams are being moved
 FLUSH = 500  # messages between two waits for the broker
 STORED_S = 30.0
 
@@ -71,16 +74,32 @@ def _into_folder(exported: ExportFile, data_dir: Path, namespace: str) -> dict[s
     lock.acquire("a nats-server of penstock")
     try:
         folders = [data_dir / STREAMS_DIR / stream_name(Subjects(namespace), stream) for stream in RESTORED]
+        _undo(data_dir)
         if any(folder.exists() for folder in folders):
             raise ValueError(f"{data_dir} has streams of namespace {namespace}: name another with --namespace")
+        part = Path(tempfile.mkdtemp(prefix=PART, dir=data_dir))
         try:
-            return restore(exported, data_dir, namespace)
-        except BaseException:  # also Ctrl-C: the next attempt must find the folder as this one did
+            counts = restore(exported, part, namespace)
+            (part / WHOLE).touch()
+            folders[0].parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             for folder in folders:
-                shutil.rmtree(folder, ignore_errors=True)
-            raise
+                (part / STREAMS_DIR / folder.name).rename(folder)
+            return counts
+        finally:
+            shutil.rmtree(part, ignore_errors=True)
     finally:
         lock.release()
+
+
+def _undo(data_dir: Path) -> None:
+    """Remove what killed imports have left: folders in the making, and streams that had been moved before."""
+    for part in data_dir.glob(f"{PART}*"):
+        names = {folder.name for folder in (part / STREAMS_DIR).glob("*")}
+        if (part / WHOLE).exists() and names:
+            namespace = next(iter(names)).removeprefix("OBJ_").rpartition("_")[0]
+            for name in {stream_name(Subjects(namespace), stream) for stream in RESTORED} - names:
+                shutil.rmtree(data_dir / STREAMS_DIR / name, ignore_errors=True)
+        shutil.rmtree(part, ignore_errors=True)
 
 
 async def _into_broker(exported: ExportFile, url: str, namespace: str) -> dict[str, int]:

@@ -3,6 +3,7 @@
 import asyncio
 import errno
 import gzip
+import sys
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from infra.cli import main
 from infra.replay import bulk_read, export, import_log, restore
 from infra.replay.files import open_export
 from infra.timeline import inspect, list_requests, tail
-from infra.timeline.log_copy import CopyFailed
+from infra.timeline.log_copy import STREAMS_DIR, CopyFailed
 from infra.timeline.open_log import Source, open_log
 from infra.timeline.read import read_timeline
 from schemas.kv import KvBatch, Stored
@@ -24,6 +25,7 @@ from schemas.subjects import Subjects
 from schemas.wire import encode
 from tests.infra.bus.support import opened
 from tests.infra.timeline.support import accept, assign, end, stream
+from tests.pipeline.support import ROOT
 
 Run = Callable[..., Coroutine[Any, Any, int]]
 STREAMS = ("REQUESTS", "WORK", "TOKENS", "DONE", "KV")
@@ -234,3 +236,34 @@ async def test_ids_that_the_log_does_not_have_leave_no_file(
     assert not file.exists()
     assert await run(export.run, samples_id(), ids[0], "-o", str(file)) == 0
     assert "1 of 2 requests are not in the log" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("moved", [False, True])
+async def test_an_import_that_was_killed_is_finished_by_the_next(
+    bus: Bus, run: Run, tmp_path: Path, moved: bool
+) -> None:
+    await recorded(bus)
+    file, folder = tmp_path / "all.jsonl", tmp_path / "imported"
+    assert await run(export.run, "--all", "-o", str(file)) == 0
+    whole = file.read_bytes()
+    command = [sys.executable, "-m", "infra.cli", "import", "-", "--data-dir", str(folder), "--namespace", "in"]
+    process = await asyncio.create_subprocess_exec(*command, stdin=asyncio.subprocess.PIPE, cwd=ROOT)
+    assert process.stdin is not None
+    process.stdin.write(whole[: len(whole) // 2])
+    async with asyncio.timeout(30):
+        while not list(folder.glob(".import-*/*")):  # noqa: ASYNC110 - another process makes it
+            await asyncio.sleep(0.02)
+    process.kill()
+    await process.wait()
+    (left,) = folder.glob(".import-*")
+    if moved:  # as if it had been killed between two renames
+        (left / import_log.WHOLE).touch()
+        streams = left / STREAMS_DIR
+        (folder / STREAMS_DIR).mkdir(parents=True)
+        (streams / "in_REQUESTS").rename(folder / STREAMS_DIR / "in_REQUESTS")
+    flags = [str(file), "--data-dir", str(folder), "--namespace", "in"]
+    assert await asyncio.to_thread(import_log.run, flags) == 0
+    assert not list(folder.glob(".import-*"))
+    async with open_log(Source(folder), name="test", streams=STREAMS) as log:
+        for name in STREAMS:
+            assert await messages(log.bus, name) == await messages(bus, name), name
