@@ -1,6 +1,5 @@
 """The text of recorded tokens, with the model's own tokenizer."""
 
-from infra.model.modeldir import ModelError, load_tokenizer, resolve
 from schemas.done import Done
 from schemas.requests import GenerateRequest
 from schemas.wire import unpack_tokens
@@ -43,6 +42,8 @@ class Texts:
             return ""
         tokenizer = self._tokenizers.get(model)
         if tokenizer is None:
+            from infra.model.modeldir import ModelError, load_tokenizer, resolve  # 40 ms, only for texts
+
             try:
                 tokenizer = self._tokenizers[model] = load_tokenizer(resolve(self._path or model))
             except ModelError as error:
