@@ -69,7 +69,7 @@ class LogCapacity:
             for consumer in consumers:
                 level = max(level, await self._share(consumer))
         except (NatsError, TimeoutError, ServingError) as error:
-            log.debug("room_unknown", error=repr(error))
+            log.debug("log_capacity_unknown", error=repr(error))
             return
         watch.update(level)
         self._metrics.unfinished.labels(watch.stream).set(level)

@@ -59,7 +59,7 @@ class Stop:
 
     def _end(self, bound_s: float) -> None:
         time.sleep(bound_s)
-        log.error("stop_took_too_long", seconds=bound_s, action="exiting")
+        log.error("stop_timeout", seconds=bound_s, action="exiting")
         self._end_process(self.status or EXIT_STUCK)
 
     async def wait(self) -> None:
@@ -160,7 +160,7 @@ async def end(tasks: "Iterable[asyncio.Task[Any] | None]", *, within_s: float = 
             task.cancel()
         _, left = await asyncio.wait(left, timeout=min(CANCEL_AGAIN_S, max(0.0, deadline - time.monotonic())))
         if left and time.monotonic() >= deadline:
-            log.error("tasks_outlive_their_owner", tasks={task.get_name(): repr(task.get_coro()) for task in left})
+            log.error("tasks_still_running", tasks={task.get_name(): repr(task.get_coro()) for task in left})
             return False
     return True
 

@@ -61,7 +61,7 @@ class Live:
                 self._problem = ""
             except (ServingError, BrokerProblem) as error:
                 self._problem = str(error)
-                log.warning("look_failed", error=str(error))
+                log.warning("snapshot_failed", error=str(error))
             async with self._changed:
                 self._number += 1
                 self._changed.notify_all()

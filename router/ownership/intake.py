@@ -208,4 +208,4 @@ class Intake:
                 try:
                     await self._send(self.membership.owner(name), pending.raw, pending.reply)
                 except (NatsError, OSError) as error:  # it is delivered again
-                    log.debug("request_not_passed_on", request=pending.request.id, error=repr(error))
+                    log.debug("request_not_forwarded", request=pending.request.id, error=repr(error))

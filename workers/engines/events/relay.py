@@ -213,7 +213,7 @@ class Relay:
         self._engine.close()
         closed = [each.close() for each in self._subscribers] + [each.close() for each in self._publishers]
         if not all(closed):
-            log.warning("kv_events_thread_hangs")
+            log.warning("kv_events_thread_still_running")
 
     # --- received events ---
 

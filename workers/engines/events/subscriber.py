@@ -128,7 +128,7 @@ class Subscriber:
             self._open_replay()
         if self._received:
             self._received = False
-            log.warning("kv_publisher_gone", action="forgetting its blocks")
+            log.warning("kv_publisher_lost", action="forgetting its blocks")
             self._take([], True)
 
     def _on_replay(self, message: wire.Message) -> None:

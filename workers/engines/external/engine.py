@@ -284,5 +284,5 @@ class ExternalEngine(Generic[C]):
         for key in list(self._active):
             self.cancel(key)
         if not self._loop.cancel_all(CLOSE_S):
-            log.warning("engine_tasks_hang")
+            log.warning("engine_tasks_still_running")
         self._resources.close()

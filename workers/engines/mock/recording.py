@@ -71,7 +71,7 @@ def read_recording(path: str, vocab_size: int, *, skip_bad: bool = False) -> lis
             raise ValueError(f"--play {path} cannot be read: {reason}") from error
         bad.append(f"behind line {number}: {reason}")
     if bad:
-        log.warning("play_lines_left_out", file=path, lines=len(bad), first=bad[0])
+        log.warning("recording_lines_skipped", file=path, lines=len(bad), first=bad[0])
     played = [found for event in ended if (found := _played(event, requests.get(event.request), stored)) is not None]
     if not played:
         raise ValueError(f"--play {path}: it has no answer to play; export whole requests, with their records")
