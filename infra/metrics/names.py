@@ -30,5 +30,5 @@ def label_name(text: str) -> str:
 
 def _begun(name: str, text: str) -> str:
     if not name:
-        raise ValueError(f"{text!r} is no name: it has no characters")
+        raise ValueError(f"{text!r} is not a name: it is empty")
     return f"_{name}" if name[0].isdigit() else name

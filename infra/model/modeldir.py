@@ -93,7 +93,7 @@ def resolve(model: str, *, weights: bool = False) -> Path:
         model: a directory, the name of a bundled model, or a Hugging Face id; "": the demo model.
         weights: fetch the weights of a Hugging Face model too, not only its configuration and tokenizer.
     Raises:
-        ModelError: neither a directory nor available under that id.
+        ModelError: not a directory, and not available under that id.
     """
     if not model:
         return DEMO

@@ -40,7 +40,7 @@ def key_mapping(path: Path) -> Mapping[str, str]:
 
 
 def _index(path: Path) -> _Index:
-    """The index; an empty one where there is none. What is malformed, the engine that loads the weights explains."""
+    """The index; an empty one where there is none. The engine that loads the weights reports a malformed one."""
     try:
         return msgspec.json.decode((path / INDEX).read_bytes(), type=_Index)
     except (OSError, msgspec.DecodeError, UnicodeDecodeError):

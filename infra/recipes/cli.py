@@ -99,9 +99,7 @@ def run_check(argv: Sequence[str]) -> int:
 
 
 def _check_parser() -> Parser:
-    parser = Parser(
-        prog="penstock recipe check", description="check engine arguments: what would fail, and what would be slow"
-    )
+    parser = Parser(prog="penstock recipe check", description="check engine arguments: what would fail or be slow")
     parser.add_argument("files", nargs="+", metavar="[ROLE=]FILE", help="YAML of engine arguments, or a recipe's name")
     parser.add_argument("--role", choices=get_args(Role), help="default: the recipe's, else aggregated")
     parser.add_argument("--model", help="model directory (default: the recipe's model)")
@@ -151,7 +149,7 @@ def _open(name: str) -> Recipe:
 
 
 def _context(recipe: Recipe, args: argparse.Namespace, role: str | None) -> Context:
-    """The recipe's own circumstances, with what the command line says laid over them."""
+    """The recipe's context, overridden by the command line."""
     base = context_of(recipe)
     over: dict[str, object] = {}
     for field, given in (

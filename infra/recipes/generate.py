@@ -52,7 +52,7 @@ def files(shape: Shape, model: str, given: dict[str, Any]) -> dict[str, tuple[st
     """The texts of recipes by name: one, or a pair for prefill and decode.
 
     Raises:
-        BadArguments: the model cannot be served this way, or the two would not agree.
+        BadArguments: the model cannot be served this way, or the two engines would not match.
     """
     asked: dict[Role, int] = {
         "aggregated": given["gpus"], "prefill": given["prefill_gpus"], "decode": given["decode_gpus"],

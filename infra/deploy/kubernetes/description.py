@@ -1,4 +1,4 @@
-"""What a Kubernetes deployment is to be: read from a short YAML file, completed by a recipe. Pure.
+"""The description of a Kubernetes deployment: a short YAML file, completed by a recipe. Pure.
 
 Sizes are Kubernetes quantities ("64Gi"). What is left out has a default, or comes from the recipe.
 """
@@ -149,7 +149,7 @@ def pools(given: Description, members: Mapping[str, RecipeEntry] = {}, texts: Ma
         members: the recipe's files by role.
         texts: what is in them, by role.
     Raises:
-        BadArguments: something is missing, or does not go together.
+        BadArguments: something is missing or contradictory.
     """
     roles: dict[Role, Workers] = dict(given.workers) or {_role(role): Workers() for role in members}
     if not roles:

@@ -26,7 +26,7 @@ def manifests(
     Args:
         members: the recipe's files by role; ``texts``: what is in them.
     Raises:
-        BadArguments: the description cannot be.
+        BadArguments: the description contradicts itself.
     """
     found = pools(description, members, texts)
     language = next((pool for pool in found if pool.role != "diffusion"), None)
@@ -165,7 +165,7 @@ def _broker(description: Description) -> list[Tree]:
 
 
 def _deployment(description: Description, component: str, replicas: int, spec: Tree, *, at_once: bool = True) -> Tree:
-    # GPUs are not there twice: an engine's successor starts when it has gone.
+    # There are no spare GPUs: a new engine starts when the old one has ended.
     update = {} if at_once else {"strategy": {"rollingUpdate": {"maxSurge": 0, "maxUnavailable": 1}}}
     return _object(description, "apps/v1", "Deployment", component, component, {
         "replicas": replicas,

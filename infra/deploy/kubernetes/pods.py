@@ -73,7 +73,7 @@ def router(description: Description) -> Tree:
 
 
 def streams(description: Description) -> Tree:
-    """The pod that makes the streams, once; it does nothing where they are."""
+    """The pod that makes the streams, once; it does nothing if they exist."""
     container = {
         "name": "streams",
         "image": description.image,
@@ -86,7 +86,7 @@ def streams(description: Description) -> Tree:
 
 
 def worker(description: Description, pool: Pool) -> Tree:
-    """A pod that serves: alone, or as the leader of its group."""
+    """A worker's pod: alone, or the leader of its group."""
     settings = WorkerSettings(
         role=pool.role,
         engine=pool.engine,  # type: ignore[arg-type]
