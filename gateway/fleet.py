@@ -12,7 +12,9 @@ from gateway.parsers.registry import ParserNames, agreed_parsers
 from gateway.roster import Roster, WorkerSelection
 from infra.bus.connection import Bus
 from infra.bus.registry import RegisteredWorker, WorkerRegistry
+from infra.bus.revisions import reads
 from infra.model.modeldir import ModelDir
+from schemas.fleet import Registration, State
 from schemas.subjects import token
 
 log = structlog.get_logger("gateway")
@@ -66,6 +68,24 @@ class FleetView:
         if not self._settings.model and self.diffusion_models.ready():
             return True
         return self._select().ready
+
+    def workers(self) -> list[tuple[Registration, str]]:
+        """All workers, by name, each with why it takes no requests of this gateway; "": it takes them."""
+        used = {worker.worker for worker in self._select().used}
+        found = [(member.registration, self._reason(member, used)) for member in self.watch.members.values()]
+        return sorted(found, key=lambda entry: (entry[0].role, entry[0].name, entry[0].worker))
+
+    def _reason(self, member: RegisteredWorker, used: set[str]) -> str:
+        worker = member.registration
+        if worker.state is not State.ready:
+            return f"it is {worker.state.value}"
+        if worker.role == ROLE or worker.worker in used:
+            return ""
+        if not self._serves(member):
+            return f"it serves {worker.model!r}, this gateway {self.names[0]!r}"
+        if not reads(worker, self._model.tokenizer_digest):
+            return "its tokenizer is another one than the gateway's"
+        return "it stands by: workers of another revision serve"
 
     @property
     def listed_names(self) -> tuple[str, ...]:

@@ -117,6 +117,11 @@ class Gateway:
     def open_requests(self) -> int:
         return len(self._subscriptions)
 
+    @property
+    def has_routers(self) -> bool:
+        """Whether some router takes requests."""
+        return self._queue_monitor.has_routers
+
     def not_ready(self) -> list[str]:
         """Why a request could not be served now; empty: ready."""
         reasons = ["this gateway is shutting down"] if self.draining else []

@@ -29,6 +29,7 @@ from gateway.http.answers import (
     send_error,
     strip_id_prefix,
 )
+from gateway.http.health import health_of
 from gateway.http.status import final_state, status_of
 from gateway.images.endpoints import ImageReattach, answer_images, base_url
 from gateway.images.files import GeneratedFiles
@@ -91,6 +92,9 @@ def _others(gateway: Gateway, answering: Mapping[str, App]) -> Starlette:
             Route("/v1/requests/{id}", api.cancel, methods=["DELETE"]),
             Route("/v1/requests/{id}/stream", Reattach(gateway, ImageReattach(gateway))),
             Route("/v1/files/{name}", GeneratedFiles(gateway).get),
+            Route("/health", api.health),
+            Route("/ping", api.live),
+            Route("/version", api.version),
             Route("/health/live", api.live),
             Route("/health/ready", api.ready),
             Route("/metrics", api.metrics),
@@ -166,6 +170,14 @@ class _Api:
 
     async def live(self, request: Request) -> Response:
         return _reply({"status": "live"})
+
+    async def health(self, request: Request) -> Response:
+        endpoints = sorted(route.path for route in request.app.routes if isinstance(route, Route))
+        answer = health_of(self._gateway, endpoints)
+        return _reply(answer.health, status=answer.status)
+
+    async def version(self, request: Request) -> Response:
+        return _reply({"version": version("penstock")})
 
     async def ready(self, request: Request) -> Response:
         reasons = self._gateway.not_ready()

@@ -94,6 +94,14 @@ async def becomes(http: httpx.AsyncClient, *reasons: str, within_s: float = 15.0
         raise AssertionError(f"the reasons stay {seen}, not {list(reasons)}") from None
 
 
+async def components(http: httpx.AsyncClient) -> tuple[int, dict[str, str]]:
+    """The status of ``/health``, and of each component why it is not ready."""
+    answer = await http.get("/health")
+    body = answer.json()
+    assert "/v1/chat/completions" in body["endpoints"]
+    return answer.status_code, {each["name"]: each.get("reason", "") for each in body["components"]}
+
+
 async def served(http: httpx.AsyncClient, **more: Any) -> int:
     body = {"model": "tiny", "prompt": "one two three", "max_tokens": 3, "ignore_eos": True} | more
     return (await http.post("/v1/completions", json=body)).status_code
@@ -103,10 +111,15 @@ async def test_a_gateway_is_ready_once_a_router_and_a_worker_of_its_model_are_th
     parts: Parts, http: httpx.AsyncClient
 ) -> None:
     await becomes(http, NO_ROUTER, NO_WORKER)
+    assert await components(http) == (503, {"gateway": "", "broker": "", "routers": "none takes requests"})
     router, _ = await asyncio.gather(asyncio.to_thread(parts.router), asyncio.to_thread(parts.worker, "another"))
     await becomes(http, NO_WORKER)  # a worker of another model does not help
     worker = await asyncio.to_thread(parts.worker)
     await becomes(http)
+    status, found = await components(http)
+    assert status == 200
+    assert sorted(found.values()) == ["", "", "", "", "it serves 'another', this gateway 'tiny'"]
+    assert [(await http.get(path)).status_code for path in ("/ping", "/version")] == [200, 200]
     assert await served(http) == 200
 
     await parts.kill(worker)
