@@ -73,26 +73,8 @@ class Router:
         self.cluster = ClusterState(bus, settings)
         self._decider = Decider(self.cluster, settings, metrics)
         self._tenants = TenantWeights(bus)
-        order = HeldOrder[PendingRequest](
-            self.cluster.tracker,
-            self._decider.arrays,
-            self.cluster.overlaps,
-            by_size=settings.mode == "kv",
-            weights=self._tenants.weights,
-        )
-        self._held = HeldRequests(settings.max_pending, settings.local_prefill_tokens, order)
-        self.intake = Intake(
-            bus,
-            self.id,
-            tracker=self.cluster.tracker,
-            held=self._held,
-            background=self._background,
-            handle=self._on_request,
-            space=self._space,
-            placed=lambda: self.cluster.positions().work,
-            owners_changed=self.cluster.owners_changed,
-            taken_over=self._on_taken_over,
-        )
+        self._held = self._make_held()
+        self.intake = self._make_intake()
         self.cluster.places = self.intake.places
         self.cluster.disconnects.link_broke = self.intake.membership.link_broke
         self._terminal = TerminalPublisher(
@@ -130,6 +112,31 @@ class Router:
             metrics,
             since_ns=time.time_ns(),
             owns=self.intake.membership.owns,
+        )
+
+    def _make_held(self) -> HeldRequests:
+        settings, cluster = self._settings, self.cluster
+        order = HeldOrder[PendingRequest](
+            cluster.tracker,
+            self._decider.arrays,
+            cluster.overlaps,
+            by_size=settings.mode == "kv",
+            weights=self._tenants.weights,
+        )
+        return HeldRequests(settings.max_pending, settings.local_prefill_tokens, order)
+
+    def _make_intake(self) -> Intake:
+        return Intake(
+            self._bus,
+            self.id,
+            tracker=self.cluster.tracker,
+            held=self._held,
+            background=self._background,
+            handle=self._on_request,
+            space=self._space,
+            placed=lambda: self.cluster.positions().work,
+            owners_changed=self.cluster.owners_changed,
+            taken_over=self._on_taken_over,
         )
 
     async def open(self) -> None:

@@ -151,3 +151,23 @@ def test_every_folder_is_a_package_and_says_what_it_is_for() -> None:
         if path.read_text(encoding="utf-8").strip() and ast.get_docstring(ast.parse(path.read_text())) is None
     ]
     assert silent == []
+
+
+def test_no_module_is_long_and_no_function_neither() -> None:
+    """450 lines a module and 60 a function, but for kernels: Triton compiles each as one function."""
+    long: list[str] = []
+    for folder in sorted(OURS):
+        for path in sources(folder):
+            text = path.read_text(encoding="utf-8")
+            if text.count("\n") > 450:
+                long.append(f"{path.relative_to(ROOT)}: {text.count(chr(10))} lines")
+            for node in ast.walk(ast.parse(text)):
+                if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not is_kernel(node):
+                    lines = (node.end_lineno or 0) - node.lineno + 1
+                    if lines > 60:
+                        long.append(f"{path.relative_to(ROOT)}: {node.name} has {lines} lines")
+    assert long == []
+
+
+def is_kernel(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    return any("triton" in ast.unparse(decorator) for decorator in function.decorator_list)

@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from infra.bench.cpu import cpu_of, own_seconds
+from infra.bench.event_loop import loop_factory
 from infra.bench.generator.exchange import Exchange
 from infra.bench.generator.pool import ClosedLoop, Pool
 from infra.bench.generator.target import BadTarget, Target, ask, parse_target
@@ -67,7 +68,7 @@ def run(settings: Settings) -> int:
     try:
         target, processes = _target(settings)
         with contextlib.ExitStack() as stack:
-            runner = stack.enter_context(asyncio.Runner(loop_factory=_loop_factory()))
+            runner = stack.enter_context(asyncio.Runner(loop_factory=loop_factory()))
             stages = runner.run(_measure(settings, target, processes))
     except BenchFailed as error:
         print(f"penstock bench http: {error}", file=sys.stderr)
@@ -79,13 +80,6 @@ def run(settings: Settings) -> int:
         figures = {"settings": settings, "stages": stages}
         Path(settings.json).write_bytes(msgspec.json.format(msgspec.json.encode(figures), indent=2) + b"\n")
     return 1 if any(stage.failed for stage in stages) else 0
-
-
-def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
-    import uvloop
-
-    factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
-    return factory
 
 
 def _target(settings: Settings) -> tuple[Target, dict[str, int]]:

@@ -15,7 +15,7 @@ from infra.bench.plots import PlotsMissing, plot_loads, plot_prefix_ratios
 from infra.bench.simulation.comparison import Cell, Run, Summary, runs, summaries
 from infra.bench.simulation.policy import Fleet, WorkerSpec
 from infra.bench.simulation.prefix_sweep import PrefixSweep, series
-from infra.bench.simulation.trace import Multipliers, Trace, TraceError, multiplied, read
+from infra.bench.simulation.trace import TraceError, read_multiplied
 from infra.bench.simulation.workloads import WORKLOADS
 from infra.terminal import stdout
 from router.routing import LOCAL_PREFILL_TOKENS, Weights
@@ -136,7 +136,7 @@ def _cells(settings: Settings) -> list[Cell]:
     engines = fleet(settings)
     weights = Weights(local_prefill_tokens=settings.local_prefill_tokens)
     if settings.trace:
-        trace = _trace(settings)
+        trace = read_multiplied(settings)
         trace.requests(settings.block_size)  # fails before the first run, not in it
         return [
             Cell(engines, load, trace.name, trace, replicas=settings.replicas, weights=weights)
@@ -170,13 +170,6 @@ def _loads(settings: Settings, found: Sequence[Summary]) -> list[float]:
         return []
     whole = len(settings.prefix_ratios) * len(settings.policies)
     return [load for load in settings.load if sum(each.load == load for each in found) == whole]
-
-
-def _trace(settings: Settings) -> Trace:
-    by = Multipliers(
-        settings.prefix_multiplier, settings.root_multiplier, settings.prompt_multiplier, settings.max_prompt_tokens
-    )
-    return multiplied(read(Path(settings.trace)).limited(settings.requests), by)
 
 
 def _progress(each: Run, done: int, total: int) -> None:

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
 
@@ -150,3 +151,37 @@ class _Namer:
 
     def __call__(self, root: int, unit: int | None, part: int) -> int:
         return self._numbers.setdefault((root, unit, part), len(self._numbers))
+
+
+class TraceSettings(Protocol):
+    """The settings of a command that reads a trace."""
+
+    @property
+    def trace(self) -> str: ...
+
+    @property
+    def requests(self) -> int: ...
+
+    @property
+    def prefix_multiplier(self) -> float: ...
+
+    @property
+    def root_multiplier(self) -> int: ...
+
+    @property
+    def prompt_multiplier(self) -> float: ...
+
+    @property
+    def max_prompt_tokens(self) -> int: ...
+
+
+def read_multiplied(settings: TraceSettings) -> Trace:
+    """A trace's first requests, stretched as the settings say.
+
+    Raises:
+        TraceError: it cannot be read.
+    """
+    by = Multipliers(
+        settings.prefix_multiplier, settings.root_multiplier, settings.prompt_multiplier, settings.max_prompt_tokens
+    )
+    return multiplied(read(Path(settings.trace)).limited(settings.requests), by)

@@ -3,14 +3,14 @@
 import asyncio
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
 from msgspec import Meta
 
+from infra.bench.event_loop import loop_factory
 from infra.bench.generator.target import BadTarget
-from infra.bench.simulation.trace import Multipliers, Trace, TraceError, multiplied, read
+from infra.bench.simulation.trace import TraceError, read_multiplied
 from infra.bench.sweep.bodies import TooLarge
 from infra.bench.sweep.endpoints import BadEndpoint, parse_endpoints
 from infra.bench.sweep.level_run import Limits
@@ -75,7 +75,7 @@ def run(settings: Settings) -> int:
     try:
         plan = plan_of(settings)
         sweep = Sweep(plan, lambda model: text_of(settings.tokenizer or model))
-        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        with asyncio.Runner(loop_factory=loop_factory()) as runner:
             healthy = runner.run(sweep.run())
         print_report(read_series([plan.out / each.name for each in sweep.measured]))
     except (*_REFUSED, Unhealthy, SweepFailed) as error:
@@ -105,7 +105,7 @@ def plan_of(settings: Settings) -> Plan:
     workload = workload_of(settings)
     if workload.images and settings.api != "chat":
         raise BadSettings("images need --api chat")
-    trace = _trace(settings) if settings.trace else None
+    trace = read_multiplied(settings) if settings.trace else None
     endpoints = parse_endpoints(
         settings.endpoint, settings.metrics, settings.gpus, api_key=settings.api_key, insecure=settings.insecure
     )
@@ -131,13 +131,6 @@ def plan_of(settings: Settings) -> Plan:
     )
 
 
-def _trace(settings: Settings) -> Trace:
-    by = Multipliers(
-        settings.prefix_multiplier, settings.root_multiplier, settings.prompt_multiplier, settings.max_prompt_tokens
-    )
-    return multiplied(read(Path(settings.trace)).limited(settings.requests), by)
-
-
 def _extra(text: str) -> dict[str, Any]:
     try:
         extra = json.loads(text or "{}")
@@ -158,10 +151,3 @@ def text_of(tokenizer: str) -> TokenText:
         return TokenText(load_tokenizer(resolve(tokenizer)))
     except ModelError as error:
         raise ModelError(f"{error}; name the model's tokenizer with --tokenizer") from None
-
-
-def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
-    import uvloop
-
-    factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
-    return factory
