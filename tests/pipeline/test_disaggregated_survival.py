@@ -27,6 +27,7 @@ pytestmark = pytest.mark.timeout(240)
 CLIENTS = 4
 KILL_EACH_S = 2.0
 STRUCK = ("prefill", "decode", "encode", "prefill", "decode")  # the stages whose workers are killed
+MORE = 8  # further kills at most
 TOKENS = 40
 
 
@@ -85,10 +86,15 @@ async def client(
             ended.append(request)
 
 
-async def killer(fleet: Deployment, over: asyncio.Event) -> None:
-    """SIGKILL a worker of one stage after the other every two seconds, then end the load."""
+async def killer(fleet: Deployment, bus: Bus, over: asyncio.Event) -> None:
+    """SIGKILL a worker of one stage after the other every two seconds, then end the load.
+
+    If all of them were idle when they were killed, decode workers follow until a request was disturbed.
+    """
     rng = random.Random(7)
-    for stage in STRUCK:
+    for number, stage in enumerate((*STRUCK, *["decode"] * MORE)):
+        if number >= len(STRUCK) and any(event.attempt > 1 for event in await endings(bus)):
+            break
 
         def alive(stage: str = stage) -> list[int]:
             found = fleet.state.processes
@@ -102,6 +108,13 @@ async def killer(fleet: Deployment, over: asyncio.Event) -> None:
         os.kill(rng.choice(alive()), signal.SIGKILL)
     await asyncio.sleep(KILL_EACH_S)
     over.set()
+
+
+async def endings(bus: Bus) -> list[done.Done]:
+    """The terminal events of all requests."""
+    stream, subject = bus.subjects.stream("DONE"), bus.subjects.all("done")
+    found = [done.decode(entry.data) async for entry in read(bus, stream, subject)]
+    return [event for event in found if isinstance(event, done.Done)]
 
 
 async def test_kills_of_every_stage_lose_no_request_and_leave_nothing_held(
@@ -120,14 +133,9 @@ async def test_kills_of_every_stage_lose_no_request_and_leave_nothing_held(
     async with asyncio.TaskGroup() as group:
         for number in range(CLIENTS):
             group.create_task(client(fleet, answers, number, over, ended))
-        group.create_task(killer(fleet, over))
+        group.create_task(killer(fleet, fleet_bus, over))
     assert len(ended) > 40
-    subjects = fleet_bus.subjects
-    events = [
-        event
-        async for entry in read(fleet_bus, subjects.stream("DONE"), subjects.all("done"))
-        if isinstance(event := done.decode(entry.data), done.Done)
-    ]
+    events = await endings(fleet_bus)
     assert sorted(event.request for event in events) == sorted(ended), "each ended once"
     assert {event.code for event in events} == {""}
     assert any(event.attempt > 1 for event in events), "nobody was disturbed"

@@ -45,13 +45,10 @@ async def test_a_finished_request_is_shown_with_its_score_table_and_its_texts(
     assert "at most 9 out" in said
     [routed] = timeline.routed
     assert len(routed.decision.candidates) == 2
-    rows = [line for line in said.splitlines() if line.startswith("│")]
-    assert len(rows) == 2
-    for candidate, row in zip(routed.decision.candidates, rows, strict=True):
-        cells = [cell.strip() for cell in row.strip("│").split("│")]
-        assert cells[0].removesuffix(" ←") == candidate.worker
-        assert cells[1] == f"{candidate.score:.2f}"
-        assert cells[2] == f"{candidate.overlap_blocks}/{routed.decision.prompt_blocks}"
+    rows = {cells[0]: cells[1:] for line in said.splitlines() if (cells := line.replace(" ←", "").split())}
+    for candidate in routed.decision.candidates:
+        overlap = f"{candidate.overlap_blocks}/{routed.decision.prompt_blocks}"
+        assert rows[candidate.worker][:2] == [f"{candidate.score:,.2f}", overlap]
     usage = answer.json()["usage"]
     cached = usage["prompt_tokens_details"]["cached_tokens"]
     assert f"prompt {usage['prompt_tokens']} tokens ({cached} from the cache), output 9 tokens" in said
