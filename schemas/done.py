@@ -155,7 +155,16 @@ def without_text(request: GenerateRequest) -> GenerateRequest:
     sampling = msgspec.structs.replace(request.sampling, logit_bias={}, logits_processors=())
     stop = msgspec.structs.replace(request.stop, token_ids=(), strings=())
     return msgspec.structs.replace(
-        request, prompt=b"", digests=b"", sampling=sampling, stop=stop, salt="", media=(), diffusion=None, parsing=None
+        request,
+        prompt=b"",
+        digests=b"",
+        sampling=sampling,
+        stop=stop,
+        salt="",
+        media=(),
+        diffusion=None,
+        parsing=None,
+        session="",
     )
 
 

@@ -172,7 +172,7 @@ class _Api:
         return _reply({"status": "live"})
 
     async def health(self, request: Request) -> Response:
-        endpoints = sorted(route.path for route in request.app.routes if isinstance(route, Route))
+        endpoints = sorted({route.path_format for route in request.app.routes if isinstance(route, Route)})
         answer = health_of(self._gateway, endpoints)
         return _reply(answer.health, status=answer.status)
 

@@ -75,7 +75,8 @@ def read_client_ids(headers: Iterable[tuple[bytes, bytes]]) -> ClientIds:
             text = value.decode("latin-1")
             session = text if text.isprintable() and len(text) <= MAX_SESSION else ""
         elif name == NO_STORE:
-            no_store = read_switch(value.decode("latin-1"), "X-Penstock-No-Store")
+            # Sent twice, as by a proxy that adds its own: asked for once is enough.
+            no_store = read_switch(value.decode("latin-1"), "X-Penstock-No-Store") or no_store
     return ClientIds(key, client_id, no_store, session)
 
 

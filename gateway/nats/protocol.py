@@ -76,11 +76,16 @@ class _Marked(msgspec.Struct):
     no_store: bool | None = None
 
 
+def _no_store_header(headers: dict[str, str]) -> str:
+    """In any case: NATS tells apart the cases of header names, but a wish for privacy must not depend on them."""
+    return next((value for name, value in headers.items() if name.lower() == HEADER_NO_STORE.lower()), "")
+
+
 def may_ask_for_no_store(headers: dict[str, str], body: bytes) -> bool:
     """Whether a submission asks, or may have wanted to ask, not to be stored. A malformed wish counts."""
-    if headers.get(HEADER_NO_STORE, "").strip().lower() not in ("", "0", "false"):
+    if _no_store_header(headers).strip().lower() not in ("", "0", "false"):
         return True
-    if b"no_store" not in body:  # decoding every large body again would cost milliseconds
+    if b"no_store" not in body and b"\\u" not in body:  # decoding every large body again would cost milliseconds
         return False
     try:
         return bool(msgspec.json.decode(body, type=_Marked).no_store)
@@ -102,6 +107,12 @@ class SubmitHeaders(NamedTuple):
     no_store: bool = False
 
 
+def usable_reply_to(headers: dict[str, str], namespace: str) -> str:
+    """The client's reply subject, also of headers that are refused for something else; "": none that can be used."""
+    reply_to = headers.get(HEADER_REPLY_TO, "")
+    return reply_to if is_reply_subject(reply_to, namespace) else ""
+
+
 def parse_headers(headers: dict[str, str], namespace: str) -> SubmitHeaders:
     """
     Raises:
@@ -110,8 +121,7 @@ def parse_headers(headers: dict[str, str], namespace: str) -> SubmitHeaders:
     message_id = headers.get(HEADER_MSG_ID, "")
     if len(message_id) > MAX_MESSAGE_ID:
         raise _invalid(f"{HEADER_MSG_ID} has {len(message_id)} characters; at most {MAX_MESSAGE_ID} are taken")
-    reply_to = headers.get(HEADER_REPLY_TO, "")
-    if reply_to and not is_reply_subject(reply_to, namespace):
+    if (reply_to := headers.get(HEADER_REPLY_TO, "")) != usable_reply_to(headers, namespace):
         raise _invalid(
             f"{HEADER_REPLY_TO} {reply_to[:80]!r} cannot be used: name a subject below '_INBOX.' or "
             f"'{namespace}.reply.', without wildcards, of at most {MAX_REPLY} characters"
@@ -119,7 +129,7 @@ def parse_headers(headers: dict[str, str], namespace: str) -> SubmitHeaders:
     first = headers.get(HEADER_FROM, "0")
     if not (first.isascii() and first.isdigit() and len(first) < 10):
         raise _invalid(f"{HEADER_FROM} {first[:40]!r} is not a message number")
-    no_store = read_switch(headers.get(HEADER_NO_STORE, ""), HEADER_NO_STORE)
+    no_store = read_switch(_no_store_header(headers), HEADER_NO_STORE)
     return SubmitHeaders(message_id, reply_to, int(first), no_store)
 
 

@@ -18,7 +18,7 @@ from gateway.nats.acceptor import RequestAcceptor
 from gateway.nats.delivery import AcceptedRequest, AnswerDelivery
 from gateway.nats.keyed_slots import KeyedSlots
 from gateway.nats.messages import failure
-from gateway.nats.protocol import Origin, key_of, may_ask_for_no_store, origin_of, parse_headers
+from gateway.nats.protocol import Origin, key_of, may_ask_for_no_store, origin_of, parse_headers, usable_reply_to
 from gateway.nats.reply_publisher import ReplyPublisher
 from gateway.service import Gateway
 from infra.bus.erase import erase
@@ -159,7 +159,9 @@ class Submissions:
         candidate = new_request_id()
         message_id = str((message.headers or {}).get(HEADER_MSG_ID, ""))
         key = key_of(message_id) if message_id else candidate
-        replies = self._replies_for(origin, key, "", 0)
+        # Until the headers are read: a refusal of another header must arrive, too.
+        reply_to = usable_reply_to(message.headers or {}, self._subjects.namespace)
+        replies = self._replies_for(origin, key, reply_to, 0)
         replies.set_request(candidate)
         try:
             given = parse_headers(message.headers or {}, self._subjects.namespace)

@@ -136,9 +136,9 @@ async def test_an_answer_is_whole_and_later_nothing_of_it_is_on_the_disk(
 async def test_an_erased_request_is_gone_for_its_client_and_listed_for_the_operator(
     fleet: Deployment, fleet_bus: Bus, http: httpx.AsyncClient, oracle: Oracle
 ) -> None:
-    asked = body(3, user="somebody")
+    asked = body(3, user="somebody", prompt_cache_key="our divorce")
     request_id, _ = await stream(http, asked, **{"x-penstock-no-store": "1", "idempotency-key": "once"})
-    await is_erased(fleet, fleet_bus, request_id, traces(oracle, asked))
+    await is_erased(fleet, fleet_bus, request_id, [*traces(oracle, asked), b"our divorce"])
     for path in (f"/v1/requests/{request_id}", f"/v1/requests/{request_id}/stream"):
         refused = await http.get(path)
         assert refused.status_code == 410
@@ -249,6 +249,23 @@ async def test_a_submission_over_nats_is_erased_from_its_own_stream_as_well(
     wanted = [said.encode(), *traces(oracle, asked)]
     assert answer.headers is not None
     await is_erased(fleet, fleet_bus, answer.headers[HEADER_REQUEST], wanted)
+    await client.close()
+
+
+async def test_a_submission_with_another_value_of_the_header_is_refused_at_its_reply_subject(fleet: Deployment) -> None:
+    client = await nats.connect(fleet.state.client_nats_url)
+    inbox = client.new_inbox()
+    answers = await client.subscribe(inbox)
+    asked = json.dumps({"model": "tiny", "prompt": "never stored, never said"}).encode()
+    headers = {HEADER_NO_STORE: "maybe", HEADER_REPLY_TO: inbox}
+    await client.jetstream().publish("ps.submit.tiny", asked, headers=headers)
+    answer = await answers.next_msg(timeout=15)
+    assert "Penstock-No-Store is 'maybe'; use 1 or 0" in json.loads(answer.data)["error"]["message"]
+
+    async def gone() -> bool:
+        return on_disk(fleet, [b"never stored, never said"]) == []
+
+    await until(gone, "its erasure")
     await client.close()
 
 

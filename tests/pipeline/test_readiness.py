@@ -98,7 +98,8 @@ async def components(http: httpx.AsyncClient) -> tuple[int, dict[str, str]]:
     """The status of ``/health``, and of each component why it is not ready."""
     answer = await http.get("/health")
     body = answer.json()
-    assert "/v1/chat/completions" in body["endpoints"]
+    assert {"/v1/chat/completions", "/v1/models/{name}"} < set(body["endpoints"])
+    assert len(set(body["endpoints"])) == len(body["endpoints"])
     return answer.status_code, {each["name"]: each.get("reason", "") for each in body["components"]}
 
 

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from gateway.nats.messages import AnswerMessage, StreamMessages, failure
-from gateway.nats.protocol import Origin, key_of, origin_of, parse_headers, parse_query, shape_of
+from gateway.nats.protocol import Origin, key_of, may_ask_for_no_store, origin_of, parse_headers, parse_query, shape_of
 from schemas import wire
 from schemas.control import Cancel
 from schemas.errors import Code, ServingError
@@ -57,6 +57,7 @@ def test_a_body_states_how_it_wants_its_answer(body: bytes, endpoint: str, form:
         {"Penstock-Reply-To": "ps.request.x"},
         {"Penstock-Reply-To": "_INBOX_gateway.x"},
         {"Penstock-Reply-To": "_INBOX.*"},
+        {"Penstock-No-Store": "maybe"},
         {"Penstock-From": "-1"},
         {"Penstock-From": "many"},
         {"Nats-Msg-Id": "x" * 256},
@@ -67,6 +68,27 @@ def test_a_header_that_cannot_be_used_is_named(headers: dict[str, str]) -> None:
     with pytest.raises(ServingError, match=next(iter(headers))) as error:
         parse_headers(headers, "ps")
     assert error.value.code is Code.invalid_request
+
+
+@pytest.mark.parametrize(
+    ("headers", "body", "asks"),
+    [
+        ({"penstock-no-store": "1"}, b"{}", True),
+        ({"Penstock-No-Store": "perhaps"}, b"{}", True),
+        ({"Penstock-No-Store": "0"}, b'{"no_store": false}', False),
+        ({}, b'{"no\\u005fstore": true}', True),
+        ({}, b'{"no_store": "yes"}', True),
+        ({}, b'{"prompt": "no_store"}', False),
+    ],
+)
+def test_a_submission_that_may_have_wanted_not_to_be_stored_counts_as_one(
+    headers: dict[str, str], body: bytes, asks: bool
+) -> None:
+    assert may_ask_for_no_store(headers, body) == asks
+
+
+def test_the_no_store_header_counts_in_any_case() -> None:
+    assert parse_headers({"PENSTOCK-NO-STORE": "true"}, "ps").no_store
 
 
 def test_a_cancellation_of_an_earlier_release_is_understood() -> None:
