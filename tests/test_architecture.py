@@ -289,6 +289,11 @@ def test_the_flags_that_a_page_names_exist(page: str) -> None:
     assert named - known - COMMAND_FLAGS - PEERS_FLAGS == set()
 
 
+def test_the_changelog_has_no_links_to_files() -> None:
+    """It is also a page of the site, in docs/, from where a link that works on the front page leads nowhere."""
+    assert re.findall(r"\]\((?!https?://)[^)]*\)", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")) == []
+
+
 @pytest.mark.parametrize(("page", "limit"), [("README.md", 150), ("ARCHITECTURE.md", 250)])
 def test_a_page_stays_short(page: str, limit: int) -> None:
     assert len((ROOT / page).read_text(encoding="utf-8").splitlines()) <= limit

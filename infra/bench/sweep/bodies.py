@@ -88,16 +88,18 @@ class Bodies:
             planned.append(Planned(request, isl, osl, arrivals[number] if arrivals else None))
         return planned
 
-    def of_trace(self, trace: Trace, level: Level) -> list[Planned]:
-        """The requests of a trace, ``level.value`` times faster; equal units are equal text.
+    def of_trace(self, trace: Trace, level: Level, seed: int, run: int) -> list[Planned]:
+        """The requests of a trace, ``level.value`` times faster; equal units are equal text, but in no other run.
 
         Raises:
             TooLarge: they do not fit into memory.
         """
 
+        own = f"{seed} {level.folder} {run}"
+
         @lru_cache(_CACHED_UNITS)
         def unit(number: int) -> str:
-            return self._texts.text(Random(number), trace.block_tokens)
+            return self._texts.text(Random(f"{own} unit {number}"), trace.block_tokens)
 
         planned = []
         size = 0
@@ -106,7 +108,7 @@ class Bodies:
             tokens = max(1, row.input_length - self._overhead)
             whole = min(tokens // trace.block_tokens, len(row.hash_ids))
             prefix = "".join(map(unit, row.hash_ids[:whole]))
-            prompt = self._texts.after(prefix, Random(f"own {turn}"), whole * trace.block_tokens, tokens)
+            prompt = self._texts.after(prefix, Random(f"{own} request {turn}"), whole * trace.block_tokens, tokens)
             request = self.request(prompt, row.output_length)
             size = _checked(size + len(request), level)
             at_s = (row.timestamp - start) / 1e3 / level.value

@@ -234,7 +234,7 @@ class Sweep:
 
     def _planned(self, bodies: Bodies, level: Level, number: int) -> list[Planned]:
         if self._plan.trace is not None:
-            return bodies.of_trace(self._plan.trace, level)
+            return bodies.of_trace(self._plan.trace, level, self._plan.seed, number)
         return bodies.synthetic(self._plan.workload, level, self._plan.seed, number)
 
     def _say(self, text: str) -> None:

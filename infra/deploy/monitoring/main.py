@@ -30,18 +30,24 @@ def run(argv: Sequence[str]) -> int:
     folder = Path(args.out)
     try:
         targets = targets_of(read_state(Path(args.state)))
-        write(folder, targets, args.prometheus)
     except FileNotFoundError:
         fix = "start a deployment with penstock up, or name the --state of one"
-        print(f"{args.state}: no such file; {fix}", file=sys.stderr)
-        return REFUSED
-    except (OSError, msgspec.DecodeError) as error:
-        print(f"penstock monitoring: {reason(error)}", file=sys.stderr)
-        return REFUSED
+        return _refused(f"{args.state}: no such file; {fix}")
+    except (OSError, UnicodeDecodeError, msgspec.DecodeError) as error:
+        return _refused(f"--state {args.state}: {reason(error)}")
+    try:
+        write(folder, targets, args.prometheus)
+    except OSError as error:
+        return _refused(f"--out {folder}: {reason(error)}")
     print(f"{sum(len(group['targets']) for group in targets)} targets in {folder / 'targets.json'}")
     print(f"prometheus --config.file {folder / 'prometheus.yml'} --storage.tsdb.path {folder / 'data'}")
     print(f"grafana: mount {folder / 'grafana'} at /etc/grafana/provisioning")
     return OK
+
+
+def _refused(why: str) -> int:
+    print(f"penstock monitoring: {why}", file=sys.stderr)
+    return REFUSED
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -77,6 +77,11 @@ def test_every_process_of_a_deployment_is_a_target(tmp_path: Path, capsys: pytes
     assert len(list((tmp_path / "out" / "grafana" / "dashboards").glob("*.json"))) == len(DASHBOARDS)
     assert run(["--state", str(tmp_path / "none.json"), "--out", str(tmp_path / "out")]) == 1
     assert "no such file; start a deployment" in capsys.readouterr().err
+    assert run(["--state", str(file), "--out", str(file / "in-a-file")]) == 1
+    assert f"--out {file}/in-a-file: Not a directory" in capsys.readouterr().err
+    file.write_text("no JSON")
+    assert run(["--state", str(file)]) == 1
+    assert f"--state {file}: JSON is malformed" in capsys.readouterr().err
 
 
 def test_promtool_accepts_the_files(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """A whole sweep against small servers: its order, its files, what ends it, and what a second run does."""
 
 import asyncio
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -9,6 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from infra.bench.simulation.trace import Row, Trace
 from infra.bench.sweep import results
 from infra.bench.sweep.command import BadSettings, Settings, plan_of
 from infra.bench.sweep.endpoints import parse_endpoints
@@ -77,6 +79,20 @@ async def test_common_prefixes_are_common_also_to_other_levels(tmp_path: Path) -
     common = [TEXTS.text(Random(f"1 prefix {number}"), 50) for number in range(2)]
     assert {next(each for each in common if prompt.startswith(each)) for prompt in prompts} == set(common)
     assert len(set(prompts)) == len(prompts) == 22
+
+
+async def test_a_traces_prefixes_are_common_within_a_run_and_to_no_other_run(tmp_path: Path) -> None:
+    rows = tuple(Row(turn, 80 + 40 * turn, 4, tuple(range(1 + turn))) for turn in range(3))
+    levels = (Level("speed", 10.0, len(rows)), Level("speed", 20.0, len(rows)))
+    trace = Trace("three", rows, block_tokens=32)
+    async with fake_server() as server:
+        await run(plan(tmp_path, server, trace=trace, levels=levels, repeat=2, warm_up=0))
+        count = len(server.bodies)
+        await run(plan(tmp_path / "again", server, trace=trace, levels=levels, repeat=2, warm_up=0))
+    prompts = [body["messages"][0]["content"] for body in server.bodies]
+    assert sorted(prompts[:count]) == sorted(prompts[count:])
+    beginnings = [prompt[:100] for prompt in prompts[2:count]]  # behind the two smoke requests
+    assert Counter(Counter(beginnings).values()) == {3: 4}, "each of four runs has a beginning of its own, three times"
 
 
 async def test_what_is_finished_is_not_run_again(tmp_path: Path) -> None:
