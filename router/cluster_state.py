@@ -28,11 +28,11 @@ from router.holders import keys_view
 from router.index import PrefixIndex
 from router.index_loader import IndexLoader
 from router.job_message import Positions
-from router.load import ENCODE, ActiveRequest, LoadState
+from router.load import ENCODE, ActiveRequest
 from router.load_tracker import LoadTracker
 from router.sent import read_sent
-from router.snapshot import IndexSnapshots, Snapshot, Snapshots, encode_part
-from router.unowned import UnownedRequests
+from router.snapshot import IndexSnapshots, Snapshot, Snapshots, encode_part, only_logged
+from router.unowned import Unfolded, UnownedRequests
 from schemas import done, fleet, kv
 from schemas.jobs import LoadHeader, Stage
 from schemas.streams import LONGEST_DEADLINE_S
@@ -170,12 +170,12 @@ class ClusterState:
         positions = (self._work.position, self._done.position, self._returned.position)
         if positions != self._saved and self._bus.connected:
             self._saved, taken_ns, parts = positions, time.time_ns(), []
-            for count, (entry, read_ns) in enumerate(self._unowned.take(), 1):
-                self._fold_work(entry, read_ns)
+            for count, unfolded in enumerate(self._unowned.take(), 1):
+                self._fold_kept(unfolded)
                 if count % FOLD_AT_ONCE == 0:
                     await asyncio.sleep(0)
             for part in self.tracker.parts():
-                parts.append(encode_part(_only_logged(part)))
+                parts.append(encode_part(only_logged(part)))
                 await asyncio.sleep(0)
             await self._snapshots.save(Snapshot(taken_ns, *positions), parts)
         if time.monotonic() - self._index_saved[0] >= INDEX_SNAPSHOT_S:
@@ -274,28 +274,35 @@ class ClusterState:
     # Logs
 
     def owners_changed(self) -> None:
-        """Fold what was left to other routers, as far as this one places requests for those models now."""
+        """Fold what was left to other routers: this one may have to decide for their models now."""
         self._placed_here.clear()
-        for entry, read_ns in self._unowned.take():
-            self._take_work(entry, read_ns)
+        self.fold_unowned()
+
+    def fold_unowned(self) -> None:
+        """Before a decision for a model of another router."""
+        for unfolded in self._unowned.take():
+            self._fold_kept(unfolded)
 
     def _on_work(self, entry: Entry) -> None:
         if HEADER_NO_STORE in entry.headers:
             self.erasures.add_job(entry.headers.get(HEADER_MSG_ID, "").partition(":")[0], entry.seq)
-        self._take_work(entry, time.time_ns())
-
-    def _take_work(self, entry: Entry, read_ns: int) -> None:
-        """Fold a message, or keep it for the case that this router has to take over."""
-        worker = entry.subject.rpartition(".")[2]
+        read_ns, worker = time.time_ns(), entry.subject.rpartition(".")[2]
         owned = self._placed_here.get(worker)
         if owned is None and (registration := self.tracker.worker(worker)) is not None:
             owned = self._placed_here[worker] = self.places(registration.model)
         if owned is False and not self._unowned.full:
             request = entry.headers.get(HEADER_MSG_ID, "").partition(":")[0]
             if self.tracker.request(request) is None:
-                self._unowned.add(request, entry, read_ns)
+                if not self.tracker.ended(request):
+                    self._unowned.add(request, entry, read_ns)
                 return
         self._fold_work(entry, read_ns)
+
+    def _fold_kept(self, unfolded: Unfolded) -> None:
+        try:
+            self._fold_work(*unfolded)
+        except Exception:  # the others are folded nevertheless, as when they are read
+            log.exception("log_handler_failed", stream="WORK", seq=unfolded.entry.seq)
 
     def _fold_work(self, entry: Entry, read_ns: int) -> None:
         try:
@@ -437,13 +444,6 @@ class ClusterState:
                 return
             except (NatsError, TimeoutError) as error:
                 log.debug("key_not_removed", worker=worker, error=repr(error))
-
-
-def _only_logged(part: LoadState) -> LoadState:
-    """Without decisions of this router that were not read from the log: their jobs may never be stored."""
-    if all(entry.echoed for entry in part.unfinished):
-        return part
-    return msgspec.structs.replace(part, unfinished=tuple(entry for entry in part.unfinished if entry.echoed))
 
 
 def _stale_keys_not_read(error: BaseException) -> None:

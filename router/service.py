@@ -68,6 +68,7 @@ class Router:
         self._cancels: OrderedDict[str, str] = OrderedDict()  # request -> reason
         self._time_slice = TimeSlice()
         self._placing_held = False
+        self._placed = 0  # jobs sent by this router
         self.tasks = bus.tasks.group("router")
         self._background = BackgroundTasks(bus, self.tasks)
         self.cluster = ClusterState(bus, settings)
@@ -134,7 +135,8 @@ class Router:
             background=self._background,
             handle=self._on_request,
             space=self._space,
-            placed=lambda: self.cluster.positions().work,
+            placed=lambda: self._placed,
+            placed_by_all=lambda: self.cluster.positions().work,
             owners_changed=self.cluster.owners_changed,
             taken_over=self._on_taken_over,
         )
@@ -192,6 +194,8 @@ class Router:
             log.error("request_unreadable", subject=message.subject, error=str(error))
             await self._bus.nc.publish(message.reply, TERM)
             return
+        if not self.intake.places(request.model):  # passed on by a router that takes this one for the owner
+            self.cluster.fold_unowned()
         known = self.cluster.tracker.request(request.id)
         if known is not None and not known.echoed:  # its job is being stored, and acknowledges it then, not before
             return
@@ -297,6 +301,7 @@ class Router:
             self.cluster.tracker.release(request.id, attempt)
             self._terminal.end(pending, failure.code, failure.message)
             return
+        self._placed += 1
         self._metrics.placed(
             pending.reason,
             decision.kind,

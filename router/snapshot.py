@@ -137,3 +137,10 @@ def _split(data: bytes) -> Iterator[bytes]:
         if not size or at > len(data):
             raise ValueError(f"no snapshot: {len(data)} bytes, a part ends at {at}")
         yield data[at - size : at]
+
+
+def only_logged(part: LoadState) -> LoadState:
+    """Without decisions of this router that were not read from the log: their jobs may never be stored."""
+    if all(entry.echoed for entry in part.unfinished):
+        return part
+    return msgspec.structs.replace(part, unfinished=tuple(entry for entry in part.unfinished if entry.echoed))

@@ -50,7 +50,8 @@ class Intake:
     Args:
         handle: takes one request of this router.
         space: further requests of a class that may be read from the log.
-        placed: how many requests all routers have placed so far.
+        placed: how many requests this router has placed so far.
+        placed_by_all: how many all routers have.
         owners_changed: called at once when this router places requests for more models, or for fewer.
         taken_over: called after this router became the owner of what a lost router owned.
     """
@@ -66,6 +67,7 @@ class Intake:
         handle: Callable[[Message], Awaitable[None]],
         space: Callable[[Priority], int],
         placed: Callable[[], int],
+        placed_by_all: Callable[[], int],
         owners_changed: Callable[[], None],
         taken_over: Callable[[], None],
     ) -> None:
@@ -77,8 +79,9 @@ class Intake:
         self._handle = handle
         self._space = space
         self._placed = placed
+        self._placed_by_all = placed_by_all
         self._sharing = Sharing()
-        self._measured = (time.monotonic(), time.process_time(), 0)
+        self._measured = (time.monotonic(), time.process_time(), 0, 0)
         self._owners_changed = owners_changed
         self._taken_over = taken_over
         self._stream = bus.subjects.stream("REQUESTS")
@@ -189,12 +192,12 @@ class Intake:
 
     def _share(self) -> None:
         """Have other routers place requests as well, while there are too many for this one."""
-        now, cpu, placed = measured = time.monotonic(), time.process_time(), self._placed()
-        before, cpu_before, placed_before = self._measured
+        measured = time.monotonic(), time.process_time(), self._placed_by_all(), self._placed()
+        now, *counts = measured
+        before, *counts_before = self._measured
         self._measured, seconds = measured, max(now - before, 1e-3)
-        self.membership.share(
-            self._sharing.update((cpu - cpu_before) / seconds, (placed - placed_before) / seconds, now)
-        )
+        busy, rate, own_rate = ((count - last) / seconds for count, last in zip(counts, counts_before, strict=True))
+        self.membership.share(self._sharing.update(busy, rate, now, own_rate=own_rate))
 
     async def _pass_on(self) -> None:
         """Later attempts stay: they have no message, and every router may place them."""

@@ -38,6 +38,7 @@ STALE_NS = 600_000_000  # a key that was older when this router started belongs 
 BROKEN_REMEMBERED = 256
 STORE_S = 2.0
 JOIN_S = 5.0  # between two tries to use the bucket
+HELPED_S = 5.0  # after requests were shared, a router that helped may still hold some of them
 
 ROUNDS = 3
 REST = ""  # stands for all models without workers
@@ -95,6 +96,7 @@ class Membership:
         self._own: frozenset[str] = frozenset({REST})
         self._shares = False  # all routers place the requests of what this one owns
         self._everyones: frozenset[str] = frozenset()  # models whose requests all routers place
+        self._helped_at = float("-inf")  # when all routers placed requests of this one's models, monotonic
         self._stored_ns = 0  # when the broker stored this router's key, by its clock
         self._renewed = self._checked = time.monotonic()
         self._links = bus.reconnects
@@ -134,7 +136,8 @@ class Membership:
         """Have all routers place the requests of what this one owns, or not any more."""
         if shares != self._shares:
             self._shares, self._changed = shares, True
-            log.info("requests_shared", shared=shares, models=sorted(self._own - {REST}))
+            if models := sorted(self._own - {REST}):
+                log.info("requests_shared", shared=shares, models=models)
             self._update()
 
     # The lease
@@ -282,8 +285,12 @@ class Membership:
         if own != before:
             self._changed = True
             log.info("models_owned", models=sorted(own - {REST}), rest=REST in own, routers=len(self._seen) + 1)
-        # A lost router may have read requests that this one shared with it.
-        if (own | everyones) - (before | before_everyones) or (after_loss and own & everyones):
+        now = time.monotonic()
+        if own & (everyones | before_everyones):
+            self._helped_at = now
+        # Who helped has not read yet what the lost owner had. And a lost helper may have had requests of this one.
+        helped = bool(own) and now - self._helped_at < HELPED_S
+        if (own | everyones) - (before | before_everyones) or own - before or (after_loss and helped):
             self._gained(after_loss)
         if (before | before_everyones) - (own | everyones):
             self._lost()

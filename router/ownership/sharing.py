@@ -24,20 +24,30 @@ class Sharing:
         self._since: float | None = None  # the rate calls for a change since then
         self._rate = 0.0  # at which sharing began
 
-    def update(self, busy: float, rate: float, now: float) -> bool:
+    def update(self, busy: float, rate: float, now: float, *, own_rate: float = 0.0) -> bool:
         """
         Args:
             busy: share of a core that this process used in the last second.
             rate: requests per second that all routers placed.
             now: monotonic time, seconds.
+            own_rate: of these, by this router; 0: unknown.
 
         Returns: ``active``.
         """
-        if not self._lasts(rate < CALM * self._rate if self.active else busy >= BUSY, now):
+        if not self._lasts(self._is_calm(busy, rate, own_rate) if self.active else busy >= BUSY, now):
             return self.active
         self.active, self._since = not self.active, None
         self._rate = rate
         return self.active
+
+    def _is_calm(self, busy: float, rate: float, own_rate: float) -> bool:
+        """Whether this router would be far from full alone.
+
+        The rate at which sharing began says nothing if requests were not what it was busy with, such as KV events. So
+        its use of the core is enough, too: at most it grows as the number of requests does.
+        """
+        alone = busy if rate <= own_rate else busy * rate / own_rate if own_rate else float("inf")
+        return rate < CALM * self._rate or alone < CALM * BUSY
 
     def _lasts(self, changes: bool, now: float) -> bool:
         if not changes:

@@ -52,6 +52,7 @@ class Options(msgspec.Struct, frozen=True):
     kinds: tuple[str, ...] = ()
     each: int = 4  # recipes of a kind
     other: OtherBuild | None = None  # of which some processes are
+    share: bool = False  # three routers, which share their requests now and then
 
 
 class Report(msgspec.Struct):
@@ -67,7 +68,7 @@ class Report(msgspec.Struct):
 
 async def run(home: Path, options: Options, say: Callable[[str], None]) -> Report:
     """A whole run on a deployment of its own below ``home``."""
-    system = await System.started(home, TOPOLOGIES[options.topology], say, options.other)
+    system = await System.started(home, TOPOLOGIES[options.topology], say, options.other, options.share)
     try:
         bus = await connect(system.deployment.state.nats_url, role="client", name="chaos")
         try:

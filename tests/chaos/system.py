@@ -61,19 +61,31 @@ class System:
 
     @classmethod
     async def started(
-        cls, home: Path, topology: Topology, say: Callable[[str], None], other: OtherBuild | None = None
+        cls,
+        home: Path,
+        topology: Topology,
+        say: Callable[[str], None],
+        other: OtherBuild | None = None,
+        share: bool = False,
     ) -> Self:
-        """Start everything, and wait until it is ready. With ``other``, its processes come from both builds in turn."""
+        """Start everything, and wait until it is ready.
+
+        Args:
+            other: processes come from both builds in turn.
+            share: there are three routers, which share their requests now and then.
+        """
         brokers = None
         ports = free_run(0, 3)  # shared, and one of each gateway; the same after a crash
         flags = [*topology.flags, "--drain-s", f"{DRAIN_S:g}", "--http-port", str(ports[0])]
+        if share:
+            flags += ["--routers", "3"]
         if topology.cluster:
             brokers = await Brokers.started(home / "brokers")
             flags += ["--nats-url", brokers.url]
 
         def start() -> Deployment:
             if other is None:
-                return Deployment(home, *flags)
+                return Deployment(home, *flags, module="tests.chaos.shared" if share else "infra.cli")
             variables = {VARIABLE: msgspec.json.encode(other).decode()}
             return Deployment(home, *flags, module="tests.chaos.mixed", **variables)
 

@@ -80,12 +80,12 @@ def test_who_takes_over_has_folded_the_same_as_who_folded_all_the_time(
     assert seen(later) == seen(always)
 
 
-def test_messages_come_in_the_order_of_the_log_and_once() -> None:
+def test_messages_of_a_request_come_in_the_order_of_the_log_and_once() -> None:
     kept = UnownedRequests()
     entries = [sent(3, "r1", 1, "a"), sent(4, "r0", 1, "a"), sent(7, "r1", 2, "b")]
     for entry in entries:
         kept.add(entry.headers[HEADER_MSG_ID].partition(":")[0], entry, entry.seq)
-    assert [each.entry.seq for each in kept.take()] == [3, 4, 7]
+    assert [each.entry.seq for each in kept.take()] == [3, 7, 4], "of a request together, in order"
     assert list(kept.take()) == []
 
 
@@ -99,3 +99,24 @@ def test_it_is_full_at_its_limit_and_has_room_again_when_a_request_ends() -> Non
     assert not kept.end("r0")
     assert not kept.full
     assert len(kept) == 1
+
+
+def test_what_was_not_folded_yet_is_left_to_a_takeover_that_comes_in_between() -> None:
+    """A snapshot folds with pauses."""
+    kept = UnownedRequests()
+    for seq in range(3):
+        kept.add(f"r{seq}", sent(seq + 1, f"r{seq}", 1, "a"), 0)
+    folding = kept.take()
+    assert next(folding).entry.seq == 1
+    assert kept.end("r1"), "it ended meanwhile"
+    assert [each.entry.seq for each in kept.take()] == [3]
+    assert list(folding) == []
+    assert not kept.full
+    assert len(kept) == 0
+
+
+def test_the_jobs_themselves_are_not_kept() -> None:
+    """After a reconnect the log is read from the stream, with prompts of up to megabytes."""
+    kept = UnownedRequests()
+    kept.add("r0", sent(1, "r0", 1, "a")._replace(data=bytes(1 << 20)), 0)
+    assert [each.entry.data for each in kept.take()] == [b""]

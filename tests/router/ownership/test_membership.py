@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from infra.broker.server import EmbeddedNats
-from router.ownership import membership
+from router.ownership import intake, membership
 from router.ownership.membership import Link, Membership
 from router.ownership.takeover import redeliver
 from schemas import routers, wire
@@ -210,6 +210,8 @@ async def test_what_another_router_holds_is_not_placed_twice_by_a_takeover(
         asked = [request() for _ in range(20)]
         await clients.ask(*asked)
         await eventually(lambda: len(one.waiting) == 19)
+        while await clients.unacknowledged() > 19:
+            await one.bus.nc.flush()  # an acknowledgement leaves with what is sent next, or after 10 ms
         assert await redeliver(one.bus, pipeline.stream("REQUESTS"), "router-standard") == 19
         await worker.change(slots=100)
         for each in asked:
@@ -305,6 +307,82 @@ async def test_what_a_lost_router_had_read_of_shared_requests_comes_again_at_onc
         for each in asked:
             await clients.placed(each)
         assert len(await clients.work()) == 30
+
+
+async def test_a_helper_that_becomes_the_owner_takes_over_what_the_lost_one_had_read(
+    broker: EmbeddedNats, pipeline: Subjects, clients: Clients, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(intake, "AGAIN_S", 0.0)  # the look at what earlier routers left is over before requests come
+    await never_again(clients)
+    async with routing(broker, pipeline) as one, routing(broker, pipeline) as two:
+        for model in ("a", "b"):
+            await clients.stub(f"w-{model}", model=model, slots=1)
+        await eventually(lambda: all(len(member_of(each)._own - {membership.REST}) == 1 for each in (one, two)))
+        owner, helper = (two, one) if member_of(one).owns(membership.REST) else (one, two)
+        (model,) = member_of(owner)._own
+        asked = [request(model=model) for _ in range(10)]
+        await clients.ask(*asked)
+        await eventually(lambda: len(owner.waiting) == 9)
+        share(owner, True)
+        await eventually(lambda: member_of(helper).places(model))
+        link = link_of(owner)
+        await owner.kill()
+        member_of(helper).link_broke(link)
+        await eventually(lambda: len(helper.waiting) == 9)
+
+
+async def test_what_a_helper_had_that_was_lost_just_after_sharing_ended_comes_again_at_once(
+    broker: EmbeddedNats, pipeline: Subjects, clients: Clients, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(intake, "AGAIN_S", 0.0)
+    await never_again(clients)
+    async with routing(broker, pipeline) as one, routing(broker, pipeline) as two:
+        await clients.stub("w1", slots=1)
+        owner, helper = await roles(one, two)
+        share(owner, True)
+        await eventually(lambda: member_of(helper).reads)
+        await helper.router.intake.top_up()
+        await clients.ask(*(request() for _ in range(30)))
+        # Both may have taken the one slot, before either read what the other did.
+        await eventually(lambda: len(owner.waiting) + len(helper.waiting) >= 28 and bool(helper.waiting))
+        held = len(owner.waiting) + len(helper.waiting)
+        monkeypatch.setattr(helper.router.intake, "_send", swallowed)
+        share(owner, False)
+        await eventually(lambda: not member_of(helper).reads)
+        link = link_of(helper)
+        await helper.kill()
+        assert len(owner.waiting) < held
+        member_of(owner).link_broke(link)
+        await eventually(lambda: len(owner.waiting) == held)
+
+
+async def swallowed(*message: Any) -> None:
+    """Killed before it was sent."""
+
+
+async def test_a_request_passed_on_to_a_router_that_owns_nothing_is_placed_by_the_present_loads(
+    broker: EmbeddedNats, pipeline: Subjects, clients: Clients
+) -> None:
+    """For a moment, the router that passes it on knows more about the owners."""
+    async with routing(broker, pipeline) as one, routing(broker, pipeline) as two:
+        await clients.stub("w1", slots=20)
+        owner, standby = await roles(one, two)
+        asked = [request() for _ in range(20)]
+        await clients.ask(*asked)
+        for each in asked:
+            await clients.placed(each)
+        work = owner.router.cluster.positions().work
+        await eventually(lambda: standby.router.cluster.positions().work == work)
+        assert standby.unfinished == {}
+        late = request()
+        nc = clients.bus.nc
+        for each in (asked[0], late):
+            await nc.publish(
+                clients.bus.subjects.routed(standby.router.id), wire.encode(each), reply=nc.new_inbox()[1:]
+            )
+        await eventually(lambda: standby.unfinished == owner.unfinished != {})
+        assert late.id not in standby.unfinished, "the worker is full"
+        assert len(await clients.work()) == 20
 
 
 async def test_an_owner_that_was_stopped_leaves_the_model_to_its_heir(
