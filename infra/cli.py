@@ -129,6 +129,11 @@ COMMANDS = {
         "infra.bench.replay:run",
         "infra.bench.replay:Settings",
     ),
+    "profile endpoint": Command(
+        "measure prefill and decode of a live engine, each alone",
+        "infra.bench.profile.command:run",
+        "infra.bench.profile.command:Settings",
+    ),
     "bench index": Command("measure the routing index", "infra.bench.index:main", NOTHING),
     "eval demo": Command(
         "measure how often the demo model answers correctly", "infra.eval.demo:run", "infra.eval.demo:Settings"
@@ -146,7 +151,7 @@ SECTIONS = {
     "Find out": ("doctor", "top", "dashboard", "requests", "inspect", "tail", "decode", "trace", "leases", "index"),
     "Run again": ("export", "import", "replay", "whatif", "dead"),
     "Operate": ("drain", "restart", "streams", "tenants", "forget"),
-    "Measure": ("bench", "eval"),
+    "Measure": ("bench", "profile", "eval"),
     "Other": ("completion", "version"),
 }
 

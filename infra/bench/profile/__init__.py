@@ -1,0 +1,1 @@
+"""Profiles of engines: how prefill and decode perform alone, and which configuration meets given latencies."""

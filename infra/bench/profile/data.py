@@ -1,0 +1,136 @@
+"""The file of a profile: what was measured of one configuration of an engine, point by point.
+
+Points are kept as parallel arrays. Their names are those of NVIDIA Dynamo's profiler; its files have the arrays alone.
+"""
+
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+from msgspec import Struct
+
+FILE = "profile.json"
+
+
+class BadProfile(ValueError):
+    """A file or folder that cannot be used as a profile; the text says why."""
+
+
+class Setup(Struct, frozen=True, kw_only=True):
+    """What was measured, and how; a profile goes on only with the same setup.
+
+    Attributes:
+        gpus: that the endpoint uses.
+        attention_dp: ranks with attention data parallelism; 1: none.
+        osl: tokens per answer while decode was measured.
+        max_context: longest prompt and answer together, tokens.
+        max_kv_tokens: that the KV caches hold; 0: unknown, as when prefill alone is measured.
+        max_batch: sequences that decode at once, at most; 0: unknown.
+        up: flags of `penstock up` that start such an engine, without its number of workers.
+    """
+
+    model: str
+    api: Literal["chat", "completions"]
+    gpus: int
+    attention_dp: int
+    osl: int
+    max_context: int
+    max_kv_tokens: int
+    max_batch: int
+    up: str = ""
+
+
+class Prefill(Struct, frozen=True):
+    """An entry a prompt length: tokens, TTFT in ms, prompt tokens per second and GPU."""
+
+    prefill_isl: tuple[int, ...] = ()
+    prefill_ttft: tuple[float, ...] = ()
+    prefill_thpt_per_gpu: tuple[float, ...] = ()
+
+    def added(self, isl: int, ttft_ms: float, throughput: float) -> "Prefill":
+        """With a further point, in order of length."""
+        columns = (self.prefill_isl, self.prefill_ttft, self.prefill_thpt_per_gpu)
+        rows = sorted({*zip(*columns, strict=True), (isl, ttft_ms, throughput)})
+        return Prefill(*zip(*rows, strict=True))
+
+
+class Decode(Struct, frozen=True):
+    """An entry a prompt length and concurrency.
+
+    Attributes:
+        x_kv_usage: share of the KV cache in use, 0 to 1, at the middle of the answers.
+        y_context_length: tokens of prompt and half an answer.
+        z_itl: time per token while all requests decode, ms.
+        z_thpt_per_gpu: output tokens per second and GPU in that time.
+        decode_isl: prompt tokens of the point.
+        decode_concurrency: sequences that decoded at once.
+    """
+
+    x_kv_usage: tuple[float, ...] = ()
+    y_context_length: tuple[float, ...] = ()
+    z_itl: tuple[float, ...] = ()
+    z_thpt_per_gpu: tuple[float, ...] = ()
+    decode_isl: tuple[int, ...] = ()
+    decode_concurrency: tuple[int, ...] = ()
+    max_kv_tokens: int = 0
+
+    def added(self, point: "DecodePoint") -> "Decode":
+        """With a further point, in order of prompt length and concurrency."""
+        columns = (
+            self.decode_isl, self.decode_concurrency, self.x_kv_usage, self.y_context_length, self.z_itl,
+            self.z_thpt_per_gpu,
+        )  # fmt: skip
+        own = (point.isl, point.concurrency, point.kv_usage, point.context, point.itl_ms, point.throughput)
+        isl, concurrency, usage, context, itl, throughput = zip(
+            *sorted({*zip(*columns, strict=True), own}), strict=True
+        )
+        return Decode(usage, context, itl, throughput, isl, concurrency, self.max_kv_tokens)
+
+
+class DecodePoint(Struct, frozen=True, kw_only=True):
+    """One entry of ``Decode``."""
+
+    isl: int
+    concurrency: int
+    kv_usage: float
+    context: float
+    itl_ms: float
+    throughput: float
+
+
+class Profile(Struct, frozen=True, kw_only=True):
+    """``profile.json``. ``url`` and ``warnings`` are for its reader."""
+
+    setup: Setup
+    url: str
+    prefill: Prefill = Prefill()
+    decode: Decode = Decode()
+    warnings: tuple[str, ...] = ()
+    schema: Literal[1] = 1
+
+
+def save(folder: Path, profile: Profile) -> None:
+    """Write the file, whole or not at all."""
+    folder.mkdir(parents=True, exist_ok=True)
+    partial = folder / f"{FILE}.partial"
+    partial.write_bytes(msgspec.json.format(msgspec.json.encode(profile), indent=2) + b"\n")
+    partial.replace(folder / FILE)
+
+
+def load(folder: Path) -> Profile:
+    """
+    Raises:
+        BadProfile: no profile, one of another schema, or one whose arrays differ in length.
+    """
+    path = folder if folder.suffix == ".json" else folder / FILE
+    try:
+        profile = msgspec.json.decode(path.read_bytes(), type=Profile)
+    except FileNotFoundError:
+        raise BadProfile(f"{path}: there is none; `penstock profile endpoint --out {folder}` makes one") from None
+    except (OSError, msgspec.DecodeError) as error:
+        raise BadProfile(f"{path}: {error}") from None
+    for part in (profile.prefill, profile.decode):
+        columns = {len(value) for name in part.__struct_fields__ if isinstance(value := getattr(part, name), tuple)}
+        if len(columns) != 1:
+            raise BadProfile(f"{path}: the arrays of {type(part).__name__.lower()} differ in length")
+    return profile
