@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from nats.aio.client import Client
@@ -79,20 +80,19 @@ def _parser() -> Parser:
         if verb != "list":
             one.add_argument("name", metavar="NAME", help="lower-case letters, digits and '-'")
         if verb == "add":
-            one.add_argument("--models", default="", metavar="A,B", help="models it may use; default: all")
+            about_models = "models it may use, '' for all; default: as it was, or all"
+            one.add_argument("--models", metavar="A,B", help=about_models)
             one.add_argument(
                 "--max-pending",
                 type=_positive,
-                default=MAX_PENDING,
                 metavar="N",
-                help="submissions that may wait, beyond which it gets errors (default: %(default)s)",
+                help=f"submissions that may wait, beyond which it gets errors; default: as it was, or {MAX_PENDING}",
             )
             one.add_argument(
                 "--weight",
                 type=_weight,
-                default=1.0,
                 metavar="X",
-                help="share of the work while requests wait, against tenants with 1 (default: 1)",
+                help="share of the work while requests wait, against tenants with 1; default: as it was, or 1",
             )
         one.add_argument(
             "--data-dir",
@@ -161,12 +161,7 @@ async def _change(place: Place, known: Tenants, name: str, args: argparse.Namesp
             return
         old = known.get(name)
         password = old.password if old is not None and args.verb == "add" else tenants.new_password()
-        if args.verb == "add":
-            models = tuple(model for model in args.models.split(",") if model)
-            tenant = Tenant(password=password, models=models, max_pending=args.max_pending, weight=args.weight)
-        else:
-            assert old is not None
-            tenant = msgspec.structs.replace(old, password=password)
+        tenant = msgspec.structs.replace(old or Tenant(password=password), password=password, **_named_limits(args))
         await apply_submissions(nc, place.subjects, name, tenant.max_pending)
         await _publish(nc, place.subjects, name, wire.encode(tenant.limits))
         known[name] = tenant
@@ -176,6 +171,15 @@ async def _change(place: Place, known: Tenants, name: str, args: argparse.Namesp
         print(f"{'changed' if old is not None else 'added'} {name}; credentials: {path}")
     finally:
         await nc.close()
+
+
+def _named_limits(args: argparse.Namespace) -> dict[str, Any]:
+    """Those that flags name; the others stay, so that a change of one does not let a tenant use more models."""
+    if args.verb != "add":
+        return {}
+    models = None if args.models is None else tuple(model for model in args.models.split(",") if model)
+    given = {"models": models, "max_pending": args.max_pending, "weight": args.weight}
+    return {name: value for name, value in given.items() if value is not None}
 
 
 def _write_accounts(place: Place, known: Tenants) -> None:

@@ -173,7 +173,7 @@ async def test_limits_of_a_tenant_hold_at_once(shared: Deployment) -> None:
         assert json.loads(refused.data)["error"]["code"] == "model_not_found"
         [answered] = await submitter.ask({**TEXT, "model": "other"}, model="other")
         assert "choices" in json.loads(answered.data)
-        assert await tenanted(shared, "add", "narrow") == 0  # the same again, without limits
+        assert await tenanted(shared, "add", "narrow", "--models", "", "--max-pending", "20000") == 0  # without limits
 
         async def served() -> bool:
             [message] = await submitter.ask(TEXT)
@@ -280,6 +280,19 @@ async def test_a_submitter_cancels_by_its_own_message_id(slow: Deployment) -> No
         await until(ended, "its end is in the log")
     finally:
         await nc.close()
+
+
+def test_a_change_of_one_limit_leaves_the_others(shared: Deployment, capsys: pytest.CaptureFixture[str]) -> None:
+    def limits_after(*args: str) -> list[str]:
+        assert tenants(shared, "add", "changing", *args) == 0
+        assert tenants(shared, "list") == 0
+        line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("changing "))
+        return line.split()[1:]
+
+    assert limits_after("--models", "tiny", "--weight", "3") == ["20000", "3", "tiny"]
+    assert limits_after("--max-pending", "5") == ["5", "3", "tiny"]
+    assert limits_after("--models", "") == ["5", "3", "all"]
+    assert tenants(shared, "remove", "changing") == 0
 
 
 def test_the_command_names_what_is_wrong(

@@ -56,7 +56,7 @@ PRESETS: dict[Preset, PresetValues] = {
     "multimodal": PresetValues(
         Workload(isl=200, isl_stddev=20.0, osl=128, images=1),
         (1, 2, 5, 10, 20, 50),
-        "--encode 1 --prefill 1 --decode 1",
+        "--model VISION_MODEL --encode 1 --prefill 1 --decode 1",
     ),
 }
 
