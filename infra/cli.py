@@ -134,6 +134,11 @@ COMMANDS = {
         "infra.bench.profile.command:run",
         "infra.bench.profile.command:Settings",
     ),
+    "profile sla": Command(
+        "choose the configuration that serves most per GPU within given latencies",
+        "infra.bench.profile.sla_command:run",
+        "infra.bench.profile.sla_command:Settings",
+    ),
     "bench index": Command("measure the routing index", "infra.bench.index:main", NOTHING),
     "eval demo": Command(
         "measure how often the demo model answers correctly", "infra.eval.demo:run", "infra.eval.demo:Settings"
