@@ -6,6 +6,7 @@ import pytest
 from nats.errors import BadSubjectError, Error
 
 from infra.broker.server import EmbeddedNats
+from infra.bus import client
 from infra.bus.client import BusClient
 from infra.bus.wire_protocol import ReceivedMessage
 from tests.conftest import Connect
@@ -223,6 +224,22 @@ async def test_what_nobody_waits_for_leaves_with_what_is_published_next_or_soon(
         await eventually(lambda: found == [b"1", b"2", b"3"])
         found.clear()
         written.clear()
+
+
+async def test_what_nobody_waits_for_is_sent_before_the_connection_closes(
+    broker: EmbeddedNats, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client, "_LATER_S", 3600.0)
+    nc, other = await connect(broker), await connect(broker)
+    found: list[bytes] = []
+    await other.subscribe_direct("bus-test.closed", lambda message: found.append(message.data))
+    await other.flush()
+    assert nc.post("bus-test.closed", b"1", later=True)
+    await nc.flush()
+    await eventually(lambda: found == [b"1"])
+    assert nc.post("bus-test.closed", b"2", later=True)
+    await nc.close()
+    await eventually(lambda: found == [b"1", b"2"])
 
 
 async def test_two_turns_of_the_event_loop_leave_in_one_write(broker: EmbeddedNats, connect: Connect) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from infra.broker.server import EmbeddedNats
+from router.decided_again import decide_again
 from router.ownership import intake, membership
 from router.ownership.membership import Link, Membership
 from router.ownership.takeover import redeliver
@@ -277,6 +278,10 @@ async def test_routers_share_the_requests_of_an_owner_that_asks_them_to(
         by = [job.decision.router for _, job in await clients.work()]
         assert len(by) == 80
         assert min(by.count(owner.router.id) - 20, by.count(helper.router.id)) > 0
+        for worker, job in await clients.work():
+            again = decide_again(job)
+            assert again is not None
+            assert again.chosen[0] == worker, "whichever router decided, its record suffices"
         await eventually(lambda: helper.unfinished == owner.unfinished)
         share(owner, False)
         await eventually(lambda: not member_of(helper).reads)
