@@ -27,7 +27,7 @@ def draw(profile: Profile, folder: Path) -> list[Path]:
     if profile.decode.decode_isl:
         painters["decode.png"] = partial(_decode, data=profile.decode)
     for name, paint in painters.items():
-        figure = Figure(figsize=(10, 4.2), layout="constrained")
+        figure = Figure(figsize=(11, 4.8))
         paint(figure)
         figure.savefig(folder / name, dpi=120)
     return [folder / name for name in painters]
@@ -44,19 +44,23 @@ def _prefill(figure: Any, data: Prefill) -> None:
         axis.set_xlim(left=0)
         axis.set_ylim(bottom=0)
         axis.grid(alpha=0.3)
+    figure.tight_layout()
 
 
 def _decode(figure: Any, data: Decode) -> None:
     columns = (data.z_itl, data.z_thpt_per_gpu)
+    contexts = [tokens / 1e3 for tokens in data.y_context_length]
     titles = (("Inter-token latency", "ms"), ("Output throughput", "tokens/s per GPU"))
     for place, values, (title, unit) in zip((121, 122), columns, titles, strict=True):
         axis = figure.add_subplot(place, projection="3d")
         usage = [100 * share for share in data.x_kv_usage]
-        axis.scatter(usage, data.y_context_length, values, c=values, cmap="viridis", depthshade=False)
-        for context in dict.fromkeys(data.y_context_length):
-            own = [row for row in zip(usage, data.y_context_length, values, strict=True) if row[1] == context]
+        axis.scatter(usage, contexts, values, c=values, cmap="viridis", depthshade=False)
+        for context in dict.fromkeys(contexts):
+            own = [row for row in zip(usage, contexts, values, strict=True) if row[1] == context]
             axis.plot(*zip(*own, strict=True), color=_LINE, linewidth=0.8, alpha=0.6)
         axis.set_title(f"{title} ({unit})")
-        axis.set_xlabel("KV cache in use (%)")
-        axis.set_ylabel("context (tokens)")
+        axis.set_xlabel("KV cache in use (%)", labelpad=8)
+        axis.set_ylabel("context (thousand tokens)", labelpad=8)
         axis.set_zlim(bottom=0)
+        axis.view_init(elev=22, azim=-128)
+    figure.subplots_adjust(left=0.0, right=0.97, bottom=0.06, top=0.94, wspace=0.05)  # 3-D labels have no layout engine
