@@ -139,6 +139,10 @@ COMMANDS = {
         "infra.bench.profile.sla_command:run",
         "infra.bench.profile.sla_command:Settings",
     ),
+    "profile kernels": Command(
+        "shares of attention and dense layers in a trace of torch's profiler",
+        "infra.bench.profile.kernels_command:run",
+    ),
     "bench index": Command("measure the routing index", "infra.bench.index:main", NOTHING),
     "eval demo": Command(
         "measure how often the demo model answers correctly", "infra.eval.demo:run", "infra.eval.demo:Settings"

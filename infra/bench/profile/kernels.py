@@ -1,0 +1,102 @@
+"""Where an engine's time goes: the shares of attention and dense layers in a trace of torch's profiler.
+
+Such a trace comes from ``export_chrome_trace``, or from a server's own profiling request. Kernels of a GPU count where
+it has any, else operators of the CPU, each without the time of those that it calls.
+"""
+
+import gzip
+import json
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from msgspec import Struct
+
+# In this order: an attention kernel may be named after the matrix products that it fuses.
+KINDS = {
+    "attention, context": re.compile(
+        r"context.*(attention|fmha)|(attention|fmha).*(context|prefill)|flash_fwd(?!.*splitkv)"
+    ),
+    "attention, generation": re.compile(
+        r"xqa|mmha|masked_multihead|splitkv|(attention|fmha).*(decode|generation)|paged_attention"
+    ),
+    "attention": re.compile(r"attention|fmha|flash|sdpa"),
+    "dense": re.compile(r"gemm|gemv|matmul|nvjet|cutlass|cublas|\b(aten::)?(addmm|mm|bmm|linear)\b"),
+    "communication": re.compile(r"nccl|all_?reduce|all_?gather|reduce_?scatter|all_?to_?all"),
+}
+OTHER = "other"
+
+
+class BadTrace(ValueError):
+    """A file that is no trace, or one without kernels and operators."""
+
+
+class Share(Struct, frozen=True):
+    """``share`` is of the time of all kernels, 0 to 1."""
+
+    kind: str
+    seconds: float
+    share: float
+    calls: int
+
+
+def kind_of(name: str) -> str:
+    """The kind of a kernel or operator by its name."""
+    lower = name.lower()
+    return next((kind for kind, pattern in KINDS.items() if pattern.search(lower)), OTHER)
+
+
+def shares(events: Iterable[dict[str, Any]]) -> list[Share]:
+    """By kind, the largest first.
+
+    Raises:
+        BadTrace: it has neither kernels nor operators.
+    """
+    timed = [event for event in events if event.get("ph") == "X" and "dur" in event]
+    kernels = [event for event in timed if event.get("cat") == "kernel"]
+    spent = (
+        [(event["name"], float(event["dur"])) for event in kernels]
+        if kernels
+        else own_times([event for event in timed if event.get("cat") == "cpu_op"])
+    )
+    total = sum(duration for _, duration in spent)
+    if not total:
+        raise BadTrace("it has neither GPU kernels nor CPU operators; profile with activities CUDA or CPU")
+    found: dict[str, tuple[float, int]] = {}
+    for name, duration in spent:
+        seconds, calls = found.get(kind_of(name), (0.0, 0))
+        found[kind_of(name)] = seconds + duration / 1e6, calls + 1
+    rows = [Share(kind, seconds, seconds * 1e6 / total, calls) for kind, (seconds, calls) in found.items()]
+    return sorted(rows, key=lambda each: -each.seconds)
+
+
+def own_times(events: Sequence[dict[str, Any]]) -> list[tuple[str, float]]:
+    """Name and microseconds of each operator, without those that it calls on its thread."""
+    own = [float(event["dur"]) for event in events]
+    order = sorted(range(len(events)), key=lambda at: (events[at]["ts"], -events[at]["dur"]))
+    open_: dict[Any, list[int]] = {}  # of each thread, the calls under way
+    for at in order:
+        event = events[at]
+        callers = open_.setdefault((event.get("pid"), event.get("tid")), [])
+        while callers and events[callers[-1]]["ts"] + events[callers[-1]]["dur"] <= event["ts"]:
+            callers.pop()
+        if callers:
+            own[callers[-1]] -= float(event["dur"])
+        callers.append(at)
+    return [(str(event["name"]), max(0.0, time)) for event, time in zip(events, own, strict=True)]
+
+
+def read_trace(path: Path) -> list[dict[str, Any]]:
+    """The events of a trace, gzipped or not.
+
+    Raises:
+        BadTrace: it cannot be read, or is none.
+    """
+    try:
+        data = path.read_bytes()
+        found = json.loads(gzip.decompress(data) if data.startswith(b"\x1f\x8b") else data)
+        events = found["traceEvents"] if isinstance(found, dict) else found
+        return [event for event in events if isinstance(event, dict)]
+    except (OSError, EOFError, ValueError, LookupError, TypeError) as error:
+        raise BadTrace(f"{path}: {str(error) or type(error).__name__}") from None
