@@ -25,11 +25,11 @@ from infra.timeline.open_log import Source, add_flags, open_log, run_command
 from infra.timeline.summary_cache import cache_folder
 from schemas.ids import time_of
 from schemas.streams import CLOCK_SKEW_NS
-from schemas.subjects import HEADER_MSG_ID
+from schemas.subjects import HEADER_MSG_ID, HEADER_NO_STORE
 
 
 class Forgotten(NamedTuple):
-    """How many messages were deleted, and when the last tokens of these requests leave the log (Unix time, ns)."""
+    """How many messages were deleted; when the last of their tokens leave the log (Unix time, ns; 0: none is left)."""
 
     requests: int
     messages: int
@@ -42,7 +42,7 @@ def run(argv: Sequence[str]) -> int:
         prog="penstock forget",
         description="delete the prompts, jobs and records of requests that have ended, at once and for good. Their "
         "tokens are in messages that they share with other requests; those leave the log by their age, and the command "
-        "prints when.",
+        "prints when. Those of requests with no_store go at once.",
     )
     parser.add_argument("ids", nargs="*", metavar="ID", help="requests")
     parser.add_argument("--tenant", default="", metavar="NAME", help="all requests of a tenant that have ended")
@@ -70,10 +70,12 @@ async def _run(args: argparse.Namespace, console: Console) -> None:
         except BrokerProblem as error:
             raise ValueError(f"{error}; repeat the command to delete the rest") from error
     await asyncio.to_thread(shutil.rmtree, cache_folder(None if args.nats_url else Path(args.data_dir)), True)
-    gone = datetime.datetime.fromtimestamp(forgotten.tokens_gone_ns / 1e9)
+    tokens = "their tokens, too"
+    if forgotten.tokens_gone_ns:
+        gone = datetime.datetime.fromtimestamp(forgotten.tokens_gone_ns / 1e9)
+        tokens = f"the last of their tokens leave the log by {gone:%Y-%m-%d %H:%M:%S}"
     console.print(
-        f"deleted {counted(forgotten.messages, 'message')} of {counted(forgotten.requests, 'request')}; "
-        f"the last of their tokens leave the log by {gone:%Y-%m-%d %H:%M:%S}",
+        f"deleted {counted(forgotten.messages, 'message')} of {counted(forgotten.requests, 'request')}; {tokens}",
         highlight=False,
         soft_wrap=True,
     )
@@ -83,6 +85,7 @@ class _Ended(NamedTuple):
     id: str
     subject: str  # of its record
     ended_ns: int
+    apart: bool  # made with no_store: its tokens are in no message with another request's
 
 
 async def _named(bus: Bus, ids: Iterable[str]) -> list[_Ended]:
@@ -99,7 +102,7 @@ async def _named(bus: Bus, ids: Iterable[str]) -> list[_Ended]:
                 f"request {request_id} has not ended, or the log no longer has it; `penstock requests` lists those "
                 f"that run, and DELETE /v1/requests/{request_id} cancels one"
             )
-        found.append(_Ended(request_id, last.subject, last.time_ns))
+        found.append(_Ended(request_id, last.subject, last.time_ns, HEADER_NO_STORE in last.headers))
     return found
 
 
@@ -107,7 +110,7 @@ async def _of_tenant(bus: Bus, tenant: str) -> list[_Ended]:
     stream, subject = bus.subjects.stream("DONE"), bus.subjects.done(tenant, "model", "id")
     pattern = ".".join([*subject.split(".")[:-2], "*", "*"])
     return [
-        _Ended(entry.subject.rpartition(".")[2], entry.subject, entry.time_ns)
+        _Ended(entry.subject.rpartition(".")[2], entry.subject, entry.time_ns, HEADER_NO_STORE in entry.headers)
         async for entry in read(bus, stream, pattern)
     ]
 
@@ -140,7 +143,8 @@ async def forget(bus: Bus, ended: Sequence[_Ended]) -> Forgotten:
             await _delete(bus, stream, entry.seq)
             messages += 1
     config = (await request(bus.nc, f"STREAM.INFO.{bus.subjects.stream('TOKENS')}", {}))["config"]
-    return Forgotten(len(ended), messages, ended_ns + config["max_age"])
+    shared_ns = max((each.ended_ns for each in ended if not each.apart), default=0)
+    return Forgotten(len(ended), messages, shared_ns + config["max_age"] if shared_ns else 0)
 
 
 async def _forget_unstored(bus: Bus, ids: Collection[str], since_ns: int) -> int:

@@ -68,7 +68,7 @@ async def test_a_forgotten_request_leaves_no_message_and_no_byte_behind(
 
 
 async def test_a_request_that_is_not_to_be_stored_leaves_its_tokens_and_its_entry_in_lists_at_once(
-    bus: Bus, broker: EmbeddedNats
+    bus: Bus, broker: EmbeddedNats, capsys: pytest.CaptureFixture[str]
 ) -> None:
     request = await accept(bus, no_store=True)
     await assign(bus, request)
@@ -76,6 +76,7 @@ async def test_a_request_that_is_not_to_be_stored_leaves_its_tokens_and_its_entr
     await end(bus, request, 1)
     await bus.js.publish(bus.subjects.erased, encode(request), headers={HEADER_MSG_ID: f"{request.id}:erased"})
     assert await forget(bus, broker, request.id, "--yes") == 0
+    assert "of 1 request; their tokens, too" in capsys.readouterr().out
     assert await stored(bus) == []
     assert [entry async for entry in read(bus, bus.subjects.stream("TOKENS"), ">")] == []
 
