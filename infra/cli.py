@@ -103,6 +103,9 @@ COMMANDS = {
         "infra.bench.sweep.command:Settings",
     ),
     "bench plot": Command("plot what bench sweep has measured", "infra.bench.sweep.plot_command:run"),
+    "bench pareto": Command(
+        "compare measured deployments by throughput per GPU and by cost", "infra.bench.pareto.command:run"
+    ),
     "bench convert": Command(
         "take over results of aiperf or guidellm",
         "infra.bench.sweep.convert_command:run",

@@ -12,7 +12,7 @@ from infra.bench.sweep.results import Result, Series, mean, values_of
 
 COLOURS = ("#0f766e", "#c2410c", "#4338ca", "#a16207", "#be185d", "#4d7c0f", "#0369a1", "#6b7280")
 _INK, _MUTED, _GRID = "#1f2937", "#6b7280", "#e5e7eb"
-_STYLE = {
+STYLE = {
     "font.size": 9.5,
     "axes.titlesize": 11,
     "axes.titleweight": "bold",
@@ -127,7 +127,7 @@ def draw(series: Sequence[Series], folder: Path) -> list[Drawn]:
     folder.mkdir(parents=True, exist_ok=True)
     kind = series[0].results[0].level.kind
     drawn = []
-    with matplotlib.rc_context(_STYLE):
+    with matplotlib.rc_context(STYLE):
         for name, title, paint in _painters(series, kind):
             figure = Figure(figsize=(6.4, 3.8), layout="constrained")
             axis = figure.subplots()
