@@ -3,6 +3,7 @@
 Nothing but the chosen sub-command's own modules is imported, so that a gateway starts without torch and quickly.
 """
 
+import errno
 import gc
 import os
 import sys
@@ -19,6 +20,10 @@ ARGV = "argv"  # instead of settings: the function is called with the arguments 
 SOURCE_TREE_ONLY = ("infra.eval", "infra.demo_model")
 START_OBJECTS = 50_000  # new ones between two garbage collections while a command starts
 INTERRUPTED = 130
+# Of files that a user names: they are no fault of the program, so no traceback helps.
+OF_FILES = frozenset(
+    {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ENOSPC, errno.EDQUOT}
+)
 NOTHING = ""  # it is called with nothing and reads sys.argv
 
 
@@ -182,7 +187,7 @@ class StreamsSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command line; the exit status, 130 after Ctrl-C, 1 if nobody reads standard output."""
+    """Run a command line; the exit status: 130 after Ctrl-C, 1 if a file or standard output cannot be used."""
     try:
         return _run(list(sys.argv[1:] if argv is None else argv))
     except KeyboardInterrupt:  # while modules are imported, or in a command that has nothing to stop in order
@@ -190,6 +195,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # `| head -1` has read enough
         # The interpreter flushes standard output once more at its end, and would print a traceback.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except OSError as error:
+        if error.errno not in OF_FILES:
+            raise
+        file = f"{error.filename}: " if error.filename else ""
+        print(f"penstock: {file}{error.strerror}", file=sys.stderr)
         return 1
 
 

@@ -1,5 +1,6 @@
 """The ``penstock`` command, as users run it."""
 
+import errno
 import json
 import os
 import signal
@@ -176,6 +177,34 @@ def test_ctrl_c_while_a_command_is_loaded_ends_it_without_a_traceback(
     monkeypatch.setattr(cli, "load", interrupted)
     assert main(["version"]) == 130
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), "penstock: No space left on device\n"),
+        (PermissionError(errno.EACCES, os.strerror(errno.EACCES), "/x/y"), "penstock: /x/y: Permission denied\n"),
+    ],
+    ids=["full", "rights"],
+)
+def test_a_file_that_cannot_be_written_is_one_line_and_status_1(
+    error: OSError, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(args: list[str]) -> int:
+        raise error
+
+    monkeypatch.setattr(cli, "_run", fails)
+    assert main(["bench", "plot"]) == 1
+    assert capsys.readouterr().err == said
+
+
+def test_an_error_that_is_of_no_file_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(args: list[str]) -> int:
+        raise ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
+
+    monkeypatch.setattr(cli, "_run", fails)
+    with pytest.raises(ConnectionRefusedError):
+        main(["bench", "http"])
 
 
 def test_output_that_nobody_reads_ends_a_command_without_a_traceback() -> None:
