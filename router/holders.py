@@ -102,10 +102,6 @@ class Holders:
         """Targets that stored blocks, or kept them, without the blocks before them. Only the latter can be missed."""
         return tuple(sorted(self._targets(self._ragged)))
 
-    def holdings(self) -> list[Holding]:
-        """All holdings, sorted by target."""
-        return [self._by_target[target_id] for target_id in sorted(self._by_target)]
-
     def checksum(self) -> int:
         """Of which target holds which blocks: 48 bits."""
         return (sum(holding.salt * holding.key_sum for holding in self._by_target.values()) >> 16) & _CHECKSUM

@@ -108,15 +108,6 @@ class PrefixIndex:
                 feed.holding = holding = self._fold(holding, event)
         return True
 
-    def load_dump(self, pages: Sequence[KvDump]) -> bool:
-        """Run ``loading`` to its end and return its result."""
-        loading = self.loading(pages)
-        try:
-            while True:
-                next(loading)
-        except StopIteration as end:
-            return bool(end.value)
-
     def loading(self, pages: Sequence[KvDump]) -> Generator[None, None, bool]:
         """Replace the holding of a target by its dump (all pages, in order), then replay the batches kept meanwhile.
 

@@ -72,9 +72,6 @@ class RequestTable:
         if len(self._ended) > REMEMBERED:
             self._ended.popitem(last=False)
 
-    def has_ended(self, request_id: str) -> bool:
-        return request_id in self._ended
-
     def remember_cancel(self, request_id: str, reason: str) -> None:
         """The client cancelled before the job arrived here."""
         if request_id in self._ended or request_id in self.ending:

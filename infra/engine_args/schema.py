@@ -327,13 +327,6 @@ class EngineArgs(Section, frozen=True, kw_only=True):
             power *= 2
         return tuple(sorted({*(size for size in sizes if size <= largest), largest}))
 
-    def graph_for(self, batch: int) -> int | None:
-        """Batch size of the graph that runs ``batch`` sequences; None: it runs without."""
-        sizes = self.graph_sizes
-        if self.cuda_graph_config is not None and self.cuda_graph_config.enable_padding:
-            return next((size for size in sizes if size >= batch), None)
-        return batch if batch in sizes else None
-
 
 class AutoDeployArgs(EngineArgs, frozen=True, kw_only=True):
     """Keyword arguments of the AutoDeploy backend (``backend: _autodeploy``)."""

@@ -1,7 +1,6 @@
 """Recorded requests: what was asked, what came, when and from where. A fold of the log. Pure."""
 
 from array import array
-from collections.abc import Iterable
 from itertools import pairwise
 
 import msgspec
@@ -81,11 +80,6 @@ class Recording:
                 self._add_end(record)
         except msgspec.MsgspecError:
             return
-
-    def add_all(self, records: Iterable[Record]) -> "Recording":
-        for record in records:
-            self.add(record)
-        return self
 
     def _run(self, request: str) -> Run:
         run = self.runs.get(request)

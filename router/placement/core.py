@@ -10,7 +10,6 @@ same order give the same decisions, so that a simulation runs exactly what a rou
     moved            the prefill stage of a pair ended: the request leaves its prefill target
     ended            a request ended
     pump             after any of these: the held requests that are placed now, next first
-    withdraw         a held request was cancelled or its deadline passed
 
 The prefix index is outside: ``overlaps`` is its ``match``. A router itself keeps its workers and requests in a
 ``LoadTracker`` that follows the log, and uses ``Decisions`` and ``HeldOrder`` as this class does.
@@ -129,10 +128,6 @@ class Placement:
         )
         self._changed = True
         return None
-
-    def withdraw(self, request: str) -> bool:
-        """Remove a held request; False: it is not held."""
-        return self._order.queue.remove(request) is not None
 
     def stored(self, target: TargetId, keys: Sequence[int], now_ns: int = 0) -> None:
         """KV events: ``target`` now holds these blocks; ``now_ns`` 0: unknown, no costs are learnt."""

@@ -44,30 +44,30 @@ class Case:
         self.twin.data.copy_(self.pool.data)
         width = max(-(-end // page) for end in ends) + 1
         tables = torch.zeros((len(ends), width), dtype=torch.int32)
-        self.spans, lanes, positions, tiles = [], [], [], []
-        for lane, end in enumerate(ends):
+        self.spans, table_rows, positions, tiles = [], [], [], []
+        for table_row, end in enumerate(ends):
             mine = [ids.pop() for _ in range(-(-end // page))]
-            tables[lane, : len(mine)] = torch.tensor(mine)
-            start = end - 1 if lane < len(decodes) else chunks[lane - len(decodes)][0]
+            tables[table_row, : len(mine)] = torch.tensor(mine)
+            start = end - 1 if table_row < len(decodes) else chunks[table_row - len(decodes)][0]
             count = end - start
-            row = len(lanes)
+            row = len(table_rows)
             self.spans.append(Span(row, start, count, mine))
-            if lane >= len(decodes):
+            if table_row >= len(decodes):
                 most = tile_rows(dtype)
-                tiles += [(row + at, start + at, min(most, count - at), lane) for at in range(0, count, most)]
-            lanes += [lane] * count
+                tiles += [(row + at, start + at, min(most, count - at), table_row) for at in range(0, count, most)]
+            table_rows += [table_row] * count
             positions += range(start, end)
         ends = [sum(span.count for span in self.spans[: n + 1]) for n in range(len(self.spans))]
         long = tuple(
-            Chunk(end - span.count, span.start, span.count, lane)
-            for lane, (span, end) in enumerate(zip(self.spans, ends, strict=True))
-            if lane >= len(decodes) and span.count >= least
+            Chunk(end - span.count, span.start, span.count, table_row)
+            for table_row, (span, end) in enumerate(zip(self.spans, ends, strict=True))
+            if table_row >= len(decodes) and span.count >= least
         )
-        rest = [tile for tile in tiles if not any(chunk.lane == tile[3] for chunk in long)]
-        self.tokens = len(lanes)
+        rest = [tile for tile in tiles if not any(chunk.table_row == tile[3] for chunk in long)]
+        self.tokens = len(table_rows)
         as_ints: Callable[[Any], torch.Tensor] = lambda values: torch.tensor(values, dtype=torch.int32, device=device)  # noqa: E731
         self.batch = Batch(
-            tables.to(device), as_ints(lanes), as_ints(positions), len(decodes), as_ints(tiles) if tiles else None,
+            tables.to(device), as_ints(table_rows), as_ints(positions), len(decodes), as_ints(tiles) if tiles else None,
             long, as_ints(rest) if rest else None,
         )  # fmt: skip
         self.dense = DenseAttention(device)
@@ -181,7 +181,7 @@ def check_rows(device: torch.device) -> None:
             CHUNKS=3, CHUNKS_P=4, CHUNK=4096, BLOCK=1024, RANDOM=True, num_warps=4,
         )  # fmt: skip
     expected = noisy.argmax(-1)
-    print("draws:", drawn[:5].tolist(), "expected", expected.tolist(), "by lane", latest[:5].tolist())
+    print("draws:", drawn[:5].tolist(), "expected", expected.tolist(), "by table row", latest[:5].tolist())
 
 
 def check_fused(device: torch.device, dtype: torch.dtype) -> None:

@@ -43,7 +43,7 @@ def check(holders: Holders) -> None:
         assert partial
         assert all(0 < count < len(tree.chunks[node]) for count in partial.values())
         assert not any(bit & tree.masks[node] for bit in partial)
-    for holding in holders.holdings():
+    for holding in holders._by_target.values():
         mine = [(tree.chunks[node][: tree.held(node, holding.bit)]) for node in nodes]
         assert holding.blocks == sum(map(len, mine))
         assert holding.key_sum == sum(map(sum, mine))

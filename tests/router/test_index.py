@@ -12,6 +12,7 @@ from router.index import PENDING_BATCHES, PrefixIndex
 from schemas.blocks import chain, keys_of, root, split
 from schemas.kv import Cleared, KvBatch, KvDump, KvEvent, Removed, Stored
 from tests.properties import examples
+from tests.router.dumps import load_dump
 
 WORKERS = ("a", "b", "c")
 
@@ -116,7 +117,7 @@ def test_the_index_equals_the_caches_whose_events_it_folded(
         elif kind == "again" and last is not None:
             index.apply(last)
         elif kind == "dump" and engine.seq >= 0:
-            assert index.load_dump(engine.dump(pages=count))
+            assert load_dump(index, engine.dump(pages=count))
         if kind in ("store", "evict", "clear", "gap", "epoch", "forget"):
             last = engine.batch(*(e for e in events if e is not None))
             late = engine.dump(pages=count)
@@ -124,7 +125,7 @@ def test_the_index_equals_the_caches_whose_events_it_folded(
                 extra = engine.batch(*filter(None, (engine.store(digests[: 16 * count]),)))
                 assert not index.apply(extra), "it waits for a dump"
                 assert (engine.worker, engine.rank) not in index.match(keys_of(digests))
-                assert index.load_dump(late)
+                assert load_dump(index, late)
         for probe in (digests, digests[: 16 * count], prompt(*(rng.randrange(3) for _ in range(8)))):
             spoken = [e for e in engines if e.seq >= 0 and (e.worker, e.rank) not in index.awaiting_dump()]
             assert index.match(keys_view(probe)) == {
@@ -166,8 +167,8 @@ def test_replicas_that_folded_the_same_have_the_same_checksum_and_others_do_not(
             index.apply(batch)
     assert x.checksum() == y.checksum()
     from_dump = PrefixIndex(100)
-    assert from_dump.load_dump(two.dump(2))
-    assert from_dump.load_dump(one.dump())
+    assert load_dump(from_dump, two.dump(2))
+    assert load_dump(from_dump, one.dump())
     assert from_dump.checksum() == x.checksum()
     before = x.checksum()
     x.apply(one.batch(one.evict(random.Random(0), 1)))
@@ -184,7 +185,7 @@ def test_batches_after_a_gap_are_replayed_on_the_dump() -> None:
     assert not index.apply(KvBatch("w", 1, 3, (Stored(names[3], names[2]),)))
     assert index.match(keys_of(digests)) == {}
     assert index.awaiting_dump() == [("w", 0)]
-    assert index.load_dump([KvDump("w", 1, 2, (Stored(b"".join(names[:3])),))])
+    assert load_dump(index, [KvDump("w", 1, 2, (Stored(b"".join(names[:3])),))])
     assert index.match(keys_of(digests)) == {("w", 0): 4}
     assert index.apply(KvBatch("w", 1, 3, (Removed(names[0]),))), "a redelivery"
     assert index.match(keys_of(digests)) == {("w", 0): 4}
@@ -193,13 +194,13 @@ def test_batches_after_a_gap_are_replayed_on_the_dump() -> None:
 def test_a_dump_that_leaves_a_gap_or_is_of_an_old_epoch_is_not_enough() -> None:
     index, digests = PrefixIndex(100), prompt(*range(6))
     assert not index.apply(KvBatch("w", 5, 7, (Stored(digests),)))
-    assert not index.load_dump([KvDump("w", 4, 9, (Stored(digests),))])
-    assert not index.load_dump([KvDump("w", 5, 3, (Stored(digests),))])
-    assert not index.load_dump([KvDump("w", 5, 7, ()), KvDump("w", 5, 8, ())])
+    assert not load_dump(index, [KvDump("w", 4, 9, (Stored(digests),))])
+    assert not load_dump(index, [KvDump("w", 5, 3, (Stored(digests),))])
+    assert not load_dump(index, [KvDump("w", 5, 7, ()), KvDump("w", 5, 8, ())])
     assert index.match(keys_of(digests)) == {}
-    assert index.load_dump([KvDump("w", 5, 6, ())])
+    assert load_dump(index, [KvDump("w", 5, 6, ())])
     assert index.match(keys_of(digests)) == {("w", 0): 6}
-    assert index.load_dump([KvDump("w", 5, 2, ())]), "older than what is known: nothing to do"
+    assert load_dump(index, [KvDump("w", 5, 2, ())]), "older than what is known: nothing to do"
     assert index.match(keys_of(digests)) == {("w", 0): 6}
 
 
@@ -207,8 +208,8 @@ def test_no_more_batches_are_kept_for_a_dump_than_the_bound() -> None:
     index = PrefixIndex(100)
     for seq in range(1, PENDING_BATCHES + 3):
         index.apply(KvBatch("w", 1, seq))
-    assert not index.load_dump([KvDump("w", 1, 0)]), "the first pending ones were let go"
-    assert index.load_dump([KvDump("w", 1, 5)])
+    assert not load_dump(index, [KvDump("w", 1, 0)]), "the first pending ones were let go"
+    assert load_dump(index, [KvDump("w", 1, 5)])
 
 
 def test_other_tiers_and_groups_are_counted_but_not_indexed() -> None:

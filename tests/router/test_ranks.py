@@ -15,6 +15,7 @@ from schemas import blocks, kv
 from schemas.fleet import Registration
 from schemas.requests import Stop
 from tests.properties import examples
+from tests.router.dumps import load_dump
 from workers.engines import mock
 from workers.engines.base import SequenceRequest
 from workers.engines.mock.executor import GREEDY
@@ -74,7 +75,7 @@ STEPS = st.lists(
 @given(STEPS)
 def test_every_rank_is_known_as_it_is_though_batches_of_some_are_lost(steps: list[tuple[int, list[int], bool]]) -> None:
     worker, index = Worker(), PrefixIndex(10_000)
-    assert all(index.load_dump(pages) for pages in by_rank(worker.dump()))
+    assert all(load_dump(index, pages) for pages in by_rank(worker.dump()))
     lost: set[int] = set()
     for rank, prompt, delivered in steps:
         for batch in worker.run(prompt, rank):
@@ -84,7 +85,7 @@ def test_every_rank_is_known_as_it_is_though_batches_of_some_are_lost(steps: lis
                 assert batch.rank not in lost
             else:
                 assert batch.rank in lost, "the loss of one rank's batch makes another unknown"
-                assert all(index.load_dump(pages) for pages in by_rank(worker.dump()))
+                assert all(load_dump(index, pages) for pages in by_rank(worker.dump()))
                 lost.clear()
         for each in set(range(RANKS)) - lost:
             assert index.held(("w", each)) == len(worker.held(each))

@@ -27,6 +27,7 @@ from schemas.subjects import HEADER_LOAD, Subjects
 from schemas.tenants import Limits
 from schemas.tokens import WHOLE_REQUEST
 from tests.infra.bus.support import eventually
+from tests.router.dumps import load_dump
 from tests.router.support import Clients, Routing, routing
 from tests.workers.support import MODEL, LogClient, answer, request, run_worker
 
@@ -574,7 +575,7 @@ async def test_a_gap_in_the_cache_events_is_closed_by_a_dump(clients: Clients, o
     assert index.awaiting_dump() == []
     whole = PrefixIndex(1000)
     pages = [await _dump(clients, "w1")]
-    assert whole.load_dump(pages)
+    assert load_dump(whole, pages)
     assert index.checksum() == whole.checksum()
 
 

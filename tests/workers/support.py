@@ -30,14 +30,13 @@ from schemas.subjects import HEADER_LOAD, HEADER_MSG_ID, Subjects
 from schemas.tokens import Finish, TokenBatch, TokenItem
 from schemas.transfer import Handoff
 from tests.infra.bus.support import eventually
+from tests.workers.kv_transfer.loopback import LoopbackNetwork, open_loopback
 from workers.engine_thread import EngineThread
 from workers.engines import mock
 from workers.engines.base import Engine, StepResult
 from workers.engines.mock.executor import GREEDY, Vocabulary, expected_tokens
 from workers.executor import ServedModel
 from workers.kv_transfer.base import Transport
-from workers.kv_transfer.loopback import LoopbackNetwork
-from workers.kv_transfer.opening import open_transport
 from workers.metrics.worker import Metrics
 from workers.sequence_state import Flush
 from workers.session import WorkerSession
@@ -386,7 +385,7 @@ class WorkerHarness:
         self.transport: Transport | None = None
         if network is not None:
             agent = f"agent-{next(_numbers)}"
-            self.transport = open_transport("loopback", agent, held.memory(), network=network, quarantine_s=2.0)
+            self.transport = open_loopback(network, agent, held.memory(), quarantine_s=2.0)
         self.engine = held
         self.settings = settings
         self.publisher = Publisher(bus)

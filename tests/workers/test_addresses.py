@@ -7,8 +7,8 @@ from configs.settings import WorkerSettings
 from infra.broker.server import EmbeddedNats
 from schemas.subjects import Subjects
 from tests.infra.bus.support import eventually
+from tests.workers.kv_transfer.loopback import LoopbackNetwork
 from tests.workers.support import LogClient, engine, run_worker
-from workers.kv_transfer.loopback import LoopbackNetwork
 
 
 @pytest.mark.parametrize("role", ["aggregated", "prefill", "decode"])

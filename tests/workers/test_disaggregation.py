@@ -27,6 +27,7 @@ from schemas.tokens import PROMPT as PROMPT_ITEM
 from schemas.trace import Trace
 from schemas.transfer import Prefilled
 from tests.infra.bus.support import eventually
+from tests.workers.kv_transfer.loopback import LoopbackNetwork
 from tests.workers.support import (
     BLOCK,
     DRAWN,
@@ -46,7 +47,6 @@ from workers.engines import mock
 from workers.engines.base import Reservation
 from workers.engines.mock.executor import expected_tokens
 from workers.engines.mock.memory import embedding
-from workers.kv_transfer.loopback import LoopbackNetwork
 from workers.stopping import GRACE_S
 
 PROMPT = list(range(1, 31))  # seven full blocks and a rest

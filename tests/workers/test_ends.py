@@ -69,7 +69,7 @@ async def test_a_terminal_event_that_is_refused_is_stored_once_that_is_possible(
     await eventually(lambda: not worker.session._requests.ending)
     again = await log.send_job(worker.id, asked, msg_id="delivered-late")
     assert again
-    await eventually(lambda: not worker.session._requests.running and worker.session._requests.has_ended(asked.id))
+    await eventually(lambda: not worker.session._requests.running and asked.id in worker.session._requests._ended)
     assert len(log.ends(asked)) == 1
 
 
@@ -84,7 +84,7 @@ async def test_a_return_that_is_refused_is_stored_once_that_is_possible(
     await refuse_ends(log)
     worker.session._terminal.requeue(worker.session._requests.running[asked.id], "a test")
     await eventually(lambda: asked.id in worker.session._requests.ending)
-    assert not worker.session._requests.has_ended(asked.id)
+    assert asked.id not in worker.session._requests._ended
     assert await unacknowledged(log, worker) == 1
     await take_ends(log)
     assert (await log.handed_back(asked)).reason == "a test"

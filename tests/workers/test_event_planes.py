@@ -82,12 +82,12 @@ def index_of(routing: Routing) -> PrefixIndex:
 
 def contents(routing: Routing, worker: WorkerHarness) -> dict[int, tuple[int, int]]:
     """Blocks and the sum of their keys, by rank."""
-    found = [each for each in index_of(routing).holders.holdings() if each.target_id[0] == worker.id]
-    return {each.target_id[1]: (each.blocks, each.key_sum) for each in found}
+    holdings = [holding for holding, _, _ in index_of(routing).feeds() if holding.target_id[0] == worker.id]
+    return {holding.target_id[1]: (holding.blocks, holding.key_sum) for holding in holdings}
 
 
 def held(worker: WorkerHarness) -> dict[int, int]:
-    """CacheSnapshot in the caches of the engine itself, by rank."""
+    """Blocks in the caches of the engine itself, by rank."""
     dumps = [worker.inner.dump(rank) for rank in range(RANKS)]  # type: ignore[attr-defined]
     return {rank: sum(len(event.digests) // 16 for event in events) for rank, events in enumerate(dumps)}
 

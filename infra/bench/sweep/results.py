@@ -125,19 +125,6 @@ def save_records(folder: Path, run: int, records: Sequence[Record]) -> None:
     _write(folder / f"records-{run}.jsonl", b"".join(msgspec.json.encode(each) + b"\n" for each in records))
 
 
-def load_records(folder: Path, run: int) -> list[Record]:
-    """
-    Raises:
-        BadResults: they are missing or damaged.
-    """
-    path = folder / f"records-{run}.jsonl"
-    decode = msgspec.json.Decoder(Record).decode
-    try:
-        return [decode(line) for line in path.read_bytes().splitlines()]
-    except (OSError, msgspec.DecodeError) as error:
-        raise BadResults(f"{path}: {error}") from None
-
-
 def _write(path: Path, content: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     new = path.with_name(f"{path.name}.new")

@@ -165,16 +165,6 @@ def test_graph_sizes_end_at_the_largest_and_ascend(largest: int, padding: bool) 
     assert list(sizes) == sorted(set(sizes))
 
 
-@given(st.integers(1, 600), st.lists(st.integers(1, 512), min_size=1, max_size=9), st.booleans())
-def test_a_batch_takes_the_next_graph_if_padding_is_on_and_else_only_its_own(
-    batch: int, sizes: list[int], padding: bool
-) -> None:
-    args = EngineArgs(cuda_graph_config=CudaGraphConfig(batch_sizes=tuple(sizes), enable_padding=padding))
-    found = args.graph_for(batch)
-    larger = [size for size in sizes if size >= batch]
-    assert found == ((min(larger) if larger else None) if padding else (batch if batch in sizes else None))
-
-
 def test_the_schema_round_trips_through_plain_data() -> None:
     args = decode({"tensor_parallel_size": 2, "speculative_config": {"decoding_type": "MTP"}})
     assert decode(msgspec.to_builtins(args)) == args

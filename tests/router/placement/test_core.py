@@ -158,13 +158,3 @@ def test_a_prompt_whose_last_block_is_stored_counts_as_computed() -> None:
     caches.blocks[first, 0] = set(keys)
     core.stored((first, 0), keys)
     assert target(core.arrive(arrival("r3", 10, family=3), 1 * S)) == first
-
-
-def test_a_held_request_that_is_withdrawn_is_not_placed() -> None:
-    core, _ = placement(1, slots=1)
-    core.arrive(arrival("r1", 1), 0)
-    core.arrive(arrival("r2", 1), 0)
-    assert core.withdraw("r2")
-    assert not core.withdraw("r2")
-    core.ended("r1")
-    assert list(core.pump(1 * S)) == []

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.depths import TargetId
-from router.holders import Holders
+from router.holders import Holders, Holding
 from router.placement.core import Arrival, Placed, Placement
 from schemas.fleet import Registration
 
@@ -22,6 +22,7 @@ class Deployment:
     def __init__(self) -> None:
         self.index = Holders(1 << 20)
         self.core = Placement(self.match)
+        self.holdings: dict[str, Holding] = {}
         self.decided: list[tuple[str, str, int, float]] = []
 
     def match(self, keys: Sequence[int]) -> Mapping[TargetId, int]:
@@ -33,7 +34,7 @@ class Deployment:
         return [found] if isinstance(found, Placed) else list(found or ())
 
     def join(self, worker: str, slots: int) -> None:
-        self.index.open((worker, 0))
+        self.holdings[worker] = self.index.open((worker, 0))
         self.core.join(Registration(worker, "m", "aggregated", "stub", 1, BLOCK, 60, slots, 1 << 20))
 
     def leave(self, worker: str) -> None:
@@ -45,7 +46,7 @@ class Deployment:
 
     def stored(self, worker: str, keys: Sequence[int], now_ns: int) -> None:
         if self.core.tracker.worker(worker) is not None:
-            holding = next(each for each in self.index.holdings() if each.target_id == (worker, 0))
+            holding = self.holdings[worker]
             self.index.store(holding, keys, None)
             self.core.stored((worker, 0), keys, now_ns)
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from functools import partial
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -13,9 +14,9 @@ from hypothesis import strategies as st
 
 from schemas.transfer import Endpoint
 from tests.properties import examples
+from tests.workers.kv_transfer.loopback import LoopbackNetwork, open_loopback
 from tests.workers.kv_transfer.support import BLOCK_BYTES, BLOCKS, WAIT_S, Pool, needs_nixl, until
 from workers.kv_transfer.base import TransferError, Transport
-from workers.kv_transfer.loopback import LoopbackNetwork
 from workers.kv_transfer.opening import open_transport
 from workers.kv_transfer.transport_thread import TransportThread
 
@@ -46,9 +47,8 @@ def opener(request: pytest.FixtureRequest) -> Iterator[Open]:
     def side() -> Side:
         pool, renewed = Pool(), list[Endpoint]()
         name = f"contract-{next(NUMBERS)}"
-        transport = open_transport(
-            request.param, name, {"kv": pool.memory}, on_renewed=renewed.append, quarantine_s=60, network=network
-        )
+        open_it = partial(open_loopback, network) if request.param == "loopback" else partial(open_transport, "nixl")
+        transport = open_it(name, {"kv": pool.memory}, on_renewed=renewed.append, quarantine_s=60)
         opened.append(Side(pool, transport, renewed))
         return opened[-1]
 

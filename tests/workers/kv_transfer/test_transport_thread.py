@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 
 from schemas.transfer import Endpoint
+from tests.workers.kv_transfer.loopback import LoopbackAgent, LoopbackNetwork, open_loopback
 from tests.workers.kv_transfer.support import WAIT_S, Pool, until
 from workers.kv_transfer.agent import Agent
 from workers.kv_transfer.base import TransferError, TransportUnavailable
-from workers.kv_transfer.loopback import LoopbackAgent, LoopbackNetwork
-from workers.kv_transfer.opening import open_transport
 from workers.kv_transfer.transport_thread import IDLE_S, TransportThread
 
 
@@ -26,11 +25,6 @@ def test_an_agent_that_cannot_be_made_is_an_error_and_leaves_no_thread() -> None
     with pytest.raises(TransportUnavailable, match="no agents today"):
         TransportThread(make, "mover-none")
     assert "transfer-mover-none" not in threads()
-
-
-def test_the_loopback_needs_a_network() -> None:
-    with pytest.raises(TransportUnavailable, match="network"):
-        open_transport("loopback", "mover-lone", {})
 
 
 def test_an_agent_that_breaks_ends_the_transport_with_a_reason_instead_of_silence() -> None:
@@ -105,7 +99,7 @@ def test_an_error_in_the_callback_of_a_renewal_does_not_end_the_transport() -> N
         renewed.append(endpoint.agent)
         raise ZeroDivisionError
 
-    transport = open_transport("loopback", "mover-renewed", {"kv": pool.memory}, network=network, on_renewed=on_renewal)
+    transport = open_loopback(network, "mover-renewed", {"kv": pool.memory}, on_renewed=on_renewal)
     peer = LoopbackAgent(network, "peer", {"kv": peer_pool.memory}).endpoint
     assert isinstance(transport, TransportThread)
     transport.renew()
@@ -116,14 +110,14 @@ def test_an_error_in_the_callback_of_a_renewal_does_not_end_the_transport() -> N
 
 def test_closing_from_its_own_thread_does_not_wait_for_itself() -> None:
     network, pool = LoopbackNetwork(), Pool()
-    transport = open_transport("loopback", "mover-self", {"kv": pool.memory}, network=network)
+    transport = open_loopback(network, "mover-self", {"kv": pool.memory})
     transport.connect(transport.endpoint).add_done_callback(lambda _: transport.close())
     until(lambda: "transfer-mover-self" not in threads(), "ended")
 
 
 def test_an_order_wakes_an_idle_thread() -> None:
     network, pool, peer_pool = LoopbackNetwork(), Pool(), Pool()
-    transport = open_transport("loopback", "mover-idle", {"kv": pool.memory}, network=network)
+    transport = open_loopback(network, "mover-idle", {"kv": pool.memory})
     peer = LoopbackAgent(network, "peer", {"kv": peer_pool.memory}).endpoint
     took = []
     for _ in range(20):

@@ -49,11 +49,6 @@ class _Rank(msgspec.Struct, eq=False):
     expected: int | None = None  # the next event_id
 
 
-def signed(value: int) -> int:
-    """An unsigned 64-bit hash as a signed one, for consumers of int64."""
-    return value - (1 << 64) if value >= 1 << 63 else value
-
-
 def unsigned(value: int) -> int:
     return value & ((1 << 64) - 1)
 

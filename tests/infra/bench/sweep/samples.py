@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import msgspec
+
 from infra.bench.sweep import results
 from infra.bench.sweep.figures import Record, figures
 from infra.bench.sweep.results import Result, Run
@@ -53,3 +55,9 @@ def result(
 def write(out: Path, *found: Result) -> None:
     for each in found:
         results.save(results.level_folder(out, each.endpoint, each.level), each)
+
+
+def load_records(folder: Path, run: int) -> list[Record]:
+    """The requests of a run, as ``save_records`` wrote them."""
+    lines = (folder / f"records-{run}.jsonl").read_bytes().splitlines()
+    return [msgspec.json.decode(line, type=Record) for line in lines]

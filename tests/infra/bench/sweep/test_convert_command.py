@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from infra.bench.sweep.convert_command import run
-from infra.bench.sweep.results import load, load_records
+from infra.bench.sweep.results import load
+from tests.infra.bench.sweep.samples import load_records
 
 
 def aiperf_folder(folder: Path, *latencies_ms: float, concurrency: int = 4) -> Path:

@@ -21,6 +21,7 @@ from infra.bench.sweep.smoke import Unhealthy
 from infra.bench.sweep.sweep import Plan, Sweep, SweepFailed
 from infra.bench.sweep.workload import Level, Workload, concurrency_level
 from tests.infra.bench.sweep.fake_server import TEXTS, FakeServer, fake_server
+from tests.infra.bench.sweep.samples import load_records
 
 
 def plan(out: Path, *servers: FakeServer, **more: Any) -> Plan:
@@ -54,7 +55,7 @@ async def test_each_level_of_each_endpoint_has_its_files(tmp_path: Path) -> None
     ]
     result = first.results[1]
     assert [(each.number, each.figures.requests) for each in result.runs] == [(1, 12), (2, 12)]
-    assert len(results.load_records(first.folder / "c4", 2)) == 12
+    assert len(load_records(first.folder / "c4", 2)) == 12
     # Both endpoints got the same requests; no prompt came twice.
     prompts = [[body["messages"][0]["content"] for body in server.bodies] for server in (one, two)]
     assert prompts[0] == prompts[1] or sorted(prompts[0]) == sorted(prompts[1])
@@ -65,7 +66,7 @@ async def test_prompts_are_as_long_as_asked_for_as_the_server_counts_them(tmp_pa
     async with fake_server() as server:
         await run(plan(tmp_path, server, workload=Workload(isl=200, isl_stddev=20.0, osl=4, osl_stddev=1.0)))
     for result in read_series([tmp_path])[0].results:
-        for record in results.load_records(tmp_path / "a" / result.level.folder, 1):
+        for record in load_records(tmp_path / "a" / result.level.folder, 1):
             assert (record.isl, record.osl) == (record.isl_asked, record.osl_asked)
         assert result.runs[0].figures.isl is not None
         assert 185 < result.runs[0].figures.isl.mean < 215
@@ -160,7 +161,7 @@ async def test_a_sweep_that_is_cancelled_keeps_what_is_finished(tmp_path: Path) 
 async def test_arrivals_are_poisson_and_the_lag_of_the_generator_is_measured(tmp_path: Path) -> None:
     async with fake_server() as server:
         await run(plan(tmp_path, server, levels=(Level("rate", 200.0, 40),)))
-    records = results.load_records(tmp_path / "a/r200", 1)
+    records = load_records(tmp_path / "a/r200", 1)
     due = [record.due_ms for record in records]
     assert due == sorted(due)
     assert 80 < due[-1] - due[0] < 500  # 40 arrivals at 200 a second

@@ -6,8 +6,8 @@ from structlog.testing import capture_logs
 from infra.broker.server import EmbeddedNats
 from schemas.subjects import Subjects
 from tests.infra.bus.support import eventually
+from tests.workers.kv_transfer.loopback import LoopbackNetwork
 from tests.workers.support import engine, run_worker
-from workers.kv_transfer.loopback import LoopbackNetwork
 
 
 @pytest.mark.parametrize("reached", [True, False])

@@ -1,7 +1,8 @@
 """Attention over the paged pool: one kernel rotates and stores, one decodes, one computes chunks of prompts.
 
 The pool is (blocks, layers, 2, page, kv heads, head dim), keys before values. A sequence's row of ``tables`` lists its
-blocks; the index of that row is its lane. A row of a batch is a token with a lane and a position; position -1: padding.
+blocks; the index of that row is its table row. A row of a batch is a token
+with a table row and a position; position -1: padding.
 """
 
 import triton
@@ -10,7 +11,7 @@ import triton.language as tl
 
 @triton.jit(do_not_specialize=["layer"])
 def store(
-    q, k, v, cos, sin, rotated, pool, tables, lanes, positions, layer,
+    q, k, v, cos, sin, rotated, pool, tables, table_rows, positions, layer,
     q_t, q_h, k_t, k_h, v_t, v_h, cos_t, cos_d, width, block_stride, layer_stride, part_stride, limit,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_P: tl.constexpr, DIM: tl.constexpr, HALF_P: tl.constexpr,
     PAGE: tl.constexpr, ROTATE: tl.constexpr, LIMITED: tl.constexpr, PDL: tl.constexpr,
@@ -44,8 +45,8 @@ def store(
         tl.store(rotated_ptrs, (q_low * cos_row[None, :] - q_high * sin_row[None, :]).to(dtype), mask=q_mask)
         tl.store(rotated_ptrs + HALF, (q_high * cos_row[None, :] + q_low * sin_row[None, :]).to(dtype), mask=q_mask)
     if position >= 0:
-        lane = tl.load(lanes + token).to(tl.int64)
-        block = tl.load(tables + lane * width + position // PAGE).to(tl.int64)
+        table_row = tl.load(table_rows + token).to(tl.int64)
+        block = tl.load(tables + table_row * width + position // PAGE).to(tl.int64)
         k_ptrs = pool + block * block_stride + layer * layer_stride + ((position % PAGE) * KV_HEADS + head) * DIM + dims
         v_ptrs = k_ptrs + part_stride
         if LIMITED:
@@ -72,7 +73,7 @@ def _capped(scores, scale, softcap, CAPPED: tl.constexpr):
 
 @triton.jit(do_not_specialize=["layer"])
 def decode(
-    q, pool, tables, lanes, positions, sinks, out, part_acc, part_max, part_sum, counters, layer, scale, softcap,
+    q, pool, tables, table_rows, positions, sinks, out, part_acc, part_max, part_sum, counters, layer, scale, softcap,
     q_t, q_h, width, block_stride, layer_stride, part_stride,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, MEMBERS: tl.constexpr, GROUP_P: tl.constexpr, DIM: tl.constexpr,
     DIM_P: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr, WINDOW: tl.constexpr,
@@ -99,8 +100,8 @@ def decode(
     q_mask = (padded_heads < GROUP)[:, None] & (dims < DIM)[None, :]
     q_ptrs = q + row.to(tl.int64) * q_t + (head * GROUP + padded_heads)[:, None] * q_h + dims[None, :]
     query = tl.load(q_ptrs, mask=q_mask, other=0.0)
-    lane = tl.load(lanes + row).to(tl.int64)
-    table = tables + lane * width
+    table_row = tl.load(table_rows + row).to(tl.int64)
+    table = tables + table_row * width
     base = pool + layer * layer_stride + head * DIM
     running_max = tl.full((GROUP_P,), float("-inf"), tl.float32)
     running_sum = tl.zeros((GROUP_P,), tl.float32)
@@ -187,20 +188,20 @@ def prefill(
 ):  # fmt: skip
     """Program (head, tile): up to ``ROWS`` consecutive queries of one head over all keys up to their own.
 
-    ``tiles``: (n, 4) int32: first row in the batch, its position, number of rows, lane.
+    ``tiles``: (n, 4) int32: first row in the batch, its position, number of rows, table row.
     """
     head, number = tl.program_id(0), tl.program_id(1)
     first_row = tl.load(tiles + number * 4)
     start = tl.load(tiles + number * 4 + 1)
     count = tl.load(tiles + number * 4 + 2)
-    lane = tl.load(tiles + number * 4 + 3).to(tl.int64)
+    table_row = tl.load(tiles + number * 4 + 3).to(tl.int64)
     rows, dims, tile_offsets = tl.arange(0, ROWS), tl.arange(0, DIM_P), tl.arange(0, TILE)
     q_mask = (rows < count)[:, None] & (dims < DIM)[None, :]
     q_rows = (first_row + rows).to(tl.int64)
     query = tl.load(q + q_rows[:, None] * q_t + head * q_h + dims[None, :], mask=q_mask, other=0.0)
     q_positions = start + rows
     context_len = start + count
-    table = tables + lane * width
+    table = tables + table_row * width
     base = pool + layer * layer_stride + (head // (HEADS // KV_HEADS)) * DIM
     running_max = tl.full((ROWS,), float("-inf"), tl.float32)
     running_sum = tl.zeros((ROWS,), tl.float32)

@@ -14,13 +14,13 @@ class Chunk(NamedTuple):
     Attributes:
         row: of the first token in the batch.
         start: its position.
-        lane: row of the sequence's block table.
+        table_row: row of the sequence's block table.
     """
 
     row: int
     start: int
     tokens: int
-    lane: int
+    table_row: int
 
     @property
     def is_long(self) -> bool:

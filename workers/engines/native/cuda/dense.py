@@ -62,7 +62,7 @@ class DenseAttention:
         """
         Args:
             query: (tokens of the batch, heads, head_dim), rotated.
-            tables: (lanes, width) int32.
+            tables: (table_rows, width) int32.
             out: as ``query``; the chunk's rows are written.
         """
         own = slice(chunk.row, chunk.row + chunk.tokens)
@@ -71,12 +71,12 @@ class DenseAttention:
             given = query.new_zeros((padded, *query.shape[1:]))
             given[front : front + chunk.tokens] = query[own]
         end = chunk.start + chunk.tokens
-        keys, values = _gather(pool, tables[chunk.lane], layer, chunk.unmasked, padded, end, query.dtype)
+        keys, values = _gather(pool, tables[chunk.table_row], layer, chunk.unmasked, padded, end, query.dtype)
         near, near_mass = _attention(given, keys, values, scale, causal=True)
         if not chunk.unmasked:
             out[own] = near[front : front + chunk.tokens]
             return
-        keys, values = _gather(pool, tables[chunk.lane], layer, 0, chunk.unmasked, end, query.dtype)
+        keys, values = _gather(pool, tables[chunk.table_row], layer, 0, chunk.unmasked, end, query.dtype)
         far, far_mass = _attention(given, keys, values, scale, causal=False)
         _, heads, dim = query.shape
         attend.merge[(chunk.tokens,)](

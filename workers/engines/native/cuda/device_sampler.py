@@ -34,12 +34,12 @@ class DeviceSampler:
 
     def parameters(self, draws: Seq[Draw]) -> tuple[Tensor, Tensor] | None:
         """Temperatures and keys of the draws; None if all are greedy."""
-        if not any(draw.lane.random for draw in draws):
+        if not any(draw.table_row.random for draw in draws):
             return None
         temperatures = np.zeros(len(draws), np.float32)
         keys = np.zeros(len(draws), np.uint64)
-        for row, (sequence, lane, length, _) in enumerate(draws):
-            if lane.random:
+        for row, (sequence, table_row, length, _) in enumerate(draws):
+            if table_row.random:
                 temperatures[row] = max(sequence.sampling.temperature, 1e-5)
                 keys[row] = sampler.key(sequence.sampling.seed, sequence.choice, length - sequence.prompt_len)
         upload = self._upload
@@ -57,7 +57,7 @@ class DeviceSampler:
             targets: (draws,) int32, ``Draw.target`` of each, on the device.
             parameters: the result of ``parameters``.
         """
-        if not all(lane.plain and length >= sequence.stoppable for sequence, lane, length, _ in draws):
+        if not all(table_row.plain and length >= sequence.stoppable for sequence, table_row, length, _ in draws):
             lengths = [draw.length for draw in draws]
             chosen = sampler.choose(logits.float(), [draw.sequence for draw in draws], lengths)
             self._latest.index_copy_(0, targets.to(torch.int64), chosen.tokens.to(torch.int32))

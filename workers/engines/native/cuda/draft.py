@@ -55,7 +55,7 @@ class CudaDraftModel:
     def _rows(self, plan: list[Slot], limits: Seq[int]) -> dict[int, Row]:
         """The sequences for which more than one token is proposed, by their numbers in the plan."""
         return {
-            number: Row(slot.sequence, self._executor.lane(slot.sequence), slot.start + slot.count, limit - 1)
+            number: Row(slot.sequence, self._executor.table_row(slot.sequence), slot.start + slot.count, limit - 1)
             for number, (slot, limit) in enumerate(zip(plan, limits, strict=True))
             if limit > 1
         }

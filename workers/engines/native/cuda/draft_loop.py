@@ -10,7 +10,7 @@ from torch import Tensor
 from workers.engines.core.sequence import Sequence
 from workers.engines.native import sampler
 from workers.engines.native.cuda.executor import CudaExecutor, batch_sizes
-from workers.engines.native.cuda.lanes import Lane
+from workers.engines.native.cuda.table_rows import TableRow
 from workers.engines.native.cuda.upload import Upload, new_event
 
 log = structlog.get_logger("engine")
@@ -23,12 +23,12 @@ class Row(NamedTuple):
     """A sequence that is drafted.
 
     Attributes:
-        start: position of the token that the executor has sampled last for this lane.
+        start: position of the token that the executor has sampled last for this sequence.
         steps: tokens to propose behind it.
     """
 
     sequence: Sequence
-    lane: Lane
+    table_row: TableRow
     start: int
     steps: int
 
@@ -45,7 +45,7 @@ class DraftLoop:
         self._executor, self._steps = executor, steps
         self._width = width = -(-rows // ALIGN) * ALIGN
         device = executor.device
-        # lanes, targets, temperatures, then positions of each step, then keys (two integers) of each step
+        # table rows, targets, temperatures, then positions of each step, then keys (two integers) of each step
         self._upload = Upload((3 + 3 * steps) * width + ALIGN, device)
         self._unknown = torch.full((width,), -1, dtype=torch.int32, device=device)
         self._sampled = torch.zeros((steps, width), dtype=torch.int32, device=device)
@@ -72,12 +72,12 @@ class DraftLoop:
             log.warning("drafts_without_graphs", reason=str(error).strip().splitlines()[0])
 
     def _run(self, size: int) -> None:
-        lanes, targets, temperatures = (self._part(number)[:size] for number in range(3))
+        table_rows, targets, temperatures = (self._part(number)[:size] for number in range(3))
         for step in range(self._steps):
             positions = self._part(3 + step)[:size]
             start = (3 + self._steps + 2 * step) * self._width
             keys = self._upload.device[start : start + 2 * size].view(torch.int64)
-            logits = self._executor.forward(self._unknown[:size], lanes, positions)
+            logits = self._executor.forward(self._unknown[:size], table_rows, positions)
             self._executor.sampler.sample_random(
                 logits, targets, temperatures.view(torch.float32), keys, self._sampled[step]
             )
@@ -88,7 +88,7 @@ class DraftLoop:
     def suits(self, rows: list[Row]) -> bool:
         """Whether a graph computes these rows: their sampling needs nothing but a temperature."""
         return len(rows) <= max(self._graphs, default=0) and all(
-            row.lane.plain and row.start + 1 >= row.sequence.stoppable for row in rows
+            row.table_row.plain and row.start + 1 >= row.sequence.stoppable for row in rows
         )
 
     def launch(self, rows: list[Row]) -> "LaunchedLoop":
@@ -97,19 +97,19 @@ class DraftLoop:
         width, count = self._width, len(rows)
         upload = self._upload
         upload.begin()
-        lanes, targets = np.zeros(size, np.int32), np.full(size, self._executor.spare_target, np.int32)
+        table_rows, targets = np.zeros(size, np.int32), np.full(size, self._executor.spare_target, np.int32)
         temperatures = np.zeros(size, np.float32)
         positions = np.full((self._steps, size), PADDING, np.int32)
         keys = np.zeros((self._steps, size), np.uint64)
-        for number, (sequence, lane, start, steps) in enumerate(rows):
-            lanes[number] = targets[number] = lane.index
+        for number, (sequence, table_row, start, steps) in enumerate(rows):
+            table_rows[number] = targets[number] = table_row.index
             positions[:steps, number] = range(start, start + steps)
-            if lane.random:
+            if table_row.random:
                 temperatures[number] = max(sequence.sampling.temperature, 1e-5)
                 for step in range(steps):
                     behind = start + step + 1 - sequence.prompt_len
                     keys[step, number] = sampler.key(sequence.sampling.seed, sequence.choice, behind)
-        for number, values in enumerate((lanes, targets, temperatures.view(np.int32), *positions)):
+        for number, values in enumerate((table_rows, targets, temperatures.view(np.int32), *positions)):
             upload.put(values, number * width)
         for step in range(self._steps):
             upload.put(keys[step].view(np.int32), (3 + self._steps + 2 * step) * width)

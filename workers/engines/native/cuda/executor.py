@@ -21,11 +21,11 @@ from workers.engines.native.cuda import rows
 from workers.engines.native.cuda.chunks import Chunk
 from workers.engines.native.cuda.dense import DenseAttention
 from workers.engines.native.cuda.device_sampler import DeviceSampler
-from workers.engines.native.cuda.lanes import Lane, Lanes
 from workers.engines.native.cuda.modules import Rotation
 from workers.engines.native.cuda.packing import UNKNOWN, Draw, Packed, Packing
 from workers.engines.native.cuda.paged import Batch, PagedAttention, Scratch, tile_rows
 from workers.engines.native.cuda.pending import HostCopies, Pending, device_errors
+from workers.engines.native.cuda.table_rows import TableRow, TableRows
 from workers.engines.native.cuda.upload import Upload
 from workers.engines.native.executor import score_slots
 from workers.engines.native.model import Embeddings, Model
@@ -91,21 +91,21 @@ class CudaExecutor:
         self._sliding = sliding
         self._rotation, self._encoder, self._device = rotation, encoder, device
         self._rows = max_rows = max_running * tokens_per_sequence
-        lanes = 2 * max_running + 1
-        self._lanes = Lanes(lanes, width, sliding=sliding is not None)
+        table_rows = 2 * max_running + 1
+        self._table_rows = TableRows(table_rows, width, sliding=sliding is not None)
         self._packing = Packing(
-            self._lanes,
+            self._table_rows,
             tile_rows=tile_rows(model.dtype),
             singles=singles,
-            spare=lanes,
+            spare=table_rows,
             media_tokens=0 if encoder is None else encoder.slot_tokens,
             by_position=invariant,
         )
-        self._tables = torch.zeros((1 + (sliding is not None), lanes, width), dtype=torch.int32, device=device)
-        self._latest = torch.zeros(lanes + 1, dtype=torch.int32, device=device)
+        self._tables = torch.zeros((1 + (sliding is not None), table_rows, width), dtype=torch.int32, device=device)
+        self._latest = torch.zeros(table_rows + 1, dtype=torch.int32, device=device)
         self._scratch = Scratch(max_rows, pool.shape.kv_heads, model.heads, pool.shape.head_dim, device, invariant)
         aligned = -(-max_rows // 16) * 16
-        self._fixed_offsets = tuple(aligned * number for number in range(4))  # tokens, lanes, positions, targets
+        self._fixed_offsets = tuple(aligned * number for number in range(4))  # tokens, table rows, positions, targets
         self._upload = Upload(12 * aligned + 8 * max_batched_tokens + (1 << 16), device)
         self._sampler = DeviceSampler(model.vocab_size, max_rows, self._upload, self._latest)
         self._host_copies = HostCopies(max_rows, in_flight, device)
@@ -127,9 +127,9 @@ class CudaExecutor:
         """A target of sampled tokens that no step reads."""
         return len(self._latest) - 1
 
-    def lane(self, sequence: Sequence) -> Lane:
-        """The lane of a sequence of the last step."""
-        return self._lanes.of(sequence)
+    def table_row(self, sequence: Sequence) -> TableRow:
+        """The table row of a sequence of the last step."""
+        return self._table_rows.of(sequence)
 
     # -- graphs ----------------------------------------------------------------------------------------------
 
@@ -160,17 +160,17 @@ class CudaExecutor:
 
     def _run_fixed(self, size: int) -> Tensor:
         """A decode step of ``size`` rows whose inputs lie at fixed offsets of the upload buffer."""
-        tokens, lanes, positions = (self._upload.device[start : start + size] for start in self._fixed_offsets[:3])
-        return self.forward(tokens, lanes, positions)
+        tokens, table_rows, positions = (self._upload.device[start : start + size] for start in self._fixed_offsets[:3])
+        return self.forward(tokens, table_rows, positions)
 
-    def forward(self, known: Tensor, lanes: Tensor, positions: Tensor) -> Tensor:
+    def forward(self, known: Tensor, table_rows: Tensor, positions: Tensor) -> Tensor:
         """Logits of rows that are decoded one by one; see ``_forward``. A CUDA graph can contain it."""
-        return self._forward(known, lanes, positions, len(known))
+        return self._forward(known, table_rows, positions, len(known))
 
     def _forward(
         self,
         known: Tensor,
-        lanes: Tensor,
+        table_rows: Tensor,
         positions: Tensor,
         decodes: int,
         tiles: Tiles = NO_TILES,
@@ -180,22 +180,22 @@ class CudaExecutor:
         """Run the model over one batch.
 
         Args:
-            known: (rows,) int32 token ids; -1: the last token sampled for the row's lane.
+            known: (rows,) int32 token ids; -1: the last token sampled for the row's sequence.
             wanted: (n,) int64, the rows whose logits are returned; None: all.
         """
         assert self._model is not None
         count = len(known)
         tokens = torch.empty(count, dtype=torch.int64, device=self._device)
-        rows.fetch[(-(-count // 256),)](known, lanes, self._latest, tokens, count, BLOCK=256, num_warps=2)
+        rows.fetch[(-(-count // 256),)](known, table_rows, self._latest, tokens, count, BLOCK=256, num_warps=2)
         token_positions = positions.clamp(min=0).to(torch.int64)
-        paged = self._paged(lanes, positions, decodes, tiles)
+        paged = self._paged(table_rows, positions, decodes, tiles)
         return self._model.logits(tokens, token_positions, wanted, paged, embeddings)
 
-    def _paged(self, lanes: Tensor, positions: Tensor, decodes: int, tiles: Tiles) -> Paged:
+    def _paged(self, table_rows: Tensor, positions: Tensor, decodes: int, tiles: Tiles) -> Paged:
         assert self._pool is not None
 
         def over(pool: Pool, table: Tensor) -> PagedAttention:
-            batch = Batch(table, lanes, positions, decodes, *tiles)
+            batch = Batch(table, table_rows, positions, decodes, *tiles)
             return PagedAttention(pool, self._scratch, self._rotation, batch, self._dense)
 
         full = over(self._pool, self._tables[0])
@@ -222,12 +222,12 @@ class CudaExecutor:
         """``Packing.pack`` for a plan of single tokens, but faster: with small models the GPU waits for it."""
         packed = Packed()
         for sequence, start, _, _ in plan:
-            lane = self._lanes.of(sequence)
+            table_row = self._table_rows.of(sequence)
             tokens = sequence.tokens
             packed.tokens.append(tokens[start] if start < len(tokens) else UNKNOWN)
-            packed.lanes.append(lane.index)
+            packed.table_rows.append(table_row.index)
             packed.positions.append(start)
-            packed.draws.append(Draw(sequence, lane, start + 1, lane.index))
+            packed.draws.append(Draw(sequence, table_row, start + 1, table_row.index))
         packed.decodes = len(plan)
         return packed
 
@@ -240,7 +240,7 @@ class CudaExecutor:
         upload.begin()
         offsets = self._fixed_offsets
         tokens = upload.put(packed.tokens + padding, offsets[0])
-        lanes = upload.put(packed.lanes + padding, offsets[1])
+        table_rows = upload.put(packed.table_rows + padding, offsets[1])
         positions = upload.put(packed.positions + [-1] * len(padding), offsets[2])
         targets = upload.put([draw.target for draw in draws], offsets[3])
         sampled_rows = upload.put(packed.drawn) if len(draws) < count and draws else None
@@ -251,7 +251,7 @@ class CudaExecutor:
             graph.replay()
             logits = logits[:count]
         else:
-            logits = self._forward(tokens, lanes, positions, count)
+            logits = self._forward(tokens, table_rows, positions, count)
         if sampled_rows is not None:
             logits = logits.index_select(0, sampled_rows)
         sampled = self._sampler.sample(logits, draws, targets, parameters) if draws else None
@@ -260,7 +260,9 @@ class CudaExecutor:
     def _mixed(self, packed: Packed, scoring: Seq[Slot]) -> Pending:
         upload, draws = self._upload, packed.draws
         upload.begin()
-        tokens, lanes, positions = (upload.put(values) for values in (packed.tokens, packed.lanes, packed.positions))
+        tokens, table_rows, positions = (
+            upload.put(values) for values in (packed.tokens, packed.table_rows, packed.positions)
+        )
         targets = upload.put([draw.target for draw in draws])
         wanted = upload.put(packed.drawn + packed.scored or [0])
         tiles = Tiles(
@@ -269,7 +271,7 @@ class CudaExecutor:
         parameters = self._sampler.parameters(draws)
         self._send()
         embeddings = self._embeddings(packed.media) if packed.media else None
-        logits = self._forward(tokens, lanes, positions, packed.decodes, tiles, wanted.to(torch.int64), embeddings)
+        logits = self._forward(tokens, table_rows, positions, packed.decodes, tiles, wanted.to(torch.int64), embeddings)
         sampled = self._sampler.sample(logits[: len(draws)], draws, targets, parameters) if draws else None
         return self._host_copies.start(
             sampled, packed.order, _scores(logits[len(draws) :], scoring) if packed.scored else None
@@ -287,7 +289,7 @@ class CudaExecutor:
 
     def _send(self) -> None:
         """Copy the step's lists and the changes to the block tables to the device."""
-        entries, values = self._lanes.take_changes()
+        entries, values = self._table_rows.take_changes()
         upload, count = self._upload, len(entries)
         pairs = None
         if count and 2 * count <= upload.room():

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from workers.engines.core.sequence import Sequence, Slot, scored_to
 from workers.engines.native.cuda.chunks import Chunk
-from workers.engines.native.cuda.lanes import Lane, Lanes
+from workers.engines.native.cuda.table_rows import TableRow, TableRows
 from workers.engines.native.executor import media_rows
 
 UNKNOWN = -1  # the previous step samples this token, and only the device has it
@@ -21,7 +21,7 @@ class Draw(NamedTuple):
     """
 
     sequence: Sequence
-    lane: Lane
+    table_row: TableRow
     length: int
     target: int
 
@@ -33,7 +33,7 @@ class Packed:
     Attributes:
         tokens: of each row, or ``UNKNOWN``.
         decodes: number of leading rows that are decoded one by one.
-        tiles: the remaining rows, for ``attend.prefill``: first row, its position, number of rows, lane.
+        tiles: the remaining rows, for ``attend.prefill``: first row, its position, number of rows, table row.
         long: those of the remaining rows that are in long chunks.
         drawn: the row of each of ``draws``.
         order: indices into ``draws``, in the order in which the step returns tokens.
@@ -42,7 +42,7 @@ class Packed:
     """
 
     tokens: list[int] = field(default_factory=list)
-    lanes: list[int] = field(default_factory=list)
+    table_rows: list[int] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)
     decodes: int = 0
     tiles: list[tuple[int, int, int, int]] = field(default_factory=list)
@@ -79,7 +79,7 @@ class Packing:
 
     def __init__(
         self,
-        lanes: Lanes,
+        table_rows: TableRows,
         *,
         tile_rows: int,
         singles: int,
@@ -87,7 +87,7 @@ class Packing:
         media_tokens: int = 0,
         by_position: bool = False,
     ) -> None:
-        self._lanes, self._tile_rows, self._singles, self._spare = lanes, tile_rows, singles, spare
+        self._table_rows, self._tile_rows, self._singles, self._spare = table_rows, tile_rows, singles, spare
         self._media_tokens, self._by_position = media_tokens, by_position
 
     def pack(self, plan: Seq[Slot], scoring: Seq[Slot] = ()) -> Packed:
@@ -109,13 +109,13 @@ class Packing:
         for slot, count in tiled:
             row = len(packed.tokens)
             self._add_media_and_scores(packed, slot, row, scoring)
-            lane = self._add_rows(packed, slot, slot.start, slot.start + count)
-            chunk = Chunk(row, slot.start, count, lane.index)
+            table_row = self._add_rows(packed, slot, slot.start, slot.start + count)
+            chunk = Chunk(row, slot.start, count, table_row.index)
             if chunk.is_long and not self._by_position:
                 packed.long.append(chunk)
             for offset in range(0, count, self._tile_rows):
                 packed.tiles.append(
-                    (row + offset, slot.start + offset, min(self._tile_rows, count - offset), lane.index)
+                    (row + offset, slot.start + offset, min(self._tile_rows, count - offset), table_row.index)
                 )
         packed.tiles.sort(key=lambda tile: -tile[1])  # the longest first
         plan_index = {slot.sequence: number for number, slot in enumerate(plan)}
@@ -129,22 +129,22 @@ class Packing:
             return min(max(slot.sequence.prompt_len - slot.start, 0), slot.count)
         return 0 if slot.count <= self._singles or slot.sequence.draft else slot.count
 
-    def _add_rows(self, packed: Packed, slot: Slot, start: int, stop: int) -> Lane:
+    def _add_rows(self, packed: Packed, slot: Slot, start: int, stop: int) -> TableRow:
         """Add rows for a slot's tokens from position ``start`` to ``stop``, and the draws from their logits."""
         sequence, end, row = slot.sequence, slot.start + slot.count, len(packed.tokens)
         draft_start = end - len(sequence.draft)  # where the proposed tokens begin
-        lane = self._lanes.of(sequence)
+        table_row = self._table_rows.of(sequence)
         packed.tokens += sequence.tokens[start : min(stop, draft_start)]
         packed.tokens += sequence.draft[max(start - draft_start, 0) : max(stop - draft_start, 0)]
         packed.tokens += [UNKNOWN] * (row + stop - start - len(packed.tokens))
-        packed.lanes += [lane.index] * (stop - start)
+        packed.table_rows += [table_row.index] * (stop - start)
         packed.positions += range(start, stop)
         if slot.samples:
             for position in range(max(start, draft_start - 1), stop):
-                target = self._spare if sequence.draft else lane.index
+                target = self._spare if sequence.draft else table_row.index
                 packed.drawn.append(row + position - start)
-                packed.draws.append(Draw(sequence, lane, position + 1, target))
-        return lane
+                packed.draws.append(Draw(sequence, table_row, position + 1, target))
+        return table_row
 
     def _add_media_and_scores(self, packed: Packed, slot: Slot, row: int, scoring: Seq[Slot]) -> None:
         """Add the embeddings and scores of a slot whose first token is in ``row``."""

@@ -63,8 +63,8 @@ class Batch:
     """The rows of a batch.
 
     Args:
-        tables: (lanes, width) int32, the blocks of each lane.
-        lanes, positions: (tokens,) int32; position -1: padding.
+        tables: (table_rows, width) int32, the blocks of each sequence.
+        table_rows, positions: (tokens,) int32; position -1: padding.
         decodes: number of leading rows, each of a sequence of its own.
         tiles: (n, 4) int32, the other rows; see ``attend.prefill``.
         long: chunks that ``DenseAttention`` may attend to instead.
@@ -72,7 +72,7 @@ class Batch:
     """
 
     tables: Tensor
-    lanes: Tensor
+    table_rows: Tensor
     positions: Tensor
     decodes: int
     tiles: Tensor | None = None
@@ -150,13 +150,13 @@ class PagedAttention:
         """Attend decode rows from ``first`` on, as many as the scratch holds."""
         batch, scratch = self._batch, self._scratch
         rows = min(scratch.rows, batch.decodes - first)
-        lanes, positions = batch.lanes, batch.positions
+        table_rows, positions = batch.table_rows, batch.positions
         if first:
-            query, out, lanes, positions = (each[first:] for each in (query, out, lanes, positions))
+            query, out, table_rows, positions = (each[first:] for each in (query, out, table_rows, positions))
         kv_heads, heads = common["KV_HEADS"], query.shape[1]
         split_count, pdl = scratch.num_splits(rows, kv_heads), dependent(query.device, rows)
         attend.decode[(rows, kv_heads, split_count)](
-            query, self._pool.data, batch.tables, lanes, positions, sinks, out,
+            query, self._pool.data, batch.tables, table_rows, positions, sinks, out,
             scratch.accumulators, scratch.maxima, scratch.sums, scratch.counters, layer, *scales, *strides,
             GROUP=heads // kv_heads, MEMBERS=next_power_of_2(heads // kv_heads), GROUP_P=scratch.padded_group,
             TILE=DECODE_TILE if query.element_size() < 4 else 32,
@@ -174,7 +174,7 @@ class PagedAttention:
         )
         pdl = dependent(query.device, tokens)
         attend.store[(tokens, kv_heads)](
-            query, key, value, cos, sin, rotated, pool.data, batch.tables, batch.lanes, batch.positions, layer,
+            query, key, value, cos, sin, rotated, pool.data, batch.tables, batch.table_rows, batch.positions, layer,
             query.stride(0), query.stride(1), key.stride(0), key.stride(1), value.stride(0), value.stride(1),
             cos.stride(-2), cos.stride(-1), batch.tables.stride(0), *self._strides, pool.limit or 1.0,
             KV_HEADS=kv_heads, GROUP=heads // kv_heads, GROUP_P=next_power_of_2(heads // kv_heads), DIM=dim,

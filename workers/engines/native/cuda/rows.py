@@ -160,13 +160,13 @@ def scatter(pairs, table, count, BLOCK: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["count"])
-def fetch(known, lanes, latest, tokens, count, BLOCK: tl.constexpr):
-    """Token ids of a step: ``known``, or where that is -1 the last token sampled for the lane."""
+def fetch(known, table_rows, latest, tokens, count, BLOCK: tl.constexpr):
+    """Token ids of a step: ``known``, or where that is -1 the last token sampled for the sequence."""
     offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = offsets < count
     token = tl.load(known + offsets, mask=mask, other=0)
-    lane = tl.load(lanes + offsets, mask=mask, other=0)
-    sampled = tl.load(latest + lane, mask=mask & (token < 0), other=0)
+    table_row = tl.load(table_rows + offsets, mask=mask, other=0)
+    sampled = tl.load(latest + table_row, mask=mask & (token < 0), other=0)
     tl.store(tokens + offsets, tl.where(token < 0, sampled, token).to(tl.int64), mask=mask)
 
 
@@ -180,12 +180,13 @@ def _mix(bits):
 
 @triton.jit
 def sample(
-    logits, keys, temperatures, lanes, chunk_values, chunk_tokens, counters, latest, sampled, vocab, row_stride,
+    logits, keys, temperatures, table_rows, chunk_values, chunk_tokens, counters, latest, sampled, vocab, row_stride,
     CHUNKS: tl.constexpr, CHUNKS_P: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, RANDOM: tl.constexpr,
 ):  # fmt: skip
     """Program (row, chunk of the vocabulary): the token with the largest logit, plus Gumbel noise above temperature 0.
 
-    The last chunk of a row to finish writes the token to ``sampled[row]`` and, if it has a lane, to ``latest[lane]``.
+    The last chunk of a row to finish writes the token to ``sampled[row]`` and, if the row has a table row, to
+    ``latest[table_row]``.
     """
     row, chunk = tl.program_id(0), tl.program_id(1)
     row_logits = logits + row.to(tl.int64) * row_stride
@@ -229,6 +230,6 @@ def sample(
         token = tl.min(tl.where(values == tl.max(values, 0), tokens, 0x7FFFFFFF), 0)
         token = tl.where(token < vocab, token, 0)  # every logit is NaN
         tl.store(sampled + row, token)
-        lane = tl.load(lanes + row)
-        if lane >= 0:
-            tl.store(latest + lane, token)
+        table_row = tl.load(table_rows + row)
+        if table_row >= 0:
+            tl.store(latest + table_row, token)

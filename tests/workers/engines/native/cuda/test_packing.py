@@ -9,10 +9,10 @@ from schemas.requests import Sampling, Stop
 from tests.properties import examples
 from workers.engines.base import MediaSpan
 from workers.engines.core.sequence import Sequence, Slot
-from workers.engines.native.cuda.lanes import Lanes
 from workers.engines.native.cuda.packing import UNKNOWN, Packed, Packing
+from workers.engines.native.cuda.table_rows import TableRows
 
-LANES, SPARE = 9, 9
+TABLE_ROWS, SPARE = 9, 9
 
 
 def sequence(key: int, known: int, prompt: int, draft: Seq[int] = (), *, random: bool = False) -> Sequence:
@@ -25,7 +25,7 @@ def sequence(key: int, known: int, prompt: int, draft: Seq[int] = (), *, random:
 
 def packing(*, by_position: bool = False, singles: int = 1, media_tokens: int = 0) -> Packing:
     return Packing(
-        Lanes(LANES, 16),
+        TableRows(TABLE_ROWS, 16),
         tile_rows=4,
         singles=singles,
         spare=SPARE,
@@ -35,8 +35,10 @@ def packing(*, by_position: bool = False, singles: int = 1, media_tokens: int = 
 
 
 def tiled(packed: Packed) -> list[tuple[int, int, int]]:
-    """Row, position and lane of each row of the tiles, by row."""
-    return sorted((row + n, position + n, lane) for row, position, count, lane in packed.tiles for n in range(count))
+    """Row, position and table row of each row of the tiles, by row."""
+    return sorted(
+        (row + n, position + n, table_row) for row, position, count, table_row in packed.tiles for n in range(count)
+    )
 
 
 def test_single_tokens_come_before_chunks_of_prompts() -> None:
@@ -46,7 +48,7 @@ def test_single_tokens_come_before_chunks_of_prompts() -> None:
     assert packed.positions == [3, 0, 1, 2, 3, 4, 5]
     assert packed.decodes == 1
     assert not packed.single
-    assert sorted(packed.tiles) == [(1, 0, 4, packed.lanes[1]), (5, 4, 2, packed.lanes[1])]
+    assert sorted(packed.tiles) == [(1, 0, 4, packed.table_rows[1]), (5, 4, 2, packed.table_rows[1])]
     assert packed.tiles[0][1] == 4, "the longest first"
     assert packed.drawn == [0, 6]
     assert [packed.draws[n].sequence for n in packed.order] == [prompt, running], "tokens return in the plan's order"
@@ -67,7 +69,7 @@ def test_a_token_is_drawn_behind_each_proposed_one_and_none_is_kept_for_the_next
     assert packed.tokens == [103, 7, 8, 204]
     assert packed.positions == [3, 4, 5, 4]
     assert [draw.length for draw in packed.draws] == [4, 5, 6, 5]
-    assert [draw.target for draw in packed.draws] == [SPARE, SPARE, SPARE, packed.lanes[3]]
+    assert [draw.target for draw in packed.draws] == [SPARE, SPARE, SPARE, packed.table_rows[3]]
     assert packed.order == [0, 1, 2, 3]
 
 
@@ -120,14 +122,14 @@ def plans(draw: st.DrawFn) -> list[Slot]:
 def test_each_token_has_one_row_and_each_draw_follows_its_token(plan: list[Slot], by_position: bool) -> None:
     made = packing(by_position=by_position)
     packed = made.pack(plan)
-    lanes = {slot.sequence: made._lanes.of(slot.sequence).index for slot in plan}
-    rows = sorted(zip(packed.lanes, packed.positions, packed.tokens, strict=True))
+    table_rows = {slot.sequence: made._table_rows.of(slot.sequence).index for slot in plan}
+    rows = sorted(zip(packed.table_rows, packed.positions, packed.tokens, strict=True))
     wanted = []
     for sequence_, start, count, _ in plan:
         tokens = [*sequence_.tokens, *sequence_.draft][start : start + count]
-        wanted += [(lanes[sequence_], start + n, token) for n, token in enumerate(tokens)]
+        wanted += [(table_rows[sequence_], start + n, token) for n, token in enumerate(tokens)]
     assert rows == sorted(wanted)
-    covered = [(row, packed.positions[row], packed.lanes[row]) for row in range(packed.decodes, len(rows))]
+    covered = [(row, packed.positions[row], packed.table_rows[row]) for row in range(packed.decodes, len(rows))]
     assert tiled(packed) == covered, "tiles cover what is not decoded, and nothing else"
     drawn = [(packed.draws[n].sequence, packed.draws[n].length) for n in packed.order]
     asked = [
@@ -138,8 +140,8 @@ def test_each_token_has_one_row_and_each_draw_follows_its_token(plan: list[Slot]
     ]
     assert drawn == asked
     for row, draw in zip(packed.drawn, packed.draws, strict=True):
-        assert (packed.lanes[row], packed.positions[row]) == (lanes[draw.sequence], draw.length - 1)
+        assert (packed.table_rows[row], packed.positions[row]) == (table_rows[draw.sequence], draw.length - 1)
     if by_position:
         for row in range(len(rows)):
-            (owner,) = (each for each, lane in lanes.items() if lane == packed.lanes[row])
+            (owner,) = (each for each, table_row in table_rows.items() if table_row == packed.table_rows[row])
             assert (row < packed.decodes) == (packed.positions[row] >= owner.prompt_len)

@@ -1,4 +1,4 @@
-"""An agent that moves bytes within one process and behaves as between two; for tests.
+"""An agent that moves bytes within one process and behaves as if between two.
 
 A ``LoopbackNetwork`` connects the agents. An agent in it can be killed or stalled: a transfer posted to a stalled agent
 does not complete until the agent resumes; then the bytes move even if nothing waits for them.
@@ -6,13 +6,16 @@ does not complete until the agent resumes; then the bytes move even if nothing w
 
 import ctypes
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from schemas.transfer import Endpoint, Memory
 from workers.kv_transfer.agent import PeerLost, TransferRejected
+from workers.kv_transfer.base import QUARANTINE_S, Transport
 from workers.kv_transfer.blocks import WORD_BYTES, CopyOp, MemoryRanges
 from workers.kv_transfer.loaded_peers import digest
+from workers.kv_transfer.transport_thread import TransportThread
 
 VERSION = "1.0"
 
@@ -143,3 +146,16 @@ class LoopbackAgent:
             local_run, remote_run = local[0], remote[0]
             ctypes.memmove(*((local_run, remote_run) if posted.op == "READ" else (remote_run, local_run)), local[1])
         posted.done = True
+
+
+def open_loopback(
+    network: LoopbackNetwork,
+    agent: str,
+    pools: Mapping[str, Memory],
+    *,
+    on_renewed: Callable[[Endpoint], None] = lambda _: None,
+    quarantine_s: float = QUARANTINE_S,
+) -> Transport:
+    """``open_transport`` for an agent of ``network``."""
+    make = partial(LoopbackAgent, network, pools=pools)
+    return TransportThread(make, agent, on_renewed=on_renewed, quarantine_s=quarantine_s)

@@ -3,11 +3,11 @@
 from workers.engines.core.sequence import Sequence
 
 
-class Lane:
+class TableRow:
     """A sequence's row of the block tables.
 
     Attributes:
-        index: its row.
+        index: of the row.
         plain: temperature is the only sampling parameter that changes the logits.
         random: tokens are sampled, not greedy.
     """
@@ -29,11 +29,11 @@ class Lane:
         self.plain = not (penalty or truncated or adjusted)
 
 
-class Lanes:
-    """Lanes for up to ``count`` sequences, and the table changes that are not on the device yet.
+class TableRows:
+    """Block table rows for up to ``count`` sequences, and the table changes that are not on the device yet.
 
     Args:
-        width: entries per lane and table.
+        width: entries per row.
         sliding: add a second table behind the first, for the pool rows of sliding-window layers.
 
     Attributes:
@@ -45,43 +45,43 @@ class Lanes:
         self._width = width
         self._rows_offset = count * width if sliding else 0
         self._free = list(range(count - 1, -1, -1))
-        self._lanes: dict[Sequence, Lane] = {}
+        self._table_rows: dict[Sequence, TableRow] = {}
         self.places: list[int] = []
         self.values: list[int] = []
 
-    def of(self, sequence: Sequence) -> Lane:
-        """The lane of a sequence. Records the entries of its tables that are new since the last call."""
-        lane = self._lanes.get(sequence)
-        if lane is None:
-            lane = self._assign(sequence)
+    def of(self, sequence: Sequence) -> TableRow:
+        """The row of a sequence. Records the entries of its tables that are new since the last call."""
+        table_row = self._table_rows.get(sequence)
+        if table_row is None:
+            table_row = self._assign(sequence)
         blocks = sequence.blocks
-        if lane.blocks is not blocks:
-            lane.blocks, lane.sent_blocks = blocks, 0
-        if lane.sent_blocks < len(blocks):
-            self._record(lane.index * self._width, lane.sent_blocks, blocks)
-            lane.sent_blocks = len(blocks)
+        if table_row.blocks is not blocks:
+            table_row.blocks, table_row.sent_blocks = blocks, 0
+        if table_row.sent_blocks < len(blocks):
+            self._record(table_row.index * self._width, table_row.sent_blocks, blocks)
+            table_row.sent_blocks = len(blocks)
         if self._rows_offset:
-            self._send_rows(lane, sequence.rows)
-        return lane
+            self._send_rows(table_row, sequence.rows)
+        return table_row
 
-    def _send_rows(self, lane: Lane, rows: list[int]) -> None:
-        if lane.rows is not rows:
-            lane.rows, lane.sent_rows = rows, 0
-        if lane.sent_rows < len(rows):
-            self._record(self._rows_offset + lane.index * self._width, lane.sent_rows, rows)
-            lane.sent_rows = len(rows)
+    def _send_rows(self, table_row: TableRow, rows: list[int]) -> None:
+        if table_row.rows is not rows:
+            table_row.rows, table_row.sent_rows = rows, 0
+        if table_row.sent_rows < len(rows):
+            self._record(self._rows_offset + table_row.index * self._width, table_row.sent_rows, rows)
+            table_row.sent_rows = len(rows)
 
     def _record(self, first: int, start: int, entries: list[int]) -> None:
         self.places += range(first + start, first + len(entries))
         # Kernels load entries before the window and ignore the result, so these must be valid, too.
         self.values += [max(entry, 0) for entry in entries[start:]]
 
-    def _assign(self, sequence: Sequence) -> Lane:
+    def _assign(self, sequence: Sequence) -> TableRow:
         if not self._free:
-            for idle in [held for held in self._lanes if not held.blocks]:  # ended, or preempted
-                self._free.append(self._lanes.pop(idle).index)
-        lane = self._lanes[sequence] = Lane(self._free.pop(), sequence)
-        return lane
+            for idle in [held for held in self._table_rows if not held.blocks]:  # ended, or preempted
+                self._free.append(self._table_rows.pop(idle).index)
+        table_row = self._table_rows[sequence] = TableRow(self._free.pop(), sequence)
+        return table_row
 
     def take_changes(self) -> tuple[list[int], list[int]]:
         """``places`` and ``values`` since the last call."""

@@ -1,0 +1,16 @@
+"""Loads dumps of workers' caches at once; a router does so in steps."""
+
+from collections.abc import Sequence
+
+from router.index import PrefixIndex
+from schemas.kv import KvDump
+
+
+def load_dump(index: PrefixIndex, pages: Sequence[KvDump]) -> bool:
+    """Run ``index.loading`` to its end and return its result."""
+    loading = index.loading(pages)
+    try:
+        while True:
+            next(loading)
+    except StopIteration as end:
+        return bool(end.value)
