@@ -151,6 +151,11 @@ COMMANDS = {
         "shares of attention and dense layers in a trace of torch's profiler",
         "infra.bench.profile.kernels_command:run",
     ),
+    "plan simulate": Command(
+        "try the planner on a load in simulated time, beside fleets of a fixed size",
+        "infra.planner.simulation.command:run",
+        "infra.planner.simulation.command:Settings",
+    ),
     "bench index": Command("measure the routing index", "infra.bench.index:main", NOTHING),
     "eval demo": Command(
         "measure how often the demo model answers correctly", "infra.eval.demo:run", "infra.eval.demo:Settings"
@@ -168,7 +173,7 @@ SECTIONS = {
     "Find out": ("doctor", "top", "dashboard", "requests", "inspect", "tail", "decode", "trace", "leases", "index"),
     "Run again": ("export", "import", "replay", "whatif", "dead"),
     "Operate": ("drain", "restart", "streams", "tenants", "forget"),
-    "Measure": ("bench", "profile", "eval"),
+    "Measure": ("bench", "profile", "plan", "eval"),
     "Other": ("completion", "version"),
 }
 

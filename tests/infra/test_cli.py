@@ -133,7 +133,7 @@ def test_the_first_of_two_words_lists_the_second(
 
 
 UNUSABLE: list[tuple[list[str], int, str]] = [
-    (["polka"], 2, "penstock: no command 'polka' (see `penstock --help`)"),
+    (["quux"], 2, "penstock: no command 'quux' (see `penstock --help`)"),
     (["inspect"], 2, "penstock inspect: missing: ID"),
     (["completion", "csh"], 2, "penstock completion: 'csh' is not one of bash, fish, zsh"),
     (

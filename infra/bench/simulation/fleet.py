@@ -114,6 +114,11 @@ class Simulation:
         self._now = 0
         policy.start(fleet, requests)
 
+    @property
+    def served(self) -> Sequence[Served]:
+        """What has happened to each request so far, in the order of the requests."""
+        return self._served
+
     def run(self) -> Result:
         heap, requests, policy = self._heap, self._requests, self._policy
         arrived = 0

@@ -7,6 +7,8 @@ from the log. All of them fold the same KV events, so they share one index here.
 from collections import deque
 from collections.abc import Iterator, Sequence
 
+import msgspec
+
 from infra.bench.simulation.cache import StoredRun
 from infra.bench.simulation.policy import Fleet, Placement, Target
 from infra.bench.simulation.trace import Request
@@ -16,7 +18,7 @@ from router.holders import Holders, Holding
 from router.load import ENCODE, Load, RoutingTarget
 from router.placement import core
 from router.routing import Weights
-from schemas.fleet import Registration
+from schemas.fleet import Registration, State
 from schemas.jobs import LoadHeader
 from schemas.transfer import Endpoint
 
@@ -32,6 +34,7 @@ class PlacementPolicy:
         seed: breaks ties.
         replicas: routers that share the requests.
         kv_events: False: they predict what targets cache from their own decisions.
+        joined: False: workers take requests only after ``join``.
     """
 
     def __init__(
@@ -41,8 +44,10 @@ class PlacementPolicy:
         weights: Weights = Weights(),  # noqa: B008  # frozen
         *,
         kv_events: bool = True,
+        joined: bool = True,
     ) -> None:
         self._seed = seed
+        self._joined = joined
         self._kv_events = kv_events
         self._replicas = replicas
         self._weights = weights
@@ -64,11 +69,21 @@ class PlacementPolicy:
         self._late: deque[tuple[int, core.Placement, core.Placed]] = deque()
         self._encoders = _Encoders(fleet)
         self._now = 0
-        for number, worker in enumerate(fleet.workers):
-            for rank in range(worker.ranks):
-                self._holdings[number, rank] = self._index.open((name(number), rank))
-            for each in self._cores:
-                each.join(registration(number, fleet))
+        self._fleet = fleet
+        for number in range(len(fleet.workers) if self._joined else 0):
+            self.join(number)
+
+    def join(self, number: int) -> None:
+        """A worker is ready."""
+        for rank in range(self._fleet.workers[number].ranks):
+            self._holdings[number, rank] = self._index.open((name(number), rank))
+        for each in self._cores:
+            each.join(registration(number, self._fleet))
+
+    def drain(self, number: int) -> None:
+        """A worker takes no further request."""
+        for each in self._cores:
+            each.join(msgspec.structs.replace(registration(number, self._fleet), state=State.draining))
 
     def arrive(self, request: Request, now_ns: int) -> Placement | None:
         self._learn(now_ns)

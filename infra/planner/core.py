@@ -1,0 +1,260 @@
+"""How many workers there should be: a function of the state, what was seen of the last interval, and the time.
+
+No clock, no broker. A decision takes these steps:
+
+1. The request rate a start's time ahead is predicted. Lengths and hit rate are averages over recent requests. What
+   waits is to be served within ``drain_s``, and counts as further rate.
+2. The predicted latencies of the workers there are, against the observed percentile, give a correction: it covers
+   what the model leaves out, and that a limit is on a percentile while the model gives means.
+3. Of each role the fewest workers are taken whose predicted latency, corrected, is within its limit.
+4. More workers are asked for at once. Fewer are kept only when the load with ``hysteresis`` on top has needed no more
+   for ``down_after_s``, and not again within ``down_cooldown_s``.
+5. Minimum, maximum and the GPU budget bound the result.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Literal
+
+import msgspec
+from msgspec import Struct
+
+from infra.planner import prediction
+from infra.planner.capacity import BUSY, Demand, Latency, Need, latency, needed
+from infra.planner.observation import Observation, Role, Times
+from infra.planner.timing import EngineTiming
+
+LEAST_ENDED = 10  # requests from which observed latencies count
+_LENGTHS = 0.3  # weight of a full interval in the averages of lengths
+_CORRECTION = 0.3  # weight of an interval in the correction
+_LEAST, _MOST = 0.5, 4.0  # of a correction
+
+
+class Bounds(Struct, frozen=True):
+    """Of one role's workers."""
+
+    least: int = 1
+    most: int = 64
+
+
+class Rules(Struct, frozen=True, kw_only=True):
+    """
+    Attributes:
+        ttft_ms, itl_ms: limits.
+        percentile: of the observed latencies that is to be within them.
+        start_s: from asking for a worker to its first request.
+        drain_s: within which what waits is to be served.
+        hysteresis: share of the load that is added before workers are taken away.
+        up_cooldown_s, down_cooldown_s: from one change of a role in this direction to the next.
+        down_after_s: for so long fewer workers must have been enough.
+        max_down: share of a role's workers that is taken away at once, at least one.
+        gpu_budget: of all workers; 0: no limit.
+    """
+
+    ttft_ms: float
+    itl_ms: float
+    percentile: Literal["mean", "p50", "p95"] = "p95"
+    predictor: prediction.Predictor = "holt"
+    interval_s: float = 30.0
+    start_s: float = 30.0
+    drain_s: float = 60.0
+    hysteresis: float = 0.15
+    up_cooldown_s: float = 0.0
+    down_cooldown_s: float = 60.0
+    down_after_s: float = 180.0
+    max_down: float = 0.25
+    gpu_budget: int = 0
+    bounds: dict[Role, Bounds] = {}
+
+
+class Correction(Struct, frozen=True):
+    """Observed latency by predicted one."""
+
+    ttft: float = 1.0
+    itl: float = 1.0
+
+
+class Change(Struct, frozen=True, omit_defaults=True):
+    """What is decided of one role.
+
+    Attributes:
+        current: workers there are or that are starting.
+        needed: for the predicted load.
+        kept: that would be needed with the hysteresis; fewer are not asked for.
+        target: to be had now.
+        busy: predicted share of the target's capacity.
+        reasons: words for what bounded the target.
+    """
+
+    current: int
+    needed: int
+    kept: int
+    target: int
+    busy: float
+    reasons: tuple[str, ...] = ()
+
+
+class Decision(Struct, frozen=True, omit_defaults=True, kw_only=True):
+    """One decision and all that it depends on. ``predicted``: by the model, of the workers that were ready."""
+
+    demand: Demand
+    observed: Observation
+    correction: Correction
+    predicted: Latency
+    changes: dict[Role, Change]
+
+    @property
+    def targets(self) -> dict[Role, int]:
+        return {role: change.target for role, change in self.changes.items()}
+
+    @property
+    def moves(self) -> bool:
+        return any(change.target != change.current for change in self.changes.values())
+
+
+class PlannerState(Struct, frozen=True, omit_defaults=True):
+    """What a planner remembers. Averages are of tokens; times are those given to ``step``."""
+
+    rates: tuple[float, ...] = ()
+    isl: float = 0.0
+    osl: float = 0.0
+    hit_rate: float = 0.0
+    correction: Correction = Correction()
+    kept: dict[Role, tuple[tuple[float, int], ...]] = {}  # when, and how many would have been kept
+    raised_at: dict[Role, float] = {}
+    lowered_at: dict[Role, float] = {}
+
+
+class Planner:
+    """
+    Args:
+        timings: of the roles that are planned: prefill and decode, or aggregated.
+    """
+
+    def __init__(self, rules: Rules, timings: Mapping[Role, EngineTiming]) -> None:
+        self.rules = rules
+        self.timings = dict(timings)
+
+    def step(self, state: PlannerState, seen: Observation, now_s: float) -> tuple[PlannerState, Decision | None]:
+        """The state after an interval, and what to do; None: no request was seen yet, so nothing is known."""
+        state = _learnt(state, seen)
+        if not state.osl:
+            return state, None
+        predicted = self._predicted(state, seen)
+        state = msgspec.structs.replace(state, correction=self._corrected(state.correction, seen, predicted))
+        demand = self._demand(state, seen)
+        changes: dict[Role, Change] = {}
+        for role in self.timings:
+            state, changes[role] = self._change(state, role, demand, seen, now_s)
+        changes = self._within_budget(changes)
+        for role, change in changes.items():
+            state = _remembered(state, role, change, now_s)
+        return state, Decision(
+            demand=demand, observed=seen, correction=state.correction, predicted=predicted, changes=changes
+        )
+
+    def _demand(self, state: PlannerState, seen: Observation) -> Demand:
+        rules = self.rules
+        ahead = 1 + rules.start_s / rules.interval_s
+        rate = prediction.predict(rules.predictor, state.rates, ahead) + seen.backlog / rules.drain_s
+        return Demand(rate, state.isl, state.osl, state.hit_rate)
+
+    def _predicted(self, state: PlannerState, seen: Observation) -> Latency:
+        """Of the interval that was seen, with the workers that were ready."""
+        demand = Demand(seen.rate, seen.isl or state.isl, seen.osl or state.osl, seen.hit_rate)
+        found = [
+            latency(role, timing, demand, max(1, seen.pools[role].ready))
+            for role, timing in self.timings.items()
+            if role in seen.pools
+        ]
+        return Latency(
+            sum(each.ttft_ms for each in found),
+            sum(each.itl_ms for each in found),
+            max((each.busy for each in found), default=0.0),
+        )
+
+    def _corrected(self, old: Correction, seen: Observation, predicted: Latency) -> Correction:
+        """Not learnt from intervals without a steady state: their latencies are of the backlog."""
+        if not seen.steady or seen.queued or seen.ended < LEAST_ENDED or predicted.busy > BUSY:
+            return old
+        return Correction(
+            self._ratio(old.ttft, seen.ttft, predicted.ttft_ms), self._ratio(old.itl, seen.itl, predicted.itl_ms)
+        )
+
+    def _ratio(self, old: float, seen: Times | None, predicted_ms: float) -> float:
+        if seen is None or not 0 < predicted_ms < math.inf:
+            return old
+        observed = float(getattr(seen, self.rules.percentile))
+        ratio = min(_MOST, max(_LEAST, observed / predicted_ms))
+        return round(old + _CORRECTION * (ratio - old), 4)
+
+    def _change(
+        self, state: PlannerState, role: Role, demand: Demand, seen: Observation, now_s: float
+    ) -> tuple[PlannerState, Change]:
+        rules = self.rules
+        bounds = rules.bounds.get(role, Bounds())
+        current = seen.pools[role].count if role in seen.pools else 0
+        need = self._needed(state, role, demand)
+        more = msgspec.structs.replace(demand, rate=demand.rate * (1 + rules.hysteresis))
+        kept = max(need.workers, self._needed(state, role, more).workers)
+        window = (*state.kept.get(role, ()), (now_s, kept))
+        window = tuple(each for each in window if each[0] > now_s - rules.down_after_s)
+        state = msgspec.structs.replace(state, kept=state.kept | {role: window})
+        reasons = [] if need.reachable else ["out_of_reach"]
+        target = current
+        if need.workers > current:
+            waits = now_s - state.raised_at.get(role, -math.inf) < rules.up_cooldown_s
+            target = current if waits else need.workers
+            reasons += ["cooling_down"] if waits else ["more_load"]
+        elif current > (stable := max(count for _, count in window)):
+            waits = now_s - state.lowered_at.get(role, -math.inf) < rules.down_cooldown_s
+            step = max(1, int(current * rules.max_down))
+            target = current if waits else max(stable, current - step)
+            reasons += ["cooling_down"] if waits else ["less_load"]
+        bounded = min(max(target, bounds.least), bounds.most)
+        if bounded != target or (need.workers == bounds.most and not need.reachable):
+            reasons.append("minimum" if bounded > target else "maximum")
+        busy = latency(role, self.timings[role], demand, max(1, bounded)).busy
+        return state, Change(current, need.workers, kept, bounded, round(busy, 4), tuple(reasons))
+
+    def _needed(self, state: PlannerState, role: Role, demand: Demand) -> Need:
+        rules = self.rules
+        ttft_ms, itl_ms = rules.ttft_ms / state.correction.ttft, rules.itl_ms / state.correction.itl
+        most = rules.bounds.get(role, Bounds()).most
+        return needed(role, self.timings[role], demand, ttft_ms, itl_ms, max(1, most))
+
+    def _within_budget(self, changes: dict[Role, Change]) -> dict[Role, Change]:
+        """Fewer workers of the role that is least short of them, until the GPUs are enough."""
+        budget = self.rules.gpu_budget
+        out = dict(changes)
+        while budget and sum(self.timings[role].gpus * each.target for role, each in out.items()) > budget:
+            can = [role for role in out if out[role].target > self.rules.bounds.get(role, Bounds()).least]
+            if not can:
+                break
+            role = max(can, key=lambda role: (out[role].target / max(1, out[role].needed), out[role].target))
+            reasons = tuple(dict.fromkeys((*out[role].reasons, "gpu_budget")))
+            out[role] = msgspec.structs.replace(out[role], target=out[role].target - 1, reasons=reasons)
+        return out
+
+
+def _learnt(state: PlannerState, seen: Observation) -> PlannerState:
+    """With the interval's rate and lengths."""
+    rates = (*state.rates, seen.rate)[-prediction.HISTORY :]
+    if not seen.ended:
+        return msgspec.structs.replace(state, rates=rates)
+    share = _LENGTHS * min(1.0, seen.ended / LEAST_ENDED) if state.osl else 1.0
+    return msgspec.structs.replace(
+        state,
+        rates=rates,
+        isl=state.isl + share * (seen.isl - state.isl),
+        osl=state.osl + share * (seen.osl - state.osl),
+        hit_rate=state.hit_rate + share * (seen.hit_rate - state.hit_rate),
+    )
+
+
+def _remembered(state: PlannerState, role: Role, change: Change, now_s: float) -> PlannerState:
+    if change.target > change.current:
+        return msgspec.structs.replace(state, raised_at=state.raised_at | {role: now_s})
+    if change.target < change.current:
+        return msgspec.structs.replace(state, lowered_at=state.lowered_at | {role: now_s})
+    return state
