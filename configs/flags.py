@@ -80,18 +80,18 @@ class BadFlags(ValueError):
 def flags_of(kind: type[msgspec.Struct]) -> list[Flag]:
     """The flags of a settings Struct, in the order of its fields."""
     hints = get_type_hints(kind, include_extras=True)
-    found = []
+    flags = []
     for field in msgspec.structs.fields(kind):
         hint = hints[field.name]
         bare, metas = (hint.__origin__, hint.__metadata__) if get_origin(hint) is Annotated else (hint, ())
         same = next((meta for meta in metas if isinstance(meta, SameAs)), None)
         if same is not None:
-            found.append(next(flag for flag in flags_of(same.kind) if flag.field == field.name))
+            flags.append(next(flag for flag in flags_of(same.kind) if flag.field == field.name))
             continue
         texts = [meta.description for meta in metas if isinstance(meta, msgspec.Meta) and meta.description]
         choices = tuple(get_args(bare)) if get_origin(bare) is Literal else ()
-        found.append(Flag(field.name, hint, " ".join(texts), choices, bare))
-    return found
+        flags.append(Flag(field.name, hint, " ".join(texts), choices, bare))
+    return flags
 
 
 def parse(
@@ -194,15 +194,15 @@ def _from_file(path: str, flags: Sequence[Flag], problems: list[str]) -> dict[st
         problems.append(f"{file}: expected settings such as `http-port: 8000`, one a line")
         return {}
     fields = {flag.field: flag for flag in flags if flag.field != "config"}
-    found: dict[str, tuple[object, str]] = {}
+    values: dict[str, tuple[object, str]] = {}
     for key, value in content.items():
         field = str(key).replace("-", "_")
         if field not in fields:
             known = [name.replace("_", "-") for name in fields]
             problems.append(f"{file}: unknown setting {key}{_hint(field, known, '')}")
         elif value is not None:
-            found[field] = (value, f"{file}: {key}")
-    return found
+            values[field] = (value, f"{file}: {key}")
+    return values
 
 
 def convert(flag: Flag, value: object) -> Any:
@@ -318,12 +318,12 @@ class Parser(argparse.ArgumentParser):
 
     def _flags(self) -> list[str]:
         """Long flags, those of sub-commands included."""
-        found = [name for name in self._option_string_actions if name.startswith("--")]
+        flags = [name for name in self._option_string_actions if name.startswith("--")]
         for action in self._actions:
             if isinstance(action, argparse._SubParsersAction):
                 for one in action.choices.values():
-                    found += one._flags()
-        return found
+                    flags += one._flags()
+        return flags
 
 
 class _SettingsParser(Parser):
@@ -339,7 +339,7 @@ def _plain(message: str) -> str:
         return f"missing: {missing[1]}"
     if alone := re.fullmatch(r"argument (\S+): expected (?:one|at least one) argument", message):
         return f"{alone[1]} needs a value"
-    if found := re.fullmatch(r"argument (\S+): invalid choice: '(.*)' \(choose from (.*)\)", message):
-        where = f"{found[1]}: " if found[1].startswith("-") else ""
-        return where + _not_one_of(found[2], found[3].replace("'", "").split(", "))
+    if match := re.fullmatch(r"argument (\S+): invalid choice: '(.*)' \(choose from (.*)\)", message):
+        where = f"{match[1]}: " if match[1].startswith("-") else ""
+        return where + _not_one_of(match[2], match[3].replace("'", "").split(", "))
     return re.sub(r"^argument (\S+): ", r"\1: ", message)

@@ -72,8 +72,8 @@ class FleetView:
     def workers(self) -> list[tuple[Registration, str]]:
         """All workers, by name, each with why it takes no requests of this gateway; "": it takes them."""
         used = {worker.worker for worker in self._select().used}
-        found = [(member.registration, self._reason(member, used)) for member in self.watch.members.values()]
-        return sorted(found, key=lambda entry: (entry[0].role, entry[0].name, entry[0].worker))
+        with_reasons = [(member.registration, self._reason(member, used)) for member in self.watch.members.values()]
+        return sorted(with_reasons, key=lambda entry: (entry[0].role, entry[0].name, entry[0].worker))
 
     def _reason(self, member: RegisteredWorker, used: set[str]) -> str:
         worker = member.registration

@@ -45,12 +45,12 @@ class Roster:
         refused: list[Registration] = []
         for worker in workers:
             (compatible if reads(worker, self._tokenizer) else refused).append(worker)
-        found = revisions(compatible, self._tokenizer)
-        serving = self._serving if found.serving is None else found.serving  # all are leaving: as it was
+        candidates = revisions(compatible, self._tokenizer)
+        serving = self._serving if candidates.serving is None else candidates.serving  # all are leaving: as it was
         self._refuse(refused)
-        self._report_revisions(serving, found.present, compatible)
+        self._report_revisions(serving, candidates.present, compatible)
         used = [worker for worker in compatible if worker.revision == serving]
-        return WorkerSelection(used or compatible, serving or "", found.serving is not None)
+        return WorkerSelection(used or compatible, serving or "", candidates.serving is not None)
 
     def _refuse(self, refused: list[Registration]) -> None:
         gauge = self._metrics.refused

@@ -32,8 +32,8 @@ def from_nats_headers(headers: Mapping[str, str], tracing: str) -> Trace | None:
     """NATS headers: names keep the case that the client wrote."""
     if tracing == "off":
         return None
-    found = {name.lower(): value for name, value in headers.items() if name.lower() in (PARENT, STATE)}
-    if PARENT in found and (trace := asked(found[PARENT], found.get(STATE, ""))) is not None:
+    fields = {name.lower(): value for name, value in headers.items() if name.lower() in (PARENT, STATE)}
+    if PARENT in fields and (trace := asked(fields[PARENT], fields.get(STATE, ""))) is not None:
         return trace
     return NEW_TRACE if tracing == "all" else None
 

@@ -38,14 +38,14 @@ def run(argv: Sequence[str]) -> int:
 
 def completed() -> list[Completed]:
     """All commands; those that read their arguments themselves have no flags here."""
-    found = []
+    candidates = []
     for name, command in COMMANDS.items():
         flags: Sequence[Flag] = ()
         if command.settings not in (ARGV, NOTHING):
             path = command.settings if ":" in command.settings else f"configs.settings:{command.settings}"
             flags = flags_of(load(path))
-        found.append(Completed(tuple(name.split()), command.about, tuple(flags), command.choices))
-    return found
+        candidates.append(Completed(tuple(name.split()), command.about, tuple(flags), command.choices))
+    return candidates
 
 
 def bash(commands: Sequence[Completed]) -> str:
@@ -93,9 +93,9 @@ def zsh(commands: Sequence[Completed]) -> str:
     for first in _firsts(commands):
         seconds = [command for command in commands if command.words[0] == first and len(command.words) == 2]
         if not seconds:
-            found = next(command for command in commands if command.words == (first,))
-            choices = f"_arguments '1:{first}:({' '.join(found.choices)})' '*: :_files'"
-            cases.append(f"    {first}) {choices if found.choices else _zsh_arguments(found.flags)} ;;")
+            group = next(command for command in commands if command.words == (first,))
+            choices = f"_arguments '1:{first}:({' '.join(group.choices)})' '*: :_files'"
+            cases.append(f"    {first}) {choices if group.choices else _zsh_arguments(group.flags)} ;;")
             continue
         items = " ".join(_zsh_item(command.words[1], command.about) for command in seconds)
         inner = "\n".join(f"      {command.words[1]}) {_zsh_arguments(command.flags)} ;;" for command in seconds)

@@ -71,19 +71,19 @@ class _Tenant(Generic[T]):
 
     def first(self, count: int, waiting: Mapping[str, QueueEntry[T]], now_ns: int) -> tuple[list[QueueEntry[T]], bool]:
         """The next requests, and whether the first of them is tried alone."""
-        found = self._overdue(count, waiting, now_ns)
-        if found and self.had > self.limits[0].alone:
-            return found[:1], True
-        taken, kept = {entry.id for entry in found}, []
-        while self.heap and len(found) < count:
+        first_entries = self._overdue(count, waiting, now_ns)
+        if first_entries and self.had > self.limits[0].alone:
+            return first_entries[:1], True
+        taken, kept = {entry.id for entry in first_entries}, []
+        while self.heap and len(first_entries) < count:
             entry = heapq.heappop(self.heap)
             if waiting.get(entry.id) is entry:
                 kept.append(entry)
                 if entry.id not in taken:
-                    found.append(entry)
+                    first_entries.append(entry)
         for entry in kept:
             heapq.heappush(self.heap, entry)
-        return found, False
+        return first_entries, False
 
     def compact(self, waiting: Mapping[str, QueueEntry[T]]) -> None:
         """Remove what is left of removed entries, once it is more than half."""
@@ -97,16 +97,16 @@ class _Tenant(Generic[T]):
         limits = self.limits
         while limits and not _is_waiting(limits[0], waiting):
             limits.popleft()
-        found: list[QueueEntry[T]] = []
+        overdue: list[QueueEntry[T]] = []
         for limit in limits:
-            if len(found) == count or self.had <= limit.overdue:
+            if len(overdue) == count or self.had <= limit.overdue:
                 break
             if _is_waiting(limit, waiting):
                 entry = waiting[limit.id]
                 if now_ns - entry.arrived_ns < OVERDUE_NS:
                     break
-                found.append(entry)
-        return found
+                overdue.append(entry)
+        return overdue
 
 
 class ClassQueue(Generic[T]):
@@ -141,13 +141,13 @@ class ClassQueue(Generic[T]):
         """The requests to try next, and whether only the first of them."""
         by_share = sorted(self._tenants, key=lambda name: (self._tenants[name].passed, name))
         each = max(1, count // max(1, len(by_share)))
-        found: list[QueueEntry[T]] = []
+        first_entries: list[QueueEntry[T]] = []
         for name in by_share[:count]:
             entries, alone = self._tenants[name].first(each, waiting, now_ns)
-            if alone and not found:
+            if alone and not first_entries:
                 return entries, True
-            found += entries
-        return found, False
+            first_entries += entries
+        return first_entries, False
 
     def take(self, entry: QueueEntry[T], waiting: Mapping[str, QueueEntry[T]]) -> None:
         """A request was taken: it uses up the oldest turn, and counts for its tenant."""

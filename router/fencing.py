@@ -59,14 +59,14 @@ async def fence(
     Raises:
         ServingError: the broker did not answer. Nothing is lost; try again.
     """
-    found = [attempt for attempt in attempts if await _load_job(bus, attempt)]
+    loaded = [attempt for attempt in attempts if await _load_job(bus, attempt)]
     gateways: dict[str, list[InterruptedAttempt]] = {}
-    for attempt in found:
+    for attempt in loaded:
         gateways.setdefault(attempt.gateway, []).append(attempt)
     for gateway, group in gateways.items():
         until_seq = await _publish_fences(bus, publisher, router, gateway, group)
         await _read_progress(bus, gateway, group, until_seq)
-    return found
+    return loaded
 
 
 async def _load_job(bus: Bus, attempt: InterruptedAttempt) -> bool:
@@ -125,10 +125,10 @@ async def _read_progress(bus: Bus, gateway: str, group: list[InterruptedAttempt]
                     streamed_ns.setdefault(item.request, entry.time_ns)
     for attempt in group:
         assert attempt.request is not None
-        found = items[attempt.request_id]
-        if not any(item.attempt == attempt.attempt + 1 for item in found):
+        progress = items[attempt.request_id]
+        if not any(item.attempt == attempt.attempt + 1 for item in progress):
             raise ServingError(Code.broker_unavailable, f"the fence of {attempt.request_id} cannot be read back yet")
-        attempt.progress = replay(found, attempt.request.n)
+        attempt.progress = replay(progress, attempt.request.n)
         attempt.streamed_ns = streamed_ns.get(attempt.request_id, 0)
         if attempt.request.sampling.prompt_logprobs is not None:
-            attempt.scores = scores(found)
+            attempt.scores = scores(progress)

@@ -29,8 +29,8 @@ _PERMANENT = {
 
 def common_reason(reasons: Iterable[str]) -> str:
     """The one reason to report when every target was rejected; temporary reasons come first."""
-    found = set(reasons)
-    return next((reason for reason in (*_TEMPORARY, *_PERMANENT) if reason in found), "no_worker")
+    distinct = set(reasons)
+    return next((reason for reason in (*_TEMPORARY, *_PERMANENT) if reason in distinct), "no_worker")
 
 
 def error_code(reason: str) -> Code | None:

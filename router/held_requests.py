@@ -86,8 +86,8 @@ class HeldRequests:
 
     def expired(self, now_ns: int) -> list[PendingRequest]:
         """Remove and return the requests whose deadline has passed."""
-        found = [self._removed(entry) for entry in self._queue.expired(now_ns)]
-        return [pending for pending in found if pending is not None]
+        requests = [self._removed(entry) for entry in self._queue.expired(now_ns)]
+        return [pending for pending in requests if pending is not None]
 
     def heads(self) -> list[tuple[int, str]]:
         """The turn and the name of every lane."""

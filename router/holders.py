@@ -166,15 +166,15 @@ class Holders:
                 self._ragged |= bit
         tree.clock += len(names)
         while names:
-            found = tree.find(names[0])
-            if found < 0:
+            owner = tree.find(names[0])
+            if owner < 0:
                 node, count = tree.insert(names, node, before, bit)
                 holding.blocks += count
                 holding.key_sum += sum(names) if count == len(names) else sum(names[:count])
                 if count == len(names):
                     break
             else:
-                node, count = found, self._join(holding, found, names)
+                node, count = owner, self._join(holding, owner, names)
                 tree.touch(node)
             before = names[count - 1]
             names = names[count:]
@@ -201,14 +201,14 @@ class Holders:
         levels, by_bit = self.levels(keys), self._by_bit
         if len(levels) == 1:
             return dict.fromkeys(self._targets(levels[0][0]), levels[0][1])
-        found: dict[TargetId, int] = {}
+        depths: dict[TargetId, int] = {}
         for mask, depth in levels:
             holding = by_bit.get(mask)
             if holding is not None:
-                found[holding.target_id] = depth
+                depths[holding.target_id] = depth
             else:
-                found.update(dict.fromkeys(self._targets(mask), depth))
-        return found
+                depths.update(dict.fromkeys(self._targets(mask), depth))
+        return depths
 
     def depths(self, keys: Sequence[int]) -> Depths:
         """``match`` as masks."""
@@ -216,7 +216,7 @@ class Holders:
 
     def levels(self, keys: Sequence[int]) -> list[tuple[int, int]]:
         """``match`` as (mask of holders, number of leading ``keys`` held); no holder is in two masks."""
-        found: list[tuple[int, int]] = []
+        levels: list[tuple[int, int]] = []
         tree, left, depth, end = self.tree, self._live, 0, len(keys)
         shards, chunks, masks, partials, parents = tree.shards, tree.chunks, tree.masks, tree.partial, tree.parents
         key = keys[0] & KEY_MASK if end else 0
@@ -245,16 +245,16 @@ class Holders:
                     for bit, count in partials[node].items():
                         if bit & gone and count > start:
                             gone ^= bit
-                            found.append((bit, depth + count - start))
+                            levels.append((bit, depth + count - start))
                 if gone and depth:
-                    found.append((gone, depth))
+                    levels.append((gone, depth))
                 left = here
                 if not left:
-                    return found
+                    return levels
             depth, node = after, following
         if left and depth:
-            found.append((left, depth))
-        return found
+            levels.append((left, depth))
+        return levels
 
     def sweep(self, limit: int) -> bool:
         """Remove blocks of retired holdings, visiting about ``limit`` of them; True: nothing is left to do."""

@@ -96,7 +96,7 @@ class IndexLoader:
 
 def by_rank(pages: Sequence[kv.KvDump]) -> list[list[kv.KvDump]]:
     """The pages of each rank; a worker sends those of one rank after those of another."""
-    found: dict[int, list[kv.KvDump]] = {}
+    pages_of: dict[int, list[kv.KvDump]] = {}
     for page in pages:
-        found.setdefault(page.rank, []).append(page)
-    return list(found.values())
+        pages_of.setdefault(page.rank, []).append(page)
+    return list(pages_of.values())

@@ -359,8 +359,8 @@ class LoadTracker:
         return True
 
     def _at(self, target_ids: Iterable[TargetId]) -> list[ActiveRequest]:
-        found = {name: entry for target_id in target_ids for name, entry in self._targets[target_id].requests.items()}
-        return list(found.values())
+        entries = {name: entry for target_id in target_ids for name, entry in self._targets[target_id].requests.items()}
+        return list(entries.values())
 
     def _block_size(self, role: str, worker: str, later: Sequence[Stage]) -> int:
         """The block size of the worker that computes the prompt."""

@@ -47,16 +47,16 @@ def links(registrations: Iterable[Registration | None]) -> tuple[Link, ...]:
     """The workers of a score table as its record has them, so that pairs can be decided again. None: it has left."""
     kinds: dict[TransferKind, int] = {}
     hosts: dict[str, int] = {}
-    found = []
+    links = []
     for each in registrations:
         endpoint, kind = (each.transfer, transfer_kind(each)) if each is not None else (None, None)
         role = each.role if each is not None else ""
         if endpoint is None or kind is None:
-            found.append(Link(role))
+            links.append(Link(role))
             continue
         host = hosts.setdefault(endpoint.host, len(hosts) + 1) if endpoint.host else 0
-        found.append(Link(role, kinds.setdefault(kind, len(kinds) + 1), host, endpoint.rdma))
-    return tuple(found)
+        links.append(Link(role, kinds.setdefault(kind, len(kinds) + 1), host, endpoint.rdma))
+    return tuple(links)
 
 
 class _Cheapest:
@@ -121,14 +121,14 @@ class PrefillPool:
     def cheapest(self, decode: Registration, blocks: int) -> float | None:
         """The cost of the best partner including the transfer of ``blocks``; None: there is none now."""
         endpoint, kind = decode.transfer, transfer_kind(decode)
-        if endpoint is None or kind is None or (found := self._cheapest.get(kind)) is None:
+        if endpoint is None or kind is None or (lowest := self._cheapest.get(kind)) is None:
             return None
         step = self._weight * blocks * decode.block_size
-        cost = found.any + FAR * step
+        cost = lowest.any + FAR * step
         if endpoint.rdma:
-            cost = min(cost, found.rdma + MEDIUM * step)
-        if endpoint.host in found.hosts:
-            cost = min(cost, found.hosts[endpoint.host] + NEAR * step)
+            cost = min(cost, lowest.rdma + MEDIUM * step)
+        if endpoint.host in lowest.hosts:
+            cost = min(cost, lowest.hosts[endpoint.host] + NEAR * step)
         return cost
 
     def has_full_partner(self, decode: Registration) -> bool:

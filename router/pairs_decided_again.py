@@ -60,7 +60,7 @@ class RecordedPools:
                           for each in self._open("prefill")] if pairs else []  # fmt: skip
         self._full = {each.link.kind for each in self._lines
                       if (each.link.role, each.at.excluded) == ("prefill", "full")}  # fmt: skip
-        self._options = [found for each in targets if (found := self._option(each, pairs)) is not None]
+        self._options = [option for each in targets if (option := self._option(each, pairs)) is not None]
 
     def decide(self, recorded: tuple[TargetId, ...], mode: RouterMode = "kv", turn: int = 0) -> tuple[TargetId, ...]:
         """The target, or the prefill and the decode target; empty: there is none.
@@ -78,8 +78,8 @@ class RecordedPools:
 
     def scores(self, candidates: Sequence[Candidate]) -> tuple[float | None, ...]:
         """Of each candidate; None: it was excluded, or only computes prompts."""
-        found = {each.id: each.cost for each in self._options}
-        return tuple(found.get((each.worker, each.rank)) for each in candidates)
+        costs = {each.id: each.cost for each in self._options}
+        return tuple(costs.get((each.worker, each.rank)) for each in candidates)
 
     def _pick(self, options: Sequence[_Option], recorded: TargetId, mode: RouterMode, turn: int, stage: int) -> _Option:
         order = sorted(options, key=lambda each: each.id)  # as routers number their targets

@@ -116,15 +116,15 @@ class RequestQueue(Generic[T]):
             now_ns: 0: unknown, nothing is overdue.
         """
         classes = self._lanes.get(lane, {})
-        found: list[QueueEntry[T]] = []
+        ordered: list[QueueEntry[T]] = []
         for _, rank in sorted(_turn(rank, each) for rank, each in classes.items()):
-            if len(found) == size:
+            if len(ordered) == size:
                 break
-            entries, alone = classes[rank].first(size - len(found), self._waiting, now_ns)
-            if alone and not found:
+            entries, alone = classes[rank].first(size - len(ordered), self._waiting, now_ns)
+            if alone and not ordered:
                 return entries
-            found += entries
-        return found
+            ordered += entries
+        return ordered
 
     def take(self, id: str) -> QueueEntry[T]:
         """Remove and return a request that is placed: it uses up the oldest turn of its class."""

@@ -167,11 +167,11 @@ class RadixTree:
         if len(names) > NODE_BLOCKS - len(chunk):
             names = names[: NODE_BLOCKS - len(chunk)]
         shards = self.shards
-        found = [shards[name & SLOT].setdefault(name, node) for name in names]
-        count = found.count(node)
+        owners = [shards[name & SLOT].setdefault(name, node) for name in names]
+        count = owners.count(node)
         if count < len(names):
-            count = next(at for at, other in enumerate(found) if other != node)
-            for name, other in zip(names[count:], found[count:], strict=True):
+            count = next(at for at, other in enumerate(owners) if other != node)
+            for name, other in zip(names[count:], owners[count:], strict=True):
                 if other == node:
                     shards[name & SLOT].pop(name, None)
             names = names[:count]
@@ -315,10 +315,10 @@ class RadixTree:
 
     def _frozen_nodes(self, kept: dict[int, Node]) -> Iterator[tuple[int, Node]]:
         for node in range(self._frozen_to):
-            found = kept.pop(node, None) or self._node(node)
+            frozen = kept.pop(node, None) or self._node(node)
             self._frozen_from = node + 1
-            if found.chunk:
-                yield node, found
+            if frozen.chunk:
+                yield node, frozen
 
     def thaw(self) -> None:
         """The nodes of the last ``freeze`` were read, or are not needed."""

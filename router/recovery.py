@@ -136,8 +136,8 @@ class Recovery:
         self._recovering |= names
         try:
             attempts = [InterruptedAttempt(e.request, e.attempt, e.worker, e.gateway, e.seq) for e in fresh]
-            for found in await fence(self._bus, self._publisher, self._router, attempts):
-                await self._continue(found, reason)
+            for interrupted in await fence(self._bus, self._publisher, self._router, attempts):
+                await self._continue(interrupted, reason)
                 await self._time_slice.yield_if_spent()
         except ServingError as error:
             log.warning("recovery_postponed", error=error.message, requests=len(fresh))
@@ -146,14 +146,14 @@ class Recovery:
 
     def _unhandled_returns(self, now: float) -> dict[str, list[ActiveRequest]]:
         """By reason: returns that were read before their job, or whose recovery failed."""
-        found: dict[str, list[ActiveRequest]] = {}
+        returns: dict[str, list[ActiveRequest]] = {}
         for request_id, (attempt, reason, since) in list(self._returned.items()):
             entry = self._cluster.tracker.request(request_id)
             if entry is not None and entry.attempt == attempt:
-                found.setdefault(reason, []).append(entry)
+                returns.setdefault(reason, []).append(entry)
             elif entry is not None or now - since > UNKNOWN_S or self._cluster.tracker.ended(request_id):
                 del self._returned[request_id]
-        return found
+        return returns
 
     async def _continue(self, attempt: InterruptedAttempt, reason: str) -> None:
         entry = self._cluster.tracker.request(attempt.request_id)

@@ -52,10 +52,10 @@ class RequestRetention:
         except (NatsError, TimeoutError) as error:
             log.debug("stream_info_failed", error=repr(error))
             return []
-        found = sorted((sequence(reply), request, reply) for request, reply in unplaced)
-        if not found or watch.share_of(len(found)) > MAX_SHARE:
+        expiring = sorted((sequence(reply), request, reply) for request, reply in unplaced)
+        if not expiring or watch.share_of(len(expiring)) > MAX_SHARE:
             return []
-        old = [one for one in found if watch.share_from(one[0]) >= WARN][:COPIES_AT_ONCE]
+        old = [one for one in expiring if watch.share_from(one[0]) >= WARN][:COPIES_AT_ONCE]
         copied = []
         for seq, request, reply in old:
             entry = await get(self._bus, watch.stream, seq)

@@ -45,7 +45,7 @@ def find_late(tracker: LoadTracker, now_ns: int, least_s: float) -> list[Late]:
     Args:
         least_s: seconds without a computed prompt before a worker is late.
     """
-    found: list[Late] = []
+    all_late: list[Late] = []
     for (model, role), targets in _groups(tracker).items():
         idle = sum(not tracker.loads.uncomputed(each) and tracker.capacity(*each) > 0 for each in targets)
         if not idle or role not in ROLES:
@@ -58,17 +58,17 @@ def find_late(tracker: LoadTracker, now_ns: int, least_s: float) -> list[Late]:
             for entry, task, seconds in entries
             if entry is not None and entry.echoed and entry.attempt == 1 and entry.target_id == task.target
         ]
-        found += ready[:idle]
-    return found
+        all_late += ready[:idle]
+    return all_late
 
 
 def _groups(tracker: LoadTracker) -> dict[tuple[str, str], list[TargetId]]:
     """Targets by model and role."""
-    found: dict[tuple[str, str], list[TargetId]] = {}
+    groups: dict[tuple[str, str], list[TargetId]] = {}
     for each in tracker.workers():
         if each.state is State.ready:
-            found.setdefault((each.model, each.role), []).extend((each.worker, rank) for rank in range(each.dp_size))
-    return found
+            groups.setdefault((each.model, each.role), []).extend((each.worker, rank) for rank in range(each.dp_size))
+    return groups
 
 
 def _late_tasks(
@@ -106,9 +106,9 @@ async def resteer(
         if now_ns - connected_ns < least_s * 1e9:  # what was computed meanwhile may not have been read yet
             cluster.late = frozenset()
             continue
-        found = find_late(cluster.tracker, now_ns, least_s)
-        cluster.late = frozenset(entry.worker for entry, _ in found)
-        for entry, seconds in found:
+        late = find_late(cluster.tracker, now_ns, least_s)
+        cluster.late = frozenset(entry.worker for entry, _ in late)
+        for entry, seconds in late:
             why = f"worker {entry.worker} has computed no prompt for {seconds:.1f} s"
             log.info("request_resteered", request=entry.request, worker=entry.worker, seconds=round(seconds, 1))
             on_late(entry, why)

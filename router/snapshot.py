@@ -50,8 +50,8 @@ class Snapshots:
 
     async def load(self) -> tuple[Snapshot, LoadState] | None:
         try:
-            found = await get(self._bus, "snapshots", self._name, limit=_MOST_BYTES, newest=True, timeout=_TIMEOUT_S)
-            head, *parts = _split(found)
+            stored = await get(self._bus, "snapshots", self._name, limit=_MOST_BYTES, newest=True, timeout=_TIMEOUT_S)
+            head, *parts = _split(stored)
             return _decode(head), merge(map(_decode_part, parts))
         except (ServingError, msgspec.MsgspecError, ValueError) as error:
             log.info("no_snapshot", reason=repr(error)[:200])

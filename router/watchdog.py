@@ -57,10 +57,10 @@ class Watchdog:
             return []
         watched = {(e.request, e.attempt, e.worker): e for e in active if e.echoed and e.worker in quiet}
         self._quiet_since = {key: self._quiet_since.get(key, now) for key in watched}
-        found = [key for key, since in self._quiet_since.items() if now - since >= self._after_s]
-        self._quiet_since.update(dict.fromkeys(found, now))
-        self._stalled.update((worker, now) for _, _, worker in found)
-        return [watched[key] for key in found]
+        stalled = [key for key, since in self._quiet_since.items() if now - since >= self._after_s]
+        self._quiet_since.update(dict.fromkeys(stalled, now))
+        self._stalled.update((worker, now) for _, _, worker in stalled)
+        return [watched[key] for key in stalled]
 
     def stalled_workers(self) -> frozenset[str]:
         """Workers with stalled requests, to be used only if no other is left.
@@ -91,9 +91,9 @@ async def watch(
         if not bus.connected:
             watchdog.forget()
             continue
-        found = watchdog.check(cluster.steps(), cluster.tracker.active(), time.monotonic())
+        stalled = watchdog.check(cluster.steps(), cluster.tracker.active(), time.monotonic())
         cluster.stalled = watchdog.stalled_workers()
-        for entry in found:
+        for entry in stalled:
             stage = entry.role or "aggregated"
             why = f"no step of the engine for {after_s:g} s at {stage} worker {entry.worker}"
             log.warning(

@@ -140,17 +140,17 @@ class Criteria(msgspec.Struct, frozen=True):
     min_ms: float = 0.0
     min_ttft_ms: float = 0.0
 
-    def accepts(self, found: RequestSummary) -> bool:
+    def accepts(self, summary: RequestSummary) -> bool:
         """Whether a list with these criteria shows this request."""
         return (
-            found.created_ns >= self.since_ns
-            and (not self.until_ns or found.created_ns < self.until_ns)
-            and self.model in ("", found.model)
-            and self.tenant in ("", found.tenant)
-            and found.worker.startswith(self.worker)
-            and self.user in ("", found.user)
-            and (not self.states or found.state in self.states)
-            and (not self.code or found.code == self.code or (self.code == "any" and bool(found.code)))
-            and (found.duration_ms or 0.0) >= self.min_ms
-            and (found.ttft_ms or 0.0) >= self.min_ttft_ms
+            summary.created_ns >= self.since_ns
+            and (not self.until_ns or summary.created_ns < self.until_ns)
+            and self.model in ("", summary.model)
+            and self.tenant in ("", summary.tenant)
+            and summary.worker.startswith(self.worker)
+            and self.user in ("", summary.user)
+            and (not self.states or summary.state in self.states)
+            and (not self.code or summary.code == self.code or (self.code == "any" and bool(summary.code)))
+            and (summary.duration_ms or 0.0) >= self.min_ms
+            and (summary.ttft_ms or 0.0) >= self.min_ttft_ms
         )

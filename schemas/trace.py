@@ -50,10 +50,10 @@ class Parent(NamedTuple):
 
 def read_parent(text: str) -> Parent | None:
     """Parse a ``traceparent`` header; None: it is invalid, and a new trace starts (W3C Trace Context, section 3.2)."""
-    found = _PARENT.fullmatch(text)
-    if found is None:
+    match = _PARENT.fullmatch(text)
+    if match is None:
         return None
-    version, trace_id, span_id, flags, more = found.groups()
+    version, trace_id, span_id, flags, more = match.groups()
     if version == "ff" or (version == "00" and more is not None) or not int(trace_id, 16) or not int(span_id, 16):
         return None
     return Parent(trace_id, span_id, bool(int(flags, 16) & 1))
@@ -61,10 +61,10 @@ def read_parent(text: str) -> Parent | None:
 
 def asked(parent: str, state: str) -> Trace | None:
     """The trace context of a client's headers; None: there is none, or it is invalid."""
-    found = read_parent(parent.strip())
-    if found is None:
+    parsed = read_parent(parent.strip())
+    if parsed is None:
         return None
-    return Trace(str(found), state if len(state) <= MAX_STATE and _STATE.fullmatch(state) else "")
+    return Trace(str(parsed), state if len(state) <= MAX_STATE and _STATE.fullmatch(state) else "")
 
 
 def wanted(trace: Trace | None) -> bool:
@@ -99,5 +99,5 @@ def stage_name(attempt: int, role: str) -> str:
 
 def headers(request_id: str, trace: Trace, name: str) -> dict[str, str]:
     """W3C headers for an engine that exports its own spans, as children of the span with this name."""
-    found = {"traceparent": str(Parent(trace_id(request_id, trace), span_id(request_id, name), wanted(trace)))}
-    return found | ({"tracestate": trace.state} if trace.state else {})
+    values = {"traceparent": str(Parent(trace_id(request_id, trace), span_id(request_id, name), wanted(trace)))}
+    return values | ({"tracestate": trace.state} if trace.state else {})

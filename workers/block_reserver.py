@@ -48,12 +48,12 @@ class BlockReserver:
         timer = asyncio.get_running_loop().call_later(left_s, self._engine.cancel_wait, wait)
 
         def undo_answer(answer: "Future[T | None]") -> None:
-            found = None if answer.exception() else answer.result()
-            if found is not None:
-                self._engine.call(lambda engine: undo(engine, found))
+            reserved = None if answer.exception() else answer.result()
+            if reserved is not None:
+                self._engine.call(lambda engine: undo(engine, reserved))
 
         try:
-            found = await asyncio.shield(asyncio.wrap_future(wait.answer))
+            result = await asyncio.shield(asyncio.wrap_future(wait.answer))
         except asyncio.CancelledError:
             self._engine.cancel_wait(wait)
             wait.answer.add_done_callback(undo_answer)
@@ -61,10 +61,10 @@ class BlockReserver:
         finally:
             timer.cancel()
             del self._waits[id(running)]
-        if found is not None and not self._requests.is_current(running):
+        if result is not None and not self._requests.is_current(running):
             undo_answer(wait.answer)
             return None
-        return found
+        return result
 
     def cancel_wait(self, running: RunningRequest) -> None:
         """The request was removed: cancel its wait."""

@@ -69,13 +69,13 @@ class BlockWaitQueue:
         while queue:
             wait = queue[0]
             try:
-                found = wait.take(engine)
+                reserved = wait.take(engine)
             except RequestError as error:
                 queue.popleft()
                 wait.answer.set_exception(error)
                 continue
-            if found is None:
+            if reserved is None:
                 return
             queue.popleft()
-            wait.answer.set_result(found)
+            wait.answer.set_result(reserved)
         del self._queues[pool]

@@ -282,7 +282,7 @@ class DisaggCoordinator:
             min(ticket.lease_ns - LEASE_MARGIN_NS, request.deadline_ns, now_ns + int(BLOCK_WAIT_S * 1e9)),
             "kv",
             lambda engine: kv_transfer_of(engine).reserve(digests, tails, users),
-            lambda engine, found: kv_transfer_of(engine).release(found),
+            lambda engine, blocks: kv_transfer_of(engine).release(blocks),
         )
         if reservation is None:
             return None

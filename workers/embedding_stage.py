@@ -98,7 +98,7 @@ class EmbeddingStage:
                 running.request.deadline_ns,
                 "embeds",
                 lambda engine: vision_of(engine).reserve(media),
-                lambda engine, found: vision_of(engine).release(found),
+                lambda engine, slots: vision_of(engine).release(slots),
             )
         except RequestError as error:
             await self._terminal.end(running, Code(error.code), error.message)

@@ -84,8 +84,8 @@ class FlushPublisher:
             try:
                 await self._reporter.items(gateway, tuple(items))
             except Exception as error:
-                found = (self._requests.running.get(item.request) for item in items)
-                for running in {id(each): each for each in found if each is not None}.values():
+                requests = (self._requests.running.get(item.request) for item in items)
+                for running in {id(each): each for each in requests if each is not None}.values():
                     self._terminal.fail(running, "publishing its tokens", error)
         if flush.batches and self._publish_events:
             for rank, seq, events in flush.batches:

@@ -44,8 +44,8 @@ class StepOutput:
         if events:
             self._events += events
         if other_ranks:
-            for rank, found in other_ranks.items():
-                self._other_events.setdefault(rank, []).extend(found)
+            for rank, rank_events in other_ranks.items():
+                self._other_events.setdefault(rank, []).extend(rank_events)
         if held:
             self._held += held
         if scored:

@@ -75,13 +75,13 @@ async def claim(bus: Bus, tenant: str, name: str, body: bytes | None, request_id
         made = await _write(bus, subject, Identity(request_id, digest), revision)
         if made:
             return Claim(request_id, True, made)
-        found = await _get(bus, subject)
-        if found is None:
+        stored = await _get(bus, subject)
+        if stored is None:
             revision = 0
-        elif not found[0]:
-            revision = found[1]  # a marker of one that expired
+        elif not stored[0]:
+            revision = stored[1]  # a marker of one that expired
         else:
-            return _checked(found, digest, request_id)
+            return _checked(stored, digest, request_id)
     raise _unavailable("its key is being claimed by others")
 
 
@@ -99,10 +99,10 @@ async def reclaim(bus: Bus, tenant: str, name: str, body: bytes | None, request_
     made = await _write(bus, subject, Identity(request_id, digest), claimed.revision)
     if made:
         return Claim(request_id, True, made)
-    found = await _get(bus, subject)
-    if found is None or not found[0]:
+    stored = await _get(bus, subject)
+    if stored is None or not stored[0]:
         raise _unavailable("its key is being claimed by others")
-    return _checked(found, digest, request_id)
+    return _checked(stored, digest, request_id)
 
 
 async def find_claim(bus: Bus, tenant: str, name: str, body: bytes | None = None) -> Claim | None:
@@ -113,22 +113,22 @@ async def find_claim(bus: Bus, tenant: str, name: str, body: bytes | None = None
     Raises:
         ServingError: idempotency_conflict; broker_unavailable.
     """
-    found = await _get(bus, _subject(bus, tenant, name))
-    if found is None or not found[0]:
+    stored = await _get(bus, _subject(bus, tenant, name))
+    if stored is None or not stored[0]:
         return None
-    return _checked(found, digest_of(body) if body is not None else None, "")
+    return _checked(stored, digest_of(body) if body is not None else None, "")
 
 
 def _digest(body: bytes | None) -> bytes:
     return digest_of(body) if body is not None else b""
 
 
-def _checked(found: tuple[bytes, int], digest: bytes | None, request_id: str) -> Claim:
-    known = _identity(found[0])
+def _checked(stored: tuple[bytes, int], digest: bytes | None, request_id: str) -> Claim:
+    known = _identity(stored[0])
     if digest and known.body and known.body != digest:
         raise Conflict
     # Our own, if its acknowledgement was lost.
-    return Claim(known.request, known.request == request_id, found[1])
+    return Claim(known.request, known.request == request_id, stored[1])
 
 
 async def _get(bus: Bus, subject: str) -> tuple[bytes, int] | None:

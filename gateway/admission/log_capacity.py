@@ -94,7 +94,7 @@ class LogCapacity:
         if known != floor:
             config = consumer.config
             subjects = config.filter_subjects or [config.filter_subject]
-            found = [await get_next(self._bus, watch.stream, subject, floor) for subject in subjects]
-            first = min((entry.seq for entry in found if entry is not None), default=watch.last + 1)
+            oldest = [await get_next(self._bus, watch.stream, subject, floor) for subject in subjects]
+            first = min((entry.seq for entry in oldest if entry is not None), default=watch.last + 1)
             self._firsts[consumer.name] = (floor, first)
         return watch.share_from(first)

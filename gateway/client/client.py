@@ -107,8 +107,8 @@ class Client:
         Raises:
             ValueError: not a position.
         """
-        found = Position.parse(position) if isinstance(position, str) else position
-        return self._made(found, None, timeout)
+        resumed_at = Position.parse(position) if isinstance(position, str) else position
+        return self._made(resumed_at, None, timeout)
 
     async def cancel(self, request: "Position | str") -> str:
         """Cancel a request by its position or its id: returns "cancelling", or "ended" if it has ended already.

@@ -30,9 +30,9 @@ class Position(msgspec.Struct, frozen=True, omit_defaults=True):
             ValueError: not the text of a position.
         """
         try:
-            found = msgspec.json.decode(text, type=cls)
+            parsed = msgspec.json.decode(text, type=cls)
         except msgspec.MsgspecError as problem:
             raise ValueError(f"{text[:80]!r} is not a position: {problem}") from None
-        if not found.key or found.next < 0:
+        if not parsed.key or parsed.next < 0:
             raise ValueError(f"{text[:80]!r} is not a position: it needs a key, and a number of at least 0")
-        return found
+        return parsed

@@ -158,15 +158,15 @@ class _Api:
 
     async def request(self, request: Request) -> Response:
         gateway = self._gateway
-        found = await gateway.look_up(strip_id_prefix(request.path_params["id"]))
-        return _reply(await status_of(gateway, found, base_url(request.scope, gateway)))
+        stored = await gateway.look_up(strip_id_prefix(request.path_params["id"]))
+        return _reply(await status_of(gateway, stored, base_url(request.scope, gateway)))
 
     async def cancel(self, request: Request) -> Response:
-        found, record = await self._gateway.look_up(strip_id_prefix(request.path_params["id"]))
+        state, record = await self._gateway.look_up(strip_id_prefix(request.path_params["id"]))
         if record is not None:
-            return _reply(CancelResponse(found.id, False, final_state(record)))
-        await self._gateway.cancel_surely(found.id, "cancelled by request")
-        return _reply(CancelResponse(found.id, True), status=202)
+            return _reply(CancelResponse(state.id, False, final_state(record)))
+        await self._gateway.cancel_surely(state.id, "cancelled by request")
+        return _reply(CancelResponse(state.id, True), status=202)
 
     async def live(self, request: Request) -> Response:
         return _reply({"status": "live"})

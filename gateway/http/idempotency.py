@@ -106,14 +106,14 @@ async def submit_once(
         known = await claim(gateway.bus, tenant, name, claimed_body, prepared.request.id)
         if known.fresh:
             return prepared, await gateway.submit(prepared.request, owner=False)
-    found = await _find(gateway, known, tenant)
-    if found is None:  # the gateway that claimed it crashed before the request was stored
+    claimed = await _find(gateway, known, tenant)
+    if claimed is None:  # the gateway that claimed it crashed before the request was stored
         prepared = await prepare()
         claimed_body = None if prepared.request.no_store else canonical
         known = await reclaim(gateway.bus, tenant, name, claimed_body, prepared.request.id, known)
         prepared = prepared._replace(request=msgspec.structs.replace(prepared.request, id=known.request))
         return prepared, await gateway.submit(prepared.request, owner=False)
-    request, record = found
+    request, record = claimed
     form = await gateway.run_for(body, decode_body, _stream_fields, body)
     if form.stream and (request.echo or request.sampling.prompt_logprobs is not None):
         raise unsupported("stream", "prompt_logprobs and echo are not supported with stream: true")

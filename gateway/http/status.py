@@ -22,9 +22,9 @@ _json = msgspec.json.encode
 State = Literal["queued", "running", "done", "failed", "cancelled"]
 
 
-async def status_of(gateway: Gateway, found: StoredRequest, base_url: str) -> Status:
+async def status_of(gateway: Gateway, stored: StoredRequest, base_url: str) -> Status:
     """State and result of a request of any gateway; ``base_url``: of links to generated files."""
-    request, record = found
+    request, record = stored
     if record is None:
         return await _running(gateway, request, base_url)
     collector = _collector(gateway, request, late=not is_whole(record))

@@ -38,8 +38,8 @@ class GeneratedFiles:
 
     async def get(self, request: Request) -> Response:
         name = request.path_params["name"]
-        found = _NAME.fullmatch(name)
-        if found is None:
+        match = _NAME.fullmatch(name)
+        if match is None:
             raise _not_found(name)
         try:
             data = await read_file(self._gateway, name)
@@ -50,7 +50,7 @@ class GeneratedFiles:
             "content-disposition": f'inline; filename="{name}"',
             "x-content-type-options": "nosniff",
         }
-        return Response(data, media_type=MEDIA_TYPES[found[1]], headers=headers)
+        return Response(data, media_type=MEDIA_TYPES[match[1]], headers=headers)
 
 
 def _not_found(name: str) -> ServingError:

@@ -88,10 +88,10 @@ def frame_count(body: VideoGenerationRequest, model: Diffuser, frame_rate: float
 def _size(body: DiffusionOptions, model: Diffuser) -> tuple[int, int]:
     if body.size in (None, "auto"):
         return model.width, model.height
-    found = _SIZE.fullmatch(body.size or "")
-    if found is None:
+    match = _SIZE.fullmatch(body.size or "")
+    if match is None:
         raise invalid("size", f"size {body.size!r} is not WIDTHxHEIGHT, such as {model.width}x{model.height}")
-    width, height = int(found[1]), int(found[2])
+    width, height = int(match[1]), int(match[2])
     multiple = model.multiple
     if width % multiple or height % multiple:
         near = "x".join(str(max(multiple, round(side / multiple) * multiple)) for side in (width, height))

@@ -50,9 +50,9 @@ class RequestFinder:
             raise unknown(request_id) from None
         subjects = self._bus.subjects
         for shard in (subjects.shard_of(request_id), subjects.to_be_erased):
-            found = await self._in_shard(shard, request_id, made_ns)
-            if found is not None:
-                return found
+            request = await self._in_shard(shard, request_id, made_ns)
+            if request is not None:
+                return request
         if await get_last(self._bus, subjects.stream("REQUESTS"), subjects.unsharded) is None:
             raise unknown(request_id)
         future = self._wanted.get(request_id)

@@ -75,19 +75,19 @@ class RequestListing:
             ServingError: invalid_request: not a position; broker_unavailable.
         """
         cursor = _Cursor.parse(after)
-        found: dict[str, RequestSummary] = {}
+        by_id: dict[str, RequestSummary] = {}
         count = 0
         async with aclosing(self._read(cursor, criteria, min(limit, TOGETHER))) as parts:
             async for position, summaries in parts:
                 for place, summary in summaries:
                     count += 1
                     if criteria.accepts(summary):
-                        found[summary.id] = summary  # a router may have stored it again
-                    if len(found) == limit:
-                        return Page(list(found.values()), str(position._replace(before=place)))
+                        by_id[summary.id] = summary  # a router may have stored it again
+                    if len(by_id) == limit:
+                        return Page(list(by_id.values()), str(position._replace(before=place)))
                 if count >= MAX_READ:
-                    return Page(list(found.values()), str(position))
-        return Page(list(found.values()), "")
+                    return Page(list(by_id.values()), str(position))
+        return Page(list(by_id.values()), "")
 
     async def _read(
         self, cursor: _Cursor, criteria: Criteria, together: int
@@ -139,8 +139,8 @@ class RequestListing:
         asked = [(entry.seq, request) for entry in group if (request := _request(entry)) is not None]
         ended = {event.request: of_done(event) for event in await self._records.ends([each for _, each in asked])}
         running = [request for _, request in asked if request.id not in ended]
-        found = await asyncio.gather(*map(self._running, running))
-        known = {each.id: each for each in found}
+        summaries = await asyncio.gather(*map(self._running, running))
+        known = {each.id: each for each in summaries}
         return [(seq, ended.get(request.id) or known[request.id]) for seq, request in asked]
 
     async def _running(self, request: GenerateRequest) -> RequestSummary:

@@ -38,10 +38,10 @@ class RequestLookup:
             time_of(request_id)
         except ValueError:
             raise unknown(request_id) from None
-        found = await self._find(request_id, tenant)
-        if tenant is not None and found.request.tenant != tenant:
+        stored = await self._find(request_id, tenant)
+        if tenant is not None and stored.request.tenant != tenant:
             raise unknown(request_id)
-        return found
+        return stored
 
     async def _find(self, request_id: str, tenant: str | None) -> StoredRequest:
         record = await self._records.find(request_id)

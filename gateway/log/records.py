@@ -39,8 +39,8 @@ class Records:
             ServingError: the log did not answer.
         """
         subjects = [self._bus.subjects.done(r.tenant, r.model, r.id) for r in wanted]
-        found = [_decoded(entry.data) for entry in await get_last_of(self._bus, self._stream, subjects)]
-        return [event for event in found if event is not None]
+        events = [_decoded(entry.data) for entry in await get_last_of(self._bus, self._stream, subjects)]
+        return [event for event in events if event is not None]
 
     async def find_unrecorded(self, request: GenerateRequest) -> done.Done | None:
         """A terminal event of a release up to 0.1, which put all those of a model under one subject.

@@ -57,8 +57,8 @@ def decode_body(decode: Any, data: bytes) -> Any:
 
 def _violation(text: str) -> ServingError:
     """msgspec writes ``Expected `float` <= 2.0 - at `$.temperature```; put the field first."""
-    found = _FIELD.search(text)
-    if found is None or not found[1]:
+    match = _FIELD.search(text)
+    if match is None or not match[1]:
         missing = _MISSING.search(text)
         return invalid(missing[1] if missing else None, text[:_LONGEST])
-    return invalid(found[1], f"{found[1]}: {text[: found.start()]}"[:_LONGEST])
+    return invalid(match[1], f"{match[1]}: {text[: match.start()]}"[:_LONGEST])

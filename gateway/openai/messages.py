@@ -34,7 +34,7 @@ def template_messages(messages: list[ChatMessage]) -> list[dict[str, Any]]:
 
 def media_parts(messages: list[ChatMessage]) -> list[MediaPart]:
     """Images and embedding files in the order of the messages, which ``template_messages`` has accepted."""
-    found = []
+    parts = []
     for number, message in enumerate(messages):
         if not isinstance(message.content, list):
             continue
@@ -42,8 +42,8 @@ def media_parts(messages: list[ChatMessage]) -> list[MediaPart]:
             if name := _MEDIA_FIELDS.get(part.type):
                 value: MediaUrl | str = getattr(part, name)
                 url = value if isinstance(value, str) else value.url
-                found.append(MediaPart(f"messages[{number}].content[{i}].{name}", url, name == "image_embeds"))
-    return found
+                parts.append(MediaPart(f"messages[{number}].content[{i}].{name}", url, name == "image_embeds"))
+    return parts
 
 
 def _template_message(field: str, message: ChatMessage) -> dict[str, Any]:

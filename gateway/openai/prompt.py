@@ -49,11 +49,11 @@ def chat_prompt(body: ChatCompletionRequest, context: PrepareContext) -> Prompt:
             f"the request has {len(media)} images; the limit is {context.max_images} (--max-images)",
         )
     tokens = _template_tokens(body, messages, context)
-    if (found := tokens.count(vision.image_token_id)) != len(media):
+    if (placeholders := tokens.count(vision.image_token_id)) != len(media):
         raise invalid(
             media[0].field if media else "messages",
-            f"the model's chat template writes {found} image placeholders for {len(media)} images; put images into "
-            "user messages, or start the gateway with another --chat-template",
+            f"the model's chat template writes {placeholders} image placeholders for {len(media)} images; put images "
+            "into user messages, or start the gateway with another --chat-template",
         )
     expanded = sum(1 if part.embedding else vision.image_tokens for part in media)
     return Prompt(tokens, media, len(tokens) - len(media) + expanded)

@@ -54,11 +54,11 @@ class PromptEcho:
         return encode_list(chain((None,), map(self._entry, self._tokens[1:], self._values)))
 
     def _entry(self, token: int, value: Logprob) -> dict[int, PromptLogprob]:
-        found = {token: self._prompt_logprob(token, value.logprob, value.rank)}
+        entry = {token: self._prompt_logprob(token, value.logprob, value.rank)}
         for rank, (other, logprob) in enumerate(value.top[: self._wanted], 1):
             if other != token:
-                found[other] = self._prompt_logprob(other, logprob, rank)
-        return found
+                entry[other] = self._prompt_logprob(other, logprob, rank)
+        return entry
 
     def _prompt_logprob(self, token: int, logprob: float, rank: int) -> PromptLogprob:
         return PromptLogprob(max(logprob, LOWEST), rank or None, self._logprobs.token_text(token))

@@ -79,15 +79,15 @@ class AnswerParser:
 
     def parse(self, text: str) -> AnswerMessage:
         """The message that the deltas of the whole text add up to."""
-        found = self.finish(text)
-        if found is None:
+        message = self.finish(text)
+        if message is None:
             return AnswerMessage("")
         calls = [
             CallMessage(call.id or "", FunctionMessage(call.function.name or "", call.function.arguments))
-            for call in found.tool_calls or ()
+            for call in message.tool_calls or ()
         ]
-        reasoning = UNSET if found.reasoning_content is None else found.reasoning_content
-        return AnswerMessage(found.content, reasoning_content=reasoning, tool_calls=calls or UNSET)
+        reasoning = UNSET if message.reasoning_content is None else message.reasoning_content
+        return AnswerMessage(message.content, reasoning_content=reasoning, tool_calls=calls or UNSET)
 
     def _step(self) -> None:
         assert self._steps is not None

@@ -35,11 +35,11 @@ def read_harmony(reader: Reader, deltas: DeltaBuilder, *, calls: bool) -> Steps[
                 deltas.content("".join(header))
             return
         text = "".join(header)
-        found, to = _CHANNEL.search(text), _RECIPIENT.search(text)
+        channel, to = _CHANNEL.search(text), _RECIPIENT.search(text)
         name = to[1].removeprefix("functions.") if to is not None and to[1].startswith("functions.") else ""
         if calls and FUNCTION_NAME.fullmatch(name):
             mark = yield from _call(reader, deltas, name)
-        elif found is not None and found[1] == "analysis":
+        elif channel is not None and channel[1] == "analysis":
             analyses += 1
             if analyses > 1:
                 deltas.reasoning("\n")

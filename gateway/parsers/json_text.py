@@ -31,10 +31,10 @@ class Nesting:
                 self._escaped = False
                 at += 1
                 continue
-            found = (_IN_STRING if self._string else _STRUCTURE).search(text, at)
-            if found is None:
+            match = (_IN_STRING if self._string else _STRUCTURE).search(text, at)
+            if match is None:
                 return len(text), False
-            at, what = found.end(), found.group()
+            at, what = match.end(), match.group()
             if what == '"':
                 self._string = not self._string
             elif what == "\\":

@@ -36,10 +36,10 @@ class _Parentheses:
                 self._escaped = False
                 at += 1
                 continue
-            found = (_IN_STRING[self._quote] if self._quote else _STRUCTURE).search(text, at)
-            if found is None:
+            match = (_IN_STRING[self._quote] if self._quote else _STRUCTURE).search(text, at)
+            if match is None:
                 return len(text), False
-            at, what = found.end(), found.group()
+            at, what = match.end(), match.group()
             if what == "\\":
                 self._escaped = True
             elif what in "\"'":

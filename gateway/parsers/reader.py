@@ -30,8 +30,8 @@ class Markers:
 
     def find(self, text: str, at: int) -> tuple[int, str]:
         """(start of the first mark, the mark), or (start of an end of the text that may yet become one, "")."""
-        if found := self._any.search(text, at):
-            return found.start(), found.group()
+        if match := self._any.search(text, at):
+            return match.start(), match.group()
         for first in self._first.finditer(text, max(at, len(text) - self._longest + 1)):
             tail = text[first.start() :]
             if any(mark.startswith(tail) for mark in self._marks):
@@ -118,9 +118,9 @@ class Reader:
         """Read as many characters of a kind as there are; ``pattern`` matches any number of them, also none."""
         parts = ""
         while True:
-            found = pattern.match(self._text, self._at)
-            assert found is not None
-            parts += self._take(found.end())
+            match = pattern.match(self._text, self._at)
+            assert match is not None
+            parts += self._take(match.end())
             if self._at < len(self._text) or self.ended:
                 return parts
             yield

@@ -133,7 +133,7 @@ def parser_for(request: GenerateRequest, choice: int) -> AnswerParser:
 
 def _text_parameters(tools: Iterable[dict[str, Any]]) -> TextParameters:
     """Parameters that are text, from the tools' schemas."""
-    found: TextParameters = {}
+    named: TextParameters = {}
     for tool in tools:
         function = tool.get("function", tool)
         parameters = function.get("parameters") if isinstance(function, dict) else None
@@ -141,8 +141,8 @@ def _text_parameters(tools: Iterable[dict[str, Any]]) -> TextParameters:
         if isinstance(properties, dict) and isinstance(name := function.get("name"), str):
             texts = {key: null for key, schema in properties.items() if (null := _text_or_null(schema)) is not None}
             if texts:
-                found[name] = texts
-    return found
+                named[name] = texts
+    return named
 
 
 def _text_or_null(schema: Any) -> bool | None:

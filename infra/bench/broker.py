@@ -173,10 +173,10 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     print("publishers   req/s   messages/s   cores of the broker   its CPU-µs per request")
     for count in map(int, asked.publishers.split(",")):
-        found = measure(count, asked.seconds)
+        result = measure(count, asked.seconds)
         print(
-            f"{found.publishers:10} {found.requests_per_s:7,.0f} {found.messages_per_s:12,.0f} "
-            f"{found.cores:21.1f} {found.cpu_us:24.0f}",
+            f"{result.publishers:10} {result.requests_per_s:7,.0f} {result.messages_per_s:12,.0f} "
+            f"{result.cores:21.1f} {result.cpu_us:24.0f}",
             flush=True,
         )
     return 0

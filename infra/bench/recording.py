@@ -306,8 +306,8 @@ async def record(bus: Bus, count: int, seed: int = 1, progress: Callable[[int], 
     await bus.nc.flush()
     for kind, earlier in before.items():
         wanted = sent.get(kind, 0) + (sent.get("returned", 0) if kind == "done" else 0)
-        if (found := await _stored(bus, kind) - earlier) != wanted:
-            raise RuntimeError(f"the broker stored {found} of {wanted} messages of {kind}")
+        if (stored := await _stored(bus, kind) - earlier) != wanted:
+            raise RuntimeError(f"the broker stored {stored} of {wanted} messages of {kind}")
     return ids
 
 

@@ -111,13 +111,17 @@ class Answered:
 def run(settings: Settings) -> int:
     """Measure every deployment, one after the other; 1 if a request failed."""
     try:
-        found = asyncio.run(_measure(settings))
-        _report(settings, found)
+        figures = asyncio.run(_measure(settings))
+        _report(settings, figures)
         if settings.json:
-            document = {"config": settings, "figures": found, **(_sweep(settings, found) if _sweeps(settings) else {})}
+            document = {
+                "config": settings,
+                "figures": figures,
+                **(_sweep(settings, figures) if _sweeps(settings) else {}),
+            }
             Path(settings.json).write_bytes(msgspec.json.format(msgspec.json.encode(document), indent=2) + b"\n")
         if settings.plot and _sweeps(settings):
-            lines = _sweep(settings, found)
+            lines = _sweep(settings, figures)
             plot_prefix_ratios(
                 settings.prefix_ratios, lines["ttft_values"], lines["throughput_values"], Path(settings.plot)
             )
@@ -126,7 +130,7 @@ def run(settings: Settings) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
-    return 1 if any(each.failed for each in found) else 0
+    return 1 if any(each.failed for each in figures) else 0
 
 
 def _sweeps(settings: Settings) -> bool:
@@ -135,14 +139,14 @@ def _sweeps(settings: Settings) -> bool:
 
 async def _measure(settings: Settings) -> list[Figures]:
     loads = list(_loads(settings))
-    found = []
+    measured = []
     for path in settings.state:
         state = _state(path)
         async with Client(state.client_nats_url, namespace=state.namespace) as client:
             for label, prompts in loads:
                 answers, failed, seconds = await _send(client, state.model, prompts, settings)
-                found.append(figures(path, label, answers, failed, seconds))
-    return found
+                measured.append(figures(path, label, answers, failed, seconds))
+    return measured
 
 
 def _state(path: str) -> State:
@@ -196,8 +200,8 @@ def replay_prompts(trace: Trace, speed: float, vocabulary: int) -> list[Prompt]:
         return random.Random(number).choices(range(_FIRST_TOKEN, vocabulary), k=trace.block_tokens)
 
     def tokens(row: Row) -> list[int]:
-        found = [token for number in row.hash_ids for token in unit(number)][: row.input_length]
-        return found + [_FIRST_TOKEN] * (row.input_length - len(found))
+        tokens = [token for number in row.hash_ids for token in unit(number)][: row.input_length]
+        return tokens + [_FIRST_TOKEN] * (row.input_length - len(tokens))
 
     start = trace.rows[0].timestamp
     return [Prompt(tokens(row), row.output_length, (row.timestamp - start) / 1e3 / speed) for row in trace.rows]
@@ -294,9 +298,9 @@ def figures(deployment: str, label: str, answers: Sequence[Answered], failed: in
     )
 
 
-def _sweep(settings: Settings, found: Sequence[Figures]) -> dict[str, Any]:
+def _sweep(settings: Settings, figures: Sequence[Figures]) -> dict[str, Any]:
     """The sweep as series by deployment."""
-    by_state = {path: [each for each in found if each.deployment == path] for path in settings.state}
+    by_state = {path: [each for each in figures if each.deployment == path] for path in settings.state}
     return {
         "prefix_ratios": settings.prefix_ratios,
         "ttft_values": {path: [each.ttft_mean for each in group] for path, group in by_state.items()},
@@ -304,14 +308,14 @@ def _sweep(settings: Settings, found: Sequence[Figures]) -> dict[str, Any]:
     }
 
 
-def _report(settings: Settings, found: Sequence[Figures]) -> None:
-    table = Table(title="shared prefixes" if _sweeps(settings) else found[0].label, title_justify="left")
+def _report(settings: Settings, figures: Sequence[Figures]) -> None:
+    table = Table(title="shared prefixes" if _sweeps(settings) else figures[0].label, title_justify="left")
     table.add_column("deployment")
     for head in ("ratio" if _sweeps(settings) else "trace", "hit", "TTFT mean", "p50", "p99", "max", "E2E mean", "ITL"):
         table.add_column(head, justify="right")
     for head in ("tokens/s", "failed"):
         table.add_column(head, justify="right")
-    for each in found:
+    for each in figures:
         times = (each.ttft_mean, each.ttft_p50, each.ttft_p99, each.ttft_max, each.e2e_mean)
         table.add_row(
             each.deployment,

@@ -81,20 +81,22 @@ class BadBench(Exception):
 
 def run(settings: Settings) -> int:
     """Compare, print a table per load; 1 if a request was not served."""
-    found: list[Run] = []
+    all_runs: list[Run] = []
     try:
         cells = list(_cells(settings))
         with contextlib.suppress(KeyboardInterrupt):
             for each in runs(cells, settings.policies, settings.seeds, settings.jobs):
-                found.append(each)
-                _progress(each, len(found), len(cells) * len(settings.policies) * settings.seeds)
-        if not found:
+                all_runs.append(each)
+                _progress(each, len(all_runs), len(cells) * len(settings.policies) * settings.seeds)
+        if not all_runs:
             return 130
-        result = summaries(found)
+        result = summaries(all_runs)
         _report(settings, result)
         swept = [series(result, settings.prefix_ratios, load) | {"load": load} for load in _loads(settings, result)]
         if settings.json:
-            figures = {"settings": settings, "summaries": result, "runs": found} | ({"sweeps": swept} if swept else {})
+            figures = {"settings": settings, "summaries": result, "runs": all_runs} | (
+                {"sweeps": swept} if swept else {}
+            )
             Path(settings.json).write_bytes(msgspec.json.format(msgspec.json.encode(figures), indent=2) + b"\n")
         if settings.plot and swept:
             plot_prefix_ratios(
@@ -105,7 +107,7 @@ def run(settings: Settings) -> int:
     except (BadBench, TraceError, PlotsMissing) as error:
         print(f"penstock bench router: {error}", file=sys.stderr)
         return 1
-    return 1 if any(each.figures.unfinished for each in found) else 0
+    return 1 if any(each.figures.unfinished for each in all_runs) else 0
 
 
 def fleet(settings: Settings) -> Fleet:
@@ -164,12 +166,12 @@ def _cells(settings: Settings) -> list[Cell]:
     ]
 
 
-def _loads(settings: Settings, found: Sequence[Summary]) -> list[float]:
+def _loads(settings: Settings, summaries: Sequence[Summary]) -> list[float]:
     """The loads at which every ratio was run by every policy; none without a sweep."""
     if not settings.prefix_ratios:
         return []
     whole = len(settings.prefix_ratios) * len(settings.policies)
-    return [load for load in settings.load if sum(each.load == load for each in found) == whole]
+    return [load for load in settings.load if sum(each.load == load for each in summaries) == whole]
 
 
 def _progress(each: Run, done: int, total: int) -> None:
@@ -179,9 +181,9 @@ def _progress(each: Run, done: int, total: int) -> None:
             print("\r\033[K", end="", file=sys.stderr)
 
 
-def _report(settings: Settings, found: Sequence[Summary]) -> None:
-    for cell in dict.fromkeys((each.workload, each.load) for each in found):
-        group = [each for each in found if (each.workload, each.load) == cell]
+def _report(settings: Settings, summaries: Sequence[Summary]) -> None:
+    for cell in dict.fromkeys((each.workload, each.load) for each in summaries):
+        group = [each for each in summaries if (each.workload, each.load) == cell]
         console = stdout()
         about = cell[0] if settings.trace or settings.prefix_ratios else f"{cell[0]} ({WORKLOADS[cell[0]].about})"
         console.print(table(f"{about}, load {cell[1]:g}, {group[0].figures.requests} requests", group))

@@ -37,9 +37,9 @@ BROKER_S = 3.0
 def default_points(gateways: list[int], workers: list[int], routers: int) -> list[Point]:
     """Gateways with the first number of workers, then workers with the most gateways that are not above 4."""
     beside = max((count for count in gateways if count <= 4), default=gateways[0])
-    found = [Point(count, routers, workers[0]) for count in gateways]
-    found += [Point(beside, routers, count) for count in workers]
-    return list(dict.fromkeys(found))
+    points = [Point(count, routers, workers[0]) for count in gateways]
+    points += [Point(beside, routers, count) for count in workers]
+    return list(dict.fromkeys(points))
 
 
 def all_series(cores: int) -> list[Series]:

@@ -20,8 +20,8 @@ class NoServerBinary(Exception):
 
 def parse_version(text: str) -> tuple[int, int, int] | None:
     """The version in the output of ``nats-server --version``; None: there is none in it."""
-    found = _VERSION.search(text)
-    return (int(found[1]), int(found[2]), int(found[3])) if found else None
+    match = _VERSION.search(text)
+    return (int(match[1]), int(match[2]), int(match[3])) if match else None
 
 
 @cache

@@ -30,12 +30,12 @@ def reload(data_dir: Path) -> None:
         seen = log.stat().st_size
         os.kill(pid, signal.SIGHUP)
         deadline = time.monotonic() + RELOAD_S
-        while (found := _DONE.search(_since(log, seen))) is None:
+        while (match := _DONE.search(_since(log, seen))) is None:
             if time.monotonic() > deadline:
                 raise BrokerProblem(f"the broker (pid {pid}) did not reload within {RELOAD_S:g} s; see {log}")
             time.sleep(0.01)
-        if found[1]:
-            raise BrokerProblem(f"the broker refused its new configuration: {found[1].decode(errors='replace')}")
+        if match[1]:
+            raise BrokerProblem(f"the broker refused its new configuration: {match[1].decode(errors='replace')}")
 
 
 def running_pid(data_dir: Path) -> int:

@@ -65,14 +65,14 @@ async def uses(bus: Bus, topology: Topology) -> list[StreamUse]:
         *(f"KV_{spec.name}" for spec in topology.buckets),
         *(f"OBJ_{spec.name}" for spec in topology.objects),
     ]
-    found = []
+    usages = []
     now_s = time.time()
     for name in names:
         if await existing_config(bus.nc, f"STREAM.INFO.{name}", STREAM_NOT_FOUND) is None:
             continue
         info = await request(bus.nc, f"STREAM.INFO.{name}", {})
-        found.append(_use(info, descriptions.get(name, ""), now_s))
-    return found
+        usages.append(_use(info, descriptions.get(name, ""), now_s))
+    return usages
 
 
 def _use(info: Config, description: str, now_s: float) -> StreamUse:

@@ -93,8 +93,8 @@ class BusClient(Client):  # type: ignore[misc]  # untyped
     async def _process_headers(self, headers: bytes) -> dict[str, str] | None:
         if not headers:
             return None
-        found = read_headers(headers)
-        return found if found is not None else await super()._process_headers(headers)
+        parsed = read_headers(headers)
+        return parsed if parsed is not None else await super()._process_headers(headers)
 
     async def _process_msg(self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: bytes) -> None:
         handler = self._handlers.get(sid)
@@ -103,10 +103,10 @@ class BusClient(Client):  # type: ignore[misc]  # untyped
             return
         self.stats["in_msgs"] += 1
         self.stats["in_bytes"] += len(data)
-        found = read_headers(headers) if headers else None
-        if found is None and headers:
-            found = await super()._process_headers(headers)
-        await self._call(handler, ReceivedMessage(subject.decode(), data, reply.decode(), found))
+        parsed = read_headers(headers) if headers else None
+        if parsed is None and headers:
+            parsed = await super()._process_headers(headers)
+        await self._call(handler, ReceivedMessage(subject.decode(), data, reply.decode(), parsed))
 
     # Sending
 

@@ -57,7 +57,7 @@ class _Info(msgspec.Struct):
     options: _Options | None = None
 
 
-class _Found(NamedTuple):
+class _StoredObject(NamedTuple):
     info: _Info
     seq: int
     stored_ns: int
@@ -90,10 +90,10 @@ async def put(bus: Bus, bucket: str, name: str, data: bytes, *, keep_s: float = 
     age_s = next(spec.max_age_s for spec in topology(bus.subjects).objects if spec.name == full)
     needed_s = min(max(age_s / 2, keep_s), age_s - 2 * MARGIN_S)
     until = time.monotonic() + timeout
-    found = await _find(bus, full, name, until)
-    if found is not None and not found.info.deleted and (left_s := _left_s(found, age_s)) >= needed_s:
+    stored = await _find(bus, full, name, until)
+    if stored is not None and not stored.info.deleted and (left_s := _left_s(stored, age_s)) >= needed_s:
         return left_s
-    winner = await _upload(bus, full, name, data, found, until)
+    winner = await _upload(bus, full, name, data, stored, until)
     return age_s - MARGIN_S if winner is None else _left_s(winner, age_s)
 
 
@@ -108,16 +108,16 @@ async def replace(bus: Bus, bucket: str, name: str, data: bytes | Sequence[bytes
         ServingError: as ``put``.
     """
     full, until = bus.subjects.bucket(bucket), time.monotonic() + timeout
-    found = await _find(bus, full, name, until, newest=True)
-    winner = await _upload(bus, full, name, data, found, until)
-    if winner is None and found is not None:
-        await _delete_chunks(bus, full, _chunks(full, found.info.nuid))
+    stored = await _find(bus, full, name, until, newest=True)
+    winner = await _upload(bus, full, name, data, stored, until)
+    if winner is None and stored is not None:
+        await _delete_chunks(bus, full, _chunks(full, stored.info.nuid))
 
 
 async def _upload(
-    bus: Bus, full: str, name: str, data: bytes | Sequence[bytes], found: _Found | None, until: float
-) -> _Found | None:
-    """Store chunks, then an entry over ``found``. Returns the entry of another upload that came first, if any did."""
+    bus: Bus, full: str, name: str, data: bytes | Sequence[bytes], previous: _StoredObject | None, until: float
+) -> _StoredObject | None:
+    """Store chunks, then an entry over ``previous``. Returns the entry of another upload that came first, if any."""
     chunks = (
         [memoryview(data)[at : at + CHUNK] for at in range(0, len(data), CHUNK)] if isinstance(data, bytes) else data
     )
@@ -135,7 +135,7 @@ async def _upload(
     headers = {
         HEADER_MSG_ID: nuid,
         "Nats-Rollup": "sub",
-        HEADER_LAST_ON_SUBJECT: str(found.seq if found else 0),
+        HEADER_LAST_ON_SUBJECT: str(previous.seq if previous else 0),
     }
     try:
         await _store_entry(bus, _entry(full, name), msgspec.json.encode(info), headers, until)
@@ -160,9 +160,9 @@ async def get(bus: Bus, bucket: str, name: str, *, limit: int, newest: bool = Fa
     full, until = bus.subjects.bucket(bucket), time.monotonic() + timeout
     try:
         async with asyncio.timeout(timeout):
-            found = await _find(bus, full, name, until, newest=newest)
-            if found is not None and not found.info.deleted:
-                data = await _read(bus, full, found.info, limit)
+            stored = await _find(bus, full, name, until, newest=newest)
+            if stored is not None and not stored.info.deleted:
+                data = await _read(bus, full, stored.info, limit)
                 if data is not None:
                     return data
     except TimeoutError:
@@ -177,12 +177,12 @@ async def messages(bus: Bus, bucket: str, name: str, *, limit: int, timeout: flo
     full, until = bus.subjects.bucket(bucket), time.monotonic() + timeout
     try:
         async with asyncio.timeout(timeout):
-            found = await _find(bus, full, name, until)
+            stored = await _find(bus, full, name, until)
             entry = await get_last(bus, f"OBJ_{full}", _entry(full, name), within_s=timeout)
-            if found is not None and entry is not None and not found.info.deleted:
-                _check_size(found.info, limit)
-                chunks = [each async for each in read(bus, f"OBJ_{full}", _chunks(full, found.info.nuid))]
-                if sum(len(each.data) for each in chunks) == found.info.size:
+            if stored is not None and entry is not None and not stored.info.deleted:
+                _check_size(stored.info, limit)
+                chunks = [each async for each in read(bus, f"OBJ_{full}", _chunks(full, stored.info.nuid))]
+                if sum(len(each.data) for each in chunks) == stored.info.size:
                     return [*chunks, entry]
     except TimeoutError:
         raise _silent(full, timeout) from None
@@ -258,7 +258,7 @@ def _refused(reply: Message, subject: str) -> bool:
     )
 
 
-async def _find(bus: Bus, full: str, name: str, until: float, *, newest: bool = False) -> _Found | None:
+async def _find(bus: Bus, full: str, name: str, until: float, *, newest: bool = False) -> _StoredObject | None:
     """The entry of a name.
 
     Raises:
@@ -271,7 +271,7 @@ async def _find(bus: Bus, full: str, name: str, until: float, *, newest: bool = 
         info = _info(entry.data)
     except msgspec.MsgspecError as error:
         raise ServingError(Code.broker_unavailable, f"object {name[:80]!r} of {full} is unreadable: {error}") from None
-    return _Found(info, entry.seq, entry.time_ns)
+    return _StoredObject(info, entry.seq, entry.time_ns)
 
 
 async def _request(
@@ -314,8 +314,8 @@ def _entry(full: str, name: str) -> str:
     return f"$O.{full}.M.{base64.urlsafe_b64encode(name.encode()).decode()}"
 
 
-def _left_s(found: _Found, age_s: float) -> float:
-    return age_s - MARGIN_S - (time.time_ns() - found.stored_ns) / 1e9
+def _left_s(stored: _StoredObject, age_s: float) -> float:
+    return age_s - MARGIN_S - (time.time_ns() - stored.stored_ns) / 1e9
 
 
 def _cut(data: bytes) -> list[memoryview]:

@@ -98,15 +98,15 @@ class WorkerRegistry:
         """
         if self._checked_links == self._links or self._clock() - self._stale_since < 2 * fleet.LEASE_S:
             return
-        links, found = self._links, dict[str, int]()
+        links, misses = self._links, dict[str, int]()
         async for entry in read(self._bus, self._stream, self._subject):
             worker = entry.subject.rpartition(".")[2]
             if entry.data and "KV-Operation" not in entry.headers and worker not in self.members:
-                found[worker] = entry.seq
+                misses[worker] = entry.seq
         self._checked_links = links
-        if found:
+        if misses:
             self._stale_since = self._clock()
-            self.stale_keys = found
+            self.stale_keys = misses
 
     def take_stale_keys(self) -> dict[str, int]:
         """Keys (worker → revision) that can be removed: too old when the table was read, and not renewed since.

@@ -141,10 +141,10 @@ class Tasks:
 
     def _all(self) -> "list[asyncio.Task[Any]]":
         self._closed = True
-        found = list(self._tasks)
+        tasks = list(self._tasks)
         for group in self._groups:
-            found += group._all()
-        return found
+            tasks += group._all()
+        return tasks
 
 
 async def end(tasks: "Iterable[asyncio.Task[Any] | None]", *, within_s: float = CLOSE_S) -> bool:

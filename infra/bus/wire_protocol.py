@@ -93,8 +93,8 @@ def read_headers(raw: bytes) -> dict[str, str] | None:
         return None
     headers = {}
     for line in raw[len(_VERSION) : -4].decode("ascii").split("\r\n"):
-        name, found, value = line.partition(":")
-        if not found or " " in name or "\t" in name:
+        name, colon, value = line.partition(":")
+        if not colon or " " in name or "\t" in name:
             return None
         headers[name] = value.strip()
     return headers

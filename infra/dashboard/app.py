@@ -78,13 +78,13 @@ class Dashboard:
             if refusal is not None:
                 return refusal
             try:
-                found = await endpoint(request)
+                response = await endpoint(request)
             except ServingError as error:
-                found = self._problem("The broker does not answer", error.message, 503)
-            found.headers.setdefault("Content-Security-Policy", POLICY)
-            found.headers["Referrer-Policy"] = "no-referrer"
-            found.headers["Cache-Control"] = "no-store"
-            return found
+                response = self._problem("The broker does not answer", error.message, 503)
+            response.headers.setdefault("Content-Security-Policy", POLICY)
+            response.headers["Referrer-Policy"] = "no-referrer"
+            response.headers["Cache-Control"] = "no-store"
+            return response
 
         return answer
 
@@ -104,16 +104,16 @@ class Dashboard:
         except ValueError as error:
             page = pages.requests([], query, older=0, error=str(error), namespace=self._namespace)
             return HTMLResponse(page, 400)
-        found = [] if before else await unfinished(self._bus, criteria, stopped=self._stopped)
+        running = [] if before else await unfinished(self._bus, criteria, stopped=self._stopped)
         older = 0
         async for seq, each in ended(self._bus, criteria, before=before):
-            if len(found) >= pages.PER_PAGE:
+            if len(running) >= pages.PER_PAGE:
                 break
-            found.append(each)
+            running.append(each)
             older = seq
         else:
             older = 0
-        return HTMLResponse(pages.requests(found, query, older=older, error="", namespace=self._namespace))
+        return HTMLResponse(pages.requests(running, query, older=older, error="", namespace=self._namespace))
 
     async def _request(self, request: Request) -> Response:
         request_id = request.path_params["id"]
@@ -130,12 +130,12 @@ class Dashboard:
 
     async def _leases(self, request: Request) -> Response:
         now_ns = await stopped_ns(self._bus) if self._stopped else time.time_ns()
-        found = await leases(self._bus, now_ns)
-        return HTMLResponse(pages.leases(found, now_ns, stopped=self._stopped, namespace=self._namespace))
+        by_ticket = await leases(self._bus, now_ns)
+        return HTMLResponse(pages.leases(by_ticket, now_ns, stopped=self._stopped, namespace=self._namespace))
 
     async def _list_reports(self, request: Request) -> Response:
-        found = await asyncio.to_thread(list_reports, self._reports)
-        return HTMLResponse(pages.reports(found, self._reports, namespace=self._namespace))
+        reports = await asyncio.to_thread(list_reports, self._reports)
+        return HTMLResponse(pages.reports(reports, self._reports, namespace=self._namespace))
 
     async def _report(self, request: Request) -> Response:
         name = request.path_params["name"]

@@ -13,7 +13,7 @@ from infra.dashboard.live import Moment
 from infra.dashboard.reports import ReportFile
 from infra.operate.observe import Snapshot
 from infra.sizes import show_size
-from infra.timeline.find_requests import Found
+from infra.timeline.find_requests import LoggedRequest
 from infra.timeline.moments import clock, show_duration, span
 from infra.timeline.ticket_lease import TicketLease
 from schemas.summary import STATES
@@ -68,8 +68,8 @@ def live_sections(moment: Moment) -> dict[str, str]:
     """The HTML of the parts of the overview that change, by the id of their element."""
     seen = moment.history[-1]
     values: dict[str, Any] = {"seen": seen, "rates": seen.rates, "charts": charts(moment.history)}
-    found = {name: _render(f"live/{name}.html", **values) for name in _LIVE}
-    return found | {"problem": _render("live/problem.html", problem=moment.problem)}
+    sections = {name: _render(f"live/{name}.html", **values) for name in _LIVE}
+    return sections | {"problem": _render("live/problem.html", problem=moment.problem)}
 
 
 _LIVE = ("summary", "workers", "queues", "streams", "recent")
@@ -96,7 +96,7 @@ def charts(history: Sequence[Snapshot]) -> dict[str, Markup]:
     return {name: Markup(sparkline(values, label=f"{labels[name]}, lately")) for name, values in series.items()}
 
 
-def requests(found: Sequence[Found], query: dict[str, str], *, older: int, error: str, namespace: str) -> str:
+def requests(found: Sequence[LoggedRequest], query: dict[str, str], *, older: int, error: str, namespace: str) -> str:
     """A page of the list.
 
     Args:

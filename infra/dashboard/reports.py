@@ -19,9 +19,9 @@ def list_reports(folder: Path | None) -> list[ReportFile]:
     """The newest first, at most ``MOST``; none if there is no such folder."""
     if folder is None or not folder.is_dir():
         return []
-    found = []
+    reports = []
     for path in folder.glob("*.html"):
         if path.is_file() and not path.is_symlink():
             status = path.stat()
-            found.append(ReportFile(path.name, status.st_size, status.st_mtime_ns))
-    return sorted(found, key=lambda report: report.modified_ns, reverse=True)[:MOST]
+            reports.append(ReportFile(path.name, status.st_size, status.st_mtime_ns))
+    return sorted(reports, key=lambda report: report.modified_ns, reverse=True)[:MOST]

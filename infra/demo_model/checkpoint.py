@@ -25,8 +25,8 @@ def save(directory: Path, model: nn.Module, optimizer: torch.optim.Optimizer, st
     _write(directory, "weights", step, high)
     _write(directory, "rest", step, {name: (named[name] - high[name].float()).bfloat16() for name in named})
     for moment in _MOMENTS:
-        found = {name: optimizer.state[weight].get(moment) for name, weight in model.named_parameters()}
-        _write(directory, moment, step, {name: value.bfloat16() for name, value in found.items() if value is not None})
+        states = {name: optimizer.state[weight].get(moment) for name, weight in model.named_parameters()}
+        _write(directory, moment, step, {name: value.bfloat16() for name, value in states.items() if value is not None})
     new = directory / "state.json.new"
     new.write_text(json.dumps(state) + "\n", encoding="utf-8")
     new.replace(directory / "state.json")
@@ -45,7 +45,7 @@ def load(directory: Path, model: nn.Module, optimizer: torch.optim.Optimizer | N
     if optimizer is not None and state["step"]:
         moments = {moment: load_file(_file(directory, moment, state["step"])) for moment in _MOMENTS}
         for name, weight in model.named_parameters():
-            values = {key: found[name].float().to(weight.device) for key, found in moments.items()}
+            values = {key: saved[name].float().to(weight.device) for key, saved in moments.items()}
             # a fused AdamW keeps its step count on the device
             optimizer.state[weight] = {"step": torch.tensor(float(state["step"]), device=weight.device), **values}
     return state

@@ -26,16 +26,16 @@ def accepted(draft: Any, asked: list[int], answer: list[int]) -> list[bool]:
     return [guess == token for guess, token in zip(guesses.tolist(), answer, strict=True)]
 
 
-def tokens_per_step(found: list[bool], guesses: int = DRAFT_LENGTH) -> float:
+def tokens_per_step(accepted: list[bool], guesses: int = DRAFT_LENGTH) -> float:
     """Tokens per step of the large model, if each step verifies ``guesses`` drafted tokens."""
     steps = place = 0
-    while place < len(found):
+    while place < len(accepted):
         right = 0
-        while right < guesses and place + right < len(found) and found[place + right]:
+        while right < guesses and place + right < len(accepted) and accepted[place + right]:
             right += 1
         place += right + 1
         steps += 1
-    return len(found) / max(1, steps)
+    return len(accepted) / max(1, steps)
 
 
 def main() -> None:

@@ -75,12 +75,12 @@ def load_weights(model: LlavaForConditionalGeneration, weights: dict[str, Tensor
         ValueError: the checkpoint lacks a weight of the model, or the model one of the checkpoint's.
     """
     wanted = set(model.state_dict())
-    found = renamed(weights, wanted)
-    for name in wanted - set(found):
+    renamed_weights = renamed(weights, wanted)
+    for name in wanted - set(renamed_weights):
         # LLaVA does not use the layer norm of the class token's output.
         if "post_layernorm" not in name and name != "lm_head.weight" and "position_ids" not in name:
             raise ValueError(f"the checkpoint has no weights for {name}")
-    model.load_state_dict(found, strict=False)
+    model.load_state_dict(renamed_weights, strict=False)
     model.tie_weights()
 
 
@@ -120,7 +120,7 @@ def renamed(weights: dict[str, _T], wanted: set[str]) -> dict[str, _T]:
     Raises:
         ValueError: a weight matches no name of ``wanted``, or several.
     """
-    found: dict[str, _T] = {}
+    result: dict[str, _T] = {}
     for name, weight in weights.items():
         ending = name
         if name.startswith("model."):
@@ -133,8 +133,8 @@ def renamed(weights: dict[str, _T], wanted: set[str]) -> dict[str, _T]:
         matches = [each for each in wanted if each.endswith(ending) and holder in each]
         if len(matches) != 1:
             raise ValueError(f"{name} matches {matches or 'nothing'} in the LLaVA model")
-        found[matches[0]] = weight
-    return found
+        result[matches[0]] = weight
+    return result
 
 
 def exported_weights(directory: Path, names: Iterable[str]) -> dict[str, Tensor]:
@@ -146,14 +146,14 @@ def exported_weights(directory: Path, names: Iterable[str]) -> dict[str, Tensor]
     Raises:
         ValueError: the model lacks one of them.
     """
-    found = joined(directory)
+    joined_weights = joined(directory)
     places = {name: name for name in names}
-    if any("vision_tower" in name for name in found):
-        wanted = {name for name in found if "post_layernorm" not in name}
+    if any("vision_tower" in name for name in joined_weights):
+        wanted = {name for name in joined_weights if "post_layernorm" not in name}
         places = {ours: theirs for theirs, ours in renamed(places, wanted).items()}
-    if missing := places.values() - found.keys():
+    if missing := places.values() - joined_weights.keys():
         raise ValueError(f"{directory} has no weights for {min(missing)}")
-    return {ours: found[theirs] for ours, theirs in places.items()}
+    return {ours: joined_weights[theirs] for ours, theirs in places.items()}
 
 
 def hub_name(name: str) -> str:

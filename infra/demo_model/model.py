@@ -206,8 +206,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: int) -> Ten
 
 def places_of(parts: Parts) -> Tensor:
     """(n,) position of each token within its conversation."""
-    found = []
+    places = []
     for size, starts, _ in parts:
         steps = torch.arange(size, device=starts.device, dtype=starts.dtype)
-        found.append(steps - starts[torch.searchsorted(starts, steps, right=True) - 1])
-    return torch.cat(found)
+        places.append(steps - starts[torch.searchsorted(starts, steps, right=True) - 1])
+    return torch.cat(places)

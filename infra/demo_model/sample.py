@@ -46,8 +46,8 @@ def right(sample: Sample, text: str) -> bool:
         case "tools":
             if not isinstance(want, dict):
                 return "<tool_call>" not in text and str(want) in text
-            found = re.fullmatch(r"<tool_call>(.*)</tool_call>", text, re.DOTALL)
-            return found is not None and _parsed(found[1]) == want
+            match = re.fullmatch(r"<tool_call>(.*)</tool_call>", text, re.DOTALL)
+            return match is not None and _parsed(match[1]) == want
         case "facts" | "unknown" | "chat" | "series":
             return bool(text == want)
     if isinstance(want, int):
@@ -58,11 +58,11 @@ def right(sample: Sample, text: str) -> bool:
 
 def valid_json(sample: Sample, text: str) -> bool:
     """Whether the answer is JSON with the expected keys and types of values."""
-    found = _parsed(text)
+    parsed = _parsed(text)
     return (
-        isinstance(found, dict)
-        and found.keys() == sample.want.keys()
-        and all(type(found[key]) is type(value) for key, value in sample.want.items())
+        isinstance(parsed, dict)
+        and parsed.keys() == sample.want.keys()
+        and all(type(parsed[key]) is type(value) for key, value in sample.want.items())
     )
 
 

@@ -24,15 +24,15 @@ _BATCH_IMAGES = 100
 def answers(model: Any, tokenizer: PreTrainedTokenizerFast, samples: list[Sample], new: int = 640) -> list[str]:
     """Greedy answers, in the samples' order."""
     asked = [tokenizer.encode(prompt(sample.messages, sample.tools), add_special_tokens=False) for sample in samples]
-    found = greedy(model, tokenizer, asked, new)
-    return [tokenizer.decode(ids, skip_special_tokens=False).removesuffix(STOP) for ids in found]
+    outputs = greedy(model, tokenizer, asked, new)
+    return [tokenizer.decode(ids, skip_special_tokens=False).removesuffix(STOP) for ids in outputs]
 
 
 def greedy(model: Any, tokenizer: PreTrainedTokenizerFast, asked: list[list[int]], new: int = 640) -> list[list[int]]:
     """The tokens generated after each prompt, including the end token."""
     stop, pad = tokenizer.convert_tokens_to_ids([STOP, END])
     order = sorted(range(len(asked)), key=lambda i: len(asked[i]))
-    found: list[list[int]] = [[] for _ in asked]
+    outputs: list[list[int]] = [[] for _ in asked]
     while order:
         longest = len(asked[order[-1]])
         batch = [order.pop() for _ in range(min(len(order), max(1, _BATCH_TOKENS // (longest + new))))]
@@ -42,13 +42,13 @@ def greedy(model: Any, tokenizer: PreTrainedTokenizerFast, asked: list[list[int]
         with torch.inference_mode():
             output = model.generate(tokens, attention_mask=mask, max_new_tokens=new)
         for i, row in zip(batch, output[:, longest:].tolist(), strict=True):
-            found[i] = row[: row.index(stop) + 1] if stop in row else row
-    return found
+            outputs[i] = row[: row.index(stop) + 1] if stop in row else row
+    return outputs
 
 
 def image_answers(model: Any, processor: Any, samples: list[Sample], new: int = 80) -> list[str]:
     """Greedy answers to questions about images, in the samples' order."""
-    found: list[str] = []
+    answers: list[str] = []
     for begin in range(0, len(samples), _BATCH_IMAGES):
         batch = samples[begin : begin + _BATCH_IMAGES]
         texts = [prompt(((role, text.replace(IMAGE * vision.TOKENS, IMAGE)),)) for [(role, text)] in
@@ -60,8 +60,8 @@ def image_answers(model: Any, processor: Any, samples: list[Sample], new: int = 
         with torch.inference_mode():
             output = model.generate(**inputs, max_new_tokens=new)
         rows = output[:, inputs["input_ids"].shape[1] :].tolist()
-        found += [processor.tokenizer.decode(row, skip_special_tokens=False).partition(STOP)[0] for row in rows]
-    return found
+        answers += [processor.tokenizer.decode(row, skip_special_tokens=False).partition(STOP)[0] for row in rows]
+    return answers
 
 
 def main() -> None:

@@ -49,11 +49,11 @@ def share(directory: Path, text: Path) -> None:
 def joined(directory: Path) -> dict[str, Tensor]:
     """All weights of an exported model; the text weights of a vision model under the names of LLaVA checkpoints."""
     files = weight_files(directory)
-    found: dict[str, Tensor] = {}
+    weights: dict[str, Tensor] = {}
     for file in files:
         prefix = HUB if len(files) > 1 and file.name != OWN else ""
-        found |= {prefix + name: weight for name, weight in load_file(file).items()}
-    return found
+        weights |= {prefix + name: weight for name, weight in load_file(file).items()}
+    return weights
 
 
 def join(directory: Path, out: Path) -> None:

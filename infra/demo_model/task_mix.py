@@ -118,12 +118,12 @@ def _system(rng: Random) -> str:
 
 def _exchanges(rng: Random, count: int, held: bool) -> tuple[Message, ...]:
     """Complete exchanges of other tasks, without thoughts, which the chat template drops."""
-    found: list[Message] = []
-    while len(found) < 2 * count:
+    messages: list[Message] = []
+    while len(messages) < 2 * count:
         maker = rng.choices(_MAKERS, _WEIGHTS)[0]
         if maker in _ALONE or maker is thinking:
             continue
         sample = maker(rng, held)
         if sample.messages[0][0] == "user":
-            found += [*sample.messages, ("assistant", plain(sample.answer) if held else sample.answer)]
-    return tuple(found)
+            messages += [*sample.messages, ("assistant", plain(sample.answer) if held else sample.answer)]
+    return tuple(messages)

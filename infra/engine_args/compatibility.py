@@ -28,18 +28,18 @@ _EQUAL: tuple[tuple[str, str, Callable[[EngineArgs], object], str], ...] = (
 
 def compare(engines: Sequence[EngineConfig]) -> list[Finding]:
     """Findings about the engines of one set; errors first."""
-    found = [*_equal(engines)]
+    findings = [*_equal(engines)]
     prefills = [engine for engine in engines if engine.role == "prefill"]
     decodes = [engine for engine in engines if engine.role == "decode"]
     for prefill in prefills:
         for decode in decodes:
-            found += [Finding(*each) for each in _handoff(prefill, decode)]
+            findings += [Finding(*each) for each in _handoff(prefill, decode)]
     if len({(engine.role, repr(engine.args)) for engine in engines}) < len(engines):
-        found.append(Finding("C09", "warning", "files", "the same engine is given twice", "give each once"))
+        findings.append(Finding("C09", "warning", "files", "the same engine is given twice", "give each once"))
     if bool(prefills) != bool(decodes):
         have, lack = ("prefill", "decode") if prefills else ("decode", "prefill")
-        found.append(Finding("C08", "warning", "role", f"{have} without {lack}", f"add the {lack} recipe"))
-    return sorted(found, key=lambda finding: finding.level != "error")
+        findings.append(Finding("C08", "warning", "role", f"{have} without {lack}", f"add the {lack} recipe"))
+    return sorted(findings, key=lambda finding: finding.level != "error")
 
 
 def _equal(engines: Sequence[EngineConfig]) -> Iterator[Finding]:

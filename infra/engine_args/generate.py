@@ -76,12 +76,14 @@ def generate(shape: Shape, spec: EngineSpec) -> Generated:
     tree = tree_of(shape, spec)
     args = decode(tree)
     context = context_of(shape, spec)
-    found = check(args, context)
-    if errors := [f"{each.where}: {each.message}; {each.fix} ({each.rule})" for each in found if each.level == "error"]:
+    findings = check(args, context)
+    if errors := [
+        f"{each.where}: {each.message}; {each.fix} ({each.rule})" for each in findings if each.level == "error"
+    ]:
         more = _enough(shape, spec)
         raise BadArguments([*errors, *([f"gpus: {more} are enough"] if more else [])])
     memory = estimate(args, shape, spec.gpu_bytes, length=args.max_seq_len or 0)
-    warnings = tuple(str(each) for each in found)
+    warnings = tuple(str(each) for each in findings)
     asked = math.ceil(spec.concurrency / (spec.gpus if args.enable_attention_dp else 1))
     if spec.role != "prefill" and memory.sequences < asked:
         warnings += (

@@ -119,8 +119,8 @@ class Client:
             text = answer.read()
             if answer.status != 200:
                 raise EvalFailed(f"{path} answered {answer.status}: {text[:300].decode(errors='replace')}")
-            found: dict[str, Any] = json.loads(text)
-            return found
+            decoded: dict[str, Any] = json.loads(text)
+            return decoded
         except (OSError, http.client.HTTPException, ValueError) as error:
             raise EvalFailed(f"{self._host}:{self._port}{path}: {type(error).__name__} {error}") from error
         finally:
@@ -165,7 +165,7 @@ def scores_of(task: str, samples: list[Sample], answers: list[str], seconds: flo
 
 def messages_of(sample: Sample) -> list[dict[str, Any]]:
     """The conversation as an OpenAI client sends it."""
-    found: list[dict[str, Any]] = []
+    messages: list[dict[str, Any]] = []
     for role, text in sample.messages:
         message: dict[str, Any] = {"role": role, "content": text}
         if role == "tool":
@@ -176,8 +176,8 @@ def messages_of(sample: Sample) -> list[dict[str, Any]]:
                 {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{picture}"}},
                 {"type": "text", "text": text.replace(IMAGE, "").lstrip("\n")},
             ]
-        found.append(message)
-    return found
+        messages.append(message)
+    return messages
 
 
 def text_of(message: dict[str, Any]) -> str:

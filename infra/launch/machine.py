@@ -24,8 +24,8 @@ def gpus(asked: Sequence[str], environ: Mapping[str, str], devices: Path = Path(
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return tuple(part.strip() for part in visible.split(",") if part.strip())
-    found = sum(1 for path in devices.glob("nvidia[0-9]*") if re.fullmatch(r"nvidia\d+", path.name))
-    return tuple(map(str, range(found)))  # CUDA counts those that it sees from 0
+    count = sum(1 for path in devices.glob("nvidia[0-9]*") if re.fullmatch(r"nvidia\d+", path.name))
+    return tuple(map(str, range(count)))  # CUDA counts those that it sees from 0
 
 
 def free_run(first: int, count: int) -> list[int]:

@@ -217,8 +217,8 @@ def _valid(labels: Mapping[str, str]) -> dict[str, str]:
 
 def _labelled(family: Metric, labels: Mapping[str, str]) -> Metric:
     """The family with these labels in each sample; never changes the collector's own samples."""
-    found = Metric(family.name, family.documentation, family.type, family.unit)
+    metric = Metric(family.name, family.documentation, family.type, family.unit)
     for sample in family.samples:
         own = {(f"exported_{name}" if name in labels else name): value for name, value in sample.labels.items()}
-        found.samples.append(Sample(sample.name, {**labels, **own}, *sample[2:]))
-    return found
+        metric.samples.append(Sample(sample.name, {**labels, **own}, *sample[2:]))
+    return metric

@@ -261,9 +261,9 @@ class StopMatcher:
         if not self._first or (not self._held and not self._first.search(text)):
             return text, None
         text = self._held + text
-        found = [(at + len(stop), at, stop) for stop in self._strings if (at := text.find(stop)) >= 0]
-        if found:
-            _, at, self._matched = min(found)
+        matches = [(at + len(stop), at, stop) for stop in self._strings if (at := text.find(stop)) >= 0]
+        if matches:
+            _, at, self._matched = min(matches)
             self._held = ""
             return text[:at], self._matched
         keep = self._begins_stop(text)

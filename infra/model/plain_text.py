@@ -125,7 +125,7 @@ class _Texts:
 
     def split(self, text: str, mark: str) -> str:
         while self.within(text):  # splitting one may leave another
-            text = self._pattern.sub(lambda found: found[0][0] + mark + found[0][1:], text)
+            text = self._pattern.sub(lambda match: match[0][0] + mark + match[0][1:], text)
         return text
 
 

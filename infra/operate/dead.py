@@ -83,16 +83,16 @@ def _selection(parser: argparse.ArgumentParser) -> None:
 
 async def _print_list(args: argparse.Namespace, console: Console) -> None:
     async with open_log(Source.of(args), name="dead", streams=REQUEST_STREAMS) as log:
-        found = await dead_requests(log, args.since, args.model, args.limit)
+        requests = await dead_requests(log, args.since, args.model, args.limit)
     if args.json:
-        for each in found:
+        for each in requests:
             console.file.write(msgspec.json.encode(each).decode() + "\n")
         return
-    if not found:
+    if not requests:
         console.print("no request has lost its worker in every attempt")
         return
     now_ns = time.time_ns()
-    for each in found:
+    for each in requests:
         summary = each.summary
         prompt = counted(summary.prompt_tokens, "token")
         head = f"{clock(summary.created_ns, now_ns)}  [bold]{summary.id}[/]  "
@@ -113,23 +113,23 @@ async def dead_requests(log: Log, since: str, model: str, limit: int) -> list[De
     """
     since_ns = moment_ns(since, time.time_ns()) if since else 0
     criteria = Criteria(since_ns=since_ns, model=model, code=Code.worker_lost)
-    found = []
+    requests = []
     async for _, each in ended(log.bus, criteria):
         attempts = _attempts(await read_timeline(log.bus, each.summary.id))
-        found.append(DeadRequest(each.summary, attempts))
-        if len(found) == limit:
+        requests.append(DeadRequest(each.summary, attempts))
+        if len(requests) == limit:
             break
-    return found
+    return requests
 
 
 def _attempts(timeline: RequestTimeline) -> tuple[Attempt, ...]:
     last = {stage.attempt: stage.worker for stage in timeline.stages}  # the stage that it had come to
-    found = []
+    attempts = []
     for number, worker in sorted(last.items()):
         returned = timeline.returned.get(number)
         reason = returned.reason if returned is not None else "the worker was lost"
-        found.append(Attempt(number, worker, reason, returned is not None and returned.poison))
-    return tuple(found)
+        attempts.append(Attempt(number, worker, reason, returned is not None and returned.poison))
+    return tuple(attempts)
 
 
 # --- retry ---
@@ -185,14 +185,14 @@ async def _check(args: argparse.Namespace, ids: Sequence[str]) -> None:
         for request_id in ids:
             time_of(request_id)
             entry = await get_last(log.bus, log.bus.subjects.stream("DONE"), log.bus.subjects.done_of(request_id))
-            found = of_entry(entry) if entry is not None else None
-            if found is None:
+            summary = of_entry(entry) if entry is not None else None
+            if summary is None:
                 raise ValueError(
                     f"the log has no record of request {request_id}: it has not ended, was forgotten, or is older than "
                     "a week"
                 )
-            if found.summary.code != Code.worker_lost:
-                outcome = found.summary.code or found.summary.state
+            if summary.summary.code != Code.worker_lost:
+                outcome = summary.summary.code or summary.summary.state
                 raise ValueError(
                     f"request {request_id} did not lose its workers ({outcome}): "
                     f"`penstock replay {request_id}` runs it again"

@@ -47,9 +47,9 @@ async def _run(args: argparse.Namespace, console: Console) -> None:
     async with open_log(Source.of(args), name="drain", role="operator", streams=()) as log:
         if log.stopped:
             raise ValueError("the deployment is stopped: no worker runs")
-        found = await registrations(log.bus)
-        leaving = [chosen(found, name) for name in dict.fromkeys(args.workers)]
-        last = alone(found, leaving)
+        registered = await registrations(log.bus)
+        leaving = [chosen(registered, name) for name in dict.fromkeys(args.workers)]
+        last = alone(registered, leaving)
         if last is not None and not args.force:
             raise ValueError(
                 f"{last.name} is the last ready {last.role} worker of model {last.model!r}: its requests would wait "

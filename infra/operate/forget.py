@@ -93,7 +93,7 @@ async def _named(bus: Bus, ids: Iterable[str]) -> list[_Ended]:
     Raises:
         ValueError: not the id of a request, or it has not ended, or is not in the log.
     """
-    found = []
+    ended = []
     for request_id in dict.fromkeys(ids):
         time_of(request_id)
         last = await get_last(bus, bus.subjects.stream("DONE"), bus.subjects.done_of(request_id), newest=True)
@@ -102,8 +102,8 @@ async def _named(bus: Bus, ids: Iterable[str]) -> list[_Ended]:
                 f"request {request_id} has not ended, or the log no longer has it; `penstock requests` lists those "
                 f"that run, and DELETE /v1/requests/{request_id} cancels one"
             )
-        found.append(_Ended(request_id, last.subject, last.time_ns, HEADER_NO_STORE in last.headers))
-    return found
+        ended.append(_Ended(request_id, last.subject, last.time_ns, HEADER_NO_STORE in last.headers))
+    return ended
 
 
 async def _of_tenant(bus: Bus, tenant: str) -> list[_Ended]:
@@ -149,17 +149,17 @@ async def forget(bus: Bus, ended: Sequence[_Ended]) -> Forgotten:
 
 async def _forget_unstored(bus: Bus, ids: Collection[str], since_ns: int) -> int:
     """What requests with ``no_store`` have besides: tokens of their own, and after their erasure an entry for lists."""
-    found = []
+    entries = []
     stream = bus.subjects.stream("TOKENS")
     for each in ids:
-        found += [(stream, entry.seq) async for entry in read(bus, stream, bus.subjects.tokens_of(each))]
+        entries += [(stream, entry.seq) async for entry in read(bus, stream, bus.subjects.tokens_of(each))]
     stream = bus.subjects.stream("REQUESTS")
     async for entry in read(bus, stream, bus.subjects.erased, since_ns=since_ns):
         if entry.headers.get(HEADER_MSG_ID, "").partition(":")[0] in ids:
-            found.append((stream, entry.seq))
-    for name, seq in found:
+            entries.append((stream, entry.seq))
+    for name, seq in entries:
         await _delete(bus, name, seq)
-    return len(found)
+    return len(entries)
 
 
 async def _delete(bus: Bus, stream: str, seq: int) -> None:

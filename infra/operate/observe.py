@@ -154,13 +154,13 @@ class Observer:
         since_ns = time.time_ns() - int(WINDOW_S * 1e9)
         async for entry in read(self._bus, stream, subject, after=after):
             self._read_up_to = entry.seq
-            found = of_entry(entry)
-            if found is not None:
-                self._recent.append(found.summary)
+            summary = of_entry(entry)
+            if summary is not None:
+                self._recent.append(summary.summary)
         self._recent = [each for each in self._recent if each.ended_ns >= since_ns][-SAMPLED:]
 
     async def _queues(self) -> list[QueueView]:
-        found = []
+        views = []
         stream = self._bus.subjects.stream("REQUESTS")
         for priority in CLASSES:
             try:
@@ -169,11 +169,13 @@ class Observer:
                 raise ServingError(
                     Code.broker_unavailable, f"the queue of class {priority} cannot be read ({error!r})"
                 ) from error
-            found.append(QueueView(priority, info.num_pending or 0, info.num_ack_pending or 0))
-        return found
+            views.append(QueueView(priority, info.num_pending or 0, info.num_ack_pending or 0))
+        return views
 
 
-def workers(found: Iterable[Registration], recent: Sequence[RequestSummary], tokens_per_s: float) -> list[WorkerView]:
+def workers(
+    registered: Iterable[Registration], recent: Sequence[RequestSummary], tokens_per_s: float
+) -> list[WorkerView]:
     """Registered workers, each with what ``recent`` requests say of it. ``tokens_per_s``: of the deployment."""
     by_worker: dict[str, list[RequestSummary]] = defaultdict(list)
     for summary in recent:
@@ -196,7 +198,7 @@ def workers(found: Iterable[Registration], recent: Sequence[RequestSummary], tok
             hit_rate(by_worker[each.worker]),
             tokens_per_s * sum(summary.completion_tokens for summary in by_worker[each.worker]) / sampled,
         )
-        for each in found
+        for each in registered
     ]
 
 

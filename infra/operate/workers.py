@@ -17,35 +17,35 @@ async def registrations(bus: Bus) -> list[Registration]:
         ServingError: the bucket cannot be read.
     """
     now_ns = time.time_ns()
-    found = [
+    registered = [
         fleet.decode(entry.data)
         async for entry in read(bus, f"KV_{bus.subjects.bucket('workers')}", bus.subjects.lease(">"))
         if entry.data and now_ns - entry.time_ns < STALE_NS  # else the marker of a lease that ended
     ]
-    return sorted(found, key=lambda each: (each.name, each.worker))
+    return sorted(registered, key=lambda each: (each.name, each.worker))
 
 
-def chosen(found: Sequence[Registration], name: str) -> Registration:
+def chosen(registered: Sequence[Registration], name: str) -> Registration:
     """The worker with this name or id, or whose id begins so.
 
     Raises:
         ValueError: none or several.
     """
-    matching = [each for each in found if name in (each.name, each.worker)]
-    matching = matching or [each for each in found if each.worker.startswith(name)]
+    matching = [each for each in registered if name in (each.name, each.worker)]
+    matching = matching or [each for each in registered if each.worker.startswith(name)]
     if len(matching) == 1:
         return matching[0]
     if matching:
         raise ValueError(f"{name!r} names {len(matching)} workers: {', '.join(each.worker for each in matching)}")
-    known = ", ".join(each.name or each.worker for each in found)
+    known = ", ".join(each.name or each.worker for each in registered)
     raise ValueError(f"no worker {name!r} is registered; there are {known}" if known else "no worker is registered")
 
 
-def alone(found: Sequence[Registration], leaving: Sequence[Registration]) -> Registration | None:
+def alone(registered: Sequence[Registration], leaving: Sequence[Registration]) -> Registration | None:
     """One of ``leaving`` after which no worker is left that is ready for its role and model; None: there is none."""
     ids = {each.worker for each in leaving}
     for one in leaving:
-        candidates = (each for each in found if each.worker not in ids and each.state is State.ready)
+        candidates = (each for each in registered if each.worker not in ids and each.state is State.ready)
         if not any((each.model, each.role) == (one.model, one.role) for each in candidates):
             return one
     return None

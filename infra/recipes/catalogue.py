@@ -121,15 +121,15 @@ def load(folder: Path = FOLDER) -> dict[str, Recipe]:
     Raises:
         BadArguments: one of them is malformed; the problem names it.
     """
-    found = {}
+    recipes = {}
     for path in sorted(folder.glob("*.yaml")):
         text = path.read_text(encoding="utf-8")
         try:
             if (header := header_of(text)) is None or header.engine == "trtllm":
-                found[path.stem] = parse(path.stem, text)
+                recipes[path.stem] = parse(path.stem, text)
         except BadArguments as error:
             raise BadArguments(f"{path.name}: {problem}" for problem in error.problems) from error
-    return found
+    return recipes
 
 
 def members(folder: Path = FOLDER) -> dict[str, RecipeEntry]:
@@ -138,15 +138,15 @@ def members(folder: Path = FOLDER) -> dict[str, RecipeEntry]:
     Raises:
         BadArguments: see ``load``.
     """
-    found = {}
+    members_by_path = {}
     for path in sorted(folder.glob("*.yaml")):
         try:
             member = entry_of(path.stem, str(path), path.read_text(encoding="utf-8"))
         except BadArguments as error:
             raise BadArguments(f"{path.name}: {problem}" for problem in error.problems) from error
         if member is not None:
-            found[path.stem] = member
-    return found
+            members_by_path[path.stem] = member
+    return members_by_path
 
 
 def entry_of(name: str, path: str, text: str) -> RecipeEntry | None:
@@ -172,14 +172,14 @@ def select(name: str, known: Mapping[str, RecipeEntry]) -> list[RecipeEntry]:
         BadArguments: there is no such recipe.
     """
     plain = name.lower().replace("_", "-").removesuffix(".yaml")
-    found = [member for member in known.values() if plain in (member.header.set, member.name)]
-    exact = [member for member in found if member.name == plain]
-    if not found:
+    selected = [member for member in known.values() if plain in (member.header.set, member.name)]
+    exact = [member for member in selected if member.name == plain]
+    if not selected:
         sets = sorted({member.header.set for member in known.values()})
         near = difflib.get_close_matches(plain, [*sets, *known], n=1)
         hint = f"did you mean {near[0]}?" if near else f"sets are {', '.join(sets)}"
         raise BadArguments([f"no recipe {name!r}; {hint} (`penstock recipe list`)"])
-    return exact or found
+    return exact or selected
 
 
 def known_shape(model: str, folder: Path = FOLDER) -> Shape | None:

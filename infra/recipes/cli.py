@@ -90,10 +90,10 @@ def run_check(argv: Sequence[str]) -> int:
         refused |= failed(advice.findings)
         print("\n".join(lines(advice)))
     if len(opened) > 1:
-        found = check_set(opened)
-        refused |= failed(found)
-        print("\n".join(["together", *(line for each in found for line in finding_lines(each))]))
-        if not found:
+        findings = check_set(opened)
+        refused |= failed(findings)
+        print("\n".join(["together", *(line for each in findings for line in finding_lines(each))]))
+        if not findings:
             print("  they agree")
     return REFUSED if refused else OK
 

@@ -81,9 +81,9 @@ def files(shape: Shape, model: str, given: dict[str, Any]) -> dict[str, tuple[st
         suffix = "agg" if role == "aggregated" else role
         generated[f"{name}-{suffix}"] = (text_of(one, spec, model=model, name=name, gpu=given["gpu"]), one)
     recipes = [parse(name, text) for name, (text, _) in generated.items()]
-    found = check_set([(recipe, context_of(recipe)) for recipe in recipes])
-    if failed(found):
-        raise BadArguments(str(each) for each in found if each.level == "error")
+    findings = check_set([(recipe, context_of(recipe)) for recipe in recipes])
+    if failed(findings):
+        raise BadArguments(str(each) for each in findings if each.level == "error")
     return generated
 
 

@@ -40,12 +40,12 @@ def memory(recipes: Mapping[str, Recipe]) -> list[tuple[str, ...]]:
          "context, tokens", "contexts", "blocks")
     ]  # fmt: skip
     for name, recipe in recipes.items():
-        found = memory_of(recipe)
-        if found is None or recipe.role == "encode":
+        plan = memory_of(recipe)
+        if plan is None or recipe.role == "encode":
             continue
-        sizes = [f"{size / GIB:.1f}" for size in (found.gpu, found.weights, found.reserve, found.buffer, found.pool)]
-        per_token = f"{found.kv_per_token / 1024:.1f}"
-        counts = (found.length, found.sequences, found.blocks)
+        sizes = [f"{size / GIB:.1f}" for size in (plan.gpu, plan.weights, plan.reserve, plan.buffer, plan.pool)]
+        per_token = f"{plan.kv_per_token / 1024:.1f}"
+        counts = (plan.length, plan.sequences, plan.blocks)
         rows.append((name, *sizes, per_token, *(f"{count}" for count in counts)))
     return rows
 

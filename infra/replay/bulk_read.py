@@ -55,16 +55,16 @@ def read_bulk(
             return connection.batch(stream, {"batch": BATCH, "max_bytes": BATCH_BYTES, "next_by_subj": subject} | start)
 
     with ThreadPoolExecutor(1, "export") as thread:
-        found = fetch({"seq": after + 1} if after or not since_ns else {"start_time": format_time(since_ns)})
-        while found:
-            last = found[-1].seq
+        batch = fetch({"seq": after + 1} if after or not since_ns else {"start_time": format_time(since_ns)})
+        while batch:
+            last = batch[-1].seq
             over = bool(until_seq) and last >= until_seq
             coming = None if over else thread.submit(fetch, {"seq": last + 1})
-            for stored in found:
+            for stored in batch:
                 if until_seq and stored.seq > until_seq:
                     return
                 yield stored
-            found = [] if coming is None else coming.result()
+            batch = [] if coming is None else coming.result()
 
 
 class _Connection:

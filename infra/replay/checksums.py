@@ -46,10 +46,10 @@ def checksums(keys: Sequence[bytes], messages: Sequence[bytes]) -> list[bytes]:
         state.update(lanes[first[:active] + packet], active)
     rests = (sizes % _PACKET)[order]
     _update_rests(state, rests, lanes, first + full)
-    found = state.finish().astype("<u8").tobytes()
+    sums = state.finish().astype("<u8").tobytes()
     out = [b""] * len(messages)
     for place, index in enumerate(order):
-        out[index] = found[place * 8 : place * 8 + 8]
+        out[index] = sums[place * 8 : place * 8 + 8]
     return out
 
 

@@ -127,10 +127,10 @@ def compare_texts(recorded: Run, replayed: Run, old: Sequence[str], new: Sequenc
     Args:
         old, new: the choices' texts.
     """
-    found = compare(recorded, replayed)
-    if found.replayed_code or replayed.done is None or found.outcome == RECOVERED:
-        return found
-    found = msgspec.structs.replace(found, outcome=SAME, difference=None, compared=0)
+    comparison = compare(recorded, replayed)
+    if comparison.replayed_code or replayed.done is None or comparison.outcome == RECOVERED:
+        return comparison
+    comparison = msgspec.structs.replace(comparison, outcome=SAME, difference=None, compared=0)
     for choice, (one, other) in enumerate(zip(old, new, strict=False)):
         if one != other:
             pairs = enumerate(zip(one, other, strict=False))
@@ -138,10 +138,10 @@ def compare_texts(recorded: Run, replayed: Run, old: Sequence[str], new: Sequenc
             shown = slice(at, at + CONTEXT * TEXT)
             before = one[max(0, at - CONTEXT * TEXT) : at]
             difference = TextDifference(choice, at, before, one[shown], other[shown])
-            return msgspec.structs.replace(found, outcome=TOKENS, text_difference=difference)
-    if found.recorded_finish != found.replayed_finish and not found.recorded_code:
-        return msgspec.structs.replace(found, outcome=FINISH)
-    return found
+            return msgspec.structs.replace(comparison, outcome=TOKENS, text_difference=difference)
+    if comparison.recorded_finish != comparison.replayed_finish and not comparison.recorded_code:
+        return msgspec.structs.replace(comparison, outcome=FINISH)
+    return comparison
 
 
 def timing(run: Run) -> Timing:

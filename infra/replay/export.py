@@ -209,20 +209,20 @@ class _Writer:
         self.media: dict[bytes, None] = {}  # digests, in the order of the requests
 
     def add(self, record: Record) -> None:
-        found: Record | None = record
+        part: Record | None = record
         if not self._chosen.everything:
-            found = self._chosen.part(record)
-            if found is None:
+            part = self._chosen.part(record)
+            if part is None:
                 return
-        if found is not None and self._redactor is not None:
-            found = self._redactor.record(found)
-        if found is None:
+        if part is not None and self._redactor is not None:
+            part = self._redactor.record(part)
+        if part is None:
             self.left_out += 1
             return
         if record.stream in ("REQUESTS", "DONE"):
             self.requests.add(record.headers.get("Nats-Msg-Id", "")[:36])
             self.media.update(dict.fromkeys(each.digest for each in media_of(record)))
-        self.write(found)
+        self.write(part)
 
     def write(self, record: Record) -> None:
         self._lines.append(encode_line(record))
@@ -282,10 +282,10 @@ def _copy_bulk(
     before: str,
     add: Callable[[Record], None],
 ) -> None:
-    for found in read_bulk(url, name, subject, since_ns=since, until_seq=until_seq):
-        if before and found.time > before:
+    for stored in read_bulk(url, name, subject, since_ns=since, until_seq=until_seq):
+        if before and stored.time > before:
             return
-        add(Record(stream, found.seq, found.time, found.subject, found.headers, found.data))
+        add(Record(stream, stored.seq, stored.time, stored.subject, stored.headers, stored.data))
 
 
 def of_entry_as_record(stream: str, entry: Entry) -> Record:
@@ -346,18 +346,18 @@ async def limits_of(bus: Bus, stream: str) -> StreamLimits | None:
 
 async def models(bus: Bus) -> list[ModelInfo]:
     """The models of the last requests, with what their workers have registered."""
-    found: dict[str, ModelInfo] = {}
+    by_name: dict[str, ModelInfo] = {}
     count = 0
     async for entry in read_backwards(bus, bus.subjects.stream("DONE"), bus.subjects.all("done")):
         ended = of_entry(entry)
-        if ended is not None and ended.request is not None and ended.request.model not in found:
-            found[ended.request.model] = _model(ended.request)
+        if ended is not None and ended.request is not None and ended.request.model not in by_name:
+            by_name[ended.request.model] = _model(ended.request)
         count += 1
         if count >= SAMPLED:
             break
     for worker in await workers(bus):
-        known = found.get(worker.model, ModelInfo(worker.model))
-        found[worker.model] = msgspec.structs.replace(
+        known = by_name.get(worker.model, ModelInfo(worker.model))
+        by_name[worker.model] = msgspec.structs.replace(
             known,
             revision=known.revision or worker.revision,
             tokenizer=known.tokenizer or worker.tokenizer,
@@ -365,7 +365,7 @@ async def models(bus: Bus) -> list[ModelInfo]:
             engine=worker.engine,
             workers=known.workers + 1,
         )
-    return list(found.values())
+    return list(by_name.values())
 
 
 def _model(request: GenerateRequest) -> ModelInfo:
@@ -374,13 +374,13 @@ def _model(request: GenerateRequest) -> ModelInfo:
 
 async def workers(bus: Bus) -> list[fleet.Registration]:
     """The workers that are registered now; of a stopped deployment none."""
-    found: dict[str, Any] = {}
+    by_id: dict[str, Any] = {}
     stream = f"KV_{bus.subjects.bucket('workers')}"
     try:
         if await get_last(bus, stream, f"$KV.{bus.subjects.bucket('workers')}.>") is None:
             return []
         async for entry in read(bus, stream, f"$KV.{bus.subjects.bucket('workers')}.>"):
-            found[entry.subject] = fleet.decode(entry.data) if entry.data else None
+            by_id[entry.subject] = fleet.decode(entry.data) if entry.data else None
     except (ServingError, msgspec.MsgspecError):
         return []
-    return [each for each in found.values() if each is not None]
+    return [each for each in by_id.values() if each is not None]

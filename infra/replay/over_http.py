@@ -55,8 +55,8 @@ def _shown(run: Run, texts: Texts) -> list[str]:
     """The texts that clients got: without the stop string that ended them, unless it was asked for."""
     assert run.done is not None
     assert run.request is not None
-    found = texts.outputs(run.done)
+    outputs = texts.outputs(run.done)
     for index, choice in enumerate(run.done.choices):
         if isinstance(choice.stop, str) and not run.request.stops_shown:
-            found[index] = found[index][: found[index].rfind(choice.stop)]
-    return found
+            outputs[index] = outputs[index][: outputs[index].rfind(choice.stop)]
+    return outputs

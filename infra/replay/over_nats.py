@@ -33,18 +33,18 @@ async def collect(log: Log, chosen: Selection) -> Recording:
     Raises:
         ServingError: the log cannot be read.
     """
-    found = Recording()
+    recording = Recording()
 
     def add(record: Record) -> None:
         part = record if chosen.everything else chosen.part(record)
         if part is not None:
-            found.add(part)
+            recording.add(part)
 
     for stream in READ:
         limits = await limits_of(log.bus, stream)
         if limits is not None and limits.messages:
             await copy_messages(log, stream, limits.last_seq, chosen, add)
-    return found
+    return recording
 
 
 async def replay_over_nats(
@@ -103,10 +103,10 @@ async def _target(args: argparse.Namespace, log: Log) -> AsyncIterator[Log]:
     else:
         folder = Path(where) if where else source.data_dir
         try:
-            url, found = running(Source(folder), folder.resolve())
+            url, options = running(Source(folder), folder.resolve())
         except ValueError:
             raise ValueError(f"no deployment runs in {folder}: name one with --target") from None
-        namespace = namespace or found
+        namespace = namespace or options
     async with open_log(Source(source.data_dir, url, namespace), name="replay", role="operator") as there:
         yield there
 
@@ -158,5 +158,5 @@ def _pair(run: Run, sent: Sent, again: Recording) -> tuple[Run, Run]:
     return run, again.runs.get(name, Run(name, run.request, stored={}))
 
 
-def _refused(found: Comparison, why: str) -> Comparison:
-    return msgspec.structs.replace(found, message=why) if why else found
+def _refused(comparison: Comparison, why: str) -> Comparison:
+    return msgspec.structs.replace(comparison, message=why) if why else comparison

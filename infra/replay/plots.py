@@ -30,9 +30,9 @@ class _Axis:
     def ticks(self) -> list[float]:
         if self._log:
             powers = range(math.floor(self._low), math.ceil(self._high) + 1)
-            found = [step * 10.0**power for power in powers for step in _STEPS]
-            found = [value for value in found if self._low <= math.log10(value) <= self._high]
-            return found if len(found) <= 6 else [value for value in found if _is_power(value)] or found[:6]
+            values = [step * 10.0**power for power in powers for step in _STEPS]
+            values = [value for value in values if self._low <= math.log10(value) <= self._high]
+            return values if len(values) <= 6 else [value for value in values if _is_power(value)] or values[:6]
         step = _nice((self._high - self._low) / 4)
         return [step * number for number in range(int(self._high / step) + 1)]
 

@@ -154,15 +154,15 @@ def decode_line(line: bytes) -> Record:
         BadLine: the line is damaged.
     """
     try:
-        found = _read_line(line)
-        whole = bytes(found.body)
-        data = closed(found.stream, whole, found.request) if whole else found.data
-        parse_time(found.time)
+        record = _read_line(line)
+        whole = bytes(record.body)
+        data = closed(record.stream, whole, record.request) if whole else record.data
+        parse_time(record.time)
     except (msgspec.MsgspecError, KeyError, ValueError) as error:
         raise BadLine(str(error)) from error
     if data is None:
         raise BadLine("neither a body nor data")
-    return Record(found.stream, found.seq, found.time, found.subject, found.headers, data)
+    return Record(record.stream, record.seq, record.time, record.subject, record.headers, data)
 
 
 def _opened(stream: str, data: bytes) -> tuple[msgspec.Raw, msgspec.Raw]:

@@ -48,12 +48,12 @@ class Run(msgspec.Struct):
 
     def itl_ms(self) -> "array[float]":
         """Times between tokens. Tokens that were stored together share the time since those before them."""
-        found: array[float] = array("d")
+        times: array[float] = array("d")
         for items in self.stored.values():
             items.sort()
             for (before, _), (at, count) in pairwise(items):
-                found.extend([(at - before) / MS / count] * count)
-        return found
+                times.extend([(at - before) / MS / count] * count)
+        return times
 
     @property
     def cached_tokens(self) -> int:

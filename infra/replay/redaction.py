@@ -112,8 +112,8 @@ class Redactor:
             return wire.unpack_tokens(self._tokens(each.to_bytes(4, "little"), state)[0])[0]
 
         return tuple(
-            Logprob(found.logprob, tuple((other(state, each), value) for each, value in found.top), found.rank)
-            for found, state in zip(logprobs, states, strict=False)
+            Logprob(logprob.logprob, tuple((other(state, each), value) for each, value in logprob.top), logprob.rank)
+            for logprob, state in zip(logprobs, states, strict=False)
         )
 
     def request(self, request: GenerateRequest) -> GenerateRequest:

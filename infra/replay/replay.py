@@ -186,10 +186,10 @@ def _first_model(runs: Sequence[Run]) -> str:
 
 
 def _settings(args: argparse.Namespace, began_ns: int) -> dict[str, str]:
-    found = {"speed": args.speed, "began": time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(began_ns / 1e9))}
+    settings = {"speed": args.speed, "began": time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(began_ns / 1e9))}
     if args.speed == MAX_SPEED:
-        found["concurrency"] = str(args.concurrency)
+        settings["concurrency"] = str(args.concurrency)
     for name in ("model", "seed", "logprobs"):
         if getattr(args, name):
-            found[name] = str(getattr(args, name))
-    return found | dict(text.split("=", 1) for text in args.set)
+            settings[name] = str(getattr(args, name))
+    return settings | dict(text.split("=", 1) for text in args.set)

@@ -138,13 +138,13 @@ def same_routes(routes: Mapping[tuple[str, str], int]) -> dict[str, str]:
 
     Ids of workers are new with each start; what keeps its requests together has not moved.
     """
-    found: dict[str, str] = {old: new for old, new in routes if old == new}
-    taken = set(found.values())
+    same: dict[str, str] = {old: new for old, new in routes if old == new}
+    taken = set(same.values())
     for (old, new), _ in sorted(routes.items(), key=lambda item: -item[1]):
-        if old not in found and new not in taken:
-            found[old] = new
+        if old not in same and new not in taken:
+            same[old] = new
             taken.add(new)
-    return found
+    return same
 
 
 def measured(runs: Sequence[Run]) -> Measured:

@@ -11,8 +11,8 @@ from infra.replay.report import Report
 
 def with_texts(report: Report, model: str = "") -> Report:
     """The report with the texts around first differences; unchanged if the tokenizer is not to be found."""
-    found = [each for each in report.comparisons if each.difference is not None]
-    if not found or not model:
+    differing = [each for each in report.comparisons if each.difference is not None]
+    if not differing or not model:
         return report
     with contextlib.suppress(ModelError, OSError):
         tokenizer = load_tokenizer(resolve(model))
@@ -21,7 +21,7 @@ def with_texts(report: Report, model: str = "") -> Report:
             return str(tokenizer.decode(list(tokens), skip_special_tokens=False))
 
         texts = {}
-        for each in found:
+        for each in differing:
             one = each.difference
             assert one is not None
             texts[each.id] = {

@@ -43,8 +43,8 @@ def decode(source: BinaryIO, console: Console, *, as_json: bool = False) -> None
     _print(output.end(), console, as_json)
 
 
-def _print(found: Iterable[Message | bytes], console: Console, as_json: bool) -> None:
-    for each in found:
+def _print(messages: Iterable[Message | bytes], console: Console, as_json: bool) -> None:
+    for each in messages:
         if isinstance(each, bytes):
             console.file.write(each.decode("utf-8", "replace"))
         elif as_json:

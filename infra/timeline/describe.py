@@ -161,13 +161,13 @@ def _handoff(data: bytes) -> Described:
 
 
 def _worker(data: bytes) -> Described:
-    found = fleet.decode(data)
-    load = found.load
+    registration = fleet.decode(data)
+    load = registration.load
     text = (
-        f"{found.worker} {found.role} of {found.model}, {found.state.value}: {load.running} running, "
-        f"{load.waiting} waiting, {load.used_blocks}/{found.total_blocks} blocks"
+        f"{registration.worker} {registration.role} of {registration.model}, {registration.state.value}: "
+        f"{load.running} running, {load.waiting} waiting, {load.used_blocks}/{registration.total_blocks} blocks"
     )
-    return Described("worker", _NONE, text, found)
+    return Described("worker", _NONE, text, registration)
 
 
 _NONE: frozenset[str] = frozenset()

@@ -27,7 +27,7 @@ CHECKED = 200  # requests whose end is looked up at once
 CONSUMERS = 256  # per page of the broker's list
 
 
-class Found(msgspec.Struct, frozen=True):
+class LoggedRequest(msgspec.Struct, frozen=True):
     """A request in the log. ``record``: None while it has not ended."""
 
     summary: RequestSummary
@@ -35,7 +35,7 @@ class Found(msgspec.Struct, frozen=True):
     record: done.Done | None = None
 
 
-async def ended(bus: Bus, criteria: Criteria, *, before: int = 0) -> AsyncGenerator[tuple[int, Found], None]:
+async def ended(bus: Bus, criteria: Criteria, *, before: int = 0) -> AsyncGenerator[tuple[int, LoggedRequest], None]:
     """Requests that have ended, the last to end first, with the sequences of their records.
 
     Args:
@@ -48,24 +48,24 @@ async def ended(bus: Bus, criteria: Criteria, *, before: int = 0) -> AsyncGenera
     async for entry in read_backwards(bus, stream, subjects, before=before):
         if oldest and entry.time_ns < oldest:  # it was accepted even earlier
             return
-        found = of_entry(entry)
-        if found is not None and criteria.accepts(found.summary):
-            yield entry.seq, found
+        summary = of_entry(entry)
+        if summary is not None and criteria.accepts(summary.summary):
+            yield entry.seq, summary
 
 
-def of_entry(entry: Entry) -> Found | None:
+def of_entry(entry: Entry) -> LoggedRequest | None:
     """The record in a message of DONE; None: it is none, or of a later release."""
     try:
         event = done.decode(entry.data)
         if not isinstance(event, done.Done):
             return None
-        return Found(of_done(event), done.request_of(event), event)
+        return LoggedRequest(of_done(event), done.request_of(event), event)
     except msgspec.MsgspecError as error:
         log.warning("record_unreadable", seq=entry.seq, error=str(error))
         return None
 
 
-async def unfinished(bus: Bus, criteria: Criteria, *, stopped: bool = False, url: str = "") -> list[Found]:
+async def unfinished(bus: Bus, criteria: Criteria, *, stopped: bool = False, url: str = "") -> list[LoggedRequest]:
     """Requests that have not ended, the last to be accepted first.
 
     Args:
@@ -74,26 +74,26 @@ async def unfinished(bus: Bus, criteria: Criteria, *, stopped: bool = False, url
     Raises:
         ServingError: a stream cannot be read.
     """
-    found: dict[str, Found] = {}
+    by_id: dict[str, LoggedRequest] = {}
     if stopped and url:
         over, stored = await asyncio.to_thread(_left_by_stopped, bus.subjects, url, await _hour_before_end(bus))
         for name, subject, data in stored:
             if name == "REQUESTS":
                 request = requests.decode(data)
-                found[request.id] = Found(of_request(request, state=WAITING), request)
+                by_id[request.id] = LoggedRequest(of_request(request, state=WAITING), request)
             elif (running := _running(subject, data)) is not None:
-                _keep_later(found, running)
-        left = [each for name, each in found.items() if name not in over and criteria.accepts(each.summary)]
+                _keep_later(by_id, running)
+        left = [each for name, each in by_id.items() if name not in over and criteria.accepts(each.summary)]
         return sorted(left, key=lambda each: each.summary.created_ns, reverse=True)
     async for entry in _unacknowledged(bus, "REQUESTS", stopped):
         request = requests.decode(entry.data)
-        found[request.id] = Found(of_request(request, state=WAITING), request)
+        by_id[request.id] = LoggedRequest(of_request(request, state=WAITING), request)
     async for entry in _unacknowledged(bus, "WORK", stopped):
         running = _running(entry.subject, entry.data)
         if running is not None:
-            _keep_later(found, running)
-    over = {record.request async for record in _records(bus, [each.summary for each in found.values()])}
-    left = [each for name, each in found.items() if name not in over and criteria.accepts(each.summary)]
+            _keep_later(by_id, running)
+    over = {record.request async for record in _records(bus, [each.summary for each in by_id.values()])}
+    left = [each for name, each in by_id.items() if name not in over and criteria.accepts(each.summary)]
     return sorted(left, key=lambda each: each.summary.created_ns, reverse=True)
 
 
@@ -121,13 +121,13 @@ async def _hour_before_end(bus: Bus) -> int:
     return max(0, last - int(LONGEST_DEADLINE_S * 1e9))
 
 
-def _keep_later(found: dict[str, Found], running: Found) -> None:
-    before = found.get(running.summary.id)
+def _keep_later(requests: dict[str, LoggedRequest], running: LoggedRequest) -> None:
+    before = requests.get(running.summary.id)
     if before is None or before.summary.attempts <= running.summary.attempts:
-        found[running.summary.id] = running
+        requests[running.summary.id] = running
 
 
-def _running(subject: str, data: bytes) -> Found | None:
+def _running(subject: str, data: bytes) -> LoggedRequest | None:
     """The request of a message in WORK; None: a revocation, or a copy of a job that no worker reads."""
     worker = subject.rpartition(".")[2]
     if KEPT in subject.split("."):
@@ -138,7 +138,7 @@ def _running(subject: str, data: bytes) -> Found | None:
     job = message if isinstance(message, Job) else jobs.decode_job(message.job)
     request = requests.decode(job.request)
     state = of_request(request, state=RUNNING, attempt=job.attempt, worker=worker, routed_ns=job.decision.at_ns)
-    return Found(state, request)
+    return LoggedRequest(state, request)
 
 
 async def _unacknowledged(bus: Bus, name: str, stopped: bool) -> AsyncGenerator[Entry, None]:

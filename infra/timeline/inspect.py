@@ -61,20 +61,20 @@ async def _run(request_id: str, source: Source, options: Options, console: Conso
     streams = (*REQUEST_STREAMS, *(["TOKENS"] if options.batches else []))
     async with open_log(source, name="inspect", streams=streams) as log:
         timeline = await read_timeline(log.bus, request_id, with_tokens=options.batches)
-    found = inspect(timeline, with_tokens=options.batches)
+    inspection = inspect(timeline, with_tokens=options.batches)
     content, missing = _content(timeline, options)
-    found = msgspec.structs.replace(found, content=content, missing=(*found.missing, *missing))
+    inspection = msgspec.structs.replace(inspection, content=content, missing=(*inspection.missing, *missing))
     if options.html:
-        _write(Path(options.html), page(found))
+        _write(Path(options.html), page(inspection))
     if options.as_json:
-        console.file.write(as_json(found) + "\n")
+        console.file.write(as_json(inspection) + "\n")
     elif not options.html:
-        show(found, console, now_ns=time.time_ns())
+        show(inspection, console, now_ns=time.time_ns())
 
 
-def as_json(found: Inspection) -> str:
+def as_json(inspection: Inspection) -> str:
     """The inspection with every field of its request, empty ones too."""
-    plain = msgspec.to_builtins(found) | {"request": as_dict(found.request)}
+    plain = msgspec.to_builtins(inspection) | {"request": as_dict(inspection.request)}
     return msgspec.json.encode(plain).decode()
 
 

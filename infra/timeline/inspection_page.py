@@ -31,51 +31,51 @@ pre { white-space: pre-wrap; overflow-wrap: anywhere; background: var(--ground);
 _COLOURS = {"wait": "wait", "prompt": "prompt", "first token": "prompt", "transfer": "gateway"}
 
 
-def page(found: Inspection) -> str:
+def page(inspection: Inspection) -> str:
     """The whole document."""
-    title = f"{found.request.model} {found.request.id}"
+    title = f"{inspection.request.model} {inspection.request.id}"
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{escape(title)}</title><style>{_STYLE}</style></head><body><main>\n"
-        + body(found)
+        + body(inspection)
         + "\n</main></body></html>\n"
     )
 
 
-def body(found: Inspection) -> str:
+def body(inspection: Inspection) -> str:
     """What the page shows, without its style, for pages that have their own."""
-    return "\n".join(_body(found))
+    return "\n".join(_body(inspection))
 
 
-def _body(found: Inspection) -> Iterator[str]:
-    request = found.request
+def _body(inspection: Inspection) -> Iterator[str]:
+    request = inspection.request
     bad = ' class="bad"' if request.code else ""
     yield f"<h1>{escape(request.id)} <span{bad}>{escape(request.code or request.state)}</span></h1>"
     if request.message:
         yield f'<p class="bad">{escape(request.message)}</p>'
-    yield "<dl>" + "".join(_facts(found)) + "</dl>"
+    yield "<dl>" + "".join(_facts(inspection)) + "</dl>"
     yield "<h2>Where its time went</h2>"
     yield '<div role="table" aria-label="Phases">'
-    yield from _waterfall(found)
+    yield from _waterfall(inspection)
     yield "</div><h2>What happened</h2>"
     yield '<div class="scroll"><table><thead><tr><th class="n">after</th><th class="n">attempt</th><th>event</th>'
     yield "<th></th></tr></thead><tbody>"
-    for entry in found.events:
+    for entry in inspection.events:
         yield _event(entry, request.created_ns)
     yield "</tbody></table></div>"
-    yield from (f'<p class="dim">Missing: {escape(text)}.</p>' for text in found.missing)
-    yield from _content(found)
+    yield from (f'<p class="dim">Missing: {escape(text)}.</p>' for text in inspection.missing)
+    yield from _content(inspection)
 
 
-def _facts(found: Inspection) -> Iterator[str]:
-    request = found.request
+def _facts(inspection: Inspection) -> Iterator[str]:
+    request = inspection.request
     facts = {
         "model": request.model,
         "class": request.priority,
         "tenant": request.tenant,
         "user": request.user,
-        "gateway": found.gateway,
+        "gateway": inspection.gateway,
         "worker": request.worker,
         "attempts": str(request.attempts or ""),
         "prompt": f"{counted(request.prompt_tokens, 'token')}, {request.cached_tokens} cached",
@@ -88,10 +88,10 @@ def _facts(found: Inspection) -> Iterator[str]:
             yield f"<div><dt>{name}</dt><dd>{escape(value)}</dd></div>"
 
 
-def _waterfall(found: Inspection) -> Iterator[str]:
-    root = found.phases[0]
+def _waterfall(inspection: Inspection) -> Iterator[str]:
+    root = inspection.phases[0]
     whole = max(1, root.end_ns - root.start_ns)
-    for phase in found.phases:
+    for phase in inspection.phases:
         left = 100 * (phase.start_ns - root.start_ns) / whole
         width = max(0.0, 100 * (phase.end_ns - phase.start_ns) / whole)
         start, took = span((phase.start_ns - root.start_ns) / 1e6), span((phase.end_ns - phase.start_ns) / 1e6)
@@ -140,8 +140,8 @@ def _scores(entry: Entry) -> str:
     return "<table>" + "".join(rows) + "</table>"
 
 
-def _content(found: Inspection) -> Iterator[str]:
-    content = found.content
+def _content(inspection: Inspection) -> Iterator[str]:
+    content = inspection.content
     parts = [("Prompt", content.prompt)] if content.prompt is not None else []
     parts += [("Answer", text) for text in content.answers]
     ids = [("Prompt tokens", content.prompt_tokens)] if content.prompt_tokens else []

@@ -35,10 +35,10 @@ async def leases(bus: Bus, now_ns: int) -> dict[str, TicketLease]:
     return {ticket: lease for timeline in timelines.values() for ticket, lease in timeline.leases().items()}
 
 
-def show(found: dict[str, TicketLease], now_ns: int, console: Console, *, everything: bool = False) -> int:
+def show(leases_by_ticket: dict[str, TicketLease], now_ns: int, console: Console, *, everything: bool = False) -> int:
     """Print open leases, or all tickets; returns how many are open."""
     opened = 0
-    for ticket, lease in found.items():
+    for ticket, lease in leases_by_ticket.items():
         holds = lease.is_open(now_ns)
         opened += holds
         if not holds and not everything:
@@ -53,7 +53,7 @@ def show(found: dict[str, TicketLease], now_ns: int, console: Console, *, everyt
             highlight=False,
             soft_wrap=True,
         )
-    console.print(f"{opened} open leases; {len(found)} handoffs in the last hour")
+    console.print(f"{opened} open leases; {len(leases_by_ticket)} handoffs in the last hour")
     return opened
 
 

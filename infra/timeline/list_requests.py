@@ -16,7 +16,7 @@ from configs.flags import Parser
 from infra.bus.connection import Bus
 from infra.bus.direct_get import get_last, read
 from infra.terminal import stdout
-from infra.timeline.find_requests import Found, ended, of_entry, unfinished
+from infra.timeline.find_requests import LoggedRequest, ended, of_entry, unfinished
 from infra.timeline.moments import duration_ns, moment_ns
 from infra.timeline.open_log import Log, Source, add_flags, open_log, run_command
 from infra.timeline.request_lines import RequestLine, lines
@@ -106,9 +106,9 @@ async def _run(source: Source, options: Options, console: Console) -> None:
         if options.follow and log.stopped:
             raise ValueError("the deployment is stopped: there is nothing to follow")
         last = await get_last(log.bus, log.bus.subjects.stream("DONE"), log.bus.subjects.all("done"))
-        found = [line async for line in _list(log, options)]
-        _print(found, options, console, header=True)
-        if not found and not options.as_json and not options.follow:
+        lines = [line async for line in _list(log, options)]
+        _print(lines, options, console, header=True)
+        if not lines and not options.as_json and not options.follow:
             console.print("no request matches")
         if options.follow:
             await _follow(log.bus, last.seq if last is not None else 0, options, console)
@@ -118,10 +118,10 @@ async def _list(log: Log, options: Options) -> AsyncGenerator[RequestLine, None]
     count = 0
     criteria = options.criteria
     states = criteria.states
-    found = (
+    requests = (
         await unfinished(log.bus, criteria, stopped=log.stopped, url=log.url) if _may_be_unfinished(criteria) else []
     )
-    for each in found:
+    for each in requests:
         if (line := _line(each, options)) is not None:
             yield line
             count += 1
@@ -158,35 +158,35 @@ async def _follow(bus: Bus, after: int, options: Options, console: Console) -> N
         new = []
         async for entry in read(bus, stream, subject, after=after):
             after = entry.seq
-            found = of_entry(entry)
-            if found is not None and options.criteria.accepts(found.summary):
-                line = _line(found, options)
+            request = of_entry(entry)
+            if request is not None and options.criteria.accepts(request.summary):
+                line = _line(request, options)
                 new += [line] if line is not None else []
         _print(new, options, console, header=False)
         await asyncio.sleep(POLL_S)
 
 
-def _line(found: Found, options: Options) -> RequestLine | None:
+def _line(request: LoggedRequest, options: Options) -> RequestLine | None:
     if options.grep is None:
-        return RequestLine(found.summary)
-    texts = [options.texts.prompt(found.request)] if found.request is not None else []
-    texts += options.texts.outputs(found.record) if found.record is not None else []
+        return RequestLine(request.summary)
+    texts = [options.texts.prompt(request.request)] if request.request is not None else []
+    texts += options.texts.outputs(request.record) if request.record is not None else []
     for text in texts:
         if match := options.grep.search(text):
             start = max(0, match.start() - BEFORE)
             end = max(match.end(), start + SNIPPET)
-            return RequestLine(found.summary, " ".join(text[start:end].split()))
+            return RequestLine(request.summary, " ".join(text[start:end].split()))
     return None
 
 
-def _print(found: Sequence[RequestLine], options: Options, console: Console, *, header: bool) -> None:
+def _print(request_lines: Sequence[RequestLine], options: Options, console: Console, *, header: bool) -> None:
     written: Iterable[str]
     if options.as_json:
-        written = (_encode(_as_dict(line)).decode() for line in found)
-    elif found:
+        written = (_encode(_as_dict(line)).decode() for line in request_lines)
+    elif request_lines:
         width, colours = console.width, console.color_system is not None and not console.no_color
         name = ("text" if options.grep is not None else "error") if header else ""
-        written = lines(found, width=width, now_ns=time.time_ns(), header=name, colours=colours)
+        written = lines(request_lines, width=width, now_ns=time.time_ns(), header=name, colours=colours)
     else:
         return
     for part in _batched(written, WRITTEN_TOGETHER):  # standard output is flushed at each line's end

@@ -28,8 +28,8 @@ class CopyFailed(Exception):
 
 def namespaces(data_dir: Path) -> list[str]:
     """The namespaces that have streams in a data folder."""
-    found = (data_dir / STREAMS_DIR).glob("*_DONE/meta.inf")
-    return sorted(path.parent.name.removesuffix("_DONE") for path in found)
+    paths = (data_dir / STREAMS_DIR).glob("*_DONE/meta.inf")
+    return sorted(path.parent.name.removesuffix("_DONE") for path in paths)
 
 
 def stream_name(subjects: Subjects, stream: str) -> str:

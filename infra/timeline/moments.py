@@ -13,10 +13,10 @@ def duration_ns(text: str) -> int:
     Raises:
         ValueError: anything else.
     """
-    found = _AGO.fullmatch(text.strip())
-    if found is None:
+    match = _AGO.fullmatch(text.strip())
+    if match is None:
         raise ValueError(f"{text!r} is not a duration: write 300ms, 90s, 15m, 2h or 7d")
-    return int(float(found[1]) * _UNITS[found[2]])
+    return int(float(match[1]) * _UNITS[match[2]])
 
 
 def moment_ns(text: str, now_ns: int) -> int:

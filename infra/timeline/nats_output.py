@@ -64,7 +64,7 @@ class NatsOutput:
     def feed(self, line: bytes) -> Iterator[Message | bytes]:
         """One more line."""
         text = line.rstrip(b"\r\n")
-        heading = next((found for form in _HEADINGS if (found := form.match(text))), None)
+        heading = next((match for form in _HEADINGS if (match := form.match(text))), None)
         if heading is not None:
             yield from self.end()
             self._heading = heading
@@ -142,9 +142,9 @@ class NatsOutput:
                 return
 
     def _end_json(self) -> Iterator[Message | bytes]:
-        found = _of_json(b"".join(self._lines))
+        message = _of_json(b"".join(self._lines))
         lines = self._pass()
-        yield from lines if found is None else [found]
+        yield from lines if message is None else [message]
 
 
 def _message(heading: re.Match[bytes] | None, headers: dict[str, str], about: Described) -> Message:
@@ -166,16 +166,16 @@ def _time(text: str) -> int:
 def _of_json(text: bytes) -> Message | None:
     """None: it is no message, or none of ours."""
     try:
-        found = msgspec.json.decode(text, type=_Json)
-        subject = found.subject or found.Subject
-        data = base64.b64decode(found.data or found.Data or "")
-        headers = {name: values[0] for name, values in (found.Header or {}).items() if values}
-        for line in base64.b64decode(found.hdrs or "").decode("utf-8", "replace").split("\r\n")[1:]:
+        decoded = msgspec.json.decode(text, type=_Json)
+        subject = decoded.subject or decoded.Subject
+        data = base64.b64decode(decoded.data or decoded.Data or "")
+        headers = {name: values[0] for name, values in (decoded.Header or {}).items() if values}
+        for line in base64.b64decode(decoded.hdrs or "").decode("utf-8", "replace").split("\r\n")[1:]:
             name, colon, value = line.partition(":")
             if colon:
                 headers[name] = value.strip()
         if not is_known(subject):
             return None
-        return Message(subject, found.seq, _time(found.time), headers, describe(subject, headers, data))
+        return Message(subject, decoded.seq, _time(decoded.time), headers, describe(subject, headers, data))
     except (msgspec.MsgspecError, ValueError):
         return None

@@ -205,14 +205,14 @@ def _acquired(lock: Lock) -> bool:
 
 
 def _namespace(source: Source, data_dir: Path) -> str:
-    found = namespaces(data_dir)
+    names = namespaces(data_dir)
     if source.namespace:
-        if source.namespace not in found:
-            raise ValueError(f"no streams of namespace {source.namespace} in {data_dir}; it has {', '.join(found)}")
+        if source.namespace not in names:
+            raise ValueError(f"no streams of namespace {source.namespace} in {data_dir}; it has {', '.join(names)}")
         return source.namespace
-    if len(found) != 1:
-        raise ValueError(f"{data_dir} has {len(found)} namespaces ({', '.join(found)}); choose one with --namespace")
-    return found[0]
+    if len(names) != 1:
+        raise ValueError(f"{data_dir} has {len(names)} namespaces ({', '.join(names)}); choose one with --namespace")
+    return names[0]
 
 
 def _beside(data_dir: Path) -> str | None:

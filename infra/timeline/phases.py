@@ -28,12 +28,12 @@ class Phase(msgspec.Struct, frozen=True):
 
 def phases(timeline: RequestTimeline, events: Sequence[TimelineEvent]) -> Iterator[Phase]:
     """The request's phases, depth first: its spans, and where tokens were stored."""
-    found = spans(timeline)
+    all_spans = spans(timeline)
     if timeline.done is None:  # what runs has come as far as its last token
         last = max(event.at_ns for event in events)
         worker = timeline.stages[-1].worker if timeline.stages else ""
-        for span in found:
-            if span is found[0] or span.instance == worker:
+        for span in all_spans:
+            if span is all_spans[0] or span.instance == worker:
                 span.end_ns = max(span.end_ns, last)
     made = [
         Phase(
@@ -46,7 +46,7 @@ def phases(timeline: RequestTimeline, events: Sequence[TimelineEvent]) -> Iterat
             attempt if isinstance(attempt := span.attributes.get("penstock.attempt", 0), int) else 0,
             span.error or "",
         )
-        for depth, span in in_order(found)
+        for depth, span in in_order(all_spans)
     ]
     streamed: dict[tuple[int, str], list[int]] = {}
     for event in events:

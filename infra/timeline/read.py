@@ -127,29 +127,29 @@ async def _add_only_attempt(bus: Bus, timeline: RequestTimeline) -> bool:
     event = timeline.done
     if event is None or event.attempt != 1 or not event.worker or not event.timings.routed_ns:
         return False
-    times, found = event.timings, dict[str, Entry]()
-    first = await _first_work(bus, timeline.request_id, found, times.routed_ns, times.ended_ns)
+    times, entries = event.timings, dict[str, Entry]()
+    first = await _first_work(bus, timeline.request_id, entries, times.routed_ns, times.ended_ns)
     if first is None:
         return False
     message = jobs.decode(first.data)
     route = message.decision.route if isinstance(message, jobs.Job) else ()
     for number in range(1, len(route)):  # the last stage's begins with the first token, those between before it
         since = times.first_token_ns if number == len(route) - 1 and times.first_token_ns else first.time_ns
-        if await _first_work(bus, timeline.request_id, found, since, times.ended_ns) is None:
+        if await _first_work(bus, timeline.request_id, entries, since, times.ended_ns) is None:
             return False
-    for entry in sorted(found.values(), key=lambda each: each.seq):
+    for entry in sorted(entries.values(), key=lambda each: each.seq):
         _add_job(timeline, entry)
     return True
 
 
-async def _first_work(bus: Bus, request_id: str, found: dict[str, Entry], since_ns: int, until_ns: int) -> Entry | None:
-    """The first message about a request that is not in ``found`` yet, to which it is added; None: there is none."""
+async def _first_work(bus: Bus, request_id: str, jobs: dict[str, Entry], since_ns: int, until_ns: int) -> Entry | None:
+    """The first message about a request that is not in ``jobs`` yet, to which it is added; None: there is none."""
     since, until = since_ns - NEAR_NS, until_ns + NEAR_NS
     async with contextlib.aclosing(_window(bus, "WORK", bus.subjects.all("work"), since, until)) as entries:
         async for entry in entries:
             name = entry.headers.get(HEADER_MSG_ID, "")
-            if _is_work_of(request_id, entry) and name not in found:
-                found[name] = entry
+            if _is_work_of(request_id, entry) and name not in jobs:
+                jobs[name] = entry
                 return entry
     return None
 
@@ -166,7 +166,7 @@ def _add_job(timeline: RequestTimeline, entry: Entry) -> None:
 
 async def _ledger(bus: Bus, timeline: RequestTimeline, since: int, until_ns: int) -> list[Handoff]:
     """What workers reported about this request's tickets; nothing if the deployment has no ledger."""
-    event, found, name = timeline.done, list[Handoff](), timeline.request_id.encode()
+    event, handoffs, name = timeline.done, list[Handoff](), timeline.request_id.encode()
     if event is not None and event.attempt == 1 and event.timings.routed_ns:
         since, until_ns = event.timings.routed_ns - NEAR_NS, event.timings.ended_ns + NEAR_NS
     with contextlib.suppress(ServingError):
@@ -175,8 +175,8 @@ async def _ledger(bus: Bus, timeline: RequestTimeline, since: int, until_ns: int
                 continue
             with contextlib.suppress(msgspec.MsgspecError):
                 events = decode_ledger(entry.data).events
-                found += [each for each in events if each.ticket.startswith(timeline.request_id)]
-    return found
+                handoffs += [each for each in events if each.ticket.startswith(timeline.request_id)]
+    return handoffs
 
 
 async def _add_tokens(bus: Bus, timeline: RequestTimeline, since: int, until_ns: int) -> None:

@@ -31,7 +31,7 @@ class _Column(NamedTuple):
 
 
 def lines(
-    found: Sequence[RequestLine], *, width: int, now_ns: int, header: str = "", colours: bool = False
+    requests: Sequence[RequestLine], *, width: int, now_ns: int, header: str = "", colours: bool = False
 ) -> Iterator[str]:
     """
     Args:
@@ -39,9 +39,9 @@ def lines(
         header: name of the last column, above the list; "": no line of names.
         colours: as ANSI escape sequences.
     """
-    table = {column: [column.cell(each.summary, now_ns) for each in found] for column in _COLUMNS}
+    table = {column: [column.cell(each.summary, now_ns) for each in requests] for column in _COLUMNS}
     sizes = {column: max(column.width, *map(len, cells)) for column, cells in table.items()}
-    left = _drop(sizes, width, _wanted(found))
+    left = _drop(sizes, width, _wanted(requests))
     sizes[_STATE] += min(0, left - _NONE)  # what stays is wider than the terminal
     columns, widths = list(sizes), list(sizes.values())
     rows = zip(*(table[column] for column in columns), strict=True)
@@ -51,7 +51,7 @@ def lines(
         name = f"{_GAP}{header}" if left >= _LEAST else ""
         yield _bold(f"{form(*(column.name for column in columns))}{name}", colours)
     place = columns.index(_STATE)
-    for (summary, match), row in zip(found, rows, strict=True):
+    for (summary, match), row in zip(requests, rows, strict=True):
         cells = list(row)
         cells[place] = _cut(cells[place], widths[place])
         if colours:
@@ -62,10 +62,10 @@ def lines(
         yield f"{form(*cells)}{_GAP}{text}".rstrip()
 
 
-def _wanted(found: Sequence[RequestLine]) -> int:
-    if any(each.match for each in found):
+def _wanted(requests: Sequence[RequestLine]) -> int:
+    if any(each.match for each in requests):
         return _MATCH
-    return _ERROR if any(each.summary.message for each in found) else _NONE
+    return _ERROR if any(each.summary.message for each in requests) else _NONE
 
 
 def _cut(text: str, width: int) -> str:
@@ -104,16 +104,16 @@ def _line(text: str) -> str:
 
 
 _OVER_ERRORS = 3  # columns up to here matter more than the text of errors, which `state` has the code of
-_STATE = _Column("state", 9, lambda found, _: found.code or found.state)
+_STATE = _Column("state", 9, lambda request, _: request.code or request.state)
 _COLUMNS = (
-    _Column("accepted", 12, lambda found, now_ns: _clock(found.created_ns, now_ns), 2),
-    _Column("id", 36, lambda found, _: found.id),
+    _Column("accepted", 12, lambda request, now_ns: _clock(request.created_ns, now_ns), 2),
+    _Column("id", 36, lambda request, _: request.id),
     _STATE,
-    _Column("model", 6, lambda found, _: _line(found.model), 6),
-    _Column("worker", 17, lambda found, _: _line(found.worker), 4),
-    _Column("prompt", 6, lambda found, _: str(found.prompt_tokens), 5, number=True),
-    _Column("cached", 6, lambda found, _: str(found.cached_tokens), 8, number=True),
-    _Column("out", 5, lambda found, _: str(found.completion_tokens), 3, number=True),
-    _Column("ttft", 9, lambda found, _: span(found.ttft_ms), 7, number=True),
-    _Column("duration", 9, lambda found, _: span(found.duration_ms), 1, number=True),
+    _Column("model", 6, lambda request, _: _line(request.model), 6),
+    _Column("worker", 17, lambda request, _: _line(request.worker), 4),
+    _Column("prompt", 6, lambda request, _: str(request.prompt_tokens), 5, number=True),
+    _Column("cached", 6, lambda request, _: str(request.cached_tokens), 8, number=True),
+    _Column("out", 5, lambda request, _: str(request.completion_tokens), 3, number=True),
+    _Column("ttft", 9, lambda request, _: span(request.ttft_ms), 7, number=True),
+    _Column("duration", 9, lambda request, _: span(request.duration_ms), 1, number=True),
 )

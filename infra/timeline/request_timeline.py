@@ -161,8 +161,8 @@ class RequestTimeline:
             keyed.append((max(self._done_ns, last), RequestDone(self._done_ns, self.done)))
         keyed += [(line.at_ns, TransferReported(line.at_ns, line)) for line in self.handoffs]
         keyed.sort(key=lambda pair: pair[0])  # stable: what one message caused stays together
-        found = [event for _, event in keyed]
-        return found if self.accepted is None else [self.accepted, *found]
+        events = [event for _, event in keyed]
+        return events if self.accepted is None else [self.accepted, *events]
 
     def leases(self) -> dict[str, TicketLease]:
         """The leases of the request's handoffs, by ticket."""

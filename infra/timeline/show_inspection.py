@@ -30,24 +30,24 @@ _EVENTS = {
 _STATES = {"finished": "green", "failed": "red", "cancelled": "yellow", "running": "cyan", "waiting": "magenta"}
 
 
-def show(found: Inspection, console: Console, *, now_ns: int) -> None:
+def show(inspection: Inspection, console: Console, *, now_ns: int) -> None:
     """Print an inspection; ``now_ns``: Unix time, so that dates are left out if they are today's."""
-    _show_request(found, console, now_ns)
+    _show_request(inspection, console, now_ns)
     console.print()
-    console.print(_waterfall(found, console.width))
+    console.print(_waterfall(inspection, console.width))
     console.print()
-    _show_events(found, console)
-    for text in found.missing:
+    _show_events(inspection, console)
+    for text in inspection.missing:
         console.print(f"missing: {escape(text)}", style="yellow", highlight=False, soft_wrap=True)
-    _show_content(found, console)
+    _show_content(inspection, console)
 
 
-def _show_request(found: Inspection, console: Console, now_ns: int) -> None:
-    request = found.request
+def _show_request(inspection: Inspection, console: Console, now_ns: int) -> None:
+    request = inspection.request
     state = f"[{_STATES[request.state]}]{request.state}[/]"
     state += f" [red]{request.code}[/]" if request.code not in ("", request.state) else ""
     about = [f"[bold]{request.id}[/]", state, f"model {escape(request.model)}", request.endpoint]
-    about += [f"class {request.priority}", f"tenant {escape(request.tenant)}", f"via {escape(found.gateway)}"]
+    about += [f"class {request.priority}", f"tenant {escape(request.tenant)}", f"via {escape(inspection.gateway)}"]
     about += [f"user {escape(request.user)}"] if request.user else []
     broken = not console.is_terminal  # by its reader, anywhere
     console.print("  ".join(filter(None, about)), highlight=False, soft_wrap=broken)
@@ -63,18 +63,18 @@ def _show_request(found: Inspection, console: Console, now_ns: int) -> None:
         console.print(escape(request.message), style="red", highlight=False, soft_wrap=broken)
 
 
-def _waterfall(found: Inspection, columns: int) -> Table:
-    root = found.phases[0]
+def _waterfall(inspection: Inspection, columns: int) -> Table:
+    root = inspection.phases[0]
     whole = max(1, root.end_ns - root.start_ns)
     narrow = columns < NARROW
     width = max(NARROWEST, min(WIDEST, columns - (BESIDE - 20 if narrow else BESIDE)))
-    attempts = any(phase.attempt > 1 for phase in found.phases)
+    attempts = any(phase.attempt > 1 for phase in inspection.phases)
     names = ["phase", *([] if narrow else ["where"]), f"0 … {span(whole / 1e6)}", "from", "took"]
     table = Table(*names, box=None, pad_edge=False, header_style="bold")
     for column in table.columns:
         column.no_wrap = True
     table.columns[-1].justify = table.columns[-2].justify = "right"
-    for phase in found.phases:
+    for phase in inspection.phases:
         colour = _colour(phase)
         name = "  " * phase.depth + phase.name + (f" #{phase.attempt}" if attempts and phase.depth == 1 else "")
         start, end = phase.start_ns - root.start_ns, phase.end_ns - root.start_ns
@@ -94,14 +94,14 @@ def _colour(phase: Phase) -> str:
     return "red" if phase.error else _PHASES.get(phase.name, _COLOURS.get(phase.service, "default"))
 
 
-def _show_events(found: Inspection, console: Console) -> None:
-    begin = found.request.created_ns
-    attempts = max((entry.attempt for entry in found.events), default=0) > 1
-    for entry in found.events:
+def _show_events(inspection: Inspection, console: Console) -> None:
+    begin = inspection.request.created_ns
+    attempts = max((entry.attempt for entry in inspection.events), default=0) > 1
+    for entry in inspection.events:
         offset = f"+{span((entry.at_ns - begin) / 1e6)}" if entry.at_ns >= begin else "before"
         attempt = f"{f'attempt {entry.attempt}' if entry.attempt else '':<9}  " if attempts else ""
         style = _EVENTS.get(entry.kind, "")
-        style = "bold red" if entry.kind == "done" and found.request.code else style
+        style = "bold red" if entry.kind == "done" and inspection.request.code else style
         kind = f"[{style}]{entry.kind:<10}[/]" if style else f"{entry.kind:<10}"
         print_hanging(console, f"{offset:>11}  {attempt}{kind}  ", escape(line_of(entry)))
         if entry.candidates:
@@ -145,8 +145,8 @@ def _scores(entry: Entry, width: int) -> Table:
     return table
 
 
-def _show_content(found: Inspection, console: Console) -> None:
-    content = found.content
+def _show_content(inspection: Inspection, console: Console) -> None:
+    content = inspection.content
     answers = [
         (f"answer {n}" if len(content.answers) > 1 else "answer", text) for n, text in enumerate(content.answers)
     ]

@@ -151,10 +151,10 @@ async def _info(bus: Bus, stream: str) -> _Info:
         message: Any = await bus.nc.request(f"$JS.API.STREAM.INFO.{stream}", b'{"deleted_details": true}', timeout=5.0)
     except (NatsError, TimeoutError) as error:
         raise ServingError(Code.broker_unavailable, f"stream {stream} cannot be read: {error!r}") from error
-    found = msgspec.json.decode(message.data, type=_Info)
-    if found.error is not None:
-        raise ServingError(Code.broker_unavailable, f"stream {stream} cannot be read: {found.error}")
-    return found
+    info = msgspec.json.decode(message.data, type=_Info)
+    if info.error is not None:
+        raise ServingError(Code.broker_unavailable, f"stream {stream} cannot be read: {info.error}")
+    return info
 
 
 class _Files:

@@ -147,21 +147,21 @@ async def _stored(bus: Bus, pair: tuple[str, str], end: int, options: Options) -
     if not end:
         return []
     stream, subject = bus.subjects.stream(pair[0]), pair[1]
-    found: list[Entry] = []
+    entries: list[Entry] = []
     if options.ranged:
         start = max(0, options.from_seq - 1)
         async for entry in read(bus, stream, subject, after=start, since_ns=options.since_ns, until_seq=end):
             if options.until_ns and entry.time_ns >= options.until_ns:
                 break
-            found.append(entry)
-        return found
+            entries.append(entry)
+        return entries
     oldest = time_of(options.request) - CLOCK_SKEW_NS if options.request else 0
     async for entry in read_backwards(bus, stream, subject, before=end + 1):
-        if len(found) == options.lines or entry.time_ns < oldest:
+        if len(entries) == options.lines or entry.time_ns < oldest:
             break
         if (not options.until_ns or entry.time_ns < options.until_ns) and _wanted(entry, options) is not None:
-            found.append(entry)
-    return found
+            entries.append(entry)
+    return entries
 
 
 async def _follow(bus: Bus, ends: dict[tuple[str, str], int], options: Options, console: Console) -> None:
@@ -177,17 +177,17 @@ async def _follow(bus: Bus, ends: dict[tuple[str, str], int], options: Options, 
 
 
 def _wanted(entry: Entry, options: Options) -> tuple[Entry, Described] | None:
-    found = describe(entry.subject, entry.headers, entry.data)
-    if options.request and options.request not in found.requests:
+    described = describe(entry.subject, entry.headers, entry.data)
+    if options.request and options.request not in described.requests:
         return None
-    if options.worker and options.worker not in entry.subject and options.worker not in found.text:
+    if options.worker and options.worker not in entry.subject and options.worker not in described.text:
         return None
-    return entry, found
+    return entry, described
 
 
-def _print(found: Iterable[tuple[Entry, Described]], options: Options, console: Console) -> None:
+def _print(described: Iterable[tuple[Entry, Described]], options: Options, console: Console) -> None:
     now_ns = time.time_ns()
-    for entry, about in found:
+    for entry, about in described:
         if options.as_json:
             line = {
                 "subject": entry.subject,

@@ -44,16 +44,16 @@ def ticket_leases(lines: Iterable[Handoff]) -> dict[str, TicketLease]:
     The lines of two workers about one ticket may cross, so lines before the offer wait for it. A ticket without an
     offer has no lease.
     """
-    found: dict[str, TicketLease] = {}
+    leases: dict[str, TicketLease] = {}
     early: dict[str, list[Handoff]] = {}
     for line in lines:
-        lease = found.get(line.ticket)
+        lease = leases.get(line.ticket)
         if line.state == "offered":
-            lease = found[line.ticket] = TicketLease(line, line)
+            lease = leases[line.ticket] = TicketLease(line, line)
             for earlier in early.pop(line.ticket, ()):
                 lease.apply(earlier)
         elif lease is None:
             early.setdefault(line.ticket, []).append(line)
         else:
             lease.apply(line)
-    return found
+    return leases

@@ -81,15 +81,15 @@ async def _run(args: argparse.Namespace, data_dir: Path, console: Console) -> No
         if not entries:
             raise ValueError("the KV stream is empty: it keeps an hour, or 7 days with --record")
         seq = _sequence(args.at, entries)
-        found = report(seq, entries, args.max_blocks)
+        result = report(seq, entries, args.max_blocks)
         if args.check:
             checks = [check async for check in _checks(log.bus, data_dir, entries, args.max_blocks)]
-            found = msgspec.structs.replace(found, routers=tuple(checks))
+            result = msgspec.structs.replace(result, routers=tuple(checks))
     if args.json:
-        console.file.write(msgspec.json.encode(found).decode() + "\n")
+        console.file.write(msgspec.json.encode(result).decode() + "\n")
     else:
-        _print(found, console)
-    wrong = [check.router for check in found.routers if check.checksum != check.expected]
+        _print(result, console)
+    wrong = [check.router for check in result.routers if check.checksum != check.expected]
     if wrong:
         raise ValueError(f"{', '.join(wrong)} has another index than the KV stream leads to")
 
@@ -156,21 +156,25 @@ async def _checks(bus: Bus, data_dir: Path, entries: Entries, max_blocks: int) -
         yield RouterCheck(process.name, seq, checksum, index.checksum())
 
 
-def _print(found: IndexReport, console: Console) -> None:
+def _print(index_report: IndexReport, console: Console) -> None:
     console.print(
-        f"after message {found.kv_seq:,} of the KV stream, at {clock(found.at_ns, time.time_ns())}: "
-        f"{found.blocks:,} distinct blocks, checksum {found.checksum:012x}",
+        f"after message {index_report.kv_seq:,} of the KV stream, at {clock(index_report.at_ns, time.time_ns())}: "
+        f"{index_report.blocks:,} distinct blocks, checksum {index_report.checksum:012x}",
         highlight=False,
     )
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("worker", no_wrap=True)
     table.add_column("rank", justify="right")
     table.add_column("blocks", justify="right")
-    for target in found.targets:
-        blocks = f"{target.blocks:,}" if target.blocks is not None else f"unknown: it began before {found.first_seq:,}"
+    for target in index_report.targets:
+        blocks = (
+            f"{target.blocks:,}"
+            if target.blocks is not None
+            else f"unknown: it began before {index_report.first_seq:,}"
+        )
         table.add_row(target.worker, str(target.rank), blocks)
     console.print(table)
-    for check in found.routers:
+    for check in index_report.routers:
         same = check.checksum == check.expected
         verdict = "[green]as the stream leads to[/]" if same else f"[red]the stream leads to {check.expected:012x}[/]"
         console.print(f"{check.router} at {check.kv_seq:,}: {check.checksum:012x}, {verdict}", highlight=False)

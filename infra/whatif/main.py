@@ -78,11 +78,11 @@ async def _run(args: argparse.Namespace, console: Console) -> None:
         at_ns,
     )
     async with open_log(Source.of(args), name="whatif", role="operator", streams=("WORK", "DONE")) as log:
-        found = await decide_all(log.bus, change, since_ns=since_ns, until_ns=until_ns, model=args.model)
+        decided = await decide_all(log.bus, change, since_ns=since_ns, until_ns=until_ns, model=args.model)
     if args.json:
-        console.file.write(msgspec.json.encode(found).decode() + "\n")
+        console.file.write(msgspec.json.encode(decided).decode() + "\n")
         return
-    _print(found, console)
+    _print(decided, console)
 
 
 async def decide_all(bus: Bus, change: Change, *, since_ns: int = 0, until_ns: int = 0, model: str = "") -> Report:
@@ -95,7 +95,7 @@ async def decide_all(bus: Bus, change: Change, *, since_ns: int = 0, until_ns: i
     total = 0
     left_out: Counter[str] = Counter()
     workers: set[str] = set()
-    found: list[Redecided] = []
+    decisions: list[Redecided] = []
     ahead: dict[str, tuple[int, float]] = {}  # by request: when its last decision was made, and the work ahead then
     async for request_id, job in _jobs(bus, since_ns, until_ns):
         if model and msgspec.msgpack.decode(job.request, type=_OfModel).model != model:
@@ -106,16 +106,16 @@ async def decide_all(bus: Bus, change: Change, *, since_ns: int = 0, until_ns: i
         if again is None:
             left_out[insufficient(job) or "without a candidate"] += 1
         else:
-            found.append(again)
+            decisions.append(again)
             ahead[request_id] = (again.at_ns, again.recorded.ahead)
     if not total:
         raise ValueError("no routing decision was recorded in this time")
     if unknown := change.unknown(workers):
         raise ValueError(f"no worker {unknown[0]!r} in these decisions; there are {', '.join(sorted(workers))}")
-    if not found:
+    if not decisions:
         why = ", ".join(f"{count:,} {reason}" for reason, count in left_out.most_common())
         raise ValueError(f"no recorded decision can be decided again: {why}")
-    return report(total, found, await _measured(bus, ahead, since_ns), left_out)
+    return report(total, decisions, await _measured(bus, ahead, since_ns), left_out)
 
 
 class _OfModel(msgspec.Struct):
@@ -152,32 +152,32 @@ async def _measured(bus: Bus, ahead: dict[str, tuple[int, float]], since_ns: int
     return ms_per_token(measured)
 
 
-def _print(found: Report, console: Console) -> None:
+def _print(decided: Report, console: Console) -> None:
     now_ns = time.time_ns()
     console.print(
-        f"{counted(found.decisions, 'decision')} from {clock(found.first_ns, now_ns)} "
-        f"to {clock(found.last_ns, now_ns)}; the record of {found.usable:,} suffices\n"
-        f"this build decides {found.reproduced:,} of them as recorded ({found.reproduced / found.usable:.1%})",
+        f"{counted(decided.decisions, 'decision')} from {clock(decided.first_ns, now_ns)} "
+        f"to {clock(decided.last_ns, now_ns)}; the record of {decided.usable:,} suffices\n"
+        f"this build decides {decided.reproduced:,} of them as recorded ({decided.reproduced / decided.usable:.1%})",
         highlight=False,
     )
-    for reason, count in found.left_out.items():
+    for reason, count in decided.left_out.items():
         console.print(f"left out: {count:,} {reason}", highlight=False)
-    if found.reproduced < found.usable:
+    if decided.reproduced < decided.usable:
         console.print("[yellow]the others were made with other weights, or by a build that decides differently[/]")
-    moved = f"{found.moved:,} go elsewhere ({found.moved / found.usable:.0%})"
-    waiting = f", {found.waiting:,} have no worker left and wait" if found.waiting else ""
+    moved = f"{decided.moved:,} go elsewhere ({decided.moved / decided.usable:.0%})"
+    waiting = f", {decided.waiting:,} have no worker left and wait" if decided.waiting else ""
     console.print(f"with the change {moved}{waiting}\n", highlight=False)
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("", "recorded", "what if", "change"):
         table.add_column(name, justify="right" if name else "left", no_wrap=True)
-    was, then = found.recorded, found.then
+    was, then = decided.recorded, decided.then
     table.add_row("prompt tokens from cache", f"{was.cached_share:.1%}", f"{then.cached_share:.1%}",
                   f"{100 * (then.cached_share - was.cached_share):+.1f} points")  # fmt: skip
     for name in ("p50", "p95"):
         _row(table, f"tokens ahead of the first one, {name}", *(getattr(each, f"ahead_{name}") for each in (was, then)))
-    if found.ms_per_token is not None:
+    if decided.ms_per_token is not None:
         for name in ("p50", "p95"):
-            values = (_ms(each, name, found.ms_per_token) for each in (was, then))
+            values = (_ms(each, name, decided.ms_per_token) for each in (was, then))
             table.add_row(f"predicted time to first token, {name}", *values, "")
     table.add_row(
         "busiest worker / mean", f"{was.balance:.2f}", f"{then.balance:.2f}", f"{then.balance - was.balance:+.2f}"

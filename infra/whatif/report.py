@@ -55,21 +55,21 @@ class Report(msgspec.Struct, frozen=True):
 
 def report(
     decisions: int,
-    found: Sequence[Redecided],
+    redecided: Sequence[Redecided],
     ms_per_token: float | None = None,
     left_out: Mapping[str, int] = {},  # only read
 ) -> Report:
     """The figures of all decisions that could be made again."""
     return Report(
         decisions,
-        len(found),
-        sum(each.reproduced for each in found),
-        sum(each.then is not None and each.then.route != each.recorded.route for each in found),
-        sum(each.then is None for each in found),
-        min((each.at_ns for each in found), default=0),
-        max((each.at_ns for each in found), default=0),
-        _placement((each.recorded, each.prompt_tokens) for each in found),
-        _placement((each.then, each.prompt_tokens) for each in found if each.then is not None),
+        len(redecided),
+        sum(each.reproduced for each in redecided),
+        sum(each.then is not None and each.then.route != each.recorded.route for each in redecided),
+        sum(each.then is None for each in redecided),
+        min((each.at_ns for each in redecided), default=0),
+        max((each.at_ns for each in redecided), default=0),
+        _placement((each.recorded, each.prompt_tokens) for each in redecided),
+        _placement((each.then, each.prompt_tokens) for each in redecided if each.then is not None),
         ms_per_token,
         dict(left_out),
     )

@@ -132,8 +132,8 @@ class Eraser:
         wanted = msgspec.json.encode({"subjects_filter": subjects.tokens_apart})
         verb = f"$JS.API.STREAM.INFO.{subjects.stream('TOKENS')}"
         reply: Any = msgspec.json.decode((await self._bus.nc.request(verb, wanted, timeout=5.0)).data)
-        found = reply.get("state", {}).get("subjects") or {}
-        return {subject.rpartition(".")[2] for subject in found}
+        counts = reply.get("state", {}).get("subjects") or {}
+        return {subject.rpartition(".")[2] for subject in counts}
 
     # Erasing
 
@@ -167,16 +167,16 @@ class Eraser:
         ]
         if not old:
             return {}
-        found: dict[str, set[int]] = {each.request: set() for each in old}
+        sequences: dict[str, set[int]] = {each.request: set() for each in old}
         subjects, since = self._bus.subjects, min(each.created_ns for each in old) - CLOCK_SKEW_NS
         until = max(each.ended_ns for each in old) + CLOCK_SKEW_NS
         async for entry in read(self._bus, subjects.stream("WORK"), subjects.all("work"), since_ns=since):
             if entry.time_ns > until:
                 break
-            of = found.get(entry.headers.get(HEADER_MSG_ID, "").partition(":")[0])
+            of = sequences.get(entry.headers.get(HEADER_MSG_ID, "").partition(":")[0])
             if of is not None:
                 of.add(entry.seq)
-        return {request: frozenset(seqs) for request, seqs in found.items()}
+        return {request: frozenset(seqs) for request, seqs in sequences.items()}
 
     async def _erase_tokens(self, request: str) -> None:
         subjects = self._bus.subjects

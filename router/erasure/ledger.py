@@ -83,14 +83,14 @@ class ErasureLedger:
 
     def due(self, now_ns: int, limit: int) -> list[Due]:
         """Up to ``limit`` requests whose time has come."""
-        found = []
+        requests = []
         for request, ended in self._ended.items():
             if ended.due_ns <= now_ns:
                 jobs = frozenset(self._jobs.get(request, ()))
-                found.append(Due(request, ended.created_ns, ended.ended_ns, jobs, ended.again))
-                if len(found) == limit:
+                requests.append(Due(request, ended.created_ns, ended.ended_ns, jobs, ended.again))
+                if len(requests) == limit:
                     break
-        return found
+        return requests
 
     def erased(self, done: Due, now_ns: int) -> None:
         """Everything of it that was found is gone: look once more later, and then forget it."""

@@ -84,9 +84,9 @@ class ActivePrefixes:
         return Depths(self._levels(keys), self._targets)
 
     def _levels(self, keys: Sequence[int]) -> list[tuple[int, int]]:
-        found: list[tuple[int, int]] = []
+        levels: list[tuple[int, int]] = []
         if not len(keys):
-            return found
+            return levels
         masks, end = self._masks, len(keys)
         held, depth = masks.get(keys[0], 0) & self._present, 0
         while held:
@@ -96,9 +96,9 @@ class ActivePrefixes:
                 depth = self._common(keys, held, depth)
                 further = held & masks.get(keys[depth], 0) if depth < end else 0
             if further != held:
-                found.append((held ^ further, depth))
+                levels.append((held ^ further, depth))
             held = further
-        return found
+        return levels
 
     def _common(self, keys: Sequence[int], held: int, depth: int) -> int:
         """How many leading blocks all targets in ``held`` have, at least ``depth`` + 1: galloping, then bisecting."""

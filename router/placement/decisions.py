@@ -79,10 +79,10 @@ class Decisions:
         tracker, weights = self._tracker, self._weights
         leading: Mapping[TargetId, int] = tracker.loads.prefixes(keys) if self._mode == "kv" else {}
         if self._arrays is not None and self._mode == "kv":
-            found = self._arrays.decide(
+            decision = self._arrays.decide(
                 request, overlaps, leading, weights, now_ns=now_ns, seed=seed, waited_s=waited_s
             )
-            if found is not None:
-                return found
+            if decision is not None:
+                return decision
         targets, cached, active = tracker.targets(now_ns, request.model), as_dict(overlaps), as_dict(leading)
         return decide(RoutingContext(request, targets, cached, self._mode, weights, seed, turn, active, waited_s))

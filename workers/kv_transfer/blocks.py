@@ -140,9 +140,9 @@ def span_bytes(remote: Sequence[int]) -> int:
     return (max(remote) - min(remote) + 1) * WORD_BYTES
 
 
-def stale_blocks(found: NDArray[np.uint32], remote: Sequence[int], expected: Sequence[int]) -> list[int]:
+def stale_blocks(read: NDArray[np.uint32], remote: Sequence[int], expected: Sequence[int]) -> list[int]:
     """The blocks whose generation, in what ``generation_read`` read, is not the expected one."""
-    now = found[np.array(remote) - min(remote)]
+    now = read[np.array(remote) - min(remote)]
     return list(np.array(remote)[now != np.array(expected, np.uint32)].tolist())
 
 

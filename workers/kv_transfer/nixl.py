@@ -157,11 +157,11 @@ def _stretch(array: NDArray[np.uint8]) -> MemoryRanges:
 
 def _event_polls() -> set[int]:
     """The open epoll descriptors. UCX creates some for its sockets without exposing them; a thread can wait on them."""
-    found = set()
+    descriptors = set()
     for name in os.listdir("/proc/self/fd"):
         try:
             if os.readlink(f"/proc/self/fd/{name}") == "anon_inode:[eventpoll]":
-                found.add(int(name))
+                descriptors.add(int(name))
         except OSError:  # the one that listed
             continue
-    return found
+    return descriptors

@@ -107,8 +107,8 @@ class Connection(asyncio.Protocol):
         # Some servers end with an event of empty text.
         if self._mark and data.count(self._mark) > data.count(self._mark + b'"'):
             self._text(exchange)
-        elif found := _TEXT.search(joined):
-            self._mark = found[1]
+        elif match := _TEXT.search(joined):
+            self._mark = match[1]
             self._text(exchange)
         if self._left >= 0:
             self._left -= len(data)
@@ -135,8 +135,8 @@ class Connection(asyncio.Protocol):
             exchange.error = f"HTTP {exchange.status}: {quoted}"
         else:
             for name, pattern in _USAGE.items():
-                if found := pattern.findall(self._tail):
-                    setattr(exchange, name, int(found[-1]))
+                if matches := pattern.findall(self._tail):
+                    setattr(exchange, name, int(matches[-1]))
         self._exchange = None
         if self._close:
             self._transport.close()

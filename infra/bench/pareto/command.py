@@ -28,21 +28,21 @@ def run(argv: Sequence[str]) -> int:
     try:
         prices = _prices(Path(args.prices)) if args.prices else None
         series = read_series(folders)
-        found = _records(series, deployment.parse(args.deployment), prices)
-        lines = fronts(found)
+        points = _records(series, deployment.parse(args.deployment), prices)
+        lines = fronts(points)
         baseline = _baseline(args.baseline, list(lines))
         higher = gains(lines, baseline, args.pace)
-        plots.draw_efficiency(found, higher, baseline, out / "pareto.png")
+        plots.draw_efficiency(points, higher, baseline, out / "pareto.png")
         if prices is not None:
-            plots.draw_cost(found, plots.AGAINST[args.cost_against], prices.currency, out / "cost.png")
+            plots.draw_cost(points, plots.AGAINST[args.cost_against], prices.currency, out / "cost.png")
     except (BadResults, BadDeployment, BadPrices, PlotsMissing) as error:
         print(f"penstock bench pareto: {error}", file=sys.stderr)
         return 1
     currency = prices.currency if prices else ""
-    (out / "pareto.json").write_bytes(as_json(found, higher, baseline, prices))
+    (out / "pareto.json").write_bytes(as_json(points, higher, baseline, prices))
     with (out / "pareto.txt").open("w", encoding="utf-8") as file:
-        report.print_report(found, higher, baseline, currency, Console(file=file, width=_WIDTH))
-    report.print_report(found, higher, baseline, currency, stdout())
+        report.print_report(points, higher, baseline, currency, Console(file=file, width=_WIDTH))
+    report.print_report(points, higher, baseline, currency, stdout())
     if len(loads := _workloads(series)) > 1:
         print(f"The loads differ, so the fronts are not comparable: {'; '.join(loads)}.")
     print(f"\npareto.png,{' cost.png,' if prices else ''} pareto.json and pareto.txt in {out}")
@@ -89,13 +89,13 @@ def _records(series: Sequence[Series], given: Mapping[str, dict[str, str]], pric
     names = [each.name for each in series]
     if unknown := sorted(given.keys() - set(names)):
         raise BadDeployment(f"--deployment: no endpoint is called {', '.join(unknown)}; there are {', '.join(names)}")
-    found: list[Record] = []
+    measured: list[Record] = []
     for each in series:
         made_of = deployment.override(deployment.find(each.folder), given.get(each.name, {}))
-        found += records(each, made_of, prices)
-    if not found:
+        measured += records(each, made_of, prices)
+    if not measured:
         raise BadResults("no level has streamed answers, so none has a pace per user; sweep with --stream")
-    return marked(found)
+    return marked(measured)
 
 
 def _baseline(asked: str, known: Sequence[str]) -> str:
@@ -113,10 +113,10 @@ def _workloads(series: Sequence[Series]) -> list[str]:
     return list(dict.fromkeys(loads))
 
 
-def as_json(found: Sequence[Record], higher: Mapping[str, Gain], baseline: str, prices: Prices | None) -> bytes:
+def as_json(measured: Sequence[Record], higher: Mapping[str, Gain], baseline: str, prices: Prices | None) -> bytes:
     """``pareto.json``: the records, the gains, and the prices they were computed with."""
     page = {
-        "records": found,
+        "records": measured,
         "baseline": baseline,
         "gains": {
             kind: {

@@ -67,12 +67,12 @@ def read(text: str) -> Prices:
     import yaml
 
     try:
-        found = msgspec.convert(yaml.safe_load(text), Prices)
+        prices = msgspec.convert(yaml.safe_load(text), Prices)
     except (yaml.YAMLError, msgspec.ValidationError) as error:
         raise BadPrices(str(error)) from None
-    if not found.gpus:
+    if not prices.gpus:
         raise BadPrices("no GPU has a price: add one under `gpus`")
-    return found
+    return prices
 
 
 def gpu_of(prices: Prices, name: str) -> Gpu:

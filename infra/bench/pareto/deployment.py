@@ -64,14 +64,14 @@ def parse(flags: Sequence[str]) -> dict[str, dict[str, str]]:
     Raises:
         BadDeployment: a flag has another form.
     """
-    found: dict[str, dict[str, str]] = {}
+    values: dict[str, dict[str, str]] = {}
     for flag in flags:
         name, colon, rest = flag.rpartition(":")
         pairs = [pair.partition("=") for pair in rest.split(",")]
         if not colon or not name or not all(key and equals and value for key, equals, value in pairs):
             raise BadDeployment(f"--deployment {flag}: expected NAME:FIELD=VALUE,… such as pd:kind=disaggregated")
-        found.setdefault(name, {}).update((key, value) for key, _, value in pairs)
-    return found
+        values.setdefault(name, {}).update((key, value) for key, _, value in pairs)
+    return values
 
 
 def override(deployment: Deployment, fields: dict[str, str]) -> Deployment:

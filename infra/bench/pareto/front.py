@@ -66,5 +66,5 @@ def largest_gain(ours: Line, theirs: Line) -> Gain | None:
 
     Between two corners of the lines their ratio is monotonic, so that its maximum is at a corner of either.
     """
-    found = (gain_at(ours, theirs, x) for x in sorted({x for x, _ in (*ours, *theirs)}))
-    return max((gain for gain in found if gain), key=lambda gain: gain.ratio, default=None)
+    gains = (gain_at(ours, theirs, x) for x in sorted({x for x, _ in (*ours, *theirs)}))
+    return max((gain for gain in gains if gain), key=lambda gain: gain.ratio, default=None)

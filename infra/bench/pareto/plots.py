@@ -31,17 +31,17 @@ AGAINST = {
 }
 
 
-def cost_fronts(found: Sequence[Record], against: Against) -> dict[str, list[tuple[float, float]]]:
+def cost_fronts(measured: Sequence[Record], against: Against) -> dict[str, list[tuple[float, float]]]:
     """Of each kind the lowest cost of a million tokens at each value of ``against``, that value ascending."""
     lines = {}
-    for kind, of_kind in kinds(found).items():
+    for kind, of_kind in kinds(measured).items():
         points = [(x, each.cost.total) for each in of_kind if each.cost and (x := against.value(each)) is not None]
         best = front(points, lambda point: (against.sign * point[0], -point[1]))
         lines[kind] = sorted(best)
     return lines
 
 
-def draw_efficiency(found: Sequence[Record], gains: Mapping[str, Gain], baseline: str, path: Path) -> None:
+def draw_efficiency(measured: Sequence[Record], gains: Mapping[str, Gain], baseline: str, path: Path) -> None:
     """Tokens/s per GPU against tokens/s per user, and how far each other kind is above ``baseline``.
 
     Raises:
@@ -49,9 +49,9 @@ def draw_efficiency(found: Sequence[Record], gains: Mapping[str, Gain], baseline
     """
 
     def paint(axis: Any) -> None:
-        lines = {kind: [efficiency(each) for each in line] for kind, line in fronts(found).items()}
-        _paint(axis, lines, {kind: [efficiency(each) for each in all_] for kind, all_ in kinds(found).items()})
-        _label_levels(axis, found)
+        lines = {kind: [efficiency(each) for each in line] for kind, line in fronts(measured).items()}
+        _paint(axis, lines, {kind: [efficiency(each) for each in all_] for kind, all_ in kinds(measured).items()})
+        _label_levels(axis, measured)
         for kind, gain in gains.items():
             _mark_gain(axis, gain, _colour(list(lines), kind))
         axis.set_title("Throughput per GPU against pace per user")
@@ -63,7 +63,7 @@ def draw_efficiency(found: Sequence[Record], gains: Mapping[str, Gain], baseline
     _save(paint, path)
 
 
-def draw_cost(found: Sequence[Record], against: Against, currency: str, path: Path) -> None:
+def draw_cost(measured: Sequence[Record], against: Against, currency: str, path: Path) -> None:
     """Cost of a million output tokens against what a user gets.
 
     Raises:
@@ -73,9 +73,9 @@ def draw_cost(found: Sequence[Record], against: Against, currency: str, path: Pa
     def paint(axis: Any) -> None:
         every = {
             kind: [(x, each.cost.total) for each in all_ if each.cost and (x := against.value(each)) is not None]
-            for kind, all_ in kinds(found).items()
+            for kind, all_ in kinds(measured).items()
         }
-        _paint(axis, cost_fronts(found, against), every)
+        _paint(axis, cost_fronts(measured, against), every)
         axis.set_title("Cost of a million output tokens")
         axis.set_xlabel(against.label)
         axis.set_ylabel(currency)
@@ -99,9 +99,9 @@ def _paint(axis: Any, lines: Lines, every: Lines) -> None:
     axis.margins(0.08)
 
 
-def _label_levels(axis: Any, found: Sequence[Record]) -> None:
-    names = list(kinds(found))
-    for kind, line in fronts(found).items():
+def _label_levels(axis: Any, measured: Sequence[Record]) -> None:
+    names = list(kinds(measured))
+    for kind, line in fronts(measured).items():
         below = names.index(kind) % 2  # labels of two lines on either side
         for each in line:
             axis.annotate(

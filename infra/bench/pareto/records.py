@@ -59,7 +59,7 @@ def records(series: Series, deployment: Deployment, prices: Prices | None = None
         BadDeployment: nobody said how many GPUs it has.
         BadPrices: the price of its GPUs is unknown.
     """
-    found = []
+    measured = []
     for result in series.results:
         gpus = deployment.total_gpus or result.gpus
         if not gpus:
@@ -69,14 +69,16 @@ def records(series: Series, deployment: Deployment, prices: Prices | None = None
             )
         each = _record(series.name, result, deployment, gpus)
         if each is not None:
-            found.append(each)
+            measured.append(each)
     if prices is None:
-        return found
+        return measured
     try:
         gpu = gpu_of(prices, deployment.gpu)
     except BadPrices as error:
         raise BadPrices(f"{series.name}: {error}; give --deployment {series.name}:gpu=TYPE") from None
-    return [msgspec.structs.replace(each, cost=cost(prices, gpu, each.output_tokens_per_s_per_gpu)) for each in found]
+    return [
+        msgspec.structs.replace(each, cost=cost(prices, gpu, each.output_tokens_per_s_per_gpu)) for each in measured
+    ]
 
 
 def _record(name: str, result: Result, deployment: Deployment, gpus: int) -> Record | None:
@@ -118,23 +120,23 @@ def efficiency(record: Record) -> tuple[float, float]:
     return record.output_tokens_per_s_per_user, record.output_tokens_per_s_per_gpu
 
 
-def kinds(found: Iterable[Record]) -> dict[str, list[Record]]:
+def kinds(measured: Iterable[Record]) -> dict[str, list[Record]]:
     """The records of each kind, in the order in which the kinds come."""
     by_kind: dict[str, list[Record]] = {}
-    for each in found:
+    for each in measured:
         by_kind.setdefault(each.kind, []).append(each)
     return by_kind
 
 
-def fronts(found: Iterable[Record]) -> dict[str, list[Record]]:
+def fronts(measured: Iterable[Record]) -> dict[str, list[Record]]:
     """Of each kind the records that none of it dominates, by tokens/s per user ascending."""
-    return {kind: front.front(of_kind, efficiency) for kind, of_kind in kinds(found).items()}
+    return {kind: front.front(of_kind, efficiency) for kind, of_kind in kinds(measured).items()}
 
 
-def marked(found: Sequence[Record]) -> list[Record]:
+def marked(measured: Sequence[Record]) -> list[Record]:
     """The same records, with ``on_front`` set."""
-    best = {id(each) for line in fronts(found).values() for each in line}
-    return [msgspec.structs.replace(each, on_front=id(each) in best) for each in found]
+    best = {id(each) for line in fronts(measured).values() for each in line}
+    return [msgspec.structs.replace(each, on_front=id(each) in best) for each in measured]
 
 
 def gains(lines: Mapping[str, Sequence[Record]], baseline: str, pace: float = 0.0) -> dict[str, front.Gain]:
@@ -145,10 +147,10 @@ def gains(lines: Mapping[str, Sequence[Record]], baseline: str, pace: float = 0.
             for whose baseline, it is too high is left out.
     """
     theirs = [efficiency(each) for each in lines[baseline]]
-    found = {}
+    result = {}
     for kind, line in lines.items():
         ours = [efficiency(each) for each in line]
         gain = front.gain_at(ours, theirs, pace) if pace else front.largest_gain(ours, theirs)
         if kind != baseline and gain:
-            found[kind] = gain
-    return found
+            result[kind] = gain
+    return result

@@ -11,16 +11,16 @@ from infra.bench.pareto.records import Record, kinds
 
 
 def print_report(
-    found: Sequence[Record], gains: Mapping[str, Gain], baseline: str, currency: str, console: Console
+    measured: Sequence[Record], gains: Mapping[str, Gain], baseline: str, currency: str, console: Console
 ) -> None:
     """A table a kind, then what they say.
 
     Args:
         currency: of the costs; "": there are none.
     """
-    for kind, of_kind in kinds(found).items():
+    for kind, of_kind in kinds(measured).items():
         console.print(table(kind, of_kind, currency))
-    for line in remarks(found, gains, baseline, currency):
+    for line in remarks(measured, gains, baseline, currency):
         console.print(line, markup=False, highlight=False)
 
 
@@ -50,7 +50,7 @@ def table(kind: str, of_kind: Sequence[Record], currency: str) -> Table:
     return shown
 
 
-def remarks(found: Sequence[Record], gains: Mapping[str, Gain], baseline: str, currency: str) -> list[str]:
+def remarks(measured: Sequence[Record], gains: Mapping[str, Gain], baseline: str, currency: str) -> list[str]:
     """The gains, the cheapest level of each kind, and what makes the comparison doubtful."""
     lines = [
         f"{kind}: {gain.ratio:.2f} × the tokens/s per GPU of {baseline}, at {gain.x:.1f} tokens/s per user "
@@ -58,15 +58,15 @@ def remarks(found: Sequence[Record], gains: Mapping[str, Gain], baseline: str, c
         for kind, gain in gains.items()
     ]
     if currency:
-        for kind, of_kind in kinds(found).items():
+        for kind, of_kind in kinds(measured).items():
             lowest, each = min(((each.cost.total, each) for each in of_kind if each.cost), key=lambda priced: priced[0])
             lines.append(
                 f"{kind}: from {lowest:.3f} {currency} per million output tokens, at {each.load} {each.level:g} of "
                 f"{each.name} ({each.output_tokens_per_s_per_user:.1f} tokens/s per user)."
             )
-    if len(models := dict.fromkeys(each.model for each in found)) > 1:
+    if len(models := dict.fromkeys(each.model for each in measured)) > 1:
         lines.append(f"Not the same model everywhere: {', '.join(models)}.")
-    for each in found:
+    for each in measured:
         if each.failed:
             lines.append(f"{each.name}, {each.load} {each.level:g}: {each.failed} requests failed and are not counted.")
     return lines

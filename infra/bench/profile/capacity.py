@@ -34,7 +34,7 @@ def read_capacity(pages: Iterable[str]) -> Capacity:
     kv_tokens = batch = 0
     contexts = []
     for page in pages:
-        found: dict[str, float] = {}
+        values: dict[str, float] = {}
         lines = [line for line in page.splitlines() if line.startswith(_PREFIXES)]
         for family in text_string_to_metric_families("\n".join([*lines, ""])):
             for sample in family.samples:
@@ -43,8 +43,8 @@ def read_capacity(pages: Iterable[str]) -> Capacity:
                 if sample.name == "vllm:cache_config_info":
                     kv_tokens += _product(sample.labels.get("num_gpu_blocks"), sample.labels.get("block_size"))
                 else:
-                    found[sample.name] = found.get(sample.name, 0.0) + sample.value
-        blocks, size, sequences, context, tokens = (int(found.get(name, 0)) for name in (*_PREFIXES[:4], _PREFIXES[5]))
+                    values[sample.name] = values.get(sample.name, 0.0) + sample.value
+        blocks, size, sequences, context, tokens = (int(values.get(name, 0)) for name in (*_PREFIXES[:4], _PREFIXES[5]))
         kv_tokens += blocks * size + tokens
         batch += sequences
         contexts += [context] if context else []
@@ -61,11 +61,11 @@ def _product(*numbers: str | None) -> int:
 async def capacity_of(endpoint: Endpoint, model: str) -> Capacity:
     """From the endpoint's metrics pages and its list of models; pages that do not answer are left out."""
     answers = [await ask(page.target, page.path, timeout_s=_TIMEOUT_S) for page in endpoint.pages]
-    found = read_capacity([body.decode(errors="replace") for status, body in answers if status == 200])
-    if found.max_context:
-        return found
+    capacity = read_capacity([body.decode(errors="replace") for status, body in answers if status == 200])
+    if capacity.max_context:
+        return capacity
     status, body = await ask(endpoint.target, "/v1/models", timeout_s=_TIMEOUT_S)
-    return Capacity(found.max_kv_tokens, found.max_batch, context_of(body, model) if status == 200 else 0)
+    return Capacity(capacity.max_kv_tokens, capacity.max_batch, context_of(body, model) if status == 200 else 0)
 
 
 def context_of(models: bytes, model: str) -> int:

@@ -62,10 +62,10 @@ def choose_decode(profiles: Mapping[str, Profile], sla: Sla) -> Choice:
     return _chosen({name: _decode(name, profile, sla) for name, profile in profiles.items()})
 
 
-def _chosen(found: Mapping[str, Option | str]) -> Choice:
-    options = [each for each in found.values() if isinstance(each, Option)]
+def _chosen(by_name: Mapping[str, Option | str]) -> Choice:
+    options = [each for each in by_name.values() if isinstance(each, Option)]
     options.sort(key=lambda each: (-each.throughput_per_gpu, each.gpus, each.name))
-    return Choice(tuple(options), {name: each for name, each in found.items() if isinstance(each, str)})
+    return Choice(tuple(options), {name: each for name, each in by_name.items() if isinstance(each, str)})
 
 
 def _prefill(name: str, profile: Profile, sla: Sla) -> Option | str:

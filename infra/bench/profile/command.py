@@ -104,15 +104,15 @@ def run(settings: Settings) -> int:
 
 async def _measure(settings: Settings, folder: Path) -> tuple[Profile, int]:
     endpoint = endpoint_of(settings)
-    found, texts = await _smoke(settings, endpoint)
-    setup = setup_of(settings, found.model, await capacity_of(endpoint, found.model))
+    loaded, texts = await _smoke(settings, endpoint)
+    setup = setup_of(settings, loaded.model, await capacity_of(endpoint, loaded.model))
     wanted = grid_of(settings, setup)
-    profile = begun(folder, setup, endpoint.target.url, found.warnings, overwrite=settings.overwrite)
+    profile = begun(folder, setup, endpoint.target.url, loaded.warnings, overwrite=settings.overwrite)
     limits = f"{setup.max_kv_tokens or 'unknown':,} KV tokens, largest batch {setup.max_batch or 'unknown'}"
     print(f"{setup.model} at {profile.url}: context {setup.max_context:,}, {limits}")
     profiler = Profiler(
         endpoint,
-        Bodies(endpoint.target, found.model, settings.api, found.abilities, texts),
+        Bodies(endpoint.target, loaded.model, settings.api, loaded.abilities, texts),
         profile,
         folder,
         seed=settings.seed or secrets.randbits(32),

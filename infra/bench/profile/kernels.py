@@ -63,11 +63,11 @@ def shares(events: Iterable[dict[str, Any]]) -> list[Share]:
     total = sum(duration for _, duration in spent)
     if not total:
         raise BadTrace("it has neither GPU kernels nor CPU operators; profile with activities CUDA or CPU")
-    found: dict[str, tuple[float, int]] = {}
+    totals: dict[str, tuple[float, int]] = {}
     for name, duration in spent:
-        seconds, calls = found.get(kind_of(name), (0.0, 0))
-        found[kind_of(name)] = seconds + duration / 1e6, calls + 1
-    rows = [Share(kind, seconds, seconds * 1e6 / total, calls) for kind, (seconds, calls) in found.items()]
+        seconds, calls = totals.get(kind_of(name), (0.0, 0))
+        totals[kind_of(name)] = seconds + duration / 1e6, calls + 1
+    rows = [Share(kind, seconds, seconds * 1e6 / total, calls) for kind, (seconds, calls) in totals.items()]
     return sorted(rows, key=lambda each: -each.seconds)
 
 
@@ -95,8 +95,8 @@ def read_trace(path: Path) -> list[dict[str, Any]]:
     """
     try:
         data = path.read_bytes()
-        found = json.loads(gzip.decompress(data) if data.startswith(b"\x1f\x8b") else data)
-        events = found["traceEvents"] if isinstance(found, dict) else found
+        trace = json.loads(gzip.decompress(data) if data.startswith(b"\x1f\x8b") else data)
+        events = trace["traceEvents"] if isinstance(trace, dict) else trace
         return [event for event in events if isinstance(event, dict)]
     except (OSError, EOFError, ValueError, LookupError, TypeError) as error:
         raise BadTrace(f"{path}: {str(error) or type(error).__name__}") from None

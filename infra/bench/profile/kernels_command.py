@@ -14,10 +14,10 @@ def run(argv: Sequence[str]) -> int:
     parser.add_argument("trace", metavar="FILE", help="Chrome trace of torch's profiler: .json or .json.gz")
     path = Path(parser.parse_args(argv).trace)
     try:
-        found = shares(read_trace(path))
+        table = shares(read_trace(path))
     except BadTrace as error:
         print(f"penstock profile kernels: {error}", file=sys.stderr)
         return 1
-    for each in found:
+    for each in table:
         print(f"{each.share:6.1%}  {each.kind:<22} {each.seconds * 1e3:10.2f} ms  {each.calls:>8,} calls")
     return 0

@@ -44,20 +44,20 @@ def run(settings: Settings) -> int:
         print(f"penstock profile sla: {error}", file=sys.stderr)
         return 1
     prefill, decode = choose_prefill(profiles, sla), choose_decode(profiles, sla)
-    found = suggestion(profiles, sla, prefill, decode, rate=settings.rate, utilization=settings.utilization)
+    suggested = suggestion(profiles, sla, prefill, decode, rate=settings.rate, utilization=settings.utilization)
     console = Console(highlight=False)
     for role, latency, choice in (("prefill", "TTFT ms", prefill), ("decode", "ITL ms", decode)):
         console.print(table(role, latency, choice))
         print(*(f"left out: {name} ({reason})" for name, reason in choice.rejected.items()), "", sep="\n")
-    if found is None:
+    if suggested is None:
         missing = " and ".join(role for role, each in (("prefill", prefill), ("decode", decode)) if not each.options)
         print(f"penstock profile sla: no configuration meets the SLA for {missing}", file=sys.stderr)
         return 1
-    print("\n".join(lines(found)))
+    print("\n".join(lines(suggested)))
     if settings.out:
         path = Path(settings.out)
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(yaml.safe_dump(msgspec.to_builtins(found), sort_keys=False), encoding="utf-8")
+        path.write_text(yaml.safe_dump(msgspec.to_builtins(suggested), sort_keys=False), encoding="utf-8")
         print(f"\n{path}")
     return 0
 
@@ -99,19 +99,19 @@ def table(role: str, latency: str, choice: Choice) -> Table:
     return drawn
 
 
-def lines(found: Suggestion) -> list[str]:
+def lines(suggested: Suggestion) -> list[str]:
     """The suggestion, for a terminal."""
-    sla = found.sla
+    sla, prefill, decode = suggested.sla, suggested.prefill, suggested.decode
     return [
         f"suggestion for TTFT ≤ {sla.ttft_ms:g} ms and ITL ≤ {sla.itl_ms:g} ms, prompts of {sla.isl} tokens, "
         f"answers of {sla.osl}:",
-        f"  prefill  {_pool(found.prefill)}, TTFT {found.prefill.figures.latency_ms:.1f} ms, "
-        f"{found.prefill.figures.throughput_per_gpu:,.0f} tokens/s per GPU",
-        f"  decode   {_pool(found.decode)}, ITL {found.decode.figures.latency_ms:.2f} ms at "
-        f"{found.decode.figures.concurrency} at once, {found.decode.figures.throughput_per_gpu:,.0f} tokens/s per GPU",
-        f"  enough for {found.requests_per_s:.3g} requests/s, each worker busy for {found.utilization:.0%} of its "
-        f"time; one prefill worker feeds {found.decode_per_prefill:.3g} decode workers",
-        *(f"  {command}" for command in found.commands),
+        f"  prefill  {_pool(prefill)}, TTFT {prefill.figures.latency_ms:.1f} ms, "
+        f"{prefill.figures.throughput_per_gpu:,.0f} tokens/s per GPU",
+        f"  decode   {_pool(decode)}, ITL {decode.figures.latency_ms:.2f} ms at "
+        f"{decode.figures.concurrency} at once, {decode.figures.throughput_per_gpu:,.0f} tokens/s per GPU",
+        f"  enough for {suggested.requests_per_s:.3g} requests/s, each worker busy for {suggested.utilization:.0%} of "
+        f"its time; one prefill worker feeds {suggested.decode_per_prefill:.3g} decode workers",
+        *(f"  {command}" for command in suggested.commands),
     ]
 
 

@@ -99,10 +99,10 @@ class Summary(Struct, frozen=True):
     against_first: dict[str, Interval]
 
 
-def summaries(found: Sequence[Run]) -> list[Summary]:
+def summaries(runs: Sequence[Run]) -> list[Summary]:
     """One per cell and policy, in the order of the runs; the others are compared with the first policy of a cell."""
     cells: dict[tuple[str, float], dict[str, list[Run]]] = {}
-    for each in found:
+    for each in runs:
         cells.setdefault((each.workload, each.load), {}).setdefault(each.policy, []).append(each)
     out = []
     for (workload, load), policies in cells.items():

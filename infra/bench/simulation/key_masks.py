@@ -24,23 +24,23 @@ class KeyMasks:
 
     def leading(self, keys: Sequence[int]) -> list[int]:
         """Number of leading keys that each position has."""
-        found = [0] * self._positions
+        depths = [0] * self._positions
         get = self._masks.get
         mask, depth = (1 << self._positions) - 1, 0
         for key in keys:
             left = mask & get(key, 0)
             if left != mask:
-                _set(found, mask ^ left, depth)
+                _set(depths, mask ^ left, depth)
                 mask = left
                 if not mask:
-                    return found
+                    return depths
             depth += 1
-        _set(found, mask, depth)
-        return found
+        _set(depths, mask, depth)
+        return depths
 
 
-def _set(found: list[int], mask: int, depth: int) -> None:
+def _set(depths: list[int], mask: int, depth: int) -> None:
     while mask:
         bit = mask & -mask
-        found[bit.bit_length() - 1] = depth
+        depths[bit.bit_length() - 1] = depth
         mask ^= bit

@@ -51,10 +51,10 @@ def name_of(ratio: float) -> str:
     return f"prefix {ratio:g}"
 
 
-def series(found: Sequence[Summary], ratios: Sequence[float], load: float) -> dict[str, Any]:
+def series(summaries: Sequence[Summary], ratios: Sequence[float], load: float) -> dict[str, Any]:
     """The sweep at one load as series by policy: mean TTFT in ms, output tokens per second, hit rates."""
-    cells = {(each.workload, each.policy): each.figures for each in found if each.load == load}
-    policies = list(dict.fromkeys(each.policy for each in found))
+    cells = {(each.workload, each.policy): each.figures for each in summaries if each.load == load}
+    policies = list(dict.fromkeys(each.policy for each in summaries))
 
     def line(figure: str) -> dict[str, list[float]]:
         return {name: [getattr(cells[name_of(ratio), name], figure) for ratio in ratios] for name in policies}

@@ -36,29 +36,29 @@ def run(argv: Sequence[str]) -> int:
     except BadResults as error:
         print(f"penstock bench compare: {error}", file=sys.stderr)
         return 1
-    found = compare(a.results, b.results, args.least)
-    if not found:
+    differences = compare(a.results, b.results, args.least)
+    if not differences:
         print("penstock bench compare: A and B have no level in common", file=sys.stderr)
         return 1
-    for level in dict.fromkeys(each.level for each in found):
-        stdout().print(table(level, [each for each in found if each.level == level]))
-    if note := _note(a, b, found):
+    for level in dict.fromkeys(each.level for each in differences):
+        stdout().print(table(level, [each for each in differences if each.level == level]))
+    if note := _note(a, b, differences):
         print(note)
-    slower = sorted({each.level for each in found if each.verdict == "slower"})
-    counts = {verdict: sum(each.verdict == verdict for each in found) for verdict in _STYLES}
+    slower = sorted({each.level for each in differences if each.verdict == "slower"})
+    counts = {verdict: sum(each.verdict == verdict for each in differences) for verdict in _STYLES}
     print(", ".join(f"{verdict}: {count}" for verdict, count in counts.items() if count))
     if args.json:
-        Path(args.json).write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=2) + b"\n")
+        Path(args.json).write_bytes(msgspec.json.format(msgspec.json.encode(differences), indent=2) + b"\n")
     return SLOWER if slower and args.fail_if_slower else 0
 
 
-def table(level: str, found: Sequence[Difference]) -> Table:
+def table(level: str, differences: Sequence[Difference]) -> Table:
     shown = Table(title=level, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
     shown.add_column("metric")
     for heading in ("A", "B", "B against A", "95 % interval"):
         shown.add_column(heading, justify="right", no_wrap=True)
     shown.add_column("B is")
-    for each in found:
+    for each in differences:
         shown.add_row(
             each.metric,
             f"{each.a:,.1f}",
@@ -84,11 +84,11 @@ def _one(folder: Path) -> Series:
     return series[0]
 
 
-def _note(a: Series, b: Series, found: Sequence[Difference]) -> str:
+def _note(a: Series, b: Series, differences: Sequence[Difference]) -> str:
     notes = []
-    if any(min(each.runs_a, each.runs_b) < 2 for each in found):
+    if any(min(each.runs_a, each.runs_b) < 2 for each in differences):
         notes.append("A single run shows no noise: repeat both sweeps with --repeat 5.")
-    elif not all(each.pairs for each in found):
+    elif not all(each.pairs for each in differences):
         notes.append("The runs are not pairs (other requests, or another number of runs): intervals are wider.")
     here, there = ({result.level.folder for result in each.results} for each in (a, b))
     if odd := sorted(here ^ there):

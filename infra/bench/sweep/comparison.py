@@ -61,11 +61,11 @@ def compare(a: Sequence[Result], b: Sequence[Result], least: float = 0.0) -> lis
     """
     others = {result.level.folder: result for result in b}
     return [
-        found
+        difference
         for result in a
         if (other := others.get(result.level.folder)) is not None
         for metric in METRICS
-        if (found := _difference(result, other, metric, least)) is not None
+        if (difference := _difference(result, other, metric, least)) is not None
     ]
 
 

@@ -27,12 +27,12 @@ def run(argv: Sequence[str]) -> int:
     args = parser.parse_args(argv)
     try:
         name = name_of(f"{args.name or args.tool}=file", "--name")
-        found = [each for path in args.paths for each in _TOOLS[args.tool](Path(path), name, args.gpus)]
+        converted = [each for path in args.paths for each in _TOOLS[args.tool](Path(path), name, args.gpus)]
     except (NotConvertible, BadEndpoint) as error:
         print(f"penstock bench convert: {error}", file=sys.stderr)
         return 1
     out = Path(args.out)
-    for result, records in as_runs(found):
+    for result, records in as_runs(converted):
         folder = results.level_folder(out, name, result.level)
         for number, each in enumerate(records, 1):
             results.save_records(folder, number, each)

@@ -101,12 +101,12 @@ def _table(series: Series) -> dict[str, Any]:
 
 def _of_server(result: Result, column: _Column) -> float | None:
     def value(run: Run) -> float | None:
-        found: Any = getattr(run.server, column.figure)
-        if found is not None and column.part:
-            found = getattr(found, column.part)
-        return None if found is None else float(found)
+        figure: Any = getattr(run.server, column.figure)
+        if figure is not None and column.part:
+            figure = getattr(figure, column.part)
+        return None if figure is None else float(figure)
 
-    known = [found for run in result.complete if (found := value(run)) is not None]
+    known = [measured for run in result.complete if (measured := value(run)) is not None]
     return sum(known) / len(known) if known else None
 
 

@@ -130,8 +130,8 @@ def _guidellm_benchmark(benchmark: Any, data: Any, name: str, gpus: int) -> Conv
 
 def _guidellm_record(number: int, request: Any, error: str, began: float, asked: tuple[int, int]) -> Record:
     def value(key: str, scale: float = 1.0) -> float:
-        found = request.get(key)
-        return -1.0 if found is None else float(found) * scale
+        raw = request.get(key)
+        return -1.0 if raw is None else float(raw) * scale
 
     return Record(
         number=number,
@@ -166,10 +166,10 @@ def _workload(isl: Any, osl: Any) -> Workload:
     )
 
 
-def as_runs(found: Iterable[Converted]) -> list[tuple[Result, list[Sequence[Record]]]]:
+def as_runs(converted: Iterable[Converted]) -> list[tuple[Result, list[Sequence[Record]]]]:
     """Results of the same level as runs of one, in their order; with the records of each run."""
     levels: dict[str, tuple[Result, list[Sequence[Record]]]] = {}
-    for result, records in found:
+    for result, records in converted:
         if result.level.folder not in levels:
             levels[result.level.folder] = (result, [records])
             continue

@@ -93,18 +93,16 @@ def knee_of(series: Series) -> knee.Knee | None:
 
 
 def knee_text(series: Series) -> str:
-    found = knee_of(series)
-    if found is None:
+    knee = knee_of(series)
+    if knee is None:
         return ""
     unit = "concurrency" if series.results[0].level.kind == "concurrency" else "rate"
-    tail = (
-        f"the tail (p99) leaves at {unit} {found.tail_leaves:g}" if found.tail_leaves else "the tail (p99) stays near"
-    )
-    if not found.saturated:
+    tail = f"the tail (p99) leaves at {unit} {knee.tail_leaves:g}" if knee.tail_leaves else "the tail (p99) stays near"
+    if not knee.saturated:
         return f"No knee up to {unit} {series.results[-1].level.value:g}: throughput may still grow; {tail}."
     return (
-        f"Knee at {unit} {found.level:g}: {found.throughput:.0f} tok/s, {found.throughput / found.best:.0%} of the "
-        f"best; p99 {found.tail:.0f} ms there; {tail}."
+        f"Knee at {unit} {knee.level:g}: {knee.throughput:.0f} tok/s, {knee.throughput / knee.best:.0%} of the "
+        f"best; p99 {knee.tail:.0f} ms there; {tail}."
     )
 
 

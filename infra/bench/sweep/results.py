@@ -146,18 +146,18 @@ def read_series(folders: Sequence[Path]) -> list[Series]:
     Raises:
         BadResults: a folder has no results.
     """
-    found: list[Series] = []
+    series: list[Series] = []
     for folder in folders:
         here = [each for each in (_series(path) for path in _candidates(folder)) if each]
         if not here:
             raise BadResults(f"{folder}: no results of `penstock bench sweep`")
-        found += here
-    names = [each.name for each in found]
+        series += here
+    names = [each.name for each in series]
     return [
         msgspec.structs.replace(each, name=f"{each.folder.parent.name}/{each.name}")
         if names.count(each.name) > 1
         else each
-        for each in found
+        for each in series
     ]
 
 
@@ -189,15 +189,15 @@ def mean(result: Result, figure: str, part: str = "") -> float | None:
 
 def values_of(result: Result, figure: str, part: str = "") -> list[float]:
     """A figure of each complete run, in order; empty if a run has none."""
-    found = []
+    values = []
     for run in result.complete:
         value = getattr(run.figures, figure)
         if value is not None and part:
             value = getattr(value, part)
         if value is None:
             return []
-        found.append(float(value))
-    return found
+        values.append(float(value))
+    return values
 
 
 def point(result: Result) -> Point:

@@ -78,12 +78,12 @@ Values = Mapping[str, Sequence[float]]  # of one page, by metric
 def read_page(text: str) -> dict[str, list[float]]:
     """The values of the metrics that are known here; counters without ``_total``."""
     lines = [line for line in text.splitlines() if line.startswith(_PREFIXES)]
-    found: dict[str, list[float]] = {}
+    samples: dict[str, list[float]] = {}
     for family in text_string_to_metric_families("\n".join([*lines, ""])):
         for sample in family.samples:
             if not sample.name.endswith("_created"):
-                found.setdefault(sample.name.removesuffix("_total"), []).append(sample.value)
-    return found
+                samples.setdefault(sample.name.removesuffix("_total"), []).append(sample.value)
+    return samples
 
 
 def _values(page: Values, names: Mapping[str, float]) -> list[float]:
@@ -117,12 +117,12 @@ def summarise(rounds: Sequence[Mapping[int, Values]]) -> ServerFigures:
 
 def _totals(rounds: Iterable[Mapping[int, Values]], names: Mapping[str, float]) -> list[float]:
     """Over all pages of a round; rounds in which none has it are left out."""
-    found = []
+    totals = []
     for each in rounds:
         values = [value for page in each.values() for value in _values(page, names)]
         if values:
-            found.append(sum(values))
-    return found
+            totals.append(sum(values))
+    return totals
 
 
 def _usage(pages: Mapping[int, Values]) -> float | None:

@@ -142,8 +142,8 @@ def _found(model: str, abilities: Abilities, answer: bytes, texts: TokenText | N
             warnings.append(f"{abilities.exact} was taken, but {got} tokens came instead of {_PROBE_TOKENS}")
     if abilities.exact == "none":
         warnings.append("neither ignore_eos nor min_tokens is supported: answers may be shorter than asked for")
-    found = Abilities(limit=abilities.limit, exact=abilities.exact, usage=usage is not None, overhead_tokens=overhead)
-    return Smoke(model, found, tuple(warnings))
+    settled = Abilities(limit=abilities.limit, exact=abilities.exact, usage=usage is not None, overhead_tokens=overhead)
+    return Smoke(model, settled, tuple(warnings))
 
 
 def _usage(answer: bytes) -> dict[str, Any] | None:

@@ -124,12 +124,12 @@ class Sweep:
         try:
             first = await smoke(endpoint.target, plan.api, plan.model, None, stream=plan.stream, extra=plan.extra)
             texts = self._texts(first.model)
-            found = await smoke(endpoint.target, plan.api, first.model, texts, stream=plan.stream, extra=plan.extra)
+            loaded = await smoke(endpoint.target, plan.api, first.model, texts, stream=plan.stream, extra=plan.extra)
         except Unhealthy as error:
             raise Unhealthy(f"{endpoint.name}: {error}") from None
-        for warning in found.warnings:
+        for warning in loaded.warnings:
             self._say(f"{endpoint.name}: {warning}")
-        return Loaded(endpoint, found, texts)
+        return Loaded(endpoint, loaded, texts)
 
     async def _search(self, loaded: Loaded, number: int) -> None:
         """Find the knee in the first run; later ones repeat its levels."""
@@ -243,7 +243,7 @@ class Sweep:
 
 def _lengths(run: Run, images: int) -> list[str]:
     """What the server counted, where it differs from what was asked for; images come on top of it."""
-    found = []
+    notes = []
     figures = run.figures
     for what, seen, asked in (
         ("prompts", figures.isl, figures.isl_asked),
@@ -252,5 +252,5 @@ def _lengths(run: Run, images: int) -> list[str]:
         if images and what == "prompts":
             continue
         if seen is not None and asked is not None and abs(seen.mean - asked.mean) > _OFF * asked.mean:
-            found.append(f"{what} had {seen.mean:.0f} tokens on average instead of {asked.mean:.0f}")
-    return found
+            notes.append(f"{what} had {seen.mean:.0f} tokens on average instead of {asked.mean:.0f}")
+    return notes

@@ -43,5 +43,5 @@ RULES: tuple[Rule, ...] = tuple(
 
 def check(args: EngineArgs, context: Context, rules: Iterable[Rule] = RULES) -> list[Finding]:
     """All findings, errors first, then in the order of the rules."""
-    found = [finding for rule in rules for finding in rule.find(args, context)]
-    return sorted(found, key=lambda finding: finding.level != "error")
+    findings = [finding for rule in rules for finding in rule.find(args, context)]
+    return sorted(findings, key=lambda finding: finding.level != "error")

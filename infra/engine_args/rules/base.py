@@ -11,7 +11,7 @@ from infra.engine_args.schema import EngineArgs
 
 Role = Literal["aggregated", "prefill", "decode", "encode"]
 Level = Literal["error", "warning"]
-Found = Iterator[tuple[Level, str, str, str]]  # a finding without its rule
+Details = Iterator[tuple[Level, str, str, str]]  # a finding without its rule
 
 
 class Context(Struct, frozen=True, kw_only=True):
@@ -70,10 +70,10 @@ class Rule(NamedTuple):
     find: Callable[[EngineArgs, Context], Iterator[Finding]]
 
 
-def rule(number: str, *rows: str) -> Callable[[Callable[[EngineArgs, Context], Found]], Rule]:
+def rule(number: str, *rows: str) -> Callable[[Callable[[EngineArgs, Context], Details]], Rule]:
     """Make a rule of a function, whose docstring says what must hold."""
 
-    def make(body: Callable[[EngineArgs, Context], Found]) -> Rule:
+    def make(body: Callable[[EngineArgs, Context], Details]) -> Rule:
         def find(args: EngineArgs, context: Context) -> Iterator[Finding]:
             for level, where, message, fix in body(args, context):
                 yield Finding(number, level, where, message, fix)

@@ -1,13 +1,13 @@
 """Can a step take the expected requests, and as many as suit its role?"""
 
-from infra.engine_args.rules.base import Context, Found, longest_prompt, rule, up
+from infra.engine_args.rules.base import Context, Details, longest_prompt, rule, up
 from infra.engine_args.schema import EngineArgs
 
 PREFILL_BATCH, PREFILL_TOKENS, DECODE_BATCH = 64, 2048, 64
 
 
 @rule("A30", "S127")
-def _length(args: EngineArgs, ctx: Context) -> Found:
+def _length(args: EngineArgs, ctx: Context) -> Details:
     """max_seq_len covers what clients may request, and the model supports it."""
     if ctx.model_len and args.max_seq_len and args.max_seq_len < ctx.model_len:
         yield (
@@ -26,7 +26,7 @@ def _length(args: EngineArgs, ctx: Context) -> Found:
 
 
 @rule("A31", "S127", "S134")
-def _step(args: EngineArgs, ctx: Context) -> Found:
+def _step(args: EngineArgs, ctx: Context) -> Details:
     """A step takes the longest prompt, or prompts are cut into chunks of whole blocks."""
     tokens, block = args.max_num_tokens or 8192, args.kv_cache_config.tokens_per_block
     longest = longest_prompt(args, ctx)
@@ -48,7 +48,7 @@ def _step(args: EngineArgs, ctx: Context) -> Found:
 
 
 @rule("A40", "S192")
-def _prefill_batch(args: EngineArgs, ctx: Context) -> Found:
+def _prefill_batch(args: EngineArgs, ctx: Context) -> Details:
     """A prefill worker takes few sequences and many tokens per step."""
     if ctx.role != "prefill":
         return
@@ -69,7 +69,7 @@ def _prefill_batch(args: EngineArgs, ctx: Context) -> Found:
 
 
 @rule("A41", "S192")
-def _decode_batch(args: EngineArgs, ctx: Context) -> Found:
+def _decode_batch(args: EngineArgs, ctx: Context) -> Details:
     """A decode worker takes many sequences, each with few tokens per step."""
     if ctx.role != "decode":
         return

@@ -1,11 +1,11 @@
 """Can prefill hand off its KV cache to decode without a deadlock?"""
 
-from infra.engine_args.rules.base import Context, Found, longest_prompt, rule, up
+from infra.engine_args.rules.base import Context, Details, longest_prompt, rule, up
 from infra.engine_args.schema import EngineArgs
 
 
 @rule("A23", "S84")
-def _buffer(args: EngineArgs, ctx: Context) -> Found:
+def _buffer(args: EngineArgs, ctx: Context) -> Details:
     """The transfer buffer holds the longest prompt, in whole blocks; otherwise decode waits forever."""
     transceiver, block = args.cache_transceiver_config, args.kv_cache_config.tokens_per_block
     if not ctx.hands_off or transceiver is None or transceiver.backend is None:
@@ -32,7 +32,7 @@ def _buffer(args: EngineArgs, ctx: Context) -> Found:
 
 
 @rule("A24", "S125", "S124")
-def _transceiver(args: EngineArgs, ctx: Context) -> Found:
+def _transceiver(args: EngineArgs, ctx: Context) -> Details:
     """Workers that hand off KV have an explicit transport with a timeout; others have none."""
     transceiver = args.cache_transceiver_config
     where = "cache_transceiver_config.backend"

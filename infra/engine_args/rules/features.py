@@ -1,6 +1,6 @@
 """Which features do not work together, or not in this release?"""
 
-from infra.engine_args.rules.base import Context, Found, rule
+from infra.engine_args.rules.base import Context, Details, rule
 from infra.engine_args.schema import Eagle, EngineArgs, Mtp
 
 # Releases with known bugs: of tensorrt_llm, and of NVIDIA's runtime container.
@@ -9,7 +9,7 @@ _CONTAINERS = {"0.5.1": "sliding windows regressed in its TensorRT-LLM"}
 
 
 @rule("A27", "S134")
-def _offload(args: EngineArgs, ctx: Context) -> Found:
+def _offload(args: EngineArgs, ctx: Context) -> Details:
     """Host offload and chunked prefill deadlock together (open issue 13318)."""
     if args.kv_cache_config.host_cache_size and args.enable_chunked_prefill:
         yield (
@@ -21,7 +21,7 @@ def _offload(args: EngineArgs, ctx: Context) -> Found:
 
 
 @rule("A33", "S134")
-def _untested(args: EngineArgs, ctx: Context) -> Found:
+def _untested(args: EngineArgs, ctx: Context) -> Details:
     """Combinations that the engine's own feature matrix calls untested."""
     if args.enable_chunked_prefill and args.pipeline_parallel_size > 1:
         yield (
@@ -40,7 +40,7 @@ def _untested(args: EngineArgs, ctx: Context) -> Found:
 
 
 @rule("A35", "S84")
-def _beams(args: EngineArgs, ctx: Context) -> Found:
+def _beams(args: EngineArgs, ctx: Context) -> Details:
     """Beam search works neither with disaggregation nor with speculation."""
     if args.beam_width == 1:
         return
@@ -51,7 +51,7 @@ def _beams(args: EngineArgs, ctx: Context) -> Found:
 
 
 @rule("A52", "S122")
-def _excluded(args: EngineArgs, ctx: Context) -> Found:
+def _excluded(args: EngineArgs, ctx: Context) -> Details:
     """What the feature matrix excludes with speculation, LoRA and logits processors."""
     speculation = args.speculative_config
     learned = isinstance(speculation, Eagle | Mtp)
@@ -71,7 +71,7 @@ def _excluded(args: EngineArgs, ctx: Context) -> Found:
 
 
 @rule("A61", "S112")
-def _version(args: EngineArgs, ctx: Context) -> Found:
+def _version(args: EngineArgs, ctx: Context) -> Details:
     """The release has no known bug in a feature that is used."""
     kv = args.kv_cache_config
     if ctx.version in _VERSIONS and args.enable_chunked_prefill and kv.enable_block_reuse:

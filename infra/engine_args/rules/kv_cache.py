@@ -1,6 +1,6 @@
 """Do blocks, attention windows and events of the KV cache match the model and the router?"""
 
-from infra.engine_args.rules.base import Context, Found, rule
+from infra.engine_args.rules.base import Context, Details, rule
 from infra.engine_args.schema import EngineArgs
 
 SMALL_BLOCK, LARGE_BLOCK = 16, 128
@@ -8,7 +8,7 @@ EVENT_BUFFER = 8192  # 1024 overflowed under load
 
 
 @rule("A21", "S128")
-def _events(args: EngineArgs, ctx: Context) -> Found:
+def _events(args: EngineArgs, ctx: Context) -> Details:
     """KV events need block reuse, and a buffer that does not overflow under load."""
     kv = args.kv_cache_config
     if kv.event_buffer_max_size and not kv.enable_block_reuse:
@@ -28,7 +28,7 @@ def _events(args: EngineArgs, ctx: Context) -> Found:
 
 
 @rule("A22", "S192")
-def _blocks(args: EngineArgs, ctx: Context) -> Found:
+def _blocks(args: EngineArgs, ctx: Context) -> Details:
     """Blocks have the router's size; small ones slow down handoffs, large ones reduce reuse."""
     size = args.kv_cache_config.tokens_per_block
     where = "kv_cache_config.tokens_per_block"
@@ -53,7 +53,7 @@ def _blocks(args: EngineArgs, ctx: Context) -> Found:
 
 
 @rule("A25", "S107", "S110")
-def _windows(args: EngineArgs, ctx: Context) -> Found:
+def _windows(args: EngineArgs, ctx: Context) -> Details:
     """Attention windows are the model's own, layer by layer, and whole contexts fit the global layers."""
     windows = args.kv_cache_config.max_attention_window
     where = "kv_cache_config.max_attention_window"
@@ -92,7 +92,7 @@ def _windows(args: EngineArgs, ctx: Context) -> Found:
 
 
 @rule("A26", "S129")
-def _kv_dtype(args: EngineArgs, ctx: Context) -> Found:
+def _kv_dtype(args: EngineArgs, ctx: Context) -> Details:
     """The engine supports the cache's dtype."""
     dtype = args.kv_cache_config.dtype
     if dtype.lower() not in ("auto", "fp8", "nvfp4", "float16", "bfloat16", "float32"):

@@ -1,14 +1,14 @@
 """Do weights, activations and KV cache fit into the GPU's memory?"""
 
 from infra.engine_args.memory_estimate import GIB, estimate
-from infra.engine_args.rules.base import Context, Found, rule
+from infra.engine_args.rules.base import Context, Details, rule
 from infra.engine_args.schema import EngineArgs
 
 FULL_FRACTION, ATTENTION_DP_FRACTION = 0.95, 0.85
 
 
 @rule("A20", "S128")
-def _fraction(args: EngineArgs, ctx: Context) -> Found:
+def _fraction(args: EngineArgs, ctx: Context) -> Details:
     """The cache leaves room for activations."""
     kv = args.kv_cache_config
     fraction = kv.free_gpu_memory_fraction or 0.9
@@ -25,7 +25,7 @@ def _fraction(args: EngineArgs, ctx: Context) -> Found:
 
 
 @rule("A60", "S113", "S128")
-def _memory(args: EngineArgs, ctx: Context) -> Found:
+def _memory(args: EngineArgs, ctx: Context) -> Details:
     """Weights fit the GPU, and one whole context fits beside them (an estimate)."""
     if ctx.shape is None or ctx.gpu_bytes is None:
         return

@@ -1,7 +1,7 @@
 """Does the backend suit the mixture of experts, and are the experts evenly distributed?"""
 
 from infra.engine_args.model_shape import NVFP4_BITS
-from infra.engine_args.rules.base import Context, Found, rule, up
+from infra.engine_args.rules.base import Context, Details, rule, up
 from infra.engine_args.schema import EngineArgs
 
 WIDE_EP_RANKS = 16  # from here on experts span nodes
@@ -21,7 +21,7 @@ def moe_backend(*, ranks: int, attention_dp: bool, blackwell: bool, bits: float)
 
 
 @rule("A10", "S130", "S123")
-def _wide_ep(args: EngineArgs, ctx: Context) -> Found:
+def _wide_ep(args: EngineArgs, ctx: Context) -> Details:
     """WIDEEP needs attention DP and all ranks as expert ranks, and is worth its cost across nodes."""
     if args.moe_config.backend != "WIDEEP":
         return
@@ -49,7 +49,7 @@ def _wide_ep(args: EngineArgs, ctx: Context) -> Found:
 
 
 @rule("A11", "S130")
-def _moe_choice(args: EngineArgs, ctx: Context) -> Found:
+def _moe_choice(args: EngineArgs, ctx: Context) -> Details:
     """The MoE backend suits GPU, format and mapping."""
     shape, chosen = ctx.shape, args.moe_config.backend
     if shape is None or chosen == "AUTO":
@@ -70,7 +70,7 @@ def _moe_choice(args: EngineArgs, ctx: Context) -> Found:
 
 
 @rule("A12", "S131")
-def _slots(args: EngineArgs, ctx: Context) -> Found:
+def _slots(args: EngineArgs, ctx: Context) -> Details:
     """Load-balancer slots hold every expert and divide over the ranks."""
     balancer = args.moe_config.load_balancer
     if balancer is None:
@@ -107,7 +107,7 @@ def _slots(args: EngineArgs, ctx: Context) -> Found:
 
 
 @rule("A13", "S129")
-def _combine(args: EngineArgs, ctx: Context) -> Found:
+def _combine(args: EngineArgs, ctx: Context) -> Details:
     """Low-precision combine is for NVFP4 experts."""
     if args.moe_config.use_low_precision_moe_combine and ctx.shape and ctx.shape.expert_bits != NVFP4_BITS:
         yield "warning", "moe_config.use_low_precision_moe_combine", "affects NVFP4 experts only", "remove it"

@@ -2,12 +2,12 @@
 
 import math
 
-from infra.engine_args.rules.base import Context, Found, rule
+from infra.engine_args.rules.base import Context, Details, rule
 from infra.engine_args.schema import AutoDeployArgs, EngineArgs
 
 
 @rule("A01", "S132")
-def _gpus(args: EngineArgs, ctx: Context) -> Found:
+def _gpus(args: EngineArgs, ctx: Context) -> Details:
     """TP x PP x CP is the number of GPUs."""
     if ctx.gpus is not None and args.gpus != ctx.gpus:
         where = "world_size" if isinstance(args, AutoDeployArgs) else "tensor_parallel_size"
@@ -20,7 +20,7 @@ def _gpus(args: EngineArgs, ctx: Context) -> Found:
 
 
 @rule("A02", "S132")
-def _experts_mapping(args: EngineArgs, ctx: Context) -> Found:
+def _experts_mapping(args: EngineArgs, ctx: Context) -> Details:
     """MoE tensor x expert x cluster parallel sizes are the tensor ranks; experts divide evenly."""
     tensor, expert = args.moe_parallel
     cluster = max(1, args.moe_cluster_parallel_size or 1)
@@ -44,7 +44,7 @@ def _experts_mapping(args: EngineArgs, ctx: Context) -> Found:
 
 
 @rule("A03", "S132", "S120")
-def _nodes(args: EngineArgs, ctx: Context) -> Found:
+def _nodes(args: EngineArgs, ctx: Context) -> Details:
     """With several nodes, gpus_per_node is set, and there are enough GPUs."""
     if ctx.nodes is None:
         return
@@ -65,7 +65,7 @@ def _nodes(args: EngineArgs, ctx: Context) -> Found:
 
 
 @rule("A04", "S132")
-def _heads(args: EngineArgs, ctx: Context) -> Found:
+def _heads(args: EngineArgs, ctx: Context) -> Details:
     """Attention heads divide by the ranks that share them."""
     shape, ranks = ctx.shape, args.attention_ranks
     if shape is None or isinstance(args, AutoDeployArgs):
@@ -89,7 +89,7 @@ def _heads(args: EngineArgs, ctx: Context) -> Found:
 
 
 @rule("A05", "S132")
-def _attention_dp(args: EngineArgs, ctx: Context) -> Found:
+def _attention_dp(args: EngineArgs, ctx: Context) -> Details:
     """Attention DP has several ranks, and its settings have an effect."""
     if args.enable_attention_dp and args.tensor_parallel_size == 1:
         yield "error", "enable_attention_dp", "one tensor rank leaves nothing to distribute", "remove it or raise TP"
@@ -103,7 +103,7 @@ def _attention_dp(args: EngineArgs, ctx: Context) -> Found:
 
 
 @rule("A06", "S132")
-def _autodeploy(args: EngineArgs, ctx: Context) -> Found:
+def _autodeploy(args: EngineArgs, ctx: Context) -> Details:
     """AutoDeploy refuses the parallel sizes and beams of the PyTorch backend."""
     if not isinstance(args, AutoDeployArgs):
         return

@@ -1,11 +1,11 @@
 """Does something delay steps or tokens: eviction, the scheduler, kernel launches, output?"""
 
-from infra.engine_args.rules.base import Context, Found, Level, rule, up
+from infra.engine_args.rules.base import Context, Level, Details, rule, up
 from infra.engine_args.schema import DraftTarget, Eagle, EngineArgs
 
 
 @rule("A32", "S126")
-def _policy(args: EngineArgs, ctx: Context) -> Found:
+def _policy(args: EngineArgs, ctx: Context) -> Details:
     """Running requests are not evicted to admit others."""
     policy = args.scheduler_config.capacity_scheduler_policy
     where = "scheduler_config.capacity_scheduler_policy"
@@ -25,7 +25,7 @@ def _policy(args: EngineArgs, ctx: Context) -> Found:
 
 
 @rule("A34", "S84")
-def _overlap(args: EngineArgs, ctx: Context) -> Found:
+def _overlap(args: EngineArgs, ctx: Context) -> Details:
     """Prefill workers run without the overlap scheduler, others with it."""
     speculation = args.speculative_config
     two_models = (isinstance(speculation, Eagle) and not speculation.eagle3_one_model) or isinstance(
@@ -50,7 +50,7 @@ def _overlap(args: EngineArgs, ctx: Context) -> Found:
 
 
 @rule("A36", "S133", "S119", "S122")
-def _graphs(args: EngineArgs, ctx: Context) -> Found:
+def _graphs(args: EngineArgs, ctx: Context) -> Details:
     """CUDA graphs cover the batches that occur, and no others."""
     graphs, where = args.cuda_graph_config, "cuda_graph_config.batch_sizes"
     if graphs is None:
@@ -101,7 +101,7 @@ def _graphs(args: EngineArgs, ctx: Context) -> Found:
 
 
 @rule("A37", "S127")
-def _output(args: EngineArgs, ctx: Context) -> Found:
+def _output(args: EngineArgs, ctx: Context) -> Details:
     """The worker gets each token as soon as it is generated."""
     if args.num_postprocess_workers:
         yield (

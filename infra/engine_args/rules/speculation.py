@@ -1,12 +1,12 @@
 """Does speculation have what it needs, and is it worth its cost?"""
 
 from infra.engine_args import draft_length
-from infra.engine_args.rules.base import Context, Found, rule
+from infra.engine_args.rules.base import Context, Details, rule
 from infra.engine_args.schema import DraftTarget, Eagle, EngineArgs, Lookahead, Medusa, Mtp, NGram
 
 
 @rule("A50", "S114", "S122")
-def _speculation(args: EngineArgs, ctx: Context) -> Found:
+def _speculation(args: EngineArgs, ctx: Context) -> Details:
     """Each kind of speculation has what it needs."""
     speculation, where = args.speculative_config, "speculative_config"
     if speculation is None:
@@ -39,7 +39,7 @@ def _speculation(args: EngineArgs, ctx: Context) -> Found:
 
 
 @rule("A51", "S114", "S116")
-def _draft(args: EngineArgs, ctx: Context) -> Found:
+def _draft(args: EngineArgs, ctx: Context) -> Details:
     """The draft model exists and shares the target's vocabulary."""
     speculation, where = args.speculative_config, "speculative_config.speculative_model"
     if speculation is None or not speculation.draft_model:
@@ -65,7 +65,7 @@ def _draft(args: EngineArgs, ctx: Context) -> Found:
 
 
 @rule("A53", "S118")
-def _acceptance(args: EngineArgs, ctx: Context) -> Found:
+def _acceptance(args: EngineArgs, ctx: Context) -> Details:
     """The draft is not longer than the recorded acceptance justifies."""
     if ctx.accepted is None or args.speculative_config is None or not args.draft_tokens:
         return

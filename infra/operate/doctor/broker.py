@@ -46,20 +46,20 @@ def _version(bus: Bus) -> str:
 
 async def check_broker(bus: Bus) -> list[Finding]:
     """All checks of a broker that is connected."""
-    found = [ok("broker", f"connected to nats-server {_version(bus)}")]
+    findings = [ok("broker", f"connected to nats-server {_version(bus)}")]
     wanted = topology(bus.subjects)
     try:
         await check(bus.nc, wanted)
     except BrokerProblem as error:
-        return [*found, problem("broker settings", str(error), "change the server's configuration as it says")]
-    found.append(ok("broker settings", "JetStream, limits and version are as needed"))
+        return [*findings, problem("broker settings", str(error), "change the server's configuration as it says")]
+    findings.append(ok("broker settings", "JetStream, limits and version are as needed"))
     try:
-        found.append(await _streams(bus))
-        found += _fill(await uses(bus, wanted), bus.subjects.stream("REQUESTS"))
-        found.append(await _clock(bus))
+        findings.append(await _streams(bus))
+        findings += _fill(await uses(bus, wanted), bus.subjects.stream("REQUESTS"))
+        findings.append(await _clock(bus))
     except BrokerProblem as error:
-        found.append(problem("streams", str(error), APPLY))
-    return found
+        findings.append(problem("streams", str(error), APPLY))
+    return findings
 
 
 async def _streams(bus: Bus) -> Finding:
@@ -87,15 +87,17 @@ async def _streams(bus: Bus) -> Finding:
 
 
 def _fill(streams: list[StreamUse], queue: str) -> list[Finding]:
-    found = []
+    findings = []
     for use in streams:
         if not use.max_bytes or use.bytes < NEARLY_FULL * use.max_bytes or use.name.endswith(ENDLESS):
             continue
         text = f"{use.name} is {use.bytes / use.max_bytes:.0%} full"
         effect = "gateways refuse requests when it is full" if use.name == queue else "it discards its oldest messages"
         stem = use.name.rpartition("_")[2]
-        found.append(warning("stream size", text, f"enlarge it: `penstock streams set {stem} --max-bytes …`; {effect}"))
-    return found or [ok("stream size", "no stream is nearly full")]
+        findings.append(
+            warning("stream size", text, f"enlarge it: `penstock streams set {stem} --max-bytes …`; {effect}")
+        )
+    return findings or [ok("stream size", "no stream is nearly full")]
 
 
 async def _clock(bus: Bus) -> Finding:

@@ -26,14 +26,14 @@ def check_processes(state: State) -> list[Finding]:
     """Whether everything that ``penstock up`` supervises runs."""
     down = [process for process in state.processes if process.pid is None and not process.drained]
     drained = [process.name for process in state.processes if process.drained]
-    found = [
+    findings = [
         problem("processes", f"{each.name} does not run at the moment", f"its log says why: logs/{each.name}.log")
         for each in down
     ]
     if drained:
         names = " ".join(drained)
-        found.append(warning("processes", f"drained: {names}", f"`penstock restart {names}` starts them again"))
-    return found or [ok("processes", f"all {len(state.processes)} run")]
+        findings.append(warning("processes", f"drained: {names}", f"`penstock restart {names}` starts them again"))
+    return findings or [ok("processes", f"all {len(state.processes)} run")]
 
 
 async def check_gateways(urls: Sequence[str]) -> list[Finding]:
@@ -42,23 +42,23 @@ async def check_gateways(urls: Sequence[str]) -> list[Finding]:
     class Answer(msgspec.Struct):
         reasons: tuple[str, ...] = ()
 
-    found = []
+    findings = []
     for url in urls:
         parts = urlsplit(url)
         status, body = await get(parts.hostname or "", parts.port or 80, "/health/ready")
         if status == 200:
-            found.append(ok("gateway", f"{url} is ready"))
+            findings.append(ok("gateway", f"{url} is ready"))
         elif not status:
             fix = "check that it runs and that the port is open between here and there"
-            found.append(problem("gateway", f"{url} does not answer", fix))
+            findings.append(problem("gateway", f"{url} does not answer", fix))
         else:
             try:
                 reasons = msgspec.json.decode(body, type=Answer).reasons
             except msgspec.MsgspecError:
                 reasons = ()
             text = "; ".join(reasons) or body.decode(errors="replace")[:200]
-            found.append(problem("gateway", f"{url} is not ready: {text}", "mend what it names"))
-    return found
+            findings.append(problem("gateway", f"{url} is not ready: {text}", "mend what it names"))
+    return findings
 
 
 async def check_fleet(bus: Bus, state: State | None) -> list[Finding]:
@@ -67,11 +67,11 @@ async def check_fleet(bus: Bus, state: State | None) -> list[Finding]:
     Raises:
         ServingError, BrokerProblem: the broker does not answer.
     """
-    found = await _routers(bus)
+    findings = await _routers(bus)
     workers = await registrations(bus)
-    found += check_workers(workers)
-    found += await _kv_events(bus, workers, state)
-    return found
+    findings += check_workers(workers)
+    findings += await _kv_events(bus, workers, state)
+    return findings
 
 
 async def _routers(bus: Bus) -> list[Finding]:
@@ -97,22 +97,22 @@ def check_workers(workers: Sequence[Registration]) -> list[Finding]:
     by_model: dict[str, list[Registration]] = defaultdict(list)
     for each in workers:
         by_model[each.model].append(each)
-    found = []
+    findings = []
     for model, those in by_model.items():
-        found += _model(model, those)
-    return found
+        findings += _model(model, those)
+    return findings
 
 
 def _model(model: str, workers: Sequence[Registration]) -> list[Finding]:
     ready = [each for each in workers if each.state is WorkerState.ready]
     roles = {each.role for each in ready}
-    found: list[Finding] = []
+    findings: list[Finding] = []
     if not roles & {"aggregated", "decode", "diffusion"}:
         text = f"{model}: only {', '.join(sorted(roles)) or 'draining'} workers"
-        found.append(problem("roles", text, "start aggregated workers, or decode workers beside prefill workers"))
+        findings.append(problem("roles", text, "start aggregated workers, or decode workers beside prefill workers"))
     elif roles == {"decode"}:
         fix = "start prefill workers, or aggregated ones instead"
-        found.append(warning("roles", f"{model}: decode workers compute prompts themselves", fix))
+        findings.append(warning("roles", f"{model}: decode workers compute prompts themselves", fix))
     for name, fix in (
         ("revision", "drain the workers of one; until then the newer ones stand by"),
         ("tokenizer", "give all workers and gateways the same model directory"),
@@ -121,28 +121,28 @@ def _model(model: str, workers: Sequence[Registration]) -> list[Finding]:
         values = {getattr(each, name) for each in ready if getattr(each, name)}
         if len(values) > 1:
             text = f"{model}: {len(values)} different {name.replace('_', ' ')}s among its workers"
-            found.append(warning("same model", text, fix))
-    found += [finding for each in ready for finding in _load(each)]
+            findings.append(warning("same model", text, fix))
+    findings += [finding for each in ready for finding in _load(each)]
     if any(each.role in ("prefill", "decode") and each.transfer is None for each in ready):
         fix = "start it with --transfer auto and NIXL installed"
-        found.append(problem("KV transport", f"{model}: a {'/'.join(sorted(roles))} worker cannot move KV", fix))
-    return found or [ok("workers", f"{model}: {len(ready)} ready, {', '.join(sorted(roles))}")]
+        findings.append(problem("KV transport", f"{model}: a {'/'.join(sorted(roles))} worker cannot move KV", fix))
+    return findings or [ok("workers", f"{model}: {len(ready)} ready, {', '.join(sorted(roles))}")]
 
 
 def _load(worker: Registration) -> list[Finding]:
-    found = []
+    findings = []
     blocks = worker.total_blocks * worker.dp_size
     if worker.load.waiting and worker.load.used_blocks > FULL * blocks:
         text = f"{worker.name}: {worker.load.waiting} sequences wait for KV blocks"
         fix = "add workers, or give it more memory: --kv-blocks, or the engine's memory fraction"
-        found.append(warning("KV memory", text, fix))
+        findings.append(warning("KV memory", text, fix))
     elif worker.load.waiting > worker.slots * worker.dp_size:
         text = f"{worker.name}: {worker.load.waiting} sequences wait for a slot"
-        found.append(warning("slots", text, "add workers, or raise --max-running if its memory allows"))
+        findings.append(warning("slots", text, "add workers, or raise --max-running if its memory allows"))
     if not worker.kv_events and worker.role != "encode":
         text = f"{worker.name} publishes no KV events: requests do not find their prefixes there"
-        found.append(warning("KV events", text, "leave the prefix cache and publishing of events on"))
-    return found
+        findings.append(warning("KV events", text, "leave the prefix cache and publishing of events on"))
+    return findings
 
 
 async def _kv_events(bus: Bus, workers: Sequence[Registration], state: State | None) -> list[Finding]:
@@ -176,17 +176,17 @@ async def _kv_events(bus: Bus, workers: Sequence[Registration], state: State | N
 async def _indexed(state: State | None) -> list[int] | None:
     """Blocks in the index of each router that serves metrics; None: none does."""
     routers = [each for each in state.processes if each.role == "router" and each.metrics_url] if state else []
-    found = [value for each in routers if (value := (await metrics(each)).get("penstock_router_index_blocks"))
+    blocks = [value for each in routers if (value := (await metrics(each)).get("penstock_router_index_blocks"))
              is not None]  # fmt: skip
-    return [int(value) for value in found] or None
+    return [int(value) for value in blocks] or None
 
 
 async def metrics(process: Running) -> dict[str, float]:
     """The sums of a process's metrics by name; empty if it does not answer."""
     parts = urlsplit(process.metrics_url)
     status, body = await get(parts.hostname or "", parts.port or 80, parts.path)
-    found: dict[str, float] = defaultdict(float)
+    values: dict[str, float] = defaultdict(float)
     if status == 200:
         for name, value in _SAMPLE.findall(body.decode(errors="replace")):
-            found[name] += float(value)
-    return dict(found)
+            values[name] += float(value)
+    return dict(values)

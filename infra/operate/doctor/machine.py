@@ -84,21 +84,23 @@ def check_gpus(environ: Mapping[str, str]) -> list[Finding]:
     smi = shutil.which("nvidia-smi")
     if not devices and smi is None:
         return [skipped("GPU", "no NVIDIA GPU on this machine; the native engine uses the CPU")]
-    found = []
+    findings = []
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None and not visible.strip(", "):
-        found.append(problem("GPU", "CUDA_VISIBLE_DEVICES is empty: no GPU is visible", "unset it, or list GPUs: 0,1"))
+        findings.append(
+            problem("GPU", "CUDA_VISIBLE_DEVICES is empty: no GPU is visible", "unset it, or list GPUs: 0,1")
+        )
     if smi is not None:
-        found.append(_driver(smi))
+        findings.append(_driver(smi))
     elif devices:
         fix = "install the driver's utilities; in a container start it with the NVIDIA container toolkit (--gpus all)"
-        found.append(warning("GPU driver", f"{len(devices)} GPUs in /dev but no nvidia-smi", fix))
+        findings.append(warning("GPU driver", f"{len(devices)} GPUs in /dev but no nvidia-smi", fix))
     if importlib.util.find_spec("torch") is None:
-        found.append(warning("torch", "not installed", "pip install 'penstock[native]' for the native engine"))
+        findings.append(warning("torch", "not installed", "pip install 'penstock[native]' for the native engine"))
     elif "+cpu" in metadata.version("torch"):
         fix = "install torch from https://download.pytorch.org/whl/cu128; the CPU build ignores GPUs"
-        found.append(problem("torch", f"{metadata.version('torch')} is a CPU build, and there are GPUs", fix))
-    return found
+        findings.append(problem("torch", f"{metadata.version('torch')} is a CPU build, and there are GPUs", fix))
+    return findings
 
 
 def _driver(smi: str) -> Finding:

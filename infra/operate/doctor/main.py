@@ -116,8 +116,8 @@ async def _through_broker(source: Source, state: State | None, files: dict[str, 
 
 
 async def _collect(bus: Bus, files: dict[str, bytes]) -> None:
-    found = await uses(bus, topology(bus.subjects))
-    files["streams.json"] = msgspec.json.format(msgspec.json.encode(found), indent=2)
+    usages = await uses(bus, topology(bus.subjects))
+    files["streams.json"] = msgspec.json.format(msgspec.json.encode(usages), indent=2)
     workers = [msgspec.to_builtins(each, builtin_types=()) for each in await registrations(bus)]
     files["workers.json"] = msgspec.json.format(msgspec.json.encode(workers), indent=2)
 

@@ -30,7 +30,7 @@ def of_accepted(accepted: RequestAccepted) -> dict[str, Value]:
     """What the client asked for: parameters and counts, never the content of its prompt."""
     request = accepted.request
     sampling = request.sampling
-    found: dict[str, Value] = {
+    attributes: dict[str, Value] = {
         "gen_ai.operation.name": operation(request),
         "gen_ai.provider.name": PROVIDER,
         "gen_ai.request.model": request.model,
@@ -40,8 +40,8 @@ def of_accepted(accepted: RequestAccepted) -> dict[str, Value]:
         "penstock.request.class": request.priority.value,
     }
     if request.diffusion is not None:
-        return found | {"penstock.request.steps": request.diffusion.steps}
-    found |= {
+        return attributes | {"penstock.request.steps": request.diffusion.steps}
+    attributes |= {
         "gen_ai.usage.input_tokens": accepted.prompt_tokens,
         "gen_ai.request.max_tokens": request.stop.max_tokens,
         "gen_ai.request.temperature": sampling.temperature,
@@ -56,12 +56,12 @@ def of_accepted(accepted: RequestAccepted) -> dict[str, Value]:
         "penstock.request.media": (accepted.media, 0),
         "penstock.request.lora": (request.lora, ""),
     }
-    return found | {name: value for name, (value, default) in given.items() if value != default}
+    return attributes | {name: value for name, (value, default) in given.items() if value != default}
 
 
 def of_end(done: Done) -> dict[str, Value]:
     """How the request ended."""
-    found: dict[str, Value] = {
+    attributes: dict[str, Value] = {
         "gen_ai.response.model": done.model,
         "gen_ai.usage.input_tokens": done.usage.prompt,
         "gen_ai.usage.output_tokens": done.usage.completion,
@@ -70,11 +70,11 @@ def of_end(done: Done) -> dict[str, Value]:
     }
     reasons = [choice.reason for choice in done.choices if choice.reason]
     if reasons:
-        found["gen_ai.response.finish_reasons"] = reasons
+        attributes["gen_ai.response.finish_reasons"] = reasons
     first, created = done.timings.client_first_token_ns, done.timings.created_ns
     if first > created > 0:
-        found["gen_ai.response.time_to_first_chunk"] = (first - created) / 1e9
-    return found | of_code(done.code)
+        attributes["gen_ai.response.time_to_first_chunk"] = (first - created) / 1e9
+    return attributes | of_code(done.code)
 
 
 def of_code(code: str) -> dict[str, Value]:
@@ -91,7 +91,7 @@ def status(code: str) -> int:
 def of_routed(routed: RequestRouted) -> dict[str, Value]:
     """Why these workers. The score table itself stays in the log: ``penstock inspect`` prints it."""
     decision = routed.decision
-    found: dict[str, Value] = {
+    attributes: dict[str, Value] = {
         "penstock.attempt": routed.attempt,
         "penstock.router.mode": decision.mode,
         "penstock.router.worker": decision.chosen,
@@ -103,19 +103,19 @@ def of_routed(routed: RequestRouted) -> dict[str, Value]:
         "penstock.router.kv_sequence": decision.kv_seq,
     }
     if decision.route:
-        found["penstock.router.route"] = [f"{stage.role} {stage.worker}" for stage in decision.route]
+        attributes["penstock.router.route"] = [f"{stage.role} {stage.worker}" for stage in decision.route]
     if decision.how:
-        found["penstock.router.why"] = decision.how
+        attributes["penstock.router.why"] = decision.how
     if routed.overlap_blocks is not None and routed.score is not None:
-        found["penstock.router.overlap_blocks"] = routed.overlap_blocks
-        found["penstock.router.score"] = routed.score
-    return found
+        attributes["penstock.router.overlap_blocks"] = routed.overlap_blocks
+        attributes["penstock.router.score"] = routed.score
+    return attributes
 
 
 def of_stamps(stamps: Stamps) -> dict[str, Value]:
     """Measurements of the worker and its engine."""
-    found: dict[str, Value] = {"penstock.worker.preemptions": stamps.preemptions}
+    attributes: dict[str, Value] = {"penstock.worker.preemptions": stamps.preemptions}
     for name, value in stamps.engine.items():
         stem = f"{name.removesuffix('_s')}.duration" if name.endswith("_s") else name
-        found[_ENGINE.get(name, f"penstock.engine.{stem}")] = value
-    return found
+        attributes[_ENGINE.get(name, f"penstock.engine.{stem}")] = value
+    return attributes

@@ -33,7 +33,7 @@ def document(spans: Sequence[Span], namespace: str = "ps") -> dict[str, Any]:
 
 
 def _span(span: Span) -> dict[str, Any]:
-    found: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "traceId": span.trace_id,
         "spanId": span.span_id,
         "name": span.name,
@@ -52,10 +52,10 @@ def _span(span: Span) -> dict[str, Any]:
         "status": {} if span.error is None else {"code": 2, "message": span.error},
     }
     if span.parent_id:
-        found["parentSpanId"] = span.parent_id
+        fields["parentSpanId"] = span.parent_id
     if span.state:
-        found["traceState"] = span.state
-    return found
+        fields["traceState"] = span.state
+    return fields
 
 
 def _attributes(values: Mapping[str, Value]) -> list[dict[str, Any]]:

@@ -64,10 +64,10 @@ def in_order(spans: Sequence[Span]) -> list[tuple[int, Span]]:
         below.setdefault(span.parent_id, []).append(span)
 
     def walk(span: Span, depth: int) -> list[tuple[int, Span]]:
-        found = [(depth, span)]
+        spans = [(depth, span)]
         for child in sorted(below.get(span.span_id, []), key=lambda each: (each.start_ns, -each.end_ns)):
-            found += walk(child, depth + 1)
-        return found
+            spans += walk(child, depth + 1)
+        return spans
 
     return walk(spans[0], 0)
 

@@ -42,15 +42,15 @@ class _SpanBuilder:
 
     def build(self) -> list[Span]:
         root = self._root()
-        found = [root]
-        found += [self._route(root, routed) for routed in self._timeline.routed]
+        spans = [root]
+        spans += [self._route(root, routed) for routed in self._timeline.routed]
         refused = self._refused(root)
-        found += [] if refused is None else [refused]
+        spans += [] if refused is None else [refused]
         for stage in self._stages:
-            found += self._stage(root, stage)
+            spans += self._stage(root, stage)
         if self._done is None:
-            root.end_ns = max(span.end_ns for span in found)
-        return covered(found)
+            root.end_ns = max(span.end_ns for span in spans)
+        return covered(spans)
 
     def _span(self, parent: Span | None, key: str, name: str, start: int, end: int, **more: object) -> Span:
         request = self._request

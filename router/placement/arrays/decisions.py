@@ -70,26 +70,26 @@ class ArrayDecisions:
         pool.fill(both[0], overlaps)
         pool.fill(both[1], leading)
         both = both[:, :-1]
-        found = costs(
+        costs_of = costs(
             size_of(request), both[0], both[1], columns, overlap_weight=weights.overlap, prefill_weight=weights.prefill
         )
         for target in request.session:
             at = pool.position.get(target)
             if at is not None:
-                found.whole[at] -= favour_tokens(size_of(request))
+                costs_of.whole[at] -= favour_tokens(size_of(request))
         allowed = pool.allowed(request)
-        free = (allowed & found.fits).nonzero()[0]
+        free = (allowed & costs_of.fits).nonzero()[0]
         if not len(free):
             return None
-        scores = found.whole[free]
+        scores = costs_of.whole[free]
         best = scores.argmin()
         ties = (scores - scores[best] <= TIE).nonzero()[0]
-        if waited_s is not None and _waits(found, allowed, int(free[best]), waited_s):
+        if waited_s is not None and _waits(costs_of, allowed, int(free[best]), waited_s):
             return None
         chosen = int(free[int(ties[draw(seed) % len(ties)])])
         present = np.minimum(np.maximum(*both), request.prompt_blocks)
         worker, rank = pool.ids[chosen]
-        table = _ScoreTable(request, pool, columns, found, present)
+        table = _ScoreTable(request, pool, columns, costs_of, present)
         return RoutingDecision((Stage("aggregated", worker, rank),), table.lines(chosen, free), int(present[chosen]))
 
     def ready(self, requests: Sequence[HeldRequest], now_ns: int) -> list[int]:
@@ -109,27 +109,27 @@ class ArrayDecisions:
             pool.fill(both[0, number], held.overlaps)
             pool.fill(both[1, number], held.leading)
             allowed[number] = pool.allowed(held.request)
-        found = costs(RequestSizes(*sizes), cached, leading, self._columns.read(pool.rows, now_ns))
-        fits = found.fits & allowed
-        open_cost = np.where(fits, found.whole, np.inf)
-        any_cost = np.where(allowed, found.whole, np.inf)
+        costs_of = costs(RequestSizes(*sizes), cached, leading, self._columns.read(pool.rows, now_ns))
+        fits = costs_of.fits & allowed
+        open_cost = np.where(fits, costs_of.whole, np.inf)
+        any_cost = np.where(allowed, costs_of.whole, np.inf)
         every = np.arange(len(requests))
         at, best = open_cost.argmin(axis=1), any_cost.argmin(axis=1)
-        saved = found.uncached_tokens[every, at] - found.uncached_tokens[every, best]
+        saved = costs_of.uncached_tokens[every, at] - costs_of.uncached_tokens[every, best]
         waits = ~fits[every, best] & (np.array([held.waited_s for held in requests]) < PATIENCE_S * saved)
         kept: list[int] = np.flatnonzero(fits.any(axis=1) & ~waits | ~allowed.any(axis=1)).tolist()
         return kept
 
 
-def _waits(found: Costs, allowed: NDArray[np.bool_], best: int, waited_s: float) -> bool:
+def _waits(target_costs: Costs, allowed: NDArray[np.bool_], best: int, waited_s: float) -> bool:
     """Whether a held request waits for a target that is full now, and cheaper."""
-    full = np.flatnonzero(allowed & ~found.fits)
+    full = np.flatnonzero(allowed & ~target_costs.fits)
     if not len(full):
         return False
-    better = full[int(found.whole[full].argmin())]
-    if found.whole[better] >= found.whole[best]:
+    better = full[int(target_costs.whole[full].argmin())]
+    if target_costs.whole[better] >= target_costs.whole[best]:
         return False
-    return bool(waited_s < PATIENCE_S * (found.uncached_tokens[best] - found.uncached_tokens[better]))
+    return bool(waited_s < PATIENCE_S * (target_costs.uncached_tokens[best] - target_costs.uncached_tokens[better]))
 
 
 def _lowest(scores: Column, free: Rows, count: int) -> Rows:

@@ -80,14 +80,14 @@ class BlockManager:
 
     def match(self, digests: Sequence[bytes], limit: int) -> list[int]:
         """Blocks that hold the longest cached prefix of ``digests[:limit]``; not yet held."""
-        found: list[int] = []
+        blocks: list[int] = []
         cache = self._cache
         for position in range(min(limit, len(digests))):
             block = cache.get(digests[position])
             if block is None:
                 break
-            found.append(block)
-        return found
+            blocks.append(block)
+        return blocks
 
     def left(self, hits: list[int], fresh: int) -> int:
         """``available`` after such a ``take``; below 0: there are too few blocks for it."""

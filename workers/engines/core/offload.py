@@ -84,12 +84,12 @@ class HostCache:
 
     def match(self, digests: Seq[bytes], start: int, limit: int) -> list[bytes]:
         """Names of ``digests[start:limit]`` that are here, up to the first that is not."""
-        found = []
+        matched = []
         for name in digests[start:limit]:
             if name not in self._names:
                 break
-            found.append(name)
-        return found
+            matched.append(name)
+        return matched
 
     def pin(self, names: Seq[bytes]) -> None:
         """Keep names until they are loaded, or unpinned."""

@@ -45,11 +45,11 @@ class PromptScoring:
 
 def collect(slots: Seq[Slot]) -> list[Scored]:
     """Take the scores that the executor has stored in the sequences of a step."""
-    found = []
+    scores = []
     for slot in slots:
         sequence = slot.sequence
         if sequence.scores:
-            found.append(Scored(sequence.key, sequence.score, sequence.scores))
+            scores.append(Scored(sequence.key, sequence.score, sequence.scores))
             sequence.score += len(sequence.scores)
             sequence.scores = []
-    return found
+    return scores

@@ -188,9 +188,9 @@ def resolve(model: str) -> Path:
 
     try:
         index = Path(hf_hub_download(model, INDEX))
-        found = pipeline_class(pipeline_name(index.parent))
-        PipelineSignature(found)
-        return Path(found.download(model, use_safetensors=True))  # type: ignore[attr-defined]
+        class_ = pipeline_class(pipeline_name(index.parent))
+        PipelineSignature(class_)
+        return Path(class_.download(model, use_safetensors=True))  # type: ignore[attr-defined]
     except ModelError:
         raise
     except Exception as error:

@@ -63,10 +63,10 @@ def pipeline_class(name: str) -> type:
         import diffusers
     except ImportError as error:
         raise ModelError(f"--role diffusion needs diffusers: pip install 'penstock[diffusion]' ({error})") from None
-    found = getattr(diffusers, name, None)
-    if not isinstance(found, type) or not issubclass(found, diffusers.DiffusionPipeline):
+    class_ = getattr(diffusers, name, None)
+    if not isinstance(class_, type) or not issubclass(class_, diffusers.DiffusionPipeline):
         raise ModelError(
             f"{INDEX} names {name!r}, which is not a pipeline of diffusers {diffusers.__version__}; install a version "
             "that has it, or check the directory"
         )
-    return found
+    return class_

@@ -98,15 +98,15 @@ class Subscriber:
             self._poller.register(self._monitor, zmq.POLLIN)
         try:
             while not self._stop.is_set():
-                found = dict(self._poller.poll(POLL_MS))
-                if self._dealer is not None and self._dealer in found:
+                ready = dict(self._poller.poll(POLL_MS))
+                if self._dealer is not None and self._dealer in ready:
                     self._on_replay(wire.parse_message(self._dealer.recv_multipart()))
-                if self._monitor is not None and self._monitor in found:
+                if self._monitor is not None and self._monitor in ready:
                     recv_monitor_message(self._monitor)
                     while self._sub.poll(0):  # messages from before the disconnect
                         self._on_live()
                     self._on_disconnect()
-                elif self._sub in found:
+                elif self._sub in ready:
                     self._on_live()
                 self._request_replay()
         except (zmq.ZMQError, ValueError) as error:

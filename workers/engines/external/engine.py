@@ -192,8 +192,8 @@ class ExternalEngine(Generic[C]):
             if isinstance(event, SequenceUpdate):
                 computed += self._apply(event, result, held, scored, measured)
             else:
-                for rank, found in self._adapter.kv_events(event).items():
-                    (others.setdefault(rank, []) if rank else result.events).extend(found)
+                for rank, events in self._adapter.kv_events(event).items():
+                    (others.setdefault(rank, []) if rank else result.events).extend(events)
             event = self._inbox.get()
         self._raise_broken()
         return result._replace(computed_tokens=computed)

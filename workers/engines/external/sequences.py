@@ -60,11 +60,11 @@ class ActiveSequence(Generic[C]):
         if not self.score or not entries:
             return None
         first, self.score = self.score, 0
-        found = scores(entries, self.prompt, first, self.scored_top)
-        if not found:
+        values = scores(entries, self.prompt, first, self.scored_top)
+        if not values:
             log.warning("prompt_logprobs_incomplete", entries=len(entries), tokens=self.prompt_len)
             return None
-        return Scored(self.key, first, found)
+        return Scored(self.key, first, values)
 
 
 class SequenceUpdate(NamedTuple):

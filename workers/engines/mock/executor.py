@@ -113,12 +113,12 @@ def expected_tokens(
         media: embeddings of the media in the prompt, in order: ``memory.embedding`` of each one's raw bytes.
     """
     state = crc32(pack_tokens(tokens), start_state(sampling, choice, seen(media) if media else None))
-    found = []
+    result = []
     for position in range(count):
         token = vocabulary.token(state, barred if position < barred_tokens else ())
         state = crc32(_pack(token), state)
-        found.append(token)
-    return found
+        result.append(token)
+    return result
 
 
 class MockExecutor:

@@ -151,8 +151,8 @@ class MockBlocks:
         for position, offset, upto in parts:
             at = self._at(sequence, position)
             head = bytes(self.pages.data[at : at + 4])
-            found = bytes(self.pages.data[at + offset : at + offset + width])
-            if found != self._digest(sequence, position, upto, head):
+            content = bytes(self.pages.data[at + offset : at + offset + width])
+            if content != self._digest(sequence, position, upto, head):
                 raise EngineError(
                     f"block {sequence.blocks[position]} does not hold the tokens {position * size} to {upto} of the "
                     f"sequence that was to continue with it"

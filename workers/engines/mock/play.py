@@ -98,18 +98,18 @@ class Player:
 
     def _find(self, sequence: Sequence) -> Answer | None:
         prompt = _digest(pack_tokens(sequence.tokens[: sequence.prompt_len]))
-        found = self._by_prompt.get(prompt)
-        if found is None:
+        answers = self._by_prompt.get(prompt)
+        if answers is None:
             named = self._by_id.get(sequence.client_request_id)
-            found = [named] if named is not None else []
-        found = [each for each in found if sequence.choice < len(each.answers)]
-        if not found:
+            answers = [named] if named is not None else []
+        answers = [each for each in answers if sequence.choice < len(each.answers)]
+        if not answers:
             return None
-        same = [each for each in found if each.seed == sequence.sampling.seed]
-        named = next((each for each in same or found if each.id == sequence.client_request_id), None)
+        same = [each for each in answers if each.seed == sequence.sampling.seed]
+        named = next((each for each in same or answers if each.id == sequence.client_request_id), None)
         if named is None:
             turn = self._turns[prompt] = self._turns.get(prompt, -1) + 1
-            named = same[0] if same else found[turn % len(found)]
+            named = same[0] if same else answers[turn % len(answers)]
         return named.answers[sequence.choice]
 
 

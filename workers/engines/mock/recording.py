@@ -72,7 +72,7 @@ def read_recording(path: str, vocab_size: int, *, skip_bad: bool = False) -> lis
         bad.append(f"behind line {number}: {reason}")
     if bad:
         log.warning("recording_lines_skipped", file=path, lines=len(bad), first=bad[0])
-    played = [found for event in ended if (found := _played(event, requests.get(event.request), stored)) is not None]
+    played = [read for event in ended if (read := _played(event, requests.get(event.request), stored)) is not None]
     if not played:
         raise ValueError(f"--play {path}: it has no answer to play; export whole requests, with their records")
     largest = max((max(answer.tokens, default=0) for each in played for answer in each.answers), default=0)
@@ -97,23 +97,23 @@ def _add(line: bytes, number: int, requests: dict[str, GenerateRequest], stored:
         return
     if not line.startswith(b'{"stream":"') or not any(name in line[:40] for name in _WANTED):
         return
-    found = _read_line(line)
-    body = bytes(found.body)
+    record = _read_line(line)
+    body = bytes(record.body)
     if not body:
         return  # a message of another build
-    if found.stream == "REQUESTS":
+    if record.stream == "REQUESTS":
         request = _read_request(body)
         requests[request.id] = request
-    elif found.stream == "TOKENS":
-        at = parse_time(found.time) / 1e9
+    elif record.stream == "TOKENS":
+        at = parse_time(record.time) / 1e9
         for item in _read_batch(body).items:
             if item.choice >= 0 and item.tokens:
                 stored.setdefault((item.request, item.choice), []).append((at, item.first, len(item.tokens) >> 2))
     elif b'"type":"done"' in body[:40]:
         event = _read_done(body)
         ended.append(event)
-        if bytes(found.request) and event.request not in requests:
-            requests[event.request] = _read_request(found.request)
+        if bytes(record.request) and event.request not in requests:
+            requests[event.request] = _read_request(record.request)
 
 
 def _played(event: Done, request: GenerateRequest | None, stored: Stored) -> Played | None:

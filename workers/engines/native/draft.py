@@ -102,8 +102,8 @@ class DraftModel:
             return []
         drawn = [runs[number] for number in drawing]
         lengths = [run.start + len(run.tokens) for run in drawn]
-        found: list[int] = choose(logits, [run.sequence for run in drawn], lengths).tokens.tolist()
-        return found
+        chosen: list[int] = choose(logits, [run.sequence for run in drawn], lengths).tokens.tolist()
+        return chosen
 
     def close(self) -> None:
         """Free weights and pool."""

@@ -51,12 +51,12 @@ class Chosen:
         return Chosen(_pinned(self.tokens), self.asked, copied)
 
     def sampled(self) -> list[Sampled]:
-        found: dict[int, Logprob] = {}
+        logprobs: dict[int, Logprob] = {}
         if self.logprobs is not None:
             columns = (part.tolist() for part in self.logprobs)
             for (row, k), logprob, ids, values in zip(self.asked, *columns, strict=True):
-                found[row] = Logprob(logprob, _possible(ids[:k], values[:k]))
-        return [Sampled(token, found.get(row)) for row, token in enumerate(self.tokens.tolist())]
+                logprobs[row] = Logprob(logprob, _possible(ids[:k], values[:k]))
+        return [Sampled(token, logprobs.get(row)) for row, token in enumerate(self.tokens.tolist())]
 
 
 def _pinned(part: Tensor) -> Tensor:
@@ -106,15 +106,15 @@ def score(logits: Tensor, tokens: Seq[int], wanted: int) -> list[Logprob]:
         logits: (len(tokens), vocab), any float type, each row of the position before the token.
         wanted: number of best tokens per row.
     """
-    found: list[Logprob] = []
+    scores: list[Logprob] = []
     for at in range(0, len(tokens), _SCORED_ROWS):
         logprobs = logits[at : at + _SCORED_ROWS].float().log_softmax(dim=-1)
         own = logprobs.gather(-1, torch.tensor(tokens[at : at + _SCORED_ROWS], device=logits.device)[:, None])
         ranks = (logprobs > own).sum(dim=-1) + 1
         best = logprobs.topk(min(wanted, logprobs.shape[-1]), dim=-1)
         columns = (own.squeeze(-1).tolist(), best.indices.tolist(), best.values.tolist(), ranks.tolist())
-        found += [Logprob(value, _possible(ids, top), rank) for value, ids, top, rank in zip(*columns, strict=True)]
-    return found
+        scores += [Logprob(value, _possible(ids, top), rank) for value, ids, top, rank in zip(*columns, strict=True)]
+    return scores
 
 
 def process(logits: Tensor, sequences: Seq[Sequence]) -> Tensor:

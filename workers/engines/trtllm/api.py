@@ -180,9 +180,9 @@ def _version(package: Any) -> str:
 def _find(name: str, *modules: str) -> Any:
     for module in modules:
         with contextlib.suppress(ImportError):
-            found = getattr(importlib.import_module(module), name, None)
-            if found is not None:
-                return found
+            attribute = getattr(importlib.import_module(module), name, None)
+            if attribute is not None:
+                return attribute
     return None
 
 

@@ -314,9 +314,9 @@ def capacity(llm: Any, api: Api, args: EngineArgs, stat: dict[str, Any] | None) 
     """KV blocks of one rank: from the engine's API, else from its statistics, else estimated from its arguments."""
     if api.capacity:
         answer = llm.get_kv_cache_capacity()
-        found = answer.get("maxNumBlocks") if isinstance(answer, dict) else getattr(answer, "maxNumBlocks", None)
-        if found:
-            return int(found)
+        blocks = answer.get("maxNumBlocks") if isinstance(answer, dict) else getattr(answer, "maxNumBlocks", None)
+        if blocks:
+            return int(blocks)
     shown = stats.blocks(stat) if stat is not None else None
     if shown is not None and shown.total > 0:
         return shown.total

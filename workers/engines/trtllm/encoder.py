@@ -70,20 +70,20 @@ class TrtllmVisionEncoder:
             EngineError: the encoder failed.
         """
         try:
-            found = []
+            embeddings = []
             for answer in self._encoder.generate(
                 [{"prompt": self._text, "multi_modal_data": {"image": [image]}} for image in images],
                 use_tqdm=False,
             ):
                 handles = answer.outputs[0].disaggregated_params.multimodal_embedding_handles
-                found.append(torch.cat([self._open_handle(handle) for handle in handles]))
+                embeddings.append(torch.cat([self._open_handle(handle) for handle in handles]))
         except Exception as error:
             raise EngineError(f"TensorRT-LLM's encoder failed: {error!r}") from error
-        if any(rows.dim() != 2 for rows in found):
+        if any(rows.dim() != 2 for rows in embeddings):
             raise EngineError(
                 "TensorRT-LLM's encoder returned an image's embeddings in another shape than (tokens, hidden)"
             )
-        return found
+        return embeddings
 
     def prepare(self, raw: bytes, kind: str) -> object:
         """Decode one medium.

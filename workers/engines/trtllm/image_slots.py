@@ -95,17 +95,17 @@ def inputs(
             "this prompt with images has no text that encodes to the same tokens, and TensorRT-LLM takes images with "
             "text only; send it to a worker with the native engine",
         )
-    found = [image_slots.get(span) for span in spans]
-    embedded = [isinstance(each, Tensor) for each in found]
+    images = [image_slots.get(span) for span in spans]
+    embedded = [isinstance(each, Tensor) for each in images]
     if all(embedded):
-        return {"prompt": text, "multi_modal_embeddings": {"image": found}}
+        return {"prompt": text, "multi_modal_embeddings": {"image": images}}
     if any(embedded):
         raise RequestError(
             Code.transfer_failed,
             "some images of this request are embedded and others are not, and TensorRT-LLM takes only one kind; send "
             "the request again",
         )
-    return {"prompt": text, "multi_modal_data": {"image": found}, "mm_processor_kwargs": {}}
+    return {"prompt": text, "multi_modal_data": {"image": images}, "mm_processor_kwargs": {}}
 
 
 def collapse(tokens: Seq[int], spans: Seq[MediaSpan], placeholder: int) -> list[int]:
@@ -124,5 +124,5 @@ def dtype_of(name: str, config: dict[str, Any]) -> torch.dtype:
     configured = (
         config.get("dtype") or config.get("torch_dtype") or (text.get("dtype") if isinstance(text, dict) else None)
     )
-    found = getattr(torch, name if name != "auto" else str(configured or "bfloat16"), None)
-    return found if isinstance(found, torch.dtype) else torch.bfloat16
+    dtype = getattr(torch, name if name != "auto" else str(configured or "bfloat16"), None)
+    return dtype if isinstance(dtype, torch.dtype) else torch.bfloat16

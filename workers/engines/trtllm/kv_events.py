@@ -87,8 +87,8 @@ class Roots:
         """The root of a first block; None: unknown or ambiguous."""
         if not self._others:
             return self._default
-        found = self._first.get(tokens, ())
-        return next(iter(found)) if len(found) == 1 else None
+        roots = self._first.get(tokens, ())
+        return next(iter(roots)) if len(roots) == 1 else None
 
     def knows(self, media: bytes) -> bool:
         return media in self._media
@@ -268,11 +268,11 @@ class Translator:
 
 def by_rank(events: Iterable[Mapping[str, Any]]) -> dict[int, list[Mapping[str, Any]]]:
     """Events by rank, in order; those without a valid rank are rank 0's."""
-    found: dict[int, list[Mapping[str, Any]]] = {}
+    events_of: dict[int, list[Mapping[str, Any]]] = {}
     for event in events:
         rank = event.get("attention_dp_rank") if isinstance(event, Mapping) else None
-        found.setdefault(rank if isinstance(rank, int) and rank > 0 else 0, []).append(event)
-    return found
+        events_of.setdefault(rank if isinstance(rank, int) and rank > 0 else 0, []).append(event)
+    return events_of
 
 
 def pack(tokens: Seq[int]) -> bytes:

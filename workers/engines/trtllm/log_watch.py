@@ -37,9 +37,9 @@ class LogWatch(logging.Handler):
 
     def inspect(self, line: str) -> None:
         """Inspect one line of the log."""
-        found = self._detector.line(line, self._clock())
-        if found is not None:
-            log.error("engine_diagnosis", code=found.code, advice=found.advice)
+        detected = self._detector.line(line, self._clock())
+        if detected is not None:
+            log.error("engine_diagnosis", code=detected.code, advice=detected.advice)
 
     def attach(self) -> Callable[[], None]:
         """Watch the log of this process; the returned function ends that."""

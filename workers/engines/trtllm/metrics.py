@@ -42,9 +42,9 @@ class NativeMetrics(NativeSeries):
             log.warning("native_metrics_off", error=str(error))
             return None
         for name in ("log_request_metrics_dict", "log_metrics_dict"):  # renamed in 1.3
-            found = getattr(collector, name, None)
-            if callable(found):
-                return found
+            class_ = getattr(collector, name, None)
+            if callable(class_):
+                return class_
         log.warning("native_metrics_off", error="its MetricsCollector has no known logging method")
         return None
 

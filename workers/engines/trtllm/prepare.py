@@ -111,8 +111,8 @@ def prepare(request: SequenceRequest, info: EngineInfo, options: Options, consum
     )
     if "embedding_bias" in given:
         given["embedding_bias"] = bias(given["embedding_bias"], info.vocab_size)
-    if options.processors is not None and (found := options.processors(request)) is not None:
-        given["logits_processor"] = found
+    if options.processors is not None and (processors := options.processors(request)) is not None:
+        given["logits_processor"] = processors
     tokens = [*request.prompt, *request.generated[:before]]
     arguments: dict[str, Any] = {"inputs": tokens, "streaming": not request.hold}
     if request.media and not adopted and options.image_inputs is not None:

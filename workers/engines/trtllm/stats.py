@@ -68,8 +68,8 @@ def blocks(stat: Mapping[str, Any]) -> Blocks | None:
 
 def gauges(stat: Mapping[str, Any]) -> dict[str, float]:
     """The values of ``GAUGES`` in a statistic."""
-    found = {name: number(stat, section, key) for name, (section, key, _) in GAUGES.items()}
-    return {name: value for name, value in found.items() if value is not None}
+    values = {name: number(stat, section, key) for name, (section, key, _) in GAUGES.items()}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def sums(stat: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
@@ -89,5 +89,5 @@ def hit_rate(stat: Mapping[str, Any], baseline: tuple[float, float]) -> float | 
     reused, missed = (number(stat, "kvCacheStats", key) for key in ("reusedBlocks", "missedBlocks"))
     if reused is None or missed is None:
         return None
-    found, lost = max(0.0, reused - baseline[0]), max(0.0, missed - baseline[1])
-    return found / (found + lost) if found + lost else None
+    hits, lost = max(0.0, reused - baseline[0]), max(0.0, missed - baseline[1])
+    return hits / (hits + lost) if hits + lost else None

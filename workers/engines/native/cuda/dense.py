@@ -114,8 +114,8 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, scale: float, *, causa
     q, k, v = (each.transpose(0, 1)[None] for each in (query, key, value))
     if not query.is_cuda:
         return _on_cpu(q, k, v, scale, causal)
-    found = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, False, scale=scale)
-    return found[0][0].transpose(0, 1), found[1].reshape(query.shape[1], query.shape[0])
+    result = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, False, scale=scale)
+    return result[0][0].transpose(0, 1), result[1].reshape(query.shape[1], query.shape[0])
 
 
 def _on_cpu(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:

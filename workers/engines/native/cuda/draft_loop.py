@@ -133,5 +133,5 @@ class LaunchedLoop(NamedTuple):
     def tokens(self) -> list[list[int]]:
         """Wait for the device; the tokens of each row."""
         self.event.synchronize()
-        found: list[list[int]] = self.host.t().tolist()
-        return found
+        tokens: list[list[int]] = self.host.t().tolist()
+        return tokens

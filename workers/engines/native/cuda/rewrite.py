@@ -81,11 +81,11 @@ def _matches(new: Callable[[Tensor], Tensor], old: Callable[[Tensor], Tensor], x
     """``bound``: maximum relative difference; 0: that of the data type."""
     with torch.inference_mode():
         expected = old(x.clone())
-        found = new(x.clone())
-    if found.shape != expected.shape or found.dtype != expected.dtype:
+        result = new(x.clone())
+    if result.shape != expected.shape or result.dtype != expected.dtype:
         return False
     bound = bound or TOLERANCE[x.dtype]
-    return bool((found.float() - expected.float()).norm() <= bound * expected.float().norm())
+    return bool((result.float() - expected.float()).norm() <= bound * expected.float().norm())
 
 
 def _rms_norm_for(norm: Any, dtype: torch.dtype, generator: torch.Generator) -> RmsNorm | None:
@@ -158,12 +158,12 @@ def _find(model: nn.Module, path: str) -> tuple[nn.Module, str, Any]:
 def _merge_qkv(parent: nn.Module | None) -> int:
     """Merge q_proj, k_proj and v_proj into one product. Returns 1 if it did."""
     names = ("q_proj", "k_proj", "v_proj")
-    found: list[Any] = [getattr(parent, name, None) for name in names]
-    if parent is None or len({type(linear) for linear in found}) != 1 or type(found[0]) not in LINEAR:
+    projections: list[Any] = [getattr(parent, name, None) for name in names]
+    if parent is None or len({type(linear) for linear in projections}) != 1 or type(projections[0]) not in LINEAR:
         return 0
-    if len({(linear.in_features, linear.weight.dtype) for linear in found}) != 1:
+    if len({(linear.in_features, linear.weight.dtype) for linear in projections}) != 1:
         return 0
-    merged = MergedLinear(_join(found), [linear.out_features for linear in found])
+    merged = MergedLinear(_join(projections), [linear.out_features for linear in projections])
     setattr(parent, names[0], merged)
     for number, name in enumerate(names[1:], 1):
         setattr(parent, name, MergedLinearPart(merged, number))
