@@ -19,7 +19,8 @@ idle, or if the blocks of all its active prompts, one for the answer of each seq
 its KV cache, and it accepts another sequence.
 """
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from router.placement.target_loads import (
@@ -99,34 +100,96 @@ def target_cost(
         overlap_weight: of a reused token.
         prefill_weight: of a token to compute.
     """
-    return TargetCost(*terms(size, cached, leading, at, overlap_weight, prefill_weight, min, max))
+    own = target_terms(at, size.sequences, Scalars, prefill_weight)
+    fixed, decode, slope, held_up, read, room = own
+    reused = reuse(size, cached, leading, at[BLOCK_SIZE], Scalars, overlap_weight)
+    prompt_blocks = size.tokens // at[BLOCK_SIZE]
+    reading = read * prompt_blocks
+    whole = fixed + (slope + held_up) * reused.work + reading
+    fits = prompt_blocks - min(leading, size.blocks) <= room
+    return TargetCost(whole, fixed + slope * reused.work + reading, decode + reading, reused.uncached_tokens, fits)
 
 
-def terms(
-    size: Any,
-    cached: Any,
-    leading: Any,
-    at: Any,
-    overlap_weight: float,
-    prefill_weight: float,
-    lower: Callable[[Any, Any], Any],
-    higher: Callable[[Any, Any], Any],
-) -> tuple[Any, Any, Any, Any, Any]:
-    """The fields of ``TargetCost``: of numbers with ``min`` and ``max``, of arrays with what takes their place."""
-    block_size, slowness, running = at[BLOCK_SIZE], at[SLOWNESS], at[SEQUENCES]
-    present = block_size * lower(higher(cached, leading), size.blocks)
-    uncached = higher(1.0, size.tokens - present)
-    work = uncached if overlap_weight == 1.0 else higher(1.0, size.tokens - overlap_weight * present)
+class Scalars:
+    """Of numbers what ``numpy`` does of arrays."""
+
+    minimum = min
+    maximum = max
+
+    @staticmethod
+    def where(condition: bool, yes: float, no: float) -> float:
+        return yes if condition else no
+
+
+class TargetTerms(NamedTuple):
+    """What the formula takes from a target alone, for any request of so many sequences.
+
+    Attributes:
+        fixed: of the whole request and of its prefill stage.
+        decode: the same of its decode stage.
+        slope: for each token to compute.
+        held_up: for each token to compute, by the sequences that it holds up.
+        read: for each block of the prompt.
+        room: blocks of the prompt, other than those of active requests, up to which the request fits.
+    """
+
+    fixed: Any
+    decode: Any
+    slope: Any
+    held_up: Any
+    read: Any
+    room: Any
+
+
+def target_terms(at: Any, sequences: Any, ops: Any, prefill_weight: float = 1.0) -> TargetTerms:
+    """
+    Args:
+        at: the target's columns: numbers, or arrays of many targets.
+        sequences: of the request.
+        ops: ``Scalars``, or ``numpy`` for arrays.
+    """
+    running = at[SEQUENCES]
+    compute = prefill_weight * at[SLOWNESS]
+    block = OCCUPANCY * at[BLOCK_SIZE] * at[DECODE_SLOWNESS]
+    beyond = ops.maximum(0.0, running + sequences - at[SLOTS])
+    decode = block * at[CONTEXT] + SLOT_TOKENS * at[DECODE_SLOWNESS] * beyond
+    turn = TURNS * ops.maximum(at[SLOWNESS], at[DECODE_SLOWNESS]) * at[SERVED]
+    room = FILL * at[BLOCKS] - (at[ACTIVE] + running + sequences)
+    room = ops.where(running + sequences <= at[LIMIT], room, -math.inf)
+    return TargetTerms(
+        compute * at[BACKLOG] + decode + turn,
+        decode,
+        OWN_WORK * compute,
+        HELD_UP * compute * (running - at[COMPUTING]),
+        block * sequences,
+        ops.where(running == 0, math.inf, room),
+    )
+
+
+class Reuse(NamedTuple):
+    """
+    Attributes:
+        blocks: of the prompt that a target has, or is about to compute for another request.
+        uncached_tokens: tokens of the prompt that it has to compute, at least 1.
+        work: how many of them count, by the weight of a reused one, and since shared prefixes are free.
+    """
+
+    blocks: Any
+    uncached_tokens: Any
+    work: Any
+
+
+def reuse(size: Any, cached: Any, leading: Any, block_size: Any, ops: Any, overlap_weight: float = 1.0) -> Reuse:
+    """
+    Args:
+        size: a ``RequestSize``, or columns of several.
+        cached, leading: numbers, or arrays of many targets.
+        ops: ``Scalars``, or ``numpy`` for arrays.
+    """
+    blocks = ops.minimum(ops.maximum(cached, leading), size.blocks)
+    present = block_size * blocks
+    uncached = ops.maximum(1.0, size.tokens - present)
+    work = uncached if overlap_weight == 1.0 else ops.maximum(1.0, size.tokens - overlap_weight * present)
     if not isinstance(size.shared, int) or size.shared:  # a shared prefix is free
-        work = higher(1.0, work - higher(0.0, block_size * size.shared - present))
-    prompt_blocks = size.tokens // block_size
-    occupied = at[ACTIVE] + running + (prompt_blocks - lower(leading, size.blocks))
-    read = at[CONTEXT] + prompt_blocks * size.sequences
-    beyond = higher(0.0, running + size.sequences - at[SLOTS])
-    decode = at[DECODE_SLOWNESS] * (OCCUPANCY * block_size * read + SLOT_TOKENS * beyond)
-    scale = slowness if prefill_weight == 1.0 else prefill_weight * slowness
-    turn = TURNS * higher(slowness, at[DECODE_SLOWNESS]) * at[SERVED]
-    prefill = scale * (at[BACKLOG] + OWN_WORK * work) + decode + turn
-    whole = prefill + scale * HELD_UP * work * (running - at[COMPUTING])
-    room = (occupied + size.sequences <= FILL * at[BLOCKS]) & (running + size.sequences <= at[LIMIT])
-    return whole, prefill, decode, uncached, room | (running == 0)
+        work = ops.maximum(1.0, work - ops.maximum(0.0, block_size * size.shared - present))
+    return Reuse(blocks, uncached, work)

@@ -19,7 +19,7 @@ from router.routing import RoutingContext, RoutingDecision, RoutingRequest, Weig
 if TYPE_CHECKING:
     from router.placement.arrays.decisions import ArrayDecisions
 
-FEW = 12  # targets, up to which a loop over them is cheaper than array operations
+FEW = 3  # targets, up to which a loop over them is cheaper than array operations
 
 
 def array_decisions(tracker: LoadTracker, few: int = FEW) -> "ArrayDecisions | None":

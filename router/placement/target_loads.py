@@ -4,7 +4,7 @@ No clock, no NATS. ``arrays.columns`` has the same as arrays.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from router.depths import Depths, TargetId
 from router.placement.active_prefixes import ActivePrefixes
@@ -66,7 +66,9 @@ class TargetLoads:
     def __init__(self) -> None:
         self._rows: dict[TargetId, int] = {}
         self._free: list[int] = []
-        self._values: list[list[float]] = []  # by row: changing a list is several times cheaper than an array's element
+        # By row: changing a list is several times cheaper than an array's element. Counts are integers, which score
+        # tables need.
+        self._values: list[list[Any]] = []
         self.changed: set[int] = set()
         self.estimates: dict[int, tuple[float, int, int]] = {}
         self._sent = 0  # prompts since SERVED was halved
@@ -97,7 +99,7 @@ class TargetLoads:
         else:
             self.estimates.pop(row, None)
 
-    def load(self, row: int) -> list[float]:
+    def load(self, row: int) -> list[Any]:
         """All columns of one target."""
         return self._values[row]
 
@@ -109,7 +111,7 @@ class TargetLoads:
             row = self._rows[target] = self._free.pop() if self._free else len(self._rows)
             if row == len(self._values):
                 self._values.append([])
-            self._values[row] = [0.0] * COLUMNS
+            self._values[row] = [0] * COLUMNS
             self._values[row][SLOWNESS] = self._values[row][DECODE_SLOWNESS] = 1.0
             self._values[row][SERVED] = self._mean_served(model)
         values = self._values[row]
@@ -244,10 +246,10 @@ class TargetLoads:
                 self._values[each][SERVED] //= 2
                 self.changed.add(each)
 
-    def _mean_served(self, model: str) -> float:
+    def _mean_served(self, model: str) -> int:
         """What a new target begins with: it does not have to make up for what others served before."""
         others = [self._values[self._rows[target]][SERVED] for target, at in self._models.items() if at == model]
-        return sum(others) // len(others) if others else 0.0
+        return sum(others) // len(others) if others else 0
 
     def _decodes(self, task: Task, now_ns: int) -> None:
         """A request's prompt is computed, so that its tokens come from now on."""

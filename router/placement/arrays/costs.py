@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from router.placement.arrays.columns import Column
-from router.placement.cost import RequestSize, terms
+from router.placement.cost import RequestSize, TargetTerms, reuse
 
 
 class RequestSizes(NamedTuple):
@@ -19,11 +19,10 @@ class RequestSizes(NamedTuple):
 
 
 class Costs(NamedTuple):
-    """By request and target, or by target alone."""
+    """By request and target, or by target alone; fields as in ``Reuse`` and ``TargetCost``."""
 
+    blocks: Column
     whole: Column
-    prefill: Column
-    decode: Column
     uncached_tokens: Column
     fits: NDArray[np.bool_]
 
@@ -32,17 +31,21 @@ def costs(
     size: RequestSize | RequestSizes,
     cached: Column,
     leading: Column,
-    at: Column,
+    own: TargetTerms,
+    block_size: Column | float,
     *,
     overlap_weight: float = 1.0,
-    prefill_weight: float = 1.0,
 ) -> Costs:
     """
     Args:
         cached: leading blocks cached, by target; for several requests of shape (requests, targets).
         leading: the same for blocks of active requests.
-        at: the targets' columns.
+        own: terms of the targets.
+        block_size: of each target, or of all.
         overlap_weight: of a reused token.
-        prefill_weight: of a token to compute.
     """
-    return Costs(*terms(size, cached, leading, at, overlap_weight, prefill_weight, np.minimum, np.maximum))
+    reused = reuse(size, cached, leading, block_size, np, overlap_weight)
+    prompt_blocks = size.tokens // block_size
+    whole = own.fixed + (own.slope + own.held_up) * reused.work + own.read * prompt_blocks
+    fits = prompt_blocks - np.minimum(leading, size.blocks) <= own.room
+    return Costs(reused.blocks, whole, reused.uncached_tokens, fits)

@@ -4,19 +4,17 @@ The results are those of ``policy.decide`` and of ``aggregated.is_ready``; prope
 """
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from router.depths import TargetId
-from router.filters import rejection
-from router.load import RoutingTarget
 from router.load_tracker import LoadTracker
 from router.placement.aggregated import HeldRequest
 from router.placement.arrays.columns import Column, LoadColumns, Rows
 from router.placement.arrays.costs import Costs, RequestSizes, costs
-from router.placement.arrays.pool import IDLE, Pool, Pools
+from router.placement.arrays.pool import Pools
 from router.placement.cost import favour_tokens
 from router.placement.target_loads import (
     ACTIVE,
@@ -65,32 +63,35 @@ class ArrayDecisions:
         pool = self._pools.pool(request) if weights.temperature <= 0 else None
         if pool is None or len(pool.ids) <= self._few:
             return None
-        columns = self._columns.read(pool.rows, now_ns)
+        size, own = size_of(request), self._columns.terms(pool.rows, request.n, now_ns, weights.prefill)
         both: Column = np.zeros((2, len(pool.ids) + 1))
         pool.fill(both[0], overlaps)
         pool.fill(both[1], leading)
-        both = both[:, :-1]
-        costs_of = costs(
-            size_of(request), both[0], both[1], columns, overlap_weight=weights.overlap, prefill_weight=weights.prefill
-        )
+        target_costs = costs(size, both[0, :-1], both[1, :-1], own, pool.block_size, overlap_weight=weights.overlap)
         for target in request.session:
             at = pool.position.get(target)
             if at is not None:
-                costs_of.whole[at] -= favour_tokens(size_of(request))
+                target_costs.whole[at] -= favour_tokens(size)
         allowed = pool.allowed(request)
-        free = (allowed & costs_of.fits).nonzero()[0]
+        free = (allowed & target_costs.fits).nonzero()[0]
         if not len(free):
             return None
-        scores = costs_of.whole[free]
+        scores = target_costs.whole[free]
         best = scores.argmin()
         ties = (scores - scores[best] <= TIE).nonzero()[0]
-        if waited_s is not None and _waits(costs_of, allowed, int(free[best]), waited_s):
+        if waited_s is not None and _waits(target_costs, allowed, int(free[best]), waited_s):
             return None
         chosen = int(free[int(ties[draw(seed) % len(ties)])])
-        present = np.minimum(np.maximum(*both), request.prompt_blocks)
         worker, rank = pool.ids[chosen]
-        table = _ScoreTable(request, pool, columns, costs_of, present)
-        return RoutingDecision((Stage("aggregated", worker, rank),), table.lines(chosen, free), int(present[chosen]))
+        places = np.array(_table_places(target_costs.whole, free, chosen, len(pool.ids)))
+        present = target_costs.blocks[places].astype(np.int64).tolist()
+        loads, scores = self._columns.loads(pool.rows[places], now_ns), target_costs.whole[places].tolist()
+        table = []
+        for number, at in enumerate(places.tolist()):
+            rejection = "" if number < len(free) else pool.rejection(at, request) or "full"
+            score = 0.0 if rejection else scores[number]
+            table.append(_candidate(pool.ids[at], present[number], loads[number], score, rejection))
+        return RoutingDecision((Stage("aggregated", worker, rank),), tuple(table), present[0])
 
     def ready(self, requests: Sequence[HeldRequest], now_ns: int) -> list[int]:
         """Positions of the requests for which ``is_ready`` holds.
@@ -109,13 +110,15 @@ class ArrayDecisions:
             pool.fill(both[0, number], held.overlaps)
             pool.fill(both[1, number], held.leading)
             allowed[number] = pool.allowed(held.request)
-        costs_of = costs(RequestSizes(*sizes), cached, leading, self._columns.read(pool.rows, now_ns))
-        fits = costs_of.fits & allowed
-        open_cost = np.where(fits, costs_of.whole, np.inf)
-        any_cost = np.where(allowed, costs_of.whole, np.inf)
+        one = all(held.request.n == 1 for held in requests)
+        own = self._columns.terms(pool.rows, 1 if one else sizes[2], now_ns)
+        target_costs = costs(RequestSizes(*sizes), cached, leading, own, pool.block_size)
+        fits = target_costs.fits & allowed
+        open_cost = np.where(fits, target_costs.whole, np.inf)
+        any_cost = np.where(allowed, target_costs.whole, np.inf)
         every = np.arange(len(requests))
         at, best = open_cost.argmin(axis=1), any_cost.argmin(axis=1)
-        saved = costs_of.uncached_tokens[every, at] - costs_of.uncached_tokens[every, best]
+        saved = target_costs.uncached_tokens[every, at] - target_costs.uncached_tokens[every, best]
         waits = ~fits[every, best] & (np.array([held.waited_s for held in requests]) < PATIENCE_S * saved)
         kept: list[int] = np.flatnonzero(fits.any(axis=1) & ~waits | ~allowed.any(axis=1)).tolist()
         return kept
@@ -132,6 +135,16 @@ def _waits(target_costs: Costs, allowed: NDArray[np.bool_], best: int, waited_s:
     return bool(waited_s < PATIENCE_S * (target_costs.uncached_tokens[best] - target_costs.uncached_tokens[better]))
 
 
+def _table_places(scores: Column, free: Rows, chosen: int, targets: int) -> list[int]:
+    """Positions of the targets that a score table lists: the chosen one, the best others, and those without room."""
+    best = _lowest(scores, free, STORED_CANDIDATES).tolist()
+    places = [chosen, *(at for at in best if at != chosen)][:STORED_CANDIDATES]
+    if len(places) < STORED_CANDIDATES and len(free) < targets:
+        taken = set(free.tolist())
+        places += [at for at in range(targets) if at not in taken][: STORED_CANDIDATES - len(places)]
+    return places
+
+
 def _lowest(scores: Column, free: Rows, count: int) -> Rows:
     """Those ``free`` with the lowest scores, the first of equal ones first."""
     among = scores[free]
@@ -142,53 +155,27 @@ def _lowest(scores: Column, free: Rows, count: int) -> Rows:
     return lowest
 
 
-class _ScoreTable(NamedTuple):
-    """As ``score_table.table`` makes it."""
+def _candidate(target: TargetId, overlap: int, load: Sequence[Any], score: float, rejection: str = "") -> Candidate:
+    """As ``score_table.candidate`` makes it.
 
-    request: RoutingRequest
-    pool: Pool
-    columns: Column
-    found: Costs
-    present: Column
-
-    def lines(self, chosen: int, free: Rows) -> tuple[Candidate, ...]:
-        scores = self.found.whole
-        best = _lowest(scores, free, STORED_CANDIDATES + 1).tolist()
-        places = [chosen, *(at for at in best if at != chosen)][:STORED_CANDIDATES]
-        reasons = [""] * len(places)
-        if len(places) < STORED_CANDIDATES:
-            taken = set(free.tolist())
-            others = [at for at in range(len(self.pool.ids)) if at not in taken][: STORED_CANDIDATES - len(places)]
-            places += others
-            reasons += map(self._rejection, others)
-        at = np.array(places)
-        values = self.columns.take(at, axis=1)
-        counts = values.astype(np.int64).tolist()
-        rows = zip(
-            [self.pool.ids[at] for at in places],
-            self.present[at].astype(np.int64).tolist(),
-            counts[ACTIVE],
-            counts[BACKLOG],
-            counts[SEQUENCES],
-            counts[SLOTS],
-            scores[at].tolist(),
-            reasons,
-            counts[CONTEXT],
-            counts[COMPUTING],
-            values[SLOWNESS].tolist(),
-            values[DECODE_SLOWNESS].tolist(),
-            counts[SERVED],
-            strict=True,
-        )
-        return tuple(
-            [
-                Candidate(
-                    worker, overlap, active, backlog, running, slots, 0.0 if reason else score, reason, rank, "", *rest
-                )
-                for (worker, rank), overlap, active, backlog, running, slots, score, reason, *rest in rows
-            ]
-        )
-
-    def _rejection(self, at: int) -> str:
-        target = RoutingTarget(self.pool.ids[at], self.pool.registrations[at], IDLE)
-        return rejection(self.request, target) or "full"
+    Args:
+        load: columns of ``TargetLoads``.
+    """
+    worker, rank = target
+    return Candidate(
+        worker,
+        overlap,
+        load[ACTIVE],
+        load[BACKLOG],
+        load[SEQUENCES],
+        load[SLOTS],
+        score,
+        rejection,
+        rank,
+        "",
+        load[CONTEXT],
+        load[COMPUTING],
+        load[SLOWNESS],
+        load[DECODE_SLOWNESS],
+        load[SERVED],
+    )

@@ -27,6 +27,7 @@ class Pool(NamedTuple):
         usable: whether a target would take a request of no length, if it had room.
         longest, largest: tokens of prompt and answer together, tokens of a prompt, that a target takes.
         least_longest, least_largest: that every target takes.
+        block_size: of all targets, or of each.
         places: of the targets of bits, with the version that they are of.
     """
 
@@ -39,6 +40,7 @@ class Pool(NamedTuple):
     largest: Column
     least_longest: float
     least_largest: float
+    block_size: Column | float
     places: dict[TargetBits, tuple[int, Rows]]
 
     def fill(self, column: Column, blocks: Mapping[TargetId, int]) -> None:
@@ -84,6 +86,10 @@ class Pool(NamedTuple):
             return self.usable
         return self.usable & (tokens + request.max_tokens <= self.longest) & (tokens < self.largest)
 
+    def rejection(self, at: int, request: RoutingRequest) -> str:
+        """Why a target never takes the request; "": it does, once it has room."""
+        return rejection(request, RoutingTarget(self.ids[at], self.registrations[at], IDLE))
+
 
 def _set_bits(masks: bytes) -> Rows:
     return np.unpackbits(np.frombuffer(masks, np.uint8), bitorder="little").view(np.bool_).nonzero()[0]
@@ -118,6 +124,7 @@ class Pools:
         registrations = [registration for registration, _ in each_rank]
         small = msgspec.structs.replace(request, prompt_tokens=0, max_tokens=0)
         longest = np.array([each.max_model_len for each in registrations], np.float64)
+        sizes = {each.block_size for each in registrations}
         largest = np.array([each.total_blocks * each.block_size for each in registrations], np.float64)
         return Pool(
             ids,
@@ -129,5 +136,6 @@ class Pools:
             largest,
             longest.min(),
             largest.min(),
+            sizes.pop() if len(sizes) == 1 else np.array([each.block_size for each in registrations], np.float64),
             {},
         )

@@ -12,6 +12,7 @@ from router.placement.core import Arrival, Placement
 from router.placement.decisions import Decisions, array_decisions
 from router.policy import decide
 from router.routing import RoutingContext, RoutingDecision, RoutingRequest, Weights
+from schemas import wire
 from schemas.fleet import Registration, State
 from schemas.jobs import LoadHeader
 from tests.properties import examples
@@ -100,7 +101,9 @@ def test_a_decision_is_that_of_the_loop(
         tracker.loads.prefixes(prompt),
         waited_s,
     )
-    assert found == decide(context)
+    expected = decide(context)
+    assert found == expected
+    assert wire.encode(found.candidates) == wire.encode(expected.candidates), "no float where a reader expects a count"
 
 
 @given(
@@ -163,5 +166,7 @@ def test_the_table_is_that_of_the_general_way_for_more_targets_than_it_has_lines
         request, keys(0, 10), {("w30", 0): 10}, now_ns=0, seed=1
     )
     context = RoutingContext(request, tracker.targets(0, "m"), {("w30", 0): 10}, "kv", Weights(), 1)
-    assert found == decide(context)
+    expected = decide(context)
+    assert found == expected
+    assert wire.encode(found.candidates) == wire.encode(expected.candidates), "no float where a reader expects a count"
     assert len(found.candidates) == 16
