@@ -71,7 +71,7 @@ class Lock:
     """An exclusive lock on a file, held until ``release`` or until this process ends, however it ends."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        self.path = path
         self._fd: int | None = None
 
     def acquire(self, purpose: str) -> None:
@@ -83,19 +83,18 @@ class Lock:
         """
         if self._fd is not None:
             return
-        prepare(self._path.parent)
+        prepare(self.path.parent)
         try:
-            fd = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600)  # not inherited by children
+            fd = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600)  # not inherited by children
         except OSError as error:
-            raise unusable(self._path.parent, error) from None
+            raise unusable(self.path.parent, error) from None
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             holder = os.read(fd, 32).decode(errors="replace").strip() or "unknown"
             os.close(fd)
             raise DataDirBusy(
-                f"{purpose} is already running on {self._path.parent} (pid {holder}): "
-                "stop it, or use another --data-dir"
+                f"{purpose} is already running on {self.path.parent} (pid {holder}): stop it, or use another --data-dir"
             ) from None
         os.ftruncate(fd, 0)
         os.write(fd, str(os.getpid()).encode())

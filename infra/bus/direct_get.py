@@ -14,8 +14,8 @@ import base64
 import datetime
 import json
 import time
-from collections.abc import AsyncGenerator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 from nats.errors import Error as NatsError
@@ -24,7 +24,7 @@ from infra.bus.connection import Bus
 from infra.bus.jetstream import NO_MESSAGE_FOUND, ApiError
 from infra.bus.message import Message
 from schemas.errors import Code, ServingError
-from schemas.subjects import HEADER_RECORDED_TIME
+from schemas.subjects import HEADER_RECORDED_TIME, Subjects
 
 BATCH = 500
 BATCH_BYTES = 4 << 20
@@ -35,19 +35,64 @@ AGAIN_S = 0.1
 
 
 class Entry(NamedTuple):
-    """One stored message. ``previous``: sequence of the message before it on the same subject."""
+    """One stored message.
+
+    ``previous``: sequence of the message before it on the same subject; ``stored_ns``: when the server stored it, if
+    that is not in the headers.
+    """
 
     subject: str
     seq: int
     data: bytes
     headers: dict[str, str]
     previous: int = 0
+    stored_ns: int = 0
 
     @property
     def time_ns(self) -> int:
         """When the server stored it, Unix time; of an imported message, when it was recorded."""
         headers = self.headers
-        return parse_time(headers.get(HEADER_RECORDED_TIME) or headers.get("Nats-Time-Stamp", ""))
+        recorded = headers.get(HEADER_RECORDED_TIME)
+        if recorded or not self.stored_ns:
+            return parse_time(recorded or headers.get("Nats-Time-Stamp", ""))
+        return self.stored_ns
+
+
+class StreamState(NamedTuple):
+    """``created``: when the stream was made, RFC 3339. ``deleted``: sequences in between that have no message."""
+
+    created: str
+    messages: int
+    first_seq: int
+    last_seq: int
+    deleted: list[int]
+
+
+class LogFiles(Protocol):
+    """Streams whose broker does not run, read from its files (``infra.store``). The methods are the functions below."""
+
+    @property
+    def subjects(self) -> Subjects: ...
+
+    @property
+    def clustered(self) -> bool: ...
+
+    def read(
+        self, stream: str, subject: str, *, after: int, since_ns: int, until_seq: int | None
+    ) -> Iterator[Entry]: ...
+
+    def read_backwards(self, stream: str, subject: str, *, before: int) -> Iterator[Entry]: ...
+
+    def get_last(self, stream: str, subject: str) -> Entry | None: ...
+
+    def get_last_of(self, stream: str, subjects: Sequence[str]) -> list[Entry]: ...
+
+    def get_next(self, stream: str, subject: str, after: int) -> Entry | None: ...
+
+    def state(self, stream: str) -> StreamState: ...
+
+
+Readable = Bus | LogFiles  # what has a log to read
 
 
 def parse_time(text: str) -> int:
@@ -66,7 +111,7 @@ def format_time(time_ns: int) -> str:
 
 
 async def read(
-    bus: Bus,
+    bus: Readable,
     stream: str,
     subject: str,
     *,
@@ -85,6 +130,10 @@ async def read(
     Raises:
         ServingError: the stream did not answer within a few seconds (in a cluster: or had no leader for longer).
     """
+    if not isinstance(bus, Bus):
+        for entry in bus.read(stream, subject, after=after, since_ns=since_ns, until_seq=until_seq):
+            yield entry
+        return
     while True:
         query: dict[str, Any] = {"batch": batch, "max_bytes": BATCH_BYTES, "next_by_subj": subject}
         if after or not since_ns:
@@ -111,7 +160,7 @@ async def read(
 
 
 async def read_backwards(
-    bus: Bus, stream: str, subject: str, *, before: int = 0, window: int = BATCH
+    bus: Readable, stream: str, subject: str, *, before: int = 0, window: int = BATCH
 ) -> AsyncGenerator[Entry, None]:
     """Stored messages of ``subject`` (wildcards allowed), newest first.
 
@@ -121,6 +170,10 @@ async def read_backwards(
     Raises:
         ServingError: as for ``read``.
     """
+    if not isinstance(bus, Bus):
+        for entry in bus.read_backwards(stream, subject, before=before):
+            yield entry
+        return
     if not before:
         last = await get_last(bus, stream, subject, newest=True)
         if last is None:
@@ -136,7 +189,7 @@ async def read_backwards(
 
 
 async def get_last(
-    bus: Bus, stream: str, subject: str, *, newest: bool = False, within_s: float = LEADER_S
+    bus: Readable, stream: str, subject: str, *, newest: bool = False, within_s: float = LEADER_S
 ) -> Entry | None:
     """The last message of ``subject`` (wildcards allowed); None: the stream has none, confirmed by its leader.
 
@@ -146,10 +199,12 @@ async def get_last(
     Raises:
         ServingError: the stream did not answer in time.
     """
+    if not isinstance(bus, Bus):
+        return bus.get_last(stream, subject)
     return await _get(bus, stream, {"last_by_subj": subject}, replica=not newest, within_s=within_s)
 
 
-async def get_last_of(bus: Bus, stream: str, subjects: Sequence[str]) -> list[Entry]:
+async def get_last_of(bus: Readable, stream: str, subjects: Sequence[str]) -> list[Entry]:
     """The last message of each of these subjects (a few hundred at most) that has one on some replica.
 
     For callers that repeat the call: a subject without a message is not confirmed by the leader.
@@ -157,21 +212,28 @@ async def get_last_of(bus: Bus, stream: str, subjects: Sequence[str]) -> list[En
     Raises:
         ServingError: the stream did not answer.
     """
+    if not isinstance(bus, Bus):
+        return bus.get_last_of(stream, subjects)
     query = {"multi_last": list(subjects), "batch": len(subjects), "max_bytes": BATCH_BYTES}
     return (await _batch(bus, stream, query))[0] if subjects else []
 
 
-async def get(bus: Bus, stream: str, seq: int, *, within_s: float = LEADER_S) -> Entry | None:
+async def get(bus: Readable, stream: str, seq: int, *, within_s: float = LEADER_S) -> Entry | None:
     """The message at ``seq``; None: the stream does not have it, confirmed by its leader.
 
     Raises:
         ServingError: the stream did not answer in time.
     """
+    if not isinstance(bus, Bus):
+        found = bus.get_next(stream, ">", seq - 1)
+        return found if found is not None and found.seq == seq else None
     return await _get(bus, stream, {"seq": seq}, replica=True, within_s=within_s)
 
 
-async def get_next(bus: Bus, stream: str, subject: str, after: int, *, within_s: float = LEADER_S) -> Entry | None:
+async def get_next(bus: Readable, stream: str, subject: str, after: int, *, within_s: float = LEADER_S) -> Entry | None:
     """The first message of ``subject`` (wildcards allowed) after a sequence; None and errors as for ``get``."""
+    if not isinstance(bus, Bus):
+        return bus.get_next(stream, subject, after)
     query = {"seq": after + 1, "next_by_subj": subject}
     return await _get(bus, stream, query, replica=True, within_s=within_s)
 

@@ -82,7 +82,7 @@ def _selection(parser: argparse.ArgumentParser) -> None:
 
 
 async def _print_list(args: argparse.Namespace, console: Console) -> None:
-    async with open_log(Source.of(args), name="dead", streams=REQUEST_STREAMS) as log:
+    async with open_log(Source.of(args), name="dead", streams=REQUEST_STREAMS, files=True) as log:
         requests = await dead_requests(log, args.since, args.model, args.limit)
     if args.json:
         for each in requests:
@@ -114,8 +114,8 @@ async def dead_requests(log: Log, since: str, model: str, limit: int) -> list[De
     since_ns = moment_ns(since, time.time_ns()) if since else 0
     criteria = Criteria(since_ns=since_ns, model=model, code=Code.worker_lost)
     requests = []
-    async for _, each in ended(log.bus, criteria):
-        attempts = _attempts(await read_timeline(log.bus, each.summary.id))
+    async for _, each in ended(log.reader, criteria):
+        attempts = _attempts(await read_timeline(log.reader, each.summary.id))
         requests.append(DeadRequest(each.summary, attempts))
         if len(requests) == limit:
             break
@@ -153,7 +153,7 @@ def _retry(argv: Sequence[str]) -> int:
     ids: list[str] = [each.removeprefix("chatcmpl-").removeprefix("cmpl-") for each in args.ids]
 
     async def find() -> None:
-        async with open_log(Source.of(args), name="dead", streams=REQUEST_STREAMS) as log:
+        async with open_log(Source.of(args), name="dead", streams=REQUEST_STREAMS, files=True) as log:
             ids.extend(each.summary.id for each in await dead_requests(log, args.since, args.model, 0))
 
     if args.all and (status := run_command("dead retry", find)):
@@ -181,10 +181,11 @@ async def _check(args: argparse.Namespace, ids: Sequence[str]) -> None:
     Raises:
         ValueError: an id is not that of a request which lost its workers; nothing is run.
     """
-    async with open_log(Source.of(args), name="dead", streams=REQUEST_STREAMS) as log:
+    async with open_log(Source.of(args), name="dead", streams=REQUEST_STREAMS, files=True) as log:
         for request_id in ids:
             time_of(request_id)
-            entry = await get_last(log.bus, log.bus.subjects.stream("DONE"), log.bus.subjects.done_of(request_id))
+            subjects = log.reader.subjects
+            entry = await get_last(log.reader, subjects.stream("DONE"), subjects.done_of(request_id))
             summary = of_entry(entry) if entry is not None else None
             if summary is None:
                 raise ValueError(

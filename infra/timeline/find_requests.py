@@ -4,7 +4,6 @@ What has ended is read from the records in DONE. What has not is what the consum
 acknowledged; a stopped deployment has no consumers, so the last hour of both streams is read instead.
 """
 
-import asyncio
 import time
 from collections.abc import AsyncGenerator, Iterable, Iterator
 
@@ -12,13 +11,12 @@ import msgspec
 import structlog
 
 from infra.bus.connection import Bus
-from infra.bus.direct_get import Entry, get_last, get_last_of, read, read_backwards
-from infra.replay.bulk_read import Stored, read_bulk
+from infra.bus.direct_get import Entry, LogFiles, Readable, get_last, get_last_of, read, read_backwards
 from schemas import done, jobs, requests
 from schemas.jobs import Job, Revoke
 from schemas.requests import GenerateRequest
 from schemas.streams import LONGEST_DEADLINE_S
-from schemas.subjects import HEADER_MSG_ID, KEPT, Subjects
+from schemas.subjects import HEADER_MSG_ID, KEPT
 from schemas.summary import RUNNING, WAITING, Criteria, RequestSummary, of_done, of_request
 
 log = structlog.get_logger("timeline")
@@ -35,7 +33,9 @@ class LoggedRequest(msgspec.Struct, frozen=True):
     record: done.Done | None = None
 
 
-async def ended(bus: Bus, criteria: Criteria, *, before: int = 0) -> AsyncGenerator[tuple[int, LoggedRequest], None]:
+async def ended(
+    bus: Readable, criteria: Criteria, *, before: int = 0
+) -> AsyncGenerator[tuple[int, LoggedRequest], None]:
     """Requests that have ended, the last to end first, with the sequences of their records.
 
     Args:
@@ -65,25 +65,23 @@ def of_entry(entry: Entry) -> LoggedRequest | None:
         return None
 
 
-async def unfinished(bus: Bus, criteria: Criteria, *, stopped: bool = False, url: str = "") -> list[LoggedRequest]:
+async def unfinished(bus: Readable, criteria: Criteria, *, stopped: bool = False) -> list[LoggedRequest]:
     """Requests that have not ended, the last to be accepted first.
 
     Args:
         stopped: the deployment does not run; the last hour of its log is read.
-        url: of the broker that serves the log of a stopped one, so that it is read faster.
     Raises:
         ServingError: a stream cannot be read.
     """
     by_id: dict[str, LoggedRequest] = {}
-    if stopped and url:
-        over, stored = await asyncio.to_thread(_left_by_stopped, bus.subjects, url, await _hour_before_end(bus))
-        for name, subject, data in stored:
+    if not isinstance(bus, Bus):
+        for name, subject, data in left_open(bus, await _hour_before_end(bus)):
             if name == "REQUESTS":
                 request = requests.decode(data)
                 by_id[request.id] = LoggedRequest(of_request(request, state=WAITING), request)
             elif (running := _running(subject, data)) is not None:
                 _keep_later(by_id, running)
-        left = [each for name, each in by_id.items() if name not in over and criteria.accepts(each.summary)]
+        left = [each for each in by_id.values() if criteria.accepts(each.summary)]
         return sorted(left, key=lambda each: each.summary.created_ns, reverse=True)
     async for entry in _unacknowledged(bus, "REQUESTS", stopped):
         request = requests.decode(entry.data)
@@ -97,22 +95,21 @@ async def unfinished(bus: Bus, criteria: Criteria, *, stopped: bool = False, url
     return sorted(left, key=lambda each: each.summary.created_ns, reverse=True)
 
 
-def _left_by_stopped(subjects: Subjects, url: str, since_ns: int) -> tuple[set[str], list[tuple[str, str, bytes]]]:
-    """Requests that have a record; and stream, subject and body of what is stored about those without one."""
+def left_open(files: LogFiles, since_ns: int) -> Iterator[tuple[str, str, bytes]]:
+    """Stream, subject and body of what a stopped deployment has stored about requests without a record."""
+    subjects = files.subjects
 
-    def stored(name: str) -> Iterator[Stored]:
-        return read_bulk(url, subjects.stream(name), f"{subjects.namespace}.>", since_ns=since_ns)
+    def stored(name: str) -> Iterator[Entry]:
+        return files.read(subjects.stream(name), f"{subjects.namespace}.>", after=0, since_ns=since_ns, until_seq=None)
 
     over = {each.subject.rpartition(".")[2] for each in stored("DONE")}
-    return over, [
-        (name, each.subject, each.data)
-        for name in ("REQUESTS", "WORK")
-        for each in stored(name)
-        if each.headers.get(HEADER_MSG_ID, "").partition(":")[0] not in over
-    ]
+    for name in ("REQUESTS", "WORK"):
+        for each in stored(name):
+            if each.headers.get(HEADER_MSG_ID, "").partition(":")[0] not in over:
+                yield name, each.subject, each.data
 
 
-async def _hour_before_end(bus: Bus) -> int:
+async def _hour_before_end(bus: Readable) -> int:
     """The longest time that a request may take, before the last one was accepted or sent to a worker (Unix ns)."""
     ends = [
         await get_last(bus, bus.subjects.stream(name), f"{bus.subjects.namespace}.>") for name in ("REQUESTS", "WORK")
@@ -141,9 +138,9 @@ def _running(subject: str, data: bytes) -> LoggedRequest | None:
     return LoggedRequest(state, request)
 
 
-async def _unacknowledged(bus: Bus, name: str, stopped: bool) -> AsyncGenerator[Entry, None]:
+async def _unacknowledged(bus: Readable, name: str, stopped: bool) -> AsyncGenerator[Entry, None]:
     stream = bus.subjects.stream(name)
-    if stopped:
+    if stopped or not isinstance(bus, Bus):
         last = await get_last(bus, stream, f"{bus.subjects.namespace}.>")
         ended_ns = last.time_ns if last is not None else time.time_ns()
         since = ended_ns - int(LONGEST_DEADLINE_S * 1e9)
@@ -165,7 +162,7 @@ async def _unacknowledged(bus: Bus, name: str, stopped: bool) -> AsyncGenerator[
             return
 
 
-async def _records(bus: Bus, wanted: Iterable[RequestSummary]) -> AsyncGenerator[done.Done, None]:
+async def _records(bus: Readable, wanted: Iterable[RequestSummary]) -> AsyncGenerator[done.Done, None]:
     subjects = [bus.subjects.done(each.tenant, each.model, each.id) for each in wanted]
     for start in range(0, len(subjects), CHECKED):
         for entry in await get_last_of(bus, bus.subjects.stream("DONE"), subjects[start : start + CHECKED]):

@@ -59,8 +59,8 @@ def run(argv: Sequence[str]) -> int:
 
 async def _run(request_id: str, source: Source, options: Options, console: Console) -> None:
     streams = (*REQUEST_STREAMS, *(["TOKENS"] if options.batches else []))
-    async with open_log(source, name="inspect", streams=streams) as log:
-        timeline = await read_timeline(log.bus, request_id, with_tokens=options.batches)
+    async with open_log(source, name="inspect", streams=streams, files=True) as log:
+        timeline = await read_timeline(log.reader, request_id, with_tokens=options.batches)
     inspection = inspect(timeline, with_tokens=options.batches)
     content, missing = _content(timeline, options)
     inspection = msgspec.structs.replace(inspection, content=content, missing=(*inspection.missing, *missing))

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from rich.console import Console
 
 from configs.flags import Parser
-from infra.bus.connection import Bus
-from infra.bus.direct_get import format_time, get_last, read
+from infra.bus.direct_get import Readable, format_time, get_last, read
 from infra.counts import counted
 from infra.terminal import stdout
 from infra.timeline.open_log import Source, add_flags, open_log, run_command
@@ -18,7 +17,7 @@ from schemas import transfer
 LOOK_BACK_S = 3600.0  # as long as the ledger is kept
 
 
-async def leases(bus: Bus, now_ns: int) -> dict[str, TicketLease]:
+async def leases(bus: Readable, now_ns: int) -> dict[str, TicketLease]:
     """All leases of the last hour, by ticket.
 
     Raises:
@@ -71,14 +70,14 @@ def run(argv: Sequence[str]) -> int:
 
 
 async def _run(source: Source, console: Console, everything: bool) -> None:
-    async with open_log(source, name="leases", streams=["HANDOFF"]) as log:
-        now_ns = await stopped_ns(log.bus) if log.stopped else time.time_ns()
+    async with open_log(source, name="leases", streams=["HANDOFF"], files=True) as log:
+        now_ns = await stopped_ns(log.reader) if log.stopped else time.time_ns()
         if log.stopped:
             console.print(f"the deployment is stopped; leases as of {format_time(now_ns)}")
-        show(await leases(log.bus, now_ns), now_ns, console, everything=everything)
+        show(await leases(log.reader, now_ns), now_ns, console, everything=everything)
 
 
-async def stopped_ns(bus: Bus) -> int:
+async def stopped_ns(bus: Readable) -> int:
     """When the last line of a stopped deployment's ledger was stored; now, if it has none."""
     last = await get_last(bus, bus.subjects.stream("HANDOFF"), bus.subjects.all("handoff"))
     return last.time_ns if last is not None else time.time_ns()

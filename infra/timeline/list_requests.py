@@ -13,8 +13,7 @@ import msgspec
 from rich.console import Console
 
 from configs.flags import Parser
-from infra.bus.connection import Bus
-from infra.bus.direct_get import get_last, read
+from infra.bus.direct_get import Readable, get_last, read
 from infra.terminal import stdout
 from infra.timeline.find_requests import LoggedRequest, ended, of_entry, unfinished
 from infra.timeline.moments import duration_ns, moment_ns
@@ -102,25 +101,23 @@ def _options(args: argparse.Namespace) -> Options:
 
 
 async def _run(source: Source, options: Options, console: Console) -> None:
-    async with open_log(source, name="requests", streams=("REQUESTS", "WORK", "DONE")) as log:
+    async with open_log(source, name="requests", streams=("REQUESTS", "WORK", "DONE"), files=True) as log:
         if options.follow and log.stopped:
             raise ValueError("the deployment is stopped: there is nothing to follow")
-        last = await get_last(log.bus, log.bus.subjects.stream("DONE"), log.bus.subjects.all("done"))
+        last = await get_last(log.reader, log.reader.subjects.stream("DONE"), log.reader.subjects.all("done"))
         lines = [line async for line in _list(log, options)]
         _print(lines, options, console, header=True)
         if not lines and not options.as_json and not options.follow:
             console.print("no request matches")
         if options.follow:
-            await _follow(log.bus, last.seq if last is not None else 0, options, console)
+            await _follow(log.reader, last.seq if last is not None else 0, options, console)
 
 
 async def _list(log: Log, options: Options) -> AsyncGenerator[RequestLine, None]:
     count = 0
     criteria = options.criteria
     states = criteria.states
-    requests = (
-        await unfinished(log.bus, criteria, stopped=log.stopped, url=log.url) if _may_be_unfinished(criteria) else []
-    )
+    requests = await unfinished(log.reader, criteria, stopped=log.stopped) if _may_be_unfinished(criteria) else []
     for each in requests:
         if (line := _line(each, options)) is not None:
             yield line
@@ -129,14 +126,14 @@ async def _list(log: Log, options: Options) -> AsyncGenerator[RequestLine, None]
                 return
     if states and not states - {"waiting", "running"}:
         return
-    async for line in _ended(log.bus, options):
+    async for line in _ended(log.reader, options):
         yield line
         count += 1
         if count == options.limit:
             return
 
 
-async def _ended(bus: Bus, options: Options) -> AsyncGenerator[RequestLine, None]:
+async def _ended(bus: Readable, options: Options) -> AsyncGenerator[RequestLine, None]:
     if options.grep is None and options.cache is not None:
         async for summary in summaries(bus, options.criteria, options.cache):
             yield RequestLine(summary)
@@ -152,7 +149,7 @@ def _may_be_unfinished(criteria: Criteria) -> bool:
     return not criteria.states or bool(criteria.states & {WAITING, "running"})
 
 
-async def _follow(bus: Bus, after: int, options: Options, console: Console) -> None:
+async def _follow(bus: Readable, after: int, options: Options, console: Console) -> None:
     stream, subject = bus.subjects.stream("DONE"), bus.subjects.all("done")
     while True:
         new = []

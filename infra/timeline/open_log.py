@@ -1,4 +1,4 @@
-"""Where a command reads the log: from the running broker, a copy of a stopped deployment's data, or an export."""
+"""Where a command reads the log: from the running broker, a stopped deployment's data folder, or an export."""
 
 import argparse
 import asyncio
@@ -15,11 +15,14 @@ import msgspec
 import structlog
 
 from infra.broker.binary import NoServerBinary
-from infra.broker.datadir import DataDirBusy, Lock
+from infra.broker.datadir import DataDirBusy, Lock, holder
 from infra.broker.server import EmbeddedNats, ServerFailed
 from infra.bus.connection import Bus, connect
+from infra.bus.direct_get import Readable
 from infra.launch.state import State, read_state
 from infra.replay.files import open_export
+from infra.store.log import StoredLog
+from infra.store.stream import Unsupported
 from infra.timeline.log_copy import STREAMS_DIR, CopyFailed, copy_streams, namespaces, stream_name
 from schemas.errors import ServingError
 from schemas.subjects import Subjects
@@ -100,11 +103,28 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 class Log(NamedTuple):
-    """An open log. ``stopped``: of a deployment that does not run, so nothing is added to it; ``url``: its broker's."""
+    """An open log.
 
-    bus: Bus
+    Attributes:
+        reader: what ``infra.bus.direct_get`` reads: the broker, or files.
+        stopped: of a deployment that does not run, so nothing is added to it.
+        url: of the broker; "": there is none.
+    """
+
+    reader: Readable
     stopped: bool
     url: str = ""
+
+    @property
+    def bus(self) -> Bus:
+        """The broker. Do not ask for it after ``open_log(..., files=True)`` unless the log is not ``stopped``."""
+        assert isinstance(self.reader, Bus)
+        return self.reader
+
+    @property
+    def files(self) -> StoredLog | None:
+        """The files of a stopped deployment; None: a broker has the log."""
+        return self.reader if isinstance(self.reader, StoredLog) else None
 
 
 @contextlib.asynccontextmanager
@@ -115,24 +135,26 @@ async def open_log(
     role: str = "client",
     streams: Sequence[str] = REQUEST_STREAMS,
     timeout_s: float = CONNECT_S,
+    files: bool = False,
 ) -> AsyncIterator[Log]:
-    """Connect to the log that ``source`` names.
+    """Open the log that ``source`` names.
 
-    A file comes first: a broker of this process serves it. Then a URL; then the deployment that runs on the data
-    folder; then the folder's own store, if nothing runs on it: a broker of this process serves a copy of it until the
-    context ends. The folder itself is not changed.
+    A file comes first. Then a URL; then the deployment that runs on the data folder; then the folder's own store, if
+    nothing runs on it. A file and a stopped store are read as they are with ``files``, else a broker of this process
+    serves a copy of them until the context ends. The folder itself is not changed.
 
     Args:
         name: of the connection, as the broker's monitoring shows it.
-        streams: what to copy of a stopped deployment, without the namespace.
+        streams: what to read, or copy, of a stopped deployment, without the namespace.
         timeout_s: how long the broker may take to answer.
+        files: the caller reads with ``infra.bus.direct_get`` only, so that it needs no broker.
     Raises:
         ServingError: the broker does not answer.
         ValueError: there is no deployment, or several and no namespace was given; the file is damaged.
         CopyFailed, NoServerBinary, ServerFailed, OSError: the copy cannot be made or served.
     """
     if source.file:
-        async with _exported(source, name, role, streams, timeout_s) as log:
+        async with _exported(source, name, role, streams, timeout_s, files) as log:
             yield log
         return
     data_dir = source.data_dir.resolve()
@@ -144,9 +166,13 @@ async def open_log(
     if (data_dir / STREAMS_DIR).is_dir() and _acquired(lock):
         try:
             namespace = _namespace(source, data_dir)
+            names = [stream_name(Subjects(namespace), stream) for stream in streams]
+            if files and (stored := _stored(data_dir, namespace, names, NotStarted(lock.path))) is not None:
+                lock.release()
+                yield Log(stored, stopped=True)
+                return
             async with contextlib.AsyncExitStack() as stack:
                 copy = stack.enter_context(tempfile.TemporaryDirectory(prefix="penstock-log-", dir=_beside(data_dir)))
-                names = [stream_name(Subjects(namespace), stream) for stream in streams]
                 await asyncio.to_thread(copy_streams, data_dir, Path(copy), names)
                 lock.release()
                 yield await stack.enter_async_context(_served(copy, namespace, name, role, timeout_s))
@@ -160,7 +186,7 @@ async def open_log(
 
 @contextlib.asynccontextmanager
 async def _exported(
-    source: Source, name: str, role: str, streams: Sequence[str], timeout_s: float
+    source: Source, name: str, role: str, streams: Sequence[str], timeout_s: float, files: bool
 ) -> AsyncIterator[Log]:
     from infra.replay.restore import restore  # imports numpy, which no other command that reads the log waits for
 
@@ -175,8 +201,46 @@ async def _exported(
                 ) from error
             if exported.bad:
                 print(f"left out {len(exported.bad)} damaged lines, the first is {exported.bad[0]}", file=sys.stderr)
+        if files:
+            names = [stream_name(Subjects(namespace), stream) for stream in streams]
+            stored = _stored(Path(folder), namespace, names)
+            assert stored is not None
+            yield Log(stored, stopped=True)
+            return
         async with _served(folder, namespace, name, role, timeout_s) as log:
             yield log
+
+
+def _stored(
+    data_dir: Path, namespace: str, names: Sequence[str], check: Callable[[], None] = lambda: None
+) -> StoredLog | None:
+    """The streams of a folder as files; None: only a broker can read them."""
+    try:
+        return StoredLog(data_dir / STREAMS_DIR, Subjects(namespace), names, check)
+    except Unsupported:
+        return None
+    except msgspec.MsgspecError as error:
+        raise CopyFailed(f"the metadata of a stream in {data_dir} is damaged: {error}") from error
+
+
+class NotStarted:
+    """Raises when called after a broker has started on a data folder: its files change then.
+
+    Args:
+        lock: the folder's, which this process holds.
+    """
+
+    def __init__(self, lock: Path) -> None:
+        self._path = lock
+        self._mine = lock.stat().st_mtime_ns  # it is written whenever it is taken
+
+    def __call__(self) -> None:
+        """
+        Raises:
+            CopyFailed: the deployment was started.
+        """
+        if self._path.stat().st_mtime_ns != self._mine and holder(self._path) is not None:
+            raise CopyFailed(f"the deployment in {self._path.parent} was started while its log was read: try again")
 
 
 @contextlib.asynccontextmanager

@@ -10,8 +10,7 @@ from collections.abc import AsyncGenerator
 
 import msgspec
 
-from infra.bus.connection import Bus
-from infra.bus.direct_get import Entry, get_last, read
+from infra.bus.direct_get import Entry, Readable, get_last, read
 from infra.timeline.request_timeline import RequestTimeline
 from schemas import done, jobs, requests, tokens
 from schemas.errors import ServingError
@@ -27,7 +26,7 @@ NEAR_BATCH, TOKENS_BATCH = 100, 300
 EVERYTHING = ">"
 
 
-async def read_timeline(bus: Bus, request_id: str, *, with_tokens: bool = False) -> RequestTimeline:
+async def read_timeline(bus: Readable, request_id: str, *, with_tokens: bool = False) -> RequestTimeline:
     """Read everything that the log holds about a request.
 
     Args:
@@ -60,7 +59,7 @@ async def read_timeline(bus: Bus, request_id: str, *, with_tokens: bool = False)
 
 
 async def _window(
-    bus: Bus, name: str, subject: str, since_ns: int, until_ns: int, batch: int = NEAR_BATCH
+    bus: Readable, name: str, subject: str, since_ns: int, until_ns: int, batch: int = NEAR_BATCH
 ) -> AsyncGenerator[Entry, None]:
     """What was stored from ``since_ns`` to ``until_ns`` (0: to the end); short windows with all subjects."""
     short = until_ns and until_ns - since_ns < LONG_NS
@@ -73,7 +72,7 @@ async def _window(
             yield entry
 
 
-async def _request(bus: Bus, request_id: str, since: int, last: Entry | None) -> GenerateRequest | None:
+async def _request(bus: Readable, request_id: str, since: int, last: Entry | None) -> GenerateRequest | None:
     """The request from its record, if it has ended, or from REQUESTS."""
     event = done.decode(last.data) if last is not None else None
     if isinstance(event, done.Done) and event.submitted and "prompt" not in event.left_out:
@@ -90,7 +89,7 @@ async def _request(bus: Bus, request_id: str, since: int, last: Entry | None) ->
     return done.request_of(event) if isinstance(event, done.Done) else None
 
 
-async def _end_up_to_0_1(bus: Bus, request: GenerateRequest, since: int) -> Entry | None:
+async def _end_up_to_0_1(bus: Readable, request: GenerateRequest, since: int) -> Entry | None:
     """The terminal event as releases up to 0.1 stored it; None: there is none, the request still runs."""
     subjects = bus.subjects
     if await get_last(bus, subjects.stream("DONE"), subjects.done_together(request.model)) is None:
@@ -101,7 +100,7 @@ async def _end_up_to_0_1(bus: Bus, request: GenerateRequest, since: int) -> Entr
     return None
 
 
-async def _add_returns(bus: Bus, timeline: RequestTimeline, since: int, until_ns: int) -> None:
+async def _add_returns(bus: Readable, timeline: RequestTimeline, since: int, until_ns: int) -> None:
     """The attempts that workers gave back. The first one leaves none if it was the last."""
     if timeline.done is not None and timeline.done.attempt == 1:
         return
@@ -110,7 +109,7 @@ async def _add_returns(bus: Bus, timeline: RequestTimeline, since: int, until_ns
             timeline.add_end(done.decode(entry.data), entry.time_ns)
 
 
-async def _add_work(bus: Bus, timeline: RequestTimeline, since: int, until_ns: int) -> None:
+async def _add_work(bus: Readable, timeline: RequestTimeline, since: int, until_ns: int) -> None:
     """The request's jobs, and what its workers handed to each other."""
     if await _add_only_attempt(bus, timeline):
         return
@@ -119,7 +118,7 @@ async def _add_work(bus: Bus, timeline: RequestTimeline, since: int, until_ns: i
             _add_job(timeline, entry)
 
 
-async def _add_only_attempt(bus: Bus, timeline: RequestTimeline) -> bool:
+async def _add_only_attempt(bus: Readable, timeline: RequestTimeline) -> bool:
     """The messages of a request that ended in its first attempt, from the moments in which they were stored.
 
     The first one tells how many there are. False: not all were found, look further.
@@ -142,7 +141,9 @@ async def _add_only_attempt(bus: Bus, timeline: RequestTimeline) -> bool:
     return True
 
 
-async def _first_work(bus: Bus, request_id: str, jobs: dict[str, Entry], since_ns: int, until_ns: int) -> Entry | None:
+async def _first_work(
+    bus: Readable, request_id: str, jobs: dict[str, Entry], since_ns: int, until_ns: int
+) -> Entry | None:
     """The first message about a request that is not in ``jobs`` yet, to which it is added; None: there is none."""
     since, until = since_ns - NEAR_NS, until_ns + NEAR_NS
     async with contextlib.aclosing(_window(bus, "WORK", bus.subjects.all("work"), since, until)) as entries:
@@ -164,7 +165,7 @@ def _add_job(timeline: RequestTimeline, entry: Entry) -> None:
     timeline.add_work(role, worker, entry.time_ns, jobs.decode(entry.data))
 
 
-async def _ledger(bus: Bus, timeline: RequestTimeline, since: int, until_ns: int) -> list[Handoff]:
+async def _ledger(bus: Readable, timeline: RequestTimeline, since: int, until_ns: int) -> list[Handoff]:
     """What workers reported about this request's tickets; nothing if the deployment has no ledger."""
     event, handoffs, name = timeline.done, list[Handoff](), timeline.request_id.encode()
     if event is not None and event.attempt == 1 and event.timings.routed_ns:
@@ -179,7 +180,7 @@ async def _ledger(bus: Bus, timeline: RequestTimeline, since: int, until_ns: int
     return handoffs
 
 
-async def _add_tokens(bus: Bus, timeline: RequestTimeline, since: int, until_ns: int) -> None:
+async def _add_tokens(bus: Readable, timeline: RequestTimeline, since: int, until_ns: int) -> None:
     """All batches that the request's gateway got while the request ran: a worker's flush has those of many requests."""
     event, name = timeline.done, timeline.request_id.encode()
     if event is not None and event.attempt == 1 and event.timings.started_ns:

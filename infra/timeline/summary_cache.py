@@ -18,7 +18,7 @@ import structlog
 from nats.errors import Error as NatsError
 
 from infra.bus.connection import Bus
-from infra.bus.direct_get import Entry, read, read_backwards
+from infra.bus.direct_get import Entry, Readable, StreamState, read, read_backwards
 from infra.bus.jetstream import ApiError
 from schemas import done
 from schemas.errors import Code, ServingError
@@ -44,6 +44,7 @@ class _Segment(msgspec.Struct, frozen=True, array_like=True):
 
 
 class _State(msgspec.Struct):
+    messages: int = 0
     first_seq: int = 0
     last_seq: int = 0
     deleted: list[int] | None = None
@@ -72,7 +73,7 @@ def cache_folder(data_dir: Path | None) -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "penstock" / "requests"
 
 
-async def summaries(bus: Bus, criteria: Criteria, folder: Path) -> AsyncGenerator[RequestSummary, None]:
+async def summaries(bus: Readable, criteria: Criteria, folder: Path) -> AsyncGenerator[RequestSummary, None]:
     """Requests that have ended, the last to end first.
 
     Args:
@@ -82,7 +83,7 @@ async def summaries(bus: Bus, criteria: Criteria, folder: Path) -> AsyncGenerato
     """
     stream, subject = bus.subjects.stream("DONE"), bus.subjects.all("done")
     info = await _info(bus, stream)
-    first, last = info.state.first_seq, info.state.last_seq
+    first, last = info.first_seq, info.last_seq
     full = last // SEGMENT
     async with aclosing(read_backwards(bus, stream, subject)) as entries:
         async for entry in entries:
@@ -94,7 +95,7 @@ async def summaries(bus: Bus, criteria: Criteria, folder: Path) -> AsyncGenerato
             if summary is not None and criteria.accepts(summary):
                 yield summary
     files = _Files(folder / hashlib.sha256(f"{stream} {info.created}".encode()).hexdigest()[:16])
-    gone = frozenset(info.state.deleted or ())
+    gone = frozenset(info.deleted)
     for number in range(full - 1, max(0, first - 1) // SEGMENT - 1, -1):
         segment = await _segment(bus, files, number, first, gone)
         await asyncio.sleep(0)  # the broker cuts off who does not answer its pings
@@ -105,7 +106,7 @@ async def summaries(bus: Bus, criteria: Criteria, folder: Path) -> AsyncGenerato
                 yield summary
 
 
-async def _segment(bus: Bus, files: "_Files", number: int, first: int, gone: frozenset[int]) -> _Segment:
+async def _segment(bus: Readable, files: "_Files", number: int, first: int, gone: frozenset[int]) -> _Segment:
     """From its file, or from the log; without what the stream no longer has."""
     cached = files.load(number)
     if cached is None:
@@ -123,7 +124,7 @@ async def _segment(bus: Bus, files: "_Files", number: int, first: int, gone: fro
     return segment
 
 
-async def _read_segment(bus: Bus, number: int) -> _Segment:
+async def _read_segment(bus: Readable, number: int) -> _Segment:
     stream, subject = bus.subjects.stream("DONE"), bus.subjects.all("done")
     after, until = number * SEGMENT, (number + 1) * SEGMENT
     segment = _Segment([], [], [])
@@ -146,7 +147,9 @@ def _summary(entry: Entry) -> RequestSummary | None:
         return None
 
 
-async def _info(bus: Bus, stream: str) -> _Info:
+async def _info(bus: Readable, stream: str) -> StreamState:
+    if not isinstance(bus, Bus):
+        return bus.state(stream)
     try:
         message: Any = await bus.nc.request(f"$JS.API.STREAM.INFO.{stream}", b'{"deleted_details": true}', timeout=5.0)
     except (NatsError, TimeoutError) as error:
@@ -154,7 +157,8 @@ async def _info(bus: Bus, stream: str) -> _Info:
     info = msgspec.json.decode(message.data, type=_Info)
     if info.error is not None:
         raise ServingError(Code.broker_unavailable, f"stream {stream} cannot be read: {info.error}")
-    return info
+    state = info.state
+    return StreamState(info.created, state.messages, state.first_seq, state.last_seq, state.deleted or [])
 
 
 class _Files:

@@ -10,8 +10,7 @@ import msgspec
 from rich.console import Console
 
 from configs.flags import Parser, closest
-from infra.bus.connection import Bus
-from infra.bus.direct_get import Entry, format_time, get_last, read, read_backwards
+from infra.bus.direct_get import Entry, Readable, format_time, get_last, read, read_backwards
 from infra.terminal import escape, print_hanging, stdout
 from infra.timeline.describe import Described, describe, plain
 from infra.timeline.moments import clock, moment_ns
@@ -78,22 +77,22 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
 
 async def _run(source: Source, args: argparse.Namespace, console: Console) -> None:
     names = sorted({stream for stream, _ in STREAMS.values()})
-    async with open_log(source, name="tail", streams=names) as log:
-        options = _options(args, log.bus)
+    async with open_log(source, name="tail", streams=names, files=True) as log:
+        options = _options(args, log.reader)
         if options.follow and log.stopped:
             raise ValueError("the deployment is stopped: there is nothing to follow")
-        ends = {pair: await _end(log.bus, pair) for pair in options.subjects}
+        ends = {pair: await _end(log.reader, pair) for pair in options.subjects}
         shown: list[Entry] = []
         for pair in options.subjects:
-            shown += await _stored(log.bus, pair, ends[pair], options)
+            shown += await _stored(log.reader, pair, ends[pair], options)
         shown.sort(key=lambda entry: entry.time_ns)
         kept = [each for entry in shown if (each := _wanted(entry, options)) is not None]
         _print(kept if options.ranged else kept[len(kept) - min(options.lines, len(kept)) :], options, console)
         if options.follow:
-            await _follow(log.bus, ends, options, console)
+            await _follow(log.reader, ends, options, console)
 
 
-def _options(args: argparse.Namespace, bus: Bus) -> Options:
+def _options(args: argparse.Namespace, bus: Readable) -> Options:
     now_ns = time.time_ns()
     subjects = tuple(_subject(what, bus) for what in args.what) or tuple(
         (stream, bus.subjects.all(kind)) for stream, kind in STREAMS.values()
@@ -120,7 +119,7 @@ def _options(args: argparse.Namespace, bus: Bus) -> Options:
     )
 
 
-def _subject(what: str, bus: Bus) -> tuple[str, str]:
+def _subject(what: str, bus: Readable) -> tuple[str, str]:
     if what in STREAMS:
         stream, kind = STREAMS[what]
         return stream, bus.subjects.all(kind)
@@ -138,12 +137,12 @@ def _subject(what: str, bus: Bus) -> tuple[str, str]:
     raise ValueError(f"{what!r} is not a kind of message: {hint}")
 
 
-async def _end(bus: Bus, pair: tuple[str, str]) -> int:
+async def _end(bus: Readable, pair: tuple[str, str]) -> int:
     last = await get_last(bus, bus.subjects.stream(pair[0]), pair[1], newest=True)
     return last.seq if last is not None else 0
 
 
-async def _stored(bus: Bus, pair: tuple[str, str], end: int, options: Options) -> list[Entry]:
+async def _stored(bus: Readable, pair: tuple[str, str], end: int, options: Options) -> list[Entry]:
     if not end:
         return []
     stream, subject = bus.subjects.stream(pair[0]), pair[1]
@@ -164,7 +163,7 @@ async def _stored(bus: Bus, pair: tuple[str, str], end: int, options: Options) -
     return entries
 
 
-async def _follow(bus: Bus, ends: dict[tuple[str, str], int], options: Options, console: Console) -> None:
+async def _follow(bus: Readable, ends: dict[tuple[str, str], int], options: Options, console: Console) -> None:
     while True:
         new: list[Entry] = []
         for pair, end in ends.items():

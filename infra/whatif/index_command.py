@@ -12,7 +12,7 @@ from rich.table import Table
 from configs.flags import Parser
 from configs.settings import RouterSettings
 from infra.bus.connection import Bus
-from infra.bus.direct_get import read
+from infra.bus.direct_get import Readable, read
 from infra.launch.state import read_state
 from infra.operate.doctor.fleet import metrics
 from infra.operate.workers import registrations
@@ -74,10 +74,10 @@ def run(argv: Sequence[str]) -> int:
 
 
 async def _run(args: argparse.Namespace, data_dir: Path, console: Console) -> None:
-    async with open_log(Source.of(args), name="index", role="operator", streams=("KV",)) as log:
+    async with open_log(Source.of(args), name="index", role="operator", streams=("KV",), files=True) as log:
         if args.check and log.stopped:
             raise ValueError("the deployment is stopped: there is no router to compare with")
-        entries = [each async for each in _entries(log.bus)]
+        entries = [each async for each in _entries(log.reader)]
         if not entries:
             raise ValueError("the KV stream is empty: it keeps an hour, or 7 days with --record")
         seq = _sequence(args.at, entries)
@@ -97,7 +97,7 @@ async def _run(args: argparse.Namespace, data_dir: Path, console: Console) -> No
 Entries = Sequence[tuple[int, int, bytes]]  # sequence, Unix time in ns, data
 
 
-async def _entries(bus: Bus) -> AsyncGenerator[tuple[int, int, bytes], None]:
+async def _entries(bus: Readable) -> AsyncGenerator[tuple[int, int, bytes], None]:
     async for entry in read(bus, bus.subjects.stream("KV"), bus.subjects.all("kv")):
         yield entry.seq, entry.time_ns, entry.data
 

@@ -11,8 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from configs.flags import Parser
-from infra.bus.connection import Bus
-from infra.bus.direct_get import read
+from infra.bus.direct_get import Readable, read
 from infra.counts import counted
 from infra.terminal import stdout
 from infra.timeline.find_requests import of_entry
@@ -77,15 +76,15 @@ async def _run(args: argparse.Namespace, console: Console) -> None:
         frozenset(args.kill),
         at_ns,
     )
-    async with open_log(Source.of(args), name="whatif", role="operator", streams=("WORK", "DONE")) as log:
-        decided = await decide_all(log.bus, change, since_ns=since_ns, until_ns=until_ns, model=args.model)
+    async with open_log(Source.of(args), name="whatif", role="operator", streams=("WORK", "DONE"), files=True) as log:
+        decided = await decide_all(log.reader, change, since_ns=since_ns, until_ns=until_ns, model=args.model)
     if args.json:
         console.file.write(msgspec.json.encode(decided).decode() + "\n")
         return
     _print(decided, console)
 
 
-async def decide_all(bus: Bus, change: Change, *, since_ns: int = 0, until_ns: int = 0, model: str = "") -> Report:
+async def decide_all(bus: Readable, change: Change, *, since_ns: int = 0, until_ns: int = 0, model: str = "") -> Report:
     """Decide all recorded decisions again that were made in a time (Unix, ns; 0: no limit).
 
     Raises:
@@ -122,7 +121,7 @@ class _OfModel(msgspec.Struct):
     model: str = ""
 
 
-async def _jobs(bus: Bus, since_ns: int, until_ns: int) -> AsyncGenerator[tuple[str, Job], None]:
+async def _jobs(bus: Readable, since_ns: int, until_ns: int) -> AsyncGenerator[tuple[str, Job], None]:
     """The jobs that routers have published, each with the id of its request."""
     subjects = bus.subjects
     async for entry in read(bus, subjects.stream("WORK"), subjects.all("work"), since_ns=since_ns):
@@ -138,7 +137,7 @@ async def _jobs(bus: Bus, since_ns: int, until_ns: int) -> AsyncGenerator[tuple[
             yield entry.headers.get("Nats-Msg-Id", "").partition(":")[0], job
 
 
-async def _measured(bus: Bus, ahead: dict[str, tuple[int, float]], since_ns: int) -> float | None:
+async def _measured(bus: Readable, ahead: dict[str, tuple[int, float]], since_ns: int) -> float | None:
     """Milliseconds to the first token per token of work ahead, from the records of these requests."""
     measured = []
     last_ns = max((at_ns for at_ns, _ in ahead.values()), default=0) + int(LONGEST_DEADLINE_S * 1e9)

@@ -1,6 +1,6 @@
 """Does something delay steps or tokens: eviction, the scheduler, kernel launches, output?"""
 
-from infra.engine_args.rules.base import Context, Level, Details, rule, up
+from infra.engine_args.rules.base import Context, Details, Level, rule, up
 from infra.engine_args.schema import DraftTarget, Eagle, EngineArgs
 
 

@@ -100,9 +100,9 @@ def _source(settings: TraceSettings) -> Source:
 
 async def _print(settings: TraceSettings) -> int:
     request_id = settings.request.removeprefix("chatcmpl-").removeprefix("cmpl-")
-    async with open_log(_source(settings), name="trace") as opened:
-        trace = spans(await read_timeline(opened.bus, request_id))
-        namespace = opened.bus.subjects.namespace
+    async with open_log(_source(settings), name="trace", files=True) as opened:
+        trace = spans(await read_timeline(opened.reader, request_id))
+        namespace = opened.reader.subjects.namespace
     if settings.json:
         sys.stdout.write(msgspec.json.format(msgspec.json.encode(document(trace, namespace))).decode() + "\n")
     else:
