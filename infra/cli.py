@@ -97,7 +97,7 @@ COMMANDS = {
         "generate engine arguments for a model, GPUs and a load", "infra.recipes.generate:run_generate"
     ),
     "recipe matrix": Command("show what each engine supports", "infra.recipes.cli:run_matrix"),
-    "kubernetes render": Command("render the manifests of a deployment", "infra.deploy.kubernetes.cli:run_render"),
+    "kubernetes render": Command("make values for the Helm chart", "infra.deploy.helm.cli:run_render"),
     "monitoring": Command("write Prometheus and Grafana files for a deployment", "infra.deploy.monitoring.main:run"),
     "bench http": Command(
         "load an OpenAI-compatible server and measure it", "infra.bench.http:run", "infra.bench.http:Settings"

@@ -1,8 +1,9 @@
-"""``python -m infra.docs``: write the pages of docs/ and the Grafana dashboards that come from the code."""
+"""``python -m infra.docs``: write what comes from the code: pages of docs/, Grafana dashboards, the chart's values."""
 
+from infra.deploy.helm import generate
 from infra.docs import dashboards, metrics, settings
 
 for page in (metrics, settings):
     page.PAGE.write_text(page.page(), encoding="utf-8")
-for path, text in dashboards.files().items():
+for path, text in (dashboards.files() | generate.files()).items():
     path.write_text(text, encoding="utf-8")

@@ -147,7 +147,7 @@ UNUSABLE: list[tuple[list[str], int, str]] = [
         "penstock router: --namespace: 'A B' is not a lower-case word of at most",
     ),
     (["recipe", "check", "none.yaml"], 1, "none.yaml: No such file or directory"),
-    (["kubernetes", "render", "none.yaml"], 1, "none.yaml: No such file or directory"),
+    (["kubernetes", "render", "none"], 1, "no recipe 'none'"),
     (["bench", "http", "--url", "http://127.0.0.1:1"], 1, "no server answers at http://127.0.0.1:1: start one"),
     (["bench", "split", "--whole", "http://127.0.0.1:1"], 1, "http://127.0.0.1:1 does not answer"),
     (

@@ -1,0 +1,1 @@
+"""The Helm chart, and ``penstock kubernetes render``, which makes values for it."""

@@ -1,0 +1,83 @@
+"""``penstock kubernetes render``: the shell around ``render``."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import get_args
+
+import msgspec
+
+from configs.flags import Parser
+from infra.deploy.helm.generate import CHART
+from infra.deploy.helm.render import Wanted, to_yaml, values_of
+from infra.deploy.helm.values import Engine, Role
+from infra.engine_args.tree import BadArguments
+from infra.recipes import catalogue
+from infra.recipes.catalogue import RecipeEntry
+from infra.terminal import reason
+
+OK, REFUSED = 0, 1
+ABOUT = "values for the Helm chart, printed, with the helm commands that use them"
+
+
+def run_render(argv: Sequence[str]) -> int:
+    """Print the values for a recipe, or for an engine and a model."""
+    parser = Parser(prog="penstock kubernetes render", description=ABOUT)
+    _add_arguments(parser)
+    args = parser.parse_args(argv)
+    counts = {role: getattr(args, role) for role in get_args(Role) if getattr(args, role, None)}
+    wanted = Wanted(
+        release=args.release,
+        counts=counts,
+        engine=msgspec.convert(args.engine, Engine) if args.engine else None,
+        model=args.model,
+        served_model_name=args.served_model_name,
+        image=args.image,
+        engine_image=args.engine_image,
+        hub_secret=args.hub_secret,
+        urls_secret=args.urls_secret,
+    )
+    try:
+        print(rendered(args.recipe, wanted), end="")
+    except (BadArguments, OSError, UnicodeDecodeError) as error:
+        for problem in error.problems if isinstance(error, BadArguments) else (reason(error),):
+            print(f"penstock kubernetes render: {problem}", file=sys.stderr)
+        return REFUSED
+    return OK
+
+
+def rendered(recipe: str, wanted: Wanted) -> str:
+    """The text of the values, with the recipe's files read.
+
+    Raises:
+        BadArguments: there is no such recipe, or it does not fit what is wanted.
+    """
+    chosen = catalogue.select(recipe, catalogue.members()) if recipe else []
+    members: dict[str, RecipeEntry] = {member.header.role: member for member in chosen}
+    texts = {role: Path(member.path).read_text(encoding="utf-8") for role, member in members.items()}
+    return to_yaml(wanted, values_of(wanted, members, texts), str(CHART))
+
+
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("recipe", nargs="?", default="", help="recipe or set of `penstock recipe list` (default: none)")
+    parser.add_argument("--release", default="penstock", help="name of the release (default: %(default)s)")
+    for role in get_args(Role)[:4]:
+        parser.add_argument(f"--{role}", type=_count, metavar="N", help=f"engines of the role {role}")
+    parser.add_argument("--engine", choices=get_args(Engine), help="default: the recipe's, else native")
+    parser.add_argument(
+        "--model", default="", help="directory on the models volume or Hugging Face id (default: the recipe's)"
+    )
+    parser.add_argument("--served-model-name", default="", metavar="NAME", help="name that clients use")
+    parser.add_argument("--image", default="", help="of gateways, routers and native workers; see infra/Containerfile")
+    parser.add_argument("--engine-image", default="", metavar="IMAGE", help="of workers with trtllm or vllm")
+    parser.add_argument("--hub-secret", default="", metavar="SECRET", help="Secret with a Hugging Face token")
+    parser.add_argument(
+        "--urls-secret", default="", metavar="SECRET", help="Secret with the URLs of a NATS of your own (default: none)"
+    )
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
+    return int(text)

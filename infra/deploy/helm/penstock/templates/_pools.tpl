@@ -1,0 +1,237 @@
+{{/*
+The pools of workers with everything decided, into the dict "pools": (dict "root" $ "pools" $pools).
+GPUs come from the engine arguments, as the engines count them.
+*/}}
+{{- define "penstock.pools" -}}
+{{- $root := .root -}}
+{{- $given := $root.Values.workers | default (dict "aggregated" (dict)) -}}
+{{- range $name, $own := $given -}}
+{{- if has $name (list "gateway" "router" "streams" "broker" "nats" "engine" "scripts" "ssh" "hub" "models") -}}
+{{- fail (printf "workers.%s: the name is taken; choose another one" $name) -}}
+{{- end -}}
+{{- $pool := mustMergeOverwrite (deepCopy $root.Values.workerDefaults) (deepCopy ($own | default dict)) -}}
+{{- $roles := list "aggregated" "prefill" "decode" "encode" "diffusion" -}}
+{{- $role := $pool.role | default (ternary $name "aggregated" (has $name $roles)) -}}
+{{- $external := has $pool.engine (list "trtllm" "vllm") -}}
+{{- $image := $pool.image | default (ternary $root.Values.engineImage $root.Values.image $external) -}}
+{{- if not $image -}}
+{{- fail (printf "engineImage: name the image with penstock and %s; see infra/Containerfile" $pool.engine) -}}
+{{- end -}}
+{{- $model := $pool.model | default (ternary "" $root.Values.model (eq $role "diffusion")) -}}
+{{- if and (not $model) (or $external (eq $role "diffusion")) -}}
+{{- fail (printf "workers.%s.model: name a directory on the models volume (/models/...) or a Hugging Face id" $name) -}}
+{{- end -}}
+{{- if and $pool.model (ne $role "diffusion") (ne $pool.model $root.Values.model) -}}
+{{- fail (printf "workers.%s.model: one language model per release; set model: %s" $name $pool.model) -}}
+{{- end -}}
+{{- if and $pool.engineArgs (not $external) -}}
+{{- fail (printf "workers.%s.engineArgs: read by trtllm and vllm, not by %s" $name $pool.engine) -}}
+{{- end -}}
+{{- $nodes := int $pool.nodes -}}
+{{- if and (gt $nodes 1) (ne $pool.engine "trtllm") -}}
+{{- fail (printf "workers.%s.nodes: %d; only trtllm runs one engine over several nodes here" $name $nodes) -}}
+{{- end -}}
+{{- $total := 0 -}}
+{{- if $external -}}
+{{- $total = 1 -}}
+{{- $arguments := fromYaml ($pool.engineArgs | default "{}") -}}
+{{- if hasKey $arguments "Error" -}}
+{{- fail (printf "workers.%s.engineArgs: %s" $name $arguments.Error) -}}
+{{- end -}}
+{{- $arguments = mergeOverwrite (dict "tensor_parallel_size" (get $pool.settings "tensor-parallel-size" | default 1)) $arguments -}}
+{{- $sizes := ternary (list "tensor_parallel_size" "pipeline_parallel_size" "data_parallel_size") (list "tensor_parallel_size" "pipeline_parallel_size" "context_parallel_size" "world_size") (eq $pool.engine "vllm") -}}
+{{- range $sizes -}}
+{{- $total = mul $total (get $arguments . | default 1 | int) -}}
+{{- end -}}
+{{- else if eq $pool.engine "native" -}}
+{{- $total = 1 -}}
+{{- end -}}
+{{- $gpus := int (div (sub (add $total $nodes) 1) $nodes) -}}
+{{- if not (kindIs "invalid" $pool.gpus) -}}
+{{- $gpus = int $pool.gpus -}}
+{{- end -}}
+{{- if and $external (ne (mul $gpus $nodes) (int $total)) -}}
+{{- fail (printf "workers.%s.gpus: %d x %d nodes, the engine's arguments ask for %d" $name $gpus $nodes (int $total)) -}}
+{{- end -}}
+{{- if or $pool.nvlinkDomain $pool.topologyKey -}}
+{{- if eq $nodes 1 -}}
+{{- fail (printf "workers.%s: nvlinkDomain and topologyKey are for engines of several nodes" $name) -}}
+{{- end -}}
+{{- end -}}
+{{- $readOnly := not $external -}}
+{{- if kindIs "bool" $pool.readOnlyRootFilesystem -}}
+{{- $readOnly = $pool.readOnlyRootFilesystem -}}
+{{- end -}}
+{{- $decided := dict "role" $role "image" $image "model" $model "nodes" $nodes "gpus" $gpus "external" $external "readOnlyRootFilesystem" $readOnly -}}
+{{- $_ := set $.pools $name (mergeOverwrite $pool $decided) -}}
+{{- end -}}
+{{- end }}
+
+{{/* The longest that a model may take to load: gateways are ready only when a worker serves. */}}
+{{- define "penstock.patience" -}}
+{{- $pools := dict -}}
+{{- include "penstock.pools" (dict "root" . "pools" $pools) -}}
+{{- $longest := 0 -}}
+{{- range $pools }}{{- $longest = max $longest (int .loadSeconds) -}}{{- end -}}
+{{- add $longest 600 -}}
+{{- end }}
+
+{{/* Resources of each pod of an engine: (dict "pool" $pool). */}}
+{{- define "penstock.resources" -}}
+{{- $extended := dict -}}
+{{- if .pool.gpus }}{{- $_ := set $extended "nvidia.com/gpu" (toString .pool.gpus) -}}{{- end -}}
+{{- range $name, $count := .pool.resources }}{{- $_ := set $extended $name (include "penstock.number" $count) -}}{{- end -}}
+requests:
+  cpu: {{ .pool.cpu | quote }}
+  memory: {{ .pool.memory }}
+  {{- range $name, $count := $extended }}
+  {{ $name }}: {{ $count | quote }}
+  {{- end }}
+limits:
+  memory: {{ .pool.memory }}
+  {{- range $name, $count := $extended }}
+  {{ $name }}: {{ $count | quote }}
+  {{- end }}
+{{- if .pool.nvlinkDomain }}
+claims: [{name: nvlink}]
+{{- end }}
+{{- end }}
+
+{{/* Arguments of a worker: (dict "root" $ "name" $name "pool" $pool). */}}
+{{- define "penstock.workerArguments" -}}
+- worker
+{{ include "penstock.common" .root }}
+- --role={{ .pool.role }}
+- --engine={{ .pool.engine }}
+{{- with .pool.model }}
+- --model={{ . }}
+{{- end }}
+{{- if and .root.Values.servedModelName (ne .pool.role "diffusion") }}
+- {{ printf "--served-model-name=%s" .root.Values.servedModelName | quote }}
+{{- end }}
+- --block-size={{ include "penstock.number" .root.Values.blockSize }}
+{{- if .pool.engineArgs }}
+- --extra-engine-args=/etc/penstock/engine/{{ .name }}.yaml
+{{- end }}
+- --drain-s={{ include "penstock.number" .pool.drainSeconds }}
+- --metrics-host=0.0.0.0
+- --metrics-port={{ include "penstock.metrics" . }}
+{{- include "penstock.settings" .pool.settings }}
+{{- end }}
+
+{{/* The pod of a pool: alone or the leader, or one that only computes ("follower" true). */}}
+{{- define "penstock.workerPod" -}}
+{{- $pool := .pool -}}
+metadata:
+  {{- include "penstock.podMeta" (dict "root" .root "component" (printf "%s%s" .name (ternary "-ranks" "" .follower)) "spec" $pool) | nindent 2 }}
+  {{- if $pool.engineArgs }}
+  {{- if not $pool.podAnnotations }}
+  annotations:
+  {{- end }}
+    # a change of the arguments starts new engines
+    checksum/engine-arguments: {{ sha256sum $pool.engineArgs | trunc 16 | quote }}
+  {{- end }}
+spec:
+  {{- include "penstock.pod" (dict "root" .root "spec" $pool) | nindent 2 }}
+  {{- if or $pool.tolerations $pool.gpus }}
+  tolerations:
+    {{- if $pool.gpus }}
+    - {key: nvidia.com/gpu, operator: Exists, effect: NoSchedule}
+    {{- end }}
+    {{- with $pool.tolerations }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
+  {{- end }}
+  terminationGracePeriodSeconds: {{ add (int $pool.drainSeconds) (include "penstock.grace" . | int) }}
+  containers:
+    - name: {{ ternary "ranks" "worker" .follower }}
+      image: {{ $pool.image }}
+      imagePullPolicy: {{ .root.Values.imagePullPolicy }}
+      {{- if .follower }}
+      command: [bash, /etc/penstock/scripts/follow.sh]
+      {{- else if gt $pool.nodes 1 }}
+      command:
+        - bash
+        - /etc/penstock/scripts/lead.sh
+        - {{ $pool.gpus | quote }}
+        - penstock
+        {{- include "penstock.workerArguments" . | nindent 8 }}
+      {{- else }}
+      args:
+        {{- include "penstock.workerArguments" . | nindent 8 }}
+      {{- end }}
+      env:
+        {{- if .follower }}
+        - {name: HOME, value: /home/penstock}
+        {{- else }}
+        {{- include "penstock.ownName" . | nindent 8 }}
+        {{- include "penstock.url" (dict "root" .root "user" "worker" "variable" "PENSTOCK_NATS_URL") | nindent 8 }}
+        {{- end }}
+        - {name: HF_HOME, value: /models/hub}
+        {{- include "penstock.hub" .root | nindent 8 }}
+        {{- if gt $pool.nodes 1 }}
+        - {name: SSH_PORT, value: {{ include "penstock.ssh" . | quote }}}
+        - {name: SSH_KEYS, value: /etc/penstock/ssh}
+        {{- end }}
+        {{- with $pool.env }}
+        {{- toYaml . | nindent 8 }}
+        {{- end }}
+      ports:
+        {{- if .follower }}
+        - {name: ssh, containerPort: {{ include "penstock.ssh" . }}}
+        {{- else }}
+        - {name: metrics, containerPort: {{ include "penstock.metrics" . }}}
+        {{- end }}
+      {{- if .follower }}
+      readinessProbe: {tcpSocket: {port: ssh}, periodSeconds: 10}
+      {{- else }}
+      # The page is there once the model is loaded; until then only the time is limited.
+      startupProbe:
+        httpGet: {path: /metrics, port: metrics}
+        periodSeconds: 10
+        timeoutSeconds: 5
+        failureThreshold: {{ div (add (int $pool.loadSeconds) 9) 10 }}
+      livenessProbe: {httpGet: {path: /metrics, port: metrics}, periodSeconds: 10, timeoutSeconds: 5, failureThreshold: 6}
+      readinessProbe: {httpGet: {path: /metrics, port: metrics}, periodSeconds: 10, timeoutSeconds: 5}
+      {{- end }}
+      resources:
+        {{- include "penstock.resources" . | nindent 8 }}
+      securityContext:
+        runAsNonRoot: true
+        allowPrivilegeEscalation: false
+        readOnlyRootFilesystem: {{ $pool.readOnlyRootFilesystem }}
+        seccompProfile: {type: RuntimeDefault}
+        {{- if $pool.gpus }}
+        # Memory for RDMA is pinned; the ulimit itself is the container runtime's.
+        capabilities: {drop: [ALL], add: [IPC_LOCK]}
+        {{- else }}
+        capabilities: {drop: [ALL]}
+        {{- end }}
+      volumeMounts:
+        {{- include "penstock.scratchMounts" . | nindent 8 }}
+        - {name: models, mountPath: /models}
+        - {name: shm, mountPath: /dev/shm}
+        {{- if $pool.engineArgs }}
+        - {name: engine, mountPath: /etc/penstock/engine, readOnly: true}
+        {{- end }}
+        {{- if gt $pool.nodes 1 }}
+        - {name: scripts, mountPath: /etc/penstock/scripts, readOnly: true}
+        - {name: ssh, mountPath: /etc/penstock/ssh, readOnly: true}
+        {{- end }}
+  volumes:
+    {{- include "penstock.scratch" . | nindent 4 }}
+    {{- include "penstock.models" .root | nindent 4 }}
+    # TensorRT-LLM and NCCL exchange through shared memory, of which a container has 64 MiB otherwise.
+    - {name: shm, emptyDir: {medium: Memory, sizeLimit: {{ $pool.sharedMemory }}}}
+    {{- if $pool.engineArgs }}
+    - {name: engine, configMap: {name: {{ .root.Release.Name }}-engine}}
+    {{- end }}
+    {{- if gt $pool.nodes 1 }}
+    - {name: scripts, configMap: {name: {{ .root.Release.Name }}-scripts}}
+    - {name: ssh, secret: {secretName: {{ .root.Release.Name }}-ssh, defaultMode: 0440}}
+    {{- end }}
+  {{- if $pool.nvlinkDomain }}
+  resourceClaims:
+    - {name: nvlink, resourceClaimTemplateName: {{ .root.Release.Name }}-{{ .name }}-nvlink}
+  {{- end }}
+{{- end }}

@@ -1,0 +1,242 @@
+"""The values of the Helm chart: every key with its type, default and meaning.
+
+``penstock/values.yaml`` has the same keys and defaults for readers, ``penstock/values.schema.json`` is made from here.
+"""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta, Struct, field
+
+from configs.settings import Common, GatewaySettings, RouterSettings, WorkerSettings
+from schemas.subjects import Namespace
+
+PoolName = Annotated[str, Meta(pattern=r"^[a-z]([-a-z0-9]{0,20}[a-z0-9])?$")]
+Count = Annotated[int, Meta(ge=1)]
+Quantity = Annotated[str, Meta(pattern=r"^[0-9]+(\.[0-9]+)?(m|[kKMGTPE]i?)?$")]
+Seconds = Annotated[int, Meta(ge=1, le=7 * 86_400)]
+Metric = Annotated[str, Meta(pattern="^penstock_[a-z_]+$")]
+Role = Literal["aggregated", "prefill", "decode", "encode", "diffusion"]
+Engine = Literal["native", "mock", "trtllm", "vllm"]
+Tree = Mapping[str, Any]  # as Kubernetes has it
+
+# What probes, services, volumes and the other processes rely on: the chart sets it, and ``settings`` must not.
+SETTLED = {
+    *("name", "nats_url", "sys_nats_url", "namespace", "log_format", "log_level", "listen_fd"),
+    *("http_host", "http_port", "metrics_host", "metrics_port", "drain_s", "publish_events_and_metrics"),
+    *("role", "engine", "model", "served_model_name", "block_size", "extra_engine_args"),
+}
+KINDS: Mapping[str, type[Common]] = {"gateway": GatewaySettings, "router": RouterSettings, "worker": WorkerSettings}
+
+
+def about(text: str) -> Meta:
+    return Meta(description=text)
+
+
+class Section(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, rename="camel"):
+    """A mapping among the values."""
+
+
+class Autoscaling(Section, frozen=True, kw_only=True):
+    enabled: bool = False
+    kind: Annotated[
+        Literal["hpa", "keda"],
+        about("hpa: a HorizontalPodAutoscaler, which needs an adapter for external metrics; keda: a ScaledObject"),
+    ] = "hpa"
+    min_replicas: Count = 1
+    max_replicas: Count = 4
+    metric: Annotated[Metric, about("gauge of docs/metrics.md; its sum over all processes is compared with the target")]
+    target: Annotated[int, Meta(ge=1, description="of the metric, for each replica")]
+    scale_down_seconds: Annotated[Seconds, about("how long the metric must be low before pods are removed")] = 300
+
+
+class Disruption(Section, frozen=True, kw_only=True):
+    enabled: bool = True
+    max_unavailable: Annotated[int | str, about("pods that may be evicted at a time")] = 1
+
+
+class Placed(Section, frozen=True, kw_only=True):
+    """What all pods have."""
+
+    image: Annotated[str, about("default: `image`, or `engineImage` with trtllm and vllm")] = ""
+    env: Annotated[tuple[Tree, ...], about("further variables, as Kubernetes has them")] = ()
+    pod_annotations: Mapping[str, str] = {}
+    pod_labels: Mapping[str, str] = {}
+    node_selector: Mapping[str, str] = {}
+    tolerations: tuple[Tree, ...] = ()
+    affinity: Tree = {}
+    topology_spread_constraints: tuple[Tree, ...] = ()
+    priority_class_name: str = ""
+    pod_disruption_budget: Disruption = Disruption()
+
+
+class Router(Placed, frozen=True, kw_only=True):
+    replicas: Count = 2
+    cpu: Quantity = "2"
+    memory: Annotated[Quantity, about("requested, and the limit")] = "4Gi"
+    settings: Annotated[Tree, about("flags of `penstock router` without their dashes, as in `mode: kv`")] = {}
+
+
+class Service(Section, frozen=True, kw_only=True):
+    type: Literal["ClusterIP", "NodePort", "LoadBalancer"] = "ClusterIP"
+    port: Annotated[int, Meta(ge=1, le=65535)] = 80
+    annotations: Mapping[str, str] = {}
+
+
+class Ingress(Section, frozen=True, kw_only=True):
+    enabled: bool = False
+    class_name: str = ""
+    annotations: Annotated[
+        Mapping[str, str], about("of the controller; it must not buffer text/event-stream, nor end slow answers")
+    ] = {}
+    hosts: tuple[str, ...] = ("penstock.example.com",)
+    tls: Annotated[tuple[Tree, ...], about("as an Ingress has it: secretName, hosts")] = ()
+
+
+class Gateway(Placed, frozen=True, kw_only=True):
+    replicas: Count = 2
+    cpu: Quantity = "2"
+    memory: Annotated[Quantity, about("requested, and the limit")] = "4Gi"
+    drain_seconds: Annotated[Seconds, about("that open requests may take to finish")] = 30
+    settings: Annotated[Tree, about("flags of `penstock gateway` without their dashes, as in `max-queue: 512`")] = {}
+    service: Service = Service()
+    ingress: Ingress = Ingress()
+    autoscaling: Autoscaling = Autoscaling(metric="penstock_gateway_open_requests", target=200)
+
+
+class WorkerDefaults(Placed, frozen=True, kw_only=True):
+    """What a pool of ``workers`` leaves out."""
+
+    role: Annotated[Role | Literal[""], about('default: the name of the pool, or "aggregated"')] = ""
+    engine: Engine = "native"
+    model: Annotated[str, about("default: `model`")] = ""
+    replicas: Annotated[Count, about("engines")] = 1
+    gpus: Annotated[
+        Annotated[int, Meta(ge=0)] | None,
+        about("of each pod; default: what the engine arguments ask for over all nodes, 1 for native, 0 for mock"),
+    ] = None
+    nodes: Annotated[Count, about("pods that together are one engine; more than one: trtllm, by LeaderWorkerSet")] = 1
+    engine_args: Annotated[str, about("trtllm, vllm: text of the engine arguments")] = ""
+    settings: Annotated[Tree, about("flags of `penstock worker` without their dashes, as in `max-running: 64`")] = {}
+    drain_seconds: Annotated[Seconds, about("that running requests may take to finish")] = 30
+    load_seconds: Annotated[Seconds, about("that weights may take to load")] = 3600
+    cpu: Quantity = "16"
+    memory: Annotated[Quantity, about("requested, and the limit")] = "64Gi"
+    shared_memory: Annotated[Quantity, about("size of /dev/shm, which counts as memory")] = "16Gi"
+    resources: Annotated[Mapping[str, int | str], about("further ones of each pod, such as `rdma/ib: 1`")] = {}
+    read_only_root_filesystem: Annotated[
+        bool | None, about("default: yes for native and mock, no for trtllm and vllm, which compile at run time")
+    ] = None
+    nvlink_domain: Annotated[
+        bool, about("the pods of an engine share memory over NVLink across nodes (GB200): needs NVIDIA's DRA driver")
+    ] = False
+    topology_key: Annotated[str, about("node label; each engine's pods are placed where it has one value")] = ""
+    autoscaling: Autoscaling = Autoscaling(metric="penstock_gateway_queued_requests", target=4)
+
+
+class Streams(Section, frozen=True, kw_only=True):
+    replicas: Annotated[int, Meta(ge=1, le=5, description="copies of each stream; at most one per NATS server")] = 3
+    record: Annotated[bool, about("keep tokens, jobs and KV events for 7 days, as records are, for replay")] = False
+
+
+class Broker(Section, frozen=True, kw_only=True):
+    make_passwords: Annotated[
+        bool, about("make the Secret RELEASE-broker, with a password per user, and keep it; false: it exists")
+    ] = True
+    urls_secret: Annotated[
+        str,
+        about(
+            "for a NATS of your own (`nats.enabled: false`): Secret with a URL under each of gateway, router, worker, "
+            "operator and, if there is one, sys"
+        ),
+    ] = ""
+
+
+class Models(Section, frozen=True, kw_only=True):
+    """The volume of weights, which workers and gateways mount at /models."""
+
+    enabled: Annotated[bool, about("false: an empty folder in each pod, for the demo model")] = True
+    existing_claim: Annotated[str, about("default: a claim is made, and kept when the release is deleted")] = ""
+    size: Quantity = "1Ti"
+    storage_class: str = ""
+    access_mode: Literal["ReadWriteMany", "ReadWriteOnce", "ReadOnlyMany"] = "ReadWriteMany"
+
+
+class Hub(Section, frozen=True, kw_only=True):
+    existing_secret: Annotated[str, about("Secret whose key `token` fetches models from the Hugging Face hub")] = ""
+    token: Annotated[str, about("or the token itself, for a Secret that is made of it")] = ""
+
+
+class NetworkPolicy(Section, frozen=True, kw_only=True):
+    enabled: bool = True
+    clients: Annotated[tuple[Tree, ...], about("who reaches gateways, as a NetworkPolicy's `from`; default: all")] = ()
+    nats_clients: Annotated[
+        tuple[Tree, ...], about("who else reaches the NATS of the release, such as clients of the NATS API")
+    ] = ()
+    monitoring: Annotated[
+        tuple[Tree, ...], about("who reads metrics, as a NetworkPolicy's `from`; default: all of the cluster")
+    ] = ()
+    internet: Annotated[
+        bool, about("gateways and workers may fetch images and models: TCP 80 and 443 to any address")
+    ] = True
+    egress: Annotated[tuple[Tree, ...], about("further rules for all pods; needed for a NATS outside the release")] = ()
+
+
+class PodMonitor(Section, frozen=True, kw_only=True):
+    enabled: Annotated[bool, about("needs the Prometheus operator")] = False
+    labels: Annotated[Mapping[str, str], about("that your Prometheus selects")] = {}
+    interval: Annotated[str, Meta(pattern="^[0-9]+(ms|s|m)$")] = "15s"
+
+
+class Switch(Section, frozen=True, kw_only=True):
+    enabled: bool = False
+    labels: Mapping[str, str] = {}
+
+
+class Monitoring(Section, frozen=True, kw_only=True):
+    pod_monitor: PodMonitor = PodMonitor()
+    rules: Annotated[Switch, about("PrometheusRule with the alerts of docs/monitoring.md")] = Switch()
+    dashboards: Annotated[Switch, about("ConfigMap with the Grafana dashboards, for Grafana's sidecar")] = Switch(
+        labels={"grafana_dashboard": "1"}
+    )
+    prometheus: Annotated[str, about("URL that KEDA asks")] = "http://prometheus-operated.monitoring:9090"
+
+
+class Values(Section, frozen=True, kw_only=True):
+    """All of ours. Helm adds ``global`` and, for the dependency, ``nats``."""
+
+    image: Annotated[str, about("of gateways, routers and native and mock workers; infra/Containerfile")] = (
+        "registry.example.com/penstock:0.1.0"
+    )
+    engine_image: Annotated[str, about("of workers with trtllm or vllm")] = ""
+    image_pull_policy: Literal["IfNotPresent", "Always", "Never"] = "IfNotPresent"
+    image_pull_secrets: tuple[Tree, ...] = ()
+    namespace: Annotated[Namespace, about("prefix of all NATS subjects and streams")] = "ps"
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    model: Annotated[str, about("directory on the models volume or Hugging Face id; default: demo model")] = ""
+    served_model_name: Annotated[str, about("name that clients use; default: the model's")] = ""
+    block_size: Annotated[Count, about("tokens per KV block, the same for all workers of the language model")] = 32
+    gateway: Gateway = Gateway()
+    router: Router = Router()
+    workers: Annotated[
+        Mapping[PoolName, Mapping[str, Any]],
+        about("pools by name, with the keys of `workerDefaults`; default: one pool, aggregated"),
+    ] = {}
+    worker_defaults: WorkerDefaults = WorkerDefaults()
+    broker: Broker = Broker()
+    streams: Streams = Streams()
+    models: Models = Models()
+    hub: Hub = Hub()
+    network_policy: NetworkPolicy = NetworkPolicy()
+    monitoring: Monitoring = Monitoring()
+    nats: Annotated[Tree, about("values of the NATS chart; `enabled: false`: the NATS of `broker.urlsSecret`")] = field(
+        default_factory=dict
+    )
+
+
+def defaults() -> dict[str, Any]:
+    """The values as YAML has them, without the NATS chart's."""
+    built: dict[str, Any] = msgspec.to_builtins(Values())
+    del built["nats"]
+    return built

@@ -1,1 +1,0 @@
-"""Kubernetes manifests of a deployment: plain YAML, no operator. ``penstock kubernetes render``."""

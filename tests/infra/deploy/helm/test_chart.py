@@ -1,0 +1,548 @@
+"""The chart's manifests: valid by the published schemas, complete, and agreeing with each other and the processes."""
+
+import json
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import jsonschema
+import kubernetes_validate
+import pytest
+import yaml
+
+from configs.flags import parse
+from configs.settings import GatewaySettings, RouterSettings, WorkerSettings
+from infra.deploy.helm.generate import files
+from infra.deploy.monitoring.main import ALERTS, GRAFANA
+from infra.engine_args import decode, parse_yaml
+from infra.recipes.catalogue import members
+from tests.infra.deploy.helm.support import (
+    Tree,
+    command_of,
+    container,
+    environment,
+    forget,
+    found,
+    helm,
+    manifests,
+    named,
+    needs_helm,
+    pods,
+    recipe_values,
+    refused,
+    templates,
+)
+from tests.infra.deploy.test_monitoring import known
+
+pytestmark = needs_helm
+VERSION = "1.33"
+GRACE_S = 15
+SETS = sorted({entry.header.set for entry in members().values()})
+EVERYTHING = """
+model: /models/llama
+servedModelName: llama, llama-3
+imagePullSecrets: [{name: registry}]
+gateway:
+  settings: {max-queue: 512, access-log: true, max-body-bytes: 16777216, default-deadline-s: 90.5}
+  ingress: {enabled: true, className: nginx, hosts: [llm.example.com], tls: [{secretName: t, hosts: [a.example.com]}]}
+  autoscaling: {enabled: true, maxReplicas: 8}
+  topologySpreadConstraints: [{maxSkew: 1, topologyKey: zone, whenUnsatisfiable: ScheduleAnyway}]
+  tolerations: [{key: spot, operator: Exists}]
+  priorityClassName: high
+router:
+  settings: {mode: kv, kv-events: false}
+  env: [{name: TZ, value: UTC}]
+  podAnnotations: {team: serving}
+  affinity: {nodeAffinity: {requiredDuringSchedulingIgnoredDuringExecution: {nodeSelectorTerms: [{matchExpressions: [
+    {key: arch, operator: In, values: [amd64]}]}]}}}
+workers:
+  prefill: {autoscaling: {enabled: true, kind: keda}, podAnnotations: {team: serving}}
+  decode: {replicas: 3, autoscaling: {enabled: true}, settings: {logits-processor: ["a=b:C", "d=e:F"]}}
+  draw: {role: diffusion, model: /models/painter, resources: {rdma/ib: 1}, nodeSelector: {gpu: h100}}
+  drafts: {role: decode, engine: mock, cpu: 500m}
+networkPolicy:
+  clients: [{namespaceSelector: {matchLabels: {team: front}}}]
+  monitoring: [{namespaceSelector: {matchLabels: {name: monitoring}}}]
+  natsClients: [{podSelector: {matchLabels: {app: batch}}}]
+monitoring:
+  podMonitor: {enabled: true, labels: {release: prometheus}}
+  rules: {enabled: true}
+  dashboards: {enabled: true}
+hub: {token: hf_x}
+streams: {record: true}
+"""
+OWN_NATS = """
+models: {enabled: false}
+nats: {enabled: false}
+broker: {urlsSecret: nats-urls}
+workers: {aggregated: {engine: mock}}
+networkPolicy: {enabled: false}
+"""
+CASES = {
+    "the defaults": "",
+    "everything on": EVERYTHING,
+    "a NATS of one's own": OWN_NATS,
+    "a multi-node engine that is scaled": recipe_values("llama4-eagle-gb200").replace(
+        "  decode:\n", "  decode:\n    autoscaling: {enabled: true}\n    nvlinkDomain: true\n    topologyKey: clique\n"
+    ),
+    **{f"recipe {name}": recipe_values(name, hub_secret="hub-token") for name in SETS},
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _removed() -> Iterator[None]:
+    yield
+    forget()
+
+
+# -- the schemas ------------------------------------------------------------------------------------------------------
+
+# Fields of custom resources, as their API types have them; the pods in them are Kubernetes' own.
+_OPEN: Tree = {"type": "object"}
+
+
+def _closed(properties: Tree, *required: str) -> Tree:
+    return {"type": "object", "additionalProperties": False, "required": [*required], "properties": properties}
+
+
+CUSTOM: dict[str, tuple[str, Tree]] = {
+    "LeaderWorkerSet": ("leaderworkerset.x-k8s.io/v1", _closed({
+        "replicas": {"type": "integer", "minimum": 0},
+        "startupPolicy": {"enum": ["LeaderCreated", "LeaderReady"]},
+        "rolloutStrategy": _OPEN,
+        "networkConfig": _OPEN,
+        "leaderWorkerTemplate": _closed({
+            "leaderTemplate": _OPEN,
+            "workerTemplate": _OPEN,
+            "size": {"type": "integer", "minimum": 1},
+            "restartPolicy": {"enum": ["Default", "RecreateGroupOnPodRestart", "RecreateGroupAfterStart", "None"]},
+            "subGroupPolicy": _OPEN,
+            "volumeClaimTemplates": {"type": "array"},
+        }, "workerTemplate"),
+    }, "leaderWorkerTemplate")),
+    "ComputeDomain": ("resource.nvidia.com/v1beta1", _closed({
+        "numNodes": {"type": "integer", "minimum": 1},
+        "channel": _closed({"resourceClaimTemplate": _closed({"name": {"type": "string"}}, "name")}),
+    }, "numNodes", "channel")),
+    "PodMonitor": ("monitoring.coreos.com/v1", _closed({
+        "jobLabel": {"type": "string"},
+        "selector": _OPEN,
+        "podMetricsEndpoints": {"type": "array", "items": _closed({
+            "port": {"type": "string"},
+            "path": {"type": "string"},
+            "interval": {"type": "string"},
+            "honorLabels": {"type": "boolean"},
+            "relabelings": {"type": "array", "items": _closed({
+                "sourceLabels": {"type": "array"}, "targetLabel": {"type": "string"},
+            })},
+        }, "port")},
+    }, "selector", "podMetricsEndpoints")),
+    "PrometheusRule": ("monitoring.coreos.com/v1", _closed({"groups": {"type": "array", "minItems": 1}}, "groups")),
+    "ScaledObject": ("keda.sh/v1alpha1", _closed({
+        "minReplicaCount": {"type": "integer"},
+        "maxReplicaCount": {"type": "integer"},
+        "cooldownPeriod": {"type": "integer"},
+        "scaleTargetRef": _closed({key: {"type": "string"} for key in ("apiVersion", "kind", "name")}, "name"),
+        "triggers": {"type": "array", "items": _closed({
+            "type": {"const": "prometheus"},
+            "metadata": _closed({key: {"type": "string"} for key in ("serverAddress", "query", "threshold")}),
+        })},
+    }, "scaleTargetRef", "triggers")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_object_is_valid_by_the_published_schemas(case: str) -> None:
+    for tree in manifests(CASES[case]):
+        if tree["kind"] in CUSTOM:
+            version, schema = CUSTOM[tree["kind"]]
+            assert tree["apiVersion"] == version
+            jsonschema.validate(tree["spec"], schema)
+            for template in templates(tree):
+                pod = {"apiVersion": "v1", "kind": "PodTemplate", "metadata": {"name": "x"}, "template": template}
+                valid(json.dumps(pod))
+        else:
+            valid(json.dumps(tree))
+
+
+@cache
+def valid(tree: str) -> None:
+    """Many objects are the same in several cases, and each takes a tenth of a second."""
+    kubernetes_validate.validate(json.loads(tree), VERSION, strict=True)
+
+
+def test_the_schemas_find_what_is_wrong() -> None:
+    tree = json.loads(json.dumps(found(manifests(), "Deployment", "demo-gateway")))
+    tree["spec"]["template"]["spec"]["terminationGrace"] = 1
+    with pytest.raises(kubernetes_validate.ValidationError, match="terminationGrace"):
+        kubernetes_validate.validate(tree, VERSION, strict=True)
+
+
+def test_helm_s_own_lint_finds_nothing() -> None:
+    run = helm("lint", "--strict", values=EVERYTHING)
+    assert run.returncode == 0, run.stdout
+    assert "[WARNING]" not in run.stdout
+
+
+def test_the_files_that_come_from_the_code_are_current() -> None:
+    for path, text in files().items():
+        assert path.read_text() == text, "run python -m infra.docs"
+
+
+# -- objects that refer to each other ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_names_labels_volumes_ports_and_references_hold_together(case: str) -> None:
+    trees = manifests(CASES[case])
+    made = {(tree["kind"], tree["metadata"]["name"]) for tree in trees}
+    assert len(made) == len(trees)
+    claims = {
+        tree["spec"]["channel"]["resourceClaimTemplate"]["name"] for tree in trees if tree["kind"] == "ComputeDomain"
+    }
+    for tree in trees:
+        assert tree["kind"] == "ConfigMap" or tree["metadata"]["namespace"] == "serving"
+        for template in templates(tree):
+            spec, only = template["spec"], container(template)
+            if tree["kind"] == "Deployment":
+                assert selects(tree["spec"]["selector"], template)
+            volumes = {volume["name"]: volume for volume in spec.get("volumes", [])}
+            assert {mount["name"] for mount in only.get("volumeMounts", [])} == set(volumes)
+            for volume in volumes.values():
+                if "configMap" in volume:
+                    assert ("ConfigMap", volume["configMap"]["name"]) in made
+                if "persistentVolumeClaim" in volume:
+                    assert ("PersistentVolumeClaim", volume["persistentVolumeClaim"]["claimName"]) in made
+            assert {claim["resourceClaimTemplateName"] for claim in spec.get("resourceClaims", [])} <= claims
+            # Else a service of ours would set variables that are flags of ours.
+            assert spec["enableServiceLinks"] is False
+            ports = {port["name"]: port["containerPort"] for port in only.get("ports", [])}
+            for probe in (value for key, value in only.items() if key.endswith("Probe")):
+                assert next(iter(probe.values()))["port"] in ports
+            allowed = only["securityContext"]
+            assert allowed["runAsNonRoot"] is True
+            assert allowed["allowPrivilegeEscalation"] is False
+            assert allowed["capabilities"]["drop"] == ["ALL"]
+            assert spec["securityContext"]["runAsUser"] == 1000
+    for service in (tree for tree in trees if tree["kind"] == "Service"):
+        (behind,) = [pod for pod in pods(trees) if selects({"matchLabels": service["spec"]["selector"]}, pod)]
+        names = {port["name"] for port in container(behind)["ports"]}
+        assert {port["targetPort"] for port in service["spec"]["ports"]} <= names
+
+
+def selects(selector: Tree, template: Tree) -> bool:
+    """Whether a label selector matches a pod."""
+    labels = template["metadata"]["labels"]
+    return selector.get("matchLabels", {}).items() <= labels.items() and all(
+        labels.get(each["key"]) in each["values"] for each in selector.get("matchExpressions", [])
+    )
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_budget_and_policy_selects_pods_and_every_pod_has_a_policy(case: str) -> None:
+    trees = manifests(CASES[case])
+    every = pods(trees)
+    for kind in ("PodDisruptionBudget", "NetworkPolicy"):
+        for tree in (tree for tree in trees if tree["kind"] == kind):
+            selector = tree["spec"].get("selector") or tree["spec"]["podSelector"]
+            if selector["matchLabels"].get("app.kubernetes.io/name") != "nats":
+                assert any(selects(selector, pod) for pod in every), tree["metadata"]["name"]
+    policies = [tree["spec"]["podSelector"] for tree in trees if tree["kind"] == "NetworkPolicy"]
+    for pod in every:
+        assert not policies or sum(selects(policy, pod) for policy in policies) == 1
+    # At most one pod of a component is evicted at a time.
+    budgets = [tree["spec"] for tree in trees if tree["kind"] == "PodDisruptionBudget"]
+    assert all(budget["maxUnavailable"] == 1 for budget in budgets)
+    assert len(budgets) == 2 + len(named(trees, "Deployment")) - 2 + len(named(trees, "LeaderWorkerSet"))
+
+
+def test_policies_let_through_what_the_processes_need_and_only_that() -> None:
+    trees = manifests(EVERYTHING)
+    policy = {name: found(trees, "NetworkPolicy", f"demo-{name}")["spec"] for name in ("gateway", "router", "decode")}
+    assert policy["gateway"]["ingress"] == [
+        {
+            "ports": [{"port": "http"}],
+            "from": [
+                {"namespaceSelector": {"matchLabels": {"team": "front"}}},
+                {"namespaceSelector": {"matchLabels": {"name": "monitoring"}}},
+            ],
+        }
+    ]
+    assert [rule["ports"] for rule in policy["router"]["ingress"]] == [[{"port": "metrics"}]]
+    among = policy["decode"]["ingress"][1]["from"][0]["podSelector"]
+    seen = {pod["metadata"]["labels"]["app.kubernetes.io/component"] for pod in pods(trees) if selects(among, pod)}
+    assert seen == {"prefill", "decode", "draw", "drafts"}  # KV moves among workers; nobody else reaches them
+    for one in policy.values():
+        to_broker = [rule for rule in one["egress"] if rule.get("ports") == [{"port": 4222}]]
+        assert to_broker[0]["to"][0]["podSelector"]["matchLabels"]["app.kubernetes.io/name"] == "nats"
+        assert any({"port": 53, "protocol": "UDP"} in rule.get("ports", []) for rule in one["egress"])
+    assert [{"port": 80}, {"port": 443}] in [rule.get("ports") for rule in policy["gateway"]["egress"]]
+    assert [{"port": 80}, {"port": 443}] not in [rule.get("ports") for rule in policy["router"]["egress"]]
+    broker = found(trees, "NetworkPolicy", "demo-broker")["spec"]["ingress"]
+    assert {"podSelector": {"matchLabels": {"app": "batch"}}} in broker[0]["from"]
+    # Without a client rule, every address reaches the gateways.
+    assert "from" not in found(manifests(), "NetworkPolicy", "demo-gateway")["spec"]["ingress"][0]
+
+
+# -- settings of the processes ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_process_reads_its_arguments_and_outlives_its_drain(case: str) -> None:
+    kinds: dict[str, Any] = {"gateway": GatewaySettings, "router": RouterSettings, "worker": WorkerSettings}
+    seen = set()
+    for template in pods(manifests(CASES[case])):
+        argv, only = command_of(template), container(template)
+        if not argv or argv[0] not in kinds:
+            continue
+        seen.add(argv[0])
+        settings = parse(kinds[argv[0]], argv[1:], prog=argv[0], environ={})
+        # In this time the pod leaves its Service, drains, and closes.
+        spare = template["spec"]["terminationGracePeriodSeconds"] - getattr(settings, "drain_s", 0)
+        assert spare >= GRACE_S + (5 if argv[0] == "gateway" else 0)
+        ports = {port["name"]: port["containerPort"] for port in only["ports"]}
+        assert list(ports.values()) == [getattr(settings, "metrics_port", 0) or settings.http_port]
+        # Probes come from outside of the pod.
+        assert getattr(settings, "metrics_host", "0.0.0.0") == "0.0.0.0" == getattr(settings, "http_host", "0.0.0.0")
+        assert "@" not in " ".join(argv)  # no passwords
+        assert {"PENSTOCK_NATS_URL", "PENSTOCK_NAME"} <= set(environment(template))
+        probes = {only[probe]["httpGet"]["path"] for probe in ("startupProbe", "livenessProbe", "readinessProbe")}
+        assert probes == ({"/health/live", "/health/ready"} if argv[0] == "gateway" else {"/metrics"})
+        assert settings.log_format == "json"
+    assert seen == set(kinds)
+
+
+def test_settings_become_flags_with_their_values() -> None:
+    trees = manifests(EVERYTHING)
+    (template,) = templates(found(trees, "Deployment", "demo-gateway"))
+    gateway = parse(GatewaySettings, command_of(template)[1:], prog="g", environ={})
+    assert (gateway.max_queue, gateway.access_log, gateway.default_deadline_s) == (512, True, 90.5)
+    assert gateway.max_body_bytes == 16 << 20
+    assert gateway.served_model_name == "llama, llama-3"
+    (template,) = templates(found(trees, "Deployment", "demo-router"))
+    assert parse(RouterSettings, command_of(template)[1:], prog="r", environ={}).kv_events is False
+    assert environment(template)["TZ"]["value"] == "UTC"
+    (template,) = templates(found(trees, "Deployment", "demo-decode"))
+    worker = parse(WorkerSettings, command_of(template)[1:], prog="w", environ={})
+    assert worker.logits_processor == ("a=b:C", "d=e:F")
+
+
+def test_a_pool_takes_its_role_from_its_name_or_says_it() -> None:
+    trees = manifests(EVERYTHING)
+    roles = {}
+    for name in named(trees, "Deployment"):
+        (template,) = templates(found(trees, "Deployment", name))
+        argv = command_of(template)
+        if argv[0] == "worker":
+            settings = parse(WorkerSettings, argv[1:], prog="w", environ={})
+            gpus = container(template)["resources"]["limits"].get("nvidia.com/gpu", "0")
+            roles[name] = (settings.role, settings.engine, settings.model, gpus)
+    assert roles == {
+        "demo-prefill": ("prefill", "native", "/models/llama", "1"),
+        "demo-decode": ("decode", "native", "/models/llama", "1"),
+        "demo-draw": ("diffusion", "native", "/models/painter", "1"),
+        "demo-drafts": ("decode", "mock", "/models/llama", "0"),
+    }
+    (template,) = templates(found(trees, "Deployment", "demo-draw"))
+    assert container(template)["resources"]["limits"]["rdma/ib"] == "1"
+    assert template["spec"]["nodeSelector"] == {"gpu": "h100"}
+
+
+def test_prefill_and_decode_get_their_files_gpus_memory_and_volume() -> None:
+    trees = manifests(recipe_values("llama3", hub_secret="hub-token", counts={"prefill": 2, "decode": 1}))
+    data = found(trees, "ConfigMap", "demo-engine")["data"]
+    assert set(data) == {"prefill.yaml", "decode.yaml"}
+    for role in ("prefill", "decode"):
+        assert decode(parse_yaml(data[f"{role}.yaml"])).max_seq_len == 18432
+        tree = found(trees, "Deployment", f"demo-{role}")
+        (template,) = templates(tree)
+        only, spec = container(template), template["spec"]
+        settings = parse(WorkerSettings, command_of(template)[1:], prog="worker", environ={})
+        assert (settings.role, settings.engine, settings.max_model_len) == (role, "trtllm", 18432)
+        mounts = {mount["name"]: mount["mountPath"] for mount in only["volumeMounts"]}
+        assert settings.extra_engine_args == f"{mounts['engine']}/{role}.yaml"
+        assert only["image"] == "registry.example.com/engine:1"
+        assert only["resources"]["limits"]["nvidia.com/gpu"] == "1" == only["resources"]["requests"]["nvidia.com/gpu"]
+        shm = next(volume for volume in spec["volumes"] if volume["name"] == "shm")
+        assert shm["emptyDir"] == {"medium": "Memory", "sizeLimit": "16Gi"}
+        assert mounts["shm"] == "/dev/shm"
+        assert environment(template)["HF_TOKEN"]["valueFrom"]["secretKeyRef"] == {"name": "hub-token", "key": "token"}
+        assert environment(template)["HF_HOME"]["value"].startswith(mounts["models"])
+        # An hour to load, then checked every ten seconds.
+        assert only["startupProbe"]["failureThreshold"] * only["startupProbe"]["periodSeconds"] == 3600
+        assert tree["spec"]["progressDeadlineSeconds"] > 3600
+        assert tree["spec"]["strategy"]["rollingUpdate"] == {"maxSurge": 0, "maxUnavailable": 1}
+    assert found(trees, "Deployment", "demo-prefill")["spec"]["replicas"] == 2
+    assert found(trees, "PersistentVolumeClaim", "demo-models")["spec"]["accessModes"] == ["ReadWriteMany"]
+
+
+def test_a_change_of_engine_arguments_replaces_the_engines() -> None:
+    values = recipe_values("llama3")
+    before, after = (
+        found(manifests(text), "Deployment", "demo-decode")["spec"]["template"]["metadata"]["annotations"]
+        for text in (values, values.replace("max_seq_len: 18432", "max_seq_len: 9216"))
+    )
+    assert before != after
+
+
+def test_llama_4_decodes_on_two_gb200_trays_whose_leader_serves() -> None:
+    values = yaml.safe_load(recipe_values("llama4-eagle-gb200"))
+    values["workers"]["decode"] |= {
+        "drainSeconds": 120, "nvlinkDomain": True, "topologyKey": "nvidia.com/gpu.clique",
+        "nodeSelector": {"nvidia.com/gpu.product": "NVIDIA-GB200"},
+    }  # fmt: skip
+    trees = manifests(values)
+    prefill = found(trees, "Deployment", "demo-prefill")
+    assert container(prefill["spec"]["template"])["resources"]["limits"]["nvidia.com/gpu"] == "4"
+    group = found(trees, "LeaderWorkerSet", "demo-decode")
+    assert group["metadata"]["annotations"] == {
+        "leaderworkerset.sigs.k8s.io/exclusive-topology": "nvidia.com/gpu.clique"
+    }
+    body = group["spec"]["leaderWorkerTemplate"]
+    assert (group["spec"]["replicas"], body["size"], body["restartPolicy"]) == (1, 2, "RecreateGroupOnPodRestart")
+    leader, ranks = body["leaderTemplate"], body["workerTemplate"]
+    assert container(leader)["command"][:4] == ["bash", "/etc/penstock/scripts/lead.sh", "4", "penstock"]
+    settings = parse(WorkerSettings, command_of(leader)[1:], prog="worker", environ={})
+    assert (settings.role, settings.model) == ("decode", "nvidia/Llama-4-Maverick-17B-128E-Instruct-FP8")
+    args = decode(parse_yaml(found(trees, "ConfigMap", "demo-engine")["data"]["decode.yaml"]))
+    assert args.gpus == 4 * body["size"]
+    assert args.speculative_config is not None
+    # The others only compute: no broker, no metrics, no work of ours.
+    assert container(ranks)["command"] == ["bash", "/etc/penstock/scripts/follow.sh"]
+    assert "PENSTOCK_NATS_URL" not in environment(ranks)
+    for template in (leader, ranks):
+        only = container(template)
+        assert only["resources"]["limits"]["nvidia.com/gpu"] == "4"
+        assert only["resources"]["claims"] == [{"name": "nvlink"}]
+        assert template["spec"]["nodeSelector"] == {"nvidia.com/gpu.product": "NVIDIA-GB200"}
+        assert environment(template)["SSH_PORT"]["value"] == "2222"
+    assert found(trees, "ComputeDomain", "demo-decode-nvlink")["spec"]["numNodes"] == 2
+    assert leader["spec"]["terminationGracePeriodSeconds"] == 135
+    assert set(found(trees, "ConfigMap", "demo-scripts")["data"]) == {"lead.sh", "follow.sh"}
+
+
+def test_engines_of_another_s_image_may_write_to_their_root_and_ours_may_not() -> None:
+    for recipe, writable in (("llama3", True), ("", False)):
+        trees = manifests(recipe_values(recipe))
+        for template in pods(trees):
+            only = container(template)
+            read_only = only["securityContext"].get("readOnlyRootFilesystem")
+            assert read_only is not (writable and only["name"] == "worker")
+
+
+def test_pods_get_the_url_of_their_role_with_the_password_from_the_secret() -> None:
+    trees = manifests(recipe_values("llama3"))
+    for name, user in (("gateway", "gateway"), ("router", "router"), ("prefill", "worker")):
+        (template,) = templates(found(trees, "Deployment", f"demo-{name}"))
+        found_env = environment(template)
+        password = f"{user.upper()}_PASSWORD"
+        assert found_env[password]["valueFrom"]["secretKeyRef"] == {"name": "demo-broker", "key": user}
+        url = f"nats://{user}:$({password})@demo-nats.serving:4222"
+        assert found_env["PENSTOCK_NATS_URL"]["value"] == url
+        names = list(found_env)
+        assert names.index(password) < names.index("PENSTOCK_NATS_URL")  # Kubernetes expands what stands before
+    own = manifests(OWN_NATS)
+    assert "demo-broker" not in named(own, "Secret")
+    assert not named(own, "ConfigMap")
+    (template,) = templates(found(own, "Deployment", "demo-aggregated"))
+    assert environment(template)["PENSTOCK_NATS_URL"]["valueFrom"]["secretKeyRef"]["name"] == "nats-urls"
+
+
+def test_the_nats_service_is_called_as_its_chart_calls_it() -> None:
+    for release, extra, host in (
+        ("llm", {}, "llm-nats"),
+        ("nats-llm", {}, "nats-llm"),
+        ("llm", {"fullnameOverride": "broker"}, "broker"),
+    ):
+        trees = manifests({"nats": extra}, release=release)
+        (template,) = templates(found(trees, "Deployment", f"{release}-gateway"))
+        assert f"@{host}.serving:4222" in environment(template)["PENSTOCK_NATS_URL"]["value"]
+
+
+# -- scaling, monitoring ----------------------------------------------------------------------------------------------
+
+
+def test_queues_scale_pools_by_a_metric_that_exists() -> None:
+    trees = manifests(EVERYTHING)
+    scaler = found(trees, "HorizontalPodAutoscaler", "demo-decode")["spec"]
+    assert scaler["scaleTargetRef"] == {"apiVersion": "apps/v1", "kind": "Deployment", "name": "demo-decode"}
+    (metric,) = scaler["metrics"]
+    assert metric["external"]["metric"] == {
+        "name": "penstock_gateway_queued_requests", "selector": {"matchLabels": {"namespace": "ps"}},
+    }  # fmt: skip
+    scaled = found(trees, "ScaledObject", "demo-prefill")["spec"]
+    assert scaled["triggers"][0]["metadata"]["query"] == 'sum(penstock_gateway_queued_requests{namespace="ps"})'
+    gateways = found(trees, "HorizontalPodAutoscaler", "demo-gateway")["spec"]
+    names = {metric["external"]["metric"]["name"] for spec in (scaler, gateways) for metric in spec["metrics"]}
+    assert names <= known()
+    # The autoscaler alone says how many there are.
+    for name in ("gateway", "prefill", "decode"):
+        assert "replicas" not in found(trees, "Deployment", f"demo-{name}")["spec"]
+    assert found(trees, "Deployment", "demo-draw")["spec"]["replicas"] == 1
+    group = manifests(CASES["a multi-node engine that is scaled"])
+    target = found(group, "HorizontalPodAutoscaler", "demo-decode")["spec"]["scaleTargetRef"]
+    assert target["kind"] == "LeaderWorkerSet"
+    assert target["name"] in named(group, "LeaderWorkerSet")
+
+
+def test_dashboards_and_alerts_are_those_of_the_monitoring_folder() -> None:
+    trees = manifests(EVERYTHING)
+    rules = found(trees, "PrometheusRule", "demo-monitoring")["spec"]["groups"]
+    assert rules == yaml.safe_load(ALERTS.read_text())["groups"]
+    boards = found(trees, "ConfigMap", "demo-dashboards")
+    assert boards["metadata"]["labels"]["grafana_dashboard"] == "1"
+    assert {name: json.loads(text) for name, text in boards["data"].items()} == {
+        f"penstock-{path.name}": json.loads(path.read_text()) for path in GRAFANA.glob("*.json")
+    }
+    monitor = found(trees, "PodMonitor", "demo-monitoring")["spec"]
+    scraped = {each["port"] for each in monitor["podMetricsEndpoints"]}
+    running = [pod for pod in pods(trees) if container(pod).get("ports")]
+    assert all(selects(monitor["selector"], pod) for pod in running)
+    assert {port["name"] for pod in running for port in container(pod)["ports"]} == scraped
+    # The alert on processes that are down asks for this job.
+    assert 'up{job="penstock"}' in ALERTS.read_text()
+    assert all(pod["metadata"]["labels"][monitor["jobLabel"]] == "penstock" for pod in running)
+
+
+# -- refusals ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("workers: {prefill: {engine: trtllm}}", "engineImage: name the image with penstock and trtllm"),
+        ("engineImage: e\nworkers: {prefill: {engine: trtllm}}", "workers.prefill.model: name a directory"),
+        ("workers: {draw: {role: diffusion}}", "workers.draw.model: name a directory"),
+        ("workers: {decode: {engineArgs: 'a: 1'}}", "read by trtllm and vllm, not by native"),
+        ("workers: {decode: {nodes: 2}}", "only trtllm runs one engine over several nodes"),
+        ("workers: {decode: {nvlinkDomain: true}}", "are for engines of several nodes"),
+        ("workers: {decode: {}, prefill: {model: other}}", "one language model per release"),
+        ("workers: {gateway: {}}", "workers.gateway: the name is taken"),
+        (
+            "engineImage: e\nmodel: m\nworkers: {decode: {engine: vllm, gpus: 2}}",
+            "workers.decode.gpus: 2 x 1 nodes, the engine's arguments ask for 1",
+        ),
+        ("engineImage: e\nmodel: m\nworkers: {decode: {engine: vllm, engineArgs: '{'}}", "workers.decode.engineArgs: "),
+        ("nats: {enabled: false}", "broker.urlsSecret: name the Secret"),
+        ("gateway: {autoscaling: {enabled: true, minReplicas: 9}}", "minReplicas 9 is above maxReplicas 4"),
+        ("gateway: {settings: {nope: 1}}", "nope"),
+        ("gateway: {settings: {http-port: 9}}", "http-port"),
+        ("router: {settings: {mode: best}}", "mode"),
+        ("workers: {aggregated: {settings: {kv-blocks: abc}}}", "kv-blocks"),
+        ("workers: {decode: {replica: 2}}", "replica"),
+        ("models: {size: much}", "size"),
+        ("namespace: Upper", "namespace"),
+        ("gateway: {autoscaling: {metric: requests}}", "metric"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_its_place(text: str, says: str) -> None:
+    assert says in refused(text)
+
+
+def test_an_engine_s_arguments_decide_its_gpus() -> None:
+    trees = manifests(
+        "engineImage: e\nmodel: m\nworkers:\n  aggregated:\n    engine: vllm\n"
+        "    engineArgs: |\n      tensor_parallel_size: 4\n      data_parallel_size: 2\n"
+    )
+    (template,) = templates(found(trees, "Deployment", "demo-aggregated"))
+    assert container(template)["resources"]["limits"]["nvidia.com/gpu"] == "8"
