@@ -12,10 +12,11 @@ from functools import partial
 from typing import Any, TypeVar
 
 from configs.settings import GatewaySettings
+from gateway.anthropic.prepare import count_message, prepare_message
 from gateway.fleet import FleetView
 from gateway.images.prepare import PATHS, prepare_images, unsupported_files
 from gateway.media.loader import MediaLoader
-from gateway.openai.common import CHAT
+from gateway.openai.common import CHAT, MESSAGE, RESPONSE
 from gateway.openai.prepare import (
     PendingMediaRequest,
     PreparedRequest,
@@ -24,6 +25,8 @@ from gateway.openai.prepare import (
     prepare_completion,
 )
 from gateway.openai.prepare_context import PrepareContext
+from gateway.openai.responses_api.prepare import prepare_response, with_body
+from gateway.openai.responses_api.requests import parse_response, stored_body
 from schemas.errors import Code, ServingError
 
 LARGE_BODY = 8_192  # bytes; larger ones are prepared in a thread: to tokenise 1 KB takes 0.3 ms
@@ -72,14 +75,44 @@ class RequestPreparer:
                 now_ns=now_ns,
                 request_id=request_id,
             )
-        prepare = prepare_chat if endpoint == CHAT else prepare_completion
         context = self._fleet.prepare_context
         if no_store and not context.no_store:
             context = context._replace(no_store=True)
+        if endpoint == RESPONSE:
+            return await self._response(body, context, now_ns=now_ns, request_id=request_id)
+        if endpoint == MESSAGE:
+            return await self._message(body, context, now_ns=now_ns, request_id=request_id)
+        prepare = prepare_chat if endpoint == CHAT else prepare_completion
         prepared = await self.run_for(body, prepare, body, context, now_ns=now_ns, request_id=request_id)
         if isinstance(prepared, PendingMediaRequest):
             return await self._with_media(prepared, context)
         return prepared
+
+    async def _response(
+        self, body: bytes, context: PrepareContext, *, now_ns: int, request_id: str | None
+    ) -> PreparedRequest:
+        asked = await self.run_for(body, parse_response, body)
+        prepared = await self.run_for(body, prepare_response, asked, (), context, now_ns=now_ns, request_id=request_id)
+        if isinstance(prepared, PendingMediaRequest):
+            prepared = await self._with_media(prepared, context)
+        return with_body(prepared, RESPONSE, stored_body(asked))
+
+    async def _message(
+        self, body: bytes, context: PrepareContext, *, now_ns: int, request_id: str | None
+    ) -> PreparedRequest:
+        found = await self.run_for(body, prepare_message, body, context, now_ns=now_ns, request_id=request_id)
+        prepared = found.prepared
+        if isinstance(prepared, PendingMediaRequest):
+            prepared = await self._with_media(prepared, found.context)
+        return with_body(prepared, MESSAGE, found.client_body)
+
+    async def count_message(self, body: bytes) -> int:
+        """Tokens of a message's prompt.
+
+        Raises:
+            ServingError: the body cannot be served.
+        """
+        return await self.run_for(body, count_message, body, self._fleet.prepare_context)
 
     async def run_for(self, body: bytes, work: Callable[..., T], *args: Any, **options: Any) -> T:
         """``work`` that decodes a body, in a thread if that is large.

@@ -151,6 +151,14 @@ class Gateway:
             await self.run_for(body, self._queue_monitor.check_class, body)
         return await self._preparer.prepare(endpoint, body, request_id, no_store=no_store)
 
+    async def count_message(self, body: bytes) -> int:
+        """Tokens of the prompt of a message (``/v1/messages/count_tokens``).
+
+        Raises:
+            ServingError: the body cannot be served.
+        """
+        return await self._preparer.count_message(body)
+
     async def run_for(self, body: bytes, work: Callable[..., T], *args: Any) -> T:
         """``work`` on a body, in a thread if that is large."""
         return await self._preparer.run_for(body, work, *args)

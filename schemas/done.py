@@ -165,6 +165,7 @@ def without_text(request: GenerateRequest) -> GenerateRequest:
         diffusion=None,
         parsing=None,
         session="",
+        client_body=b"",
     )
 
 

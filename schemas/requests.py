@@ -128,7 +128,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     lora: str = ""
     media: tuple[Media, ...] = ()
     worker: str = ""  # routing mode "direct": only this worker
-    endpoint: str = ""  # "chat", "text", "image" or "video": how the answer is shaped, for re-attachment
+    endpoint: str = ""  # "chat", "text", "response", "message", "image" or "video": how the answer is shaped
     stops_shown: bool = False  # the answer includes the stop string
     diffusion: Diffusion | None = None  # an image or video request: prompt, stop and sampling are ignored
     echo: bool = False  # the answer starts with the prompt
@@ -142,6 +142,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     client_request_id: str = ""  # the client's own id for it
     no_store: bool = False  # its prompt and answer are erased from the log soon after its end
     session: str = ""  # name of the conversation it belongs to, a hint for routing
+    client_body: bytes = b""  # JSON: what the answer repeats of the client's body, or a later request continues
 
     @property
     def token_address(self) -> str:

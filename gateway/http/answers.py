@@ -14,17 +14,18 @@ from typing import Any, NamedTuple
 import msgspec
 import structlog
 
+from gateway.answer_shapes import Aggregator, Renderer, aggregator_for, renderer_for
 from gateway.http.connections import SCOPE, Connection
 from gateway.http.idempotency import ClientIds, read_client_ids, submit_once, with_client_id
 from gateway.log.inflight import InflightRequest
 from gateway.metrics import Metrics
-from gateway.openai.aggregator import AnswerAggregator
+from gateway.openai.common import MESSAGE
 from gateway.openai.prepare import PreparedRequest
 from gateway.openai.responses import error_body, stopping
-from gateway.openai.stream_renderer import StreamRenderer
 from gateway.service import Gateway
 from gateway.tracing import from_http_headers, with_trace
 from schemas.errors import Code, ServingError
+from schemas.requests import GenerateRequest
 from schemas.tokens import TokenItem
 from schemas.wire import TOKEN_BYTES
 
@@ -70,6 +71,7 @@ class AcceptedRequest(NamedTuple):
     owner: bool
 
 
+SendError = Callable[[Send, ServingError, str], Awaitable[None]]  # (send, error, id of the accepted request or "")
 Answer = Callable[[Gateway, AcceptedRequest], Awaitable[str]]  # sends the answer; returns the code for the metrics
 
 
@@ -77,14 +79,16 @@ class Generations:
     """The POST endpoints that generate something: read the body, have the request accepted, send its answer.
 
     Args:
-        endpoint: what ``Gateway.prepare`` makes of the body: "chat", "completion", "image" or "video".
+        endpoint: what ``Gateway.prepare`` makes of the body, as in ``GenerateRequest.endpoint``.
         answer: sends the answer of an accepted request.
+        refuse: sends an error in the shape of the API.
     """
 
-    def __init__(self, gateway: Gateway, endpoint: str, answer: Answer) -> None:
+    def __init__(self, gateway: Gateway, endpoint: str, answer: Answer, refuse: "SendError | None" = None) -> None:
         self._gateway = gateway
         self._endpoint = endpoint
         self._answer = answer
+        self._send_error = refuse or send_error
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         gateway = self._gateway
@@ -107,18 +111,18 @@ class Generations:
             code = await self._answer(gateway, accepted_request)
         except ServingError as error:
             code = error.code.value
-            await send_error(send, error, accepted)
+            await self._send_error(send, error, accepted)
         except ClientDisconnected:
             code = Code.cancelled.value
         except asyncio.CancelledError:  # the gateway stops, and this was not under way yet
             code = Code.shutting_down.value
             with contextlib.suppress(RuntimeError):
-                await send_error(send, stopping(accepted), accepted)
+                await self._send_error(send, stopping(accepted), accepted)
         except Exception:
             code = Code.internal.value
             log.exception("http_handler_failed", path=scope["path"])
             with contextlib.suppress(RuntimeError):  # the answer had begun: all that is left is to end it
-                await send_error(send, INTERNAL, accepted)
+                await self._send_error(send, INTERNAL, accepted)
         finally:
             gateway.metrics.requests.labels("http", code).inc()
             gateway.metrics.e2e.observe(time.monotonic() - began)
@@ -133,19 +137,18 @@ class Generations:
 
 
 async def answer_text(gateway: Gateway, accepted: AcceptedRequest) -> str:
-    """Send the answer of a chat or text completion; returns the code for the metrics.
+    """Send the answer of a request for text; returns the code for the metrics.
 
     Raises:
         ServingError: the request failed, or the client disconnected, before anything was sent.
     """
     prepared, inflight, scope, send, began, owner = accepted
     responder = Responder(gateway, inflight, scope, send, began, owner)
+    detokenizer = gateway.model.detokenizer
     if not prepared.stream:
-        return await responder.whole(AnswerAggregator(inflight.request, gateway.model.detokenizer))
+        return await responder.whole(aggregator_for(inflight.request, detokenizer))
     include_usage = prepared.include_usage
-    return await responder.stream(
-        StreamRenderer(inflight.request, gateway.model.detokenizer, include_usage=include_usage)
-    )
+    return await responder.stream(renderer_for(inflight.request, detokenizer, include_usage=include_usage))
 
 
 class Reattach:
@@ -167,7 +170,7 @@ class Reattach:
             if request.diffusion is not None:
                 await self._images(request, last, scope, receive, send)
                 return
-            renderer = StreamRenderer(request, gateway.model.detokenizer, include_usage=True)
+            renderer = renderer_for(request, gateway.model.detokenizer, include_usage=True)
             if last:
                 renderer.resume(last)
             inflight = await gateway.attach(request, record)
@@ -237,10 +240,10 @@ class Responder:
         self._release(inflight)
 
     async def begin_stream(self) -> None:
-        headers = [*SSE_HEADERS, (REQUEST_ID, self._inflight.request.id.encode())]
+        headers = [*SSE_HEADERS, *id_headers(self._inflight.request)]
         await self._send({"type": "http.response.start", "status": 200, "headers": headers})
 
-    async def stream(self, renderer: StreamRenderer) -> str:
+    async def stream(self, renderer: Renderer) -> str:
         """Server-sent events; returns the code for the metrics.
 
         Raises:
@@ -272,7 +275,7 @@ class Responder:
             clock.ends()
             self.close()
 
-    async def whole(self, collector: AnswerAggregator) -> str:
+    async def whole(self, collector: Aggregator) -> str:
         """One JSON body; returns the code for the metrics.
 
         Raises:
@@ -286,7 +289,7 @@ class Responder:
             portions = await encode_portions(collector)
             size = sum(map(len, portions))
             self._gateway.metrics.response_bytes.inc(size)
-            headers = [JSON, (b"content-length", b"%d" % size), (REQUEST_ID, inflight.request.id.encode())]
+            headers = [JSON, (b"content-length", b"%d" % size), *id_headers(inflight.request)]
             await self._send({"type": "http.response.start", "status": 200, "headers": headers})
             last = len(portions) - 1
             for number, portion in enumerate(portions):
@@ -295,7 +298,7 @@ class Responder:
         finally:
             self.close()
 
-    def _account(self, answer: StreamRenderer | AnswerAggregator) -> str:
+    def _account(self, answer: Renderer | Aggregator) -> str:
         usage, metrics = answer.usage, self._gateway.metrics
         metrics.output.inc(usage.completion_tokens)
         metrics.cached.inc(usage.prompt_tokens_details.cached_tokens)
@@ -304,7 +307,13 @@ class Responder:
         return answer.error.code.value if answer.error is not None else "ok"
 
 
-async def encode_answer(collector: AnswerAggregator) -> bytes:
+def id_headers(request: GenerateRequest) -> list[tuple[bytes, bytes]]:
+    """Headers with the request's id; Anthropic's clients look for it under a name of their own."""
+    name = request.id.encode()
+    return [(REQUEST_ID, name), (b"request-id", name)] if request.endpoint == MESSAGE else [(REQUEST_ID, name)]
+
+
+async def encode_answer(collector: Aggregator) -> bytes:
     """The JSON body of an answer, in one piece.
 
     Raises:
@@ -313,7 +322,7 @@ async def encode_answer(collector: AnswerAggregator) -> bytes:
     return b"".join(await encode_portions(collector))
 
 
-async def encode_portions(collector: AnswerAggregator) -> list[bytes]:
+async def encode_portions(collector: Aggregator) -> list[bytes]:
     """The JSON body of an answer. Large ones are encoded in a thread, one after the other, beside others' streams.
 
     Returns: pieces of about ``PORTION`` bytes; copying 10 MB at once would stop the event loop for 10 ms.
@@ -325,7 +334,7 @@ async def encode_portions(collector: AnswerAggregator) -> list[bytes]:
     return await asyncio.get_running_loop().run_in_executor(_WRITER, _portions, collector)
 
 
-def _portions(collector: AnswerAggregator) -> list[bytes]:
+def _portions(collector: Aggregator) -> list[bytes]:
     portions: list[bytes] = []
     parts: list[bytes] = []
     size = 0
@@ -390,4 +399,6 @@ async def send_error(send: Send, error: ServingError, request_id: str = "") -> N
 
 
 def strip_id_prefix(text: str) -> str:
-    return text.removeprefix("chatcmpl-").removeprefix("cmpl-")
+    for prefix in ("chatcmpl-", "cmpl-", "resp_", "msg_"):
+        text = text.removeprefix(prefix)
+    return text

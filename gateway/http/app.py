@@ -30,11 +30,12 @@ from gateway.http.answers import (
     strip_id_prefix,
 )
 from gateway.http.health import health_of
+from gateway.http.messages import CountTokens, send_message_error
 from gateway.http.status import final_state, status_of
 from gateway.images.endpoints import ImageReattach, answer_images, base_url
 from gateway.images.files import GeneratedFiles
 from gateway.images.prepare import PATHS
-from gateway.openai.common import CHAT, COMPLETION
+from gateway.openai.common import CHAT, COMPLETION, MESSAGE, RESPONSE
 from gateway.openai.openapi import document
 from gateway.openai.responses import CancelResponse, error_body, stopping
 from gateway.service import Gateway
@@ -51,6 +52,9 @@ def application(gateway: Gateway) -> App:
     answering: dict[str, App] = {
         "/v1/chat/completions": Generations(gateway, CHAT, answer_text),
         "/v1/completions": Generations(gateway, COMPLETION, answer_text),
+        "/v1/responses": Generations(gateway, RESPONSE, answer_text),
+        "/v1/messages": Generations(gateway, MESSAGE, answer_text, send_message_error),
+        "/v1/messages/count_tokens": CountTokens(gateway),
         **{path: Generations(gateway, kind, answer_images) for kind, path in PATHS.items()},
     }
     others = _others(gateway, answering)

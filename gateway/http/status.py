@@ -4,12 +4,12 @@ from typing import Literal
 
 import msgspec
 
+from gateway.answer_shapes import Aggregator, aggregator_for
 from gateway.http.answers import encode_answer
 from gateway.images.responses import ImageAggregator
 from gateway.log.find import erased
 from gateway.log.lookup import StoredRequest
 from gateway.log.records import has_output, is_whole
-from gateway.openai.aggregator import AnswerAggregator
 from gateway.openai.responses import Status, error_body
 from gateway.service import Gateway
 from schemas import done
@@ -60,7 +60,7 @@ async def _running(gateway: Gateway, request: GenerateRequest, base_url: str) ->
     return msgspec.structs.replace(_status(request, state), attempt=max(seen.attempt, 0), output_tokens=seen.tokens)
 
 
-async def _collected(gateway: Gateway, request: GenerateRequest, collector: AnswerAggregator | ImageAggregator) -> bool:
+async def _collected(gateway: Gateway, request: GenerateRequest, collector: Aggregator | ImageAggregator) -> bool:
     """Feed a collector from the token stream; returns whether the answer is complete."""
     inflight = await gateway.attach(request, whole=True)
     try:
@@ -69,7 +69,7 @@ async def _collected(gateway: Gateway, request: GenerateRequest, collector: Answ
         gateway.release(inflight)
 
 
-async def _ended(request: GenerateRequest, collector: AnswerAggregator | ImageAggregator, base_url: str) -> Status:
+async def _ended(request: GenerateRequest, collector: Aggregator | ImageAggregator, base_url: str) -> Status:
     try:
         result = await _result(collector, base_url)
     except ServingError as failure:
@@ -92,13 +92,13 @@ def _status(request: GenerateRequest, state: State) -> Status:
     )
 
 
-def _collector(gateway: Gateway, request: GenerateRequest, *, late: bool) -> AnswerAggregator | ImageAggregator:
+def _collector(gateway: Gateway, request: GenerateRequest, *, late: bool) -> Aggregator | ImageAggregator:
     if request.diffusion is not None:
         return ImageAggregator(request)
-    return AnswerAggregator(request, gateway.model.detokenizer, late=late)
+    return aggregator_for(request, gateway.model.detokenizer, late=late)
 
 
-async def _result(collector: AnswerAggregator | ImageAggregator, base_url: str) -> msgspec.Raw:
+async def _result(collector: Aggregator | ImageAggregator, base_url: str) -> msgspec.Raw:
     """The result as it was sent; images and videos always as links.
 
     Raises:

@@ -5,12 +5,12 @@ import time
 from collections.abc import AsyncIterator
 from typing import NamedTuple
 
+from gateway.answer_shapes import aggregator_for
 from gateway.http.answers import encode_answer
 from gateway.log.inflight import InflightRequest
 from gateway.log.records import has_output, is_whole
 from gateway.nats.messages import AnswerMessage, StreamMessages, failure
 from gateway.nats.reply_publisher import ReplyPublisher
-from gateway.openai.aggregator import AnswerAggregator
 from gateway.service import Gateway
 from schemas.done import Done, items
 from schemas.errors import Code, ServingError
@@ -113,7 +113,7 @@ class AnswerDelivery:
         inflight = await self._gateway.attach(request, whole=record is not None)
         if record is None or not usable or inflight.ended:
             return inflight, None
-        collector = AnswerAggregator(request, self._gateway.model.detokenizer, late=True)
+        collector = aggregator_for(request, self._gateway.model.detokenizer, late=True)
         collector.push(items(record))
         try:
             return inflight, AnswerMessage(0, await encode_answer(collector), record=True)
@@ -154,7 +154,7 @@ async def _messages(
 
 
 async def _whole(gateway: Gateway, inflight: InflightRequest) -> AnswerMessage:
-    collector = AnswerAggregator(inflight.request, gateway.model.detokenizer)
+    collector = aggregator_for(inflight.request, gateway.model.detokenizer)
     limit = gateway.bus.max_message
     try:
         while not collector.push(await inflight.take()):

@@ -12,6 +12,8 @@ from schemas.streams import LONGEST_DEADLINE_S
 
 CHAT = "chat"  # values of GenerateRequest.endpoint
 COMPLETION = "text"
+RESPONSE = "response"
+MESSAGE = "message"
 
 SEED_MASK = (1 << 63) - 1
 SERVICE_TIERS = {"flex": Priority.batch, "priority": Priority.interactive}

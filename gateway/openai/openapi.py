@@ -6,6 +6,8 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
+from gateway.anthropic.objects import Message, MessageEvent, TokenCount
+from gateway.anthropic.requests import CountTokensRequest, MessagesRequest
 from gateway.http.request_list import RequestList
 from gateway.images.requests import ImageGenerationRequest, VideoGenerationRequest
 from gateway.images.responses import ImageProgressEvent, ImagesResponse
@@ -20,6 +22,8 @@ from gateway.openai.responses import (
     ModelList,
     Status,
 )
+from gateway.openai.responses_api.objects import Response, ResponseEvent
+from gateway.openai.responses_api.requests import ResponsesRequest
 from schemas.errors import Code
 
 _REF = "#/components/schemas/{name}"
@@ -81,6 +85,32 @@ OPERATIONS = (
         response=CompletionResponse,
         errors=_GENERATE,
         streams=CompletionResponse,
+    ),
+    Operation(
+        "post",
+        "/v1/responses",
+        "Create a response",
+        body=ResponsesRequest,
+        response=Response,
+        errors=_GENERATE,
+        streams=ResponseEvent,
+    ),
+    Operation(
+        "post",
+        "/v1/messages",
+        "Create a message; errors have Anthropic's format",
+        body=MessagesRequest,
+        response=Message,
+        errors=_GENERATE,
+        streams=MessageEvent,
+    ),
+    Operation(
+        "post",
+        "/v1/messages/count_tokens",
+        "Count the tokens of a message's prompt",
+        body=CountTokensRequest,
+        response=TokenCount,
+        errors=(Code.invalid_request, Code.unsupported, Code.model_not_found, Code.body_too_large),
     ),
     Operation(
         "post",

@@ -56,7 +56,22 @@ def prepare_chat(
     Raises:
         ServingError: the body cannot be served; names the field and the limit.
     """
-    body = parse_chat(data)
+    return prepare_chat_body(parse_chat(data), context, now_ns=now_ns, request_id=request_id, seed=seed)
+
+
+def prepare_chat_body(
+    body: ChatCompletionRequest,
+    context: PrepareContext,
+    *,
+    now_ns: int,
+    request_id: str | None = None,
+    seed: Callable[[], int] = random_seed,
+) -> PreparedRequest | PendingMediaRequest:
+    """A chat that ``check_chat`` accepts, in whichever API it was written.
+
+    Raises:
+        ServingError: the body cannot be served; names the field and the limit.
+    """
     _check_model(body.model, context)
     prompt = chat_prompt(body, context)
     options = resolve_options(body, prompt.min_tokens, context, seed)  # before media are fetched for an invalid body
@@ -66,6 +81,16 @@ def prepare_chat(
         deadline_s = resolve_deadline_s(body, context.default_deadline_s)
         return PendingMediaRequest(body, prompt, deadline_s, now_ns, request_id)
     return _prepared(body, CHAT, prompt.tokens, options, context, now_ns=now_ns, request_id=request_id)
+
+
+def count_prompt(body: ChatCompletionRequest, context: PrepareContext) -> int:
+    """Tokens of a chat's prompt; of an embedding file, one.
+
+    Raises:
+        ServingError: the chat cannot be served; names the field and the limit.
+    """
+    _check_model(body.model, context)
+    return chat_prompt(body, context).min_tokens
 
 
 def attach_media(

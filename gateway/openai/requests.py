@@ -164,6 +164,16 @@ def parse_chat(data: bytes) -> ChatCompletionRequest:
         ServingError: invalid_request or unsupported, with the field.
     """
     body: ChatCompletionRequest = decode_body(_decode_chat, data)
+    check_chat(body)
+    return body
+
+
+def check_chat(body: ChatCompletionRequest) -> None:
+    """The limits that the types of the fields do not express.
+
+    Raises:
+        ServingError: invalid_request or unsupported, with the field.
+    """
     if body.functions or body.function_call is not None:
         raise unsupported("functions", "functions and function_call are not supported; use tools")
     if body.response_format is not None and body.response_format.type != "text":
@@ -178,7 +188,6 @@ def parse_chat(data: bytes) -> ChatCompletionRequest:
     if body.top_logprobs and not body.logprobs:
         raise invalid("top_logprobs", "top_logprobs requires logprobs: true")
     _check_related(body, body.max_completion_tokens or body.max_tokens)
-    return body
 
 
 def parse_completion(data: bytes) -> CompletionRequest:

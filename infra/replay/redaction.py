@@ -131,6 +131,8 @@ class Redactor:
             user=self._named(request.user),
             client_request_id=self._named(request.client_request_id),
             salt=self._named(request.salt),
+            session=self._named(request.session),
+            client_body=b"",
             tenant=self._tenant(request.tenant),
             media=tuple(_replace(each, digest=self._hash(each.digest) * 2) for each in request.media),
             diffusion=drawn,

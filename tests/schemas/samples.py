@@ -176,6 +176,10 @@ SAMPLES: dict[str, tuple[Any, Callable[[bytes], Any]]] = {
         msgspec.structs.replace(JOB, inputs=jobs.DecisionInputs(session=(("w-1", 0), ("w-2", 1)))),
         jobs.decode,
     ),
+    "request_with_a_client_body": (
+        msgspec.structs.replace(REQUEST, endpoint="response", client_body=b'{"model":"tiny"}'),
+        requests.decode,
+    ),
     "request_with_a_session": (msgspec.structs.replace(REQUEST, session="chat-1"), requests.decode),
     "job_with_inputs": (msgspec.structs.replace(JOB, inputs=jobs.DecisionInputs(1, 2, 3, 4)), jobs.decode),
     "job_of_a_pair_to_decide_again": (

@@ -11,7 +11,14 @@ from schemas.trace import Stamps
 
 PROVIDER = "penstock"
 
-_OPERATIONS = {"chat": "chat", "text": "text_completion", "image": "generate_content", "video": "generate_content"}
+_OPERATIONS = {
+    "chat": "chat",
+    "response": "chat",
+    "message": "chat",
+    "text": "text_completion",
+    "image": "generate_content",
+    "video": "generate_content",
+}
 # The names under which engines that export spans themselves (vLLM, TensorRT-LLM) report the same.
 _ENGINE = {
     "queue_s": "gen_ai.latency.time_in_queue",

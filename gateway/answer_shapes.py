@@ -1,0 +1,73 @@
+"""How the answer of a request for text is shaped: by the API that it was made in. Pure."""
+
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+from gateway.anthropic.render import MessageAggregator, MessageRenderer
+from gateway.openai.aggregator import AnswerAggregator
+from gateway.openai.common import MESSAGE, RESPONSE
+from gateway.openai.responses import UsageBody
+from gateway.openai.responses_api.render import ResponseAggregator, ResponseRenderer
+from gateway.openai.stream_renderer import StreamRenderer
+from infra.model.detokenizer import Detokenizer
+from schemas.errors import ServingError
+from schemas.requests import GenerateRequest
+from schemas.tokens import TokenItem
+
+
+class _Answer(Protocol):
+    @property
+    def usage(self) -> UsageBody: ...
+
+    @property
+    def error(self) -> ServingError | None: ...
+
+
+class Aggregator(_Answer, Protocol):
+    """Collects items into one JSON body; see ``gateway.openai.aggregator``."""
+
+    @property
+    def large(self) -> bool: ...
+
+    def push(self, items: Iterable[TokenItem]) -> bool: ...
+
+    def response(self) -> bytes: ...
+
+    def parts(self) -> Sequence[bytes]: ...
+
+
+class Renderer(_Answer, Protocol):
+    """Renders items as server-sent events; see ``gateway.openai.stream_renderer``."""
+
+    @property
+    def done(self) -> bool: ...
+
+    def resume(self, last_event_id: str) -> None: ...
+
+    def push(self, items: Iterable[TokenItem]) -> bytes: ...
+
+    def fail(self, error: ServingError, *, finished: bool = True) -> bytes: ...
+
+
+def aggregator_for(request: GenerateRequest, detokenizer: Detokenizer, *, late: bool = False) -> Aggregator:
+    """
+    Args:
+        late: log-probabilities of the prompt may have expired.
+    """
+    if request.endpoint == RESPONSE:
+        return ResponseAggregator(request, detokenizer)
+    if request.endpoint == MESSAGE:
+        return MessageAggregator(request, detokenizer)
+    return AnswerAggregator(request, detokenizer, late=late)
+
+
+def renderer_for(request: GenerateRequest, detokenizer: Detokenizer, *, include_usage: bool = False) -> Renderer:
+    """
+    Args:
+        include_usage: of chat and text completions; the others always have it.
+    """
+    if request.endpoint == RESPONSE:
+        return ResponseRenderer(request, detokenizer)
+    if request.endpoint == MESSAGE:
+        return MessageRenderer(request, detokenizer)
+    return StreamRenderer(request, detokenizer, include_usage=include_usage)

@@ -1,0 +1,172 @@
+"""The Responses API and the Messages API with the clients that speak them, on the demo model."""
+
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import anthropic
+import httpx
+import openai
+import pytest
+
+from tests.pipeline.conftest import NewDeployment
+from tests.pipeline.support import Deployment
+
+pytestmark = pytest.mark.timeout(180)
+
+PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+FUNCTION: Any = {"type": "function", "name": "get_weather", "description": "Current weather", "parameters": PARAMETERS}
+TOOL: Any = {"name": "get_weather", "description": "Current weather", "input_schema": PARAMETERS}
+WEATHER: Any = {"role": "user", "content": "What is the weather in Oslo?"}
+SUM: Any = {"role": "user", "content": "What is 347 + 586? /think"}
+GREEDY = {"temperature": 0}
+
+
+@pytest.fixture(scope="module")
+def demo(new_deployment: NewDeployment) -> Deployment:
+    return new_deployment("--engine", "native", "--workers", "1", "--threads", "1", "--gateways", "2")
+
+
+@pytest.fixture
+async def asking(demo: Deployment) -> AsyncIterator[openai.AsyncOpenAI]:
+    async with openai.AsyncOpenAI(base_url=demo.urls[0] + "/v1", api_key="unused", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture
+async def claude(demo: Deployment) -> AsyncIterator[anthropic.AsyncAnthropic]:
+    async with anthropic.AsyncAnthropic(base_url=demo.urls[0], api_key="unused", max_retries=0) as client:
+        yield client
+
+
+# -- responses --------------------------------------------------------------------------------------------------------
+
+
+async def test_a_response_has_the_answer_and_what_it_took(asking: openai.AsyncOpenAI) -> None:
+    response = await asking.responses.create(model="demo", input="What is 347 + 586?", temperature=0)
+    assert "933" in response.output_text
+    assert response.status == "completed"
+    assert response.usage is not None
+    assert response.usage.total_tokens == response.usage.input_tokens + response.usage.output_tokens
+    assert response.temperature == 0
+
+
+async def test_a_call_and_its_result_make_a_conversation(asking: openai.AsyncOpenAI) -> None:
+    options: Any = {"model": "demo", "tools": [FUNCTION], "temperature": 0}
+    first = await asking.responses.create(input=[WEATHER], **options)
+    [call] = first.output
+    assert call.type == "function_call"
+    assert (call.name, json.loads(call.arguments)) == ("get_weather", {"city": "Oslo"})
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "rain"}
+    last = await asking.responses.create(input=[WEATHER, call.model_dump(exclude_none=True), result], **options)
+    assert "rain" in last.output_text
+
+
+async def test_streamed_a_response_is_the_same_in_pieces(asking: openai.AsyncOpenAI) -> None:
+    text, thoughts = "", ""
+    async with asking.responses.stream(model="demo", input=[SUM], temperature=0) as stream:
+        async for event in stream:
+            if event.type == "response.output_text.delta":
+                text += event.delta
+            elif event.type == "response.reasoning_text.delta":
+                thoughts += event.delta
+        final = await stream.get_final_response()
+    whole = await asking.responses.create(model="demo", input=[SUM], temperature=0)
+    assert final.output_text == whole.output_text == text
+    assert "933" in text
+    [reasoning, _] = whole.output
+    assert reasoning.type == "reasoning"
+    assert reasoning.content is not None
+    assert reasoning.content[0].text == thoughts
+
+
+async def test_a_response_that_cannot_be_served_is_an_error_as_clients_expect(asking: openai.AsyncOpenAI) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        await asking.responses.create(model="demo", input="a", tools=[{"type": "web_search"}])
+    assert caught.value.param == "tools[0].type"
+    with pytest.raises(openai.NotFoundError):
+        await asking.responses.create(model="gpt-6", input="a")
+
+
+# -- messages ---------------------------------------------------------------------------------------------------------
+
+
+async def test_a_message_has_the_answer_and_what_it_took(claude: anthropic.AsyncAnthropic) -> None:
+    message = await claude.messages.create(model="demo", max_tokens=200, messages=[SUM], extra_body=GREEDY)
+    thinking, text = message.content
+    assert thinking.type == "thinking"
+    assert thinking.thinking
+    assert text.type == "text"
+    assert "933" in text.text
+    assert message.stop_reason == "end_turn"
+    assert message.usage.output_tokens > 0
+    assert message._request_id == message.id.removeprefix("msg_")
+    count = await claude.messages.count_tokens(model="demo", messages=[SUM])
+    assert count.input_tokens == message.usage.input_tokens + (message.usage.cache_read_input_tokens or 0)
+
+
+async def test_a_tool_is_used_and_its_result_read(claude: anthropic.AsyncAnthropic) -> None:
+    options: Any = {"model": "demo", "max_tokens": 200, "tools": [TOOL], "extra_body": GREEDY, "system": "Be brief."}
+    first = await claude.messages.create(messages=[WEATHER], **options)
+    [use] = first.content
+    assert use.type == "tool_use"
+    assert (use.name, use.input, first.stop_reason) == ("get_weather", {"city": "Oslo"}, "tool_use")
+    said = {"role": "assistant", "content": [block.model_dump(exclude_none=True) for block in first.content]}
+    result = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": use.id, "content": "rain"}]}
+    last = await claude.messages.create(messages=[WEATHER, said, result], **options)
+    assert last.content[0].type == "text"
+    assert "rain" in last.content[0].text
+    assert last.stop_reason == "end_turn"
+
+
+async def test_streamed_a_message_is_the_same_in_pieces(claude: anthropic.AsyncAnthropic) -> None:
+    for question, tools in ((SUM, []), (WEATHER, [TOOL])):
+        options: Any = {"model": "demo", "max_tokens": 200, "tools": tools, "extra_body": GREEDY}
+        async with claude.messages.stream(messages=[question], **options) as stream:
+            final = await stream.get_final_message()
+        whole = await claude.messages.create(messages=[question], **options)
+        shown, expected = [
+            [block.model_dump(exclude={"id", "parsed_output"}) for block in message.content]
+            for message in (final, whole)
+        ]
+        assert shown == expected
+        assert final.stop_reason == whole.stop_reason
+        assert final.usage.output_tokens == whole.usage.output_tokens
+
+
+async def test_a_stop_sequence_is_named(claude: anthropic.AsyncAnthropic) -> None:
+    question: Any = {"role": "user", "content": "Spell the word harbour."}
+    message = await claude.messages.create(
+        model="demo", max_tokens=200, messages=[question], stop_sequences=["b-o"], extra_body=GREEDY
+    )
+    assert (message.stop_reason, message.stop_sequence) == ("stop_sequence", "b-o")
+
+
+async def test_a_message_that_cannot_be_served_is_an_error_as_clients_expect(claude: anthropic.AsyncAnthropic) -> None:
+    with pytest.raises(anthropic.NotFoundError) as caught:
+        await claude.messages.create(model="claude", max_tokens=9, messages=[SUM])
+    body: Any = caught.value.body
+    assert (body["type"], body["error"]["type"]) == ("error", "not_found_error")
+    with pytest.raises(anthropic.BadRequestError, match="max_tokens"):
+        await claude.messages.create(model="demo", max_tokens=0, messages=[SUM])
+    with pytest.raises(anthropic.NotFoundError):
+        await claude.messages.count_tokens(model="claude", messages=[SUM])
+
+
+# -- both -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", ["/v1/responses", "/v1/messages"])
+async def test_any_gateway_continues_a_stream_behind_any_event(demo: Deployment, path: str) -> None:
+    more = {"input": [SUM]} if path == "/v1/responses" else {"messages": [SUM], "max_tokens": 200}
+    async with httpx.AsyncClient(trust_env=False, timeout=30) as client:
+        answer = await client.post(demo.urls[0] + path, json={"model": "demo", "stream": True, **GREEDY, **more})
+        blocks = answer.text.split("\n\n")
+        url = f"{demo.urls[1]}/v1/requests/{answer.headers['x-request-id']}"
+        for at in (0, len(blocks) // 2, len(blocks) - 3):
+            last = blocks[at].partition("\n")[0].removeprefix("id: ")
+            rest = await client.get(f"{url}/stream", headers={"last-event-id": last})
+            assert rest.text.split("\n\n") == blocks[at + 1 :]
+        status = (await client.get(url)).json()
+    assert status["state"] == "done"
+    assert "933" in json.dumps(status["result"])
