@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from configs.settings import GatewaySettings
 from gateway.anthropic.prepare import count_message, prepare_message
+from gateway.constraint_check import ConstraintCheck
 from gateway.fleet import FleetView
 from gateway.images.prepare import PATHS, prepare_images, unsupported_files
 from gateway.media.loader import MediaLoader
@@ -46,6 +47,7 @@ class RequestPreparer:
         self._media_loader = media_loader
         self._gateway = gateway
         self._settings = settings
+        self._constraints = ConstraintCheck()
         self._threads = ThreadPoolExecutor(THREADS, "prepare")
 
     def close(self) -> None:
@@ -78,6 +80,14 @@ class RequestPreparer:
         context = self._fleet.prepare_context
         if no_store and not context.no_store:
             context = context._replace(no_store=True)
+        prepared = await self._text(endpoint, body, context, now_ns=now_ns, request_id=request_id)
+        if prepared.request.constraint is not None:
+            await self._constraints.check(prepared.request.constraint)
+        return prepared
+
+    async def _text(
+        self, endpoint: str, body: bytes, context: PrepareContext, *, now_ns: int, request_id: str | None
+    ) -> PreparedRequest:
         if endpoint == RESPONSE:
             return await self._response(body, context, now_ns=now_ns, request_id=request_id)
         if endpoint == MESSAGE:
@@ -85,7 +95,7 @@ class RequestPreparer:
         prepare = prepare_chat if endpoint == CHAT else prepare_completion
         prepared = await self.run_for(body, prepare, body, context, now_ns=now_ns, request_id=request_id)
         if isinstance(prepared, PendingMediaRequest):
-            return await self._with_media(prepared, context)
+            prepared = await self._with_media(prepared, context)
         return prepared
 
     async def _response(

@@ -7,6 +7,7 @@ from router.load import DIFFUSION, ENCODE, RoutingTarget, serves
 from router.routing import RoutingRequest
 from schemas.errors import Code
 from schemas.fleet import Registration, State
+from schemas.requests import CONSTRAINT
 
 Requirement = Callable[[Registration], str]  # a further filter: returns a reason, or "" if the worker passes
 
@@ -20,6 +21,10 @@ _PERMANENT = {
     "too_long": (Code.context_length_exceeded, "prompt and max_tokens exceed every worker's max_model_len"),
     "no_vision": (Code.unsupported, "no worker accepts images: start an encode worker or a worker with a vision model"),
     "no_processor": (Code.invalid_request, "no worker has all the requested logits processors"),
+    "no_constraints": (
+        Code.unsupported,
+        "no worker applies structured output: install penstock[structured] where native and mock workers run",
+    ),
     "encode_only": (Code.invalid_request, "the named worker only encodes media"),
     "stores_output": (Code.unsupported, "no worker of this build: earlier ones store the answers of many together"),
     "unknown_worker": (Code.invalid_request, "the named worker is not registered"),
@@ -67,7 +72,8 @@ def rejection(request: RoutingRequest, target: RoutingTarget, requirement: Requi
     if requirement is not None and (reason := requirement(registration)):
         return reason
     if request.processors and not request.processors.issubset(registration.logits_processors):
-        return "no_processor"
+        missing = request.processors.difference(registration.logits_processors)
+        return "no_constraints" if CONSTRAINT in missing else "no_processor"
     if request.prompt_tokens + request.max_tokens > registration.max_model_len:
         return "too_long"
     if request.prompt_tokens >= registration.total_blocks * registration.block_size:

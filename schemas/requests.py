@@ -24,6 +24,9 @@ class Priority(enum.StrEnum):
 _RANKS = {Priority.interactive: 0, Priority.standard: 1, Priority.batch: 2}
 
 
+CONSTRAINT = "constraint"  # reserved name of a logits processor, see ``Constraint``
+
+
 class LogitsProcessor(msgspec.Struct, frozen=True, omit_defaults=True):
     """A logits processor, by the name under which workers registered it."""
 
@@ -60,6 +63,18 @@ class Stop(msgspec.Struct, frozen=True, omit_defaults=True):
     token_ids: tuple[int, ...] = ()
     strings: tuple[str, ...] = ()
     ignore_eos: bool = False
+
+
+class Constraint(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What the whole output of each choice must match.
+
+    A request with a constraint also names the logits processor ``CONSTRAINT``, which a worker registers if it applies
+    constraints. Routers and workers of builds that do not know the field therefore refuse the request: a constraint is
+    never ignored.
+    """
+
+    kind: str  # "json_schema", "regex", "choice" or "grammar"
+    text: str  # a JSON schema, a regular expression, a JSON array of texts, or a grammar (see infra.model.constraints)
 
 
 class Media(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -143,6 +158,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     no_store: bool = False  # its prompt and answer are erased from the log soon after its end
     session: str = ""  # name of the conversation it belongs to, a hint for routing
     client_body: bytes = b""  # JSON: what the answer repeats of the client's body, or a later request continues
+    constraint: Constraint | None = None  # None: the output is free; else ``sampling.logits_processors`` has CONSTRAINT
 
     @property
     def token_address(self) -> str:

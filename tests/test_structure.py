@@ -34,6 +34,7 @@ CONFINED = {
     "vllm": ("workers/engines/vllm",),
     "nixl": ("workers/kv_transfer/nixl",),
     "diffusers": ("workers/engines/diffusion",),
+    "llguidance": ("infra/model/constraints", "workers/engines/constraints"),
     "numpy": (
         "router/placement/arrays",
         "workers/engines",

@@ -9,7 +9,7 @@ from infra.model.detokenizer import Detokenizer
 from schemas import blocks, done, wire
 from schemas.errors import Code
 from schemas.jobs import Job, Stage, rank_of
-from schemas.requests import GenerateRequest, Stop
+from schemas.requests import CONSTRAINT, GenerateRequest, Sampling, Stop
 from schemas.tokens import Finish, Logprob, carried
 from schemas.trace import Stamps, headers, stage_name
 from schemas.transfer import Ticket
@@ -152,7 +152,7 @@ def sequence_requests(
         SequenceRequest(
             key=sequence,
             prompt=prompt,
-            sampling=request.sampling,
+            sampling=_sampling(request),
             stop=_one_more(request.stop, sequence) if running.route else request.stop,
             choice=sequence.index,
             generated=sequence.tokens[:],
@@ -167,9 +167,18 @@ def sequence_requests(
             rank=rank,
             trace=trace,
             client_request_id=request.client_request_id,
+            constraint=request.constraint,
         )
         for sequence in open_
     ]
+
+
+def _sampling(request: GenerateRequest) -> Sampling:
+    """Without the processor's name that keeps a request from workers that know no constraints."""
+    if request.constraint is None:
+        return request.sampling
+    rest = tuple(each for each in request.sampling.logits_processors if each.name != CONSTRAINT)
+    return msgspec.structs.replace(request.sampling, logits_processors=rest)
 
 
 def _one_more(stop: Stop, sequence: SequenceState) -> Stop:

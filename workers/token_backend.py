@@ -13,7 +13,7 @@ from infra.model.weight_files import elsewhere
 from schemas import blocks
 from schemas.transfer import Endpoint
 from workers.engine_thread import EngineThread
-from workers.engines.base import Engine, EngineInfo, VisionEngine
+from workers.engines.base import Engine, EngineInfo, Grammars, VisionEngine
 from workers.executor import ServedModel, SessionContext
 from workers.kv_transfer.base import Transport, TransportUnavailable
 from workers.metrics.worker import Metrics
@@ -39,6 +39,7 @@ class TokenBackend:
         self._executor: TokenExecutor | None = None
         self._info: EngineInfo
         self._vision: VisionEngine | None = None
+        self._grammars: Grammars | None = None
 
     async def start(self) -> None:
         """Load the model's description and begin to build the engine.
@@ -77,6 +78,7 @@ class TokenBackend:
         for collector in getattr(engine, "collectors", tuple)():  # the engine's own metrics
             self._metrics.process.register(collector)
         self._vision = engine.vision
+        self._grammars = engine.grammars
         self._transport = await self._open_transport(self._thread, connection)
         loop_lag.freeze_loaded()
         served = self._served_model(connection)
@@ -128,7 +130,7 @@ class TokenBackend:
 
     def make_executor(self, context: SessionContext) -> TokenExecutor:
         assert self._thread is not None
-        self._executor = TokenExecutor(context, self._thread, self._info, self._transport, self._vision)
+        self._executor = TokenExecutor(context, self._thread, self._info, self._transport, self._vision, self._grammars)
         return self._executor
 
     def _deliver(self, flush: Flush) -> None:

@@ -17,6 +17,7 @@ from infra.bus.tasks import end
 from schemas import done, fleet, jobs, kv, requests
 from schemas.control import Ok, Push, Pushed, Release
 from schemas.errors import Code
+from schemas.requests import CONSTRAINT
 from schemas.tokens import Finish, TokenItem
 from schemas.transfer import Endpoint, Memory, Prefilled
 from workers.disaggregation import DisaggCoordinator
@@ -26,6 +27,7 @@ from workers.engines.base import (
     EngineError,
     EngineInfo,
     EngineStats,
+    Grammars,
     MediaReservation,
     RequestError,
     Reservation,
@@ -52,6 +54,7 @@ class TokenExecutor:
         info: what the engine in it is.
         transport: moves KV blocks to and from other workers; None: this worker moves none.
         vision: of the engine, if its model takes images.
+        grammars: of the engine, if it applies constraints.
     """
 
     def __init__(
@@ -61,6 +64,7 @@ class TokenExecutor:
         info: EngineInfo,
         transport: Transport | None = None,
         vision: VisionEngine | None = None,
+        grammars: Grammars | None = None,
     ) -> None:
         self.slots = info.slots
         self.queue = max(1, int(info.slots * QUEUE_SHARE))
@@ -71,6 +75,7 @@ class TokenExecutor:
         self._info = info
         self._transport = transport
         self._vision = vision
+        self._grammars = grammars
         self._stats = EngineStats(0, 0, 0, 0, info.total_blocks)
         self._dumper = Dumper(engine, context.id, context.epoch)
         self._stage_tasks: set[asyncio.Task[Any]] = set()
@@ -94,7 +99,29 @@ class TokenExecutor:
             self._terminal.finish(running)
         elif self._context.settings.role == "encode":
             self._run_stage(running, self._disagg.encode(running))
-        elif isinstance(stage_input, Prefilled):
+        elif self._grammars is not None and running.request.constraint is not None:
+            self._run_stage(running, self._compile(self._grammars, running, stage_input))
+        else:
+            self._start(running, stage_input)
+
+    async def _compile(self, grammars: Grammars, running: RunningRequest, stage_input: StageInput | None) -> None:
+        """Start a request once its constraint is compiled. That takes milliseconds, and the engine does not wait."""
+        constraint = running.request.constraint
+        assert constraint is not None
+        try:
+            await asyncio.to_thread(grammars.compile, constraint)
+        except RequestError as error:
+            if stage_input is not None:
+                self.release_input(stage_input)
+            await self._terminal.reject(running, Code(error.code), error.message)
+            return
+        if self._requests.running.get(running.request.id) is running and running.cancelled is None:
+            self._start(running, stage_input)
+        elif stage_input is not None:
+            self.release_input(stage_input)
+
+    def _start(self, running: RunningRequest, stage_input: StageInput | None) -> None:
+        if isinstance(stage_input, Prefilled):
             self._run_stage(running, self._disagg.on_prefilled(running, stage_input))
         elif running.request.media:
             self._run_stage(running, self._disagg.load_embeddings(running, stage_input))
@@ -243,7 +270,7 @@ class TokenExecutor:
             connection=model.connection,
             transfer=self._endpoint(),
             vision=self._vision is not None,
-            logits_processors=info.logits_processors,
+            logits_processors=(*info.logits_processors, CONSTRAINT) if info.constraints else info.logits_processors,
             reasoning_parser=model.reasoning_parser,
             tool_call_parser=model.tool_call_parser,
             max_batched_tokens=info.max_batched_tokens,

@@ -44,6 +44,7 @@ SSE_HEADERS = [
 ]
 REQUEST_ID = b"x-request-id"
 PORTION = 262_144  # bytes of a large whole answer that are handed to the connection at once
+HEAD_CONSTRAINED_S = 5.0  # the same for constrained output: a worker may refuse what this gateway cannot check
 HEAD_S = 0.05  # how long a stream's header waits for the first token: an error by then gets its own status code
 
 _WRITER = ThreadPoolExecutor(1, "answer-writer")  # several would only compete for the interpreter
@@ -251,13 +252,14 @@ class Responder:
         """
         send, inflight = self._send, self._inflight
         started = False
+        head_s = HEAD_S if inflight.request.constraint is None else HEAD_CONSTRAINED_S
         clock = StreamClock(self._gateway.metrics, self._began)
         self.open()
         try:
             while True:
                 items: Sequence[TokenItem] = ()
                 try:
-                    items = await (inflight.take() if started else inflight.take_within(HEAD_S))
+                    items = await (inflight.take() if started else inflight.take_within(head_s))
                     data = renderer.push(items)
                 except ServingError as error:
                     data = renderer.fail(error, finished=error.code is not Code.shutting_down)

@@ -6,12 +6,13 @@ from typing import NamedTuple, TypeVar
 import msgspec
 
 from gateway.openai.common import resolve_seed
+from gateway.openai.constraint import resolve_constraint
 from gateway.openai.errors import invalid, prompt_too_long
 from gateway.openai.prepare_context import PrepareContext
 from gateway.openai.requests import ChatCompletionRequest, CompletionRequest, TextOptions
 from infra.model.modeldir import ModelDir
 from schemas.errors import Code, ServingError
-from schemas.requests import LogitsProcessor, Sampling, Stop
+from schemas.requests import CONSTRAINT, Constraint, LogitsProcessor, Sampling, Stop
 
 T = TypeVar("T")
 
@@ -22,6 +23,7 @@ MAX_PROCESSOR_BYTES = 65_536  # arguments of all logits processors of a request,
 class GenerationOptions(NamedTuple):
     stop: Stop
     sampling: Sampling
+    constraint: Constraint | None = None
 
 
 def resolve_options(
@@ -39,7 +41,12 @@ def resolve_options(
             log-probabilities.
     """
     stop = _stop(body, _max_tokens(body, prompt_tokens, context), context.model)
-    return GenerationOptions(stop, _sampling(body, prompt_tokens, context, seed))
+    constraint = resolve_constraint(body, context)
+    sampling = _sampling(body, prompt_tokens, context, seed)
+    if constraint is not None:
+        processors = (*sampling.logits_processors, LogitsProcessor(CONSTRAINT))
+        sampling = msgspec.structs.replace(sampling, logits_processors=processors)
+    return GenerationOptions(stop, sampling, constraint)
 
 
 def _max_tokens(body: ChatCompletionRequest | CompletionRequest, prompt_tokens: int, context: PrepareContext) -> int:
@@ -156,8 +163,9 @@ def _logits_processors(body: TextOptions, context: PrepareContext) -> tuple[Logi
     """
     processors = []
     for i, each in enumerate(body.logits_processors or ()):
-        if context.logits_processors is not None and each.name not in context.logits_processors:
-            registered = ", ".join(sorted(context.logits_processors)) or "none"
+        known = None if context.logits_processors is None else context.logits_processors - {CONSTRAINT}
+        if each.name == CONSTRAINT or (known is not None and each.name not in known):
+            registered = ", ".join(sorted(known or ())) or "none"
             raise invalid(
                 f"logits_processors[{i}].name",
                 f"no worker has a logits processor {each.name!r}; registered: {registered}",

@@ -180,6 +180,7 @@ def _prepared(
         parsing=_parsing(body, tokens, context),
         no_store=context.no_store or bool(body.no_store),
         session=body.prompt_cache_key or "",
+        constraint=options.constraint,
     )
     usage = body.stream_options is not None and bool(body.stream_options.include_usage)
     return PreparedRequest(request, len(tokens), bool(body.stream), usage)

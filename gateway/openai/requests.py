@@ -28,6 +28,7 @@ Count = Annotated[int, Meta(ge=1, le=1 << 31)]
 Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
 StopText = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
 Logprobs = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
+Schema = dict[str, Any] | str | bool
 Bias = Annotated[float, Meta(ge=-100.0, le=100.0)]
 
 
@@ -42,6 +43,32 @@ class ProcessorOptions(Struct, frozen=True, forbid_unknown_fields=True):
 
     name: Annotated[str, Meta(min_length=1, max_length=64)]
     args: dict[str, Any] | None = None
+
+
+class SchemaFormat(Struct, frozen=True):
+    """A JSON schema and its name. The output matches it whatever ``strict`` says."""
+
+    name: str | None = None
+    schema: dict[str, Any] | bool | None = None
+    strict: bool | None = None
+    description: str | None = None
+
+
+class ResponseFormat(Struct, frozen=True):
+    """``type``: "text", "json_object" or "json_schema"."""
+
+    type: str
+    json_schema: SchemaFormat | None = None
+
+
+class StructuredOutputs(Struct, frozen=True, forbid_unknown_fields=True):
+    """What the output must match, one of these: vLLM's options."""
+
+    json: Annotated[Schema | None, Meta(description="a JSON schema, as an object or as text")] = None
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: Annotated[list[str] | None, Meta(description="one of these texts")] = None
+    grammar: Annotated[str | None, Meta(description="a context-free grammar: Lark or GBNF")] = None
 
 
 class TextOptions(CommonOptions, frozen=True, kw_only=True):
@@ -72,6 +99,12 @@ class TextOptions(CommonOptions, frozen=True, kw_only=True):
         Annotated[Logprobs, Meta(description="log-probabilities of the prompt's tokens and of this many alternatives")]
         | None
     ) = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: Annotated[Schema | None, Meta(description="older name of the option of structured_outputs")] = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
     logits_processors: (
         Annotated[list[ProcessorOptions], Meta(max_length=MAX_PROCESSORS, description="applied in this order")] | None
     ) = None
@@ -115,10 +148,6 @@ class ChatMessage(Struct, frozen=True):
     reasoning_content: str | None = None
 
 
-class ResponseFormat(Struct, frozen=True):
-    type: str
-
-
 class ChatCompletionRequest(TextOptions, frozen=True, kw_only=True):
     """POST /v1/chat/completions."""
 
@@ -132,7 +161,6 @@ class ChatCompletionRequest(TextOptions, frozen=True, kw_only=True):
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: Annotated[bool, Meta(description="false: return the first call only")] | None = None
     reasoning_effort: Annotated[str, Meta(pattern=_WORD, description="passed to the chat template")] | None = None
-    response_format: ResponseFormat | None = None
     functions: list[Any] | None = None
     function_call: Any = None
     modalities: list[str] | None = None
@@ -176,9 +204,6 @@ def check_chat(body: ChatCompletionRequest) -> None:
     """
     if body.functions or body.function_call is not None:
         raise unsupported("functions", "functions and function_call are not supported; use tools")
-    if body.response_format is not None and body.response_format.type != "text":
-        given = body.response_format.type[:40]
-        raise unsupported("response_format", f"response_format type {given!r} is not supported; use 'text'")
     if body.audio is not None or any(kind != "text" for kind in body.modalities or ()):
         raise unsupported("modalities", "audio and modalities other than 'text' are not supported")
     if body.tool_choice not in (None, "auto", "none"):

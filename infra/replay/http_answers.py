@@ -6,7 +6,7 @@ import msgspec
 
 from infra.replay.recording import Run
 from schemas.done import Done, Outcome, Timings, Usage
-from schemas.requests import GenerateRequest
+from schemas.requests import CONSTRAINT, Constraint, GenerateRequest
 from schemas.wire import pack_tokens, unpack_tokens
 
 _STANDARD = ("temperature", "top_p", "seed")  # always sent: servers have other defaults
@@ -76,14 +76,23 @@ def body_of(request: GenerateRequest, model: str) -> bytes:
     ):
         if value:
             body[field] = value
+    if request.constraint is not None:
+        body["structured_outputs"] = _structured(request.constraint)
     return msgspec.json.encode(body)
+
+
+def _structured(constraint: Constraint) -> dict[str, Any]:
+    """A constraint as vLLM's option."""
+    kind = "json" if constraint.kind == "json_schema" else constraint.kind
+    return {kind: msgspec.json.decode(constraint.text) if kind in ("json", "choice") else constraint.text}
 
 
 def unsupported(request: GenerateRequest) -> str:
     """Why a request cannot be asked over HTTP; "": it can."""
     if request.media:
         return "with media, which HTTP takes in chat messages only"
-    return "with logits processors, which are registered by name" if request.sampling.logits_processors else ""
+    named = [each for each in request.sampling.logits_processors if each.name != CONSTRAINT]
+    return "with logits processors, which are registered by name" if named else ""
 
 
 class HttpAnswer:

@@ -138,6 +138,7 @@ class Redactor:
             diffusion=drawn,
             parsing=None if request.parsing is None else _replace(request.parsing, texts={}),
             trace=None if trace is None else _replace(trace, state=""),
+            constraint=None,
         )
 
     def _remember(self, request: str, state: bytes) -> None:

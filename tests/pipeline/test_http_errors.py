@@ -92,7 +92,7 @@ async def test_a_bad_value_is_refused_with_its_field_and_limit(
 @pytest.mark.parametrize(
     ("change", "param"),
     [
-        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"response_format": {"type": "yaml"}}, "response_format"),
         ({"functions": [{"name": "f"}]}, "functions"),
         ({"modalities": ["audio"], "audio": {}}, "modalities"),
         ({"tools": [{"type": "function"}], "tool_choice": "required"}, "tool_choice"),

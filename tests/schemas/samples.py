@@ -67,6 +67,11 @@ REQUEST = requests.GenerateRequest(
     form="stream",
     client_request_id="theirs",
 )
+REQUEST_WITH_A_CONSTRAINT = msgspec.structs.replace(
+    REQUEST,
+    sampling=requests.Sampling(logits_processors=(requests.LogitsProcessor(requests.CONSTRAINT),)),
+    constraint=requests.Constraint("json_schema", '{"type":"object"}'),
+)
 STAMPS = trace.Stamps(1, 2, 3, 4, {"queue_s": 0.5})
 DECISION = jobs.Decision(
     mode="kv",
@@ -181,6 +186,7 @@ SAMPLES: dict[str, tuple[Any, Callable[[bytes], Any]]] = {
         requests.decode,
     ),
     "request_with_a_session": (msgspec.structs.replace(REQUEST, session="chat-1"), requests.decode),
+    "request_with_a_constraint": (REQUEST_WITH_A_CONSTRAINT, requests.decode),
     "job_with_inputs": (msgspec.structs.replace(JOB, inputs=jobs.DecisionInputs(1, 2, 3, 4)), jobs.decode),
     "job_of_a_pair_to_decide_again": (
         msgspec.structs.replace(

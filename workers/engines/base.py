@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 import msgspec
 
 from schemas.kv import KvEvent
-from schemas.requests import Sampling, Stop
+from schemas.requests import Constraint, Sampling, Stop
 from schemas.tokens import Logprob
 from schemas.transfer import Memory
 
@@ -48,6 +48,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
     handoff_layout: str = ""  # of engines that move KV themselves; only engines with the same text can exchange KV
     logits_processors: tuple[str, ...] = ()  # names that ``Sampling.logits_processors`` may have
     max_batched_tokens: int = 0  # computed per step, on each rank; 0: unknown
+    constraints: bool = False  # it applies ``SequenceRequest.constraint``
 
 
 class MediaSpan(NamedTuple):
@@ -97,6 +98,7 @@ class SequenceRequest(msgspec.Struct):
     rank: int = 0  # data-parallel rank to run on; ignored without ranks
     trace: Mapping[str, str] | None = None  # W3C headers for the engine's own spans; None: it is not traced
     client_request_id: str = ""  # the client's own id for it
+    constraint: Constraint | None = None  # what its whole output must match
 
 
 class Output(NamedTuple):
@@ -196,6 +198,10 @@ class Engine(Protocol):
     def vision(self) -> "VisionEngine | None":
         """None: it takes no images."""
 
+    @property
+    def grammars(self) -> "Grammars | None":
+        """None: it compiles constraints by itself, or takes none (see ``EngineInfo.constraints``)."""
+
     def submit(self, request: SequenceRequest) -> None:
         """Queue one sequence.
 
@@ -232,6 +238,17 @@ class Engine(Protocol):
         """Free the blocks of a ``Held``; False: unknown (already freed)."""
 
     def close(self) -> None: ...
+
+
+class Grammars(Protocol):
+    """The additional interface of an engine that applies constraints. It may be called from any thread."""
+
+    def compile(self, constraint: Constraint) -> None:
+        """Prepare for sequences with this constraint, so that ``Engine.submit`` finds it compiled.
+
+        Raises:
+            RequestError: it cannot be compiled.
+        """
 
 
 class KvTransfer(Protocol):

@@ -86,7 +86,6 @@ def test_a_violation_names_the_field_and_the_limit(field: str, value: Any, limit
 UNSUPPORTED: list[tuple[str, Any, str]] = [
     ("functions", [{"name": "f"}], "functions"),
     ("function_call", "auto", "functions"),
-    ("response_format", {"type": "json_object"}, "response_format"),
     ("modalities", ["text", "audio"], "modalities"),
     ("messages", [{"role": "user", "content": [{"type": "video_url", "video_url": {"url": "x"}}]}], "messages"),
     ("messages", [{"role": "system", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}], "messages"),

@@ -11,6 +11,7 @@ from schemas.transfer import Memory
 from workers.engines.base import (
     EngineStats,
     Failure,
+    Grammars,
     KvTransfer,
     Measured,
     Output,
@@ -34,6 +35,7 @@ class DataParallelEngine:
     def __init__(self, engines: Seq[ScheduledEngine], pause: Callable[[], None] = lambda: None) -> None:
         self.kv_transfer: KvTransfer | None = None
         self.vision: VisionEngine | None = None
+        self.grammars: Grammars | None = engines[0].grammars  # shared by all
         self._engines = engines
         self._pause = pause
         self._rank_of: dict[object, int] = {}

@@ -3,7 +3,15 @@
 from schemas.errors import Code
 from schemas.kv import KvEvent
 from schemas.transfer import Memory
-from workers.engines.base import EngineInfo, EngineStats, KvTransfer, RequestError, SequenceRequest, StepResult
+from workers.engines.base import (
+    EngineInfo,
+    EngineStats,
+    Grammars,
+    KvTransfer,
+    RequestError,
+    SequenceRequest,
+    StepResult,
+)
 from workers.engines.core.embedding_pool import EmbeddingPool
 from workers.engines.core.embeddings import VisionEncoder
 
@@ -18,6 +26,7 @@ class EncodeEngine:
         self.info = info
         self.kv_transfer: KvTransfer | None = None
         self.vision = EmbeddingPool(encoder)
+        self.grammars: Grammars | None = None
 
     def submit(self, request: SequenceRequest) -> None:
         """

@@ -9,6 +9,8 @@ from schemas.errors import Code
 from schemas.kv import KvEvent
 from schemas.transfer import Memory
 from workers.engines.base import EngineInfo, EngineStats, Failure, KvTransfer, RequestError, SequenceRequest, StepResult
+from workers.engines.constraints.compiler import ConstraintCompiler
+from workers.engines.constraints.running import RunningConstraints
 from workers.engines.core.embedding_pool import MISSING_EMBEDDINGS, TEXT_ONLY, EmbeddingPool
 from workers.engines.core.embeddings import VisionEncoder
 from workers.engines.core.offload import BlockCopier
@@ -39,6 +41,7 @@ class ScheduledEngine:
         ahead: takes the next plan while it computes one. A step's outputs are returned by the next call of ``step``,
             which launches its own step before it waits for them.
         speculation: proposes tokens to ``executor``; not with ``ahead``, where the next plan is made too early.
+        grammars: compiles constraints; None: requests with one are refused.
         copier: of blocks to and from host memory, if the scheduler's ``blocks.host`` plans copies.
     Attributes:
         hold: which slots of a plan are to wait for a later step; None: none. Not with ``ahead``.
@@ -54,6 +57,8 @@ class ScheduledEngine:
         ahead: OverlapExecutor | None = None,
         speculation: Speculation | None = None,
         copier: BlockCopier | None = None,
+        *,
+        grammars: ConstraintCompiler | None = None,
     ) -> None:
         assert speculation is None or executor is not None
         assert (copier is None) == (scheduler.blocks.host is None)
@@ -61,6 +66,8 @@ class ScheduledEngine:
         self._speculation = speculation
         self._copier = copier
         self.info = info
+        self.grammars: ConstraintCompiler | None = grammars
+        self._constrained = RunningConstraints()
         self.kv_transfer: KvTransfer | None = scheduler.reservations if scheduler.kv_cache.in_one_pool else None
         self.vision = None if encoder is None else EmbeddingPool(encoder)
         self._scheduler = scheduler
@@ -78,7 +85,8 @@ class ScheduledEngine:
 
         Raises:
             RequestError: it can never run here (too long, token ids outside the vocabulary, nothing to generate, media
-                without embeddings, a logits processor that is not registered or refuses its arguments).
+                without embeddings, a logits processor that is not registered or refuses its arguments, a constraint
+                that cannot be compiled).
         """
         check_vocabulary(request, self.info.vocab_size)
         if request.media:
@@ -86,9 +94,13 @@ class ScheduledEngine:
                 raise RequestError(Code.invalid_request, TEXT_ONLY)
             self.vision.check(request.media, len(request.prompt), adopted=request.reservation is not None)
             self._may_lack_embeddings = self._may_lack_embeddings or not all(span.slots for span in request.media)
-        self._scheduler.submit(request, self._processors.chain(request))
+        matcher = self._constrained.matcher(request, self.grammars) if request.constraint is not None else None
+        self._scheduler.submit(request, self._processors.chain(request), matcher)
+        if matcher is not None:
+            self._constrained.add(request.key, matcher)
 
     def cancel(self, key: object) -> bool:
+        self._constrained.remove(key)
         return self._scheduler.cancel(key)
 
     def has_work(self) -> bool:
@@ -118,7 +130,18 @@ class ScheduledEngine:
         if self._speculation is not None and plan:
             plan = self._speculation.extend(plan, scheduler)
         sampled: list[Sampled] = self._executor.execute(plan, scoring) if plan else []
-        result = scheduler.commit(plan, sampled, scoring)
+        return self._result(scheduler.commit(plan, sampled, scoring), failures)
+
+    def _result(self, result: StepResult, failures: list[Failure]) -> StepResult:
+        """The result of a step, with further failures, among them of sequences that cannot match their constraint."""
+        if self._constrained:
+            unmatched = self._constrained.ended(result)
+            for failure in unmatched:
+                self._scheduler.cancel(failure.key)
+            if unmatched:
+                failed = {failure.key for failure in unmatched}
+                result = result._replace(outputs=[output for output in result.outputs if output.key not in failed])
+                failures = failures + unmatched
         return result._replace(failures=result.failures + failures) if failures else result
 
     def _copy(self, copier: BlockCopier) -> None:
@@ -140,7 +163,7 @@ class ScheduledEngine:
         else:
             result = self._scheduler.commit(done.plan, done.launched.result(), done.scoring)
             failures = done.failures + failures
-        return result._replace(failures=result.failures + failures) if failures else result
+        return self._result(result, failures)
 
     def stats(self) -> EngineStats:
         return msgspec.structs.replace(scheduler_stats(self._scheduler), logits_errors=self._processors.errors.count)

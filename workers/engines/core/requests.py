@@ -12,6 +12,7 @@ from workers.engines.core.naming import block_digests
 from workers.engines.core.sequence import Sequence
 
 if TYPE_CHECKING:
+    from workers.engines.constraints.matcher import Matcher
     from workers.engines.logits.apply import Chain
 
 
@@ -22,6 +23,7 @@ def new_sequence(
     request: SequenceRequest,
     limits: SequenceLimits,
     processors: "Chain | None" = None,
+    constraint: "Matcher | None" = None,
     *,
     prefix_cache: bool = True,
     handoff: bool = True,
@@ -29,6 +31,7 @@ def new_sequence(
     """
     Args:
         processors: of its logits.
+        constraint: on its output. It says where the output may end, so ``ignore_eos`` has no effect.
         prefix_cache: name the blocks.
         handoff: other workers can write and read the blocks.
 
@@ -43,7 +46,7 @@ def new_sequence(
         tokens += _tokens(request.generated)
     limits.check(request, len(prompt), len(tokens))
     stop = request.stop
-    stops = frozenset() if stop.ignore_eos else limits.eos
+    stops = frozenset() if stop.ignore_eos and constraint is None else limits.eos
     if stop.token_ids:
         stops = stops.union(stop.token_ids)
     return Sequence(
@@ -56,7 +59,7 @@ def new_sequence(
         digests=block_digests(request, prompt, tokens, limits.block_size) if prefix_cache else [],
         root=request.root,
         stops=stops,
-        stoppable=len(prompt) + stop.min_tokens,
+        stoppable=len(prompt) + (stop.min_tokens if constraint is None else 0),
         limit=min(len(prompt) + stop.max_tokens, limits.max_model_len, limits.pool_tokens + 1),
         extra=request.extra,
         media=request.media,
@@ -64,9 +67,13 @@ def new_sequence(
         hold=request.hold,
         reservation=request.reservation,
         processors=processors,
+        constraint=constraint,
         score=min(request.score or len(prompt), len(prompt)),
         length=len(tokens),
-        lockstep=processors is not None or _penalised(request.sampling) or bool(request.score),
+        lockstep=processors is not None
+        or constraint is not None
+        or _penalised(request.sampling)
+        or bool(request.score),
     )
 
 

@@ -37,6 +37,7 @@ from workers.engines.core.sequence import Sampled, Sequence, Slot
 from workers.engines.core.windows import WindowRows
 
 if TYPE_CHECKING:
+    from workers.engines.constraints.matcher import Matcher
     from workers.engines.logits.apply import Chain
 
 _tuple = tuple.__new__  # a named tuple's own __new__ costs twice as much, and these are made per token
@@ -80,8 +81,10 @@ class Scheduler:
 
     # -- between steps ---------------------------------------------------------------------------------------
 
-    def submit(self, request: SequenceRequest, processors: "Chain | None" = None) -> None:
-        """Queue one sequence, with the processors of its logits.
+    def submit(
+        self, request: SequenceRequest, processors: "Chain | None" = None, constraint: "Matcher | None" = None
+    ) -> None:
+        """Queue one sequence, with the processors of its logits and the constraint on its output.
 
         Raises:
             RequestError: it can never run here; the message names the limit.
@@ -89,7 +92,7 @@ class Scheduler:
         if request.key in self._by_key:
             raise RequestError(Code.invalid_request, f"sequence {request.key!r} was submitted already")
         naming, handoff = self.blocks.prefix_cache, self.kv_cache.in_one_pool
-        sequence = new_sequence(request, self.limits, processors, prefix_cache=naming, handoff=handoff)
+        sequence = new_sequence(request, self.limits, processors, constraint, prefix_cache=naming, handoff=handoff)
         self._by_key[request.key] = sequence
         self.queue.add(sequence)
 

@@ -12,6 +12,7 @@ from schemas.transfer import Memory
 from workers.engines.base import MediaSpan, Reservation
 
 if TYPE_CHECKING:
+    from workers.engines.constraints.matcher import Matcher
     from workers.engines.logits.apply import Chain
 
 
@@ -51,6 +52,7 @@ class Sequence(msgspec.Struct, eq=False):
     hold: bool = False  # see SequenceRequest
     reservation: Reservation | None = None
     processors: "Chain | None" = None  # of its logits
+    constraint: "Matcher | None" = None  # on its output
     score: int = 0  # the next prompt position to be scored; ``prompt_len``: none is wanted any more
     scores: list[Logprob] = []  # from ``score`` on, by the executor; a new list in each step, taken by the scheduler
 

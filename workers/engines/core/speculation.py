@@ -43,7 +43,9 @@ class Speculation:
         budget = scheduler.max_batched_tokens - sum(slot.count for slot in plan)
         limits = []
         for slot in plan:
-            limits.append(scheduler.kv_cache.draft_room(slot, min(self._tokens, budget)))
+            # What a constraint allows behind a proposed token is known only once that token is.
+            most = 0 if slot.sequence.constraint is not None else min(self._tokens, budget)
+            limits.append(scheduler.kv_cache.draft_room(slot, most))
             budget -= limits[-1]
         extended = []
         for slot, draft in zip(plan, self.drafter.propose(plan, limits), strict=True):

@@ -23,6 +23,7 @@ from workers.engines.base import (
     EngineInfo,
     EngineStats,
     Failure,
+    Grammars,
     Held,
     KvTransfer,
     Measured,
@@ -113,6 +114,7 @@ class ExternalEngine(Generic[C]):
     def __init__(self, info: EngineInfo, runtime: EngineRuntime[Any], adapter: Adapter[C]) -> None:
         self.info = info
         self.kv_transfer: KvTransfer | None = None  # the engine moves its KV itself
+        self.grammars: Grammars | None = None  # the engine compiles constraints itself
         self._adapter = adapter
         self._loop = runtime.loop
         self._resources = runtime.resources

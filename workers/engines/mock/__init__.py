@@ -5,16 +5,20 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from tokenizers import Tokenizer
+
 from configs.settings import WorkerSettings
-from infra.model import modeldir
+from infra.model import constraints, modeldir
 from infra.model.detokenizer import REPLACEMENT
 from workers.engines.base import EngineInfo
+from workers.engines.constraints.compiler import ConstraintCompiler
 from workers.engines.core.blocks import BlockManager
 from workers.engines.core.config import SchedulerConfig
 from workers.engines.core.data_parallel import DataParallelEngine
 from workers.engines.core.encode_engine import EncodeEngine
 from workers.engines.core.engine import ScheduledEngine
 from workers.engines.core.scheduler import Scheduler
+from workers.engines.mock.constrained import closing_tokens
 from workers.engines.mock.executor import MockExecutor, Vocabulary
 from workers.engines.mock.memory import BLOCK_BYTES, MockBlocks, MockVisionEncoder
 from workers.engines.mock.play import Played, Player
@@ -42,6 +46,7 @@ class MockOptions:
         image_tokens: placeholder tokens of an image; 0: a text model.
         embed_slots: images whose embeddings are kept; 0: the default.
         no_evict: see ``Scheduler``.
+        tokenizer: for constraints on the output; None: it takes none.
         played: recorded requests whose answers are played; all others get the mock's own.
     """
 
@@ -61,6 +66,7 @@ class MockOptions:
     embed_slots: int = 0
     no_evict: bool = False
     played: Sequence[Played] = ()
+    tokenizer: Tokenizer | None = None
 
 
 def build(options: MockOptions, *, sleep: Callable[[float], None] = time.sleep) -> ScheduledEngine:
@@ -100,7 +106,11 @@ def build(options: MockOptions, *, sleep: Callable[[float], None] = time.sleep) 
         sleep=sleep,
         blocks=pool,
         encoder=encoder,
+        closing=closing_tokens(options.tokenizer, options.eos_token_ids) if options.tokenizer is not None else (),
     )
+    grammars = None
+    if options.tokenizer is not None and constraints.available():
+        grammars = ConstraintCompiler(options.tokenizer, options.vocab_size, options.eos_token_ids)
     info = EngineInfo(
         name="mock",
         block_size=options.block_size,
@@ -112,8 +122,9 @@ def build(options: MockOptions, *, sleep: Callable[[float], None] = time.sleep) 
         kv_events=blocks.kv_events,
         load_seconds=time.perf_counter() - started,
         max_batched_tokens=options.max_batched_tokens,
+        constraints=grammars is not None,
     )
-    engine = ScheduledEngine(info, scheduler, executor, encoder)
+    engine = ScheduledEngine(info, scheduler, executor, encoder, grammars=grammars)
     if options.played:
         executor.plays = True
         engine.hold = Player(options.played, speedup=options.speedup, sleep=sleep).hold
@@ -198,6 +209,7 @@ def from_settings(settings: WorkerSettings, path: Path) -> ScheduledEngine | Dat
         image_tokens=0 if model.vision is None or ranks > 1 else model.vision.image_tokens,
         embed_slots=settings.embed_slots,
         no_evict=settings.scheduler_policy == "guaranteed_no_evict",
+        tokenizer=model.tokenizer,
         played=read_recording(settings.play, model.vocab_size, skip_bad=settings.skip_bad) if settings.play else (),
     )
     return build(options) if ranks == 1 else build_data_parallel(ranks, options)

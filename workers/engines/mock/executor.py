@@ -17,6 +17,7 @@ from schemas.tokens import Logprob
 from schemas.transfer import Memory
 from schemas.wire import pack_tokens
 from workers.engines.core.sequence import Sampled, Sequence, Slot, scored_to
+from workers.engines.mock.constrained import ConstrainedDraws
 from workers.engines.mock.memory import MockBlocks, MockVisionEncoder, seen
 from workers.engines.mock.play import is_played, recorded_token
 from workers.engines.mock.timing import step_seconds
@@ -130,6 +131,7 @@ class MockExecutor:
         sleep: waits so many seconds.
         blocks: memory that is read and written as a model's would be; None: there is none.
         encoder: of images; owned by the engine.
+        closing: see ``ConstrainedDraws``.
     Attributes:
         plays: sequences may play a recording: the engine's ``hold`` is a ``Player``'s.
     """
@@ -143,8 +145,10 @@ class MockExecutor:
         sleep: Callable[[float], None] = time.sleep,
         blocks: MockBlocks | None = None,
         encoder: MockVisionEncoder | None = None,
+        closing: Seq[int] = (),
     ) -> None:
         self._vocabulary = vocabulary
+        self._constrained = ConstrainedDraws(closing)
         self._capacity = capacity
         self._blocks = blocks
         self._encoder = encoder
@@ -175,6 +179,9 @@ class MockExecutor:
             token = allowed[state % count]
             if token in sequence.stops and len(sequence.tokens) < sequence.stoppable:
                 token = self._vocabulary.token(state, sequence.stops)
+            if sequence.constraint is not None:
+                sequence.constraint.follow(sequence.tokens)
+                token = self._constrained.token(state, sequence.constraint.mask(), sequence.output_len, token)
             recorded = recorded_token(sequence) if self.plays else None
             if recorded is not None:
                 token = recorded[0]

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from configs.settings import WorkerSettings
+from workers.engines.constraints.compiler import compiler
 from workers.engines.core.encode_engine import EncodeEngine
 from workers.engines.core.engine import ScheduledEngine
 from workers.engines.cpu_budget import wait_passively
@@ -46,7 +47,7 @@ def from_settings(settings: WorkerSettings, path: Path) -> ScheduledEngine:
         batch_invariant=settings.batch_invariant,
         warm=True,
     )
-    return build(str(path), options, processors=edits)
+    return build(str(path), options, processors=edits, grammars=compiler(path))
 
 
 def encoder_from_settings(settings: WorkerSettings, path: Path) -> EncodeEngine:

@@ -6,11 +6,13 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+import msgspec
 import structlog
 import torch
 
 from workers.engines import cpu_budget
 from workers.engines.base import EngineError, EngineInfo
+from workers.engines.constraints.compiler import ConstraintCompiler
 from workers.engines.core.blocks import BlockManager
 from workers.engines.core.config import SchedulerConfig
 from workers.engines.core.engine import ScheduledEngine
@@ -37,13 +39,20 @@ if TYPE_CHECKING:
 log = structlog.get_logger("engine")
 
 
-def build(model: str, options: NativeOptions = DEFAULTS, *, processors: Registry | None = None) -> ScheduledEngine:
+def build(
+    model: str,
+    options: NativeOptions = DEFAULTS,
+    *,
+    processors: Registry | None = None,
+    grammars: ConstraintCompiler | None = None,
+) -> ScheduledEngine:
     """Load a model and make its engine.
 
     Args:
         model: a directory, or a Hugging Face id. An id is looked up in the local cache first; with HF_HUB_OFFLINE=1,
             only there.
         processors: logits processors that requests may name.
+        grammars: compiles the constraints of requests; None: they may have none.
 
     Raises:
         ModelError: the model cannot be served here; the text says what to change.
@@ -61,7 +70,14 @@ def build(model: str, options: NativeOptions = DEFAULTS, *, processors: Registry
     except torch.OutOfMemoryError as error:
         raise EngineError(out_of_memory(error)) from error
     return assemble(
-        loaded, options, encoder=encoder, draft=draft, processors=processors, started=started, reload=reload
+        loaded,
+        options,
+        encoder=encoder,
+        draft=draft,
+        processors=processors,
+        grammars=grammars,
+        started=started,
+        reload=reload,
     )
 
 
@@ -87,6 +103,7 @@ def assemble(
     encoder: TorchVisionEncoder | None = None,
     draft: Model | None = None,
     processors: Registry | None = None,
+    grammars: ConstraintCompiler | None = None,
     started: float | None = None,
     reload: Callable[[], Model] | None = None,
 ) -> ScheduledEngine:
@@ -131,11 +148,14 @@ def assemble(
     )
     executor = make_executor(target, pools, encoder, options, limit)
     info = _info(loaded, options, pools, limit, processors, time.perf_counter() - started)
+    info = msgspec.structs.replace(info, constraints=grammars is not None)
     if speculation is not None and not isinstance(executor, TorchExecutor) and options.warm:
         speculation = _if_faster(speculation, executor, info, pools, options, limit)
     if isinstance(executor, TorchExecutor) or speculation is not None:  # proposals follow from the last step's tokens
-        return ScheduledEngine(info, scheduler, executor, encoder, processors, None, speculation, copier)
-    return ScheduledEngine(info, scheduler, None, encoder, processors, executor, None, copier)
+        return ScheduledEngine(
+            info, scheduler, executor, encoder, processors, None, speculation, copier, grammars=grammars
+        )
+    return ScheduledEngine(info, scheduler, None, encoder, processors, executor, None, copier, grammars=grammars)
 
 
 def _if_faster(

@@ -11,6 +11,7 @@ from schemas.transfer import Memory
 from workers.engines.base import EngineError
 from workers.engines.core.sequence import Sampled, Sequence, Slot, scored_to
 from workers.engines.native.attention import Paged, ReferenceAttention, Span
+from workers.engines.native.masks import TokenMasks
 from workers.engines.native.model import Embeddings, Model
 from workers.engines.native.pool import Pool, out_of_memory
 from workers.engines.native.sampler import choose, score
@@ -50,6 +51,7 @@ class TorchExecutor:
         self._pool: Pool | None = pool
         self._encoder = encoder
         self._sliding = sliding
+        self._masks = TokenMasks(model.vocab_size)
 
     def execute(self, plan: list[Slot], scoring: Seq[Slot] = ()) -> list[Sampled]:
         assert self._model is not None, "closed"
@@ -82,12 +84,14 @@ class TorchExecutor:
                 drawing += [slot.sequence] * (1 + len(slot.sequence.draft))
                 lengths += range(end - len(slot.sequence.draft), end + 1)
         wanted = rows + scored or [0]
+        masks = self._masks.start(drawing)
         inputs, places, last = (torch.tensor(n, device=self._model.device) for n in (tokens, positions, wanted))
         logits = self._model.logits(inputs, places, last, self._paged(plan), self._embeddings(seen) if seen else None)
         if scored:
             score_slots(logits[len(rows) :], scoring)
         if rows:  # copying the tokens to the host waits for the KV writes, too
-            return choose(logits[: len(rows)], drawing, lengths).sampled()
+            allowed = masks.allowed(self._model.device) if masks is not None else None
+            return choose(logits[: len(rows)], drawing, lengths, allowed).sampled()
         if self._model.device.type == "cuda":  # blocks are named next, and other processes may read named blocks
             torch.cuda.synchronize(self._model.device)
         return []
@@ -114,6 +118,7 @@ class TorchExecutor:
     def close(self) -> None:
         """Free weights and pool."""
         self._model = self._pool = self._encoder = self._sliding = None
+        self._masks.close()
 
 
 def media_rows(slot: Slot, row: int, size: int) -> Iterator[tuple[int, int]]:

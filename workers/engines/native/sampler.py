@@ -3,7 +3,7 @@
 A draw is a pure function of (seed, choice, output position) and the logits. Its noise is a hash, not the state of a
 generator, so a sequence gets the same tokens alone, in any batch, after preemption and on another worker.
 
-Order: logits processors, whose result counts as the model's own logits, as in TensorRT-LLM; then, as in vLLM, bias and
+Order: logits processors and constraints, whose result counts as the model's own logits; then, as in vLLM, bias and
 forbidden tokens, penalties, temperature, min_p, top_k, top_p.
 """
 
@@ -16,6 +16,7 @@ from torch import Tensor
 from schemas.tokens import Logprob
 from workers.engines.core.sequence import Sampled, Sequence
 from workers.engines.logits import apply
+from workers.engines.native.allowed import Allowed
 
 _MASK = (1 << 64) - 1
 _GAMMA = 0x9E3779B97F4A7C15  # constants of SplitMix64, doi:10.1145/2660193.2660195
@@ -81,14 +82,17 @@ def sample(logits: Tensor, sequences: Seq[Sequence]) -> list[Sampled]:
     return choose(logits, sequences, [len(sequence.tokens) for sequence in sequences]).sampled()
 
 
-def choose(logits: Tensor, sequences: Seq[Sequence], lengths: Seq[int]) -> Chosen:
+def choose(logits: Tensor, sequences: Seq[Sequence], lengths: Seq[int], allowed: Allowed | None = None) -> Chosen:
     """As ``sample``, without waiting for the device.
 
     Args:
         lengths: of the sequences; the last token may still be unknown, unless the logits depend on it (processors,
             penalties).
+        allowed: tokens of the rows whose output is constrained.
     """
     raw = process(logits.float(), sequences)
+    if allowed is not None:
+        raw = allowed.apply(raw)
     shaped = shape(raw, sequences, lengths)
     tokens = shaped.argmax(dim=-1)
     random = [row for row, sequence in enumerate(sequences) if sequence.sampling.temperature > 0]

@@ -10,6 +10,7 @@ from workers.engines.native import sampler
 from workers.engines.native.cuda import rows
 from workers.engines.native.cuda.packing import Draw
 from workers.engines.native.cuda.upload import Upload
+from workers.engines.native.masks import PendingMasks
 
 CHUNK = 4096  # of the vocabulary, per program
 BLOCK = 1024
@@ -49,17 +50,24 @@ class DeviceSampler:
         )
 
     def sample(
-        self, logits: Tensor, draws: Seq[Draw], targets: Tensor, parameters: tuple[Tensor, Tensor] | None
+        self,
+        logits: Tensor,
+        draws: Seq[Draw],
+        targets: Tensor,
+        parameters: tuple[Tensor, Tensor] | None,
+        masks: PendingMasks | None = None,
     ) -> "Tensor | sampler.Chosen":
         """
         Args:
             logits: (draws, vocab).
             targets: (draws,) int32, ``Draw.target`` of each, on the device.
             parameters: the result of ``parameters``.
+            masks: of the draws whose sequences are constrained.
         """
         if not all(table_row.plain and length >= sequence.stoppable for sequence, table_row, length, _ in draws):
             lengths = [draw.length for draw in draws]
-            chosen = sampler.choose(logits.float(), [draw.sequence for draw in draws], lengths)
+            allowed = masks.allowed(self._device) if masks is not None else None
+            chosen = sampler.choose(logits.float(), [draw.sequence for draw in draws], lengths, allowed)
             self._latest.index_copy_(0, targets.to(torch.int64), chosen.tokens.to(torch.int32))
             return chosen
         temperatures, keys = (self._sampled, self._sampled) if parameters is None else parameters

@@ -28,6 +28,7 @@ from workers.engines.native.cuda.pending import HostCopies, Pending, device_erro
 from workers.engines.native.cuda.table_rows import TableRow, TableRows
 from workers.engines.native.cuda.upload import Upload
 from workers.engines.native.executor import score_slots
+from workers.engines.native.masks import TokenMasks
 from workers.engines.native.model import Embeddings, Model
 from workers.engines.native.pool import Pool
 from workers.engines.native.sliding import HybridAttention, SlidingPool
@@ -107,6 +108,7 @@ class CudaExecutor:
         aligned = -(-max_rows // 16) * 16
         self._fixed_offsets = tuple(aligned * number for number in range(4))  # tokens, table rows, positions, targets
         self._upload = Upload(12 * aligned + 8 * max_batched_tokens + (1 << 16), device)
+        self._masks = TokenMasks(model.vocab_size)
         self._sampler = DeviceSampler(model.vocab_size, max_rows, self._upload, self._latest)
         self._host_copies = HostCopies(max_rows, in_flight, device)
         self._most_tokens = max_batched_tokens
@@ -234,6 +236,7 @@ class CudaExecutor:
     def _decode(self, packed: Packed) -> Pending:
         """Compute a step without chunks of prompts."""
         count, draws = packed.decodes, packed.draws
+        masks = self._masks.start([draw.sequence for draw in draws])
         size = next((size for size in self._graph_sizes if size >= count), 0)
         padding = [0] * (size - count)
         upload = self._upload
@@ -254,11 +257,12 @@ class CudaExecutor:
             logits = self._forward(tokens, table_rows, positions, count)
         if sampled_rows is not None:
             logits = logits.index_select(0, sampled_rows)
-        sampled = self._sampler.sample(logits, draws, targets, parameters) if draws else None
+        sampled = self._sampler.sample(logits, draws, targets, parameters, masks) if draws else None
         return self._host_copies.start(sampled, packed.order)
 
     def _mixed(self, packed: Packed, scoring: Seq[Slot]) -> Pending:
         upload, draws = self._upload, packed.draws
+        masks = self._masks.start([draw.sequence for draw in draws])
         upload.begin()
         tokens, table_rows, positions = (
             upload.put(values) for values in (packed.tokens, packed.table_rows, packed.positions)
@@ -272,7 +276,7 @@ class CudaExecutor:
         self._send()
         embeddings = self._embeddings(packed.media) if packed.media else None
         logits = self._forward(tokens, table_rows, positions, packed.decodes, tiles, wanted.to(torch.int64), embeddings)
-        sampled = self._sampler.sample(logits[: len(draws)], draws, targets, parameters) if draws else None
+        sampled = self._sampler.sample(logits[: len(draws)], draws, targets, parameters, masks) if draws else None
         return self._host_copies.start(
             sampled, packed.order, _scores(logits[len(draws) :], scoring) if packed.scored else None
         )
@@ -309,6 +313,7 @@ class CudaExecutor:
         """Free weights, graphs and pools."""
         self._graphs.clear()
         self._model = self._pool = self._encoder = self._sliding = None
+        self._masks.close()
 
 
 def _is_single_token(slot: Slot) -> bool:

@@ -1,0 +1,111 @@
+"""Which texts a constraint allows, as a grammar of llguidance. Needs llguidance only where a grammar is compiled.
+
+llguidance understands JSON schema, regular expressions and context-free grammars in a dialect of Lark:
+https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md
+"""
+
+import importlib.util
+from typing import TYPE_CHECKING, Annotated, Any
+
+import msgspec
+
+from schemas.requests import Constraint
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+JSON_SCHEMA, REGEX, CHOICE, GRAMMAR = "json_schema", "regex", "choice", "grammar"
+EXTRA = "structured"
+MISSING = f"structured output needs llguidance: pip install 'penstock[{EXTRA}]'"
+
+# Between the parts of JSON. Bounded, because models (above all small ones) may otherwise write white space for ever.
+WHITESPACE = r"(\x20|\n[\x20\t]{0,40})?"
+
+MAX_MESSAGE = 500  # characters of an error, which may quote the client's text
+
+_decode: Any = msgspec.json.Decoder(Annotated[list[str], msgspec.Meta(min_length=1)]).decode
+
+
+class ConstraintError(ValueError):
+    """A constraint cannot be compiled; the text says why and names the keyword."""
+
+
+def available() -> bool:
+    """Whether constraints can be compiled in this environment."""
+    return importlib.util.find_spec("llguidance") is not None
+
+
+def grammar(constraint: Constraint) -> str:
+    """The grammar of a constraint in llguidance's own form.
+
+    Raises:
+        ConstraintError: the kind is unknown, or the text is not what its kind says.
+        ModuleNotFoundError: llguidance is not installed.
+    """
+    from llguidance import LLMatcher, grammar_from
+
+    kind, text = constraint.kind, constraint.text
+    try:
+        if kind == JSON_SCHEMA:
+            options = {"whitespace_pattern": WHITESPACE, "lenient": False}
+            return LLMatcher.grammar_from_json_schema(_schema(text), overrides=options)  # type: ignore[arg-type]
+        if kind == REGEX:
+            return LLMatcher.grammar_from_regex(text)
+        if kind == CHOICE:
+            return LLMatcher.grammar_from_lark("start: " + " | ".join(map(quoted, _decode(text))))
+        if kind == GRAMMAR:
+            return grammar_from("grammar", text)
+    except (ValueError, RecursionError) as error:
+        raise ConstraintError(str(error)) from None
+    raise ConstraintError(f"constraints of kind {kind!r} are unknown to this build")
+
+
+def quoted(text: str) -> str:
+    """A text as a literal of a grammar."""
+    return msgspec.json.encode(text).decode()
+
+
+def check(constraint: Constraint) -> None:
+    """Check that a constraint can be compiled, for any tokenizer.
+
+    Raises:
+        ConstraintError: it cannot.
+        ModuleNotFoundError: llguidance is not installed.
+    """
+    from llguidance import LLMatcher
+
+    failed, messages = LLMatcher.validate_grammar_with_warnings(grammar(constraint), None, limits=_limits())
+    if failed:
+        raise ConstraintError(_plain(messages[0]))
+
+
+def compiled(constraint: Constraint, tokenizer: "LLTokenizer") -> "LLMatcher":
+    """A matcher at the beginning of a constraint's grammar.
+
+    Raises:
+        ConstraintError: it cannot be compiled.
+        ModuleNotFoundError: llguidance is not installed.
+    """
+    from llguidance import LLMatcher
+
+    matcher = LLMatcher(tokenizer, grammar(constraint), log_level=0, limits=_limits())
+    if matcher.is_error():
+        raise ConstraintError(_plain(matcher.get_error()))
+    return matcher
+
+
+def _limits() -> "LLParserLimits":
+    """Bounds on the work of compiling and of each step; the defaults allow tens of milliseconds."""
+    from llguidance import LLParserLimits
+
+    return LLParserLimits(verbose_errors=False)
+
+
+def _plain(message: str) -> str:
+    """An error message without the parser's state."""
+    return message.partition("\n<state>")[0].strip()[:MAX_MESSAGE]
+
+
+def _schema(text: str) -> str:
+    """A JSON schema; true and false are schemas, too, and llguidance takes objects only."""
+    return {"true": "{}", "false": '{"enum": []}'}.get(text.strip(), text)

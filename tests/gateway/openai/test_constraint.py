@@ -1,0 +1,102 @@
+import json
+from typing import Any
+
+import pytest
+
+from gateway.openai.constraint import MAX_BYTES, MAX_CHOICES, MAX_DEPTH
+from gateway.openai.prepare_context import PrepareContext
+from schemas.errors import Code
+from schemas.requests import CONSTRAINT, Constraint, GenerateRequest
+from tests.gateway.openai.test_prepare import chat, refusal, text
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+
+
+def named(schema: Any) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "thing", "strict": True, "schema": schema}}
+
+
+def nested(depth: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {}
+    for _ in range(depth):
+        schema = {"items": schema}
+    return schema
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "meaning"),
+    [
+        ({"response_format": named(SCHEMA)}, "json_schema", SCHEMA),
+        ({"response_format": {"type": "json_object"}}, "json_schema", {"type": "object"}),
+        ({"structured_outputs": {"json": SCHEMA}}, "json_schema", SCHEMA),
+        ({"structured_outputs": {"json": json.dumps(SCHEMA)}}, "json_schema", SCHEMA),
+        ({"structured_outputs": {"json_object": True}}, "json_schema", {"type": "object"}),
+        ({"guided_json": SCHEMA}, "json_schema", SCHEMA),
+        ({"structured_outputs": {"choice": ["yes", "no"]}}, "choice", ["yes", "no"]),
+        ({"guided_choice": ["yes", "no"]}, "choice", ["yes", "no"]),
+    ],
+)
+def test_every_spelling_of_a_schema_or_choice_gives_the_constraint(
+    context: PrepareContext, options: dict[str, Any], kind: str, meaning: Any
+) -> None:
+    for request in (chat(context, **options).request, text(context, **options).request):
+        assert request.constraint is not None
+        assert (request.constraint.kind, json.loads(request.constraint.text)) == (kind, meaning)
+        assert CONSTRAINT in [each.name for each in request.sampling.logits_processors]
+
+
+@pytest.mark.parametrize(
+    ("options", "constraint"),
+    [
+        ({"structured_outputs": {"regex": r"\d+"}}, Constraint("regex", r"\d+")),
+        ({"guided_regex": r"\d+"}, Constraint("regex", r"\d+")),
+        ({"structured_outputs": {"grammar": 'start: "a"'}}, Constraint("grammar", 'start: "a"')),
+        ({"guided_grammar": 'start: "a"'}, Constraint("grammar", 'start: "a"')),
+    ],
+)
+def test_expressions_and_grammars_are_passed_on(
+    context: PrepareContext, options: dict[str, Any], constraint: Constraint
+) -> None:
+    assert text(context, **options).request.constraint == constraint
+
+
+@pytest.mark.parametrize("options", [{}, {"response_format": {"type": "text"}}, {"structured_outputs": None}])
+def test_without_a_constraint_nothing_is_asked_of_workers(context: PrepareContext, options: dict[str, Any]) -> None:
+    request: GenerateRequest = chat(context, **options).request
+    assert request.constraint is None
+    assert request.sampling.logits_processors == ()
+
+
+@pytest.mark.parametrize(
+    ("options", "field", "says"),
+    [
+        ({"response_format": named(SCHEMA), "guided_regex": "a"}, "guided_regex", "only one"),
+        ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs.choice", "only one"),
+        ({"structured_outputs": {}}, "structured_outputs", "needs one of"),
+        ({"structured_outputs": {"jsn": {}}}, "structured_outputs", "jsn"),
+        ({"structured_outputs": {"json": "{"}}, "structured_outputs.json", "not JSON"),
+        ({"structured_outputs": {"json": "[]"}}, "structured_outputs.json", "object"),
+        ({"guided_json": nested(MAX_DEPTH)}, "guided_json", str(MAX_DEPTH)),
+        ({"guided_regex": "a" * (MAX_BYTES + 1)}, "guided_regex", str(MAX_BYTES)),
+        ({"guided_choice": []}, "guided_choice", "1 to"),
+        ({"guided_choice": ["a"] * (MAX_CHOICES + 1)}, "guided_choice", str(MAX_CHOICES)),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "missing"),
+        ({"response_format": {"type": "yaml"}}, "response_format", "json_schema"),
+        ({"logits_processors": [{"name": CONSTRAINT}]}, "logits_processors[0].name", "no worker"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused_by_its_field(
+    context: PrepareContext, options: dict[str, Any], field: str, says: str
+) -> None:
+    error = refusal(text, context, **options)
+    assert error.code.status == 400
+    assert error.param == field
+    assert says in error.message
+
+
+def test_a_fleet_without_the_library_refuses_and_names_the_extra(context: PrepareContext) -> None:
+    without = context._replace(logits_processors=frozenset({"temperature"}))
+    error = refusal(chat, without, response_format=named(SCHEMA))
+    assert error.code is Code.unsupported
+    assert "penstock[structured]" in error.message
+    assert chat(context._replace(logits_processors=frozenset({CONSTRAINT})), guided_json=SCHEMA).request.constraint

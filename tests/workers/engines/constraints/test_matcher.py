@@ -1,0 +1,151 @@
+import json
+import random
+from typing import Any
+
+import jsonschema
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from infra.model import modeldir
+from schemas.errors import Code
+from schemas.requests import Constraint, Stop
+from tests.properties import examples
+from workers.engines.base import RequestError
+from workers.engines.constraints.batch import BatchMasks
+from workers.engines.constraints.compiler import CACHED, ConstraintCompiler
+from workers.engines.constraints.matcher import Matcher
+
+MODEL = modeldir.load(modeldir.DEMO)
+GRAMMARS = ConstraintCompiler(MODEL.tokenizer, MODEL.vocab_size, MODEL.eos_token_ids)
+PROMPT = [1, 2, 3]
+STOP = Stop(max_tokens=400)
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        "tags": {"type": "array", "items": {"enum": ["a", "b"]}, "maxItems": 3},
+    },
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+CONSTRAINTS = (
+    Constraint("json_schema", json.dumps(SCHEMA)),
+    Constraint("regex", r"[a-z]{3,9}-\d{2}"),
+    Constraint("choice", '["yes", "no", "may\\"be"]'),
+    Constraint("grammar", 'start: "<" word ("," word)~0..3 ">"\nword: /[a-z]{1,4}/'),
+)
+
+
+def allowed(mask: bytes) -> list[int]:
+    return [token for token in range(8 * len(mask)) if mask[token >> 3] >> (token & 7) & 1]
+
+
+def drawn(matcher: Matcher, rng: random.Random) -> list[int]:
+    """Random output under the constraint, to its end."""
+    tokens = list(PROMPT)
+    while len(tokens) < 400:
+        matcher.follow(tokens)
+        token = rng.choice(allowed(matcher.mask()))
+        tokens.append(token)
+        if token in MODEL.eos_token_ids:
+            break
+    return tokens
+
+
+@examples(20)
+@given(st.integers(0, 1 << 30), st.sampled_from(CONSTRAINTS[1:]))
+def test_a_matcher_made_from_the_tokens_so_far_allows_what_the_first_one_did(seed: int, constraint: Constraint) -> None:
+    rng = random.Random(seed)
+    first = GRAMMARS.matcher(constraint, len(PROMPT), STOP)
+    tokens = drawn(first, rng)
+    assert not first.error
+    for cut in {len(PROMPT), rng.randrange(len(PROMPT), len(tokens)), len(tokens) - 1}:
+        one, other = (GRAMMARS.matcher(constraint, len(PROMPT), STOP) for _ in range(2))
+        for length in range(len(PROMPT), cut + 1):
+            one.follow(tokens[:length])  # step by step
+        other.follow(tokens[:cut])  # at once, as another worker does
+        assert one.mask() == other.mask()
+
+
+@examples(20)
+@given(st.integers(0, 1 << 30))
+def test_what_ends_under_a_schema_is_valid(seed: int) -> None:
+    tokens = drawn(GRAMMARS.matcher(CONSTRAINTS[0], len(PROMPT), STOP), random.Random(seed))
+    assert tokens[-1] in MODEL.eos_token_ids
+    jsonschema.validate(json.loads(MODEL.tokenizer.decode(tokens[len(PROMPT) :])), SCHEMA)
+
+
+def test_it_ends_only_where_the_grammar_does() -> None:
+    matcher = GRAMMARS.matcher(Constraint("choice", '["go", "gone"]'), len(PROMPT), STOP)
+    tokens = list(PROMPT)
+    for text, ends in (("g", False), ("o", True), ("n", False), ("e", True)):
+        tokens += MODEL.tokenizer.encode(text, add_special_tokens=False).ids
+        matcher.follow(tokens)
+        assert (MODEL.eos_token_ids[0] in allowed(matcher.mask())) is ends
+    assert set(allowed(matcher.mask())) == set(MODEL.eos_token_ids)  # nothing else can follow
+
+
+def test_min_tokens_delays_the_end_unless_nothing_else_is_allowed() -> None:
+    stop = Stop(max_tokens=20, min_tokens=4)
+    matcher = GRAMMARS.matcher(Constraint("regex", "a{1,3}"), len(PROMPT), stop)
+    a = MODEL.tokenizer.encode("a", add_special_tokens=False).ids
+    matcher.follow(PROMPT + a)
+    assert not set(allowed(matcher.mask())) & set(MODEL.eos_token_ids)
+    matcher.follow(PROMPT + 3 * a)
+    assert set(allowed(matcher.mask())) == set(MODEL.eos_token_ids)
+
+
+@pytest.mark.parametrize("count", [1, 3, 9])
+def test_masks_of_a_batch_are_those_of_each(count: int) -> None:
+    rng = random.Random(count)
+    constraints = [rng.choice(CONSTRAINTS) for _ in range(count)]
+    matchers = [GRAMMARS.matcher(each, len(PROMPT), STOP) for each in constraints]
+    matchers[0].follow([*PROMPT, *MODEL.tokenizer.encode("~", add_special_tokens=False).ids])
+    batch = BatchMasks(MODEL.vocab_size)
+    rows = batch.compute(matchers)
+    assert matchers[0].error
+    assert rows[: batch.row_bytes] == b"\xff" * batch.row_bytes  # its sequence fails; until then it has to draw
+    for number, matcher in enumerate(matchers[1:], 1):
+        assert allowed(rows[number * batch.row_bytes :][: batch.row_bytes]) == allowed(matcher.mask())
+
+
+@pytest.mark.parametrize(
+    ("constraint", "says"),
+    [
+        (Constraint("json_schema", '{"not": {"type": "string"}}'), "not"),
+        (Constraint("json_schema", '{"properties": {"a": {"type": "strin"}}}'), "strin"),
+        (Constraint("json_schema", "false"), "Unsatisfiable"),
+        (Constraint("json_schema", '{"x-guidance": {"lenient": true}, "not": {}}'), "not"),
+        (Constraint("json_schema", "[1"), ""),
+        (Constraint("regex", "(a"), "unclosed group"),
+        (Constraint("grammar", "start: nope"), "nope"),
+        (Constraint("choice", "{}"), ""),
+        (Constraint("sonnet", "abab"), "sonnet"),
+    ],
+)
+def test_what_cannot_be_compiled_is_refused_with_the_reason(constraint: Constraint, says: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        GRAMMARS.compile(constraint)
+    assert caught.value.code == Code.invalid_request
+    assert says in caught.value.message
+    assert "<state>" not in caught.value.message
+
+
+def test_grammars_are_compiled_once_and_the_oldest_are_forgotten() -> None:
+    grammars = ConstraintCompiler(MODEL.tokenizer, MODEL.vocab_size, MODEL.eos_token_ids)
+    constraints = [Constraint("choice", f'["{number}"]') for number in range(CACHED + 1)]
+    for each in constraints:
+        grammars.compile(each)
+        grammars.compile(each)
+    assert (grammars.misses, grammars.hits) == (CACHED + 1, CACHED + 1)
+    grammars.compile(constraints[-1])
+    grammars.compile(constraints[0])
+    assert grammars.misses == CACHED + 2
+
+
+def test_a_model_without_end_tokens_takes_no_constraint() -> None:
+    with pytest.raises(RequestError) as caught:
+        ConstraintCompiler(MODEL.tokenizer, MODEL.vocab_size, ()).compile(CONSTRAINTS[0])
+    assert caught.value.code == Code.unsupported

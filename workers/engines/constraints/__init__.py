@@ -1,0 +1,1 @@
+"""Constraints on the output of sequences: grammars compiled once, and their state beside each sequence."""

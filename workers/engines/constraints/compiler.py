@@ -1,0 +1,107 @@
+"""Compiles constraints for one model's tokenizer, and keeps the latest grammars."""
+
+import threading
+import time
+from collections import OrderedDict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tokenizers import Tokenizer
+
+from infra.model import constraints, modeldir
+from schemas.errors import Code
+from schemas.requests import Constraint, Stop
+from workers.engines.base import RequestError
+from workers.engines.constraints.matcher import Matcher
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+CACHED = 256  # grammars
+NO_END = "this model names no end token, so no output can end where a constraint ends"
+
+
+def compiler(path: Path) -> "ConstraintCompiler | None":
+    """For the model in ``path``; None: llguidance is not installed.
+
+    Raises:
+        modeldir.ModelError: the directory cannot be used.
+    """
+    if not constraints.available():
+        return None
+    model = modeldir.load(path)
+    return ConstraintCompiler(model.tokenizer, model.vocab_size, model.eos_token_ids)
+
+
+class ConstraintCompiler:
+    """May be used from any thread.
+
+    Args:
+        vocab_size: width of the logits.
+    Attributes:
+        hits, misses: lookups in the cache, since start.
+        seconds: spent compiling, since start.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
+        self.hits = self.misses = 0
+        self.seconds = 0.0
+        self.vocab_size = vocab_size
+        self._source = tokenizer
+        self._eos = eos_token_ids
+        self._tokenizer: LLTokenizer | None = None
+        self._grammars: OrderedDict[Constraint, LLMatcher] = OrderedDict()
+        self._lock = threading.Lock()  # one compiles at a time: the others need the processor, too
+
+    def compile(self, constraint: Constraint) -> None:
+        """Enter a grammar into the cache.
+
+        Raises:
+            RequestError: it cannot be compiled, or llguidance is not installed.
+        """
+        self._compiled(constraint)
+
+    def matcher(self, constraint: Constraint, prompt_len: int, stop: Stop) -> Matcher:
+        """The state of a new sequence.
+
+        Raises:
+            RequestError: as ``compile``.
+        """
+        ends = (*self._eos, *stop.token_ids)
+        return Matcher(self._compiled(constraint).deep_copy(), prompt_len, stop.min_tokens, ends)
+
+    def _compiled(self, constraint: Constraint) -> "LLMatcher":
+        with self._lock:
+            found = self._grammars.get(constraint)
+            if found is not None:
+                self._grammars.move_to_end(constraint)
+                self.hits += 1
+                return found
+            self.misses += 1
+            began = time.perf_counter()
+            try:
+                found = constraints.compiled(constraint, self._llguidance_tokenizer())
+            except constraints.ConstraintError as error:
+                raise RequestError(Code.invalid_request, f"the constraint cannot be compiled: {error}") from None
+            except ModuleNotFoundError:
+                raise RequestError(Code.unsupported, constraints.MISSING) from None
+            finally:
+                self.seconds += time.perf_counter() - began
+            self._grammars[constraint] = found
+            if len(self._grammars) > CACHED:
+                self._grammars.popitem(last=False)
+            return found
+
+    def _llguidance_tokenizer(self) -> "LLTokenizer":
+        if self._tokenizer is None:
+            from llguidance import LLTokenizer
+
+            if not self._eos:
+                raise RequestError(Code.unsupported, NO_END)
+            try:
+                self._tokenizer = LLTokenizer(self._source.to_str(), n_vocab=self.vocab_size, eos_token=list(self._eos))
+            except ValueError as error:
+                raise RequestError(
+                    Code.unsupported, f"structured output is not supported with this tokenizer: {error}"
+                ) from None
+        return self._tokenizer

@@ -1,0 +1,61 @@
+"""The state of a constraint beside one sequence: it follows the sequence's tokens and says which may come next."""
+
+from collections.abc import Sequence as Seq
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+
+class Matcher:
+    """A pure function of the sequence's output: another worker that continues it gets the same state from its tokens.
+
+    Args:
+        matcher: at the beginning of the grammar; owned.
+        min_tokens: of the output, before which it ends only if the grammar allows nothing else.
+        ends: tokens that end an output.
+    Attributes:
+        error: why it cannot go on; "": it can.
+    """
+
+    __slots__ = ("_ends", "_min_tokens", "_prompt_len", "_seen", "error", "matcher")
+
+    def __init__(self, matcher: "LLMatcher", prompt_len: int, min_tokens: int, ends: tuple[int, ...]) -> None:
+        self.error = ""
+        self.matcher = matcher
+        self._prompt_len = self._seen = prompt_len
+        self._min_tokens = min_tokens
+        self._ends = ends
+
+    def follow(self, tokens: Seq[int]) -> None:
+        """Take in the sequence's new tokens. ``tokens``: prompt and output."""
+        new = tokens[self._seen :]
+        self._seen = len(tokens)
+        if new and not self.error and not self.matcher.consume_tokens(list(new)):
+            self._fail()
+
+    def finish(self, mask: memoryview | bytearray) -> None:
+        """Complete a mask that was computed for this matcher: see ``min_tokens`` and ``error``."""
+        if not self.error and self.matcher.is_error():
+            self._fail()
+        if self.error:  # the sequence fails; until then, its row must have a token to draw
+            mask[:] = b"\xff" * len(mask)
+        elif self._seen - self._prompt_len < self._min_tokens:
+            self._bar_ends(mask)
+
+    def mask(self) -> bytearray:
+        """The tokens that may come next, a bit each, lowest first."""
+        found = bytearray(self.matcher.compute_bitmask())
+        self.finish(found)
+        return found
+
+    def _fail(self) -> None:
+        self.error = self.matcher.get_error().partition("\n")[0] or "the output does not match"
+
+    def _bar_ends(self, mask: memoryview | bytearray) -> None:
+        barred = bytearray(mask)
+        for token in self._ends:
+            if token < 8 * len(barred):
+                barred[token >> 3] &= 0xFF ^ (1 << (token & 7))
+        if any(barred):
+            mask[:] = barred

@@ -1,0 +1,53 @@
+"""The constraints of an engine's open sequences, and the sequences that cannot match theirs. Pure."""
+
+from schemas.errors import Code
+from workers.engines.base import Failure, RequestError, SequenceRequest, StepResult
+from workers.engines.constraints.compiler import ConstraintCompiler
+from workers.engines.constraints.matcher import Matcher
+
+NO_CONSTRAINTS = "this worker's engine applies no constraints (structured output)"
+
+
+class RunningConstraints:
+    """Matchers by the key of their sequence."""
+
+    def __init__(self) -> None:
+        self._matchers: dict[object, Matcher] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._matchers)
+
+    def matcher(self, request: SequenceRequest, grammars: ConstraintCompiler | None) -> Matcher:
+        """The state of a sequence's constraint, behind the tokens of earlier attempts.
+
+        Raises:
+            RequestError: the constraint cannot be compiled, or those tokens do not match it.
+        """
+        assert request.constraint is not None
+        if grammars is None:
+            raise RequestError(Code.unsupported, NO_CONSTRAINTS)
+        found = grammars.matcher(request.constraint, len(request.prompt), request.stop)
+        found.follow([*request.prompt, *request.generated])
+        if found.error:
+            raise RequestError(Code.engine_error, f"the tokens so far do not match the constraint: {found.error}")
+        return found
+
+    def add(self, key: object, matcher: Matcher) -> None:
+        self._matchers[key] = matcher
+
+    def remove(self, key: object) -> None:
+        self._matchers.pop(key, None)
+
+    def ended(self, result: StepResult) -> list[Failure]:
+        """Forget the sequences that a step has ended; returns those that cannot match their constraint any more."""
+        for output in result.outputs:
+            if output.finish:
+                self.remove(output.key)
+        for failure in result.failures:
+            self.remove(failure.key)
+        unmatched = [(key, matcher.error) for key, matcher in self._matchers.items() if matcher.error]
+        for key, _ in unmatched:
+            self.remove(key)
+        return [
+            Failure(key, Code.engine_error, f"the constraint cannot be applied: {error}") for key, error in unmatched
+        ]

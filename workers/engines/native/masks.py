@@ -1,0 +1,64 @@
+"""Computes the token masks of a step's constrained sequences in a thread, while the model computes the step."""
+
+from collections.abc import Sequence as Seq
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
+
+from workers.engines.constraints.batch import BatchMasks
+from workers.engines.constraints.matcher import Matcher
+from workers.engines.core.sequence import Sequence
+from workers.engines.native.allowed import Allowed
+from workers.engines.native.sampler import place
+
+
+class PendingMasks:
+    """The masks of some rows of a step."""
+
+    def __init__(self, rows: list[int], every: bool, masks: "Future[bytearray]") -> None:
+        self._rows = rows
+        self._every = every
+        self._masks = masks
+
+    def allowed(self, device: torch.device) -> Allowed:
+        """Wait for the masks, and copy them to the device without waiting for it."""
+        bits = torch.frombuffer(self._masks.result(), dtype=torch.int32).view(len(self._rows), -1)
+        if device.type == "cuda":
+            bits = bits.pin_memory().to(device, non_blocking=True)
+        return Allowed(place(self._rows, torch.int64, device), bits, self._every)
+
+
+class TokenMasks:
+    """Owns the thread; ``close`` it.
+
+    Args:
+        vocab_size: width of the logits.
+    """
+
+    def __init__(self, vocab_size: int) -> None:
+        self._batch = BatchMasks(vocab_size)
+        self._thread: ThreadPoolExecutor | None = None
+
+    def start(self, drawing: Seq[Sequence]) -> PendingMasks | None:
+        """
+        Args:
+            drawing: the sequence of each row that is drawn from; their tokens are known and do not change meanwhile.
+        Returns: None if none of them is constrained.
+        """
+        constrained = [(row, s, s.constraint) for row, s in enumerate(drawing) if s.constraint is not None]
+        if not constrained:
+            return None
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, "masks")
+        pairs = [(matcher, sequence) for _, sequence, matcher in constrained]
+        masks = self._thread.submit(self._compute, pairs)
+        return PendingMasks([row for row, _, _ in constrained], len(constrained) == len(drawing), masks)
+
+    def _compute(self, pairs: list[tuple[Matcher, Sequence]]) -> bytearray:
+        for matcher, sequence in pairs:
+            matcher.follow(sequence.tokens)
+        return self._batch.compute([matcher for matcher, _ in pairs])
+
+    def close(self) -> None:
+        if self._thread is not None:
+            self._thread.shutdown()
