@@ -123,7 +123,7 @@ def _settled(kind: type[S], parser: "Parser", argv: Sequence[str], env: Mapping[
     defaults = {field.name: field for field in msgspec.structs.fields(kind)}
     for flag in flags:
         _add(parser, flag, defaults[flag.field].default)
-    given = vars(parser.parse_args(argv))
+    parsed = vars(parser.parse_args(argv))
     problems = [
         f"{PREFIX}{old.upper()} is now {PREFIX}{new.upper()}"
         for old, new in RENAMED.items()
@@ -131,10 +131,10 @@ def _settled(kind: type[S], parser: "Parser", argv: Sequence[str], env: Mapping[
     ]
     file: dict[str, tuple[object, str]] = {}
     if "config" in defaults:
-        file = _from_file(given["config"] or env.get(PREFIX + "CONFIG", ""), flags, problems)
+        file = _from_file(parsed["config"] or env.get(PREFIX + "CONFIG", ""), flags, problems)
     values = {}
     for flag in flags:
-        value, source = given[flag.field], flag.name
+        value, source = parsed[flag.field], flag.name
         if flag.is_list and value is not None:
             value = ",".join(value)
         if value is None and flag.variable in env:
@@ -198,8 +198,8 @@ def _from_file(path: str, flags: Sequence[Flag], problems: list[str]) -> dict[st
     for key, value in content.items():
         field = str(key).replace("-", "_")
         if field not in fields:
-            known = [name.replace("_", "-") for name in fields]
-            problems.append(f"{file}: unknown setting {key}{_hint(field, known, '')}")
+            flag_names = [name.replace("_", "-") for name in fields]
+            problems.append(f"{file}: unknown setting {key}{_hint(field, flag_names, '')}")
         elif value is not None:
             values[field] = (value, f"{file}: {key}")
     return values
@@ -281,16 +281,16 @@ def flag_name(field: str) -> str:
     return "--" + field.replace("_", "-")
 
 
-def closest(word: str, known: Iterable[str]) -> str:
+def closest(word: str, candidates: Iterable[str]) -> str:
     """The known word closest to a mistyped one; "": none is close."""
-    return next(iter(get_close_matches(word, list(known), n=1, cutoff=0.6)), "")
+    return next(iter(get_close_matches(word, list(candidates), n=1, cutoff=0.6)), "")
 
 
-def _hint(field: str, known: Iterable[str], prefix: str) -> str:
+def _hint(field: str, names: Iterable[str], prefix: str) -> str:
     """The end of a message on an unknown name: its new one, or what was probably meant."""
     if new := RENAMED.get(field):
         return f": it is now {prefix}{new.replace('_', '-')}"
-    near = closest(field.replace("_", "-"), known)
+    near = closest(field.replace("_", "-"), names)
     return f": did you mean {prefix}{near}?" if near else ""
 
 
@@ -301,9 +301,9 @@ class Parser(argparse.ArgumentParser):
         super().__init__(**options, allow_abbrev=False)
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        parsed, rest = self.parse_known_args(args, namespace)
-        if rest:
-            self.error("; ".join(self._unknown(rest)))
+        parsed, unparsed = self.parse_known_args(args, namespace)
+        if unparsed:
+            self.error("; ".join(self._unknown(unparsed)))
         return parsed
 
     def error(self, message: str) -> NoReturn:
@@ -313,8 +313,8 @@ class Parser(argparse.ArgumentParser):
         flags = [word.partition("=")[0] for word in arguments if word.startswith("-") and word not in ("-", "--")]
         if not flags:  # else the other words are probably their values
             return [f"unexpected argument {arguments[0]!r}"]
-        known = [name.removeprefix("--") for name in self._flags()]
-        return [f"unknown flag {flag}{_hint(flag.removeprefix('--').replace('-', '_'), known, '--')}" for flag in flags]
+        names = [name.removeprefix("--") for name in self._flags()]
+        return [f"unknown flag {flag}{_hint(flag.removeprefix('--').replace('-', '_'), names, '--')}" for flag in flags]
 
     def _flags(self) -> list[str]:
         """Long flags, those of sub-commands included."""

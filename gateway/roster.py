@@ -54,11 +54,11 @@ class Roster:
 
     def _refuse(self, refused: list[Registration]) -> None:
         gauge = self._metrics.refused
-        known = {worker.worker: worker.tokenizer for worker in refused}
+        tokenizers = {worker.worker: worker.tokenizer for worker in refused}
         for name, tokenizer in self._refused.items():
-            if known.get(name) != tokenizer:
+            if tokenizers.get(name) != tokenizer:
                 gauge.remove(name, tokenizer, self._tokenizer)
-        for name, tokenizer in known.items():
+        for name, tokenizer in tokenizers.items():
             if self._refused.get(name) != tokenizer:
                 gauge.labels(name, tokenizer, self._tokenizer).set(1)
                 log.error(
@@ -70,7 +70,7 @@ class Roster:
                     reason="it serves this model's name with another tokenizer; give it the gateway's model directory, "
                     "or a --served-model-name of its own",
                 )
-        self._refused = known
+        self._refused = tokenizers
 
     def _report_revisions(self, serving: str | None, present: frozenset[str], workers: list[Registration]) -> None:
         if serving != self._serving:

@@ -219,7 +219,7 @@ def _run(args: list[str]) -> int:
         return 0
     if args[0] == "--version":
         return version([])
-    name, rest = split(args)
+    name, arguments = split(args)
     if name is None:
         if args[1:] in (["-h"], ["--help"]) and usage(args[0]) != usage():
             print(usage(args[0]))
@@ -229,14 +229,14 @@ def _run(args: list[str]) -> int:
     command = COMMANDS[name]
     run = load(command.run)
     if command.settings == ARGV:
-        return run(rest) or 0
+        return run(arguments) or 0
     if command.settings == NOTHING:
-        sys.argv = [f"penstock {name}", *rest]
+        sys.argv = [f"penstock {name}", *arguments]
         return run() or 0
     from configs.flags import parse
 
     kind = load(command.settings if ":" in command.settings else f"configs.settings:{command.settings}")
-    return run(parse(kind, rest, prog=f"penstock {name}", about=command.about)) or 0
+    return run(parse(kind, arguments, prog=f"penstock {name}", about=command.about)) or 0
 
 
 def split(args: Sequence[str]) -> tuple[str | None, list[str]]:

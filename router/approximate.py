@@ -109,7 +109,7 @@ class ApproximateIndex:
             return
         if target.numbers and target.numbers[0] == number:
             target.numbers.popleft()
-        gone = [key for key in record.keys if target.used.get(key) == number]
-        for key in gone:
+        removed = [key for key in record.keys if target.used.get(key) == number]
+        for key in removed:
             del target.used[key]
-        self._holders.remove(target.holding, gone)
+        self._holders.remove(target.holding, removed)

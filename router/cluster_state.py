@@ -222,9 +222,9 @@ class ClusterState:
         """``overlaps`` for a decision that is made at once."""
         return self._with_predicted({} if self.index is None else self.index.depths(keys), keys)
 
-    def _with_predicted(self, known: Mapping[TargetId, int], keys: Sequence[int]) -> Mapping[TargetId, int]:
+    def _with_predicted(self, overlaps: Mapping[TargetId, int], keys: Sequence[int]) -> Mapping[TargetId, int]:
         predicted = self._approximate.match(keys) if len(self._approximate) else None
-        return {**as_dict(known), **predicted} if predicted else known
+        return {**as_dict(overlaps), **predicted} if predicted else overlaps
 
     def suspects(self) -> frozenset[str]:
         """Workers whose connection is broken at the moment, whose engine is stalled, or that are late."""

@@ -31,5 +31,5 @@ class EndedAttempts:
         """All of them, ``size`` at a time. Attempts may end between two parts."""
         requests = list(self._attempts)
         for start in range(0, len(requests), size):
-            known = ((request, self.last(request)) for request in requests[start : start + size])
-            yield tuple((request, attempt) for request, attempt in known if attempt >= 0)
+            attempts = ((request, self.last(request)) for request in requests[start : start + size])
+            yield tuple((request, attempt) for request, attempt in attempts if attempt >= 0)

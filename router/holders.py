@@ -323,11 +323,11 @@ class Holders:
     def _lose(self, holding: Holding, node: int, held: int, names: list[int]) -> None:
         """``holding`` loses any blocks of ``node``."""
         position = {name: at for at, name in enumerate(self.tree.chunks[node][:held])}
-        gone = sorted({position[name] for name in names if name in position}, reverse=True)
-        while gone:
-            end = begin = gone.pop(0) + 1
-            while gone and gone[0] == begin - 2:
-                begin = gone.pop(0) + 1
+        lost = sorted({position[name] for name in names if name in position}, reverse=True)
+        while lost:
+            end = begin = lost.pop(0) + 1
+            while lost and lost[0] == begin - 2:
+                begin = lost.pop(0) + 1
             if end < held:
                 self._ragged |= holding.bit
                 node = self.tree.split(node, end)
@@ -363,15 +363,15 @@ class Holders:
 
     def _targets(self, mask: int) -> dict[TargetId, int]:
         """As the keys of a dict: of those, ``dict.fromkeys`` takes the hashes too."""
-        known = self._names.get(mask)
-        if known is None:
+        targets = self._names.get(mask)
+        if targets is None:
             bits = bits_of(mask)
             if self._named > _MOST_NAMED:
                 self._names.clear()
                 self._named = 0
             self._named += len(bits)
-            known = self._names[mask] = {self._by_bit[bit].target_id: 0 for bit in bits}
-        return known
+            targets = self._names[mask] = {self._by_bit[bit].target_id: 0 for bit in bits}
+        return targets
 
 
 def _common(chunk: Sequence[int], start: int, keys: Sequence[int], at: int) -> int:

@@ -117,23 +117,23 @@ class LoadTracker:
 
     def serving(self, model: str) -> list[Registration]:
         """The workers of a model, by any of its names, sorted by worker id."""
-        known = self._serving.get(model)
-        if known is None:
+        serving = self._serving.get(model)
+        if serving is None:
             names = sorted(self._registrations)
-            known = [r for name in names if serves(r := self._registrations[name], model)]
+            serving = [r for name in names if serves(r := self._registrations[name], model)]
             if len(self._serving) >= MODELS_CACHED:
                 self._serving.clear()
-            self._serving[model] = known
-        return known
+            self._serving[model] = serving
+        return serving
 
     def revisions(self, model: str, tokenizer: str) -> Revisions:
         """The revisions of a model whose workers can read prompts of this tokenizer."""
-        known = self._revisions.get((model, tokenizer))
-        if known is None:
+        cached = self._revisions.get((model, tokenizer))
+        if cached is None:
             if len(self._revisions) >= MODELS_CACHED:
                 self._revisions.clear()
-            known = self._revisions[model, tokenizer] = revisions(self.serving(model), tokenizer)
-        return known
+            cached = self._revisions[model, tokenizer] = revisions(self.serving(model), tokenizer)
+        return cached
 
     def load(self, target_id: TargetId, now_ns: int) -> Load:
         held = self._targets.get(target_id)

@@ -106,7 +106,7 @@ def routing_request(
     )
 
 
-def required_revision(pending: PendingRequest, known: Revisions) -> str | None:
+def required_revision(pending: PendingRequest, registered: Revisions) -> str | None:
     """The revision that must run the request; None: any.
 
     Before its first token, a request whose revision has no ready worker moves to the serving revision.
@@ -116,9 +116,9 @@ def required_revision(pending: PendingRequest, known: Revisions) -> str | None:
         return pinned
     if pending.request.worker:
         return None
-    if pinned and (pinned in known.present or known.serving is None):
+    if pinned and (pinned in registered.present or registered.serving is None):
         return pinned
-    return known.serving
+    return registered.serving
 
 
 def lane(pending: PendingRequest, local_prefill_tokens: int) -> str:

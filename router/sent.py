@@ -41,8 +41,8 @@ def read_sent(entry: Entry) -> Sent | None:
         return None
     role, worker = entry.subject.split(".")[-2:]
     load = jobs.read_load_header(header)
-    request, number, *rest = entry.headers.get(HEADER_MSG_ID, "").split(":")
-    stage, is_copy = parse_stage(rest)
+    request, number, *numbers = entry.headers.get(HEADER_MSG_ID, "").split(":")
+    stage, is_copy = parse_stage(numbers)
     if load.route and load.route[0].worker != worker:
         raise ValueError("the route begins at another worker")
     return Sent(request, int(number), worker, role, load, is_copy, handed=stage == ["decode"])

@@ -196,10 +196,10 @@ class Router:
             return
         if not self.intake.places(request.model):  # passed on by a router that takes this one for the owner
             self.cluster.fold_unowned()
-        known = self.cluster.tracker.request(request.id)
-        if known is not None and not known.echoed:  # its job is being stored, and acknowledges it then, not before
+        active = self.cluster.tracker.request(request.id)
+        if active is not None and not active.echoed:  # its job is being stored, and acknowledges it then, not before
             return
-        if known is not None or self.cluster.tracker.ended(request.id):  # its acknowledgement was lost
+        if active is not None or self.cluster.tracker.ended(request.id):  # its acknowledgement was lost
             await self._bus.nc.publish(message.reply, ACK)
             return
         if request.id in self._terminal or self._held.delivered_again(request.id, message.reply):
@@ -250,8 +250,8 @@ class Router:
     def _is_over(self, pending: PendingRequest, now_ns: int) -> bool:
         """Whether the request needs no worker: another router has placed it, or it ends here."""
         request, tracker = pending.request, self.cluster.tracker
-        known = tracker.request(request.id)
-        placed = known is not None and known.echoed and known.attempt >= pending.attempt
+        active = tracker.request(request.id)
+        placed = active is not None and active.echoed and active.attempt >= pending.attempt
         if placed or tracker.ended(request.id):
             if pending.reply:
                 self._background.acknowledge(pending.reply, ACK)

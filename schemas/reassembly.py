@@ -110,21 +110,21 @@ class TokenReassembler:
 
     def _take(self, choice: _ChoiceCursor, item: TokenItem, count: int) -> Sequence[TokenItem]:
         """``count``: positions of the item."""
-        known = choice.position - item.first
-        if known > 0:
-            if known >= count and item.finish is None:
+        repeated = choice.position - item.first
+        if repeated > 0:
+            if repeated >= count and item.finish is None:
                 return ()
-            known = min(known, count)
+            repeated = min(repeated, count)
             item = TokenItem(
                 item.request,
                 item.attempt,
                 item.choice,
                 choice.position,
-                item.tokens[4 * known :],
+                item.tokens[4 * repeated :],
                 item.finish,
-                item.logprobs[known:] if item.logprobs is not None else None,
+                item.logprobs[repeated:] if item.logprobs is not None else None,
             )
-            count -= known
+            count -= repeated
         elif not count and item.finish is None:
             return ()
         choice.position += count
@@ -178,8 +178,8 @@ def replay(items: Iterable[TokenItem], n: int = 1) -> list[Progress]:
             if due.finish is not None:
                 finishes[due.choice] = due.finish
     return [
-        Progress(b"".join(parts), finish, tuple(known))
-        for parts, finish, known in zip(tokens, finishes, logprobs, strict=True)
+        Progress(b"".join(parts), finish, tuple(scores))
+        for parts, finish, scores in zip(tokens, finishes, logprobs, strict=True)
     ]
 
 

@@ -35,12 +35,12 @@ class RequestTable:
     def admission(self, request_id: str, attempt: int, delivery: Any) -> Admission:
         if self._ended.get(request_id, -1) >= attempt:
             return Admission.OVER
-        for known in (self.ending.get(request_id), self.running.get(request_id)):
-            if known is None or known.attempt < attempt:
+        for other in (self.ending.get(request_id), self.running.get(request_id)):
+            if other is None or other.attempt < attempt:
                 continue
-            if known.attempt > attempt:
+            if other.attempt > attempt:
                 return Admission.OVER
-            known.delivery = delivery
+            other.delivery = delivery
             return Admission.PENDING
         return Admission.RUN
 

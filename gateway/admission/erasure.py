@@ -37,10 +37,10 @@ class ErasureCheck:
             if not entry.data or "KV-Operation" in entry.headers or entry.time_ns < oldest_ns:
                 continue
             try:
-                known = routers.decode(entry.data).no_store
+                supported = routers.decode(entry.data).no_store
             except msgspec.MsgspecError:
-                known = False
-            if not known:
+                supported = False
+            if not supported:
                 name = entry.subject.rpartition(".")[2]
                 raise _unsupported(f"router {name} is of a release that does not erase requests; update it first")
         self._checked = time.monotonic()

@@ -124,11 +124,11 @@ def _digest(body: bytes | None) -> bytes:
 
 
 def _checked(stored: tuple[bytes, int], digest: bytes | None, request_id: str) -> Claim:
-    known = _identity(stored[0])
-    if digest and known.body and known.body != digest:
+    stored_claim = _identity(stored[0])
+    if digest and stored_claim.body and stored_claim.body != digest:
         raise Conflict
     # Our own, if its acknowledgement was lost.
-    return Claim(known.request, known.request == request_id, stored[1])
+    return Claim(stored_claim.request, stored_claim.request == request_id, stored[1])
 
 
 async def _get(bus: Bus, subject: str) -> tuple[bytes, int] | None:

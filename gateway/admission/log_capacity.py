@@ -90,8 +90,8 @@ class LogCapacity:
         if share < WARN:
             return share
         # Most of these may be of other classes: find the first one of its own class.
-        known, first = self._firsts.get(consumer.name, (-1, 0))
-        if known != floor:
+        floor_seq, first = self._firsts.get(consumer.name, (-1, 0))
+        if floor_seq != floor:
             config = consumer.config
             subjects = config.filter_subjects or [config.filter_subject]
             oldest = [await get_next(self._bus, watch.stream, subject, floor) for subject in subjects]

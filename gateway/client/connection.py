@@ -86,7 +86,7 @@ async def connect(url: str, namespace: str, **options: Any) -> Connection:
     async def ignored(problem: Exception) -> None:
         """Ignored here: errors that matter are handled where they occur; nats-py would print them."""
 
-    given: dict[str, Any] = {
+    nats_options: dict[str, Any] = {
         "name": "penstock-client",
         "max_reconnect_attempts": -1,
         "error_cb": ignored,
@@ -95,7 +95,7 @@ async def connect(url: str, namespace: str, **options: Any) -> Connection:
     }
     try:
         async with asyncio.timeout(CONNECT_S):
-            nc = await nats.connect(url.split(","), **given | options)
+            nc = await nats.connect(url.split(","), **nats_options | options)
     except (NatsError, OSError, TimeoutError) as problem:
         where = ", ".join(part.rpartition("@")[2] for part in url.split(","))
         reason = f"{type(problem).__name__}: {problem}".rstrip(": ")

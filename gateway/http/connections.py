@@ -326,8 +326,8 @@ def error_response(error: ServingError) -> bytes:
 
 def _without_upgrade(data: bytes) -> bytes:
     """Remove the offer of HTTP/2 that Java's clients send: the parser would drop the body behind it."""
-    head, end, rest = data.partition(b"\r\n\r\n")
-    return _UPGRADE.sub(b"\r\nx-upgrade:", head) + end + rest
+    head, end, body = data.partition(b"\r\n\r\n")
+    return _UPGRADE.sub(b"\r\nx-upgrade:", head) + end + body
 
 
 def _headers_too_large(limit: int, line: bool = False) -> ServingError:

@@ -99,19 +99,19 @@ async def submit_once(
     """
     tenant, name = DEFAULT_TENANT, f"key:{key}"
     canonical = await gateway.run_for(body, _canonical_body, endpoint, body)
-    known = await find_claim(gateway.bus, tenant, name, canonical)
-    if known is None:
+    stored_claim = await find_claim(gateway.bus, tenant, name, canonical)
+    if stored_claim is None:
         prepared = await prepare()
         claimed_body = None if prepared.request.no_store else canonical
-        known = await claim(gateway.bus, tenant, name, claimed_body, prepared.request.id)
-        if known.fresh:
+        stored_claim = await claim(gateway.bus, tenant, name, claimed_body, prepared.request.id)
+        if stored_claim.fresh:
             return prepared, await gateway.submit(prepared.request, owner=False)
-    claimed = await _find(gateway, known, tenant)
+    claimed = await _find(gateway, stored_claim, tenant)
     if claimed is None:  # the gateway that claimed it crashed before the request was stored
         prepared = await prepare()
         claimed_body = None if prepared.request.no_store else canonical
-        known = await reclaim(gateway.bus, tenant, name, claimed_body, prepared.request.id, known)
-        prepared = prepared._replace(request=msgspec.structs.replace(prepared.request, id=known.request))
+        stored_claim = await reclaim(gateway.bus, tenant, name, claimed_body, prepared.request.id, stored_claim)
+        prepared = prepared._replace(request=msgspec.structs.replace(prepared.request, id=stored_claim.request))
         return prepared, await gateway.submit(prepared.request, owner=False)
     request, record = claimed
     form = await gateway.run_for(body, decode_body, _stream_fields, body)
@@ -122,15 +122,15 @@ async def submit_once(
     return prepared, await gateway.attach(request, record, ordered=prepared.stream)
 
 
-async def _find(gateway: Gateway, known: Claim, tenant: str) -> StoredRequest | None:
+async def _find(gateway: Gateway, stored_claim: Claim, tenant: str) -> StoredRequest | None:
     """The claimed request; None: it is not in the log, and is unlikely to arrive."""
     while True:
         try:
-            return await gateway.look_up(known.request, tenant)
+            return await gateway.look_up(stored_claim.request, tenant)
         except ServingError as error:
             if error.code is not Code.request_not_found:
                 raise
-            if time.time_ns() - time_of(known.request) > SOON_S * 1e9:
+            if time.time_ns() - time_of(stored_claim.request) > SOON_S * 1e9:
                 return None
         await asyncio.sleep(AGAIN_S)
 

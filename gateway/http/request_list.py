@@ -79,8 +79,8 @@ def parse(query: Mapping[str, str]) -> ListQuery:
     states = [each for each in query.get("state", "").split(",") if each]
     for state in states:
         if state not in _NAMED:
-            known = ", ".join(_NAMED)
-            raise _invalid("state", f"state {state[:80]!r} is none of {known}; several: state=failed,cancelled")
+            names = ", ".join(_NAMED)
+            raise _invalid("state", f"state {state[:80]!r} is none of {names}; several: state=failed,cancelled")
     criteria = Criteria(
         _moment_ns("since", query),
         _moment_ns("until", query),

@@ -73,8 +73,8 @@ def frame_count(body: VideoGenerationRequest, model: Diffuser, frame_rate: float
         seconds = math.nan
     if not 0 < seconds <= 3600:
         raise invalid("seconds", f"seconds {str(body.seconds)[:40]!r} is not a number above 0 and up to 3600")
-    wanted = max(1, round(seconds * frame_rate))
-    count = 1 + -(-(wanted - 1) // step) * step
+    frames = max(1, round(seconds * frame_rate))
+    count = 1 + -(-(frames - 1) // step) * step
     if count > model.max_frames:
         longest = model.max_frames / frame_rate
         raise invalid(

@@ -71,9 +71,9 @@ class _Pass:
     def feed(self, entry: Entry) -> int:
         """Feed one entry to the readers that need it; returns how many items it has."""
         items = tokens.decode(entry.data).items
-        seq, known = entry.seq, self.by_request
+        seq, subscribed = entry.seq, self.by_request
         for item in items:
-            readers = known.get(item.request)
+            readers = subscribed.get(item.request)
             if readers is not None:
                 for inflight in list(readers):
                     if seq > inflight.seq and not inflight.feed_past(item, seq):

@@ -77,41 +77,41 @@ class RequestFinder:
     async def _run(self) -> None:
         try:
             while self._wanted:
-                wanted, self._wanted = self._wanted, {}
+                pending, self._wanted = self._wanted, {}
                 try:
                     for earlier in (EARLIER_NS, CLOCK_SKEW_NS):
-                        await self._scan(wanted, earlier)
-                    for request_id, future in wanted.items():
+                        await self._scan(pending, earlier)
+                    for request_id, future in pending.items():
                         _fail(future, unknown(request_id))
                 except Exception as error:
-                    for future in wanted.values():
+                    for future in pending.values():
                         _fail(future, as_serving_error(error, "reading the request log"))
                 finally:
-                    for future in wanted.values():
+                    for future in pending.values():
                         future.cancel()
         finally:
             self._running -= 1
 
-    async def _scan(self, wanted: _Wanted, earlier_ns: int) -> None:
-        """Take what is found out of ``wanted``, reading forward from the earliest id's time."""
-        times = sorted((time_of(request_id), request_id) for request_id in wanted)
+    async def _scan(self, pending: _Wanted, earlier_ns: int) -> None:
+        """Take what is found out of ``pending``, reading forward from the earliest id's time."""
+        times = sorted((time_of(request_id), request_id) for request_id in pending)
         while times:
             since = times[0][0] - earlier_ns
-            if not await self._read_from(since, wanted, times, earlier_ns):
+            if not await self._read_from(since, pending, times, earlier_ns):
                 return
 
-    async def _read_from(self, since_ns: int, wanted: _Wanted, times: list[tuple[int, str]], earlier_ns: int) -> bool:
+    async def _read_from(self, since_ns: int, pending: _Wanted, times: list[tuple[int, str]], earlier_ns: int) -> bool:
         """One read; True: it is worth a new one, further on."""
         subjects = self._bus.subjects
         stored = read(self._bus, subjects.stream("REQUESTS"), subjects.unsharded, since_ns=since_ns, batch=BATCH)
         async with aclosing(stored) as entries:
             async for entry in entries:
                 request_id = entry.headers.get(HEADER_MSG_ID, "")
-                future = wanted.pop(request_id, None)
+                future = pending.pop(request_id, None)
                 if future is not None and not future.done():
                     future.set_result(requests.decode(entry.data))
                 now_ns = entry.time_ns
-                while times and (times[0][1] not in wanted or now_ns > times[0][0] + WINDOW_NS):
+                while times and (times[0][1] not in pending or now_ns > times[0][0] + WINDOW_NS):
                     times.pop(0)
                 if not times:
                     return False

@@ -140,8 +140,8 @@ class RequestListing:
         ended = {event.request: of_done(event) for event in await self._records.ends([each for _, each in asked])}
         running = [request for _, request in asked if request.id not in ended]
         summaries = await asyncio.gather(*map(self._running, running))
-        known = {each.id: each for each in summaries}
-        return [(seq, ended.get(request.id) or known[request.id]) for seq, request in asked]
+        by_id = {each.id: each for each in summaries}
+        return [(seq, ended.get(request.id) or by_id[request.id]) for seq, request in asked]
 
     async def _running(self, request: GenerateRequest) -> RequestSummary:
         seen = self._progress.here(request.id) or await self._progress.ask(request.gateway, request.id)

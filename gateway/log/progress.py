@@ -35,14 +35,14 @@ class Progress:
         await self._bus.nc.subscribe(self._bus.subjects.progress(self._gateway), cb=self._answer)
 
     async def _answer(self, message: Any) -> None:
-        known = self.here(message.data.decode("ascii", "replace"))
+        progress = self.here(message.data.decode("ascii", "replace"))
         if message.reply:
-            await self._bus.nc.publish(message.reply, encode(known) if known is not None else b"")
+            await self._bus.nc.publish(message.reply, encode(progress) if progress is not None else b"")
 
     def here(self, request_id: str) -> control.Progress | None:
         """The progress known to this gateway; None: it does not follow the request."""
-        known = [progress_of(inflight) for inflight in self._readers(request_id) if not inflight.behind]
-        return max(known, key=lambda each: (each.attempt, each.tokens), default=None)
+        positions = [progress_of(inflight) for inflight in self._readers(request_id) if not inflight.behind]
+        return max(positions, key=lambda each: (each.attempt, each.tokens), default=None)
 
     async def ask(self, gateway: str, request_id: str) -> control.Progress | None:
         """The progress known to another gateway; None: it is gone, or does not follow the request (any more)."""

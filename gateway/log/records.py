@@ -32,13 +32,13 @@ class Records:
         entry = await get_last(self._bus, self._stream, self._bus.subjects.done_of(request_id))
         return _decoded(entry.data) if entry is not None else None
 
-    async def ends(self, wanted: Sequence[GenerateRequest]) -> list[done.Done]:
+    async def ends(self, requests: Sequence[GenerateRequest]) -> list[done.Done]:
         """Of these requests, a few hundred at most, those that are over. Replicas may lag behind: ask again.
 
         Raises:
             ServingError: the log did not answer.
         """
-        subjects = [self._bus.subjects.done(r.tenant, r.model, r.id) for r in wanted]
+        subjects = [self._bus.subjects.done(r.tenant, r.model, r.id) for r in requests]
         events = [_decoded(entry.data) for entry in await get_last_of(self._bus, self._stream, subjects)]
         return [event for event in events if event is not None]
 

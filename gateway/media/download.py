@@ -65,16 +65,16 @@ class Downloader:
             httpcore2.AsyncHTTPConnection(url.origin, self._tls, network_backend=self._backend) as connection,
             connection.stream("GET", url, headers=headers) as response,
         ):
-            given = {name.lower(): value.decode("latin-1") for name, value in response.headers}
-            if response.status in _REDIRECTS and b"location" in given:
-                return parse_redirect(source, given[b"location"], self._limits)
+            headers_in = {name.lower(): value.decode("latin-1") for name, value in response.headers}
+            if response.status in _REDIRECTS and b"location" in headers_in:
+                return parse_redirect(source, headers_in[b"location"], self._limits)
             if response.status != 200:
                 raise MediaRejected(f"could not be fetched: {source.host} answered {response.status}")
-            if given.get(b"content-encoding", "identity").lower() != "identity":
+            if headers_in.get(b"content-encoding", "identity").lower() != "identity":
                 raise MediaRejected(
                     f"could not be fetched: {source.host} used a content encoding that was not requested"
                 )
-            return await self._body(response, given.get(b"content-length", ""))
+            return await self._body(response, headers_in.get(b"content-length", ""))
 
     async def _body(self, response: httpcore2.Response, length: str) -> bytes:
         limit = self._limits.max_bytes

@@ -42,8 +42,8 @@ class RequestAcceptor:
         try:
             prepared = await self._prepare(message, body, origin)
         except ServingError as error:
-            if name and error.code in _TRANSIENT and (known := await self._known(origin, name, body)) is not None:
-                return known
+            if name and error.code in _TRANSIENT and (earlier := await self._known(origin, name, body)) is not None:
+                return earlier
             raise
         request = prepared.request
         if name:
@@ -74,11 +74,11 @@ class RequestAcceptor:
 
     async def _known(self, origin: Origin, name: str, body: bytes) -> AcceptedRequest | None:
         """The request that a repeat means. Repeats are answered even while no new requests are accepted."""
-        known = await find_claim(self._gateway.bus, origin.tenant, name)
-        if known is None:
+        stored_claim = await find_claim(self._gateway.bus, origin.tenant, name)
+        if stored_claim is None:
             return None
         try:
-            return await self._delivery.find(origin.tenant, known.request)
+            return await self._delivery.find(origin.tenant, stored_claim.request)
         except ServingError as error:
             if error.code is Code.request_not_found:
                 return None

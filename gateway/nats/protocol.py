@@ -28,9 +28,9 @@ class Origin(NamedTuple):
 
 def origin_of(subject: str, kind: str) -> Origin:
     """Of a subject ``<namespace>.<kind>.[<tenant>.]<model>``, or ``<namespace>.<kind>[.<tenant>]`` without a model."""
-    rest = subject.split(".")[2:]
-    if len(rest) > (1 if kind in ("submit", "ask") else 0):
-        return Origin(rest[0], direct=False)
+    parts = subject.split(".")[2:]
+    if len(parts) > (1 if kind in ("submit", "ask") else 0):
+        return Origin(parts[0], direct=False)
     return Origin(DEFAULT_TENANT, direct=True)
 
 

@@ -138,9 +138,9 @@ class Services:
         self._asks[origin.tenant] += 1
         code = "ok"
         try:
-            given = parse_headers(message.headers or {}, self._subjects.namespace)
-            replies.first = given.first
-            name = f"id:{given.message_id}" if given.message_id else ""
+            options = parse_headers(message.headers or {}, self._subjects.namespace)
+            replies.first = options.first
+            name = f"id:{options.message_id}" if options.message_id else ""
             async with contextlib.AsyncExitStack() as stack:
                 if name:
                     await stack.enter_async_context(
@@ -202,7 +202,7 @@ class Services:
         """
         if query.id:
             return await self._delivery.find(origin.tenant, query.id)
-        known = await find_claim(self._bus, origin.tenant, f"id:{query.key}")
-        if known is None:
+        stored_claim = await find_claim(self._bus, origin.tenant, f"id:{query.key}")
+        if stored_claim is None:
             raise ServingError(Code.request_not_found, f"no submission with the message id {query.key[:80]!r} is known")
-        return await self._delivery.find(origin.tenant, known.request)
+        return await self._delivery.find(origin.tenant, stored_claim.request)

@@ -164,19 +164,19 @@ class Submissions:
         replies = self._replies_for(origin, key, reply_to, 0)
         replies.set_request(candidate)
         try:
-            given = parse_headers(message.headers or {}, self._subjects.namespace)
+            options = parse_headers(message.headers or {}, self._subjects.namespace)
             if message_id:
                 self._remember((origin.tenant, message_id), entry, origin)
             stored = f"{at[0]}:{at[1]}:{message.metadata.timestamp.timestamp():.6f}"
-            replies = self._replies_for(origin, key, given.reply_to, given.first)
+            replies = self._replies_for(origin, key, options.reply_to, options.first)
             replies.set_request(candidate)
-            entry.reply_subjects.add(given.reply_to)
+            entry.reply_subjects.add(options.reply_to)
             name = f"id:{message_id}" if message_id else f"at:{stored}"
             async with self._same_key.hold((origin.tenant, name), "submissions with this message id"):
                 accepted = await self._acceptor.accept(message, origin, name)
                 entry.accepted.set_result(accepted)
                 if not message_id:
-                    replies = self._replies_for(origin, accepted.request.id, given.reply_to, given.first)
+                    replies = self._replies_for(origin, accepted.request.id, options.reply_to, options.first)
                 code = await self._delivery.deliver(accepted, replies)
         except ServingError as error:
             code = error.code.value
@@ -275,13 +275,13 @@ class Submissions:
             return
         request = first.request
         try:
-            given = parse_headers(seen.headers, self._subjects.namespace)
-            replies = self._replies_for(origin, key_of(given.message_id), given.reply_to, given.first)
+            options = parse_headers(seen.headers, self._subjects.namespace)
+            replies = self._replies_for(origin, key_of(options.message_id), options.reply_to, options.first)
             if seen.body != entry.body:
                 replies.set_request(request.id)
                 await replies.send(failure(Conflict(), -1))
                 return
-            async with self._same_key.hold((origin.tenant, f"id:{given.message_id}"), "repeats of this submission"):
+            async with self._same_key.hold((origin.tenant, f"id:{options.message_id}"), "repeats of this submission"):
                 await self._delivery.deliver(await self._delivery.find(origin.tenant, request.id), replies)
         except ServingError as error:
             log.debug("repeat_unanswered", request=request.id, error=error.message)

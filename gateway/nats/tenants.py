@@ -69,7 +69,7 @@ class TenantTable:
         except msgspec.MsgspecError as error:
             log.warning("tenant_unreadable", tenant=tenant, error=str(error))
             return
-        known = tenant in self._limits
+        existed = tenant in self._limits
         self._limits[tenant] = limits
-        if not known:
+        if not existed:
             self._joined(tenant)

@@ -65,11 +65,11 @@ def agreed_parsers(workers: Iterable[Registration]) -> tuple[ParserNames, frozen
         return ParserNames(), frozenset()
     first = min(decoding, key=lambda worker: (worker.epoch, worker.worker))
     named = frozenset(ParserNames(worker.reasoning_parser, worker.tool_call_parser) for worker in decoding)
-    known = ParserNames(
+    names = ParserNames(
         first.reasoning_parser if first.reasoning_parser in REASONING else "",
         first.tool_call_parser if first.tool_call_parser in TOOLS else "",
     )
-    return known, named
+    return names, named
 
 
 def answer_parsing(

@@ -158,14 +158,14 @@ def compare(
         lambda: ours(()),
         lambda: ours(ones),
     )
-    taken: list[list[float]] = [[] for _ in kinds]
+    samples: list[list[float]] = [[] for _ in kinds]
     for turn in range(WARM_ROUNDS + rounds):
-        for kind, times in zip(kinds, taken, strict=True):
+        for kind, times in zip(kinds, samples, strict=True):
             began = time.perf_counter()
             kind()
             if turn >= WARM_ROUNDS:
                 times.append(time.perf_counter() - began)
-    bare_s, ours_s, checked_s = (statistics.median(times) for times in taken)
+    bare_s, ours_s, checked_s = (statistics.median(times) for times in samples)
     size = len(ids) * here.block_bytes / 1e6
     return Figures(
         op=op,
@@ -180,7 +180,7 @@ def compare(
         checked_mb_per_s=size / checked_s,
         ratio=bare_s / ours_s,
         checked_ratio=bare_s / checked_s,
-        best_ratio=min(taken[0]) / min(taken[2]),
+        best_ratio=min(samples[0]) / min(samples[2]),
     )
 
 

@@ -305,9 +305,9 @@ async def record(bus: Bus, count: int, seed: int = 1, progress: Callable[[int], 
     ids = await Afternoon(publish, bus.subjects, seed).record(count, progress)
     await bus.nc.flush()
     for kind, earlier in before.items():
-        wanted = sent.get(kind, 0) + (sent.get("returned", 0) if kind == "done" else 0)
-        if (stored := await _stored(bus, kind) - earlier) != wanted:
-            raise RuntimeError(f"the broker stored {stored} of {wanted} messages of {kind}")
+        expected = sent.get(kind, 0) + (sent.get("returned", 0) if kind == "done" else 0)
+        if (stored := await _stored(bus, kind) - earlier) != expected:
+            raise RuntimeError(f"the broker stored {stored} of {expected} messages of {kind}")
     return ids
 
 

@@ -67,15 +67,15 @@ def run(settings: Settings) -> int:
 async def _measure(settings: Settings) -> tuple[Times, Times]:
     rng = random.Random(settings.seed or None)
     places = [await _place(settings.whole), await _place(settings.split)]
-    taken: list[list[tuple[float, float]]] = [[], []]
+    samples: list[list[tuple[float, float]]] = [[], []]
     for turn in range(settings.rounds + 1):
         for number, (host, port, model) in enumerate(places):
             prompt = rng.choices(range(FIRST_ID, settings.vocabulary), k=settings.prompt_tokens)
             times = await asyncio.wait_for(_ask(host, port, model, prompt), ANSWER_S)
             if turn:  # the first warms connections up
-                taken[number].append(times)
+                samples[number].append(times)
     whole, split = (
-        Times(*(statistics.median(each[part] for each in times) * 1e3 for part in range(2))) for times in taken
+        Times(*(statistics.median(each[part] for each in times) * 1e3 for part in range(2))) for times in samples
     )
     return whole, split
 

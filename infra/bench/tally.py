@@ -45,8 +45,8 @@ class Tally:
         )
 
     def fail(self, reason: str) -> None:
-        known = reason in self.errors or len(self.errors) < _MOST_REASONS
-        self.errors[reason if known else "other"] += 1
+        counted = reason in self.errors or len(self.errors) < _MOST_REASONS
+        self.errors[reason if counted else "other"] += 1
 
     def count(self, exchange: Exchange, expected_tokens: int) -> None:
         """Take what came of a request; an answer with another number of tokens is an error."""

@@ -180,26 +180,26 @@ def _larger(one: int, other: int) -> int:
     return one if one <= 0 else other if other <= 0 else max(one, other)
 
 
-async def _apply_stream(nc: Client, wanted: Config, retired: tuple[str, ...] = ()) -> list[str]:
-    name = wanted["name"]
+async def _apply_stream(nc: Client, config: Config, retired: tuple[str, ...] = ()) -> list[str]:
+    name = config["name"]
     existing = await existing_config(nc, f"STREAM.INFO.{name}", STREAM_NOT_FOUND)
     if existing is None:
-        await request(nc, f"STREAM.CREATE.{name}", wanted)
+        await request(nc, f"STREAM.CREATE.{name}", config)
         return [f"created {name}"]
-    if wanted["retention"] == "workqueue" and existing["retention"] == "limits":
+    if config["retention"] == "workqueue" and existing["retention"] == "limits":
         # Of an earlier release, and cannot be changed in place; by limits, only the oldest may be discarded.
-        wanted = wanted | {"retention": "limits", "discard": "old"}
+        config = config | {"retention": "limits", "discard": "old"}
     for key in ("retention", "storage"):
-        if existing[key] != wanted[key]:
+        if existing[key] != config[key]:
             raise BrokerProblem(
-                f"stream {name} exists with {key} {existing[key]!r}, {wanted[key]!r} is needed and cannot be changed "
+                f"stream {name} exists with {key} {existing[key]!r}, {config[key]!r} is needed and cannot be changed "
                 "in place: use another --namespace, or move that stream away"
             )
-    merged = widened(existing, wanted)
+    merged = widened(existing, config)
     if retired:  # of an earlier release, whose settings were not an operator's choice
         merged["subjects"] = [subject for subject in merged["subjects"] if subject not in retired]
-        merged["duplicate_window"] = wanted["duplicate_window"]
-    changed = sorted(key for key in wanted if merged[key] != existing.get(key))
+        merged["duplicate_window"] = config["duplicate_window"]
+    changed = sorted(key for key in config if merged[key] != existing.get(key))
     if not changed:
         return []
     await request(nc, f"STREAM.UPDATE.{name}", merged)
@@ -209,7 +209,7 @@ async def _apply_stream(nc: Client, wanted: Config, retired: tuple[str, ...] = (
 async def _apply_consumer(nc: Client, spec: ConsumerSpec) -> list[str]:
     label = f"{spec.stream}.{spec.name}"
     existing = await existing_config(nc, f"CONSUMER.INFO.{label}", CONSUMER_NOT_FOUND)
-    wanted = {
+    config = {
         "durable_name": spec.name,
         "name": spec.name,
         "deliver_policy": "all",
@@ -221,9 +221,9 @@ async def _apply_consumer(nc: Client, spec: ConsumerSpec) -> list[str]:
         **_filter((*spec.filter_subjects, *_kept(spec, existing or {}))),
         "replay_policy": "instant",
     }
-    merged = {k: v for k, v in (existing or {}).items() if k not in ("filter_subject", "filter_subjects")} | wanted
+    merged = {k: v for k, v in (existing or {}).items() if k not in ("filter_subject", "filter_subjects")} | config
     merged.pop("metadata", None)
-    changed = sorted(key for key in wanted if existing is None or existing.get(key) != wanted[key])
+    changed = sorted(key for key in config if existing is None or existing.get(key) != config[key])
     if not changed:
         return []
     await request(nc, f"CONSUMER.CREATE.{label}", {"stream_name": spec.stream, "config": merged})

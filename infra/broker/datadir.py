@@ -133,17 +133,17 @@ def load_secrets(path: Path, users: Iterable[str]) -> dict[str, str]:
     Raises:
         ValueError: the file is not what this function wrote.
     """
-    known: dict[str, str] = {}
+    stored: dict[str, str] = {}
     if path.exists():
         try:
-            known = json.loads(path.read_text())
+            stored = json.loads(path.read_text())
         except ValueError as error:
             raise ValueError(
                 f"{path} is damaged ({error}): remove it, and start every process with the new passwords"
             ) from error
-        if not isinstance(known, dict) or not all(isinstance(value, str) for value in known.values()):
+        if not isinstance(stored, dict) or not all(isinstance(value, str) for value in stored.values()):
             raise ValueError(f"{path} is damaged: remove it, and start every process with the new passwords")
-    passwords = {user: known.get(user) or secrets.token_urlsafe(24) for user in users}
-    if passwords != known:
+    passwords = {user: stored.get(user) or secrets.token_urlsafe(24) for user in users}
+    if passwords != stored:
         write_private(path, json.dumps(passwords, indent=2))
     return passwords

@@ -57,11 +57,11 @@ def inbox_prefix(role: str) -> str:
 
 def permissions(role: str, s: Subjects) -> Permissions | None:
     """The least a role needs; None: everything in its account."""
-    given = rights(role, s)
-    if given is None:
+    granted = rights(role, s)
+    if granted is None:
         return None
-    publish = (subject for right in given for subject in right.publish)
-    subscribe = (subject for right in given for subject in right.subscribe)
+    publish = (subject for right in granted for subject in right.publish)
+    subscribe = (subject for right in granted for subject in right.subscribe)
     return Permissions(
         tuple(dict.fromkeys(publish)),
         tuple(dict.fromkeys(subscribe)),
@@ -164,9 +164,9 @@ def _worker(s: Subjects) -> tuple[Right, ...]:
 
 def _not_submissions(s: Subjects) -> tuple[str, ...]:
     """Deleting messages of any stream but those of submissions, which are made while the server runs."""
-    known = topology(s)
-    names = [stream.name for stream in known.streams if not stream.queue]
-    names += [f"KV_{bucket.name}" for bucket in known.buckets] + [f"OBJ_{bucket.name}" for bucket in known.objects]
+    streams = topology(s)
+    names = [stream.name for stream in streams.streams if not stream.queue]
+    names += [f"KV_{bucket.name}" for bucket in streams.buckets] + [f"OBJ_{bucket.name}" for bucket in streams.objects]
     return tuple(f"$JS.API.STREAM.MSG.DELETE.{name}" for name in names)
 
 

@@ -53,14 +53,14 @@ def run(argv: Sequence[str]) -> int:
     try:
         place = _place(args)
         with tenants.held(place.data_dir):
-            known = tenants.load(place.data_dir)
+            existing = tenants.load(place.data_dir)
             if args.verb == "list":
-                _list(known)
+                _list(existing)
                 return 0
             name = check_name(args.name)
             if name == DEFAULT_TENANT:
                 raise ValueError(f"{DEFAULT_TENANT!r} is always there: its clients use client_nats_url of state.json")
-            asyncio.run(_change(place, known, name, args))
+            asyncio.run(_change(place, existing, name, args))
     except (BrokerProblem, ValueError, OSError) as error:
         print(f"penstock tenants: {error}", file=sys.stderr)
         return 1
@@ -142,30 +142,30 @@ def _place(args: argparse.Namespace) -> Place:
     return Place(data_dir, f"nats://operator:{password}@127.0.0.1:{port}", subjects, own=False)
 
 
-async def _change(place: Place, known: Tenants, name: str, args: argparse.Namespace) -> None:
+async def _change(place: Place, existing: Tenants, name: str, args: argparse.Namespace) -> None:
     """
     Raises:
         BrokerProblem: the broker refuses it.
         ValueError: there is no such tenant.
     """
-    if args.verb != "add" and name not in known:
-        raise ValueError(f"no tenant {name!r}; there are: {', '.join(sorted(known)) or 'none'}")
+    if args.verb != "add" and name not in existing:
+        raise ValueError(f"no tenant {name!r}; there are: {', '.join(sorted(existing)) or 'none'}")
     nc = await connect_operator(place.operator_url)
     try:
         if args.verb == "remove":
-            del known[name]
-            _write_accounts(place, known)  # first: nothing is accepted from it any more
+            del existing[name]
+            _write_accounts(place, existing)  # first: nothing is accepted from it any more
             await _forget(nc, place.subjects, name)
             tenants.credentials_path(place.data_dir, name).unlink(missing_ok=True)
             print(f"removed {name}")
             return
-        old = known.get(name)
+        old = existing.get(name)
         password = old.password if old is not None and args.verb == "add" else tenants.new_password()
         tenant = msgspec.structs.replace(old or Tenant(password=password), password=password, **_named_limits(args))
         await apply_submissions(nc, place.subjects, name, tenant.max_pending)
         await _publish(nc, place.subjects, name, wire.encode(tenant.limits))
-        known[name] = tenant
-        _write_accounts(place, known)  # last: when it can connect, everything is there
+        existing[name] = tenant
+        _write_accounts(place, existing)  # last: when it can connect, everything is there
         url = f"nats://{tenant_user(name)}:{password}@{place.server}"
         path = tenants.write_credentials(place.data_dir, name, url)
         print(f"{'changed' if old is not None else 'added'} {name}; credentials: {path}")
@@ -178,12 +178,12 @@ def _named_limits(args: argparse.Namespace) -> dict[str, Any]:
     if args.verb != "add":
         return {}
     models = None if args.models is None else tuple(model for model in args.models.split(",") if model)
-    given = {"models": models, "max_pending": args.max_pending, "weight": args.weight}
-    return {name: value for name, value in given.items() if value is not None}
+    limits = {"models": models, "max_pending": args.max_pending, "weight": args.weight}
+    return {name: value for name, value in limits.items() if value is not None}
 
 
-def _write_accounts(place: Place, known: Tenants) -> None:
-    tenants.save(place.data_dir, known)
+def _write_accounts(place: Place, existing: Tenants) -> None:
+    tenants.save(place.data_dir, existing)
     secrets = load_secrets(place.data_dir / "secrets.json", USERS)
     tenants.write_accounts(place.data_dir, secrets["client"], place.subjects)
     if place.own:
@@ -202,7 +202,7 @@ async def _forget(nc: Client, subjects: Subjects, name: str) -> None:
     await _publish(nc, subjects, name, b"", KV_Operation="DEL")
 
 
-def _list(known: Tenants) -> None:
+def _list(existing: Tenants) -> None:
     print(f"{'tenant':<32}  {'max-pending':>11}  {'weight':>6}  models")
-    for name, tenant in sorted(known.items()):
+    for name, tenant in sorted(existing.items()):
         print(f"{name:<32}  {tenant.max_pending:>11}  {tenant.weight:>6g}  {','.join(tenant.models) or 'all'}")

@@ -42,11 +42,11 @@ class Access:
 
     def refusal(self, request: Request) -> Response | None:
         """None: the request may pass. A link with the token is answered with a cookie and the link without it."""
-        given = request.query_params.get("token")
-        if given is not None and self._is_token(given):
+        token = request.query_params.get("token")
+        if token is not None and self._is_token(token):
             rest = urlencode([(key, value) for key, value in request.query_params.multi_items() if key != "token"])
             answer = RedirectResponse(request.url.path + (f"?{rest}" if rest else ""), 303)
-            answer.set_cookie(self._cookie, given, max_age=COOKIE_S, httponly=True, samesite="strict")
+            answer.set_cookie(self._cookie, token, max_age=COOKIE_S, httponly=True, samesite="strict")
             return answer
         bearer = request.headers.get("authorization", "").removeprefix("Bearer ")
         if self._is_token(request.cookies.get(self._cookie, "")) or self._is_token(bearer):

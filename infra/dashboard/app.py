@@ -125,8 +125,8 @@ class Dashboard:
         return HTMLResponse(pages.request(request_id, Markup(body), namespace=self._namespace))
 
     async def _find(self, request: Request) -> Response:
-        wanted = request.query_params.get("id", "").strip()
-        return RedirectResponse(f"/requests/{wanted}" if wanted and "/" not in wanted else "/requests", 303)
+        request_id = request.query_params.get("id", "").strip()
+        return RedirectResponse(f"/requests/{request_id}" if request_id and "/" not in request_id else "/requests", 303)
 
     async def _leases(self, request: Request) -> Response:
         now_ns = await stopped_ns(self._bus) if self._stopped else time.time_ns()

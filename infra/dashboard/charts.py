@@ -12,8 +12,8 @@ def sparkline(values: Sequence[float | None], *, label: str) -> str:
     Args:
         label: what a screen reader says of it.
     """
-    known = [value for value in values if value is not None]
-    top = max(known, default=0.0) or 1.0
+    numbers = [value for value in values if value is not None]
+    top = max(numbers, default=0.0) or 1.0
     step = (WIDTH - 2 * PAD) / max(1, len(values) - 1)
     lines: list[list[str]] = [[]]
     for index, value in enumerate(values):

@@ -171,23 +171,23 @@ def _listed(rng: Random, want: dict[str, Any]) -> str:
 
 def tools(rng: Random, held: bool) -> Sample:
     """A request with tools, of which one or none applies."""
-    known = rng.sample(_TOOLS, rng.randint(1, 4))
+    declared = rng.sample(_TOOLS, rng.randint(1, 4))
     if rng.random() < 0.4:
-        return _made_up(rng, held, known)
-    tool_name, _, params, asks = chosen = known[0]
+        return _made_up(rng, held, declared)
+    tool_name, _, params, asks = chosen = declared[0]
     arguments = {key: _argument(rng, kind, held) for key, kind in params}
-    offered = [_schema(*tool[:3]) for tool in known]
+    offered = [_schema(*tool[:3]) for tool in declared]
     rng.shuffle(offered)
     question = rng.choice(asks).format(**arguments)
     kind = rng.random()
     if kind < 0.12:  # no tool applies
-        others = [tool for tool in _TOOLS if tool not in known]
+        others = [tool for tool in _TOOLS if tool not in declared]
         tool_name, _, params, asks = rng.choice(others)
         question = rng.choice(asks).format(**{key: _argument(rng, what, held) for key, what in params})
         return Sample("tools", (("user", question),), UNKNOWN, UNKNOWN, tuple(offered))
     if kind < 0.2:
         plain = arithmetic(rng, held)
-        if "calculate" not in {tool[0] for tool in known}:
+        if "calculate" not in {tool[0] for tool in declared}:
             return plain._replace(task="tools", tools=tuple(offered), want=f"= {plain.want}")
     call = tool_call(tool_name, arguments)
     if kind < 0.35:
@@ -212,7 +212,7 @@ def _result(rng: Random, question: str, call: str, offered: tuple[dict[str, Any]
     return Sample("tools", messages, f"The answer is: {value}", value, offered)
 
 
-def _made_up(rng: Random, held: bool, known: list[Any]) -> Sample:
+def _made_up(rng: Random, held: bool, declared: list[Any]) -> Sample:
     """An unknown tool, to be used from its description alone."""
     made: list[tuple[str, str]] = []
     while len(made) < rng.randint(1, 3):
@@ -226,7 +226,7 @@ def _made_up(rng: Random, held: bool, known: list[Any]) -> Sample:
     for v, n in made[1:]:
         other = rng.sample((("city", "city"), ("name", "name"), ("count", "int")), rng.randint(1, 2))
         offered.append(_schema(f"{v}_{n}", f"{v.capitalize()} the {n}", tuple(other)))
-    offered += [_schema(*tool[:3]) for tool in known[: rng.randint(0, 2)]]
+    offered += [_schema(*tool[:3]) for tool in declared[: rng.randint(0, 2)]]
     rng.shuffle(offered)
     arguments = {key: _argument(rng, kind, held) for key, kind in params}
     said = ", ".join(f"{key} {value}" for key, value in arguments.items())

@@ -195,12 +195,12 @@ def cases(task: str, count: int, seed: int) -> list[Sample]:
     return [looking(rng, True, task) for _ in range(count)]
 
 
-def _corners(thing: Thing) -> list[tuple[float, float]]:
-    count, first = {"square": (4, math.pi / 4), "triangle": (3, -math.pi / 2), "star": (10, -math.pi / 2)}[thing.shape]
-    size = 1.1 if thing.shape in ("square", "triangle") else 1.0
+def _corners(shape: Thing) -> list[tuple[float, float]]:
+    count, first = {"square": (4, math.pi / 4), "triangle": (3, -math.pi / 2), "star": (10, -math.pi / 2)}[shape.shape]
+    size = 1.1 if shape.shape in ("square", "triangle") else 1.0
     corners = []
     for i in range(count):
-        r = size * (0.42 if thing.shape == "star" and i % 2 else 1.0)
-        angle = first + 2 * math.pi * i / count + thing.turn
+        r = size * (0.42 if shape.shape == "star" and i % 2 else 1.0)
+        angle = first + 2 * math.pi * i / count + shape.turn
         corners.append((r * math.cos(angle), r * math.sin(angle)))
     return corners

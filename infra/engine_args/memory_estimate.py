@@ -53,19 +53,19 @@ def kv_values(shape: Shape, ranks: int) -> int:
 def kv_bytes(args: EngineArgs, shape: Shape) -> float:
     """Bytes per cached value."""
     dtype = args.kv_cache_config.dtype.lower()
-    known = {"fp8": 1.0, "int8": 1.0, "nvfp4": 4.5 / 8, "float16": 2.0, "bfloat16": 2.0, "float32": 4.0}
-    return known.get(dtype, 2.0)
+    sizes = {"fp8": 1.0, "int8": 1.0, "nvfp4": 4.5 / 8, "float16": 2.0, "bfloat16": 2.0, "float32": 4.0}
+    return sizes.get(dtype, 2.0)
 
 
 def layer_windows(args: EngineArgs, shape: Shape) -> tuple[int, ...]:
     """Tokens that the engine keeps per layer; 0: all, as for all layers without max_attention_window."""
-    given = args.kv_cache_config.max_attention_window
+    windows = args.kv_cache_config.max_attention_window
     speculation = args.speculative_config
     extra = (
         shape.mtp_layers if isinstance(speculation, Mtp) else int(isinstance(speculation, Eagle))
     )  # draft layers have a cache, too
     layers = shape.layers + extra
-    return tuple(given[layer % len(given)] for layer in range(layers)) if given else (0,) * layers
+    return tuple(windows[layer % len(windows)] for layer in range(layers)) if windows else (0,) * layers
 
 
 def weight_bytes(args: EngineArgs, shape: Shape) -> int:

@@ -125,13 +125,13 @@ def _section(hint: Any, value: Mapping[str, Any]) -> type[msgspec.Struct] | None
     return kinds[0] if kinds else None
 
 
-def _hint(key: str, known: Iterable[str], path: str) -> str:
+def _hint(key: str, names: Iterable[str], path: str) -> str:
     if key in _MOVED and not path:
         return f"; {_MOVED[key]}"
     if key in _PLACES and _PLACES[key] != path:
         return f"; it belongs to {_PLACES[key].rstrip('.') or 'the top level'}"
-    near = difflib.get_close_matches(key, list(known), n=1, cutoff=0.6)
-    return f"; did you mean {near[0]}?" if near else f"; known are {', '.join(sorted(known))}" if path else ""
+    near = difflib.get_close_matches(key, list(names), n=1, cutoff=0.6)
+    return f"; did you mean {near[0]}?" if near else f"; known are {', '.join(sorted(names))}" if path else ""
 
 
 def _places() -> dict[str, str]:

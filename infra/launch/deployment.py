@@ -268,7 +268,7 @@ class Deployment:
         return True
 
     def _state(self) -> State:
-        given = self.settings.nats_url
+        nats_url = self.settings.nats_url
         broker = self._broker
         metrics = {
             planned.name: f"http://127.0.0.1:{planned.metrics_port}/metrics"
@@ -277,8 +277,8 @@ class Deployment:
         }
         return State(
             http_url=self._listeners.url,
-            nats_url=broker.url("operator") if broker else given,
-            client_nats_url=broker.url("client") if broker else given,
+            nats_url=broker.url("operator") if broker else nats_url,
+            client_nats_url=broker.url("client") if broker else nats_url,
             sys_nats_url=broker.sys_url if broker else "",
             namespace=self.settings.namespace,
             model=self._model,
@@ -313,8 +313,8 @@ class Deployment:
 
 def _our_path(inherited: Mapping[str, str]) -> dict[str, str]:
     """Our own packages come first in a child: the working directory may well hold a folder called configs."""
-    ours = str(Path(__file__).resolve().parents[2])
+    source_root = str(Path(__file__).resolve().parents[2])
     return {
         "PYTHONSAFEPATH": "1",
-        "PYTHONPATH": os.pathsep.join(filter(None, [ours, inherited.get("PYTHONPATH", "")])),
+        "PYTHONPATH": os.pathsep.join(filter(None, [source_root, inherited.get("PYTHONPATH", "")])),
     }

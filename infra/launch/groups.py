@@ -137,14 +137,14 @@ def assign(groups: Sequence[Group], gpus: Sequence[str] | None) -> dict[str, tup
     """
     if gpus is None:
         return {}
-    rest = list(gpus)
-    given: dict[str, tuple[str, ...]] = {}
+    unassigned = list(gpus)
+    assigned: dict[str, tuple[str, ...]] = {}
     for group in groups:
         for name in group.names if group.alone else ():
-            given[name], rest = tuple(rest[: group.gpus]), rest[group.gpus :]
+            assigned[name], unassigned = tuple(unassigned[: group.gpus]), unassigned[group.gpus :]
     sharing = [name for group in groups if group.gpus and not group.alone for name in group.names]
-    short = any(len(given[name]) < group.gpus for group in groups if group.alone for name in group.names)
-    if short or (gpus and sharing and not rest):
+    short = any(len(assigned[name]) < group.gpus for group in groups if group.alone for name in group.names)
+    if short or (gpus and sharing and not unassigned):
         asked = [f"{group.number} x {group.role} with {group.gpus}" for group in groups if group.gpus]
         total = sum(group.number * group.gpus for group in groups)
         fix = (
@@ -154,7 +154,7 @@ def assign(groups: Sequence[Group], gpus: Sequence[str] | None) -> dict[str, tup
         )
         available = f"{len(gpus)} may be used ({','.join(gpus)})" if gpus else "none is seen here"
         raise PlanError(f"{total} GPUs are needed ({', '.join(asked)}), {available}: {fix}")
-    return given | {name: (rest[index % len(rest)],) for index, name in enumerate(sharing) if rest}
+    return assigned | {name: (unassigned[index % len(unassigned)],) for index, name in enumerate(sharing) if unassigned}
 
 
 def _engine(up: UpSettings, recipe: str) -> str:

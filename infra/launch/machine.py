@@ -51,9 +51,9 @@ def free_run(first: int, count: int) -> list[int]:
     raise PlanError(f"no {count} free ports in a row for metrics: name the first with --metrics-port (-1: none)")
 
 
-def free_port(wanted: int) -> int:
-    """``wanted`` if it is free on loopback now, else another free port; 0: any."""
-    for port in dict.fromkeys((wanted, 0)):
+def free_port(preferred: int) -> int:
+    """``preferred`` if it is free on loopback now, else another free port; 0: any."""
+    for port in dict.fromkeys((preferred, 0)):
         with contextlib.suppress(OSError), socket.create_server((_HOST, port)) as listener:
             return int(listener.getsockname()[1])
     return 0

@@ -116,5 +116,5 @@ def _workers(up: UpSettings, fleet: Fleet, cores: int) -> Iterator[tuple[str, di
 
 def passed(up: UpSettings, kind: type[Common]) -> dict[str, Any]:
     """The settings of ``up`` that a child has under the same name."""
-    ours = {flag.field for flag in flags_of(UpSettings)} - _NOT_PASSED
-    return {flag.field: getattr(up, flag.field) for flag in flags_of(kind) if flag.field in ours}
+    up_only = {flag.field for flag in flags_of(UpSettings)} - _NOT_PASSED
+    return {flag.field: getattr(up, flag.field) for flag in flags_of(kind) if flag.field in up_only}

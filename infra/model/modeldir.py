@@ -250,8 +250,8 @@ def _max_model_len(config: Mapping[str, Any], special: Mapping[str, Any]) -> int
     if limit and original and factor:
         limit = max(limit, int(original * factor))
     if not limit:
-        known = special.get("model_max_length") or _NO_LIMIT
-        limit = int(known) if known < _NO_LIMIT else _FALLBACK_LEN
+        tokenizer_limit = special.get("model_max_length") or _NO_LIMIT
+        limit = int(tokenizer_limit) if tokenizer_limit < _NO_LIMIT else _FALLBACK_LEN
     return limit
 
 
@@ -315,10 +315,10 @@ def _vision(path: Path, config: Mapping[str, Any], special: Mapping[str, Any], t
     """
     kind, tower = config.get("model_type"), config.get("vision_config")
     if kind != "llava":
-        what = (
+        description = (
             "is a vision model that Penstock does not support" if tower or "vision" in str(kind) else "takes no images"
         )
-        raise _NoVision(f"model type {kind!r} {what}")
+        raise _NoVision(f"model type {kind!r} {description}")
     if not isinstance(tower, dict):
         raise _NoVision("config.json has no vision_config")
     processor = _json(path / "processor_config.json")
@@ -352,11 +352,11 @@ def _image_tokens(path: Path, config: Mapping[str, Any], tower: Mapping[str, Any
 
 
 def _sampling(path: Path, generation: Mapping[str, Any]) -> Sampling:
-    known = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-    given = {key: value for key in known if (value := generation.get(key)) is not None}
+    parameters = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+    values = {key: value for key in parameters if (value := generation.get(key)) is not None}
     if generation.get("do_sample") is False:
-        given["temperature"] = 0.0
+        values["temperature"] = 0.0
     try:
-        return msgspec.convert(given, Sampling)
+        return msgspec.convert(values, Sampling)
     except msgspec.ValidationError as error:
         raise ModelError(f"{path / 'generation_config.json'}: {error}") from error

@@ -36,7 +36,7 @@ def tool_call_parser(requested: str, template: str) -> str:
     return _resolved(requested, template, _TOOLS)
 
 
-def _resolved(requested: str, template: str, known: tuple[tuple[str, tuple[str, ...]], ...]) -> str:
+def _resolved(requested: str, template: str, markers: tuple[tuple[str, tuple[str, ...]], ...]) -> str:
     if requested != AUTO:
         return "" if requested == NONE else requested
-    return next((name for name, marks in known if all(mark in template for mark in marks)), "")
+    return next((name for name, marks in markers if all(mark in template for mark in marks)), "")

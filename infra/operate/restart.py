@@ -81,11 +81,11 @@ def _ordered(state: State, names: Sequence[str]) -> list[Running]:
     Raises:
         ValueError: a name is unknown, or that of the broker.
     """
-    known = {process.name: process for process in state.processes}
+    by_name = {process.name: process for process in state.processes}
     for name in names:
-        if name not in known:
-            raise ValueError(f"no process {name!r}; there are {', '.join(known)}")
-        if known[name].role not in ORDER:
+        if name not in by_name:
+            raise ValueError(f"no process {name!r}; there are {', '.join(by_name)}")
+        if by_name[name].role not in ORDER:
             raise ValueError(
                 f"{name} is restarted with the whole deployment only: stop `penstock up` and start it again"
             )

@@ -37,8 +37,8 @@ def chosen(registered: Sequence[Registration], name: str) -> Registration:
         return matching[0]
     if matching:
         raise ValueError(f"{name!r} names {len(matching)} workers: {', '.join(each.worker for each in matching)}")
-    known = ", ".join(each.name or each.worker for each in registered)
-    raise ValueError(f"no worker {name!r} is registered; there are {known}" if known else "no worker is registered")
+    names = ", ".join(each.name or each.worker for each in registered)
+    raise ValueError(f"no worker {name!r} is registered; there are {names}" if names else "no worker is registered")
 
 
 def alone(registered: Sequence[Registration], leaving: Sequence[Registration]) -> Registration | None:

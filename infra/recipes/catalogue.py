@@ -165,18 +165,18 @@ def entry_of(name: str, path: str, text: str) -> RecipeEntry | None:
     return RecipeEntry(name, header, path, block or BLOCK_SIZE, longest or 0)
 
 
-def select(name: str, known: Mapping[str, RecipeEntry]) -> list[RecipeEntry]:
+def select(name: str, entries: Mapping[str, RecipeEntry]) -> list[RecipeEntry]:
     """The recipe or the set of this name; ``gpt_oss_120b`` stands for ``gpt-oss-120b``, too.
 
     Raises:
         BadArguments: there is no such recipe.
     """
     plain = name.lower().replace("_", "-").removesuffix(".yaml")
-    selected = [member for member in known.values() if plain in (member.header.set, member.name)]
+    selected = [member for member in entries.values() if plain in (member.header.set, member.name)]
     exact = [member for member in selected if member.name == plain]
     if not selected:
-        sets = sorted({member.header.set for member in known.values()})
-        near = difflib.get_close_matches(plain, [*sets, *known], n=1)
+        sets = sorted({member.header.set for member in entries.values()})
+        near = difflib.get_close_matches(plain, [*sets, *entries], n=1)
         hint = f"did you mean {near[0]}?" if near else f"sets are {', '.join(sets)}"
         raise BadArguments([f"no recipe {name!r}; {hint} (`penstock recipe list`)"])
     return exact or selected

@@ -48,18 +48,18 @@ def run_show(argv: Sequence[str]) -> int:
     parser.add_argument("name", help="recipe, see `penstock recipe list`")
     parser.add_argument("--model", default="", help="model directory, instead of the id")
     args = parser.parse_args(argv)
-    known = members()
-    member = known.get(args.name.removesuffix(".yaml"))
+    entries = members()
+    member = entries.get(args.name.removesuffix(".yaml"))
     if member is None:
-        return _refuse(f"no recipe {args.name!r}; recipes are {', '.join(known)}")
+        return _refuse(f"no recipe {args.name!r}; recipes are {', '.join(entries)}")
     print(Path(member.path).read_text(encoding="utf-8").rstrip())
-    same_set = [each for each in known.values() if each.header.set == member.header.set]
+    same_set = [each for each in entries.values() if each.header.set == member.header.set]
     for one in same_set:
         container = f"  (container: {' '.join(one.header.container)})" if one.header.container else ""
         print(f"\n# {one.header.title}{container}\n{worker_command(one, model=args.model)}")
     if all(one.header.nodes == 1 for one in same_set):
-        given = f" --model {shlex.quote(args.model)}" if args.model else ""
-        print(f"\n# all of it on one machine\npenstock up --recipe {member.header.set}{given}")
+        model_flag = f" --model {shlex.quote(args.model)}" if args.model else ""
+        print(f"\n# all of it on one machine\npenstock up --recipe {member.header.set}{model_flag}")
     return OK
 
 
@@ -74,8 +74,8 @@ def run_check(argv: Sequence[str]) -> int:
     """Check files, each alone and all together; the exit status is 1 if one would be refused."""
     args = _check_parser().parse_args(argv)
     opened = []
-    for given in args.files:
-        role, name = _role_of(given)
+    for file in args.files:
+        role, name = _role_of(file)
         try:
             recipe = _open(name)
             opened.append((recipe, _context(recipe, args, role)))
@@ -138,9 +138,9 @@ def _role_of(given: str) -> tuple[str | None, str]:
 def _open(name: str) -> Recipe:
     """A file, or a recipe of ours by name."""
     path = Path(name)
-    ours = FOLDER / f"{name}.yaml"
-    if not path.is_file() and ours.is_file():
-        path = ours
+    bundled = FOLDER / f"{name}.yaml"
+    if not path.is_file() and bundled.is_file():
+        path = bundled
     text = path.read_text(encoding="utf-8")
     header = header_of(text)
     if header is not None and header.engine != "trtllm":

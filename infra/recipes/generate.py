@@ -48,22 +48,22 @@ def run_generate(argv: Sequence[str]) -> int:
     return OK
 
 
-def files(shape: Shape, model: str, given: dict[str, Any]) -> dict[str, tuple[str, Generated]]:
+def files(shape: Shape, model: str, arguments: dict[str, Any]) -> dict[str, tuple[str, Generated]]:
     """The texts of recipes by name: one, or a pair for prefill and decode.
 
     Raises:
         BadArguments: the model cannot be served this way, or the two engines would not match.
     """
     asked: dict[Role, int] = {
-        "aggregated": given["gpus"], "prefill": given["prefill_gpus"], "decode": given["decode_gpus"],
+        "aggregated": arguments["gpus"], "prefill": arguments["prefill_gpus"], "decode": arguments["decode_gpus"],
     }  # fmt: skip
     counts = {role: count for role, count in asked.items() if count}
     if set(counts) not in ({"aggregated"}, {"prefill", "decode"}):
         raise BadArguments(["gpus: give --gpus, or --prefill-gpus with --decode-gpus"])
-    name = given["set"] or _slug(model)
+    name = arguments["set"] or _slug(model)
     if not _NAME.fullmatch(name):
         raise BadArguments([f"set: {name!r} is used in file names; use letters, digits, _ . and -"])
-    memory, blackwell = GPUS[given["gpu"]]
+    memory, blackwell = GPUS[arguments["gpu"]]
     generated = {}
     for role, gpus in counts.items():
         spec = EngineSpec(
@@ -71,15 +71,15 @@ def files(shape: Shape, model: str, given: dict[str, Any]) -> dict[str, tuple[st
             gpus=gpus,
             gpu_bytes=int(memory * GIB),
             blackwell=blackwell,
-            gpus_per_node=given["gpus_per_node"] or PER_NODE.get(given["gpu"], 8),
-            **{key: given[key] for key in ("isl", "osl", "concurrency", "mtp", "windows", "transport")},
+            gpus_per_node=arguments["gpus_per_node"] or PER_NODE.get(arguments["gpu"], 8),
+            **{key: arguments[key] for key in ("isl", "osl", "concurrency", "mtp", "windows", "transport")},
         )
         try:
             one = generate(shape, spec)
         except BadArguments as error:
             raise BadArguments(f"{role}: {problem}" for problem in error.problems) from error
         suffix = "agg" if role == "aggregated" else role
-        generated[f"{name}-{suffix}"] = (text_of(one, spec, model=model, name=name, gpu=given["gpu"]), one)
+        generated[f"{name}-{suffix}"] = (text_of(one, spec, model=model, name=name, gpu=arguments["gpu"]), one)
     recipes = [parse(name, text) for name, (text, _) in generated.items()]
     findings = check_set([(recipe, context_of(recipe)) for recipe in recipes])
     if failed(findings):

@@ -14,9 +14,9 @@ def shape_at(model: str) -> Shape:
     Raises:
         UnknownShape: neither a directory with a config.json nor a known model; or a size is missing.
     """
-    known = known_shape(model)
-    if known is not None:
-        return known
+    published = known_shape(model)
+    if published is not None:
+        return published
     config = Path(model).expanduser() / "config.json"
     try:
         return shape_of(msgspec.json.decode(config.read_bytes(), type=dict), model=model)

@@ -148,14 +148,14 @@ class _Connection:
 
     def _receive(self, wanted: int = 0) -> bytes:
         parts: list[bytes] = []
-        got = 0
+        received = 0
         try:
-            while not parts or got < wanted:
+            while not parts or received < wanted:
                 part = self._socket.recv(RECEIVE_BYTES)
                 if not part:
                     raise _unavailable("the broker closed the connection")
                 parts.append(part)
-                got += len(part)
+                received += len(part)
         except TimeoutError:
             raise _unavailable(f"the broker sent nothing for {STALL_S:g} s") from None
         return b"".join(parts)

@@ -63,8 +63,8 @@ def _kind_of(name: str) -> type[msgspec.Struct]:
             return kind
     if name in _REQUEST:
         return GenerateRequest
-    known = ", ".join((*Sampling.__struct_fields__, *Stop.__struct_fields__, *_REQUEST))
-    raise ValueError(f"--set {name}: no such setting; there are {known}")
+    names = ", ".join((*Sampling.__struct_fields__, *Stop.__struct_fields__, *_REQUEST))
+    raise ValueError(f"--set {name}: no such setting; there are {names}")
 
 
 def _typed(kind: type[msgspec.Struct], values: Mapping[str, Any]) -> dict[str, Any]:

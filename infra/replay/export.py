@@ -356,14 +356,14 @@ async def models(bus: Bus) -> list[ModelInfo]:
         if count >= SAMPLED:
             break
     for worker in await workers(bus):
-        known = by_name.get(worker.model, ModelInfo(worker.model))
+        model = by_name.get(worker.model, ModelInfo(worker.model))
         by_name[worker.model] = msgspec.structs.replace(
-            known,
-            revision=known.revision or worker.revision,
-            tokenizer=known.tokenizer or worker.tokenizer,
-            block_size=known.block_size or worker.block_size,
+            model,
+            revision=model.revision or worker.revision,
+            tokenizer=model.tokenizer or worker.tokenizer,
+            block_size=model.block_size or worker.block_size,
             engine=worker.engine,
-            workers=known.workers + 1,
+            workers=model.workers + 1,
         )
     return list(by_name.values())
 

@@ -188,9 +188,9 @@ def _routes(report: Report) -> str:
         if len(report.routes) > ROUTES
         else ""
     )
-    known = sum(count for _, _, count in report.routes)
+    total = sum(count for _, _, count in report.routes)
     text = (
-        f"{report.moved:,} of {known:,} requests were routed elsewhere. Ids of workers are new with each start: the "
+        f"{report.moved:,} of {total:,} requests were routed elsewhere. Ids of workers are new with each start: the "
         "worker that got most of a recorded worker's requests counts as the same one."
     )
     return (

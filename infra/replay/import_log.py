@@ -110,15 +110,15 @@ async def _into_broker(exported: ExportFile, url: str, namespace: str) -> dict[s
     """
     subjects = Subjects(namespace)
     async with await connect(url, role="operator", name="import", namespace=namespace, timeout=CONNECT_S) as bus:
-        wanted = {stream_name(subjects, stream): stream for stream in RESTORED}
+        streams = {stream_name(subjects, stream): stream for stream in RESTORED}
         try:
-            configs = [each for each in stream_configs(topology(subjects)) if each["name"] in wanted]
+            configs = [each for each in stream_configs(topology(subjects)) if each["name"] in streams]
             await create_streams(bus.nc, [each | {"max_age": 0} for each in configs])
         except BrokerProblem as error:
             raise ValueError(
                 f"namespace {namespace} cannot be made ({error}); name an unused one: --namespace"
             ) from error
-        for name in wanted:
+        for name in streams:
             if (await bus.js.stream_info(name)).state.last_seq:  # a deployment's routers would run the requests
                 raise ValueError(f"{name} has messages already: name an unused --namespace")
         counts = dict.fromkeys(RESTORED, 0)

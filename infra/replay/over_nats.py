@@ -145,12 +145,12 @@ def _model(recorded: str, fleet: Sequence[Registration], changes: Changes) -> Ta
     Raises:
         ValueError: no worker of the target serves the model.
     """
-    wanted = changes.model or recorded
+    model = changes.model or recorded
     for worker in fleet:
-        if wanted in (worker.model, *worker.aliases) and worker.role != "encode":
+        if model in (worker.model, *worker.aliases) and worker.role != "encode":
             return Target(worker.model, worker.revision, worker.block_size, worker.tokenizer)
     served = ", ".join(sorted({worker.model for worker in fleet})) or "no model"
-    raise ValueError(f"no worker of the target serves {wanted}; it has {served}: choose one with --model")
+    raise ValueError(f"no worker of the target serves {model}; it has {served}: choose one with --model")
 
 
 def _pair(run: Run, sent: Sent, again: Recording) -> tuple[Run, Run]:

@@ -48,11 +48,11 @@ def _nice(step: float) -> float:
 
 def distribution(title: str, recorded: Series | None, replayed: Series | None) -> str:
     """One plot, "" without values."""
-    known = [each for each in (recorded, replayed) if each is not None]
-    if not known:
+    present = [each for each in (recorded, replayed) if each is not None]
+    if not present:
         return ""
-    low = min(each.points[0] for each in known)
-    high = max(_top(each) for each in known)
+    low = min(each.points[0] for each in present)
+    high = max(_top(each) for each in present)
     axis = _Axis(low, high)
     parts = [f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)}">']
     for share in SHARES:

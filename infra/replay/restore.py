@@ -119,10 +119,10 @@ def restore(
         OSError: the folder cannot be written.
     """
     subjects = Subjects(namespace)
-    wanted = {stream_name(subjects, stream): stream for stream in RESTORED}
-    configs = {config["name"]: config for config in stream_configs(topology(subjects)) if config["name"] in wanted}
+    targets = {stream_name(subjects, stream): stream for stream in RESTORED}
+    configs = {config["name"]: config for config in stream_configs(topology(subjects)) if config["name"] in targets}
     files = {
-        wanted[name]: StreamFiles(
+        targets[name]: StreamFiles(
             data_dir, name, config | {"created": "2026-01-01T00:00:00Z"}, subjects, exported.header.namespace
         )
         for name, config in configs.items()

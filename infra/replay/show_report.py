@@ -67,11 +67,11 @@ def _routes(report: Report, console: Console) -> None:
         for label, measured in (("recorded", report.recorded), ("replayed", report.replayed))
     ]
     console.print(f"prompt tokens from the cache: {', '.join(hits)}", highlight=False)
-    known = sum(count for _, _, count in report.routes)
-    if not known:
+    total = sum(count for _, _, count in report.routes)
+    if not total:
         console.print("routes: not recorded", highlight=False)
         return
-    console.print(f"routed elsewhere: {report.moved} of {known}", highlight=False)
+    console.print(f"routed elsewhere: {report.moved} of {total}", highlight=False)
     for old, new, count in report.routes[:ROUTES] if report.moved else ():
         console.print(f"  {count:>6}  {escape(old)}  ⇒  {escape(new)}", highlight=False)
 

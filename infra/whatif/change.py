@@ -40,8 +40,8 @@ class Change(msgspec.Struct, frozen=True):
 
     def unknown(self, workers: Collection[str]) -> list[str]:
         """Names of missing workers that are none of ``workers``, so that nothing would change without them."""
-        known = {*workers, *(worker.rpartition("-")[0] for worker in workers)}
-        return sorted((self.without | self.killed) - known)
+        names = {*workers, *(worker.rpartition("-")[0] for worker in workers)}
+        return sorted((self.without | self.killed) - names)
 
 
 class Choice(msgspec.Struct, frozen=True):

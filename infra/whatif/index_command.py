@@ -133,10 +133,10 @@ def report(seq: int, entries: Entries, max_blocks: int) -> IndexReport:
     """
     index = index_at(seq, ((at, data) for at, _, data in entries), max_blocks=max_blocks)
     unknown = set(index.awaiting_dump())
-    known = {holding.target_id for holding, _, _ in index.feeds()}
+    complete = {holding.target_id for holding, _, _ in index.feeds()}
     targets = tuple(
         TargetBlocks(*target_id, None if target_id in unknown else index.held(target_id))
-        for target_id in sorted(known | unknown)
+        for target_id in sorted(complete | unknown)
     )
     at_ns = next(time_ns for at, time_ns, _ in reversed(entries) if at <= seq)
     return IndexReport(seq, at_ns, entries[0][0], index.blocks, index.checksum(), targets)

@@ -122,8 +122,10 @@ class Eraser:
         unknown = [entry for request, entry in stored.items() if request not in self._ledger]
         for start in range(0, len(unknown), LOOKED_UP):
             accepted = [_decoded(entry) for entry in unknown[start : start + LOOKED_UP]]
-            wanted = [subjects.done(each.tenant, each.model, each.id) for each in accepted if each is not None]
-            for record in await get_last_of(self._bus, subjects.stream("DONE"), wanted):
+            subjects_of_ends = [
+                subjects.done(each.tenant, each.model, each.id) for each in accepted if each is not None
+            ]
+            for record in await get_last_of(self._bus, subjects.stream("DONE"), subjects_of_ends):
                 self._add(record)
 
     async def _with_tokens(self) -> set[str]:

@@ -187,8 +187,8 @@ class Membership:
         if len(self._broken) >= BROKEN_REMEMBERED:
             del self._broken[next(iter(self._broken))]
         self._broken[link] = None  # a renewal that was stored before may be read after this
-        gone = [name for name, seen in self._seen.items() if _link(seen.member) == link]
-        self._drop(gone, "its connection ended")
+        disconnected = [name for name, seen in self._seen.items() if _link(seen.member) == link]
+        self._drop(disconnected, "its connection ended")
 
     async def _keep(self) -> None:
         while True:

@@ -29,9 +29,9 @@ def check_length(prompt_len: int, generated: int, *, max_tokens: int, max_model_
         raise RequestError(
             Code.invalid_request, f"max_tokens is {max_tokens} and {generated} are generated already: nothing to do"
         )
-    known = prompt_len + generated
-    if known >= max_model_len:
+    length = prompt_len + generated
+    if length >= max_model_len:
         raise RequestError(
             Code.context_length_exceeded,
-            f"{known} tokens leave no room for a new one: this model takes {max_model_len}, output included",
+            f"{length} tokens leave no room for a new one: this model takes {max_model_len}, output included",
         )

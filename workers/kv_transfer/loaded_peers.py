@@ -46,16 +46,16 @@ class LoadedPeers:
         Raises:
             TransferError: refused (damaged metadata), or peer_lost (it ended, or an earlier transfer has not).
         """
-        known = self._peers.get(peer.agent)
-        if known is not None and known.ending:
+        loaded = self._peers.get(peer.agent)
+        if loaded is not None and loaded.ending:
             raise TransferError("peer_lost", f"agent {peer.agent} was lost, and transfers with it have not ended yet")
-        if known is not None and known.stuck:
+        if loaded is not None and loaded.stuck:
             raise TransferError("peer_lost", f"agent {peer.agent} is stuck: a transfer with it has not ended")
-        if known is not None and known.digest == peer.digest:
+        if loaded is not None and loaded.digest == peer.digest:
             return
         if not peer.metadata or digest(peer.metadata) != peer.digest:
             raise TransferError("refused", f"agent {peer.agent}: its metadata were damaged on the way")
-        if known is not None:
+        if loaded is not None:
             raise TransferError("refused", f"agent {peer.agent} has other metadata than before; a name is used once")
         self._agent.remove(peer.agent)
         try:

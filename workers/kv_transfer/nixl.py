@@ -134,7 +134,7 @@ class NixlAgent:
     def _self_test(self, name: str) -> None:
         """Write 4 kB to itself: a missing plugin, a sandbox or a wrong ``UCX_TLS`` fails here, not in a request."""
         source, target = np.full(SELF_TEST_BYTES, 0x5A, np.uint8), np.zeros(SELF_TEST_BYTES, np.uint8)
-        known = [self._register(each.ctypes.data, SELF_TEST_BYTES, "cpu", 0) for each in (source, target)]
+        registered = [self._register(each.ctypes.data, SELF_TEST_BYTES, "cpu", 0) for each in (source, target)]
         handle = self.post("WRITE", name, CopyOp(_stretch(source), _stretch(target)))
         deadline = time.monotonic() + SELF_TEST_S
         while not self.done(handle) and time.monotonic() < deadline:
@@ -145,7 +145,7 @@ class NixlAgent:
             self.close()  # before the memory goes
             raise TransportUnavailable(f"NIXL did not move {SELF_TEST_BYTES} bytes to itself within {SELF_TEST_S} s")
         self.release(handle)
-        for each in known:
+        for each in registered:
             self._agent.deregister_memory(each)
         if not np.array_equal(source, target):
             raise TransportUnavailable("NIXL reported a completed transfer, but the bytes did not arrive")

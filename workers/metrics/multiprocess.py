@@ -49,11 +49,11 @@ def own_directory(
     Raises:
         ValueError: the directory cannot be made.
     """
-    given = environ.get(VARIABLE)
-    if not given:
+    directory = environ.get(VARIABLE)
+    if not directory:
         yield None
         return
-    base = Path(given)
+    base = Path(directory)
     try:
         base.mkdir(parents=True, exist_ok=True)
         if environ.get(LAUNCHED):
@@ -67,12 +67,14 @@ def own_directory(
         own = base / f"{FOLDER}{os.getpid()}-{secrets.token_hex(4)}"
         own.mkdir(mode=0o700)
     except OSError as error:
-        raise ValueError(f"{VARIABLE}={given}: {error}; name a local directory that this process may write") from error
+        raise ValueError(
+            f"{VARIABLE}={directory}: {error}; name a local directory that this process may write"
+        ) from error
     environ[VARIABLE] = str(own)
     try:
         yield own
     finally:
-        environ[VARIABLE] = given
+        environ[VARIABLE] = directory
         shutil.rmtree(own, ignore_errors=True)
 
 

@@ -85,23 +85,25 @@ def _prices(path: Path) -> Prices:
         raise BadPrices(f"{path}: {error}") from None
 
 
-def _records(series: Sequence[Series], given: Mapping[str, dict[str, str]], prices: Prices | None) -> list[Record]:
+def _records(
+    series: Sequence[Series], descriptions: Mapping[str, dict[str, str]], prices: Prices | None
+) -> list[Record]:
     names = [each.name for each in series]
-    if unknown := sorted(given.keys() - set(names)):
+    if unknown := sorted(descriptions.keys() - set(names)):
         raise BadDeployment(f"--deployment: no endpoint is called {', '.join(unknown)}; there are {', '.join(names)}")
     measured: list[Record] = []
     for each in series:
-        made_of = deployment.override(deployment.find(each.folder), given.get(each.name, {}))
+        made_of = deployment.override(deployment.find(each.folder), descriptions.get(each.name, {}))
         measured += records(each, made_of, prices)
     if not measured:
         raise BadResults("no level has streamed answers, so none has a pace per user; sweep with --stream")
     return marked(measured)
 
 
-def _baseline(asked: str, known: Sequence[str]) -> str:
-    if asked and asked not in known:
-        raise BadDeployment(f"--baseline {asked}: no deployment is of that kind; there are {', '.join(known)}")
-    return asked or known[0]
+def _baseline(asked: str, kinds: Sequence[str]) -> str:
+    if asked and asked not in kinds:
+        raise BadDeployment(f"--baseline {asked}: no deployment is of that kind; there are {', '.join(kinds)}")
+    return asked or kinds[0]
 
 
 def _workloads(series: Sequence[Series]) -> list[str]:

@@ -84,8 +84,8 @@ def gpu_of(prices: Prices, name: str) -> Gpu:
     if not name and len(prices.gpus) == 1:
         return next(iter(prices.gpus.values()))
     if name not in prices.gpus:
-        known = ", ".join(sorted(prices.gpus))
-        raise BadPrices(f"GPU type {name or 'unknown'}; the price file has {known}")
+        names = ", ".join(sorted(prices.gpus))
+        raise BadPrices(f"GPU type {name or 'unknown'}; the price file has {names}")
     return prices.gpus[name]
 
 

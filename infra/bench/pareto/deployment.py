@@ -66,8 +66,8 @@ def parse(flags: Sequence[str]) -> dict[str, dict[str, str]]:
     """
     values: dict[str, dict[str, str]] = {}
     for flag in flags:
-        name, colon, rest = flag.rpartition(":")
-        pairs = [pair.partition("=") for pair in rest.split(",")]
+        name, colon, path = flag.rpartition(":")
+        pairs = [pair.partition("=") for pair in path.split(",")]
         if not colon or not name or not all(key and equals and value for key, equals, value in pairs):
             raise BadDeployment(f"--deployment {flag}: expected NAME:FIELD=VALUE,… such as pd:kind=disaggregated")
         values.setdefault(name, {}).update((key, value) for key, _, value in pairs)

@@ -106,7 +106,7 @@ async def _measure(settings: Settings, folder: Path) -> tuple[Profile, int]:
     endpoint = endpoint_of(settings)
     loaded, texts = await _smoke(settings, endpoint)
     setup = setup_of(settings, loaded.model, await capacity_of(endpoint, loaded.model))
-    wanted = grid_of(settings, setup)
+    grid = grid_of(settings, setup)
     profile = begun(folder, setup, endpoint.target.url, loaded.warnings, overwrite=settings.overwrite)
     limits = f"{setup.max_kv_tokens or 'unknown':,} KV tokens, largest batch {setup.max_batch or 'unknown'}"
     print(f"{setup.model} at {profile.url}: context {setup.max_context:,}, {limits}")
@@ -119,7 +119,7 @@ async def _measure(settings: Settings, folder: Path) -> tuple[Profile, int]:
         timeout_s=settings.timeout_s,
         say=print,
     )
-    left = await profiler.run(wanted)
+    left = await profiler.run(grid)
     return profiler.profile, left
 
 

@@ -65,14 +65,14 @@ class Profiler:
         self._limits = Limits(failed=0, timeout_s=timeout_s)
         self._say = say
 
-    async def run(self, wanted: Grid) -> int:
+    async def run(self, grid: Grid) -> int:
         """Measure what the profile lacks; how many points were left for another time.
 
         Raises:
             ProfileFailed: a request failed. The points before are saved.
         """
-        left = list(self._missing(wanted))
-        until = time.monotonic() + wanted.seconds
+        left = list(self._missing(grid))
+        until = time.monotonic() + grid.seconds
         while left and time.monotonic() < until:
             isl, concurrency = left.pop(0)
             if concurrency:
@@ -80,17 +80,17 @@ class Profiler:
                     # More requests at once would not all decode at once, either.
                     left = [each for each in left if each[0] != isl]
             else:
-                await self._prefill(isl, wanted.requests)
+                await self._prefill(isl, grid.requests)
             save(self._folder, self.profile)
         return len(left)
 
-    def _missing(self, wanted: Grid) -> Iterator[tuple[int, int]]:
+    def _missing(self, grid: Grid) -> Iterator[tuple[int, int]]:
         """Prompt length and concurrency of each point; 0: its prefill."""
         decode = self.profile.decode
-        known = {*zip(decode.decode_isl, decode.decode_concurrency, strict=True)}
-        yield from ((isl, 0) for isl in wanted.prefill if isl not in self.profile.prefill.prefill_isl)
-        for isl, levels in wanted.decode:
-            yield from ((isl, each) for each in levels if (isl, each) not in known)
+        measured = {*zip(decode.decode_isl, decode.decode_concurrency, strict=True)}
+        yield from ((isl, 0) for isl in grid.prefill if isl not in self.profile.prefill.prefill_isl)
+        for isl, levels in grid.decode:
+            yield from ((isl, each) for each in levels if (isl, each) not in measured)
 
     async def _prefill(self, isl: int, requests: int) -> None:
         setup = self.profile.setup

@@ -51,8 +51,8 @@ def kv_usage(context: float, concurrency: int, max_kv_tokens: int) -> float:
 
 def ttft(records: Sequence[Record]) -> float | None:
     """Median, ms; None: nothing was streamed."""
-    seen = [record.ttft_ms for record in records if record.ttft_ms > 0]
-    return statistics.median(seen) if seen else None
+    measured = [record.ttft_ms for record in records if record.ttft_ms > 0]
+    return statistics.median(measured) if measured else None
 
 
 def steady_itl(records: Sequence[Record]) -> float | None:
@@ -85,5 +85,5 @@ def answered(record: Record) -> int:
 
 def cached_share(records: Sequence[Record]) -> float:
     """Of the prompts' tokens, those that the server says were in its cache; 0.0 if it does not say."""
-    known = [record for record in records if record.cached >= 0 and record.isl > 0]
-    return sum(record.cached for record in known) / sum(record.isl for record in known) if known else 0.0
+    counted = [record for record in records if record.cached >= 0 and record.isl > 0]
+    return sum(record.cached for record in counted) / sum(record.isl for record in counted) if counted else 0.0

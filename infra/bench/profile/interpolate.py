@@ -47,8 +47,8 @@ class DecodeSurface:
         """Ms per token; None: outside of what was measured at one of the two nearest contexts."""
         near = self._near(context)
         values = [between(concurrency, *self._lines[each]) for each in near]
-        known = [value for value in values if value is not None]
-        return between(context, near, known) if len(known) == len(near) else None
+        measured = [value for value in values if value is not None]
+        return between(context, near, measured) if len(measured) == len(near) else None
 
     def levels(self, context: float) -> tuple[int, int]:
         """Lowest and highest concurrency with a figure at this context; (0, 0): there is none."""

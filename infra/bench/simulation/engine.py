@@ -302,12 +302,12 @@ class Engine:
 
     def _lookup(self, sequence: EngineSequence) -> tuple[int, int]:
         """Cached blocks of a sequence's context, never all of it, and how many of these are in use."""
-        known, size = sequence.known_tokens, self.block_size
+        known_tokens, size = sequence.known_tokens, self.block_size
         keys = sequence.keys
         if sequence.generated:
-            keys = sequence.keys_between(0, known // size)
+            keys = sequence.keys_between(0, known_tokens // size)
         held, active = self.cache.match(keys)
-        limit = (known - 1) // size
+        limit = (known_tokens - 1) // size
         return min(held, limit), min(active, limit)
 
     def _join(self, sequence: EngineSequence) -> None:

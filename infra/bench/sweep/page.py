@@ -106,8 +106,8 @@ def _of_server(result: Result, column: _Column) -> float | None:
             figure = getattr(figure, column.part)
         return None if figure is None else float(figure)
 
-    known = [measured for run in result.complete if (measured := value(run)) is not None]
-    return sum(known) / len(known) if known else None
+    figures = [measured for run in result.complete if (measured := value(run)) is not None]
+    return sum(figures) / len(figures) if figures else None
 
 
 def _number(value: float | None, column: _Column) -> str:

@@ -162,14 +162,14 @@ def _by_level(axis: Any, plot: Plot, series: Sequence[Series], kind: str) -> Non
         colour = COLOURS[number % len(COLOURS)]
         for line in plot.lines:
             points = [(result.level.value, values_of(result, *line[:2])) for result in each.results]
-            known = [(x, [value * plot.scale for value in values]) for x, values in points if values]
-            if not known:
+            scaled = [(x, [value * plot.scale for value in values]) for x, values in points if values]
+            if not scaled:
                 continue
-            x = [at for at, _ in known]
+            x = [at for at, _ in scaled]
             label = f"{each.name} {line.label}".strip()
-            means = [sum(values) / len(values) for _, values in known]
+            means = [sum(values) / len(values) for _, values in scaled]
             axis.plot(x, means, line.style, marker="o", color=colour, label=label)
-            low, high = ([pick(values) for _, values in known] for pick in (min, max))
+            low, high = ([pick(values) for _, values in scaled] for pick in (min, max))
             if low != high:
                 axis.fill_between(x, low, high, color=colour, alpha=0.15, linewidth=0)
         if plot.knee:

@@ -112,12 +112,12 @@ def lengths_text(series: Series) -> str:
     for name, seen, asked in (("ISL", "isl", "isl_asked"), ("OSL", "osl", "osl_asked")):
         means = [value for each in series.results if (value := mean(each, seen, "mean")) is not None]
         spreads = [value for each in series.results if (value := mean(each, seen, "stddev")) is not None]
-        wanted = [value for each in series.results if (value := mean(each, asked, "mean")) is not None]
+        asked_lengths = [value for each in series.results if (value := mean(each, asked, "mean")) is not None]
         if not means:
             return "Lengths as asked for; the server counts no tokens."
         parts.append(
             f"{name} {sum(means) / len(means):.1f} ± {sum(spreads) / len(spreads):.1f} "
-            f"(asked for {sum(wanted) / len(wanted):.1f})"
+            f"(asked for {sum(asked_lengths) / len(asked_lengths):.1f})"
         )
     return f"Tokens as the server counted them: {', '.join(parts)}."
 

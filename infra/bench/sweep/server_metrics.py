@@ -141,8 +141,8 @@ def _growth(rounds: Sequence[Mapping[int, Values]], page: int, names: Mapping[st
 
 
 def _level(values: Iterable[float | None]) -> Level | None:
-    known = [value for value in values if value is not None]
-    return Level(statistics.fmean(known), max(known)) if known else None
+    measured = [value for value in values if value is not None]
+    return Level(statistics.fmean(measured), max(measured)) if measured else None
 
 
 @dataclass(slots=True)

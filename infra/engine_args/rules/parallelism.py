@@ -94,11 +94,11 @@ def _attention_dp(args: EngineArgs, ctx: Context) -> Details:
     if args.enable_attention_dp and args.tensor_parallel_size == 1:
         yield "error", "enable_attention_dp", "one tensor rank leaves nothing to distribute", "remove it or raise TP"
     if not args.enable_attention_dp:
-        for where, given in (
+        for where, value in (
             ("attention_dp_config", args.attention_dp_config is not None),
             ("enable_lm_head_tp_in_adp", args.enable_lm_head_tp_in_adp),
         ):
-            if given:
+            if value:
                 yield "warning", where, "has no effect without attention DP", "set enable_attention_dp: true"
 
 

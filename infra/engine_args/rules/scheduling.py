@@ -64,16 +64,16 @@ def _graphs(args: EngineArgs, ctx: Context) -> Details:
             (f"{graphs.max_batch_size} is not the largest of batch_sizes, {max(graphs.batch_sizes)}"),
             "give one of the two",
         )
-    given = bool(graphs.batch_sizes or graphs.max_batch_size)
+    explicit = bool(graphs.batch_sizes or graphs.max_batch_size)
     largest = args.graph_sizes[-1]
-    if given and largest > args.batch_size:
+    if explicit and largest > args.batch_size:
         yield (
             "warning",
             where,
             f"a graph for {largest} sequences, but batches have at most {args.batch_size}",
             "remove it",
         )
-    if args.draft_tokens and given:
+    if args.draft_tokens and explicit:
         needed = largest * (1 + args.draft_tokens)
         if (args.max_num_tokens or 8192) < needed:
             yield (
@@ -84,7 +84,7 @@ def _graphs(args: EngineArgs, ctx: Context) -> Details:
             )
     if ctx.role != "decode":
         return
-    if given and largest < args.batch_size:
+    if explicit and largest < args.batch_size:
         yield (
             "warning",
             where,

@@ -47,15 +47,15 @@ def _version(bus: Bus) -> str:
 async def check_broker(bus: Bus) -> list[Finding]:
     """All checks of a broker that is connected."""
     findings = [ok("broker", f"connected to nats-server {_version(bus)}")]
-    wanted = topology(bus.subjects)
+    expected = topology(bus.subjects)
     try:
-        await check(bus.nc, wanted)
+        await check(bus.nc, expected)
     except BrokerProblem as error:
         return [*findings, problem("broker settings", str(error), "change the server's configuration as it says")]
     findings.append(ok("broker settings", "JetStream, limits and version are as needed"))
     try:
         findings.append(await _streams(bus))
-        findings += _fill(await uses(bus, wanted), bus.subjects.stream("REQUESTS"))
+        findings += _fill(await uses(bus, expected), bus.subjects.stream("REQUESTS"))
         findings.append(await _clock(bus))
     except BrokerProblem as error:
         findings.append(problem("streams", str(error), APPLY))
@@ -64,16 +64,16 @@ async def check_broker(bus: Bus) -> list[Finding]:
 
 async def _streams(bus: Bus) -> Finding:
     """Whether all streams and consumers are there, as this release wants them."""
-    wanted = topology(bus.subjects)
+    expected = topology(bus.subjects)
     missing, other = [], []
-    for config in stream_configs(wanted):
+    for config in stream_configs(expected):
         existing = await existing_config(bus.nc, f"STREAM.INFO.{config['name']}", STREAM_NOT_FOUND)
         if existing is None:
             missing.append(config["name"])
         else:
             merged = widened(existing, config)
             other += [config["name"]] if any(merged[key] != existing.get(key) for key in config) else []
-    for consumer in wanted.consumers:
+    for consumer in expected.consumers:
         label = f"{consumer.stream}.{consumer.name}"
         if consumer.stream not in missing and not await existing_config(
             bus.nc, f"CONSUMER.INFO.{label}", CONSUMER_NOT_FOUND

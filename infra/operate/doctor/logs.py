@@ -70,15 +70,15 @@ def check_logs(folder: Path) -> list[Finding]:
     seen: dict[str, tuple[_Known, list[str], str]] = {}
     for path in sorted(folder.glob("*.log")):
         text = tail(path, TAIL_BYTES)
-        for known in _KNOWN:
-            if (match := known.pattern.search(text)) is None:
+        for pattern in _KNOWN:
+            if (match := pattern.pattern.search(text)) is None:
                 continue
             line = text[text.rfind(b"\n", 0, match.start()) + 1 :].split(b"\n", 1)[0]
-            _, names, _ = seen.setdefault(known.check, (known, [], line.decode(errors="replace")[:160]))
+            _, names, _ = seen.setdefault(pattern.check, (pattern, [], line.decode(errors="replace")[:160]))
             names.append(path.name)
     return [
-        Finding(check, known.status, f"{', '.join(names)}: {line}", known.fix)
-        for check, (known, names, line) in seen.items()
+        Finding(check, pattern.status, f"{', '.join(names)}: {line}", pattern.fix)
+        for check, (pattern, names, line) in seen.items()
     ] or [ok("logs", "no known trouble")]
 
 

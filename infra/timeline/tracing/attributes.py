@@ -55,7 +55,7 @@ def of_accepted(accepted: RequestAccepted) -> dict[str, Value]:
         "gen_ai.request.top_p": sampling.top_p,
         "gen_ai.request.seed": sampling.seed,
     }
-    given: dict[str, tuple[Any, Any]] = {
+    limits: dict[str, tuple[Any, Any]] = {
         "gen_ai.request.choice.count": (request.n, 1),
         "gen_ai.request.top_k": (sampling.top_k, 0),
         "gen_ai.request.frequency_penalty": (sampling.frequency_penalty, 0.0),
@@ -63,7 +63,7 @@ def of_accepted(accepted: RequestAccepted) -> dict[str, Value]:
         "penstock.request.media": (accepted.media, 0),
         "penstock.request.lora": (request.lora, ""),
     }
-    return attributes | {name: value for name, (value, default) in given.items() if value != default}
+    return attributes | {name: value for name, (value, default) in limits.items() if value != default}
 
 
 def of_end(done: Done) -> dict[str, Value]:

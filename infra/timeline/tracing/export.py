@@ -110,11 +110,11 @@ class Exporter:
     def _of(self, service: str, instance: str) -> "Resource":
         from opentelemetry.sdk.resources import Resource
 
-        known = self._resources.get((service, instance))
-        if known is None:
+        resource = self._resources.get((service, instance))
+        if resource is None:
             if len(self._resources) >= 4096:  # workers come and go under new names
                 self._resources.clear()
-            known = self._resources[service, instance] = Resource.create(  # also reads OTEL_RESOURCE_ATTRIBUTES
+            resource = self._resources[service, instance] = Resource.create(  # also reads OTEL_RESOURCE_ATTRIBUTES
                 {
                     "service.name": f"penstock-{service}",
                     "service.namespace": self._namespace,
@@ -122,7 +122,7 @@ class Exporter:
                     "service.version": version("penstock"),
                 }
             )
-        return known
+        return resource
 
 
 def otlp(endpoint: str, namespace: str = "ps") -> Exporter:

@@ -194,28 +194,32 @@ class Following:
         if isinstance(event, Done):
             if event.timings.ended_ns >= self._not_before_ns:
                 self._fresh.append(Ended(event, entry.time_ns, entry.seq))
-        elif event is not None and (known := self._open.get(event.request)) is not None and known.timeline is not None:
-            known.timeline.add_end(event, entry.time_ns)
+        elif (
+            event is not None
+            and (open_request := self._open.get(event.request)) is not None
+            and open_request.timeline is not None
+        ):
+            open_request.timeline.add_end(event, entry.time_ns)
 
     def _on_work(self, entry: Entry) -> None:
-        request_id, *rest = entry.headers.get(HEADER_MSG_ID, "").split(":")
-        if KEPT in rest:
+        request_id, *numbers = entry.headers.get(HEADER_MSG_ID, "").split(":")
+        if KEPT in numbers:
             return
-        known = self._open.get(request_id)
-        if known is not None and known.timeline is None:
+        open_request = self._open.get(request_id)
+        if open_request is not None and open_request.timeline is None:
             return
         try:
             message = jobs.decode(entry.data)
-            if known is None:
+            if open_request is None:
                 if not isinstance(message, Job):
                     return  # the request has ended, or its job is no longer in the log
-                known = self._begin(requests.decode(message.request))
+                open_request = self._begin(requests.decode(message.request))
         except msgspec.MsgspecError as error:
             log.warning("message_unreadable", stream="WORK", seq=entry.seq, error=str(error))
             return
-        if known.timeline is not None:
+        if open_request.timeline is not None:
             role, worker = entry.subject.split(".")[-2:]
-            known.timeline.add_work(role, worker, entry.time_ns, message)
+            open_request.timeline.add_work(role, worker, entry.time_ns, message)
 
     def _begin(self, request: GenerateRequest) -> Open:
         timeline = None
@@ -234,9 +238,9 @@ class Following:
     def _on_ledger(self, entry: Entry) -> None:
         with contextlib.suppress(msgspec.MsgspecError):
             for line in decode_ledger(entry.data).events:
-                known = self._open.get(line.ticket.partition(":")[0])
-                if known is not None and known.timeline is not None:
-                    known.timeline.add_handoff(line)
+                open_request = self._open.get(line.ticket.partition(":")[0])
+                if open_request is not None and open_request.timeline is not None:
+                    open_request.timeline.add_handoff(line)
 
     # --- sending ---
 
@@ -251,13 +255,13 @@ class Following:
             count = 0
             for event, at_ns, _ in self._due:
                 count += 1
-                known = self._open.get(event.request)
-                if known is None:
+                open_request = self._open.get(event.request)
+                if open_request is None:
                     continue
                 ended.append(event.request)
-                if known.timeline is not None:
-                    known.timeline.add_end(event, at_ns)
-                    batch += spans(known.timeline)
+                if open_request.timeline is not None:
+                    open_request.timeline.add_end(event, at_ns)
+                    batch += spans(open_request.timeline)
                 if len(batch) >= BATCH_SPANS:
                     break
             await self._deliver(batch, ended)
@@ -322,11 +326,11 @@ class Following:
         """Drop requests that will not end any more."""
         old = time.time_ns() - LOST_NS
         while self._open:
-            request_id, known = next(iter(self._open.items()))
-            if known.created_ns >= old and len(self._open) <= MAX_OPEN:
+            request_id, open_request = next(iter(self._open.items()))
+            if open_request.created_ns >= old and len(self._open) <= MAX_OPEN:
                 return
             del self._open[request_id]
-            self.counts.forgotten += known.timeline is not None
+            self.counts.forgotten += open_request.timeline is not None
 
 
 def _end(entry: Entry) -> Done | Returned | None:

@@ -163,16 +163,16 @@ class Queue:
 
     def _need(self, sequence: Sequence) -> _BlockNeed:
         size, scored = self._block_size, sequence.score >= sequence.prompt_len
-        known = len(sequence.tokens)
+        tokens = len(sequence.tokens)
         # Never all known tokens: the last one must be computed for its logits, and so must scored ones.
-        max_blocks = ((known if scored else sequence.score) - 1) // size
+        max_blocks = ((tokens if scored else sequence.score) - 1) // size
         reservation, tail = sequence.reservation, []
         offloaded: list[bytes] = []
         if reservation is not None and reservation.filled:
             # Not looked up by name: another copy may have had the name, and may have been evicted.
             hits = reservation.blocks[:max_blocks]
             named = min(reservation.named, len(hits))
-            if scored and len(hits) == len(reservation.blocks) and known > sequence.prompt_len:
+            if scored and len(hits) == len(reservation.blocks) and tokens > sequence.prompt_len:
                 tail = reservation.tails[-1:]
         else:
             hits = self._blocks.match(sequence.digests, max_blocks)
@@ -181,14 +181,14 @@ class Queue:
             named = len(hits)
             if self._blocks.host is not None:
                 offloaded = self._blocks.host.match(sequence.digests, named, max_blocks)
-        return _BlockNeed(hits, tail, -(-known // size) - len(hits) - len(tail), named, offloaded)
+        return _BlockNeed(hits, tail, -(-tokens // size) - len(hits) - len(tail), named, offloaded)
 
     def _fits_to_end(self, sequence: Sequence, need: _BlockNeed, running: Seq[Sequence]) -> bool:
         """Whether the longest output of a sequence fits beside those of all running ones."""
         size = self._block_size
         if self._windows is not None and (len(running) + 1) * self._windows.most_rows > self._windows.total_blocks:
             return False
-        rest = -(-(sequence.limit - 1) // size) - len(need.hits) - need.fresh  # the last token is never computed
+        growth = -(-(sequence.limit - 1) // size) - len(need.hits) - need.fresh  # the last token is never computed
         for other in running:
-            rest += max(0, -(-(other.limit - 1) // size) - len(other.blocks))
-        return self._blocks.left(need.hits, need.fresh) >= rest
+            growth += max(0, -(-(other.limit - 1) // size) - len(other.blocks))
+        return self._blocks.left(need.hits, need.fresh) >= growth

@@ -188,10 +188,10 @@ class Scheduler:
 
     def unschedule(self, plan: list[Slot], slots: list[Slot]) -> list[Slot]:
         """Remove slots from the last plan and cancel their sequences."""
-        rest = self.postpone(plan, slots)
+        kept = self.postpone(plan, slots)
         for slot in slots:
             self.cancel(slot.sequence.key)
-        return rest
+        return kept
 
     def postpone(self, plan: list[Slot], slots: list[Slot]) -> list[Slot]:
         """Remove slots from the last plan; their sequences are in the next again."""
@@ -201,10 +201,10 @@ class Scheduler:
             sequence.length -= samples
             sequence.step = self._inflight.made - 1  # it may be in the previous plan, which may be in flight
             left.add(id(sequence))
-        rest = [slot for slot in plan if id(slot.sequence) not in left]
-        if not rest:
+        kept = [slot for slot in plan if id(slot.sequence) not in left]
+        if not kept:
             self._inflight.made -= 1
-        return rest
+        return kept
 
     # -- commit ----------------------------------------------------------------------------------------------
 

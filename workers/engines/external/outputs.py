@@ -28,6 +28,6 @@ def logprob_of(entry: Any, token: int, top: int) -> Logprob:
     """Convert one entry of the engine's list: a number, or a mapping of token id to an object with ``logprob``."""
     if not isinstance(entry, Mapping):
         return Logprob(float(entry))
-    values = {int(known): float(value.logprob) for known, value in entry.items()}
+    values = {int(token_id): float(value.logprob) for token_id, value in entry.items()}
     best = sorted(values.items(), key=lambda pair: -pair[1])[:top]
     return Logprob(values.get(token, MISSING), tuple(best))

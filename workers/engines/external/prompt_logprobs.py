@@ -22,7 +22,7 @@ def scores(entries: Seq[Any], prompt: Seq[int], first: int, top: int) -> list[Lo
 
 
 def _score(entry: Mapping[int, Any], token: int, top: int) -> Logprob:
-    values = {int(known): float(value.logprob) for known, value in entry.items()}
+    values = {int(token_id): float(value.logprob) for token_id, value in entry.items()}
     best = sorted(values.items(), key=lambda pair: -pair[1])[:top]
     own = entry.get(token)
     return Logprob(MISSING, tuple(best)) if own is None else Logprob(float(own.logprob), tuple(best), own.rank or 0)

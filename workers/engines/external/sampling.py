@@ -25,14 +25,14 @@ def greedy(sampling: Sampling) -> bool:
 
 def shape(sampling: Sampling) -> dict[str, Any]:
     """Temperature, truncation and penalties by name; greedy sampling has no temperature and no truncation."""
-    given: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
     if not greedy(sampling):
-        given |= {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
+        arguments |= {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
         if sampling.min_p > 0:
-            given["min_p"] = sampling.min_p
+            arguments["min_p"] = sampling.min_p
     if sampling.repetition_penalty != 1.0:
-        given["repetition_penalty"] = sampling.repetition_penalty
+        arguments["repetition_penalty"] = sampling.repetition_penalty
     if sampling.presence_penalty or sampling.frequency_penalty:
-        given["presence_penalty"] = sampling.presence_penalty
-        given["frequency_penalty"] = sampling.frequency_penalty
-    return given
+        arguments["presence_penalty"] = sampling.presence_penalty
+        arguments["frequency_penalty"] = sampling.frequency_penalty
+    return arguments

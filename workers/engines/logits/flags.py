@@ -39,9 +39,9 @@ def from_settings(settings: WorkerSettings, path: Path) -> Registry:
 
 def _defaults(text: str) -> tuple[LogitsProcessor, ...]:
     try:
-        given = msgspec.json.decode(text, type=list[ProcessorSpec]) if text else []
+        specs = msgspec.json.decode(text, type=list[ProcessorSpec]) if text else []
     except (msgspec.MsgspecError, RecursionError) as error:
         raise ProcessorError(
             f'--default-logits-processors: {error}; write [{{"name": "temperature", "args": {{"temperature": 0.7}}}}]'
         ) from error
-    return tuple(LogitsProcessor(each.name, msgspec.json.encode(each.args)) for each in given)
+    return tuple(LogitsProcessor(each.name, msgspec.json.encode(each.args)) for each in specs)

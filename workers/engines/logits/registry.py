@@ -100,21 +100,21 @@ class Registry:
         return Chain(tuple(each.name for each in selected), tuple(instances), self.errors)
 
     def _instances(self, chosen: Sequence[LogitsProcessor], *, prompt_len: int) -> list[BaseLogitsProcessor]:
-        given = self._model._asdict() | {"prompt_len": prompt_len}
-        return [self._make(each, given) for each in chosen]
+        arguments = self._model._asdict() | {"prompt_len": prompt_len}
+        return [self._make(each, arguments) for each in chosen]
 
-    def _make(self, chosen: LogitsProcessor, given: Mapping[str, Any]) -> BaseLogitsProcessor:
+    def _make(self, chosen: LogitsProcessor, context: Mapping[str, Any]) -> BaseLogitsProcessor:
         entry = self._entries.get(chosen.name)
         if entry is None:
-            known = ", ".join(self.names) or "none"
-            raise _refusal(f"{chosen.name!r} is not registered on this worker; registered: {known}")
+            names = ", ".join(self.names) or "none"
+            raise _refusal(f"{chosen.name!r} is not registered on this worker; registered: {names}")
         try:
             args = _ARGS(chosen.args or b"{}")
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise _refusal(f"{chosen.name}: args are not a JSON object: {error}") from error
         if taken := sorted(_GIVEN & args.keys()):
             raise _refusal(f"{chosen.name}: args cannot set {', '.join(taken)}")
-        arguments = args | {name: given[name] for name in entry.wants}
+        arguments = args | {name: context[name] for name in entry.wants}
         try:
             entry.signature.bind(**arguments)
             return entry.make(**arguments)

@@ -91,11 +91,11 @@ class Api:
             ValueError: an argument is invalid.
             Exception: anything else means that it did not start.
         """
-        given = dict(tree)
+        arguments = dict(tree)
         for key, make in (("speculative_config", self.speculative), ("sparse_attention_config", self.sparse)):
-            if isinstance(given.get(key), Mapping) and make is not None:
-                given[key] = make(dict(given[key]))  # ``from_dict`` removes the tag from its mapping
-        return self.llm(model=model, **given)
+            if isinstance(arguments.get(key), Mapping) and make is not None:
+                arguments[key] = make(dict(arguments[key]))  # ``from_dict`` removes the tag from its mapping
+        return self.llm(model=model, **arguments)
 
 
 def set_log_level(level: str) -> None:

@@ -160,13 +160,13 @@ def resolve(
     Raises:
         BadArguments: one line per problem, each with its fix.
     """
-    given = parse_yaml(extra_yaml) if extra_yaml else {}
+    user_args = parse_yaml(extra_yaml) if extra_yaml else {}
     if override_json:
-        given = merge(given, parse_json(override_json))
-    length = given.get("max_seq_len")
+        user_args = merge(user_args, parse_json(override_json))
+    length = user_args.get("max_seq_len")
     if isinstance(length, int) and length > 0:  # our defaults follow the user's length
         wanted = wanted._replace(max_model_len=length)
-    tree = merge(defaults(wanted), given)
+    tree = merge(defaults(wanted), user_args)
     tree = _drop_reserved(tree, wanted)
     if wanted.backend == "autodeploy":
         tree = prune(tree, known)

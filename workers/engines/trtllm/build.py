@@ -217,13 +217,13 @@ def arguments(settings: WorkerSettings, wanted: EngineSettings, api: Api, path: 
     Raises:
         BadArguments: see ``args.resolve``.
     """
-    extra, given = user_arguments.extra(settings), user_arguments.given(settings)
-    speculation = given.get("speculative_config") or {}
+    extra, user_args = user_arguments.extra(settings), user_arguments.given(settings)
+    speculation = user_args.get("speculative_config") or {}
     draft = speculation.get("speculative_model") or speculation.get("speculative_model_dir") or ""
     local = draft.startswith(("/", ".", "~")) or draft.count("/") > 1
     context = Context(
         role=wanted.role,  # type: ignore[arg-type]  # a Literal in the settings
-        model_len=wanted.max_model_len if "max_seq_len" not in given else None,
+        model_len=wanted.max_model_len if "max_seq_len" not in user_args else None,
         router_block_size=wanted.block_size,
         shape=_shape(path),
         draft=_shape(Path(draft).expanduser()) if draft else None,
@@ -290,13 +290,13 @@ def warm_up(llm: Any, api: Api, loop: LoopThread, eos: tuple[int, ...], *, publi
     Raises:
         EngineError: the request failed.
     """
-    given = sampling.arguments(
+    arguments = sampling.arguments(
         Sampling(temperature=0.0), Stop(1, ignore_eos=True), eos=eos, part=sampling.OutputPart(1)
     )
 
     async def generate() -> dict[str, Any] | None:
         extra = {"cache_salt": WARM_UP_SALT} if "cache_salt" in api.call else {}
-        await llm.generate_async([1] * WARM_UP_TOKENS, api.sampling(**given), **extra).aresult()
+        await llm.generate_async([1] * WARM_UP_TOKENS, api.sampling(**arguments), **extra).aresult()
         last = None
         if publish:
             async for stat in drained(llm.get_stats_async(timeout=0.2)):

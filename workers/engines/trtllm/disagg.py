@@ -37,9 +37,9 @@ def decode(wire: Wire | None, kind: type[Any]) -> Any:
     """
     if wire is None:
         return None
-    known = {field.name for field in dataclasses.fields(kind)}
-    fields = {name: value for name, value in wire.items() if name in known or value is not None}
-    unknown = sorted(set(fields) - known)
+    names = {field.name for field in dataclasses.fields(kind)}
+    fields = {name: value for name, value in wire.items() if name in names or value is not None}
+    unknown = sorted(set(fields) - names)
     if unknown:
         raise ValueError(
             f"this engine does not know {', '.join(unknown)}; prefill and decode need the same TensorRT-LLM release"

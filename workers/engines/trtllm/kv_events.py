@@ -206,14 +206,14 @@ class Translator:
                 return  # blocks after it could not be named either
             if len(tokens) > self._block_size:
                 raise ValueError(f"a block has {len(tokens)} tokens, expected {self._block_size}")
-            known = rank.tree.find(value)
-            if known is None:
+            node = rank.tree.find(value)
+            if node is None:
                 digest = self._name(parent, tokens, block.get("mm_keys") or ())
                 if digest is None:
                     self.counts.ambiguous += 1
                     return
-                known = rank.tree.store(value, parent, digest, int(block.get("cache_level") or 0))
-            parent = known
+                node = rank.tree.store(value, parent, digest, int(block.get("cache_level") or 0))
+            parent = node
 
     def _name(self, parent: Block | None, tokens: Seq[Any], media: Seq[Any]) -> bytes | None:
         ids = [token["token_id"] if isinstance(token, Mapping) else token for token in tokens]

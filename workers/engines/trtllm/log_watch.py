@@ -71,17 +71,17 @@ class LogWatch(logging.Handler):
 
     def _forward(self, reads: int, ours: int) -> None:
         """Read the pipe until all processes that could write to it have ended."""
-        rest = b""
+        partial_line = b""
         try:
             while chunk := os.read(reads, LINE_BYTES):
                 with contextlib.suppress(OSError):  # our output is closed; the writers must not block on it
                     _write(ours, chunk)
-                *lines, rest = (rest + chunk).split(b"\n")
-                if len(rest) > LINE_BYTES:
-                    lines, rest = [*lines, rest], b""
+                *lines, partial_line = (partial_line + chunk).split(b"\n")
+                if len(partial_line) > LINE_BYTES:
+                    lines, partial_line = [*lines, partial_line], b""
                 for line in lines:
                     self.inspect(line.decode(errors="replace"))
-            self.inspect(rest.decode(errors="replace"))
+            self.inspect(partial_line.decode(errors="replace"))
         finally:
             os.close(reads)
             os.close(ours)

@@ -70,16 +70,16 @@ class NativeMetrics(NativeSeries):
         self._baseline = (reused or 0.0, missed or 0.0)
 
     def collect(self) -> Iterator[Metric]:
-        stat, known = self._latest, set()
+        stat, names = self._latest, set()
         for metric in super().collect():
-            known.add(metric.name)
+            names.add(metric.name)
             yield metric
         for name, value in stats.gauges(stat).items():
-            if name not in known:
+            if name not in names:
                 yield GaugeMetricFamily(name, stats.GAUGES[name][2], value)
         for name, value in self._sums.items():
-            if name not in known:
+            if name not in names:
                 yield CounterMetricFamily(name, stats.COUNTERS[name][2], value)
         rate = stats.hit_rate(stat, self._baseline)
-        if rate is not None and "trtllm_kv_cache_hit_rate" not in known:
+        if rate is not None and "trtllm_kv_cache_hit_rate" not in names:
             yield GaugeMetricFamily("trtllm_kv_cache_hit_rate", "share of KV blocks found in the cache", rate)

@@ -75,10 +75,10 @@ class OutputCursor:
     def _offset(self, token_ids: Seq[int], finish: str | None) -> int | None:
         """Where the new tokens start; None: not known yet."""
         if self.repeats is None:
-            known = len(self._skip)
-            if len(token_ids) < known and list(token_ids) == self._skip[: len(token_ids)] and finish not in _ENDED:
+            skipped = len(self._skip)
+            if len(token_ids) < skipped and list(token_ids) == self._skip[: len(token_ids)] and finish not in _ENDED:
                 return None
-            self.repeats = list(token_ids[:known]) == self._skip
+            self.repeats = list(token_ids[:skipped]) == self._skip
         return len(self._skip) if self.repeats else 0
 
     def _ends(self, token: int) -> str:

@@ -69,11 +69,11 @@ def check(request: SequenceRequest, info: EngineInfo, prompt_limit: int) -> None
         RequestError: it can never run here; the message names the limit.
     """
     requests.check(request, info)
-    known = len(request.prompt) + len(request.generated)
-    if known > prompt_limit:
+    length = len(request.prompt) + len(request.generated)
+    if length > prompt_limit:
         raise RequestError(
             Code.context_length_exceeded,
-            f"the prompt has {known} tokens; this worker takes {prompt_limit} (max_num_tokens); set "
+            f"the prompt has {length} tokens; this worker takes {prompt_limit} (max_num_tokens); set "
             "enable_chunked_prefill for longer ones",
         )
 
@@ -95,7 +95,7 @@ def prepare(request: SequenceRequest, info: EngineInfo, options: Options, consum
     before = len(request.generated) - repeated  # generated tokens that the engine sees as prompt
     room = info.max_model_len - len(request.prompt)
     limit = 1 if request.hold else min(stop.max_tokens, room) - len(request.generated)
-    given = sampling.arguments(
+    parameters = sampling.arguments(
         request.sampling,
         stop,
         eos=eos,
@@ -109,10 +109,10 @@ def prepare(request: SequenceRequest, info: EngineInfo, options: Options, consum
         perf_metrics=options.publish or request.trace is not None,
         prompt_logprobs=request.sampling.prompt_logprobs if request.score else None,
     )
-    if "embedding_bias" in given:
-        given["embedding_bias"] = bias(given["embedding_bias"], info.vocab_size)
+    if "embedding_bias" in parameters:
+        parameters["embedding_bias"] = bias(parameters["embedding_bias"], info.vocab_size)
     if options.processors is not None and (processors := options.processors(request)) is not None:
-        given["logits_processor"] = processors
+        parameters["logits_processor"] = processors
     tokens = [*request.prompt, *request.generated[:before]]
     arguments: dict[str, Any] = {"inputs": tokens, "streaming": not request.hold}
     if request.media and not adopted and options.image_inputs is not None:
@@ -137,7 +137,7 @@ def prepare(request: SequenceRequest, info: EngineInfo, options: Options, consum
         skip=request.generated[before:],
         top=request.sampling.logprobs,
     )
-    return Prepared(cursor, given, arguments, tokens, adopted)
+    return Prepared(cursor, parameters, arguments, tokens, adopted)
 
 
 def _take_over(request: SequenceRequest, options: Options, consumed: ConsumedStates) -> tuple[Any, int]:

@@ -55,7 +55,7 @@ def arguments(
     max_tokens, min_tokens, prompt_len, choice, position = part
     ends = stop_ids(stop, eos)
     end = end_id(stop, eos)
-    given: dict[str, Any] = {
+    parameters: dict[str, Any] = {
         "max_tokens": max_tokens,
         "end_id": end,
         "pad_id": eos[0] if eos else 0,
@@ -68,18 +68,18 @@ def arguments(
     }
     other_ends = sorted(ends - {end})
     if other_ends and min_tokens <= 0:  # min_tokens protects only end_id: the cursor stops the output instead
-        given["stop_token_ids"] = other_ends
+        parameters["stop_token_ids"] = other_ends
     if min_tokens > 0:
-        given["min_tokens"] = min_tokens
-    given |= shape(sampling)
-    if prompt_len and "presence_penalty" in given:
-        given["prompt_ignore_length"] = prompt_len
+        parameters["min_tokens"] = min_tokens
+    parameters |= shape(sampling)
+    if prompt_len and "presence_penalty" in parameters:
+        parameters["prompt_ignore_length"] = prompt_len
     if sampling.logit_bias:
-        given["embedding_bias"] = dict(sampling.logit_bias)
+        parameters["embedding_bias"] = dict(sampling.logit_bias)
     if sampling.logprobs is not None:
-        given["logprobs"] = max(1, sampling.logprobs)  # 0 would switch them off
+        parameters["logprobs"] = max(1, sampling.logprobs)  # 0 would switch them off
     if prompt_logprobs is not None:
-        given["prompt_logprobs"] = max(1, prompt_logprobs)
+        parameters["prompt_logprobs"] = max(1, prompt_logprobs)
     if perf_metrics:
-        given["return_perf_metrics"] = True
-    return given
+        parameters["return_perf_metrics"] = True
+    return parameters

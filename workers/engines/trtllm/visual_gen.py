@@ -102,20 +102,20 @@ class VisualGen:
 
     def _generate_one(self, request: Diffusion, index: int) -> GeneratedMedia:
         video = request.kind == "video"
-        given: dict[str, Any] = {
+        parameters: dict[str, Any] = {
             "width": request.width,
             "height": request.height,
             "num_inference_steps": request.steps,
             "seed": (request.seed + index) & (1 << 63) - 1,
         }
         if video:  # the engine refuses unsupported options
-            given |= {"num_frames": request.frames, "frame_rate": request.frame_rate}
+            parameters |= {"num_frames": request.frames, "frame_rate": request.frame_rate}
         if request.guidance is not None:
-            given["guidance_scale"] = request.guidance
+            parameters["guidance_scale"] = request.guidance
         if request.negative:
-            given["negative_prompt"] = request.negative
+            parameters["negative_prompt"] = request.negative
         try:
-            output = self._engine.generate(request.prompt, self._api.parameters(**given))
+            output = self._engine.generate(request.prompt, self._api.parameters(**parameters))
         except (ValueError, TypeError) as error:
             raise RequestError(Code.invalid_request, f"TensorRT-LLM refuses this request: {error}"[:500]) from error
         output = output[0] if isinstance(output, list) else output

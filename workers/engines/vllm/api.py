@@ -77,11 +77,11 @@ class Api:
             ValueError: an argument is invalid.
             Exception: anything else means that it did not start.
         """
-        given = dict(tree)
+        arguments = dict(tree)
         for key, kind in (("kv_transfer_config", self.transfer_config), ("kv_events_config", self.events_config)):
-            if isinstance(given.get(key), Mapping):
-                given[key] = kind(**given[key])
-        return self.llm.from_engine_args(self.args(model=model, **given), stat_loggers=stat_loggers)
+            if isinstance(arguments.get(key), Mapping):
+                arguments[key] = kind(**arguments[key])
+        return self.llm.from_engine_args(self.args(model=model, **arguments), stat_loggers=stat_loggers)
 
     def nixl(self) -> bool:
         """Whether vLLM's connector finds NIXL; otherwise only the log of a subprocess would report it."""

@@ -263,6 +263,6 @@ def layout(version: str, tree: Tree) -> str:
     return f"vllm-{release}/nixl/{tree.get('kv_cache_dtype', 'auto')}/{tree['block_size']}"
 
 
-def _hint(key: str, known: Collection[str]) -> str:
-    near = difflib.get_close_matches(key, known, n=1)
+def _hint(key: str, names: Collection[str]) -> str:
+    near = difflib.get_close_matches(key, names, n=1)
     return f"; did you mean {near[0]}?" if near else ""

@@ -60,12 +60,12 @@ def from_settings(settings: WorkerSettings, path: Path) -> ExternalEngine[Call]:
     with contextlib.ExitStack() as undo:
         folder = Path(tempfile.mkdtemp(prefix="penstock-kv-"))  # 0700: whoever writes there can forge KV events
         undo.callback(shutil.rmtree, folder, ignore_errors=True)
-        given = user_arguments.given(settings)
-        wanted = wanted_of(settings, model.max_model_len, folder, given.get("data_parallel_size") or 1)
+        user_args = user_arguments.given(settings)
+        wanted = wanted_of(settings, model.max_model_len, folder, user_args.get("data_parallel_size") or 1)
         variables = on_device(settings, api.cpu)
         if api.cpu:
-            wanted = wanted._replace(cpu_bytes=cpu_bytes(wanted, given))
-        resolved = resolve(wanted, given, api.arguments)
+            wanted = wanted._replace(cpu_bytes=cpu_bytes(wanted, user_args))
+        resolved = resolve(wanted, user_args, api.arguments)
         if resolved.moves:
             if not api.nixl():
                 raise EngineError("vLLM's NixlConnector needs the package nixl: pip install nixl")
@@ -266,12 +266,12 @@ def side_channel(nats_url: str, ranks: int = 1) -> dict[str, str]:
     Raises:
         BadArguments: the port in the environment is taken; the engine would wait for it forever.
     """
-    given = os.environ.get(SIDE_PORT)
-    if given and not all(_is_free(int(given) + rank) for rank in range(ranks)):
+    port = os.environ.get(SIDE_PORT)
+    if port and not all(_is_free(int(port) + rank) for rank in range(ranks)):
         raise BadArguments(
-            [f"{SIDE_PORT}: {given} is taken on this machine; unset the variable, or choose another port"]
+            [f"{SIDE_PORT}: {port} is taken on this machine; unset the variable, or choose another port"]
         )
-    return {SIDE_PORT: str(given or _free_ports(ranks)), SIDE_HOST: address(nats_url)}
+    return {SIDE_PORT: str(port or _free_ports(ranks)), SIDE_HOST: address(nats_url)}
 
 
 @contextlib.contextmanager

@@ -71,11 +71,11 @@ def prepare(request: SequenceRequest, info: EngineInfo, options: Options, consum
     tokens = [*request.prompt, *request.generated]
     takes_over = bool(request.opaque) and not request.score  # prompts that are scored are computed here
     params = _take_over(request, tokens, options, consumed) if takes_over else None
-    known = tuple(tokens[-1:]) if params is not None else ()
-    before = request.generated[: len(request.generated) - len(known)]
+    last_tokens = tuple(tokens[-1:]) if params is not None else ()
+    before = request.generated[: len(request.generated) - len(last_tokens)]
     room = info.max_model_len - len(request.prompt)
     limit = 1 if request.hold else min(request.stop.max_tokens, room) - len(before)
-    given = sampling.arguments(
+    parameters = sampling.arguments(
         request.sampling,
         request.stop,
         eos=info.eos_token_ids,
@@ -85,16 +85,16 @@ def prepare(request: SequenceRequest, info: EngineInfo, options: Options, consum
         earlier=before,
         score=0 < request.score < len(request.prompt),
     )
-    computed = tuple(tokens[: len(tokens) - len(known)])
+    computed = tuple(tokens[: len(tokens) - len(last_tokens)])
     if request.hold:
-        given["extra_args"] = {"kv_transfer_params": dict(handoff.PRODUCE)}
+        parameters["extra_args"] = {"kv_transfer_params": dict(handoff.PRODUCE)}
     elif params is not None:
-        given["extra_args"] = {"kv_transfer_params": params}
+        parameters["extra_args"] = {"kv_transfer_params": params}
     prompt: dict[str, Any] = {"prompt_token_ids": list(computed)}
     if request.root and request.root != options.root:
         prompt["cache_salt"] = request.root.hex()
     rank = request.rank % info.dp_size if info.dp_size > 1 else None
-    return Prepared(prompt, given, known, params is not None, computed if request.hold else (), rank)
+    return Prepared(prompt, parameters, last_tokens, params is not None, computed if request.hold else (), rank)
 
 
 def _take_over(

@@ -32,7 +32,7 @@ def arguments(
             one of the tokens is drawn again.
         score: return the prompt's log-probabilities; the engine then ignores cached blocks.
     """
-    given: dict[str, Any] = {
+    parameters: dict[str, Any] = {
         "n": 1,
         "max_tokens": max_tokens,
         "detokenize": False,
@@ -41,17 +41,17 @@ def arguments(
         "seed": seed_of(sampling.seed, choice, len(earlier)),
     }
     if min_tokens > 0:
-        given["min_tokens"] = min(min_tokens, max_tokens)  # vLLM refuses more
+        parameters["min_tokens"] = min(min_tokens, max_tokens)  # vLLM refuses more
     if greedy(sampling):
-        given["temperature"] = 0.0
-    given |= shape(sampling)
+        parameters["temperature"] = 0.0
+    parameters |= shape(sampling)
     if bias := _bias(sampling, earlier):
-        given["logit_bias"] = bias
+        parameters["logit_bias"] = bias
     if sampling.logprobs is not None:
-        given["logprobs"] = sampling.logprobs  # 0: the chosen token's only
+        parameters["logprobs"] = sampling.logprobs  # 0: the chosen token's only
     if score:
-        given["prompt_logprobs"] = sampling.prompt_logprobs or 0
-    return given
+        parameters["prompt_logprobs"] = sampling.prompt_logprobs or 0
+    return parameters
 
 
 def _bias(sampling: Sampling, earlier: Seq[int]) -> dict[int, float]:

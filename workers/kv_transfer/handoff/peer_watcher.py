@@ -54,18 +54,18 @@ class PeerWatcher:
     def _joined(self, member: RegisteredWorker) -> None:
         registration = member.registration
         endpoint = registration.transfer
-        known = self._agents.get(registration.worker)
+        agent = self._agents.get(registration.worker)
         if endpoint is None or registration.worker == self._worker or registration.model != self._model:
             return
-        if known is not None and known.agent == endpoint.agent:
+        if agent is not None and agent.agent == endpoint.agent:
             return  # a renewal
         if (
             registration.role not in PARTNERS.get(self._role, ())
             or endpoint.backend != self._transport.endpoint.backend
         ):
             return
-        if known is not None:
-            self._transport.forget(known.agent)
+        if agent is not None:
+            self._transport.forget(agent.agent)
         self._agents[registration.worker] = endpoint
         connected = asyncio.wrap_future(self._transport.connect(endpoint))  # logged in the loop's thread
         connected.add_done_callback(functools.partial(_log_connected, registration.worker))
