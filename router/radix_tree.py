@@ -64,7 +64,7 @@ class RadixTree:
         masks: by node, the holders of all its blocks.
         partial: by node, for holders of only its first blocks, their number.
         children: by node, how many nodes follow it.
-        blocks: in all nodes, including those that nobody holds but that others follow.
+        blocks: in all nodes, including blocks without a holder that are followed by held ones.
     """
 
     def __init__(self, max_blocks: int) -> None:
@@ -211,7 +211,7 @@ class RadixTree:
         return front
 
     def touch(self, node: int) -> None:
-        """``node`` is used now."""
+        """Mark ``node`` as used now."""
         age = self.clock // self._per_age
         if self.ages[node] != age:
             if self._frozen is not None:
@@ -222,7 +222,7 @@ class RadixTree:
             self.ages[node] = age
 
     def settle(self, node: int) -> None:
-        """Remove blocks at the end of ``node`` that nobody holds and nothing follows; then those before it.
+        """Remove blocks without a holder from the end of ``node``, and then from the nodes before it.
 
         The latter are left to ``sweep`` if they are many.
         """
@@ -262,7 +262,7 @@ class RadixTree:
         self.settle(node if keep else self._delete(node))
 
     def oldest(self) -> int:
-        """The leaf whose blocks, and all that followed them, have not been used for longest; NOTHING: there is none.
+        """The least recently used leaf. NOTHING: the tree is empty.
 
         Of several of the same age, the one with the largest first key: when a sweep or a snapshot came in between must
         not matter.
@@ -279,7 +279,7 @@ class RadixTree:
 
     @property
     def settled(self) -> bool:
-        """Whether ``settle`` left nothing to ``sweep``."""
+        """Whether ``settle`` has left no nodes for ``sweep``."""
         return not self._unsettled
 
     def begin_sweep(self, bits: int) -> None:
@@ -321,7 +321,7 @@ class RadixTree:
                 yield node, frozen
 
     def thaw(self) -> None:
-        """The nodes of the last ``freeze`` were read, or are not needed."""
+        """End the last ``freeze``: its nodes were read, or are not needed."""
         self._frozen = None
 
     def load(self, node: int, chunk: tuple[int, ...], mask: int, parent: int, age: int) -> None:
@@ -358,7 +358,7 @@ class RadixTree:
                 yield
 
     def _keep(self, node: int) -> None:
-        """Before a change: keep a node as it is, if ``freeze`` has yet to come to it."""
+        """Called before a change of a node: keep a copy, if ``freeze`` has not reached the node yet."""
         if self._frozen is not None and self._frozen_from <= node < self._frozen_to and node not in self._frozen:
             self._frozen[node] = self._node(node)
 

@@ -1,10 +1,10 @@
-"""What one broker stores for the pipeline, with nothing of the pipeline in front of it: the limit above all roles.
+"""How many requests per second one broker can store: the upper limit for any number of gateways and workers.
 
 python -m infra.bench.broker                                     # 1, 2, 4, 8 publishers: < 1 min
 
-Each publisher is a process that writes a request's stored messages as bytes made in advance, and reads the
+Each publisher is a process that sends the stored messages of a request, encoded in advance, and reads the
 acknowledgements: one in REQUESTS, WORK, KV and DONE, and three in TOKENS, in the sizes of 200 words → 64 tokens.
-Nobody follows the streams. What the pipeline reads (the live subjects, its pull consumers) comes on top.
+There are no consumers. In a deployment, the reads of the pipeline (live subjects, pull consumers) come on top.
 """
 
 import argparse
@@ -42,7 +42,7 @@ WARM_UP_S = 0.5
 class BrokerFigures(NamedTuple):
     """
     Attributes:
-        cores: that the broker used.
+        cores: CPU cores that the broker used.
     """
 
     publishers: int
@@ -53,7 +53,7 @@ class BrokerFigures(NamedTuple):
 
 
 def measure(publishers: int, seconds: float) -> BrokerFigures:
-    """Start a broker with all streams, have so many processes fill it, stop it."""
+    """Start a broker with all streams, load it with ``publishers`` processes, and stop it."""
     with tempfile.TemporaryDirectory(prefix="broker-") as folder:
         return asyncio.run(_measure(Path(folder), publishers, seconds))
 
@@ -98,7 +98,7 @@ async def _measure(folder: Path, publishers: int, seconds: float) -> BrokerFigur
 
 
 def publish(url: str, number: int, seconds: float) -> float:
-    """Requests a second that one connection stored.
+    """Publish over one connection, and return the requests stored per second.
 
     Raises:
         RuntimeError: the broker refused something.

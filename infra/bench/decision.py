@@ -1,4 +1,4 @@
-"""What a router's decision costs: match, scoring and job of one request, by the number of workers."""
+"""The CPU time of one routing decision (prefix match, scoring, job message) by the number of workers."""
 
 import os
 import random
@@ -33,7 +33,7 @@ class Fleet:
     """Workers with active requests and some blocks of a prompt.
 
     Args:
-        held: leading blocks of the prompt, by number of the worker.
+        held: how many leading blocks of the prompt each worker holds, by the worker's number.
     """
 
     def __init__(self, workers: int, held: Callable[[int, int], int]) -> None:
@@ -68,7 +68,7 @@ class Fleet:
         self._turn = 0
 
     def place(self) -> bytes:
-        """One request, from its arrival to the bytes of its job; nothing is admitted."""
+        """Take one request from its arrival to the bytes of its job, without admitting it."""
         self._turn += 1
         pending, turn = self._pending, self._turn
         keys = keys_view(pending.request.digests)
@@ -89,7 +89,7 @@ class Fleet:
 
 
 def decisions() -> Iterator[tuple[int, str, Callable[[], bytes]]]:
-    """Number of workers, who has the prompt, and what to measure."""
+    """For each case: the number of workers, which of them hold the prompt, and the call to measure."""
     for workers in WORKERS:
         for what, held in HELD.items():
             yield workers, what, Fleet(workers, held).place

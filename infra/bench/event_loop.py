@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 
 def loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
-    """uvloop's: asyncio's own would be late at a few thousand requests per second."""
+    """uvloop's event loop. asyncio's own runs late at a few thousand requests per second."""
     import uvloop
 
     factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop

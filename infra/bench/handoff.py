@@ -1,4 +1,4 @@
-"""``penstock bench handoff``: what the transport adds to a bare NIXL READ of the same descriptors, in the same run.
+"""``penstock bench handoff``: how much time our transport adds to a bare NIXL READ of the same descriptors.
 
 Two processes with pools of equal layout. One reads blocks of the other in turns: with NIXL alone (make the transfer,
 post it, poll it without a pause, release it), through our transport, and through our transport with the generations
@@ -45,7 +45,7 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Figures(Struct, frozen=True):
-    """Medians of one setting. MB are 10^6 bytes; the ratios are ours to bare."""
+    """Medians of one setting. MB are 10^6 bytes. Ratios are our throughput divided by bare NIXL's."""
 
     op: str
     block_bytes: int
@@ -63,7 +63,7 @@ class Figures(Struct, frozen=True):
 
 
 class Bare:
-    """NIXL and nothing else, polled without a pause."""
+    """Transfers with bare NIXL, polled without a pause."""
 
     def __init__(self, library: Library, name: str, pools: Iterable[Memory]) -> None:
         self._agent = library.api.nixl_agent(name, library.api.nixl_agent_config(enable_prog_thread=False))
@@ -99,7 +99,7 @@ def run(settings: Settings) -> int:
 
 
 def measure(block_bytes: int, blocks: int, rounds: int) -> list[Figures]:
-    """One block size, neighbours and scattered, between this process and one that it starts.
+    """Measure one block size, with adjacent and with scattered blocks, between this process and one that it starts.
 
     Raises:
         TransportUnavailable: NIXL does not work here.
@@ -142,7 +142,7 @@ def compare(
     order: str,
     rounds: int,
 ) -> Figures:
-    """The three in turns, so that what else the machine does hits them alike. The generations must all be 1."""
+    """Measure all three alternately, so that other load affects them alike. All generations must be 1."""
     here, there = transport.endpoint.pools[pool], peer.pools[pool]
     [move] = copy_ops(here, there, ids, ids, in_one_piece=True)
     ones = [1] * len(ids)
@@ -207,7 +207,7 @@ class _Pool:
 
 
 def _own(pipe: Connection, block_bytes: int, blocks: int) -> None:
-    """The other process: blocks of ones, until the pipe ends."""
+    """The process that owns the blocks, which hold ones; it ends with the pipe."""
     pool = _Pool(block_bytes, blocks, 1)
     transport = open_transport("nixl", f"bench-owner-{time.time_ns()}", {POOL: pool.memory})
     pipe.send(transport.endpoint)

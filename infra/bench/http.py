@@ -64,7 +64,7 @@ class BenchFailed(Exception):
 
 
 def run(settings: Settings) -> int:
-    """Measure all stages, print a table; 1 if a request failed."""
+    """Measure all stages and print a table. Returns 1 if a request failed."""
     try:
         target, processes = _target(settings)
         with contextlib.ExitStack() as stack:
@@ -83,7 +83,7 @@ def run(settings: Settings) -> int:
 
 
 def _target(settings: Settings) -> tuple[Target, dict[str, int]]:
-    """Where to send, and the processes to measure (name -> pid)."""
+    """The server to load, and the processes to measure (name -> pid)."""
     url, processes = settings.url, {f"pid {pid}": pid for pid in settings.pids}
     if settings.state:
         try:
@@ -105,7 +105,7 @@ def _target(settings: Settings) -> tuple[Target, dict[str, int]]:
 
 
 class Requests:
-    """Makes request bytes: the same for the same seed."""
+    """Makes the bytes of requests; equal seeds make equal requests."""
 
     def __init__(self, settings: Settings, target: Target, model: str) -> None:
         self._random = random.Random(settings.seed)
@@ -129,7 +129,7 @@ class Requests:
 
 @dataclass(slots=True)
 class Load:
-    """One stage under way."""
+    """One running stage."""
 
     requests: Requests
     settings: Settings
@@ -139,7 +139,7 @@ class Load:
     sent: int = 0
 
     def following(self) -> Exchange | None:
-        """What is sent next, and where it is counted."""
+        """The next request to send, with the counter of its result."""
         if self.counting and self.settings.requests and self.sent >= self.settings.requests:
             return None
         tally = self.warming
@@ -149,7 +149,7 @@ class Load:
         return Exchange(self.requests.make(), partial(tally.count, expected_tokens=self.settings.output_tokens))
 
     def count(self) -> None:
-        """The warm-up is over. For a duration, what is answered from now on counts, whenever it was sent."""
+        """End the warm-up. In a stage with a duration, every later answer counts, whenever its request was sent."""
         self.counting = True
         self.sent = 0
         self.tally.clear()
@@ -208,7 +208,7 @@ async def _stage(
 
 
 async def _watch(load: Load, loop: ClosedLoop, began: float, show: Callable[[float, float], None]) -> None:
-    """Wait until the stage's time is over or its requests are answered, and show how far it is."""
+    """Wait for the end of the stage (its time, or its last answer), and show the progress."""
     settings = load.settings
     while True:
         took, count = time.perf_counter() - began, load.tally.requests + load.tally.failed

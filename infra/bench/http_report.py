@@ -1,4 +1,4 @@
-"""The figures of ``penstock bench http``: one set for each stage, and their table."""
+"""The figures of each stage of ``penstock bench http``, and their table."""
 
 from collections.abc import Mapping
 
@@ -13,7 +13,7 @@ _BUSY = 0.85  # share of a core from which the generator is itself the limit
 
 
 class Stage(Struct, frozen=True):
-    """Figures of one stage; ``cpu_us_per_token`` by process name, the generator's own apart."""
+    """Figures of one stage. ``cpu_us_per_token`` is by process name; the generator's own is in a field of its own."""
 
     concurrency: int
     seconds: float
@@ -37,7 +37,7 @@ class Stage(Struct, frozen=True):
 
 
 def figures(concurrency: int, seconds: float, tally: Tally, spent: Mapping[str, float], own_s: float) -> Stage:
-    """The stage's figures from what was counted; CPU in seconds per process."""
+    """Compute a stage's figures from its counters, and from the CPU seconds of each process."""
     tokens = max(1, tally.tokens)
     first, between, total = sorted(tally.first_s), sorted(tally.between_s), sorted(tally.total_s)
     return Stage(
@@ -64,7 +64,7 @@ def figures(concurrency: int, seconds: float, tally: Tally, spent: Mapping[str, 
 
 
 def report(stages: list[Stage], processes: Mapping[str, int]) -> None:
-    """Print a table of all stages, then what went wrong."""
+    """Print a table of all stages, then the errors."""
     console = stdout()
     table = Table(title="closed loop, times in ms")
     names = ("conns", "req/s", "tokens/s", "TTFT p50", "p99", "ITL p50", "p99", "latency p50", "tok/event", "failed")

@@ -1,4 +1,4 @@
-"""Processor time and memory of the router's core, on one core: what an index costs, and a decision."""
+"""CPU time and memory of the router's core on one CPU core: the prefix index, and routing decisions."""
 
 import argparse
 import gc
@@ -22,7 +22,7 @@ MAX_BLOCKS = 16_000_000
 
 
 def microseconds(call: Callable[[], object], seconds: float = 0.2) -> float:
-    """Mean processor time of one call, the best of three series."""
+    """Mean CPU time of one call in µs, the best of three series."""
     call()
     start = time.process_time()
     call()
@@ -41,7 +41,7 @@ def digests(count: int) -> bytes:
 
 
 def filled(workers: int, prompt: bytes, depths: list[int], background: int) -> PrefixIndex:
-    """An index where worker w holds the first depths[w] blocks of ``prompt``, besides ``background`` other blocks."""
+    """An index in which worker w holds the first depths[w] blocks of ``prompt``, beside ``background`` other blocks."""
     index = PrefixIndex(MAX_BLOCKS)
     for w in range(workers):
         other = digests(background // workers)
@@ -74,7 +74,7 @@ def match_figures(background: int) -> None:
 
 
 def fold_figures(total: int) -> None:
-    """Prompts of their own, stored and removed; and 64 answers that grow by a block an event."""
+    """Measure KV events: distinct prompts stored and removed, and 64 answers that grow by one block per event."""
     for size in (1, 16, 128):
         names = [digests(size) for _ in range(total // size)]
         batches = [KvBatch("w", 1, seq, (Stored(name),)) for seq, name in enumerate(names)]
@@ -137,7 +137,7 @@ def fleet(blocks: int) -> PrefixIndex:
 
 
 def steps_ms(steps: Iterator[object]) -> tuple[list[object], list[float]]:
-    """The results of all steps, and how long each took."""
+    """Run all steps, and return their results and how long each took, in ms."""
     results: list[object] = []
     times: list[float] = []
     while True:
@@ -150,7 +150,7 @@ def steps_ms(steps: Iterator[object]) -> tuple[list[object], list[float]]:
 
 
 def snapshot_figures(blocks: int) -> None:
-    """As a router does it, without the broker: every step is one turn of its event loop."""
+    """Measure writing and loading a snapshot in a router's steps, each one turn of its event loop; no broker."""
     index = fleet(blocks)
     nodes = len(index.holders.tree)
     parts, times = steps_ms(encoding(index, 1, 0))
@@ -192,7 +192,7 @@ def sweep_figures(blocks: int) -> None:
 
 
 def soak_figures(total: int, cap: int) -> None:
-    """Blocks that never come again and are never removed, beside a prompt that is continued all the time."""
+    """Measure the index at its cap: blocks that never recur and are never removed, beside one growing prompt."""
     index, hot = PrefixIndex(cap), digests(100)
     index.apply(KvBatch("w", 1, 0, (Stored(hot),)))
     print(f"soak: {total:,} unique blocks, cap {cap:,}")

@@ -20,7 +20,7 @@ class Interval(Struct, frozen=True):
 
 
 def paired(ours: Sequence[float], theirs: Sequence[float]) -> Interval:
-    """How much larger ``ours`` is than ``theirs``, as a share, over runs with the same seeds.
+    """By what share ``ours`` is larger than ``theirs``, over runs with the same seeds.
 
     The interval is Student's over the paired differences of logarithms. With one seed it is unbounded.
     """
@@ -34,7 +34,7 @@ def paired(ours: Sequence[float], theirs: Sequence[float]) -> Interval:
 
 
 def unpaired(ours: Sequence[float], theirs: Sequence[float]) -> Interval:
-    """The same over runs that have nothing to do with each other: Welch's interval of the logarithms' means."""
+    """The same for independent runs: Welch's interval for the difference of the mean logarithms."""
     if any(value <= 0 for value in (*ours, *theirs)) or not ours or not theirs:
         return Interval(math.nan, math.nan, math.nan)
     a, b = [math.log(value) for value in ours], [math.log(value) for value in theirs]
@@ -49,7 +49,7 @@ def unpaired(ours: Sequence[float], theirs: Sequence[float]) -> Interval:
 
 
 def _interval(mean: float, error: float, freedom: int) -> Interval:
-    """Of logarithms, as shares."""
+    """Convert a mean of logarithms and its margin into shares."""
     at = max(1, freedom) - 1
     half = (_T95[at] if at < len(_T95) else _T95_BEYOND) * error
     return Interval(math.expm1(mean), math.expm1(mean - half), math.expm1(mean + half))

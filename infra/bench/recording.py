@@ -1,11 +1,11 @@
-"""A recorded afternoon: a log of many requests, as gateways, routers and workers would have stored it.
+"""Writes a synthetic log of many requests, as gateways, routers and workers would have stored it.
 
-    python -m infra.bench.recording --data-dir /tmp/afternoon --requests 100000
+    python -m infra.bench.recording --data-dir /tmp/recording --requests 100000
 
 No process of a deployment runs: this one publishes the messages itself (requests, jobs with score tables, handoffs,
 ledger lines, token batches, records), with the structs that the processes use, in the order and with the times in which
-it publishes them. So a log of any size is there in minutes, and everything that reads logs can be measured on it. Half
-of the requests are disaggregated. Some fail, are cancelled, or are continued by a second worker. There are no KV
+they publish them. So a log of any size is written in minutes, and everything that reads logs can be measured on it.
+Half of the requests are disaggregated. Some fail, are cancelled, or are continued by a second worker. There are no KV
 events, and no consumers: a deployment that starts on this log would run every request again.
 """
 
@@ -72,8 +72,8 @@ class Shape(NamedTuple):
 USUAL = Shape(240, 64)
 
 
-class Afternoon:
-    """Publishes requests from their acceptance to their records, ``OPEN`` of them at a time."""
+class SyntheticLog:
+    """Publishes the messages of requests from acceptance to record, ``OPEN`` requests at a time."""
 
     def __init__(self, publish: Publish, subjects: Subjects, seed: int = 1, shape: Shape = USUAL) -> None:
         self._publish = publish
@@ -202,7 +202,7 @@ class Afternoon:
     # --- workers ---
 
     async def _hand_off(self, each: _Running, route: Sequence[Stage], job: Job) -> None:
-        """The prefill worker's part: the first token, the offer, and what both say about it."""
+        """Publish the prefill worker's part: the first token, the handoff, and the ledger lines of both workers."""
         source, target, now = route[0].worker, route[1].worker, time.time_ns()
         await self._send(source, [each], 1)
         count = len(each.request.digests) // 16
@@ -227,7 +227,7 @@ class Afternoon:
             await self._publish(self._subjects.handoff(worker), wire.encode(Handoffs(worker, own)), {})
 
     async def _stream(self, running: Sequence[_Running]) -> None:
-        """One batch of each worker that has requests."""
+        """Publish one token batch for each worker that has requests."""
         for worker in {each.worker for each in running}:
             await self._send(worker, [each for each in running if each.worker == worker], TOKENS_PER_BATCH)
         for each in running:
@@ -283,7 +283,7 @@ class Afternoon:
 
 
 async def record(bus: Bus, count: int, seed: int = 1, progress: Callable[[int], None] = lambda done: None) -> list[str]:
-    """Store a log of so many requests in streams that exist; returns their ids, in the order of acceptance.
+    """Store a log of ``count`` requests in existing streams. Returns their ids, in the order of acceptance.
 
     Raises:
         RuntimeError: the broker did not store everything.
@@ -302,7 +302,7 @@ async def record(bus: Bus, count: int, seed: int = 1, progress: Callable[[int], 
             await bus.js.publish(subject, body, headers=headers, timeout=30)
 
     before = {kind: await _stored(bus, kind) for kind in ("request", "work", "tokens", "handoff", "done")}
-    ids = await Afternoon(publish, bus.subjects, seed).record(count, progress)
+    ids = await SyntheticLog(publish, bus.subjects, seed).record(count, progress)
     await bus.nc.flush()
     for kind, earlier in before.items():
         expected = sent.get(kind, 0) + (sent.get("returned", 0) if kind == "done" else 0)

@@ -109,7 +109,7 @@ class Answered:
 
 
 def run(settings: Settings) -> int:
-    """Measure every deployment, one after the other; 1 if a request failed."""
+    """Measure the deployments one after the other. Returns 1 if a request failed."""
     try:
         figures = asyncio.run(_measure(settings))
         _report(settings, figures)
@@ -177,7 +177,7 @@ def _loads(settings: Settings) -> list[tuple[str, list[Prompt]]]:
 
 
 def sweep_prompts(settings: Settings, ratio: float, seed: int) -> list[Prompt]:
-    """Prompts of which a share is one of the prefixes; the rest is their own, its length normal with σ of a quarter."""
+    """Prompts that begin with a shared prefix. The length of the remainder is normal, with σ of a quarter."""
     rng = random.Random(seed)
     shared = round(settings.prompt_tokens * ratio)
     own = settings.prompt_tokens - shared
@@ -210,7 +210,7 @@ def replay_prompts(trace: Trace, speed: float, vocabulary: int) -> list[Prompt]:
 async def _send(
     client: Client, model: str, prompts: Sequence[Prompt], settings: Settings
 ) -> tuple[list[Answered], int, float]:
-    """Send all prompts; (answers, number of failures, seconds)."""
+    """Send all prompts, and return the answers, the number of failures, and the seconds it took."""
     answers: list[Answered] = []
     errors: list[str] = []
     began = time.perf_counter()

@@ -80,7 +80,7 @@ class BadBench(Exception):
 
 
 def run(settings: Settings) -> int:
-    """Compare, print a table per load; 1 if a request was not served."""
+    """Compare the policies and print one table per load. Returns 1 if a request was not served."""
     all_runs: list[Run] = []
     try:
         cells = list(_cells(settings))
@@ -167,7 +167,7 @@ def _cells(settings: Settings) -> list[Cell]:
 
 
 def _loads(settings: Settings, summaries: Sequence[Summary]) -> list[float]:
-    """The loads at which every ratio was run by every policy; none without a sweep."""
+    """The loads at which every policy ran every prefix ratio; empty without a sweep."""
     if not settings.prefix_ratios:
         return []
     whole = len(settings.prefix_ratios) * len(settings.policies)
@@ -217,7 +217,7 @@ def milliseconds(value: float) -> str:
 
 
 def difference(interval: Interval) -> str:
-    """As "+12.0 ± 3.1 %"; a single seed has no interval."""
+    """A difference as text, such as "+12.0 ± 3.1 %". A single seed has no interval."""
     if interval.low <= -1.0:
         return f"{interval.mean * 100:+.1f} %"
     return f"{interval.mean * 100:+.1f} ± {(interval.high - interval.low) * 50:.1f} %"

@@ -35,7 +35,7 @@ BROKER_S = 3.0
 
 
 def default_points(gateways: list[int], workers: list[int], routers: int) -> list[Point]:
-    """Gateways with the first number of workers, then workers with the most gateways that are not above 4."""
+    """First each number of gateways with the fewest workers, then each number of workers with at most 4 gateways."""
     beside = max((count for count in gateways if count <= 4), default=gateways[0])
     points = [Point(count, routers, workers[0]) for count in gateways]
     points += [Point(beside, routers, count) for count in workers]
@@ -43,7 +43,7 @@ def default_points(gateways: list[int], workers: list[int], routers: int) -> lis
 
 
 def all_series(cores: int) -> list[Series]:
-    """What shows how a machine of so many cores scales, the most telling points first."""
+    """The series that show how a machine with ``cores`` cores scales, the most informative points first."""
     many = max(2, cores // 4)
     short = [Point(1, 1, 2), Point(4, 1, 4), Point(many, 1, many), Point(many, 2, many), Point(many, 4, many)]
     flat = [Point(4, 1, 2), Point(4, 1, 8), Point(4, 1, 16), Point(2, 1, 2), Point(8, 1, 2)]
@@ -105,7 +105,7 @@ def _results(series: Iterable[Series], asked: argparse.Namespace) -> Iterator[tu
 
 
 def measure(point: Point, series: Series, asked: argparse.Namespace) -> Figures:
-    """Start a deployment, load it, stop it.
+    """Start a deployment, load it, and stop it.
 
     Raises:
         RuntimeError: it did not start, or a generator failed; the text has the end of its output.

@@ -1,4 +1,4 @@
-"""What ``infra.bench.scale`` measures, and how it is shown."""
+"""The points and figures of ``infra.bench.scale``, and their tables."""
 
 import json
 import os
@@ -17,7 +17,7 @@ WIDTH = 150
 
 
 class Point(NamedTuple):
-    """How many processes of each role."""
+    """The number of processes of each role."""
 
     gateways: int
     routers: int
@@ -37,7 +37,7 @@ class Point(NamedTuple):
 
 
 class Figures(NamedTuple):
-    """What a point reached, all generators together; CPU in µs per request, by role."""
+    """The figures of one point, over all generators. CPU time is in µs per request, by role."""
 
     requests_per_s: float
     tokens_per_s: float

@@ -1,7 +1,7 @@
-"""``penstock bench split``: what the handoff of a request costs between its first and second token.
+"""``penstock bench split``: how much time a KV handoff adds between the first and second token of a request.
 
-Asks two deployments in turns, one that does everything in one worker and one with prefill and decode apart, for two
-tokens behind prompts that neither has seen. The second token of the split one waits for the handoff: message to
+Asks two deployments alternately, one with aggregated workers and one with separate prefill and decode workers, for two
+tokens after prompts that neither has seen. With separate workers the second token waits for the handoff: message to
 the decode worker, transfer of the prompt's KV, first decode step.
 """
 
@@ -47,7 +47,7 @@ class Times(Struct, frozen=True):
 
 
 def run(settings: Settings) -> int:
-    """Measure and print; 1 if a deployment does not answer."""
+    """Measure and print a table. Returns 1 if a deployment does not answer."""
     try:
         whole, split = asyncio.run(_measure(settings))
     except (OSError, ValueError, TimeoutError) as error:
@@ -91,7 +91,7 @@ async def _place(url: str) -> tuple[str, int, str]:
 
 
 async def _ask(host: str, port: int, model: str, prompt: list[int]) -> tuple[float, float]:
-    """Seconds to the first token, and from there to the second."""
+    """Send one request. Returns seconds to the first token, and from there to the second."""
     asked = {"model": model, "prompt": prompt, "max_tokens": 2, "stream": True, "ignore_eos": True, "temperature": 0}
     body = msgspec.json.encode(asked)
     head = f"POST /v1/completions HTTP/1.1\r\nhost: {host}\r\ncontent-type: application/json\r\n"

@@ -35,7 +35,7 @@ class Header(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     Attributes:
         set: recipes of one set serve together.
         gpus: of this engine, on all ``nodes``.
-        devices: the GPUs of this engine, if several share a node.
+        devices: indices of the GPUs of this engine, if several engines share a node.
         longest_prompt: longest intended prompt, tokens.
         draft: a separate draft model.
         container: arguments that its container needs.

@@ -71,7 +71,7 @@ def _print(rows: Sequence[tuple[str, ...]]) -> None:
 
 
 def run_check(argv: Sequence[str]) -> int:
-    """Check files, each alone and all together; the exit status is 1 if one would be refused."""
+    """Check files, each alone and all together. Returns 1 if an engine would refuse one."""
     args = _check_parser().parse_args(argv)
     opened = []
     for file in args.files:
@@ -130,13 +130,13 @@ def _positive(text: str) -> int:
 
 
 def _role_of(given: str) -> tuple[str | None, str]:
-    """``prefill=a.yaml`` is a file and its role."""
+    """Split an argument such as ``prefill=a.yaml`` into role and file."""
     role, equals, name = given.partition("=")
     return (role, name) if equals and role in get_args(Role) else (None, given)
 
 
 def _open(name: str) -> Recipe:
-    """A file, or a recipe of ours by name."""
+    """Open a file, or a bundled recipe by its name."""
     path = Path(name)
     bundled = FOLDER / f"{name}.yaml"
     if not path.is_file() and bundled.is_file():
@@ -184,7 +184,7 @@ def _context(recipe: Recipe, args: argparse.Namespace, role: str | None) -> Cont
 
 
 def _local(name: str) -> bool:
-    """A path, not an id "owner/name"."""
+    """Whether a model is given as a path rather than as an id "owner/name"."""
     return name.startswith((".", "/", "~")) or name.count("/") != 1
 
 

@@ -1,4 +1,4 @@
-"""The log as a file, and recorded requests run again.
+"""Exports the log to a file, imports it, and runs recorded requests again.
 
 Pure: ``record_line`` (a message as a line of JSON), ``redaction``, ``recording`` (requests of a log, paired and
 compared by ``comparison``), ``report``. Shells: ``export``, ``import_log``, ``replay``.

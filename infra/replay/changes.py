@@ -1,4 +1,4 @@
-"""A recorded request as a new one: under another id, with other settings, for another deployment. Pure."""
+"""Turns a recorded request into a new one: another id, changed settings, another deployment. Pure."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -13,11 +13,11 @@ _replace = msgspec.structs.replace
 
 
 class Changes(NamedTuple):
-    """What is different from the recorded requests.
+    """The changes to recorded requests.
 
     Attributes:
         values: by name of a field of ``Sampling`` or ``Stop``, or one of n, priority, worker, user, salt.
-        logprobs: so many at least, so that margins are known; 0: as recorded.
+        logprobs: at least so many per token, so that margins are known; 0: as recorded.
     """
 
     model: str = ""
@@ -26,7 +26,7 @@ class Changes(NamedTuple):
 
 
 class Target(NamedTuple):
-    """What decides the names of blocks at a deployment."""
+    """The inputs of block names at a deployment."""
 
     model: str
     revision: str
@@ -79,12 +79,12 @@ def as_new(
 ) -> GenerateRequest:
     """The request to publish.
 
-    Its client request id is the recorded id. Blocks get the names that they have at the target. A worker that was
-    named is forgotten, since ids of workers are new with each start.
+    Its client request id is the recorded id. Blocks get the names that they have at the target. A pinned worker is
+    dropped, since workers get new ids at each start.
 
     Args:
         name: its id.
-        gateway: whose token subject gets the answer.
+        gateway: the answer goes to its token subject.
     """
     changed: dict[type[msgspec.Struct], dict[str, Any]] = {Sampling: {}, Stop: {}, GenerateRequest: {}}
     for key, value in changes.values.items():

@@ -1,4 +1,4 @@
-"""HighwayHash-64 of many messages at once, each under its own key: what nats-server keeps behind each message.
+"""HighwayHash-64 of many messages at once, each under its own key: the checksum nats-server stores with a message.
 
 As ``infra.timeline.highway_hash``, in lockstep over columns: 100 MB/s instead of 1.
 """
@@ -58,7 +58,7 @@ def _padded(messages: Sequence[bytes]) -> list[tuple[bytes, int]]:
 
 
 def _update_rests(state: "_Columns", rests: npt.NDArray[Any], lanes: Words, rows: npt.NDArray[Any]) -> None:
-    """The last 1 to 31 bytes of the messages that have such."""
+    """Mix in the last 1 to 31 bytes of each message."""
     which = np.flatnonzero(rests)
     if not len(which):
         return

@@ -1,4 +1,4 @@
-"""A recorded request and the same request run again: what differs. Pure."""
+"""Compares a recorded request with its replay. Pure."""
 
 from array import array
 from collections.abc import Sequence
@@ -18,13 +18,13 @@ OUTCOMES = (SAME, TOKENS, FINISH, ERROR, UNANSWERED, RECOVERED)
 
 
 class Difference(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Where a choice first differs. Token ids; ``position`` counts the choice's tokens from 0.
+    """The first difference of a choice, in token ids. ``position`` counts the choice's tokens from 0.
 
     Attributes:
         before: the tokens before it, of the prompt too.
-        recorded, replayed: the tokens from it on, as many as are shown; empty: the choice had ended.
-        margin: between the two most likely tokens at this position, natural logarithm; None: not known. A small one
-            (below 0.1 or so) is what rounding in another batch can turn over.
+        recorded, replayed: the tokens from there on, as many as are shown; empty: the choice had ended.
+        margin: between the two most likely tokens at this position, natural logarithm; None: unknown. A small margin
+            (below about 0.1) can be reversed by rounding in another batch.
         margin_of: whose log-probabilities it is from, "recorded" or "replayed".
     """
 

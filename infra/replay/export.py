@@ -92,7 +92,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def add_selection_flags(parser: argparse.ArgumentParser) -> None:
-    """Which requests: for ``export`` and ``replay``."""
+    """Add the flags that select requests, for ``export`` and ``replay``."""
     parser.add_argument("ids", nargs="*", metavar="ID", help="requests: the X-Request-Id header or id of each answer")
     parser.add_argument("--since", default="", help="accepted since: 15m, 2h, 7d ago, or 2026-11-22T09:30")
     parser.add_argument("--until", default="", help="accepted before; written like --since")
@@ -100,7 +100,7 @@ def add_selection_flags(parser: argparse.ArgumentParser) -> None:
 
 
 async def selection(args: argparse.Namespace, bus: Bus, *, everything: bool) -> Selection:
-    """What the flags of ``add_selection_flags`` select.
+    """The selection by the flags of ``add_selection_flags``.
 
     Raises:
         ValueError: they select nothing, or contradict each other.
@@ -150,7 +150,7 @@ async def _run(args: argparse.Namespace) -> None:
 
 
 def _about_media(media: Exported | None, args: argparse.Namespace) -> str:
-    """What became of the requests' images; "": they have none."""
+    """A sentence about the exported images; "": the requests have none."""
     if media is None:
         return ""
     if args.redact:
@@ -237,7 +237,7 @@ class _Writer:
 
 @contextlib.contextmanager
 def _without_gc() -> Iterator[None]:
-    """Nothing here makes cycles, and a collection walks all that was read."""
+    """Pause garbage collection: nothing here makes cycles, and a collection would visit everything that was read."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -250,7 +250,7 @@ def _without_gc() -> Iterator[None]:
 async def copy_messages(
     log: Log, stream: str, until_seq: int, chosen: Selection, add: Callable[[Record], None]
 ) -> None:
-    """Give the messages of a stream to ``add`` that may be about selected requests.
+    """Pass the messages of a stream that may be about selected requests to ``add``.
 
     Raises:
         ServingError: the stream cannot be read.
@@ -373,7 +373,7 @@ def _model(request: GenerateRequest) -> ModelInfo:
 
 
 async def workers(bus: Bus) -> list[fleet.Registration]:
-    """The workers that are registered now; of a stopped deployment none."""
+    """The workers that are registered now; none if the deployment is stopped."""
     by_id: dict[str, Any] = {}
     stream = f"KV_{bus.subjects.bucket('workers')}"
     try:

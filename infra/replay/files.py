@@ -60,7 +60,7 @@ class ExportFile:
                 self.reject(error)
 
     def reject(self, error: Exception) -> None:
-        """The last record is not usable.
+        """Report that the last record cannot be used.
 
         Raises:
             BadLine: ``skip_bad`` is off.
@@ -111,7 +111,7 @@ def _opened(name: str) -> BinaryIO:
 
 @contextlib.contextmanager
 def writing(name: str) -> Iterator[BinaryIO]:
-    """A file for an export, readable by its owner only; it appears under its name when it is whole.
+    """Open a file for an export, readable by its owner only. It appears under its name once it is complete.
 
     Raises:
         ValueError: a suffix that is not supported, or it cannot be written.

@@ -49,7 +49,7 @@ _read_event = msgspec.json.Decoder(_Event).decode
 
 
 def body_of(request: GenerateRequest, model: str) -> bytes:
-    """The body that asks for the same tokens. What has its default and is an extension is left out."""
+    """The body that asks for the same tokens. Extensions with their default value are left out."""
     sampling, stop = request.sampling, request.stop
     defaults = type(sampling)()
     body: dict[str, Any] = {
@@ -119,10 +119,10 @@ class HttpAnswer:
         self.exact = False
 
     def feed(self, data: bytes, now_ns: int) -> None:
-        """Some bytes of the event stream.
+        """Add bytes of the event stream.
 
         Raises:
-            ValueError: that is none.
+            ValueError: they are not an event stream.
         """
         self._buffer += data
         *lines, self._buffer = self._buffer.split(b"\n")
@@ -167,7 +167,7 @@ class HttpAnswer:
             self._code, self._message = "incomplete", "the stream ended before the answer"
 
     def run(self, name: str) -> Run:
-        """What came, as if it had been read from a log. Tokens are empty unless ``exact``."""
+        """The answer as a ``Run``, as if it had been read from a log. Tokens are empty unless ``exact``."""
         choices = tuple(
             Outcome(pack_tokens(tokens), reason, stop)
             for tokens, (reason, stop) in zip(self._tokens, self._finish, strict=True)

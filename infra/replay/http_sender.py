@@ -1,4 +1,4 @@
-"""Asks an OpenAI-compatible server for recorded requests again, by their token ids."""
+"""Sends recorded requests to an OpenAI-compatible server, as token ids."""
 
 import asyncio
 import time
@@ -46,7 +46,7 @@ class HttpSender:
         self._timeout_s = timeout_s
 
     async def send(self, planned: Sequence[Planned]) -> HttpReplay:
-        """Ask all and wait for their answers."""
+        """Send all requests and wait for their answers."""
         answers: dict[str, HttpAnswer] = {}
         began = time.perf_counter()
         async with (

@@ -92,7 +92,7 @@ def _into_folder(exported: ExportFile, data_dir: Path, namespace: str) -> dict[s
 
 
 def _undo(data_dir: Path) -> None:
-    """Remove what killed imports have left: folders in the making, and streams that had been moved before."""
+    """Remove the remains of killed imports: incomplete folders, and streams that were already moved."""
     for part in data_dir.glob(f"{PART}*"):
         names = {folder.name for folder in (part / STREAMS_DIR).glob("*")}
         if (part / WHOLE).exists() and names:

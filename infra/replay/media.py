@@ -1,4 +1,4 @@
-"""The images of recorded requests: with an export, and on their way to the deployment that runs them again.
+"""The images of recorded requests: writes them to an export, and copies them to the deployment of a replay.
 
 Requests name images by digest; their bytes are objects of the media bucket, which keeps them for about two hours. In an
 export they are messages of the stream ``MEDIA``: the chunks of each object, then its entry.
@@ -48,7 +48,7 @@ def media_of(record: Record) -> tuple[Media, ...]:
 
 
 async def export_media(bus: Bus, digests: Iterable[bytes], limit: int, write: Callable[[Record], None]) -> Exported:
-    """Give the messages of these objects to ``write``, as long as they fit into ``limit`` bytes together.
+    """Pass the messages of these objects to ``write``, until they exceed ``limit`` bytes together.
 
     Raises:
         ServingError: the bucket cannot be read.
@@ -72,7 +72,7 @@ async def export_media(bus: Bus, digests: Iterable[bytes], limit: int, write: Ca
 
 
 async def move_media(source: Bus, target: Bus, runs: Collection[Run], keep_s: float) -> set[str]:
-    """Store the media of requests at the target, if it does not have them.
+    """Copy the media of requests to the target, unless it has them.
 
     Args:
         keep_s: seconds for which they will be needed.

@@ -22,7 +22,7 @@ MAX_OPEN = 20_000  # at the recorded pace
 
 
 class Planned(NamedTuple):
-    """A request to send. ``at_s``: behind the first one; 0 for all: as soon as there is room."""
+    """A request to send, ``at_s`` seconds after the first one. All 0: each as soon as there is room."""
 
     recorded: str
     at_s: float
@@ -59,10 +59,10 @@ class NatsSender:
         self._idle = asyncio.Event()
 
     async def send(self, planned: Sequence[Planned]) -> Sent:
-        """Send all and wait for their ends. What is left at a cancellation is cancelled in the deployment.
+        """Send all requests and wait for their ends. If this is cancelled, the open requests are cancelled, too.
 
         Raises:
-            ServingError: the broker is away for long.
+            ServingError: the broker is unreachable for too long.
         """
         subjects = self._bus.subjects
         live = await self._bus.nc.subscribe(subjects.live(subjects.all("done")), cb=self._ended)

@@ -1,4 +1,4 @@
-"""Recorded requests again on an OpenAI-compatible server: its tokens if it sends them, else its texts, are compared."""
+"""Replays requests on an OpenAI-compatible server. Tokens are compared if it sends them, otherwise texts."""
 
 import argparse
 from collections.abc import Sequence
@@ -52,7 +52,7 @@ async def replay_over_http(args: argparse.Namespace, runs: Sequence[Run], change
 
 
 def _shown(run: Run, texts: Texts) -> list[str]:
-    """The texts that clients got: without the stop string that ended them, unless it was asked for."""
+    """The texts as clients got them: without the stop string that ended them, unless the request included it."""
     assert run.done is not None
     assert run.request is not None
     outputs = texts.outputs(run.done)

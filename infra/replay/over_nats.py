@@ -1,4 +1,4 @@
-"""Recorded requests again on a deployment of ours: published like a gateway's, and read back from its log."""
+"""Replays requests on a Penstock deployment: publishes them as a gateway does, and reads its log."""
 
 import argparse
 import contextlib
@@ -59,7 +59,7 @@ async def replay_over_nats(
 
     Args:
         log: where they were recorded.
-        skipped: gets those whose images are gone.
+        skipped: receives the requests whose images no longer exist.
         speed: times the recorded pace; 0: as fast as possible.
     Raises:
         ValueError: there is no target, or it does not serve the model.
@@ -81,7 +81,7 @@ async def replay_over_nats(
 
 
 def _keep_s(runs: Sequence[Run], speed: float, timeout_s: float) -> float:
-    """For how long their images are needed."""
+    """Seconds for which the images are needed."""
     times = [run.request.created_ns for run in runs if run.request is not None]
     return timeout_s + ((max(times) - min(times)) / 1e9 / speed if speed and times else 0.0)
 

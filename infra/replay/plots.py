@@ -75,7 +75,7 @@ def distribution(title: str, recorded: Series | None, replayed: Series | None) -
 
 
 def _top(series: Series) -> float:
-    """The last point that is drawn: a few outliers must not press all others to the axis."""
+    """The last point that is drawn, so that a few outliers do not compress all others."""
     return series.max if series.max <= 3 * series.p99 else series.p99 * 1.5
 
 

@@ -1,4 +1,4 @@
-"""Recorded requests: what was asked, what came, when and from where. A fold of the log. Pure."""
+"""Recorded requests with their results, times and workers: a fold of the log. Pure."""
 
 from array import array
 from itertools import pairwise
@@ -17,12 +17,12 @@ MS = 1e6
 
 
 class Run(msgspec.Struct):
-    """One request that ran, or runs.
+    """One request, which may still be running.
 
     Attributes:
         done: its record; None: it has not ended.
         attempts: routing decisions.
-        route: the workers of the last attempt, one a stage.
+        route: the workers of the last attempt, one per stage.
         stored: when its token items were stored (broker clock, Unix ns) and how many tokens each has, by choice.
     """
 
@@ -61,13 +61,13 @@ class Run(msgspec.Struct):
 
 
 class Recording:
-    """Runs by request id, in the order of their first message. Streams may come in any order."""
+    """Runs by request id, in the order of their first message. Streams may be added in any order."""
 
     def __init__(self) -> None:
         self.runs: dict[str, Run] = {}
 
     def add(self, record: Record) -> None:
-        """One message; what cannot be read, or is about no request, changes nothing."""
+        """Add one message. A message that cannot be decoded, or is about no request, changes nothing."""
         try:
             if record.stream == "REQUESTS":
                 request = requests.decode(record.data)

@@ -1,9 +1,9 @@
-"""Messages of the log without what users wrote and got. Pure but for its random key, which is kept nowhere.
+"""Removes the content of prompts and answers from messages. Pure, except for a random key, which is not stored.
 
 A token becomes a keyed hash of itself and of every token before it in its sequence, below ``vocabulary``. So equal
 prefixes stay equal, at the same lengths, and a frequent token has no frequent placeholder. A block's name becomes its
-keyed hash, in prompts and KV events alike: routing decides as it did. The names are therefore not those of the
-placeholder tokens; who runs such a request again names its blocks anew (``infra.replay`` does).
+keyed hash, in prompts and KV events alike, so routing decides as before. The names are therefore not those of the
+placeholder tokens; a replay has to name the blocks again (``infra.replay`` does).
 """
 
 import secrets
@@ -32,7 +32,7 @@ _replace = msgspec.structs.replace
 
 
 class Redactor:
-    """One export. Give it the messages of a stream in order, REQUESTS first.
+    """Redacts one export. Pass it the messages of a stream in order, REQUESTS first.
 
     Args:
         vocabulary: placeholders are below it, so that the model can run them.
@@ -47,7 +47,7 @@ class Redactor:
         self._choices: OrderedDict[tuple[str, int], list[bytes]] = OrderedDict()  # the hash up to each position
 
     def record(self, record: Record) -> Record | None:
-        """The message without content; None: it cannot be read, so nothing is known of what it says."""
+        """The message without content. None: it cannot be decoded, so its content is unknown."""
         decode = DECODE.get(record.stream)
         if decode is None or not record.data:
             return None
@@ -77,7 +77,7 @@ class Redactor:
         return blake3(b"".join(parts), key=self._key).digest(length=DIGEST_BYTES)
 
     def text(self, text: str) -> str:
-        """As many letters."""
+        """Placeholder text of the same length."""
         return blake3(text.encode(), key=self._key).digest(length=len(text)).translate(_LETTERS).decode()
 
     def _named(self, name: str) -> str:
@@ -97,7 +97,7 @@ class Redactor:
         return b"".join(self._hash(b"block", packed[at : at + size]) for at in range(0, len(packed), size))
 
     def _tokens(self, packed: bytes, state: bytes) -> tuple[bytes, list[bytes]]:
-        """Placeholders behind the tokens that made ``state``, and the state after each."""
+        """Placeholders for tokens that follow ``state``, and the state after each."""
         key, span, states, out = self._key, self._span, [], []
         for at in range(0, len(packed), 4):
             state = blake3(state + packed[at : at + 4], key=key).digest(length=DIGEST_BYTES)
@@ -179,7 +179,7 @@ class Redactor:
         return _replace(item, tokens=tokens, finish=finish, logprobs=logprobs)
 
     def _states(self, item: TokenItem) -> list[bytes]:
-        """The states of a choice, at least up to the item's first position; those of unknown tokens are made up."""
+        """The states of a choice, at least up to the item's first position. States of unknown tokens are invented."""
         name = (item.request, item.choice)
         if name not in self._choices:
             self._choices[name] = [self._prompts.get(item.request, self._hash(item.request.encode()))]

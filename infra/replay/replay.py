@@ -1,4 +1,4 @@
-"""``penstock replay``: recorded requests once more, on this or another deployment, and what came out differently."""
+"""``penstock replay``: runs recorded requests again, on this or another deployment, and compares the answers."""
 
 import argparse
 import contextlib
@@ -31,7 +31,7 @@ MAX_SPEED = "max"
 
 
 def run(argv: Sequence[str]) -> int:
-    """Replay; the exit status: 1 if answers differ (see ``--fail-on``)."""
+    """Replay and return the exit status, 1 if answers differ (see ``--fail-on``)."""
     parser = Parser(
         prog="penstock replay",
         description="run recorded requests again, token for token, and compare answers, times and routes",
@@ -145,7 +145,7 @@ def _speed(text: str) -> float:
 
 
 def _plan(recorded: Recording, limit: int, *, over_http: bool) -> _Plan:
-    """What can run again, oldest first.
+    """The requests that can be replayed, oldest first.
 
     Raises:
         ValueError: nothing.

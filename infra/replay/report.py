@@ -1,4 +1,4 @@
-"""What a replay found, as data. Pure."""
+"""The report of a replay, as data. Pure."""
 
 from array import array
 from collections import Counter
@@ -28,7 +28,7 @@ class Series(msgspec.Struct, frozen=True):
 
 
 class Measured(msgspec.Struct, frozen=True):
-    """None: nothing of the kind was recorded."""
+    """A figure of the recorded and of the replayed requests. None: not recorded."""
 
     ttft: Series | None
     itl: Series | None
@@ -38,10 +38,10 @@ class Measured(msgspec.Struct, frozen=True):
 
 
 class Replayed(NamedTuple):
-    """What ran again.
+    """The replayed requests.
 
     Attributes:
-        target: where, as people write it.
+        target: where they ran, as text.
         runs: recorded and replayed, those of ``comparisons``.
         seconds: from the first request to the last end.
     """
@@ -53,15 +53,15 @@ class Replayed(NamedTuple):
 
 
 class Report(msgspec.Struct, frozen=True):
-    """A replay.
+    """The report of one replay.
 
     Attributes:
-        source, target: what was read and where it ran again.
-        settings: changes and pace, as people write them.
+        source, target: where requests were recorded, and where they were replayed.
+        settings: changes and pace, as text.
         skipped: requests that were not run again, by reason.
         outcomes: how many, by outcome.
         seconds: the replay took; ``rate``: requests per second.
-        moved: requests that ran on workers of another name or number; ``routes``: how often, by (from, to).
+        moved: requests that ran on other workers; ``routes``: number of requests by (recorded, replayed) worker.
         logprob_gap: the largest; None: not recorded.
         comparisons: those that differ, then others, at most ``SHOWN``.
     """
@@ -86,7 +86,7 @@ class Report(msgspec.Struct, frozen=True):
 
     @property
     def differences(self) -> int:
-        """Requests with another answer."""
+        """The requests whose answers differ."""
         return sum(count for name, count in self.outcomes.items() if name not in (SAME, RECOVERED))
 
     @property
@@ -134,9 +134,9 @@ def make_report(
 
 
 def same_routes(routes: Mapping[tuple[str, str], int]) -> dict[str, str]:
-    """Which route of the replay stands for which recorded one: the same if there is one, else most of its requests.
+    """Map routes of the replay to recorded ones: an equal route if there is one, otherwise the most frequent.
 
-    Ids of workers are new with each start; what keeps its requests together has not moved.
+    Workers get new ids at each start. A route whose requests stay together has not moved.
     """
     same: dict[str, str] = {old: new for old, new in routes if old == new}
     taken = set(same.values())

@@ -76,7 +76,7 @@ class StreamFiles:
             self._flush()
 
     def close(self) -> None:
-        """Write what is left, and the stream's metadata."""
+        """Write the buffered messages and the stream's metadata."""
         self._flush()
         meta, checksum = without_limits(self._name, msgspec.json.encode(self._config))
         (self._folder / "meta.inf").write_bytes(meta)
@@ -100,7 +100,7 @@ class StreamFiles:
 
 
 def prefix(namespace: str, stream: str) -> str:
-    """What the subjects of a stream begin with; of a bucket's the bucket's own."""
+    """The common beginning of a stream's or a bucket's subjects."""
     return f"$O.{namespace}_media." if stream.startswith("OBJ_") else f"{namespace}."
 
 
@@ -109,7 +109,7 @@ def restore(
 ) -> dict[str, int]:
     """Write an export into a data folder without these streams; the number of messages by stream.
 
-    The streams keep everything for good. No broker may run on the folder.
+    The streams have no age limit. No broker may run on the folder.
 
     Args:
         namespace: the streams' own; the file's subjects move there.

@@ -1,4 +1,4 @@
-"""Which messages of the log belong to the requests that an export is about. Pure."""
+"""Decides which messages of the log belong to the selected requests. Pure."""
 
 from typing import NamedTuple
 
@@ -29,7 +29,7 @@ class Selection(NamedTuple):
         return not self.ids and not self.since_ns and not self.until_ns
 
     def has(self, request: str) -> bool:
-        """Whether a request belongs to it."""
+        """Whether a request is selected."""
         if self.ids:
             return request in self.ids
         try:
@@ -39,9 +39,9 @@ class Selection(NamedTuple):
         return at_ns >= self.since_ns // 1_000_000 * 1_000_000 and (not self.until_ns or at_ns < self.until_ns)
 
     def part(self, record: Record) -> Record | None:
-        """What of a message is selected: all, the items about selected requests, or None.
+        """The selected part of a message: all of it, the items about selected requests, or None.
 
-        A message that cannot be read is selected with everything only.
+        A message that cannot be decoded is selected only if everything is.
         """
         if record.stream == "KV":
             return record if self.kv else None

@@ -1,4 +1,4 @@
-"""Differences as text, with the model's own tokenizer, if it is here."""
+"""Shows differences as text, if the model's tokenizer is available."""
 
 import contextlib
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from infra.replay.report import Report
 
 
 def with_texts(report: Report, model: str = "") -> Report:
-    """The report with the texts around first differences; unchanged if the tokenizer is not to be found."""
+    """Add the texts around first differences to a report; without the tokenizer it stays unchanged."""
     differing = [each for each in report.comparisons if each.difference is not None]
     if not differing or not model:
         return report

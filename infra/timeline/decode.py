@@ -1,4 +1,4 @@
-"""``penstock decode``: what the stock ``nats`` command prints, with our messages as readable lines."""
+"""``penstock decode``: turns Penstock's messages in the output of the ``nats`` command into readable lines."""
 
 import sys
 import time
@@ -28,7 +28,7 @@ def run(argv: Sequence[str]) -> int:
     args = parser.parse_args(argv)
     try:
         decode(sys.stdin.buffer, stdout(), as_json=args.json)
-    except BrokenPipeError:  # whoever read the output has left
+    except BrokenPipeError:  # the reader of the output has exited
         sys.stderr.close()
     except KeyboardInterrupt:
         pass

@@ -29,7 +29,7 @@ class Described(NamedTuple):
 
 
 def describe(subject: str, headers: Mapping[str, str], data: bytes) -> Described:
-    """What a message says. Never raises: a message that cannot be read is described as such."""
+    """Describe a message. Never raises: a message that cannot be decoded is described as such."""
     kind = kind_of(subject)
     reader = _READERS.get(kind)
     if reader is None:
@@ -45,7 +45,7 @@ def describe(subject: str, headers: Mapping[str, str], data: bytes) -> Described
 
 
 def kind_of(subject: str) -> str:
-    """ "work" for "ps.work.decode.w-1", "workers" for a key of that bucket; "" if it is none of ours."""
+    """ "work" for "ps.work.decode.w-1", "workers" for a key of that bucket; "" for other subjects."""
     parts = subject.split(".")
     if parts[0] == "$KV" and len(parts) > 2:
         return parts[1].rpartition("_")[2]
@@ -61,7 +61,7 @@ def is_known(subject: str) -> bool:
 
 
 def guess(data: bytes) -> Described | None:
-    """What a body without its subject says; None: it is none of ours."""
+    """Describe a body whose subject is unknown. None: it is not a Penstock message."""
     for reader in _GUESSES:
         try:
             return reader(data)
@@ -181,13 +181,13 @@ _READERS: dict[str, Callable[[bytes], Described]] = {
     "handoff": _handoff,
     "workers": _worker,
 }
-_GUESSES = (_done, _work, _tokens, _request, _kv, _handoff, _worker)  # none can be read as another of them
+_GUESSES = (_done, _work, _tokens, _request, _kv, _handoff, _worker)  # a message of one decodes as none of the others
 _TOKENS = frozenset({"prompt", "tokens", "resume"})
 _JOBS = {"job": jobs.decode_job, "request": requests.decode, "submitted": requests.decode}
 
 
 def _open(value: Any, name: str = "") -> Any:
-    """Structs as dictionaries, with what is packed or encoded within them opened."""
+    """Structs as dictionaries, with packed and encoded fields decoded."""
     if isinstance(value, msgspec.Struct):
         return {field: _open(getattr(value, field), field) for field in value.__struct_fields__}
     if isinstance(value, msgspec.Raw) or (isinstance(value, bytes) and name == "submitted"):

@@ -1,7 +1,7 @@
 """The typed events of a request's timeline. Plain data; ``infra.timeline.request_timeline`` makes them.
 
-``at_ns`` is Unix time. It comes from the clock of whoever caused the event (gateway, router, worker), or, where the
-message has no time of its own, from the broker that stored it. Each class says which.
+``at_ns`` is Unix time. It comes from the clock of the process that caused the event (gateway, router, worker), or from
+the broker that stored the message if that has no time of its own. Each class says which.
 """
 
 import msgspec
@@ -48,16 +48,16 @@ class RequestRouted(msgspec.Struct, frozen=True, tag="routed"):
     candidates: int
     excluded: int  # candidates that could not be chosen
     overlap_blocks: int | None = None  # best of the chosen workers; None: the decision has no score table
-    score: float | None = None  # likewise; lower is better
+    score: float | None = None  # of the same workers; lower is better
 
 
 class RequestContinued(msgspec.Struct, frozen=True, tag="continued"):
-    """A later attempt goes on at another worker (router clock)."""
+    """A later attempt continues at another worker (router clock)."""
 
     at_ns: int
     attempt: int
     worker: str
-    previous_worker: str  # of the attempt before; "": that attempt is not in the log
+    previous_worker: str  # of the previous attempt; "": that attempt is not in the log
     reason: str  # "worker_lost", "returned: ..."
     resumed_tokens: int
 
@@ -125,11 +125,11 @@ class TokensStored(msgspec.Struct, frozen=True, tag="tokens"):
     choice: int
     first: int  # position of the first token
     count: int
-    finish: str = ""  # why the choice ended; "": it goes on
+    finish: str = ""  # why the choice ended; "": it did not end here
 
 
 class AttemptReturned(msgspec.Struct, frozen=True, tag="returned"):
-    """A worker gave the request back, unstarted or unfinished (broker clock)."""
+    """A worker returned the request, unstarted or unfinished (broker clock)."""
 
     at_ns: int
     attempt: int

@@ -1,7 +1,7 @@
-"""Requests in the log by what is known of them, newest first, without their ids.
+"""Finds requests in the log by model, time, state and other criteria, newest first.
 
-What has ended is read from the records in DONE. What has not is what the consumers of REQUESTS and WORK have not
-acknowledged; a stopped deployment has no consumers, so the last hour of both streams is read instead.
+Ended requests are read from the records in DONE. The others are those that the consumers of REQUESTS and WORK have not
+acknowledged. A stopped deployment has no consumers, so the last hour of both streams is read instead.
 """
 
 import time
@@ -36,7 +36,7 @@ class LoggedRequest(msgspec.Struct, frozen=True):
 async def ended(
     bus: Readable, criteria: Criteria, *, before: int = 0
 ) -> AsyncGenerator[tuple[int, LoggedRequest], None]:
-    """Requests that have ended, the last to end first, with the sequences of their records.
+    """Ended requests with the sequences of their records, latest end first.
 
     Args:
         before: begin before this sequence of DONE; 0: with the last.
@@ -54,7 +54,7 @@ async def ended(
 
 
 def of_entry(entry: Entry) -> LoggedRequest | None:
-    """The record in a message of DONE; None: it is none, or of a later release."""
+    """The record in a message of DONE. None: another message, or one of a later release."""
     try:
         event = done.decode(entry.data)
         if not isinstance(event, done.Done):
@@ -66,7 +66,7 @@ def of_entry(entry: Entry) -> LoggedRequest | None:
 
 
 async def unfinished(bus: Readable, criteria: Criteria, *, stopped: bool = False) -> list[LoggedRequest]:
-    """Requests that have not ended, the last to be accepted first.
+    """Requests that have not ended, latest accepted first.
 
     Args:
         stopped: the deployment does not run; the last hour of its log is read.
@@ -110,7 +110,7 @@ def left_open(files: LogFiles, since_ns: int) -> Iterator[tuple[str, str, bytes]
 
 
 async def _hour_before_end(bus: Readable) -> int:
-    """The longest time that a request may take, before the last one was accepted or sent to a worker (Unix ns)."""
+    """Unix ns of the last accepted or routed request, minus the longest time that a request may take."""
     ends = [
         await get_last(bus, bus.subjects.stream(name), f"{bus.subjects.namespace}.>") for name in ("REQUESTS", "WORK")
     ]
@@ -125,7 +125,7 @@ def _keep_later(requests: dict[str, LoggedRequest], running: LoggedRequest) -> N
 
 
 def _running(subject: str, data: bytes) -> LoggedRequest | None:
-    """The request of a message in WORK; None: a revocation, or a copy of a job that no worker reads."""
+    """The request of a message in WORK. None: a revocation, or a kept copy of a job, which no worker reads."""
     worker = subject.rpartition(".")[2]
     if KEPT in subject.split("."):
         return None

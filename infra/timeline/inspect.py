@@ -1,4 +1,4 @@
-"""``penstock inspect ID`` (and ``explain``, its earlier name): everything that happened to a request, and why."""
+"""``penstock inspect ID`` (formerly ``explain``): everything that happened to a request, and why."""
 
 import sys
 import time
@@ -79,7 +79,7 @@ def as_json(inspection: Inspection) -> str:
 
 
 def _content(timeline: RequestTimeline, options: Options) -> tuple[Content, list[str]]:
-    """What was asked for of prompt and answer, and what of it is not to be had."""
+    """The requested parts of prompt and answer, and the reasons for those that are unavailable."""
     request, done, texts = timeline.request, timeline.done, Texts(options.model_path)
     content, missing = Content(), list[str]()
     if (options.text or options.tokens) and done is None:

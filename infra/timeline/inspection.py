@@ -1,4 +1,4 @@
-"""Everything that the log says about one request, as data: what ``penstock inspect`` prints, draws and writes. Pure.
+"""Everything in the log about one request, as data: what ``penstock inspect`` prints, draws and writes. Pure.
 
 The structs are the JSON of ``penstock inspect --json``: fields are added, but neither renamed nor removed.
 """
@@ -34,9 +34,9 @@ from schemas.summary import RUNNING, WAITING, RequestSummary, of_done, of_reques
 
 
 class Entry(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One event, as text. ``at_ns`` by the clock of whoever caused it, or the broker's (``infra.timeline.events``).
+    """One event, as text. ``infra.timeline.events`` says whose clock ``at_ns`` is from.
 
-    ``candidates`` and ``decision_at``: of a routing decision, its score table, and the stream sequences it knew.
+    For a routing decision, ``candidates`` is its score table, and ``decided_at`` the stream sequences it was based on.
     """
 
     at_ns: int
@@ -56,7 +56,7 @@ def line_of(entry: Entry) -> str:
 
 
 class Content(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What was asked and answered, as text or as token ids; only if it was asked for."""
+    """Prompt and answers, as text or as token ids, if the caller wanted them."""
 
     prompt: str | None = None
     answers: tuple[str, ...] = ()
@@ -65,7 +65,7 @@ class Content(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Inspection(msgspec.Struct, frozen=True, omit_defaults=True):
-    """``missing``: what the log does not have, and why, one sentence each."""
+    """``missing`` has one sentence for each part that the log does not have, with the reason."""
 
     request: RequestSummary
     gateway: str
@@ -78,10 +78,10 @@ class Inspection(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 def inspect(timeline: RequestTimeline, *, with_tokens: bool = True) -> Inspection:
-    """The inspection of a request, over or not.
+    """Inspect a request, which may still be running.
 
     Args:
-        with_tokens: TOKENS was read, so that what is not there is missing.
+        with_tokens: TOKENS was read, so that missing batches are reported.
     Raises:
         ValueError: the timeline has no request.
     """

@@ -1,4 +1,4 @@
-"""``penstock leases``: blocks that one worker holds for another right now, from the handoff ledger alone."""
+"""``penstock leases``: the blocks that workers now hold for each other, read from the handoff ledger alone."""
 
 import time
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""``penstock requests``: the requests of a deployment, running or stopped, without knowing their ids."""
+"""``penstock requests``: lists the requests of a deployment, which may be running or stopped."""
 
 import argparse
 import asyncio

@@ -1,4 +1,4 @@
-"""Moments and durations as people write them at a terminal."""
+"""Times and durations as people write them at a terminal."""
 
 import datetime
 import re
@@ -37,7 +37,7 @@ def moment_ns(text: str, now_ns: int) -> int:
 
 
 def clock(at_ns: int, now_ns: int) -> str:
-    """Local time of day with milliseconds; the date in front unless it is today's."""
+    """Local time of day with milliseconds, after the date unless that is today's."""
     at = datetime.datetime.fromtimestamp(at_ns / 1e9)
     today = datetime.datetime.fromtimestamp(now_ns / 1e9).date()
     text = f"{at:%H:%M:%S}.{at.microsecond // 1000:03d}"

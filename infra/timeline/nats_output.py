@@ -62,7 +62,7 @@ class NatsOutput:
         self._json = False
 
     def feed(self, line: bytes) -> Iterator[Message | bytes]:
-        """One more line."""
+        """Add one line."""
         text = line.rstrip(b"\r\n")
         heading = next((match for form in _HEADINGS if (match := form.match(text))), None)
         if heading is not None:
@@ -81,7 +81,7 @@ class NatsOutput:
             yield from self._outside(line, text)
 
     def end(self) -> Iterator[Message | bytes]:
-        """Nothing more belongs to the last message."""
+        """End the input: the last message is complete."""
         heading, headers = self._heading, self._headers
         if heading is None or self._body is not None or not headers or not is_known(heading["subject"].decode()):
             yield from self._pass()
@@ -90,7 +90,7 @@ class NatsOutput:
         self._pass()
 
     def _pass(self) -> list[bytes]:
-        """Forget the message that is being read; its lines."""
+        """Drop the message that is being read, and return its lines."""
         lines = self._lines
         self._lines, self._heading, self._headers, self._body, self._json = [], None, {}, None, False
         return lines
@@ -156,7 +156,7 @@ def _message(heading: re.Match[bytes] | None, headers: dict[str, str], about: De
 
 
 def _time(text: str) -> int:
-    """Unix time in ns of what a heading says; 0 if it is not written as expected."""
+    """Unix time in ns of a heading's time; 0 if it has an unknown format."""
     try:
         return parse_time(text.strip()) if text.strip().endswith("Z") else 0
     except ValueError:
@@ -164,7 +164,7 @@ def _time(text: str) -> int:
 
 
 def _of_json(text: bytes) -> Message | None:
-    """None: it is no message, or none of ours."""
+    """The message in ``text``. None: it is not a Penstock message."""
     try:
         decoded = msgspec.json.decode(text, type=_Json)
         subject = decoded.subject or decoded.Subject

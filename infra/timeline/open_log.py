@@ -27,7 +27,7 @@ from infra.timeline.log_copy import STREAMS_DIR, CopyFailed, copy_streams, names
 from schemas.errors import ServingError
 from schemas.subjects import Subjects
 
-CONNECT_S = 3.0  # somebody is waiting at a terminal
+CONNECT_S = 3.0  # short, because a person waits at a terminal
 
 REQUEST_STREAMS = ("REQUESTS", "WORK", "DONE", "HANDOFF")
 
@@ -45,7 +45,7 @@ def run_command(name: str, work: Callable[[], Coroutine[Any, Any, None]]) -> int
     try:
         with _logs_on_stderr():
             asyncio.run(work())
-    except BrokenPipeError:  # nobody reads standard output
+    except BrokenPipeError:  # the reader of standard output has exited
         raise
     except (*FAILURES, OSError) as error:
         print(f"penstock {name}: {error}", file=sys.stderr)
@@ -57,7 +57,7 @@ def run_command(name: str, work: Callable[[], Coroutine[Any, Any, None]]) -> int
 
 @contextlib.contextmanager
 def _logs_on_stderr() -> Iterator[None]:
-    """What the connection logs must not stand between lines that a script reads; structlog's default is stdout."""
+    """Send the connection's log lines to stderr. structlog's default is stdout, which scripts read."""
     if structlog.is_configured():
         yield
         return
@@ -82,7 +82,7 @@ class Source(NamedTuple):
 
     @classmethod
     def of(cls, args: argparse.Namespace) -> "Source":
-        """From the flags that ``add_flags`` added."""
+        """The source that the flags of ``add_flags`` name."""
         return cls(Path(args.data_dir), args.nats_url, args.namespace, args.file, args.skip_bad)
 
 
@@ -245,7 +245,7 @@ class NotStarted:
 
 @contextlib.asynccontextmanager
 async def _served(folder: str, namespace: str, name: str, role: str, timeout_s: float) -> AsyncIterator[Log]:
-    """A broker of this process on ``folder``."""
+    """Run a broker on ``folder`` until the context ends."""
     server = EmbeddedNats(folder, namespace)
     await server.start()
     try:
@@ -260,7 +260,7 @@ async def _connect(url: str, name: str, role: str, namespace: str, timeout_s: fl
 
 
 def _acquired(lock: Lock) -> bool:
-    """False: a broker runs on the folder."""
+    """Lock the folder. False: a broker runs on it."""
     try:
         lock.acquire("penstock, which reads the log,")
     except DataDirBusy:
@@ -280,12 +280,12 @@ def _namespace(source: Source, data_dir: Path) -> str:
 
 
 def _beside(data_dir: Path) -> str | None:
-    """A folder on the same disk, which may share blocks and has room; None: the system's temporary folder."""
+    """A folder on the same disk, which may share blocks with the original. None: use the system's temporary folder."""
     return str(data_dir) if "TMPDIR" not in os.environ and os.access(data_dir, os.W_OK) else None
 
 
 def running(source: Source, data_dir: Path) -> tuple[str, str]:
-    """URL and namespace of what runs on a data folder: a deployment, or a broker alone."""
+    """URL and namespace of the deployment, or of the broker alone, that runs on a data folder."""
     state: State | None = None
     with contextlib.suppress(OSError, msgspec.DecodeError):
         state = read_state(data_dir / "state.json")

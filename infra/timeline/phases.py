@@ -1,4 +1,4 @@
-"""Where a request's time went: the bars of its waterfall. Pure."""
+"""How a request spent its time: the bars of its waterfall. Pure."""
 
 from collections.abc import Iterator, Sequence
 
@@ -27,7 +27,7 @@ class Phase(msgspec.Struct, frozen=True):
 
 
 def phases(timeline: RequestTimeline, events: Sequence[TimelineEvent]) -> Iterator[Phase]:
-    """The request's phases, depth first: its spans, and where tokens were stored."""
+    """The request's phases, depth first: its spans, and the periods in which tokens were stored."""
     all_spans = spans(timeline)
     if timeline.done is None:  # what runs has come as far as its last token
         last = max(event.at_ns for event in events)
@@ -63,7 +63,7 @@ def _of(phase: Phase) -> tuple[int, str]:
 
 
 def _generated(made: Sequence[Phase], last: Phase, streamed: Sequence[int]) -> Iterator[Phase]:
-    """The time in which a worker streamed tokens, where no message has its own times; after its ``last`` phase."""
+    """The period after a worker's ``last`` phase in which it streamed tokens, if no message has its times."""
     own = [each for each in made if _of(each) == _of(last)]
     if len(streamed) > 1 and not any(each.name in ("generate", "first token") for each in own):
         first, until = streamed[0], min(streamed[-1], own[0].end_ns)

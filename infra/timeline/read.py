@@ -61,7 +61,7 @@ async def read_timeline(bus: Readable, request_id: str, *, with_tokens: bool = F
 async def _window(
     bus: Readable, name: str, subject: str, since_ns: int, until_ns: int, batch: int = NEAR_BATCH
 ) -> AsyncGenerator[Entry, None]:
-    """What was stored from ``since_ns`` to ``until_ns`` (0: to the end); short windows with all subjects."""
+    """Messages stored from ``since_ns`` to ``until_ns`` (0: to the end). Short windows are read with all subjects."""
     short = until_ns and until_ns - since_ns < LONG_NS
     wanted = EVERYTHING if short else subject
     stored = read(bus, bus.subjects.stream(name), wanted, since_ns=since_ns, batch=batch)
@@ -90,7 +90,7 @@ async def _request(bus: Readable, request_id: str, since: int, last: Entry | Non
 
 
 async def _end_up_to_0_1(bus: Readable, request: GenerateRequest, since: int) -> Entry | None:
-    """The terminal event as releases up to 0.1 stored it; None: there is none, the request still runs."""
+    """The terminal event as releases up to 0.1 stored it. None: the request still runs."""
     subjects = bus.subjects
     if await get_last(bus, subjects.stream("DONE"), subjects.done_together(request.model)) is None:
         return None
@@ -101,7 +101,7 @@ async def _end_up_to_0_1(bus: Readable, request: GenerateRequest, since: int) ->
 
 
 async def _add_returns(bus: Readable, timeline: RequestTimeline, since: int, until_ns: int) -> None:
-    """The attempts that workers gave back. The first one leaves none if it was the last."""
+    """Add the attempts that workers returned. A request that ended in its first attempt has none."""
     if timeline.done is not None and timeline.done.attempt == 1:
         return
     async for entry in _window(bus, "DONE", bus.subjects.all("returned"), since, until_ns):
@@ -110,7 +110,7 @@ async def _add_returns(bus: Readable, timeline: RequestTimeline, since: int, unt
 
 
 async def _add_work(bus: Readable, timeline: RequestTimeline, since: int, until_ns: int) -> None:
-    """The request's jobs, and what its workers handed to each other."""
+    """Add the request's jobs and handoffs."""
     if await _add_only_attempt(bus, timeline):
         return
     async for entry in _window(bus, "WORK", bus.subjects.all("work"), since, until_ns):
@@ -144,7 +144,7 @@ async def _add_only_attempt(bus: Readable, timeline: RequestTimeline) -> bool:
 async def _first_work(
     bus: Readable, request_id: str, jobs: dict[str, Entry], since_ns: int, until_ns: int
 ) -> Entry | None:
-    """The first message about a request that is not in ``jobs`` yet, to which it is added; None: there is none."""
+    """Find the first message about the request that is not in ``jobs``, and add it there. None: there is none."""
     since, until = since_ns - NEAR_NS, until_ns + NEAR_NS
     async with contextlib.aclosing(_window(bus, "WORK", bus.subjects.all("work"), since, until)) as entries:
         async for entry in entries:
@@ -166,7 +166,7 @@ def _add_job(timeline: RequestTimeline, entry: Entry) -> None:
 
 
 async def _ledger(bus: Readable, timeline: RequestTimeline, since: int, until_ns: int) -> list[Handoff]:
-    """What workers reported about this request's tickets; nothing if the deployment has no ledger."""
+    """The ledger lines of this request's tickets; none if the deployment has no ledger."""
     event, handoffs, name = timeline.done, list[Handoff](), timeline.request_id.encode()
     if event is not None and event.attempt == 1 and event.timings.routed_ns:
         since, until_ns = event.timings.routed_ns - NEAR_NS, event.timings.ended_ns + NEAR_NS
@@ -181,7 +181,7 @@ async def _ledger(bus: Readable, timeline: RequestTimeline, since: int, until_ns
 
 
 async def _add_tokens(bus: Readable, timeline: RequestTimeline, since: int, until_ns: int) -> None:
-    """All batches that the request's gateway got while the request ran: a worker's flush has those of many requests."""
+    """Read all batches for the request's gateway while the request ran. A batch has tokens of many requests."""
     event, name = timeline.done, timeline.request_id.encode()
     if event is not None and event.attempt == 1 and event.timings.started_ns:
         since, until_ns = event.timings.started_ns - NEAR_NS, event.timings.ended_ns + NEAR_NS

@@ -1,4 +1,4 @@
-"""A list of requests as lines of text, as wide as the terminal: 100,000 of them in a second. Pure."""
+"""Formats a list of requests as lines of text, as wide as the terminal; 100,000 take a second. Pure."""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
@@ -73,7 +73,7 @@ def _cut(text: str, width: int) -> str:
 
 
 def _drop(sizes: dict[_Column, int], width: int, text: int) -> int:
-    """Remove columns until the others and ``text`` columns of text fit; the width that is left for text."""
+    """Remove columns until the others and ``text`` characters of text fit. Returns the width left for text."""
     for column in sorted(sizes, key=lambda column: column.leaves, reverse=True):
         left = width - sum(sizes.values()) - len(_GAP) * len(sizes)
         if column.leaves <= _OVER_ERRORS and text == _ERROR:
@@ -99,7 +99,7 @@ def _clock(at_ns: int, now_ns: int) -> str:
 
 
 def _line(text: str) -> str:
-    """What a client wrote, without what would move the cursor."""
+    """A client's text, without control characters that would move the cursor."""
     return text if text.isprintable() else "".join(each if each.isprintable() else "�" for each in text)
 
 

@@ -45,9 +45,9 @@ class StageRun(msgspec.Struct):
 
     Attributes:
         assigned_ns: when its message was stored.
-        result: what it made for the next stage; None: nothing, or not yet.
-        handed_off: the offer to the next stage.
-        revoked: a router took the attempt away from it.
+        result: its output for the next stage; None: none, or not yet.
+        handed_off: the handoff to the next stage.
+        revoked: a router revoked the attempt.
     """
 
     attempt: int
@@ -60,7 +60,7 @@ class StageRun(msgspec.Struct):
 
 
 class RequestTimeline:
-    """Everything the log holds about one request.
+    """Everything in the log about one request.
 
     Feed messages of one stream in their stream order; the streams may interleave in any way. A message that was stored
     twice counts once.
@@ -72,7 +72,7 @@ class RequestTimeline:
         done: the terminal event; None: the request has not ended.
         stages: one entry per worker and attempt, in the order of their messages.
         routed: the routers' decisions, in the order of their messages.
-        returned: attempts that a worker gave back, by attempt.
+        returned: attempts that a worker returned, by number.
         handoffs: the ledger's lines, in stream order.
     """
 
@@ -169,10 +169,10 @@ class RequestTimeline:
         return ticket_leases(self.handoffs)
 
     def transfers(self, ticket: str) -> list[Handoff]:
-        """What workers reported about one ticket, by their clocks."""
+        """The ledger lines about one ticket, ordered by the workers' clocks."""
         return sorted((line for line in self.handoffs if line.ticket == ticket), key=lambda line: line.at_ns)
 
-    # --- what a message says ---
+    # --- events of a message ---
 
     def _append(self, key_ns: int, *events: TimelineEvent) -> None:
         self._work += [(key_ns, event) for event in events]

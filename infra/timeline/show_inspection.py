@@ -1,4 +1,4 @@
-"""An inspection on a terminal: what it is, a waterfall of its phases, and its events. Readable without colour."""
+"""An inspection on a terminal: a summary, a waterfall of the phases, and the events. Readable without colour."""
 
 from rich.console import Console
 from rich.padding import Padding

@@ -32,7 +32,7 @@ BATCH = 1_000
 
 
 class _Summary(RequestSummary, frozen=True, array_like=True, omit_defaults=False):
-    """As it is stored: without the names of its fields, which are those of this version (``_VERSION``)."""
+    """A summary as the cache stores it: without the names of its fields, which belong to this ``_VERSION``."""
 
 
 class _Segment(msgspec.Struct, frozen=True, array_like=True):
@@ -74,7 +74,7 @@ def cache_folder(data_dir: Path | None) -> Path:
 
 
 async def summaries(bus: Readable, criteria: Criteria, folder: Path) -> AsyncGenerator[RequestSummary, None]:
-    """Requests that have ended, the last to end first.
+    """Ended requests, latest end first.
 
     Args:
         folder: of the cache; it is made. If it cannot be used, everything is read from the log.
@@ -98,7 +98,7 @@ async def summaries(bus: Readable, criteria: Criteria, folder: Path) -> AsyncGen
     gone = frozenset(info.deleted)
     for number in range(full - 1, max(0, first - 1) // SEGMENT - 1, -1):
         segment = await _segment(bus, files, number, first, gone)
-        await asyncio.sleep(0)  # the broker cuts off who does not answer its pings
+        await asyncio.sleep(0)  # lets nats-py answer the broker's pings, or the connection is closed
         if criteria.since_ns and segment.times and segment.times[-1] < criteria.since_ns:
             return
         for summary in reversed(segment.summaries):
@@ -107,7 +107,7 @@ async def summaries(bus: Readable, criteria: Criteria, folder: Path) -> AsyncGen
 
 
 async def _segment(bus: Readable, files: "_Files", number: int, first: int, gone: frozenset[int]) -> _Segment:
-    """From its file, or from the log; without what the stream no longer has."""
+    """Read a segment from its file or from the log. Records that the stream no longer has are left out."""
     cached = files.load(number)
     if cached is None:
         segment = await _read_segment(bus, number)
@@ -138,7 +138,7 @@ async def _read_segment(bus: Readable, number: int) -> _Segment:
 
 
 def _summary(entry: Entry) -> RequestSummary | None:
-    """None: no record, or of a later release."""
+    """The summary of a record. None: another message, or one of a later release."""
     try:
         event = done.decode(entry.data)
         return of_done(event) if isinstance(event, done.Done) else None
@@ -162,7 +162,7 @@ async def _info(bus: Readable, stream: str) -> StreamState:
 
 
 class _Files:
-    """The files of one stream. A file that cannot be read or written is one that is not there."""
+    """The files of one stream. A file that cannot be read or written counts as missing."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -187,7 +187,7 @@ class _Files:
         return self._folder / f"{number:08}.{_VERSION}"
 
     def _trim(self) -> None:
-        """Remove the oldest beyond the limit, and those of other versions."""
+        """Remove the oldest segments beyond the limit, and those of other versions."""
         names = sorted(path.name for path in self._folder.iterdir() if "." in path.name)
         own = [name for name in names if name.endswith(_VERSION)]
         for name in {*names, *own} - set(own[-MOST_SEGMENTS:]):

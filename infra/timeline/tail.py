@@ -1,4 +1,4 @@
-"""``penstock tail``: the messages of the log as lines, as they were stored and as they are being stored."""
+"""``penstock tail``: prints stored messages as lines, and follows new ones."""
 
 import argparse
 import asyncio
@@ -46,7 +46,7 @@ class Options(NamedTuple):
 
     @property
     def ranged(self) -> bool:
-        """A start is given; otherwise the last ``lines`` messages are shown."""
+        """Whether a start is given; without one, the last ``lines`` messages are shown."""
         return bool(self.from_seq or self.since_ns)
 
 

@@ -13,7 +13,7 @@ class TicketLease(msgspec.Struct):
     """One ticket and its latest ledger line.
 
     Attributes:
-        ended: the owner holds the blocks no longer.
+        ended: the owner has released the blocks.
         quarantined: blocks of the reader that cannot be used yet.
     """
 

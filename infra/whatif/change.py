@@ -1,9 +1,9 @@
-"""What is different from the recorded deployment, and what each recorded decision becomes with it. Pure.
+"""Decides recorded routing decisions again, with a change such as other weights or fewer workers. Pure.
 
 A job records the inputs of its decision: the score table with the loads of the cheapest targets, which of them can hand
-KV to each other, the seed, and the weights' terms. So a decision is decided again without the index or the loads of
-then. Loads stay those of the record: what an earlier change would have done to them is not followed. ``penstock bench
-router`` simulates that.
+KV to each other, the seed, and the weights' terms. So a decision can be repeated without the index or the loads of
+that time. Loads stay as recorded: the effect of an earlier changed decision on them is not simulated; ``penstock bench
+router`` does that.
 """
 
 from collections.abc import Collection
@@ -23,8 +23,8 @@ Mode = Literal["kv", "round_robin", "random", "least_loaded"]
 class Change(msgspec.Struct, frozen=True):
     """
     Attributes:
-        without: workers, by id or name, that are not there.
-        killed: workers that are not there from ``at_ns`` on (Unix time).
+        without: workers, by id or name, that are missing.
+        killed: workers that are missing from ``at_ns`` on (Unix time).
     """
 
     weights: Weights = Weights()
@@ -39,16 +39,16 @@ class Change(msgspec.Struct, frozen=True):
         return worker in gone or worker.rpartition("-")[0] in gone
 
     def unknown(self, workers: Collection[str]) -> list[str]:
-        """Names of missing workers that are none of ``workers``, so that nothing would change without them."""
+        """Names in the change that match none of ``workers``, so that the change would have no effect."""
         names = {*workers, *(worker.rpartition("-")[0] for worker in workers)}
         return sorted((self.without | self.killed) - names)
 
 
 class Choice(msgspec.Struct, frozen=True):
-    """Where one request goes: to one target, or to a prefill and a decode target. Tokens of the prompt.
+    """The target of one request, or its prefill and its decode target. Counts are prompt tokens.
 
     Attributes:
-        cached: that the one that computes it holds, or is about to compute for another request.
+        cached: held by the computing target, or about to be computed there for another request.
         ahead: to be computed there before the first token of this request, relative to a worker of usual speed.
     """
 
@@ -63,12 +63,12 @@ class Choice(msgspec.Struct, frozen=True):
 
 
 class Redecided(msgspec.Struct, frozen=True):
-    """A recorded decision, and what becomes of it. ``then`` None: no target is left, the request would wait."""
+    """A recorded decision and its repetition. ``then`` None: no target is left, so the request would wait."""
 
     at_ns: int
     prompt_tokens: int
     recorded: Choice
-    reproduced: bool  # this build decides the record as it was decided
+    reproduced: bool  # without the change, this build decides as recorded
     then: Choice | None
 
 
@@ -102,7 +102,7 @@ class _Prompt(msgspec.Struct):
 
 
 def _choose(job: Job, without: Collection[str], change: Change, turn: int) -> tuple[TargetId, ...]:
-    """The targets that compute prompt and tokens; empty: none is left."""
+    """Choose the targets for prompt and tokens. Empty: none is left."""
     pools = recorded_pools(job, change.weights, without)
     if pools is not None:
         return pools.decide(recorded_route(job), change.mode, turn)
@@ -124,7 +124,7 @@ def _choose(job: Job, without: Collection[str], change: Change, turn: int) -> tu
 
 
 def _without_encoder(job: Job, without: Collection[str]) -> bool:
-    """Whether media have to be encoded, and no worker that does it is left."""
+    """Whether the request has media and no encode worker is left."""
     route = job.decision.route
     if not route or route[0].role != ENCODE:
         return False

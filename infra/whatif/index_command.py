@@ -1,4 +1,4 @@
-"""``penstock index``: the routers' prefix index as it was at a moment, from the KV stream alone."""
+"""``penstock index``: rebuilds the routers' prefix index at a given time, from the KV stream alone."""
 
 import argparse
 import time
@@ -23,7 +23,7 @@ from router.index_snapshot import index_at
 
 
 class TargetBlocks(msgspec.Struct, frozen=True):
-    """What one rank of a worker held. ``blocks`` None: its first events are no longer in the stream."""
+    """The blocks of one rank of a worker. ``blocks`` None: its first events are no longer in the stream."""
 
     worker: str
     rank: int
@@ -31,7 +31,7 @@ class TargetBlocks(msgspec.Struct, frozen=True):
 
 
 class RouterCheck(msgspec.Struct, frozen=True):
-    """A running router's checksum at its last checked sequence, and the one that the stream leads to."""
+    """A running router's checksum at its last checked sequence, and the one computed from the stream."""
 
     router: str
     kv_seq: int
@@ -52,7 +52,7 @@ class IndexReport(msgspec.Struct, frozen=True):
 
 
 def run(argv: Sequence[str]) -> int:
-    """Show the index; the exit status. 1 too if a router's checksum differs."""
+    """Show the index and return the exit status, which is also 1 if a router's checksum differs."""
     parser = Parser(
         prog="penstock index",
         description="what each worker had in its cache at a moment, according to the KV stream, with the checksum that "
@@ -143,7 +143,7 @@ def report(seq: int, entries: Entries, max_blocks: int) -> IndexReport:
 
 
 async def _checks(bus: Bus, data_dir: Path, entries: Entries, max_blocks: int) -> AsyncGenerator[RouterCheck, None]:
-    """Each router's last noted checksum beside that of the stream, for the workers that are registered now."""
+    """Compare each router's last stored checksum with the stream's, for the workers that are registered now."""
     registered = {each.worker for each in await registrations(bus)}
     for process in read_state(data_dir / "state.json").processes:
         if process.role != "router":
@@ -151,7 +151,7 @@ async def _checks(bus: Bus, data_dir: Path, entries: Entries, max_blocks: int) -
         noted = await metrics(process)
         seq, checksum = (int(noted.get(f"penstock_router_index_{name}", 0)) for name in ("sequence", "checksum"))
         index = index_at(seq, ((at, data) for at, _, data in entries), max_blocks=max_blocks)
-        for worker in index.workers() - registered:  # routers forget who has left, which is not in the stream
+        for worker in index.workers() - registered:  # routers forget them; the stream does not show that
             index.forget(worker)
         yield RouterCheck(process.name, seq, checksum, index.checksum())
 

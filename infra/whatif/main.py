@@ -1,4 +1,4 @@
-"""``penstock whatif``: what other weights, another mode or other workers would have made of recorded requests."""
+"""``penstock whatif``: how recorded requests would have been routed with other weights, modes or workers."""
 
 import argparse
 import math
@@ -30,7 +30,7 @@ DEFAULTS = Weights()
 
 
 def run(argv: Sequence[str]) -> int:
-    """Decide recorded decisions again; the exit status."""
+    """Decide recorded decisions again, and return the exit status."""
     parser = Parser(
         prog="penstock whatif",
         description="decide the routing decisions of the log again, as they were and with a change. Each decision has "
@@ -85,7 +85,7 @@ async def _run(args: argparse.Namespace, console: Console) -> None:
 
 
 async def decide_all(bus: Readable, change: Change, *, since_ns: int = 0, until_ns: int = 0, model: str = "") -> Report:
-    """Decide all recorded decisions again that were made in a time (Unix, ns; 0: no limit).
+    """Decide again all decisions recorded between two times (Unix ns; 0: no limit).
 
     Raises:
         ServingError: a stream cannot be read.

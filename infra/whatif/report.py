@@ -1,4 +1,4 @@
-"""What a change would have made of recorded decisions, in figures. Pure."""
+"""The effect of a change on recorded decisions, in figures. Pure."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,14 +10,14 @@ from infra.whatif.change import Choice, Redecided
 
 
 class Placement(msgspec.Struct, frozen=True):
-    """Where requests went. ``ahead``: prompt tokens that are computed before the first token, with those queued there.
+    """The distribution of requests. ``ahead``: prompt tokens computed before the first token, queued ones included.
 
     Attributes:
         cached_share: of all prompt tokens, those that came from a cache.
         ahead_p50, ahead_p95: None: no request was placed.
         balance: prompt tokens to compute at the busiest worker, relative to the mean; 1 is even.
-        by_worker: requests, as the worker that computes the prompt, or the whole request.
-        decoded_by: requests whose prompt another worker computes.
+        by_worker: number of requests whose prompt the worker computes.
+        decoded_by: number of requests that the worker decodes after another one computed the prompt.
     """
 
     requests: int
@@ -32,12 +32,12 @@ class Placement(msgspec.Struct, frozen=True):
 class Report(msgspec.Struct, frozen=True):
     """
     Attributes:
-        decisions: in the log, within the time.
-        usable: those whose record suffices to decide again.
+        decisions: number in the log, within the times.
+        usable: decisions whose record suffices to repeat them.
         left_out: the others, by the reason.
-        reproduced: those that this build decides as they were decided.
-        moved: those that go to another worker with the change.
-        waiting: those for which no worker is left.
+        reproduced: decisions that this build repeats as recorded.
+        moved: requests that go to another worker with the change.
+        waiting: requests for which no worker is left.
     """
 
     decisions: int
@@ -59,7 +59,7 @@ def report(
     ms_per_token: float | None = None,
     left_out: Mapping[str, int] = {},  # only read
 ) -> Report:
-    """The figures of all decisions that could be made again."""
+    """Compute the figures of all repeated decisions."""
     return Report(
         decisions,
         len(redecided),
@@ -103,7 +103,7 @@ def _placement(choices: Iterable[tuple[Choice, int]]) -> Placement:
 
 
 def ms_per_token(measured: Iterable[tuple[float, float]]) -> float | None:
-    """Median of the time to the first token over the work ahead of it.
+    """The median ratio of time to first token and work ahead.
 
     Args:
         measured: (ms from the decision to the first token, tokens of work ahead).

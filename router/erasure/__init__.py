@@ -1,1 +1,1 @@
-"""Requests with ``no_store``: after their end, and a grace for their readers, everything they said is erased."""
+"""Erases the content of requests with ``no_store``, after their end and a grace period for their readers."""

@@ -1,8 +1,8 @@
-"""Erases what the log holds of requests with ``no_store``, a grace after their end.
+"""Erases requests with ``no_store`` from the log, a grace period after their end.
 
-The duty is in the log, so no process can lose it: such requests have a subject of their own in REQUESTS, and stay there
-until everything else of them is gone. A router that starts reads that subject; what has ended is erased, whichever
-router or worker died in between.
+The task itself is in the log, so no process can lose it: such requests have their own subject in REQUESTS, and stay
+there until everything else about them is erased. A router that starts reads that subject and erases ended requests,
+whichever router or worker died before.
 
 Order: jobs, tokens, the request. A router that starts in between finds no job without its end, and the record in DONE
 has no content (``done.without_content``).
@@ -33,10 +33,10 @@ from schemas.subjects import HEADER_MSG_ID, token
 log = structlog.get_logger("router")
 
 TICK_S = 0.25
-SCAN_S = 30.0  # between two looks for what no message announced
+SCAN_S = 30.0  # between two scans for requests that no message announced
 RETRY_S = 2.0
 TOGETHER = 64  # requests erased in one round
-AT_ONCE = 16  # deletions that are under way
+AT_ONCE = 16  # concurrent deletions
 LOOKED_UP = 200  # records looked up at once
 
 
@@ -44,7 +44,7 @@ class Eraser:
     """
     Args:
         ledger: filled by the fold of WORK.
-        since_ns: WORK was folded from this Unix time on; of older requests, it is searched.
+        since_ns: WORK was folded from this Unix time on. For older requests the stream is searched.
         owns: whether this router owns a model, by its name as a subject token.
     """
 
@@ -67,7 +67,7 @@ class Eraser:
         self._slots = asyncio.Semaphore(AT_ONCE)
 
     def on_done(self, entry: Entry) -> None:
-        """A request that is to be erased has ended, as read from DONE. Earlier ends are left to ``scan``."""
+        """Handle the end of a request with ``no_store``, read from DONE. ``scan`` finds earlier ends."""
         if (entry.time_ns or self._since_ns) >= self._since_ns:
             self._add(entry)
 
@@ -100,10 +100,10 @@ class Eraser:
             self._metrics.to_erase.set(len(self._ledger))
             await asyncio.sleep(TICK_S)
 
-    # What is to be erased
+    # Finding
 
     async def scan(self) -> None:
-        """Find ended requests that are still stored, whoever saw them end.
+        """Find ended requests that are still stored, also those that this router did not see end.
 
         Raises:
             ServingError: a stream cannot be read.
@@ -129,7 +129,7 @@ class Eraser:
                 self._add(record)
 
     async def _with_tokens(self) -> set[str]:
-        """Requests that have a token subject of their own, with something in it."""
+        """Requests with messages on a token subject of their own."""
         subjects = self._bus.subjects
         wanted = msgspec.json.encode({"subjects_filter": subjects.tokens_apart})
         verb = f"$JS.API.STREAM.INFO.{subjects.stream('TOKENS')}"
@@ -140,7 +140,7 @@ class Eraser:
     # Erasing
 
     async def erase_due(self, now_ns: int) -> bool:
-        """Erase the next requests whose time has come; False: there is none left."""
+        """Erase the next requests that are due. False: none is left."""
         due = self._ledger.due(now_ns, TOGETHER)
         if not due:
             return False
@@ -163,7 +163,7 @@ class Eraser:
         return len(due) == TOGETHER
 
     async def _jobs(self, due: Iterable[Due]) -> dict[str, frozenset[int]]:
-        """Jobs that this router has not seen as such: of before it started, or published by an earlier build."""
+        """Find jobs from before this router started, and those published by an earlier build."""
         old = [
             each for each in due if each.created_ns - CLOCK_SKEW_NS < self._since_ns or not (each.jobs or each.again)
         ]
@@ -186,7 +186,7 @@ class Eraser:
         await self._erase_all("TOKENS", [entry.seq async for entry in stored])
 
     async def _erase_requests(self, due: Iterable[Due]) -> None:
-        """The requests themselves: the last trace of the duty. What lists show of them is stored first."""
+        """Erase the requests themselves, which ends the task. Their summaries for lists are stored first."""
         names = {each.request for each in due}
         subjects, since = self._bus.subjects, min(each.created_ns for each in due) - CLOCK_SKEW_NS
         seqs = []

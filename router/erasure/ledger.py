@@ -1,14 +1,14 @@
 """Which requests are to be erased, and when: a fold of WORK and DONE. Pure.
 
 Every router keeps this ledger, so that any of them can erase what another one was to erase. The owner of a request's
-model does it; the others look ``OTHERS_S`` later whether something is left.
+model does it; the others check ``OTHERS_S`` later whether anything is left.
 """
 
 from collections import OrderedDict
 from collections.abc import Iterable
 from typing import NamedTuple
 
-OTHERS_S = 5.0  # later than the owner of the model
+OTHERS_S = 5.0  # how much later than the model's owner the other routers check
 # A worker that lost its lease may still send for a few seconds what it had streamed (``workers.outbox.KEEP_S``).
 SECOND_LOOK_S = 15.0
 REMEMBERED = 50_000  # requests that were erased, so that what comes late is erased too
@@ -20,7 +20,7 @@ class Due(NamedTuple):
     Attributes:
         created_ns, ended_ns: Unix time; when it was accepted, at the earliest, and when it ended.
         jobs: sequences of its messages in WORK, as far as this router has read them.
-        again: it was erased before; this is the second look.
+        again: it was erased before; this is the second check.
     """
 
     request: str
@@ -64,10 +64,10 @@ class ErasureLedger:
             self._ended[request] = _Ended(*late, 0)
 
     def end(self, request: str, created_ns: int, ended_ns: int, *, own: bool) -> None:
-        """It has ended. Repeated ends change nothing.
+        """Add the end of a request. Repeated ends change nothing.
 
         Args:
-            own: this router is to erase it; else it looks later than the one that is.
+            own: this router erases it; otherwise it checks later.
         """
         if request in self._ended or request in self._erased:
             return
@@ -75,14 +75,14 @@ class ErasureLedger:
         self._ended[request] = _Ended(created_ns, ended_ns, due_ns)
 
     def left_over(self, requests: Iterable[str]) -> None:
-        """Something of these ended requests is stored although they were erased: erase it now."""
+        """Schedule ended requests of which something is stored although they were erased."""
         for request in requests:
             late = self._erased.pop(request, None)
             if late is not None:
                 self._ended[request] = _Ended(*late, 0)
 
     def due(self, now_ns: int, limit: int) -> list[Due]:
-        """Up to ``limit`` requests whose time has come."""
+        """Up to ``limit`` requests that are due."""
         requests = []
         for request, ended in self._ended.items():
             if ended.due_ns <= now_ns:
@@ -93,7 +93,7 @@ class ErasureLedger:
         return requests
 
     def erased(self, done: Due, now_ns: int) -> None:
-        """Everything of it that was found is gone: look once more later, and then forget it."""
+        """Mark a request as erased. It is checked once more later, and then forgotten."""
         ended = self._ended.get(done.request)
         if ended is None:
             return
@@ -112,7 +112,7 @@ class ErasureLedger:
             self._erased.popitem(last=False)
 
     def failed(self, done: Due, retry_ns: int) -> None:
-        """Not everything could be erased: try again then."""
+        """Retry at ``then``: not everything could be erased."""
         ended = self._ended.get(done.request)
         if ended is not None:
             ended.due_ns = retry_ns

@@ -11,8 +11,8 @@ from schemas.routers import Member
 def assign(models: Collection[str], members: Iterable[Member]) -> dict[str, str]:
     """The owner of each model.
 
-    A router keeps what it owns, the earliest one first where several claim a model, up to its share: the numbers of
-    models of two routers differ by one at most. The others go to routers that own fewest, the earliest of equal ones.
+    A router keeps the models that it owns, up to its share: the numbers of models of two routers differ by at most one.
+    Where several claim a model, the earliest keeps it. Other models go to the routers that own fewest, earliest first.
     """
     by_age = _by_age(members)
     if not by_age:

@@ -1,4 +1,4 @@
-"""The requests that this router gets: those of its models from the log, and those that other routers read for it."""
+"""The requests that this router handles: those of its models from the log, and those that other routers pass on."""
 
 import asyncio
 import functools
@@ -37,7 +37,7 @@ _RESERVED = "$"  # the server refuses messages whose reply is "$JS.ACK…", so i
 
 
 class PassedOn(NamedTuple):
-    """A request that another router read."""
+    """A request that another router read from the log."""
 
     subject: str
     data: bytes
@@ -109,13 +109,13 @@ class Intake:
         tasks.spawn(self._pass_on_forever(), name="pass-on")
 
     async def stop(self) -> None:
-        """Other routers take over; then nothing comes here any more, except what other routers pass on."""
+        """Stop reading; other routers take over. Requests that they pass on are still handled."""
         await self.membership.stop()
         for puller in self.pullers.values():
             await puller.drain()
 
     async def top_up(self) -> None:
-        """Read more, if there is space again."""
+        """Read more requests, if there is space."""
         for puller in self.pullers.values():
             await puller.top_up()
 
@@ -146,7 +146,7 @@ class Intake:
         name = message.subject.split(".", 3)[2]
         if self.membership.places(name):
             await self._handle(message)
-        else:  # if that router is gone, the message is delivered again
+        else:  # if that router has died, the message is delivered again
             await self._send(self.membership.owner(name), message.data, message.reply)
 
     async def _on_passed_on(self, message: Message) -> None:
@@ -164,7 +164,7 @@ class Intake:
         self._owners_changed()
 
     async def _take_over(self) -> None:
-        await self.top_up()  # first, so that what is returned below has somewhere to go
+        await self.top_up()  # first, so that requests returned below find a reader
         self._taken_over()
         try:
             await self._redeliver()
@@ -178,7 +178,7 @@ class Intake:
         for priority in Priority:
             await redeliver(self._bus, self._stream, f"router-{priority.value}", held)
 
-    # What is held here and owned by another router
+    # Held requests whose model another router owns
 
     def _on_lost(self) -> None:
         self._on_owners_changed()
@@ -191,7 +191,7 @@ class Intake:
             await self._pass_on()
 
     def _share(self) -> None:
-        """Have other routers place requests as well, while there are too many for this one."""
+        """Let other routers place requests as well while there are too many for this one."""
         measured = time.monotonic(), time.process_time(), self._placed_by_all(), self._placed()
         now, *counts = measured
         before, *counts_before = self._measured
@@ -200,7 +200,7 @@ class Intake:
         self.membership.share(self._sharing.update(busy, rate, now, own_rate=own_rate))
 
     async def _pass_on(self) -> None:
-        """Later attempts stay: they have no message, and every router may place them."""
+        """Pass a request on. Later attempts stay: they have no message, and every router may place them."""
         if not self.membership.shared or not self._bus.connected:
             return
         for pending in self._held:

@@ -1,9 +1,9 @@
-"""The routers that run, and the models that this one owns, from a bucket of leases.
+"""Which routers run, and which models this one owns, by a bucket of leases.
 
 Only the owner of a model reads, holds and places its requests, so that they are ordered in one place, unless there are
-too many for one router (``sharing``); the other routers are warm. Ownership improves decisions and is no lock: two
-routers that both believe that they own a model, or do not know of each other, are still correct, because message ids
-keep each attempt stored once.
+too many for one router (``sharing``); the other routers stand by with equal state. Ownership improves decisions, but it
+is no lock: two routers that both believe that they own a model, or do not know of each other, are still correct,
+because message ids keep each attempt stored once.
 
 A lost router is noticed within milliseconds by the broker's event that its connection ended, or else ``LEASE_S`` after
 its last renewal, by this process's clock. One that stops in order removes its key.
@@ -64,7 +64,7 @@ class Membership:
         router: its id, as a subject token.
         models: the names (as subject tokens) of models with workers: each name and alias, and the model's own name.
         gained: called when this router owns or places more than before; True: of something that a lost router had.
-        lost: called when it owns or places less.
+        lost: called when this router owns or places less.
 
     Attributes:
         shared: the bucket exists; without it every router works for itself, as in earlier releases.
@@ -104,7 +104,7 @@ class Membership:
         self._stopped = False
         self.shared = False
 
-    # What others ask
+    # Queries
 
     @property
     def reads(self) -> bool:
@@ -133,7 +133,7 @@ class Membership:
         return self.owner(name) == self._id or self._names.get(name, REST) in self._everyones
 
     def share(self, shares: bool) -> None:
-        """Have all routers place the requests of what this one owns, or not any more."""
+        """Start or stop sharing: all routers place the requests of the models that this one owns."""
         if shares != self._shares:
             self._shares, self._changed = shares, True
             if models := sorted(self._own - {REST}):
@@ -150,7 +150,7 @@ class Membership:
             tasks.spawn(self._join_later(), name="membership")
 
     async def _join(self) -> bool:
-        """Register, and read the table; False: the bucket cannot be used."""
+        """Register and read the other registrations. False: the bucket cannot be used."""
         try:
             await self._store()
             await self._tail.start()
@@ -171,7 +171,7 @@ class Membership:
         await self._keep()
 
     async def stop(self) -> None:
-        """Remove the key: the others take over at once."""
+        """Remove the lease; the other routers take over at once."""
         self._stopped = True
         if not self.shared:
             return
@@ -183,7 +183,7 @@ class Membership:
             await self._bus.nc.publish(self._key, b"", headers=headers)
 
     def link_broke(self, link: Link) -> None:
-        """A connection to the broker ended: of a router, or of something else."""
+        """Handle the end of a connection to the broker, which may be a router's."""
         if len(self._broken) >= BROKEN_REMEMBERED:
             del self._broken[next(iter(self._broken))]
         self._broken[link] = None  # a renewal that was stored before may be read after this
@@ -248,7 +248,7 @@ class Membership:
         paused, self._checked = now - self._checked > PAUSE_S, now
         if not self._bus.connected:
             return
-        if paused or self._links != self._bus.reconnects:  # silence meant nothing
+        if paused or self._links != self._bus.reconnects:  # renewals were not received, so their absence means nothing
             self._links = self._bus.reconnects
             self._seen = {name: seen._replace(renewed_at=now) for name, seen in self._seen.items()}
             return
@@ -258,7 +258,7 @@ class Membership:
     def _drop(self, names: Iterable[str], why: str) -> None:
         """
         Args:
-            why: they are lost; "": they left in order.
+            why: the routers are lost; "": they stopped in order.
         """
         for name in names:
             member = self._seen.pop(name).member
@@ -266,12 +266,12 @@ class Membership:
             self._update(after_loss=bool(why))
 
     def _update(self, *, after_loss: bool = False) -> None:
-        """Find the owners anew, and tell what changed for this router."""
+        """Assign the models again, and report changes for this router."""
         if self._stopped:
             return
         self._names = self._models()
         before, before_everyones = self._own, self._everyones
-        for _ in range(ROUNDS):  # what this router owns is an input, too
+        for _ in range(ROUNDS):  # the models that this router owns are an input, too
             members = [seen.member for seen in self._seen.values()] + [self._member()]
             owners = assign(frozenset(self._names.values()), members)
             owners[REST] = default_owner(owners, members)

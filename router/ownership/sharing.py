@@ -1,9 +1,9 @@
-"""Whether the owner of models has all routers place their requests. Pure.
+"""Decides whether all routers share the requests of an owner's models. Pure.
 
-One router places the requests of a model, because one order of held requests and one view of what is under way decide
-best. A process has one core, so there is a rate at which it is full. Before that, the owner asks the others to place
-requests, too: each gets those that it pulls, and sees the decisions of the others a few milliseconds later. What
-remains with the owner is what must not be done twice: the requests of lost workers.
+One router places the requests of a model, because decisions are best with one queue and one view of the load. A router
+is one process on one core, so its rate is limited. Before it reaches that limit, the owner asks the others to place
+requests as well: each places those that it pulls, and sees the decisions of the others a few milliseconds later. Only
+the owner recovers the requests of lost workers, which must not be done twice.
 """
 
 BUSY = 0.7  # of a core

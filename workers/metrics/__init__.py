@@ -1,1 +1,1 @@
-"""What a worker counts, and the values of its engine's other processes."""
+"""Metrics of a worker, of its engine's other processes, and of its GPUs."""

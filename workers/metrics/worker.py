@@ -1,4 +1,4 @@
-"""What a worker counts. One scope per process; names end in their unit."""
+"""The metrics of a worker. One scope per process; names end in their unit."""
 
 from infra.metrics.scope import MetricScope
 from schemas.done import Done
@@ -62,7 +62,7 @@ class Metrics:
         self.tasks = scope.gauge("tasks", "asyncio tasks, counted when asked")
 
     def engine_built(self, model: str, info: EngineInfo) -> None:
-        """Set what does not change while the engine runs."""
+        """Set the gauges that stay constant while the engine runs."""
         self.process.set_label("model", model)
         self.max_sequences.set(info.slots)
         self.max_batched_tokens.set(info.max_batched_tokens)
@@ -117,7 +117,7 @@ class Metrics:
 
 
 class HandoffMetrics:
-    """What a worker counts of the KV blocks that move between workers."""
+    """Metrics of the KV blocks that move between workers."""
 
     def __init__(self, scope: MetricScope) -> None:
         self.scope = scope

@@ -1,7 +1,7 @@
-"""One keep-alive connection of a load generator: sends a request, watches its answer, is then idle.
+"""One keep-alive connection of a load generator: it sends a request, follows the answer, and is idle again.
 
-It shares the machine with what it measures, so it does as little as it can per read: it looks for marks in the
-bytes (events, text, the end) and parses nothing but the usage at the end.
+The generator shares the machine with the server, so each read costs as little as possible: it searches the bytes for
+markers (events, text, the end) and parses only the usage at the end.
 """
 
 import asyncio
@@ -50,7 +50,7 @@ class Connection(asyncio.Protocol):
 
     @property
     def exchange(self) -> Exchange | None:
-        """The request under way."""
+        """The request in flight."""
         return self._exchange
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -66,7 +66,7 @@ class Connection(asyncio.Protocol):
         self._transport.write(exchange.request)
 
     def close(self, error: str = "") -> None:
-        """Close; a request under way fails with ``error``, or is forgotten if there is none."""
+        """Close. A request in flight fails with ``error``, or is dropped without a call if ``error`` is empty."""
         exchange, self._exchange = self._exchange, None
         if self._transport is not None:
             if exchange is None:

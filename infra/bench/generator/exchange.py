@@ -1,4 +1,4 @@
-"""One request of a load generator, and what was seen of its answer."""
+"""One request of a load generator, and the measurements of its answer."""
 
 from array import array
 from collections.abc import Callable
@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True, eq=False)
 class Exchange:
-    """Times are of ``time.perf_counter``; 0.0: it did not happen.
+    """Times come from ``time.perf_counter``; 0.0 means that it did not happen.
 
     Attributes:
         request: the bytes to send, headers included.
         done: called once, when the answer is complete or has failed.
-        key: the caller's.
+        key: identifies the request for the caller.
         due: when it should have been sent; 0.0: as soon as possible.
         sent: when its bytes were written.
         first: when the first text arrived.

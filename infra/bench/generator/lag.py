@@ -1,4 +1,4 @@
-"""Whether the load generator itself is what limits: how late its event loop runs, and the CPU time it takes."""
+"""Whether the load generator is itself the bottleneck: how late its event loop runs, and its CPU time."""
 
 import asyncio
 import time
@@ -9,7 +9,7 @@ _EVERY_S = 0.02
 
 
 class LagMeter:
-    """Measures from entering to leaving.
+    """A context manager that measures while it is entered.
 
     Attributes:
         late_s: how much later than asked a timer of the event loop ran, each time.

@@ -1,6 +1,6 @@
 """The connections of a load generator to one server, and the two ways to use them.
 
-``ClosedLoop`` keeps a number of requests under way; ``send_in_time`` sends each when it is due, whatever is under way.
+``ClosedLoop`` keeps a fixed number of requests in flight; ``send_in_time`` sends each when it is due, however many are.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ class Pool:
     """Sends each request on an idle connection, or on a new one.
 
     Args:
-        most: connections at once; a request beyond them fails.
+        most: number of connections; a request that would need another one fails.
         timeout_s: a request without a complete answer after this time fails; 0: none does.
     """
 
@@ -42,7 +42,7 @@ class Pool:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """Close all connections; requests under way are forgotten."""
+        """Close all connections and drop the requests in flight."""
         self._closed = True
         tasks = [*self._opening, *([self._check] if self._check else [])]
         for task in tasks:
@@ -101,7 +101,7 @@ class Pool:
 
 
 class ClosedLoop:
-    """Keeps ``concurrency`` requests under way, until ``following`` gives None or ``stop`` is called."""
+    """Keeps ``concurrency`` requests in flight until ``following`` returns None or ``stop`` is called."""
 
     def __init__(self, pool: Pool, concurrency: int, following: Callable[[], Exchange | None]) -> None:
         self._pool = pool
@@ -134,7 +134,7 @@ class ClosedLoop:
         self._stopped = True
 
     async def ended(self, within_s: float) -> bool:
-        """Wait until nothing is under way; False: something still is."""
+        """Wait until no request is in flight; False: the time was over before that."""
         try:
             async with asyncio.timeout(within_s):
                 await self._ended.wait()

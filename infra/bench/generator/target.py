@@ -1,4 +1,4 @@
-"""The server that a load generator loads: its address, its TLS, and the head of a request to it."""
+"""The server under load: its address, its TLS settings, and the header of requests to it."""
 
 import ssl
 from dataclasses import dataclass
@@ -73,7 +73,7 @@ def parse_target(url: str, *, api_key: str = "", insecure: bool = False) -> Targ
 
 
 async def ask(target: Target, path: str, body: bytes | None = None, timeout_s: float = 10.0) -> tuple[int, bytes]:
-    """Status and body of a GET, or of a POST of ``body``; status 0: no answer, and the body says why."""
+    """Send a GET, or a POST of ``body``, and return status and body. Status 0: no answer, and the body says why."""
     headers = [("Authorization", f"Bearer {target.api_key}")] if target.api_key else []
     if body is not None:
         headers.append(("Content-Type", "application/json"))

@@ -1,1 +1,1 @@
-"""Which deployments are worth their GPUs: Pareto fronts and cost curves from the results of sweeps."""
+"""Compares measured deployments by GPU and by cost: Pareto fronts and cost curves from the results of sweeps."""

@@ -1,4 +1,4 @@
-"""``penstock bench pareto``: throughput per GPU and cost against what a user gets, over the results of sweeps."""
+"""``penstock bench pareto``: throughput per GPU and cost against tokens/s per user, from the results of sweeps."""
 
 import sys
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""What a million output tokens cost, in money and in energy, at a price file's prices. Pure."""
+"""The cost of a million output tokens, in money and in energy, from a price file. Pure."""
 
 from typing import Annotated
 
@@ -19,8 +19,8 @@ class Gpu(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     Attributes:
         price_per_hour: rent, or purchase and upkeep spread over its life; without the energy that is paid apart.
-        watts: under load.
-        idle_watts: without load; None: as under load.
+        watts: power under load.
+        idle_watts: power without load; None: the same as under load.
     """
 
     price_per_hour: _Amount
@@ -45,7 +45,7 @@ class Prices(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Cost(Struct, frozen=True):
-    """Of a million output tokens: both parts in the file's currency, the energy also in kWh."""
+    """The cost of a million output tokens: both parts in the file's currency, the energy also in kWh."""
 
     hardware: float
     energy: float

@@ -1,4 +1,4 @@
-"""What an endpoint of a sweep was made of: from a ``deployment.json`` beside its results, and from the command line."""
+"""The deployment behind an endpoint: from ``deployment.json`` beside its results and from the command line."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,8 +22,8 @@ class Deployment(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         model: "": the sweep's.
         total_gpus: that it uses; 0: as the sweep says.
         gpu: its type, as the price file calls it; "": unknown.
-        workers: that do both, beside those with one role; 0: none, or unknown.
-        settings: what else tells it from others, such as a batch size.
+        workers: aggregated workers, which prefill and decode; 0: none, or unknown.
+        settings: further differences from other deployments, such as a batch size.
     """
 
     kind: str = ""
@@ -40,7 +40,7 @@ _FIELDS = tuple(field for field in Deployment.__struct_fields__ if field != "set
 
 
 def find(folder: Path) -> Deployment:
-    """That of an endpoint's folder, else that of the folder around it, else an empty one.
+    """Read the description in the endpoint's folder or the one above it. Without either it is empty.
 
     Raises:
         BadDeployment: the file is damaged.
@@ -56,7 +56,7 @@ def find(folder: Path) -> Deployment:
 
 
 def parse(flags: Sequence[str]) -> dict[str, dict[str, str]]:
-    """The fields given for each endpoint.
+    """Parse the fields that flags give, by endpoint.
 
     Args:
         flags: each ``NAME:FIELD=VALUE,…``; a field that no deployment has becomes one of its settings.
@@ -75,7 +75,7 @@ def parse(flags: Sequence[str]) -> dict[str, dict[str, str]]:
 
 
 def override(deployment: Deployment, fields: dict[str, str]) -> Deployment:
-    """The deployment with these fields instead.
+    """Return the deployment with ``fields`` replaced.
 
     Raises:
         BadDeployment: a number is none, or negative.

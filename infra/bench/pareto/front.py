@@ -1,4 +1,4 @@
-"""Which points no other one beats, and how far one line of such points lies above another. Pure."""
+"""Pareto fronts of points, and how far one front lies above another. Pure."""
 
 from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
@@ -9,7 +9,7 @@ Line = Sequence[tuple[float, float]]  # x ascending, y descending
 
 
 class Gain(NamedTuple):
-    """How high two fronts are at ``x``."""
+    """The heights of two fronts at ``x``."""
 
     x: float
     ours: float
@@ -40,7 +40,7 @@ def front(points: Iterable[T], goals: Callable[[T], tuple[float, float]]) -> lis
 
 
 def at(line: Line, x: float) -> float | None:
-    """The height of a front at ``x``, linear between its points; None: it does not reach so far.
+    """The height of a front at ``x``, linear between its points; None: ``x`` is beyond its last point.
 
     Left of the first point its height holds: whoever reaches more of ``x`` reaches less, too.
     """

@@ -1,4 +1,4 @@
-"""Plots of throughput per GPU and of cost against what a user gets: points, and the front of each kind."""
+"""Plots throughput per GPU, and cost, against tokens/s per user or latency: all points, and the front of each kind."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -13,7 +13,7 @@ _MUTED = "#6b7280"
 
 
 class Against(NamedTuple):
-    """What cost is plotted against.
+    """The horizontal axis of a cost plot.
 
     Attributes:
         sign: 1 if more is better, -1 if less is.
@@ -32,7 +32,7 @@ AGAINST = {
 
 
 def cost_fronts(measured: Sequence[Record], against: Against) -> dict[str, list[tuple[float, float]]]:
-    """Of each kind the lowest cost of a million tokens at each value of ``against``, that value ascending."""
+    """For each kind, the lowest cost of a million tokens by ``against``, ascending."""
     lines = {}
     for kind, of_kind in kinds(measured).items():
         points = [(x, each.cost.total) for each in of_kind if each.cost and (x := against.value(each)) is not None]
@@ -42,7 +42,7 @@ def cost_fronts(measured: Sequence[Record], against: Against) -> dict[str, list[
 
 
 def draw_efficiency(measured: Sequence[Record], gains: Mapping[str, Gain], baseline: str, path: Path) -> None:
-    """Tokens/s per GPU against tokens/s per user, and how far each other kind is above ``baseline``.
+    """Plot tokens/s per GPU against tokens/s per user, and mark how far each other kind is above ``baseline``.
 
     Raises:
         PlotsMissing: with the command that installs matplotlib.
@@ -64,7 +64,7 @@ def draw_efficiency(measured: Sequence[Record], gains: Mapping[str, Gain], basel
 
 
 def draw_cost(measured: Sequence[Record], against: Against, currency: str, path: Path) -> None:
-    """Cost of a million output tokens against what a user gets.
+    """Plot the cost of a million output tokens against tokens/s per user or latency.
 
     Raises:
         PlotsMissing: with the command that installs matplotlib.
@@ -87,7 +87,7 @@ Lines = Mapping[str, Sequence[tuple[float, float]]]
 
 
 def _paint(axis: Any, lines: Lines, every: Lines) -> None:
-    """The fronts as lines, and what they dominate as pale points."""
+    """Draw the fronts as lines, and dominated points pale."""
     for kind, line in lines.items():
         colour = _colour(list(lines), kind)
         beaten = [point for point in every[kind] if point not in line]
@@ -116,7 +116,7 @@ def _label_levels(axis: Any, measured: Sequence[Record]) -> None:
 
 
 def _mark_gain(axis: Any, gain: Gain, colour: str) -> None:
-    """An arrow from the baseline's front to the other one; the figure stands above the points around it."""
+    """Draw an arrow from the baseline's front to the other one, with its ratio above the points."""
     axis.annotate(
         "", (gain.x, gain.ours), (gain.x, gain.theirs), arrowprops={"arrowstyle": "->", "color": colour, "lw": 1.4}
     )

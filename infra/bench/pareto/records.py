@@ -1,4 +1,4 @@
-"""One record for each level of each deployment: what a user gets, what a GPU gives, and what it costs. Pure."""
+"""One record for each level of each deployment: speed per user, throughput per GPU, and cost. Pure."""
 
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -15,7 +15,7 @@ class Record(Struct, frozen=True, kw_only=True):
     """A level of a deployment, averaged over its runs. Throughput is of output, in tokens/s; times are in ms.
 
     Attributes:
-        name: the endpoint's.
+        name: of the endpoint.
         kind: deployments of one kind share a line.
         load: "concurrency", "rate" or "speed", at ``level``.
         concurrency: None: another kind of load.
@@ -53,7 +53,7 @@ class Record(Struct, frozen=True, kw_only=True):
 
 
 def records(series: Series, deployment: Deployment, prices: Prices | None = None) -> list[Record]:
-    """The levels of one endpoint; those without throughput, or whose answers were not streamed, are left out.
+    """The records of one endpoint. Levels without throughput, or without streaming, are left out.
 
     Raises:
         BadDeployment: nobody said how many GPUs it has.
@@ -116,7 +116,7 @@ def _record(name: str, result: Result, deployment: Deployment, gpus: int) -> Rec
 
 
 def efficiency(record: Record) -> tuple[float, float]:
-    """What a user gets, and what a GPU gives: both to be maximised."""
+    """Tokens/s per user and tokens/s per GPU, the two goals of a front."""
     return record.output_tokens_per_s_per_user, record.output_tokens_per_s_per_gpu
 
 
@@ -129,7 +129,7 @@ def kinds(measured: Iterable[Record]) -> dict[str, list[Record]]:
 
 
 def fronts(measured: Iterable[Record]) -> dict[str, list[Record]]:
-    """Of each kind the records that none of it dominates, by tokens/s per user ascending."""
+    """For each kind, the records on its front, by tokens/s per user ascending."""
     return {kind: front.front(of_kind, efficiency) for kind, of_kind in kinds(measured).items()}
 
 

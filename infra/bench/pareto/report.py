@@ -13,7 +13,7 @@ from infra.bench.pareto.records import Record, kinds
 def print_report(
     measured: Sequence[Record], gains: Mapping[str, Gain], baseline: str, currency: str, console: Console
 ) -> None:
-    """A table a kind, then what they say.
+    """Print one table for each kind, then the remarks.
 
     Args:
         currency: of the costs; "": there are none.
@@ -25,7 +25,7 @@ def print_report(
 
 
 def table(kind: str, of_kind: Sequence[Record], currency: str) -> Table:
-    """By pace per user; what lies on the front is marked."""
+    """A table of records by tokens/s per user. Those on the front are marked."""
     shown = Table(title=f"{kind}: output tokens/s, times in ms", title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
     shown.add_column("deployment")
     headings = ["GPUs", "load", "/user", "/GPU", "TTFT p99", "latency p50"]
@@ -51,7 +51,7 @@ def table(kind: str, of_kind: Sequence[Record], currency: str) -> Table:
 
 
 def remarks(measured: Sequence[Record], gains: Mapping[str, Gain], baseline: str, currency: str) -> list[str]:
-    """The gains, the cheapest level of each kind, and what makes the comparison doubtful."""
+    """Sentences about the gains, the cheapest level of each kind, and the limits of the comparison."""
     lines = [
         f"{kind}: {gain.ratio:.2f} × the tokens/s per GPU of {baseline}, at {gain.x:.1f} tokens/s per user "
         f"({gain.ours:,.1f} against {gain.theirs:,.1f})."

@@ -1,4 +1,4 @@
-"""What servers say of their limits: tokens of KV cache, sequences in a batch, length of the context."""
+"""Reads the limits of servers from their metrics: tokens of KV cache, sequences in a batch, length of the context."""
 
 import json
 from collections.abc import Iterable
@@ -22,7 +22,7 @@ _TIMEOUT_S = 5.0
 
 
 class Capacity(Struct, frozen=True):
-    """0: no page says."""
+    """Limits of an endpoint. 0: not reported."""
 
     max_kv_tokens: int = 0
     max_batch: int = 0
@@ -30,7 +30,7 @@ class Capacity(Struct, frozen=True):
 
 
 def read_capacity(pages: Iterable[str]) -> Capacity:
-    """The limits of all servers that decode together, the context's of the shortest, from their Prometheus pages."""
+    """Add up the limits on the servers' Prometheus pages. The context length is that of the shortest."""
     kv_tokens = batch = 0
     contexts = []
     for page in pages:
@@ -59,7 +59,7 @@ def _product(*numbers: str | None) -> int:
 
 
 async def capacity_of(endpoint: Endpoint, model: str) -> Capacity:
-    """From the endpoint's metrics pages and its list of models; pages that do not answer are left out."""
+    """Read the endpoint's metrics pages and its list of models. Pages that do not answer are left out."""
     answers = [await ask(page.target, page.path, timeout_s=_TIMEOUT_S) for page in endpoint.pages]
     capacity = read_capacity([body.decode(errors="replace") for status, body in answers if status == 200])
     if capacity.max_context:
@@ -69,7 +69,7 @@ async def capacity_of(endpoint: Endpoint, model: str) -> Capacity:
 
 
 def context_of(models: bytes, model: str) -> int:
-    """``max_model_len`` of a model in the answer of ``/v1/models``; 0: it does not say."""
+    """``max_model_len`` of a model in an answer of ``/v1/models``; 0: not reported."""
     try:
         (own,) = [each for each in json.loads(models)["data"] if each["id"] == model]
         return int(own["max_model_len"])

@@ -20,7 +20,7 @@ class Sla(Struct, frozen=True, kw_only=True):
 
 
 class Option(Struct, frozen=True, kw_only=True):
-    """What one worker of a configuration does within the SLA.
+    """The performance of one worker of a configuration within the SLA.
 
     Attributes:
         latency_ms: TTFT of prefill, ITL of decode.
@@ -40,8 +40,8 @@ class Option(Struct, frozen=True, kw_only=True):
 class Choice(Struct, frozen=True):
     """
     Attributes:
-        options: that meet the SLA, the best first.
-        rejected: why each other configuration does not.
+        options: configurations that meet the SLA, the best first.
+        rejected: for each other configuration, why it does not.
     """
 
     options: tuple[Option, ...]
@@ -53,12 +53,12 @@ class Choice(Struct, frozen=True):
 
 
 def choose_prefill(profiles: Mapping[str, Profile], sla: Sla) -> Choice:
-    """Of configurations by name, by prompt throughput per GPU."""
+    """Rank configurations by their prompt throughput per GPU."""
     return _chosen({name: _prefill(name, profile, sla) for name, profile in profiles.items()})
 
 
 def choose_decode(profiles: Mapping[str, Profile], sla: Sla) -> Choice:
-    """Of configurations by name, by output throughput per GPU, each at its best concurrency."""
+    """Rank configurations by their output throughput per GPU, each at its best concurrency."""
     return _chosen({name: _decode(name, profile, sla) for name, profile in profiles.items()})
 
 

@@ -78,7 +78,7 @@ _FAILED = (Unhealthy, ProfileFailed, BadProfile, ModelError, NoShortWord, TooLar
 
 
 def run(settings: Settings) -> int:
-    """Measure, save and plot; 1 if the endpoint fails or points are left for another time, 2 for bad flags."""
+    """Measure, save and plot. Returns 1 if the endpoint fails or points remain to be measured, 2 for bad flags."""
     folder = Path(settings.out)
     try:
         with asyncio.Runner(loop_factory=loop_factory()) as runner:
@@ -147,10 +147,10 @@ async def _smoke(settings: Settings, endpoint: Endpoint) -> tuple[Smoke, TokenTe
 
 
 def setup_of(settings: Settings, model: str, capacity: Capacity) -> Setup:
-    """What flags and the server's own figures say; flags win.
+    """The setup by flags and by the server's own metrics. Flags win.
 
     Raises:
-        BadSettings: decode needs the size of the KV cache, and nobody says it.
+        BadSettings: decode needs the size of the KV cache, which neither the flags nor the server report.
     """
     context = settings.max_context or min(capacity.max_context or _CONTEXT, _CONTEXT)
     if capacity.max_context and context > capacity.max_context:
@@ -207,7 +207,7 @@ def grid_of(settings: Settings, setup: Setup) -> Grid:
 
 
 def begun(folder: Path, setup: Setup, url: str, warnings: tuple[str, ...], *, overwrite: bool) -> Profile:
-    """The folder's profile, or an empty one.
+    """Load the profile that the folder has, to continue it, or begin an empty one.
 
     Raises:
         BadProfile: the folder's is of another setup.

@@ -1,4 +1,4 @@
-"""The file of a profile: what was measured of one configuration of an engine, point by point.
+"""The file of a profile: the measurements of one configuration of an engine, point by point.
 
 Points are kept as parallel arrays. Their names are those of NVIDIA Dynamo's profiler; its files have the arrays alone.
 """
@@ -17,10 +17,10 @@ class BadProfile(ValueError):
 
 
 class Setup(Struct, frozen=True, kw_only=True):
-    """What was measured, and how; a profile goes on only with the same setup.
+    """The configuration that was measured. A profile can be continued with an equal setup only.
 
     Attributes:
-        gpus: that the endpoint uses.
+        gpus: number of GPUs of the endpoint.
         attention_dp: ranks with attention data parallelism; 1: none.
         osl: tokens per answer while decode was measured.
         max_context: longest prompt and answer together, tokens.
@@ -41,21 +41,21 @@ class Setup(Struct, frozen=True, kw_only=True):
 
 
 class Prefill(Struct, frozen=True):
-    """An entry a prompt length: tokens, TTFT in ms, prompt tokens per second and GPU."""
+    """One entry per prompt length: tokens, TTFT in ms, prompt tokens per second and GPU."""
 
     prefill_isl: tuple[int, ...] = ()
     prefill_ttft: tuple[float, ...] = ()
     prefill_thpt_per_gpu: tuple[float, ...] = ()
 
     def added(self, isl: int, ttft_ms: float, throughput: float) -> "Prefill":
-        """With a further point, in order of length."""
+        """Return the arrays with a further point, ordered by length."""
         columns = (self.prefill_isl, self.prefill_ttft, self.prefill_thpt_per_gpu)
         rows = sorted({*zip(*columns, strict=True), (isl, ttft_ms, throughput)})
         return Prefill(*zip(*rows, strict=True))
 
 
 class Decode(Struct, frozen=True):
-    """An entry a prompt length and concurrency.
+    """One entry per prompt length and concurrency.
 
     Attributes:
         x_kv_usage: share of the KV cache in use, 0 to 1, at the middle of the answers.
@@ -75,7 +75,7 @@ class Decode(Struct, frozen=True):
     max_kv_tokens: int = 0
 
     def added(self, point: "DecodePoint") -> "Decode":
-        """With a further point, in order of prompt length and concurrency."""
+        """Return the arrays with a further point, ordered by prompt length and concurrency."""
         columns = (
             self.decode_isl, self.decode_concurrency, self.x_kv_usage, self.y_context_length, self.z_itl,
             self.z_thpt_per_gpu,

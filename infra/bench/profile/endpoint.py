@@ -29,7 +29,7 @@ class Grid:
         prefill: prompt lengths.
         decode: prompt lengths and the requests at once of each.
         requests: prompts per rank and length whose TTFT is measured.
-        seconds: after which no further point is begun.
+        seconds: no further point is begun after this time.
     """
 
     prefill: tuple[int, ...]
@@ -41,9 +41,9 @@ class Grid:
 class Profiler:
     """
     Args:
-        profile: what is measured already.
+        profile: the points measured so far.
         seed: of the prompts; one that the server has seen finds them in its cache.
-        say: told of each point.
+        say: called with a line about each point.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Profiler:
         self._say = say
 
     async def run(self, grid: Grid) -> int:
-        """Measure what the profile lacks; how many points were left for another time.
+        """Measure the points that the profile lacks, and return how many remain to be measured.
 
         Raises:
             ProfileFailed: a request failed. The points before are saved.
@@ -107,7 +107,7 @@ class Profiler:
         self._say(f"prefill  {isl:>7,} tokens  TTFT {ttft:9.1f} ms  {throughput:10,.0f} tokens/s per GPU")
 
     async def _decode(self, isl: int, concurrency: int) -> bool:
-        """False: the requests did not all decode at once."""
+        """Measure one decode point. False: the requests did not all decode at the same time."""
         setup = self.profile.setup
         await self._answers(isl, 1, concurrency, concurrency)  # into the prefix cache, so that all begin together
         records = await self._answers(isl, setup.osl, concurrency, concurrency)

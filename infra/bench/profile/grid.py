@@ -1,4 +1,4 @@
-"""Which points a profile measures, and what follows from what was seen of each. No clock, no network."""
+"""Which points a profile measures, and how its figures follow from the measured requests. No clock, no network."""
 
 import itertools
 import statistics
@@ -50,7 +50,7 @@ def kv_usage(context: float, concurrency: int, max_kv_tokens: int) -> float:
 
 
 def ttft(records: Sequence[Record]) -> float | None:
-    """Median, ms; None: nothing was streamed."""
+    """Median TTFT, ms; None: nothing was streamed."""
     measured = [record.ttft_ms for record in records if record.ttft_ms > 0]
     return statistics.median(measured) if measured else None
 
@@ -79,11 +79,11 @@ def steady_itl(records: Sequence[Record]) -> float | None:
 
 
 def answered(record: Record) -> int:
-    """Tokens of an answer: as the server counted them, else the events that carried text."""
+    """The number of tokens in an answer: the server's count, or else the number of events with text."""
     return record.osl if record.osl >= 0 else record.events
 
 
 def cached_share(records: Sequence[Record]) -> float:
-    """Of the prompts' tokens, those that the server says were in its cache; 0.0 if it does not say."""
+    """Share of the prompt tokens that the server found in its cache; 0.0 if it does not report them."""
     counted = [record for record in records if record.cached >= 0 and record.isl > 0]
     return sum(record.cached for record in counted) / sum(record.isl for record in counted) if counted else 0.0

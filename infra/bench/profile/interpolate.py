@@ -11,7 +11,7 @@ from infra.bench.profile.data import Decode, Prefill
 
 
 def between(x: float, at: Sequence[float], values: Sequence[float]) -> float | None:
-    """On the straight line between the two nearest points; None: outside of them.
+    """Interpolate linearly between the two nearest points. None: ``x`` is outside the range.
 
     Args:
         at: ascending, without repetitions.
@@ -44,7 +44,7 @@ class DecodeSurface:
         self.contexts = sorted(self._lines)
 
     def itl(self, context: float, concurrency: float) -> float | None:
-        """Ms per token; None: outside of what was measured at one of the two nearest contexts."""
+        """ITL in ms. None: outside the measured range at one of the two nearest contexts."""
         near = self._near(context)
         values = [between(concurrency, *self._lines[each]) for each in near]
         measured = [value for value in values if value is not None]
@@ -59,7 +59,7 @@ class DecodeSurface:
         return (low, high) if low <= high else (0, 0)
 
     def _near(self, context: float) -> list[float]:
-        """The measured contexts on both sides, or the one that is met."""
+        """The nearest measured contexts on both sides, or the one that is equal."""
         if not self.contexts or not self.contexts[0] <= context <= self.contexts[-1]:
             return []
         right = bisect_left(self.contexts, context)

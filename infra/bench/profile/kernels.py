@@ -33,7 +33,7 @@ class BadTrace(ValueError):
 
 
 class Share(Struct, frozen=True):
-    """``share`` is of the time of all kernels, 0 to 1."""
+    """One kind of kernel. ``share`` is its part of the time of all kernels, 0 to 1."""
 
     kind: str
     seconds: float
@@ -48,7 +48,7 @@ def kind_of(name: str) -> str:
 
 
 def shares(events: Iterable[dict[str, Any]]) -> list[Share]:
-    """By kind, the largest first.
+    """The share of each kind, the largest first.
 
     Raises:
         BadTrace: it has neither kernels nor operators.
@@ -72,7 +72,7 @@ def shares(events: Iterable[dict[str, Any]]) -> list[Share]:
 
 
 def own_times(events: Sequence[dict[str, Any]]) -> list[tuple[str, float]]:
-    """Name and microseconds of each operator, without those that it calls on its thread."""
+    """Name and own time in µs of each operator, without the operators that it calls on its thread."""
     own = [float(event["dur"]) for event in events]
     order = sorted(range(len(events)), key=lambda at: (events[at]["ts"], -events[at]["dur"]))
     open_: dict[Any, list[int]] = {}  # of each thread, the calls under way

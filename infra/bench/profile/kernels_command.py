@@ -9,7 +9,7 @@ from infra.bench.profile.kernels import BadTrace, read_trace, shares
 
 
 def run(argv: Sequence[str]) -> int:
-    """Print a line a kind; 1 if the file is no trace."""
+    """Print one line per kind. Returns 1 if the file is no trace."""
     parser = Parser(prog="penstock profile kernels", description="shares of attention and dense layers in a trace")
     parser.add_argument("trace", metavar="FILE", help="Chrome trace of torch's profiler: .json or .json.gz")
     path = Path(parser.parse_args(argv).trace)

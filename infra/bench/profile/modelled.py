@@ -66,7 +66,7 @@ def mock_profile(
 
 
 def prompt_ms(tokens: int, blocks: int, block_size: int) -> float:
-    """Until the first token of a prompt that is alone at a worker."""
+    """TTFT of a prompt that has the worker to itself, ms."""
     engine = Engine(blocks, block_size)
     engine.add(EngineSequence(0, tokens, 1, range(tokens // block_size)))
     spent = 0

@@ -12,7 +12,7 @@ _LINE = "#0f766e"
 
 
 def draw(profile: Profile, folder: Path) -> list[Path]:
-    """Write the plots that have data; their paths.
+    """Write the plots for which there is data, and return their paths.
 
     Raises:
         PlotsMissing: with the command that installs matplotlib.

@@ -36,7 +36,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 def run(settings: Settings) -> int:
-    """Print the suggestion; 1 if no configuration meets the SLA or a profile cannot be read."""
+    """Print the suggestion. Returns 1 if no configuration meets the SLA or a profile cannot be read."""
     sla = Sla(ttft_ms=settings.ttft, itl_ms=settings.itl, isl=settings.isl, osl=settings.osl)
     try:
         profiles = profiles_of(settings.data)
@@ -63,7 +63,7 @@ def run(settings: Settings) -> int:
 
 
 def profiles_of(folders: Sequence[str]) -> dict[str, Profile]:
-    """By the folders' names.
+    """Load the profiles, by the names of their folders.
 
     Raises:
         BadProfile: one cannot be read, two have one name, or they are of different models.

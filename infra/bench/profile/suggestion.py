@@ -9,7 +9,7 @@ from infra.bench.profile.data import Profile
 
 
 class Pool(Struct, frozen=True, kw_only=True):
-    """Workers of one role; ``up`` are the flags of each."""
+    """Workers of one role; ``up`` has the flags of each worker."""
 
     configuration: str
     workers: int
@@ -21,9 +21,9 @@ class Pool(Struct, frozen=True, kw_only=True):
 class Suggestion(Struct, frozen=True, kw_only=True):
     """
     Attributes:
-        requests_per_s: that the workers are enough for, each busy for ``utilization`` of its time.
+        requests_per_s: the rate that the workers can serve, each busy for ``utilization`` of its time.
         decode_per_prefill: decode workers that one prefill worker feeds.
-        commands: that start it.
+        commands: shell commands that start these workers.
     """
 
     sla: Sla
@@ -44,7 +44,7 @@ def suggestion(
     rate: float,
     utilization: float,
 ) -> Suggestion | None:
-    """None: no configuration meets the SLA for prefill, or none for decode.
+    """Combine the best configurations. None: none meets the SLA for prefill, or none for decode.
 
     Args:
         rate: requests per second; 0: as many as one worker of the faster kind serves.
@@ -75,7 +75,7 @@ def suggestion(
 
 
 def commands(prefill: Pool, decode: Pool) -> tuple[str, ...]:
-    """One ``penstock up`` if all workers have the same flags, else one command a worker."""
+    """One ``penstock up`` if all workers have the same flags, otherwise one command per worker."""
     if prefill.up == decode.up:
         return (f"penstock up --prefill {prefill.workers} --decode {decode.workers} {prefill.up}".rstrip(),)
     return tuple(

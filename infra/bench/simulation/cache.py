@@ -32,7 +32,7 @@ class BlockCache:
         return key in self._uses or key in self._idle or key in self._copies
 
     def match(self, keys: Iterable[int]) -> tuple[int, int]:
-        """Number of leading keys held, and how many of these blocks are in use."""
+        """The number of leading keys held, and how many of these blocks are in use."""
         uses, idle, copies = self._uses, self._idle, self._copies
         held = active = 0
         for key in keys:
@@ -69,7 +69,7 @@ class BlockCache:
         return copies
 
     def publish(self, keys: Iterable[int], after: Sequence[int] = ()) -> list[int]:
-        """Give keys to blocks of ``take`` that are full now; their copies.
+        """Give keys to blocks of ``take`` that are full now, and return their copies.
 
         Args:
             after: copies of the blocks in front of them.
@@ -95,7 +95,7 @@ class BlockCache:
         return published
 
     def release(self, copies: list[int], private: int) -> None:
-        """A sequence lets go of its blocks: ``private`` ones without a key are free at once.
+        """Release the blocks of a sequence. ``private`` blocks, which have no key, are free at once.
 
         The last blocks come first in the order of eviction, so leaves go before their parents.
         """
@@ -113,7 +113,7 @@ class BlockCache:
         self.free += private
 
     def drain(self) -> tuple[list[StoredRun], list[int]]:
-        """What was stored and removed since the last call; a key that was both counts as what it is now."""
+        """The keys stored and removed since the last call. A key that was both counts by its present state."""
         stored, removed = self._stored, self._removed
         if stored:
             self._stored = []

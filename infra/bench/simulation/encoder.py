@@ -17,7 +17,7 @@ class Encoder:
         self._free_ns = 0
 
     def encode(self, medium: int, now_ns: int) -> int:
-        """Encode a medium behind those before it; when its embeddings are there, in ns."""
+        """Encode a medium after those before it, and return when its embeddings are ready, in ns."""
         if medium in self._ready:
             self._ready.move_to_end(medium)
             return max(now_ns, self._ready[medium])

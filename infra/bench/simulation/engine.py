@@ -2,7 +2,7 @@
 
 A pass computes at most ``max_batched_tokens``. Running sequences come first, in the order of admission; then waiting
 ones, first come, first served. All tokens of a pass appear at its end. If a block cannot be had, the newest running
-sequence is preempted: it lets go of its blocks and waits at the head of the queue.
+sequence is preempted: it releases its blocks and waits at the head of the queue.
 
 Between two changes of the batch, decode passes differ only by the growing context. ``form`` therefore plans a run of
 them at once, up to the next one that fills or takes a block or ends a sequence. The result is the same as pass by pass.
@@ -69,7 +69,7 @@ class EngineSequence:
 
 @dataclass(slots=True)
 class Outcome:
-    """What the end of a run of passes shows. ``first``: sequences with their first token here."""
+    """The result of a run of passes. ``first`` are the sequences that got their first token."""
 
     first: list[EngineSequence]
     ended: list[EngineSequence]
@@ -166,7 +166,7 @@ class Engine:
             self._blocked = False
 
     def release(self, sequence: EngineSequence) -> None:
-        """Let go of the blocks of a sequence."""
+        """Release the blocks of a sequence."""
         self.cache.release(sequence.blocks, sequence.private)
         sequence.blocks, sequence.private = [], 0
         self._blocked = False
@@ -206,7 +206,7 @@ class Engine:
         return durations if slowness == 1.0 else [_scaled(each, slowness) for each in durations]
 
     def finish(self, passes: int) -> Outcome:
-        """The first ``passes`` of the run that ``form`` returned are over."""
+        """Apply the first ``passes`` of the run that ``form`` returned."""
         self._tick += passes
         ended: list[EngineSequence] = []
         if self._decoding:
@@ -295,7 +295,7 @@ class Engine:
         return admitted
 
     def _next_waiting(self) -> EngineSequence | None:
-        """Who is admitted next; while prompts wait to be handed off, nothing is computed again."""
+        """The sequence to admit next. While prompts wait to be taken over, preempted sequences are not recomputed."""
         if self._handing:
             return next((each for each in self._waiting if each.handed and each.computed), None)
         return self._waiting[0]
@@ -311,7 +311,7 @@ class Engine:
         return min(held, limit), min(active, limit)
 
     def _join(self, sequence: EngineSequence) -> None:
-        """The context of a sequence is computed: it has a token at the end of this pass."""
+        """Add a sequence whose context is computed: it gets a token at the end of this pass."""
         sequence.running = True
         sequence.origin = self._tick - sequence.generated
         if not sequence.generated:
@@ -341,7 +341,7 @@ class Engine:
         self._waiting.appendleft(sequence)
 
     def _equal_passes(self) -> int:
-        """Number of passes from this one on that neither take nor fill a block, nor have an end before the last."""
+        """The number of passes from now on that neither take nor fill a block, with no end before the last."""
         if not self._end_tick:
             self._end_tick = min(each.origin + each.output_tokens for each in self._decoding)
         phases, size, tick = self._phases, self.block_size, self._tick

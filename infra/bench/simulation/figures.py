@@ -1,4 +1,4 @@
-"""What a run of a simulation comes to."""
+"""The figures of one simulation run."""
 
 import math
 import statistics
@@ -12,13 +12,13 @@ from infra.quantile import quantile
 
 
 class Figures(Struct, frozen=True):
-    """Of the requests that were completed; times in ms.
+    """Figures of the completed requests; times in ms.
 
     Attributes:
         hit_rate: prompt tokens cached when a request was admitted first, of all prompt tokens.
         itl_mean: over all gaps between two tokens of a request.
-        imbalance: work of the busiest target, of the mean: prompt tokens computed and tokens generated.
-        served: the same of the tokens served: prompts, cached or not, and tokens generated.
+        imbalance: work (prompt tokens computed and tokens generated) of the busiest target, divided by the mean.
+        served: the same ratio for tokens served: prompts, cached or not, and tokens generated.
         unfinished: requests that were rejected or never placed.
     """
 
@@ -62,7 +62,7 @@ def figures(fleet: Fleet, result: Result) -> Figures:
 
 
 def _imbalance(fleet: Fleet, done: Sequence[Served], prompt_tokens: Callable[[Served], int]) -> float:
-    """Of the pool that is balanced worst."""
+    """The imbalance of the worst-balanced pool."""
     work: dict[Target, int] = dict.fromkeys(fleet.targets, 0)
     for served in done:
         placement = served.placement

@@ -24,7 +24,7 @@ class SimulationError(Exception):
 
 @dataclass(slots=True, eq=False)
 class Served:
-    """What happened to a request; times in ns, -1: it did not happen.
+    """The course of one request; times in ns, -1: it did not happen.
 
     Attributes:
         cached_tokens: of the prompt, when a worker first admitted it.
@@ -88,7 +88,7 @@ class _Worker:
         return True
 
     def end_after(self, now: int) -> bool:
-        """Let the run end with the pass that is under way; True: it ends earlier than planned."""
+        """Let the run end with the current pass. True: it ends earlier than planned."""
         at = bisect_left(self.ends, now)
         if at + 1 >= len(self.ends):
             return False

@@ -1,4 +1,4 @@
-"""What a fleet looks like to a routing policy, and what a simulation asks of it."""
+"""The interface between a simulated fleet and a routing policy."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ class WorkerSpec:
         blocks: KV blocks of each rank.
         ranks: attention data-parallel ranks, each a target of its own; their passes run in step.
         slowness: factor on the duration of each pass.
-        decode_slowness: a further one on its decode part.
+        decode_slowness: a further factor on its decode part.
     """
 
     role: str = "aggregated"
@@ -83,7 +83,7 @@ class Policy(Protocol):
         """Place a request; None: hold it."""
 
     def decode(self, request: Request, now_ns: int) -> Target:
-        """Where a prompt that was computed without a decode worker continues."""
+        """Choose the decode worker of a prompt that was placed without one."""
 
     def pump(self, now_ns: int) -> Iterable[tuple[Request, Placement]]:
         """Placements of held requests; asked after each instant with an event."""

@@ -1,4 +1,4 @@
-"""Prompts of which a share is common, in simulated time: the traces of a sweep over that share, and its series."""
+"""Traces whose prompts share a given part of their tokens, for a sweep over that share, and its series."""
 
 import random
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ class PrefixSweep:
     seed: int = 0
 
     def traces(self) -> dict[float, Trace]:
-        """One for each ratio, with a seed of its own. What is not common has a normal length with σ of a quarter."""
+        """One trace per ratio, each with its own seed. Lengths of unshared parts are normal with σ of a quarter."""
         return {ratio: self._trace(ratio, self.seed + turn) for turn, ratio in enumerate(self.ratios)}
 
     def _trace(self, ratio: float, seed: int) -> Trace:
@@ -52,7 +52,7 @@ def name_of(ratio: float) -> str:
 
 
 def series(summaries: Sequence[Summary], ratios: Sequence[float], load: float) -> dict[str, Any]:
-    """The sweep at one load as series by policy: mean TTFT in ms, output tokens per second, hit rates."""
+    """The results at one load as series by policy: mean TTFT in ms, output tokens per second, hit rates."""
     cells = {(each.workload, each.policy): each.figures for each in summaries if each.load == load}
     policies = list(dict.fromkeys(each.policy for each in summaries))
 

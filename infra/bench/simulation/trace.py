@@ -1,4 +1,4 @@
-"""Traces of requests: when they come, how long they are, and which prefixes they share.
+"""Traces of requests: when they arrive, how long they are, and which prefixes they share.
 
 A trace names the prompt in units of ``block_tokens`` (512 in Mooncake's files): equal ids at the same place mean equal
 prefixes. ``Trace.requests`` cuts it into the blocks of an engine.
@@ -49,7 +49,7 @@ class Trace:
     block_tokens: int = MOONCAKE_BLOCK_TOKENS
 
     def requests(self, block_size: int, speed: float = 1.0) -> list[Request]:
-        """The requests in blocks of an engine; ``speed`` 2 brings them twice as fast."""
+        """The requests, cut into blocks of an engine. With ``speed`` 2 they arrive twice as fast."""
         if self.block_tokens % block_size:
             raise TraceError(
                 f"trace {self.name}: blocks of {self.block_tokens} tokens cannot be cut into blocks of {block_size}"

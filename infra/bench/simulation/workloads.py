@@ -1,4 +1,4 @@
-"""Traces of our own: shapes of use that differ in what requests share. Lengths are log-normal, arrivals Poisson.
+"""Generated traces whose requests share prefixes in different ways. Lengths are log-normal, arrivals Poisson.
 
 Each shape is a function of a random generator, a number of requests and a rate; equal seeds give equal traces.
 """
@@ -70,7 +70,7 @@ class _Conversation:
 
 
 class _Turns(NamedTuple):
-    """A family of conversations; lengths are (median, sigma) of log-normal distributions, in tokens."""
+    """A kind of conversation. Lengths are (median, sigma) of log-normal distributions, in tokens."""
 
     prefixes: int
     prefix_tokens: tuple[int, int]  # smallest, largest

@@ -59,7 +59,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def targets_of(state: State) -> list[dict[str, Any]]:
-    """What Prometheus scrapes, in the format of its file discovery. A restart of a process changes nothing in it."""
+    """Scrape targets, in the format of Prometheus' file discovery. Restarts of processes do not change them."""
     urls = {process.name: process.metrics_url for process in state.processes if process.metrics_url}
     roles = {process.name: process.role for process in state.processes}
     gateways = [process.name for process in state.processes if process.role == "gateway"]
