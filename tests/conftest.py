@@ -27,6 +27,8 @@ from tests import properties
 properties.register()
 os.environ.setdefault("PENSTOCK_DASHBOARD_PORT", "-1")  # a process less for every deployment that is started
 
+TOGETHER = "tests/pipeline/shared/"  # its modules share three deployments
+
 T = TypeVar("T")
 Connect = Callable[..., Awaitable[Client]]
 
@@ -56,8 +58,23 @@ def pytest_collection(session: pytest.Session) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Deployments first: their files are the longest, and short ones at the end keep all cores busy until then."""
+    """The longest first: short ones at the end keep all cores busy until then."""
     items.sort(key=lambda item: not item.nodeid.startswith(("tests/pipeline/", "tests/chaos/")))
+    items.sort(key=lambda item: not item.nodeid.startswith(TOGETHER))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With ``--dist loadfile``, a file is run in one process, and so is the folder ``TOGETHER``."""
+    if config.getvalue("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return TOGETHER if nodeid.startswith(TOGETHER) else str(super()._split_scope(nodeid))
+
+    return Scheduling(config, log)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -1,6 +1,6 @@
 """Many streams of a killed gateway, re-attached to the one that is left: what they and bystanders wait, and its memory.
 
-Run by hand: ``python -m tests.chaos.reattach --streams 200``. ``tests/pipeline/test_reattach`` runs a small one.
+Run by hand: ``python -m tests.chaos.reattach --streams 200``. ``tests/pipeline/shared/test_reattach`` runs a small one.
 """
 
 import argparse

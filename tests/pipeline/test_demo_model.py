@@ -15,6 +15,7 @@ import pytest
 
 from infra.bus.connection import Bus, connect
 from tests.pipeline.conftest import NewDeployment
+from tests.pipeline.shared.test_nats_api import Submitter
 from tests.pipeline.support import (
     Deployment,
     accepted,
@@ -25,7 +26,6 @@ from tests.pipeline.support import (
     stopped,
     until,
 )
-from tests.pipeline.test_nats_api import Submitter
 
 pytestmark = pytest.mark.timeout(180)
 

@@ -14,8 +14,8 @@ from infra.launch.state import Running
 from schemas import blocks, kv, wire
 from schemas.jobs import Decision
 from tests.pipeline.conftest import NewDeployment
+from tests.pipeline.shared.test_prefix_reuse import BLOCK, ask_and_settle, cached, decision_of, published, text_body
 from tests.pipeline.support import Deployment, Oracle, registrations, stopped, token_prompt, until
-from tests.pipeline.test_prefix_reuse import BLOCK, ask_and_settle, cached, decision_of, published, text_body
 from workers.engines.events.publisher import Publisher
 
 RANKS = 4

@@ -19,8 +19,8 @@ from infra.timeline.leases import leases
 from infra.timeline.read import read_timeline
 from tests import standins
 from tests.pipeline.conftest import NewDeployment
+from tests.pipeline.shared.test_prefix_reuse import cached, chosen, published
 from tests.pipeline.support import ROOT, Deployment, Process, ending, free_port, idle_workers, metrics, stopped, until
-from tests.pipeline.test_prefix_reuse import cached, chosen, published
 
 REAL = os.environ.get("PENSTOCK_CONTRACT_REAL") == "vllm"
 START_S = 240.0 if REAL else 60.0

@@ -15,8 +15,8 @@ from infra.bus.connection import Bus
 from infra.cli import main
 from schemas.subjects import HEADER_ERROR, HEADER_MSG_ID, HEADER_REQUEST
 from tests.conftest import round_trip
+from tests.pipeline.shared.test_nats_api import STREAM, TEXT, Submitter, numbered, read_answer
 from tests.pipeline.support import Deployment, accepted, connected, until, words
-from tests.pipeline.test_nats_api import STREAM, TEXT, Submitter, numbered, read_answer
 
 TENANTS = ("acme", "zenith")
 

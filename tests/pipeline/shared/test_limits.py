@@ -14,6 +14,7 @@ from nats.aio.msg import Msg
 
 from infra.bus.connection import Bus
 from schemas.requests import GenerateRequest
+from tests.pipeline.shared.test_nats_api import Submitter
 from tests.pipeline.support import (
     Deployment,
     Oracle,
@@ -30,7 +31,6 @@ from tests.pipeline.support import (
     token_prompt,
     until,
 )
-from tests.pipeline.test_nats_api import Submitter
 
 PATH = "/v1/completions"
 

@@ -14,6 +14,7 @@ import pytest
 from infra.bus.connection import Bus
 from infra.operate import drain, restart
 from tests.pipeline.conftest import NewDeployment
+from tests.pipeline.shared.test_limits import request_of, sequences_run
 from tests.pipeline.support import (
     MODEL,
     Deployment,
@@ -28,7 +29,6 @@ from tests.pipeline.support import (
     token_prompt,
     until,
 )
-from tests.pipeline.test_limits import request_of, sequences_run
 
 PATH = "/v1/completions"
 
