@@ -24,7 +24,7 @@ COPIES_AT_ONCE = 64
 MAX_SHARE = WARN / 2  # of the stream; if jobs fill more, copies would only push each other out
 
 
-class Job(Protocol):
+class RetainedJob(Protocol):
     @property
     def request(self) -> str: ...
     @property
@@ -44,7 +44,7 @@ class JobRetention:
     def full(self) -> bool:
         return self._watch.full
 
-    async def check(self, active: Iterable[Job]) -> None:
+    async def check(self, active: Iterable[RetainedJob]) -> None:
         """
         Raises:
             ServingError: a job could not be read or stored; the next check tries again.

@@ -7,11 +7,11 @@ import structlog
 
 from configs.settings import WorkerSettings
 from workers.engines.diffusion.base import DiffusionEngine
-from workers.executor import ServedModel, SessionContext
 from workers.metrics.worker import Metrics
-from workers.pipeline_executor import PipelineExecutor
+from workers.pipeline_runner import PipelineRunner
 from workers.pipeline_thread import PipelineThread
 from workers.process import ProcessEvents
+from workers.request_runner import ServedModel, SessionContext
 
 log = structlog.get_logger("worker")
 
@@ -42,9 +42,9 @@ class DiffusionBackend:
         names = tuple(name for name in settings.served_model_name.split(",") if name) or (_name(settings.model),)
         return ServedModel(names[0], names[1:], "", None, connection)
 
-    def make_executor(self, context: SessionContext) -> PipelineExecutor:
+    def make_runner(self, context: SessionContext) -> PipelineRunner:
         assert self._engine is not None
-        return PipelineExecutor(context, self._thread, self._engine, self._events.engine_failed)
+        return PipelineRunner(context, self._thread, self._engine, self._events.engine_failed)
 
     async def close(self) -> None:
         if self._engine is not None:

@@ -24,12 +24,12 @@ from workers.block_reserver import BlockReserver
 from workers.embedding_stage import EmbeddingStage
 from workers.engine_thread import EngineThread
 from workers.engines.base import Engine, EngineInfo, Reservation, VisionEngine, kv_transfer_of
-from workers.executor import SessionContext, StageInput
 from workers.kv_transfer.base import TransferError, Transport
 from workers.kv_transfer.handoff.ledger import Ledger
 from workers.kv_transfer.handoff.owner import Owner
 from workers.kv_transfer.handoff.peer_watcher import PeerWatcher
 from workers.kv_transfer.handoff.reader import Reader
+from workers.request_runner import SessionContext, StageInput
 from workers.requests import RunningRequest, next_job, prompt_digests, stamps, ticket_id
 
 log = structlog.get_logger("worker")

@@ -15,11 +15,11 @@ from schemas.transfer import Encoded, Ticket
 from workers.block_reserver import BlockReserver
 from workers.engine_thread import EngineThread
 from workers.engines.base import Engine, MediaReservation, RequestError, VisionEngine, vision_of
-from workers.executor import SessionContext
 from workers.kv_transfer.base import TransferError
 from workers.kv_transfer.handoff.owner import Owner
 from workers.kv_transfer.handoff.reader import Reader
 from workers.media import MediaLoader
+from workers.request_runner import SessionContext
 from workers.requests import RunningRequest, next_job, stamps, ticket_id
 
 

@@ -8,7 +8,7 @@ import structlog
 
 from schemas import done
 from workers.engine_thread import EngineThread
-from workers.executor import SessionContext
+from workers.request_runner import SessionContext
 from workers.requests import RunningRequest
 from workers.sequence_state import Flush, SequenceState
 

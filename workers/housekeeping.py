@@ -22,7 +22,7 @@ class Housekeeping:
     """
     Args:
         stop_early: ends a running request with a code and a message.
-        each_time: the executor's own upkeep, given the monotonic time.
+        each_time: the runner's own upkeep, given the monotonic time.
     """
 
     def __init__(

@@ -25,10 +25,10 @@ from infra.metrics.scope import process_scope
 from schemas import control, wire
 from schemas.subjects import Subjects
 from workers.engines.external.metrics import NativeSeries
-from workers.executor import Executor, ServedModel, SessionContext
 from workers.metrics import user
 from workers.metrics.multiprocess import VARIABLE, Merged
 from workers.metrics.worker import Metrics
+from workers.request_runner import RequestRunner, ServedModel, SessionContext
 from workers.session import WorkerSession
 from workers.stopping import EndProcess, StoppedEarly, Stopping
 
@@ -63,7 +63,7 @@ class Backend(Protocol):
             Exception: the engine or the transport cannot be opened.
         """
 
-    def make_executor(self, context: SessionContext) -> Executor: ...
+    def make_runner(self, context: SessionContext) -> RequestRunner: ...
 
     async def close(self) -> None:
         """Close everything except the thread; also after ``open`` failed."""
@@ -146,7 +146,7 @@ class WorkerProcess:
             model = await self._stopping.unless_asked(self._backend.open(connection))
 
             def make_session() -> WorkerSession:
-                return WorkerSession(bus, publisher, model, settings, self._metrics, self._backend.make_executor)
+                return WorkerSession(bus, publisher, model, settings, self._metrics, self._backend.make_runner)
 
             return await self._run(bus, make_session)
         finally:

@@ -53,7 +53,7 @@ class RequestTable:
         return self.owns(running) and running.cancelled is None
 
     def remove(self, running: RunningRequest, *, cancel: bool = True) -> None:
-        """This worker has no more to do with it. ``cancel``: the executor may still be computing it."""
+        """This worker has no more to do with it. ``cancel``: the runner may still be computing it."""
         if self.owns(running):
             del self.running[running.request.id]
         self._on_removed(running, cancel)

@@ -13,7 +13,7 @@ from schemas.requests import CONSTRAINT, GenerateRequest, Sampling, Stop
 from schemas.tokens import Finish, Logprob, carried
 from schemas.trace import Stamps, headers, stage_name
 from schemas.transfer import Ticket
-from workers.engines.base import Held, MediaReservation, MediaSpan, Reservation, SequenceRequest
+from workers.engines.base import HeldPrompt, MediaReservation, MediaSpan, Reservation, SequenceRequest
 from workers.sequence_state import SequenceState
 
 
@@ -34,7 +34,7 @@ class RunningRequest(msgspec.Struct, eq=False):
     route: tuple[Stage, ...] = ()  # the stages after this worker
     job: Job | None = None
     kv_holder: SequenceState | None = None  # prefill stage: the sequence that keeps the prompt's blocks at its end
-    held: Held | None = None  # the blocks it kept, for the decode worker
+    held: HeldPrompt | None = None  # the blocks it kept, for the decode worker
     media: MediaReservation | None = None
     fetching: Ticket | None = None  # for KV that the engine fetches by itself, until it has started
     handing_off: bool = False  # being handed to the next stage

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from infra.model.detokenizer import TextStream
 from schemas import kv, wire
 from schemas.tokens import PROMPT, Finish, Logprob, TokenItem
-from workers.engines.base import Held, Measured
+from workers.engines.base import HeldPrompt, Measured
 
 PROMPT_ITEM_BYTES = 32_768  # of one item with prompt logprobs; below any broker's message limit
 
@@ -101,7 +101,7 @@ class Flush:
         self.items: dict[str, list[TokenItem]] = {}
         self.ended: list[SequenceState] = []  # also those that are handed off
         self.started: list[SequenceState] = []
-        self.held: list[Held] = []
+        self.held: list[HeldPrompt] = []
         self.batches: list[RankEvents] = []
 
 

@@ -1,7 +1,7 @@
 """One registration of a worker: receive a job, admit it, run it, report it. The engine survives re-registration.
 
 All output of a session carries its worker id. After a lost lease the next session has a new id, so nothing late can be
-mistaken for the new session's. What runs a request is an ``Executor``.
+mistaken for the new session's. What runs a request is an ``RequestRunner``.
 """
 
 import asyncio
@@ -27,12 +27,12 @@ from schemas.kv import KvDump
 from schemas.trace import wanted
 from schemas.transfer import Encoded, Prefilled
 from workers import housekeeping
-from workers.executor import Executor, ServedModel, SessionContext, StageInput
 from workers.housekeeping import Housekeeping
 from workers.lease import Lease
 from workers.metrics.worker import Metrics
 from workers.outbox import Outbox
 from workers.reporter import Reporter
+from workers.request_runner import RequestRunner, ServedModel, SessionContext, StageInput
 from workers.request_table import Admission, RequestTable
 from workers.requests import RunningRequest
 from workers.terminal_events import SETTLE_S, TerminalEvents
@@ -56,7 +56,7 @@ class WorkerSession:
     """Run ``open``, then wait for ``lost``; end with ``drain``, ``fail`` or ``fence``.
 
     Args:
-        make_executor: makes what runs the requests of this session.
+        make_runner: makes what runs the requests of this session.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class WorkerSession:
         model: ServedModel,
         settings: WorkerSettings,
         metrics: Metrics,
-        make_executor: Callable[[SessionContext], Executor],
+        make_runner: Callable[[SessionContext], RequestRunner],
     ) -> None:
         self.id = f"{settings.name or 'worker'}-{secrets.token_hex(4)}"
         self.epoch = time.time_ns()
@@ -82,7 +82,7 @@ class WorkerSession:
         self._reporter = Reporter(bus, publisher, self._outbox, self.id, self.epoch, metrics)
         self._requests = RequestTable(self._on_removed)
         self._terminal = TerminalEvents(bus, self._reporter, self._requests, self._tasks, self._idle.set)
-        self._executor = make_executor(
+        self._runner = make_runner(
             SessionContext(
                 id=self.id,
                 epoch=self.epoch,
@@ -101,14 +101,14 @@ class WorkerSession:
         )
         self._puller = Puller(bus, bus.subjects.stream("WORK"), self.id, self._receive, self._room)
         self._housekeeping = Housekeeping(
-            bus, self._outbox, self._requests, self._stop_early, self._executor.housekeeping
+            bus, self._outbox, self._requests, self._stop_early, self._runner.housekeeping
         )
 
     # --- receive ---
 
     def _room(self) -> int:
         """How many more jobs to pull."""
-        room = self._executor.slots + self._executor.queue
+        room = self._runner.slots + self._runner.queue
         if self._state is not fleet.State.ready:
             return room  # a draining worker takes jobs to requeue them at once
         # While terminal events cannot be stored, as many jobs again are taken, then none.
@@ -140,7 +140,7 @@ class WorkerSession:
         if stage_input is not None:
             running = self._requests.running.get(request.id)
             if running is None or running.attempt != job.attempt:
-                self._executor.release_input(stage_input)
+                self._runner.release_input(stage_input)
         return admission is Admission.OVER
 
     async def _revoke(self, revoke: jobs.Revoke) -> None:
@@ -157,7 +157,7 @@ class WorkerSession:
         """Run a new request, or end or requeue it at once."""
         job, request, delivery, stage_input = received
         try:
-            running = self._executor.admit(job, request, delivery)
+            running = self._runner.admit(job, request, delivery)
         except Exception as error:
             log.exception("job_rejected", request=request.id)
             running = RunningRequest(request, job.attempt, delivery, [], [], job.decision.at_ns, job=job)
@@ -185,7 +185,7 @@ class WorkerSession:
         self._requests.running[request.id] = running
         running.progress_signalled = time.monotonic()
         try:
-            await self._executor.run(running, stage_input)
+            await self._runner.run(running, stage_input)
         except Exception as error:
             self._terminal.fail(running, "its start", error)
 
@@ -198,21 +198,21 @@ class WorkerSession:
             self._stop_early(running, Code.cancelled, reason)
 
     def _stop_early(self, running: RunningRequest, code: Code, message: str) -> None:
-        if running.cancelled is None and self._executor.accepts_stop(running):
+        if running.cancelled is None and self._runner.accepts_stop(running):
             running.cancelled = (code, message)
-            self._executor.stop_early(running)
+            self._runner.stop_early(running)
 
-    # --- report: the executor reports tokens and ends through ``_reporter`` and ``_terminal`` ---
+    # --- report: the runner reports tokens and ends through ``_reporter`` and ``_terminal`` ---
 
     def _on_removed(self, running: RunningRequest, cancel: bool) -> None:
-        self._executor.free(running, cancel)
+        self._runner.free(running, cancel)
         self._idle.set()
 
     async def _on_regained(self) -> None:
         await self._outbox.resend()
 
     def _registration(self) -> fleet.Registration:
-        return self._executor.registration(self._state)
+        return self._runner.registration(self._state)
 
     async def update_registration(self) -> None:
         """Publish the registration again because it has changed."""
@@ -236,11 +236,11 @@ class WorkerSession:
                 "user's permissions",
             ) from error
         self._tasks.spawn(self._housekeeping.run(), name="housekeeping")
-        await self._executor.open()
+        await self._runner.open()
         await self._puller.start()
         await self._lease.acquire()
         await self._outbox.resend()  # if the link was replaced before the lease's hook was there, nothing else opens it
-        log.info("worker_registered", worker=self.id, model=self._model.name, slots=self._executor.slots)
+        log.info("worker_registered", worker=self.id, model=self._model.name, slots=self._runner.slots)
 
     def _consumer(self) -> ConsumerConfig:
         return ConsumerConfig(
@@ -250,7 +250,7 @@ class WorkerSession:
             deliver_policy=DeliverPolicy.ALL,
             ack_policy=AckPolicy.EXPLICIT,
             ack_wait=housekeeping.ACK_WAIT_S,
-            max_ack_pending=4 * (self._executor.slots + self._executor.queue),
+            max_ack_pending=4 * (self._runner.slots + self._runner.queue),
             # The server removes it: a permission to delete consumers would cover those of all workers.
             inactive_threshold=CONSUMER_TTL_S,
         )
@@ -264,11 +264,11 @@ class WorkerSession:
                 async with asyncio.timeout(SETTLE_S):
                     await self._puller.top_up()
                     await self._lease.update()
-            for running in await self._executor.not_begun():
+            for running in await self._runner.not_begun():
                 self._terminal.requeue(running, "draining")
         try:
             async with asyncio.timeout(timeout):
-                while self._requests.running or self._terminal.pending or self._executor.holds_leases:
+                while self._requests.running or self._terminal.pending or self._runner.holds_leases:
                     self._idle.clear()
                     with contextlib.suppress(TimeoutError):
                         await asyncio.wait_for(self._idle.wait(), DRAIN_POLL_S)
@@ -306,27 +306,27 @@ class WorkerSession:
         self._terminal.cancel()
         for running in list(self._requests.running.values()):
             self._requests.remove(running)
-        await self._executor.fence()
+        await self._runner.fence()
         await self._close(fenced=True)
 
     async def _close(self, *, fenced: bool = False) -> None:
-        await self._executor.close()
+        await self._runner.close()
         await self._tasks.aclose()  # the router that recovers the requests reads from the log what was stored
-        await self._executor.closed(fenced=fenced)
+        await self._runner.closed(fenced=fenced)
 
     # --- control requests ---
 
     async def dump(self, page: int) -> KvDump:
         """A page of the names in the prefix cache; empty for a worker without one."""
-        return await self._executor.dump(page)
+        return await self._runner.dump(page)
 
     def release(self, order: Release) -> Ok:
         """A reader no longer needs blocks that are held for it."""
-        return self._executor.release(order)
+        return self._runner.release(order)
 
     async def push(self, order: Push) -> Pushed:
         """Write blocks that are held for a reader into its memory."""
-        return await self._executor.push(order)
+        return await self._runner.push(order)
 
 
 def _decode(message: Any) -> _Received | jobs.Revoke:

@@ -5,7 +5,7 @@ from typing import Any
 from schemas import kv
 from schemas.errors import Code
 from schemas.tokens import Finish
-from workers.engines.base import Engine, Held, Scored, StepResult
+from workers.engines.base import Engine, HeldPrompt, Scored, StepResult
 from workers.sequence_state import Flush, RankEvents, SequenceState, prompt_items, token_item
 
 
@@ -20,7 +20,7 @@ class StepOutput:
         self.ended: list[SequenceState] = []
         self._dirty: list[SequenceState] = []  # with new tokens or a new end
         self._started: list[SequenceState] = []
-        self._held: list[Held] = []
+        self._held: list[HeldPrompt] = []
         self._scored: list[Scored] = []
         self._events: list[kv.KvEvent] = []  # of rank 0
         self._other_events: dict[int, list[kv.KvEvent]] = {}  # of the other ranks

@@ -14,12 +14,12 @@ from schemas import blocks
 from schemas.transfer import Endpoint
 from workers.engine_thread import EngineThread
 from workers.engines.base import Engine, EngineInfo, Grammars, VisionEngine
-from workers.executor import ServedModel, SessionContext
 from workers.kv_transfer.base import Transport, TransportUnavailable
 from workers.metrics.worker import Metrics
 from workers.process import ProcessEvents
+from workers.request_runner import ServedModel, SessionContext
 from workers.sequence_state import Flush
-from workers.token_executor import TokenExecutor
+from workers.token_runner import TokenRunner
 
 log = structlog.get_logger("worker")
 
@@ -36,7 +36,7 @@ class TokenBackend:
         self._loop = asyncio.get_running_loop()
         self._thread: EngineThread | None = None
         self._transport: Transport | None = None
-        self._executor: TokenExecutor | None = None
+        self._runner: TokenRunner | None = None
         self._info: EngineInfo
         self._vision: VisionEngine | None = None
         self._grammars: Grammars | None = None
@@ -128,15 +128,15 @@ class TokenBackend:
             log.warning("transfer_unavailable", error=str(error), action="images are encoded here")
             return None
 
-    def make_executor(self, context: SessionContext) -> TokenExecutor:
+    def make_runner(self, context: SessionContext) -> TokenRunner:
         assert self._thread is not None
-        self._executor = TokenExecutor(context, self._thread, self._info, self._transport, self._vision, self._grammars)
-        return self._executor
+        self._runner = TokenRunner(context, self._thread, self._info, self._transport, self._vision, self._grammars)
+        return self._runner
 
     def _deliver(self, flush: Flush) -> None:
         """In the engine thread."""
-        if self._executor is not None:
-            self._executor.deliver(flush)
+        if self._runner is not None:
+            self._runner.deliver(flush)
 
     async def close(self) -> None:
         if self._transport is not None:  # before the memory that it registered is freed

@@ -14,7 +14,7 @@ from schemas.subjects import HEADER_MSG_ID
 RESEND_S = 0.5
 
 
-class Message(Protocol):
+class SentMessage(Protocol):
     sent: float
     subject: str
     payload: bytes
@@ -27,7 +27,7 @@ class Unconfirmed:
     def __init__(self, bus: Bus, confirmed: Callable[[], None]) -> None:
         self._bus = bus
         self._confirmed = confirmed
-        self._waiting: dict[int, Message] = {}
+        self._waiting: dict[int, SentMessage] = {}
         self._next_number = 0
         self._inbox = ""
         self.bytes = 0
@@ -35,7 +35,7 @@ class Unconfirmed:
     def __len__(self) -> int:
         return len(self._waiting)
 
-    async def publish(self, message: Message) -> None:
+    async def publish(self, message: SentMessage) -> None:
         """
         Raises:
             nats.errors.Error: the link broke; ``again`` sends it on the next one.
@@ -64,7 +64,7 @@ class Unconfirmed:
         self._waiting.clear()
         self.bytes = 0
 
-    async def _transmit(self, number: int, message: Message) -> None:
+    async def _transmit(self, number: int, message: SentMessage) -> None:
         await self._bus.nc.publish(
             message.subject,
             message.payload,

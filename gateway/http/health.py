@@ -28,12 +28,12 @@ class Health(Struct, frozen=True):
     endpoints: list[str]
 
 
-class Answer(NamedTuple):
+class HealthAnswer(NamedTuple):
     health: Health
     status: int
 
 
-def health_of(gateway: Gateway, endpoints: list[str]) -> Answer:
+def health_of(gateway: Gateway, endpoints: list[str]) -> HealthAnswer:
     """The components of a deployment as this gateway sees them, and the HTTP status.
 
     Args:
@@ -51,7 +51,7 @@ def health_of(gateway: Gateway, endpoints: list[str]) -> Answer:
         name = registration.name or registration.worker
         components.append(Component(name, not reason, reason, registration.role, registration.model))
     status = "not ready" if reasons else "ready"
-    return Answer(Health(status, reasons, components, endpoints), 503 if reasons else 200)
+    return HealthAnswer(Health(status, reasons, components, endpoints), 503 if reasons else 200)
 
 
 def _component(name: str, reason: str) -> Component:

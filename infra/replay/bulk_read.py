@@ -23,7 +23,7 @@ _INBOX = "_INBOX.export"
 _OWN = "Nats-Stream"  # the first of the headers that the server adds to a direct get
 
 
-class Stored(NamedTuple):
+class StoredMessage(NamedTuple):
     """One stored message. ``time``: RFC 3339, as the server writes it."""
 
     subject: str
@@ -39,7 +39,7 @@ class NeedsTls(Exception):
 
 def read_bulk(
     url: str, stream: str, subject: str, *, after: int = 0, since_ns: int = 0, until_seq: int = 0
-) -> Iterator[Stored]:
+) -> Iterator[StoredMessage]:
     """Stored messages of ``subject`` in stream order; the arguments are those of ``direct_get.read``.
 
     The next batch is read in a thread while the caller works on one. Each has a connection of its own: the broker ends
@@ -50,7 +50,7 @@ def read_bulk(
         NeedsTls: read with ``infra.bus.direct_get`` instead.
     """
 
-    def fetch(start: dict[str, Any]) -> list[Stored]:
+    def fetch(start: dict[str, Any]) -> list[StoredMessage]:
         with _Connection(url) as connection:
             return connection.batch(stream, {"batch": BATCH, "max_bytes": BATCH_BYTES, "next_by_subj": subject} | start)
 
@@ -103,7 +103,7 @@ class _Connection:
     def __exit__(self, *_: object) -> None:
         self._socket.close()
 
-    def batch(self, stream: str, query: dict[str, Any]) -> list[Stored]:
+    def batch(self, stream: str, query: dict[str, Any]) -> list[StoredMessage]:
         """
         Raises:
             ServingError: the stream does not answer, or cannot be read.
@@ -115,7 +115,7 @@ class _Connection:
         except OSError as error:
             raise _unavailable(f"stream {stream} cannot be read ({error})") from error
 
-    def _batch(self, stream: str) -> Iterator[Stored]:
+    def _batch(self, stream: str) -> Iterator[StoredMessage]:
         buffer, at = self._buffer, 0
         while True:
             end = buffer.find(b"\r\n", at)
@@ -167,7 +167,7 @@ class _Connection:
         return line
 
 
-def _stored(lines: list[str], data: bytes) -> Stored:
+def _stored(lines: list[str], data: bytes) -> StoredMessage:
     headers: dict[str, str] = {}
     own: dict[str, str] = {}
     into = headers
@@ -176,7 +176,7 @@ def _stored(lines: list[str], data: bytes) -> Stored:
         if name == _OWN:
             into = own
         into[name] = value.strip()
-    return Stored(own["Nats-Subject"], int(own["Nats-Sequence"]), own["Nats-Time-Stamp"], headers, data)
+    return StoredMessage(own["Nats-Subject"], int(own["Nats-Sequence"]), own["Nats-Time-Stamp"], headers, data)
 
 
 def _unavailable(text: str) -> ServingError:

@@ -18,18 +18,18 @@ from infra.bus.direct_get import Entry, format_time, get, get_last, read, read_b
 from infra.counts import counted
 from infra.replay.bulk_read import NeedsTls, read_bulk
 from infra.replay.files import STDIO, writing
-from infra.replay.media import Exported, export_media, media_of
-from infra.replay.record_line import (
+from infra.replay.log_line import (
     FORMAT,
     STREAMS,
     VERSION,
     FileHeader,
+    LogLine,
     ModelInfo,
-    Record,
     StreamLimits,
     encode_line,
     header_line,
 )
+from infra.replay.media import Exported, export_media, media_of
 from infra.replay.redaction import VOCABULARY, Redactor
 from infra.replay.selection import Selection
 from infra.sizes import parse_size, show_size
@@ -208,8 +208,8 @@ class _Writer:
         self.left_out = 0
         self.media: dict[bytes, None] = {}  # digests, in the order of the requests
 
-    def add(self, record: Record) -> None:
-        part: Record | None = record
+    def add(self, record: LogLine) -> None:
+        part: LogLine | None = record
         if not self._chosen.everything:
             part = self._chosen.part(record)
             if part is None:
@@ -224,7 +224,7 @@ class _Writer:
             self.media.update(dict.fromkeys(each.digest for each in media_of(record)))
         self.write(part)
 
-    def write(self, record: Record) -> None:
+    def write(self, record: LogLine) -> None:
         self._lines.append(encode_line(record))
         self.messages += 1
         if len(self._lines) == GROUP:
@@ -248,7 +248,7 @@ def _without_gc() -> Iterator[None]:
 
 
 async def copy_messages(
-    log: Log, stream: str, until_seq: int, chosen: Selection, add: Callable[[Record], None]
+    log: Log, stream: str, until_seq: int, chosen: Selection, add: Callable[[LogLine], None]
 ) -> None:
     """Pass the messages of a stream that may be about selected requests to ``add``.
 
@@ -280,21 +280,21 @@ def _copy_bulk(
     since: int,
     until_seq: int,
     before: str,
-    add: Callable[[Record], None],
+    add: Callable[[LogLine], None],
 ) -> None:
     for stored in read_bulk(url, name, subject, since_ns=since, until_seq=until_seq):
         if before and stored.time > before:
             return
-        add(Record(stream, stored.seq, stored.time, stored.subject, stored.headers, stored.data))
+        add(LogLine(stream, stored.seq, stored.time, stored.subject, stored.headers, stored.data))
 
 
-def of_entry_as_record(stream: str, entry: Entry) -> Record:
+def of_entry_as_record(stream: str, entry: Entry) -> LogLine:
     headers = {
         name: value
         for name, value in entry.headers.items()
         if name in _KEPT_HEADERS or not name.startswith(_SERVERS_HEADERS)
     }
-    return Record(stream, entry.seq, entry.headers["Nats-Time-Stamp"], entry.subject, headers, entry.data)
+    return LogLine(stream, entry.seq, entry.headers["Nats-Time-Stamp"], entry.subject, headers, entry.data)
 
 
 def span(chosen: Selection) -> tuple[int, int]:

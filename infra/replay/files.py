@@ -9,7 +9,7 @@ from typing import BinaryIO
 
 import msgspec
 
-from infra.replay.record_line import BadLine, FileHeader, Record, decode_line, read_header
+from infra.replay.log_line import BadLine, FileHeader, LogLine, decode_line, read_header
 from infra.terminal import reason
 
 STDIO = "-"
@@ -36,7 +36,7 @@ class ExportFile:
         except (BadLine, OSError, EOFError) as error:
             raise BadLine(f"{name}, line 1: {error}") from None
 
-    def records(self, streams: Collection[str] = ()) -> Iterator[Record]:
+    def records(self, streams: Collection[str] = ()) -> Iterator[LogLine]:
         """Every record, in the order of the file.
 
         Args:

@@ -17,7 +17,7 @@ from infra.broker.jetstream_api import BrokerProblem
 from infra.bus.connection import Bus, connect
 from infra.counts import counted
 from infra.replay.files import ExportFile, open_export
-from infra.replay.record_line import BadLine
+from infra.replay.log_line import BadLine
 from infra.replay.restore import RESTORED, prefix, restore
 from infra.timeline.log_copy import STREAMS_DIR, stream_name
 from infra.timeline.open_log import CONNECT_S, FAILURES

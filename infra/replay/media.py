@@ -12,7 +12,7 @@ from blake3 import blake3
 
 from infra.bus import object_store
 from infra.bus.connection import Bus
-from infra.replay.record_line import Record
+from infra.replay.log_line import LogLine
 from infra.replay.recording import Run
 from infra.timeline.log_copy import MEDIA
 from schemas import done, requests
@@ -33,7 +33,7 @@ class Exported(NamedTuple):
     too_large: int
 
 
-def media_of(record: Record) -> tuple[Media, ...]:
+def media_of(record: LogLine) -> tuple[Media, ...]:
     """The media of a message of REQUESTS or DONE. Pure."""
     if _FIELD not in record.data:
         return ()
@@ -47,7 +47,7 @@ def media_of(record: Record) -> tuple[Media, ...]:
         return ()
 
 
-async def export_media(bus: Bus, digests: Iterable[bytes], limit: int, write: Callable[[Record], None]) -> Exported:
+async def export_media(bus: Bus, digests: Iterable[bytes], limit: int, write: Callable[[LogLine], None]) -> Exported:
     """Pass the messages of these objects to ``write``, until they exceed ``limit`` bytes together.
 
     Raises:
@@ -67,7 +67,7 @@ async def export_media(bus: Bus, digests: Iterable[bytes], limit: int, write: Ca
         size += sum(len(entry.data) for entry in entries[:-1])
         for entry in entries:
             seq += 1
-            write(Record(MEDIA, seq, entry.headers["Nats-Time-Stamp"], entry.subject, {}, entry.data))
+            write(LogLine(MEDIA, seq, entry.headers["Nats-Time-Stamp"], entry.subject, {}, entry.data))
     return Exported(objects, size, gone, too_large)
 
 

@@ -14,9 +14,9 @@ from infra.bus.publisher import Publisher
 from infra.replay.changes import Changes, Target, as_new
 from infra.replay.comparison import Comparison, compare
 from infra.replay.export import copy_messages, limits_of, workers
+from infra.replay.log_line import LogLine
 from infra.replay.media import move_media
 from infra.replay.nats_sender import MAX_OPEN, NatsSender, Planned, Sent
-from infra.replay.record_line import Record
 from infra.replay.recording import Recording, Run
 from infra.replay.report import Replayed
 from infra.replay.selection import Selection
@@ -35,7 +35,7 @@ async def collect(log: Log, chosen: Selection) -> Recording:
     """
     recording = Recording()
 
-    def add(record: Record) -> None:
+    def add(record: LogLine) -> None:
         part = record if chosen.everything else chosen.part(record)
         if part is not None:
             recording.add(part)

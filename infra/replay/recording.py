@@ -6,7 +6,7 @@ from itertools import pairwise
 import msgspec
 
 from infra.bus.direct_get import parse_time
-from infra.replay.record_line import Record
+from infra.replay.log_line import LogLine
 from schemas import done, jobs, requests, tokens
 from schemas.done import Done
 from schemas.jobs import Job, Revoke
@@ -66,7 +66,7 @@ class Recording:
     def __init__(self) -> None:
         self.runs: dict[str, Run] = {}
 
-    def add(self, record: Record) -> None:
+    def add(self, record: LogLine) -> None:
         """Add one message. A message that cannot be decoded, or is about no request, changes nothing."""
         try:
             if record.stream == "REQUESTS":
@@ -87,7 +87,7 @@ class Recording:
             run = self.runs[request] = Run(request, stored={})
         return run
 
-    def _add_work(self, record: Record) -> None:
+    def _add_work(self, record: LogLine) -> None:
         if KEPT in record.subject.split("."):
             return
         message = jobs.decode(record.data)
@@ -101,13 +101,13 @@ class Recording:
         run.attempts = message.attempt
         run.route = tuple(stage.worker for stage in message.decision.route) or (message.decision.chosen,)
 
-    def _add_tokens(self, record: Record) -> None:
+    def _add_tokens(self, record: LogLine) -> None:
         at = parse_time(record.time)
         for item in tokens.decode(record.data).items:
             if item.choice >= 0 and item.tokens:
                 self._run(item.request).stored.setdefault(item.choice, []).append((at, len(item.tokens) >> 2))
 
-    def _add_end(self, record: Record) -> None:
+    def _add_end(self, record: LogLine) -> None:
         event = done.decode(record.data)
         if not isinstance(event, Done):
             return

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 from blake3 import blake3
 
-from infra.replay.record_line import DECODE, Record
+from infra.replay.log_line import DECODE, LogLine
 from schemas import jobs, kv, requests, wire
 from schemas.blocks import DIGEST_BYTES
 from schemas.done import Done
@@ -46,7 +46,7 @@ class Redactor:
         self._prompts: OrderedDict[str, bytes] = OrderedDict()  # by request: the hash of its whole prompt
         self._choices: OrderedDict[tuple[str, int], list[bytes]] = OrderedDict()  # the hash up to each position
 
-    def record(self, record: Record) -> Record | None:
+    def record(self, record: LogLine) -> LogLine | None:
         """The message without content. None: it cannot be decoded, so its content is unknown."""
         decode = DECODE.get(record.stream)
         if decode is None or not record.data:

@@ -15,9 +15,9 @@ from infra.replay.export import add_selection_flags, selection
 from infra.replay.files import write_json
 from infra.replay.html_report import write_html
 from infra.replay.http_answers import unsupported
+from infra.replay.log_line import STREAMS
 from infra.replay.over_http import replay_over_http
 from infra.replay.over_nats import collect, replay_over_nats
-from infra.replay.record_line import STREAMS
 from infra.replay.recording import Recording, Run
 from infra.replay.report import Report, make_report
 from infra.replay.show_report import show

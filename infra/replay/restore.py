@@ -17,7 +17,7 @@ from infra.broker.apply import stream_configs
 from infra.bus.direct_get import parse_time
 from infra.replay.checksums import checksums
 from infra.replay.files import ExportFile
-from infra.replay.record_line import STREAMS, BadLine, Record
+from infra.replay.log_line import STREAMS, BadLine, LogLine
 from infra.timeline.log_copy import MEDIA, STREAMS_DIR, stream_name, without_limits
 from schemas.streams import topology
 from schemas.subjects import Subjects
@@ -50,7 +50,7 @@ class StreamFiles:
         self.messages = 0
         (self._folder / "msgs").mkdir(mode=0o700, parents=True)
 
-    def add(self, record: Record) -> None:
+    def add(self, record: LogLine) -> None:
         """
         Raises:
             BadLine: a sequence that does not follow the one before, or a subject of another namespace.

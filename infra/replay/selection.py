@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from infra.replay.record_line import Record
+from infra.replay.log_line import LogLine
 from schemas import done, jobs, tokens, transfer, wire
 from schemas.subjects import HEADER_MSG_ID
 
@@ -38,7 +38,7 @@ class Selection(NamedTuple):
             return False
         return at_ns >= self.since_ns // 1_000_000 * 1_000_000 and (not self.until_ns or at_ns < self.until_ns)
 
-    def part(self, record: Record) -> Record | None:
+    def part(self, record: LogLine) -> LogLine | None:
         """The selected part of a message: all of it, the items about selected requests, or None.
 
         A message that cannot be decoded is selected only if everything is.
@@ -56,7 +56,7 @@ class Selection(NamedTuple):
         except msgspec.MsgspecError:
             return None
 
-    def _items(self, record: Record) -> Record | None:
+    def _items(self, record: LogLine) -> LogLine | None:
         batch = tokens.decode(record.data)
         items = tuple(item for item in batch.items if self.has(item.request))
         if len(items) == len(batch.items):
@@ -64,7 +64,7 @@ class Selection(NamedTuple):
         batch = msgspec.structs.replace(batch, items=items)
         return record._replace(data=wire.encode(batch)) if items else None
 
-    def _ledger(self, record: Record) -> Record | None:
+    def _ledger(self, record: LogLine) -> LogLine | None:
         ledger = transfer.decode_ledger(record.data)
         events = tuple(event for event in ledger.events if self.has(event.ticket[:_ID]))
         if len(events) == len(ledger.events):
@@ -73,7 +73,7 @@ class Selection(NamedTuple):
         return record._replace(data=wire.encode(ledger)) if events else None
 
 
-def _request_of(record: Record) -> str:
+def _request_of(record: LogLine) -> str:
     """The request that a message of REQUESTS, WORK or DONE is about."""
     name = record.headers.get(HEADER_MSG_ID, "")
     if len(name) >= _ID and name.count("-", 0, _ID) == 4:

@@ -33,7 +33,7 @@ from schemas.requests import GenerateRequest
 from schemas.summary import RUNNING, WAITING, RequestSummary, of_done, of_request
 
 
-class Entry(msgspec.Struct, frozen=True, omit_defaults=True):
+class InspectedEvent(msgspec.Struct, frozen=True, omit_defaults=True):
     """One event, as text. ``infra.timeline.events`` says whose clock ``at_ns`` is from.
 
     For a routing decision, ``candidates`` is its score table, and ``decided_at`` the stream sequences it was based on.
@@ -49,7 +49,7 @@ class Entry(msgspec.Struct, frozen=True, omit_defaults=True):
     decided_at: dict[str, int] = {}
 
 
-def line_of(entry: Entry) -> str:
+def line_of(entry: InspectedEvent) -> str:
     """An event as one line: with the process in front, unless the text names it."""
     named = entry.where in entry.text.replace(",", " ").split()
     return entry.text if named or not entry.where else f"{entry.where}: {entry.text}"
@@ -72,7 +72,7 @@ class Inspection(msgspec.Struct, frozen=True, omit_defaults=True):
     max_tokens: int
     choices: int
     phases: tuple[Phase, ...]
-    events: tuple[Entry, ...]
+    events: tuple[InspectedEvent, ...]
     missing: tuple[str, ...] = ()
     content: Content = Content()
 
@@ -119,40 +119,42 @@ def _unfinished(timeline: RequestTimeline) -> RequestSummary:
 # --- events ---
 
 
-def _entries(timeline: RequestTimeline, events: Sequence[TimelineEvent]) -> Iterator[Entry]:
+def _entries(timeline: RequestTimeline, events: Sequence[TimelineEvent]) -> Iterator[InspectedEvent]:
     lines = [entry for event in events if not isinstance(event, TokensStored) for entry in _entry(timeline, event)]
     for at_ns, attempt, where, text in token_lines([each for each in events if isinstance(each, TokensStored)]):
-        lines.append(Entry(at_ns, "tokens", text, attempt, where))
+        lines.append(InspectedEvent(at_ns, "tokens", text, attempt, where))
     last = RequestDone.__struct_config__.tag
     yield from sorted(lines, key=lambda each: (each.kind == last, each.kind != "accepted" and each.at_ns))
 
 
-def _entry(timeline: RequestTimeline, event: TimelineEvent) -> Iterator[Entry]:
+def _entry(timeline: RequestTimeline, event: TimelineEvent) -> Iterator[InspectedEvent]:
     kind = str(event.__struct_config__.tag)
     match event:
         case RequestAccepted():
-            yield Entry(event.at_ns, kind, _accepted(event), where=event.request.gateway)
+            yield InspectedEvent(event.at_ns, kind, _accepted(event), where=event.request.gateway)
         case RequestQueued():
-            yield Entry(event.at_ns, kind, "looks for a worker", event.attempt, event.router)
+            yield InspectedEvent(event.at_ns, kind, "looks for a worker", event.attempt, event.router)
         case RequestRouted():
             yield _routed(event, kind)
         case RequestContinued():
             before = f" instead of {event.previous_worker}" if event.previous_worker else ""
             behind = f", behind {counted(event.resumed_tokens, 'token')}" if event.resumed_tokens else ""
             text = f"{event.worker} goes on{before}{behind}: {event.reason}"
-            yield Entry(event.at_ns, kind, text, event.attempt)
+            yield InspectedEvent(event.at_ns, kind, text, event.attempt)
         case StageAssigned():
-            yield Entry(event.at_ns, kind, f"{event.role} queued at {event.worker}", event.attempt, event.worker)
+            yield InspectedEvent(
+                event.at_ns, kind, f"{event.role} queued at {event.worker}", event.attempt, event.worker
+            )
         case MediaEncoded():
-            yield Entry(
+            yield InspectedEvent(
                 event.at_ns, kind, f"media encoded{_took(event.started_ns, event.at_ns)}", event.attempt, event.worker
             )
         case PromptPrefilled():
             took = _took(event.started_ns, event.first_token_ns)
             text = f"prompt computed{took}, {counted(event.cached_tokens, 'token')} cached"
-            yield Entry(event.at_ns, kind, text, event.attempt, event.worker)
+            yield InspectedEvent(event.at_ns, kind, text, event.attempt, event.worker)
         case BlocksHandedOff():
-            yield Entry(event.at_ns, kind, _handed_off(event), event.attempt, event.source)
+            yield InspectedEvent(event.at_ns, kind, _handed_off(event), event.attempt, event.source)
         case TransferReported():
             line = event.line
             blocks = counted(line.blocks, "block")
@@ -160,14 +162,16 @@ def _entry(timeline: RequestTimeline, event: TimelineEvent) -> Iterator[Entry]:
             took = f" in {line.seconds * 1e3:.1f} ms" if line.seconds else ""
             why = f": {line.cause} {line.message}".rstrip() if line.cause else ""
             by = line.target if line.state in ("leased", "read", "failed", "quarantined", "settled") else line.source
-            yield Entry(event.at_ns, kind, f"{line.state}{amount}{took}{why}", _attempt(line.ticket), by)
+            yield InspectedEvent(event.at_ns, kind, f"{line.state}{amount}{took}{why}", _attempt(line.ticket), by)
         case AttemptReturned():
             text = f"{event.worker} returned it ({event.reason})"
-            yield Entry(event.at_ns, kind, text, event.attempt, event.worker)
+            yield InspectedEvent(event.at_ns, kind, text, event.attempt, event.worker)
         case AttemptRevoked():
-            yield Entry(event.at_ns, kind, f"revoked at {event.worker}", event.attempt, event.worker)
+            yield InspectedEvent(event.at_ns, kind, f"revoked at {event.worker}", event.attempt, event.worker)
         case RequestDone():
-            yield Entry(event.at_ns, kind, _ended(event.done, timeline.request), event.done.attempt, event.done.worker)
+            yield InspectedEvent(
+                event.at_ns, kind, _ended(event.done, timeline.request), event.done.attempt, event.done.worker
+            )
 
 
 def _accepted(event: RequestAccepted) -> str:
@@ -181,7 +185,7 @@ def _accepted(event: RequestAccepted) -> str:
     return text + (f", {event.media} media" if event.media else "")
 
 
-def _routed(event: RequestRouted, kind: str) -> Entry:
+def _routed(event: RequestRouted, kind: str) -> InspectedEvent:
     decision = event.decision
     stages = [(stage.role, target(stage.worker, stage.rank)) for stage in decision.route]
     where = " → ".join(f"{role} {name}" for role, name in stages) or target(decision.chosen, decision.rank) or "-"
@@ -189,7 +193,7 @@ def _routed(event: RequestRouted, kind: str) -> Entry:
     text += f", resuming behind {counted(event.resumed_tokens, 'token')}" if event.resumed_tokens else ""
     text += f" ({decision.reason})" if decision.reason not in ("", "new") else ""
     text += f"; {decision.how}" if decision.how else ""
-    return Entry(
+    return InspectedEvent(
         event.at_ns,
         kind,
         text,

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from html import escape
 
 from infra.counts import counted
-from infra.timeline.inspection import Entry, Inspection, line_of
+from infra.timeline.inspection import InspectedEvent, Inspection, line_of
 from infra.timeline.moments import span
 from infra.timeline.phases import Phase
 
@@ -112,7 +112,7 @@ def _colour(phase: Phase) -> str:
     return _COLOURS.get(phase.name, phase.service if phase.service in ("router", "gateway") else "generate")
 
 
-def _event(entry: Entry, begin_ns: int) -> str:
+def _event(entry: InspectedEvent, begin_ns: int) -> str:
     text = escape(line_of(entry))
     if entry.candidates:
         text += f"<details><summary>scores of {len(entry.candidates)} targets</summary>{_scores(entry)}</details>"
@@ -121,7 +121,7 @@ def _event(entry: Entry, begin_ns: int) -> str:
     return f'<tr><td class="n">{after}</td><td class="n">{attempt}</td><td>{entry.kind}</td><td>{text}</td></tr>'
 
 
-def _scores(entry: Entry) -> str:
+def _scores(entry: InspectedEvent) -> str:
     names = ("target", "stage", "score", "overlap blocks", "active blocks", "prefill tokens", "running", "excluded")
     rows = ["<tr>" + "".join(f"<th>{name}</th>" for name in names) + "</tr>"]
     for each in entry.candidates:

@@ -47,6 +47,9 @@ def run_command(name: str, work: Callable[[], Coroutine[Any, Any, None]]) -> int
             asyncio.run(work())
     except BrokenPipeError:  # the reader of standard output has exited
         raise
+    except PermissionError as error:
+        print(f"penstock {name}: {error.filename} is not readable for you; run as its owner", file=sys.stderr)
+        return 1
     except (*FAILURES, OSError) as error:
         print(f"penstock {name}: {error}", file=sys.stderr)
         return 1

@@ -8,7 +8,7 @@ from infra.counts import counted
 from infra.fitting_table import Column, fitting_table
 from infra.terminal import escape, print_hanging, visible
 from infra.timeline.bars import bar
-from infra.timeline.inspection import Entry, Inspection, line_of
+from infra.timeline.inspection import InspectedEvent, Inspection, line_of
 from infra.timeline.moments import clock, span
 from infra.timeline.phases import Phase
 
@@ -120,7 +120,7 @@ _SCORES = (
 )
 
 
-def _scores(entry: Entry, width: int) -> Table:
+def _scores(entry: InspectedEvent, width: int) -> Table:
     blocks = entry.decided_at.get("prompt_blocks", 0)
     rows = []
     for candidate in entry.candidates:

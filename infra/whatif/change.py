@@ -44,7 +44,7 @@ class Change(msgspec.Struct, frozen=True):
         return sorted((self.without | self.killed) - names)
 
 
-class Choice(msgspec.Struct, frozen=True):
+class ChosenTargets(msgspec.Struct, frozen=True):
     """The target of one request, or its prefill and its decode target. Counts are prompt tokens.
 
     Attributes:
@@ -67,9 +67,9 @@ class Redecided(msgspec.Struct, frozen=True):
 
     at_ns: int
     prompt_tokens: int
-    recorded: Choice
+    recorded: ChosenTargets
     reproduced: bool  # without the change, this build decides as recorded
-    then: Choice | None
+    then: ChosenTargets | None
 
 
 def redecide(job: Job, change: Change, turn: int) -> Redecided | None:
@@ -131,8 +131,8 @@ def _without_encoder(job: Job, without: Collection[str]) -> bool:
     return all(each.worker in without for each in job.decision.candidates if each.role == ENCODE and not each.excluded)
 
 
-def _choice(job: Job, route: tuple[TargetId, ...], prompt_tokens: int) -> Choice:
+def _choice(job: Job, route: tuple[TargetId, ...], prompt_tokens: int) -> ChosenTargets:
     at = next(each for each in job.decision.candidates if (each.worker, each.rank) == route[0])
     block_size = job.inputs.block_size if job.inputs is not None else 0
     cached = min(at.overlap_blocks * block_size, prompt_tokens)
-    return Choice(route, cached, at.slowness * (at.prefill_tokens + max(1, prompt_tokens - cached)))
+    return ChosenTargets(route, cached, at.slowness * (at.prefill_tokens + max(1, prompt_tokens - cached)))

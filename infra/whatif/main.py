@@ -18,7 +18,7 @@ from infra.timeline.find_requests import of_entry
 from infra.timeline.moments import clock, moment_ns, span
 from infra.timeline.open_log import Source, add_flags, open_log, run_command
 from infra.whatif.change import Change, Redecided, redecide
-from infra.whatif.report import Placement, Report, ms_per_token, report
+from infra.whatif.report import Distribution, Report, ms_per_token, report
 from router.decided_again import insufficient
 from router.routing import Weights
 from schemas import jobs
@@ -195,6 +195,6 @@ def _row(table: Table, name: str, was: float | None, then: float | None) -> None
     table.add_row(name, *("-" if value is None else f"{value:,.0f}" for value in (was, then)), change)
 
 
-def _ms(placement: Placement, name: str, ms_per_token: float) -> str:
+def _ms(placement: Distribution, name: str, ms_per_token: float) -> str:
     ahead: float | None = getattr(placement, f"ahead_{name}")
     return "-" if ahead is None else span(ahead * ms_per_token)

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Mapping, Sequence
 import msgspec
 
 from infra.quantile import quantile
-from infra.whatif.change import Choice, Redecided
+from infra.whatif.change import ChosenTargets, Redecided
 
 
-class Placement(msgspec.Struct, frozen=True):
+class Distribution(msgspec.Struct, frozen=True):
     """The distribution of requests. ``ahead``: prompt tokens computed before the first token, queued ones included.
 
     Attributes:
@@ -47,8 +47,8 @@ class Report(msgspec.Struct, frozen=True):
     waiting: int
     first_ns: int
     last_ns: int
-    recorded: Placement
-    then: Placement
+    recorded: Distribution
+    then: Distribution
     ms_per_token: float | None  # from work ahead to the first token, as measured; None: unknown
     left_out: dict[str, int] = {}
 
@@ -75,7 +75,7 @@ def report(
     )
 
 
-def _placement(choices: Iterable[tuple[Choice, int]]) -> Placement:
+def _placement(choices: Iterable[tuple[ChosenTargets, int]]) -> Distribution:
     requests: Counter[str] = Counter()
     work: Counter[str] = Counter()
     decoded: Counter[str] = Counter()
@@ -91,7 +91,7 @@ def _placement(choices: Iterable[tuple[Choice, int]]) -> Placement:
         ahead.append(choice.ahead)
     ahead.sort()
     mean = sum(work.values()) / len(work) if work else 0.0
-    return Placement(
+    return Distribution(
         len(ahead),
         cached / prompt if prompt else 0.0,
         quantile(ahead, 0.5, None),

@@ -35,12 +35,12 @@ from workers.engine_thread import EngineThread
 from workers.engines import mock
 from workers.engines.base import Engine, StepResult
 from workers.engines.mock.executor import GREEDY, Vocabulary, expected_tokens
-from workers.executor import ServedModel
 from workers.kv_transfer.base import Transport
 from workers.metrics.worker import Metrics
+from workers.request_runner import ServedModel
 from workers.sequence_state import Flush
 from workers.session import WorkerSession
-from workers.token_executor import TokenExecutor
+from workers.token_runner import TokenRunner
 
 MODEL = "m"
 GATEWAY = "gw"
@@ -398,7 +398,7 @@ class WorkerHarness:
         self.session: WorkerSession
 
     def _deliver(self, flush: Flush) -> None:
-        self.session._executor.deliver(flush)  # type: ignore[attr-defined]
+        self.session._runner.deliver(flush)  # type: ignore[attr-defined]
 
     @property
     def id(self) -> str:
@@ -410,7 +410,7 @@ class WorkerHarness:
         vision = self.engine.vision
         self.session = session = WorkerSession(
             *(self.bus, self.publisher, self.model, self.settings, self.metrics),
-            lambda context: TokenExecutor(context, self.thread, info, self.transport, vision),
+            lambda context: TokenRunner(context, self.thread, info, self.transport, vision),
         )
 
         async def obey(message: Any) -> None:

@@ -31,11 +31,11 @@ from tests.workers.support import LogClient, dial, ids, request
 from workers import diffusion_backend as module
 from workers.engines.base import EngineError, RequestError
 from workers.engines.diffusion.base import GeneratedMedia, Progress
-from workers.executor import ServedModel
 from workers.metrics.worker import Metrics
-from workers.pipeline_executor import PipelineExecutor
+from workers.pipeline_runner import PipelineRunner
 from workers.pipeline_thread import PipelineThread
 from workers.process import WorkerProcess
+from workers.request_runner import ServedModel
 from workers.session import WorkerSession
 
 MADE = Diffuser("image", "TestPipeline", 16, 8, 6, ("png", "webp"), 10_000, 50)
@@ -111,7 +111,7 @@ class WorkerHarness:
     async def begin(self) -> WorkerSession:
         self.session = WorkerSession(
             *(self.bus, self.publisher, ServedModel("m", (), "", None, "test"), self.settings, self.metrics),
-            lambda context: PipelineExecutor(context, self.thread, self.painter, self.broken.append),
+            lambda context: PipelineRunner(context, self.thread, self.painter, self.broken.append),
         )
         await self.session.open()
         return self.session

@@ -104,8 +104,8 @@ async def test_a_stage_that_fails_ends_its_request_within_seconds_and_leaks_no_b
     if stage == "send_prefilled":
         monkeypatch.setattr("workers.disaggregation.next_job", fail)
     else:
-        monkeypatch.setattr(pair.decode.session._executor._disagg._reader, "fetch", fail)
-        monkeypatch.setattr(pair.decode.session._executor._disagg._reserver, "_quarantine_s", 0.1)
+        monkeypatch.setattr(pair.decode.session._runner._disagg._reader, "fetch", fail)
+        monkeypatch.setattr(pair.decode.session._runner._disagg._reserver, "_quarantine_s", 0.1)
     asked = request(PROMPT)
     began = time.monotonic()
     await send_jobs(log, pair, asked, attempt)
@@ -124,7 +124,7 @@ async def test_a_request_that_cannot_even_begin_ends_within_seconds(
     def fail(*_: Any, **__: Any) -> Any:
         raise Fault
 
-    monkeypatch.setattr("workers.token_executor.sequence_requests", fail)
+    monkeypatch.setattr("workers.token_runner.sequence_requests", fail)
     async with run_worker(broker, pipeline) as worker:
         asked = request()
         began = time.monotonic()
@@ -156,7 +156,7 @@ async def test_upkeep_that_fails_ends_the_process_in_order(
         elif what == "sweep":  # of the publisher, where no single message is to blame
             monkeypatch.setattr("infra.bus.publisher.time", None)
         else:
-            monkeypatch.setattr(worker.session._executor._publisher, "_publish", fail)
+            monkeypatch.setattr(worker.session._runner._publisher, "_publish", fail)
             worker.engine.allow(3)
         await eventually(lambda: worker.fatal, SOON_S)
         monkeypatch.undo()

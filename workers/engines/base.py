@@ -91,9 +91,11 @@ class SequenceRequest(msgspec.Struct):
     root: bytes = b""  # parent of the first block
     extra: Mapping[int, bytes] = {}  # hashes of the media in a block, by block position; part of its name
     media: Seq[MediaSpan] = ()
-    hold: bool = False  # when it has ended, its prompt's blocks stay held until ``release_held``: see ``Held``
+    hold: bool = False  # when it has ended, its prompt's blocks stay held until ``release_held``: see ``HeldPrompt``
     reservation: Reservation | None = None  # adopted: nothing of its prompt is computed here
-    opaque: bytes = b""  # from the ``Held`` of the engine that computed the prompt; this one fetches the KV by itself
+    opaque: bytes = (
+        b""  # from the ``HeldPrompt`` of the engine that computed the prompt; this one fetches the KV by itself
+    )
     score: int = 0  # report log-probabilities of prompt tokens from this position (at least 1) on; 0: of none
     rank: int = 0  # data-parallel rank to run on; ignored without ranks
     trace: Mapping[str, str] | None = None  # W3C headers for the engine's own spans; None: it is not traced
@@ -129,7 +131,7 @@ class Started(NamedTuple):
     cached_tokens: int
 
 
-class Held(NamedTuple):
+class HeldPrompt(NamedTuple):
     """A sequence with ``hold`` has ended: the blocks of its prompt, and their generations at this time."""
 
     key: object
@@ -164,7 +166,7 @@ class StepResult(NamedTuple):
     started: list[Started]
     failures: list[Failure]
     computed_tokens: int  # scheduled in this step, prompt and decode
-    held: Seq[Held] = ()
+    held: Seq[HeldPrompt] = ()
     scored: Seq[Scored] = ()
     others: Mapping[int, list[KvEvent]] = {}  # events of the other ranks, by rank
     measured: Seq[Measured] = ()
@@ -235,7 +237,7 @@ class Engine(Protocol):
         """Pools that other workers may read and write, by name; they stay in place until ``close``. Empty: none."""
 
     def release_held(self, key: object) -> bool:
-        """Free the blocks of a ``Held``; False: unknown (already freed)."""
+        """Free the blocks of a ``HeldPrompt``; False: unknown (already freed)."""
 
     def close(self) -> None: ...
 

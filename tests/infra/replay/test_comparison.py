@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from infra.replay.comparison import CONTEXT, compare
-from infra.replay.record_line import Record
+from infra.replay.log_line import LogLine
 from infra.replay.recording import Recording, Run
 from schemas.done import Done, Outcome, Timings, Usage
 from schemas.jobs import Stage
@@ -64,9 +64,9 @@ def test_the_margin_is_that_of_the_first_difference() -> None:
     assert (gap.outcome, gap.logprob_gap) == ("same", pytest.approx(0.1))
 
 
-def line(stream: str, message: Any, at_ms: int = 0, subject: str = "ps.x") -> Record:
+def line(stream: str, message: Any, at_ms: int = 0, subject: str = "ps.x") -> LogLine:
     time = f"2026-11-22T09:30:00.{at_ms * MS:09d}Z"
-    return Record(stream, 1, time, subject, {}, encode(message))
+    return LogLine(stream, 1, time, subject, {}, encode(message))
 
 
 def test_a_recording_knows_times_and_routes_whatever_the_order_of_its_streams() -> None:
@@ -82,7 +82,7 @@ def test_a_recording_knows_times_and_routes_whatever_the_order_of_its_streams() 
         line("TOKENS", TokenBatch("w", 1, 1, (TokenItem(request.id, 1, 0, 1, pack_tokens([2, 3])),)), 30),
         line("DONE", Done(request.id, "tiny", 2, "d-1", usage=Usage(100, 3, 64),
                           timings=Timings(samples.T0, 0, 0, samples.at(5), samples.at(40)))),
-        Record("DONE", 9, "", "ps.x", {}, b"damaged"),
+        LogLine("DONE", 9, "", "ps.x", {}, b"damaged"),
     ]  # fmt: skip
     for seed in range(5):
         random.Random(seed).shuffle(lines)

@@ -13,8 +13,8 @@ from infra.broker.server import EmbeddedNats
 from infra.bus import object_store
 from infra.bus.connection import Bus
 from infra.replay import export, import_log
+from infra.replay.log_line import STREAMS
 from infra.replay.media import BUCKET, move_media
-from infra.replay.record_line import STREAMS
 from infra.replay.recording import Run
 from infra.timeline.log_copy import MEDIA
 from infra.timeline.open_log import Source, open_log

@@ -4,7 +4,7 @@ from typing import Any
 
 import msgspec
 
-from infra.replay.record_line import DECODE, Record
+from infra.replay.log_line import DECODE, LogLine
 from infra.replay.redaction import FIRST_TOKEN, Redactor
 from schemas import blocks, jobs, requests
 from schemas.done import Done, Outcome
@@ -25,8 +25,8 @@ def asked(tokens: list[int], **more: Any) -> GenerateRequest:
     return samples.request(prompt=packed, digests=blocks.chain(packed, 32, blocks.root("r")), **more)
 
 
-def redact(redactor: Redactor, stream: str, message: object, subject: str = "s") -> Record:
-    found = redactor.record(Record(stream, 1, "", subject, {}, encode(message)))
+def redact(redactor: Redactor, stream: str, message: object, subject: str = "s") -> LogLine:
+    found = redactor.record(LogLine(stream, 1, "", subject, {}, encode(message)))
     assert found is not None
     return found
 
@@ -107,5 +107,5 @@ def test_nothing_that_a_user_wrote_is_left() -> None:
 
 
 def test_what_cannot_be_read_is_left_out() -> None:
-    assert Redactor().record(Record("DONE", 1, "", "s", {}, b"secret")) is None
-    assert Redactor().record(Record("LATER", 1, "", "s", {}, b"secret")) is None
+    assert Redactor().record(LogLine("DONE", 1, "", "s", {}, b"secret")) is None
+    assert Redactor().record(LogLine("LATER", 1, "", "s", {}, b"secret")) is None

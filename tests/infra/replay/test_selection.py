@@ -2,7 +2,7 @@
 
 import msgspec
 
-from infra.replay.record_line import Record
+from infra.replay.log_line import LogLine
 from infra.replay.selection import Selection
 from schemas import tokens, transfer
 from schemas.done import Done
@@ -17,8 +17,8 @@ MS = 1_000_000
 MINE, OTHER = new_request_id(samples.T0), new_request_id(samples.T0 + 5000 * MS)
 
 
-def record(stream: str, message: object, name: str = "") -> Record:
-    return Record(stream, 1, "", "s", {"Nats-Msg-Id": name} if name else {}, encode(message))
+def record(stream: str, message: object, name: str = "") -> LogLine:
+    return LogLine(stream, 1, "", "s", {"Nats-Msg-Id": name} if name else {}, encode(message))
 
 
 def test_a_batch_keeps_the_items_of_selected_requests_only() -> None:
@@ -54,6 +54,6 @@ def test_messages_are_recognised_by_their_message_id_or_their_body() -> None:
 
 
 def test_kv_events_belong_to_no_request() -> None:
-    kv = Record("KV", 1, "", "s", {}, b"")
+    kv = LogLine("KV", 1, "", "s", {}, b"")
     assert Selection(frozenset((MINE,)), kv=True).part(kv) is kv
     assert Selection(kv=False).part(kv) is None

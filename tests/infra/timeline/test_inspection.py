@@ -17,7 +17,7 @@ from rich.console import Console
 from infra.broker.server import EmbeddedNats
 from infra.timeline.events import TokensStored
 from infra.timeline.inspect import as_json, run
-from infra.timeline.inspection import Entry, Inspection, inspect, line_of
+from infra.timeline.inspection import InspectedEvent, Inspection, inspect, line_of
 from infra.timeline.inspection_page import page
 from infra.timeline.read import read_timeline
 from infra.timeline.request_timeline import RequestTimeline
@@ -103,8 +103,8 @@ def test_every_stage_of_a_disaggregated_request_is_an_event_and_a_phase() -> Non
 
 
 def test_the_process_is_named_also_where_its_name_is_a_part_of_another_word() -> None:
-    assert line_of(Entry(1, "handed_off", "ticket 01a203d1-e1ebb:1", 1, "e1")).startswith("e1: ticket")
-    assert line_of(Entry(1, "assigned", "encode queued at e1", 1, "e1")) == "encode queued at e1"
+    assert line_of(InspectedEvent(1, "handed_off", "ticket 01a203d1-e1ebb:1", 1, "e1")).startswith("e1: ticket")
+    assert line_of(InspectedEvent(1, "assigned", "encode queued at e1", 1, "e1")) == "encode queued at e1"
 
 
 def test_a_record_without_its_request_is_shown_from_its_acceptance_on() -> None:

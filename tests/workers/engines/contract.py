@@ -31,7 +31,7 @@ from schemas.tokens import Logprob
 from schemas.transfer import Memory
 from schemas.wire import pack_tokens
 from tests import standins
-from workers.engines.base import Engine, Failure, Held, Output, Scored, SequenceRequest, Started, StepResult
+from workers.engines.base import Engine, Failure, HeldPrompt, Output, Scored, SequenceRequest, Started, StepResult
 
 MODEL = modeldir.DEMO
 BLOCK = 32
@@ -211,7 +211,7 @@ class Seen:
     events: list[KvEvent] = field(default_factory=list)
     started: list[Started] = field(default_factory=list)
     failures: list[Failure] = field(default_factory=list)
-    held: list[Held] = field(default_factory=list)
+    held: list[HeldPrompt] = field(default_factory=list)
     scored: list[Scored] = field(default_factory=list)
 
     def add(self, result: StepResult) -> None:
@@ -332,7 +332,7 @@ def fold(events: Sequence[KvEvent]) -> dict[bytes, bytes | None]:
 # -- handoff
 
 
-def prefilled(source: Driver, request: SequenceRequest) -> tuple[Held, int]:
+def prefilled(source: Driver, request: SequenceRequest) -> tuple[HeldPrompt, int]:
     """Compute a prompt and one token; its KV stays held."""
     first = msgspec.structs.replace(
         request, hold=True, stop=msgspec.structs.replace(request.stop, max_tokens=len(request.generated) + 1)
@@ -347,7 +347,7 @@ def prefilled(source: Driver, request: SequenceRequest) -> tuple[Held, int]:
     return held, output.token
 
 
-def carried_on(subject: Subject, source: Driver, target: Driver, held: Held, request: SequenceRequest) -> Seen:
+def carried_on(subject: Subject, source: Driver, target: Driver, held: HeldPrompt, request: SequenceRequest) -> Seen:
     """Go on with what is held, as a decode worker does; then it is dropped."""
     if subject.handoff == "opaque":
         assert held.opaque

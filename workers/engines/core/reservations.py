@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
-from workers.engines.base import Held, Reservation
+from workers.engines.base import HeldPrompt, Reservation
 from workers.engines.core.blocks import BlockManager
 from workers.engines.core.sequence import Sequence
 
@@ -73,7 +73,7 @@ class HeldBlocks:
         self._blocks = blocks
         self._block_size = block_size
         self._tables: dict[object, list[int]] = {}
-        self._new: list[Held] = []  # not yet reported
+        self._new: list[HeldPrompt] = []  # not yet reported
 
     def __contains__(self, key: object) -> bool:
         return key in self._tables
@@ -99,7 +99,7 @@ class HeldBlocks:
         table = self._blocks.share(sequence.blocks[: -(-sequence.prompt_len // self._block_size)])
         self._tables[sequence.key] = table
         generations = self._blocks.generations
-        self._new.append(Held(sequence.key, table, [generations[block] for block in table]))
+        self._new.append(HeldPrompt(sequence.key, table, [generations[block] for block in table]))
 
     def release(self, key: object) -> bool:
         """Free the blocks of an ended sequence; False: it holds none."""
@@ -109,7 +109,7 @@ class HeldBlocks:
         self._blocks.release(table)
         return True
 
-    def take_new(self) -> list[Held]:
+    def take_new(self) -> list[HeldPrompt]:
         """Blocks held since the last call."""
         new, self._new = self._new, []
         return new

@@ -24,7 +24,7 @@ from workers.engines.base import (
     EngineStats,
     Failure,
     Grammars,
-    Held,
+    HeldPrompt,
     KvTransfer,
     Measured,
     Output,
@@ -181,7 +181,7 @@ class ExternalEngine(Generic[C]):
         Raises:
             EngineError: the engine is broken.
         """
-        held: list[Held] = []
+        held: list[HeldPrompt] = []
         scored: list[Scored] = []
         measured: list[Measured] = []
         others: dict[int, list[KvEvent]] = {}
@@ -204,7 +204,7 @@ class ExternalEngine(Generic[C]):
         self,
         update: SequenceUpdate,
         result: StepResult,
-        held: list[Held],
+        held: list[HeldPrompt],
         scores: list[Scored],
         measured: list[Measured],
     ) -> int:
@@ -228,7 +228,7 @@ class ExternalEngine(Generic[C]):
         result.outputs.extend(Output(sequence.key, *token) for token in tokens)
         if opaque is not None:
             self._held[sequence.key] = -(-sequence.prompt_len // self.info.block_size)
-            held.append(Held(sequence.key, [], [], opaque))
+            held.append(HeldPrompt(sequence.key, [], [], opaque))
         if failure is not None:
             result.failures.append(Failure(sequence.key, failure.code, failure.message))
         if failure is not None or (tokens and tokens[-1].finish):

@@ -76,7 +76,7 @@ class VllmAdapter:
                 events += translator.feed(wire.decode_raw(payload))
             except ValueError as error:
                 translator.counts.malformed += 1
-                log.warning("kv_events_malformed", error=str(error), action="forgetting this rank's blocks")
+                log.warning("kv_event_malformed", error=str(error), action="forgetting this rank's blocks")
                 events += translator.forget()
         return {event.rank: events}
 

@@ -20,7 +20,7 @@ from schemas.transfer import Memory
 from schemas.wire import pack_tokens
 from workers.engines.base import (
     EngineError,
-    Held,
+    HeldPrompt,
     MediaReservation,
     MediaSpan,
     RequestError,
@@ -112,7 +112,7 @@ def handed_off(
 
 
 def adopted(
-    source: ScheduledEngine, target: ScheduledEngine, held: Held, item: SequenceRequest, tails: int = 1
+    source: ScheduledEngine, target: ScheduledEngine, held: HeldPrompt, item: SequenceRequest, tails: int = 1
 ) -> Reservation:
     digests = split(chain(pack_tokens(array("I", item.prompt)), SIZE, ROOT, item.extra))
     reservation = target.kv_transfer.reserve(digests, tails, max(1, tails))

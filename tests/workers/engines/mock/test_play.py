@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from infra.replay.record_line import FORMAT, FileHeader, Record, encode_line, header_line
+from infra.replay.log_line import FORMAT, FileHeader, LogLine, encode_line, header_line
 from schemas.done import Done, Outcome, Timings
 from schemas.requests import Sampling, Stop
 from schemas.tokens import Logprob, TokenBatch, TokenItem
@@ -137,8 +137,8 @@ def export(path: Path, *, largest: int = 9) -> str:
         hour = 9 if second > 1 else 10
         time = f"2026-11-22T{hour:02}:{59 if second > 1 else 0:02}:{second:012.9f}Z"
         batch = TokenBatch("w", 1, first, (TokenItem(request.id, 1, 0, first, pack_tokens(tokens)),))
-        lines.append(encode_line(Record("TOKENS", first + 1, time, "ps.x", {}, encode(batch))))
-    lines.append(encode_line(Record("DONE", 1, "2026-11-22T10:00:01Z", "ps.x", {}, encode(done))))
+        lines.append(encode_line(LogLine("TOKENS", first + 1, time, "ps.x", {}, encode(batch))))
+    lines.append(encode_line(LogLine("DONE", 1, "2026-11-22T10:00:01Z", "ps.x", {}, encode(done))))
     lines.append(b'{"stream":"KV","anything":1}\n')
     path.write_bytes(b"".join(lines))
     return str(path)

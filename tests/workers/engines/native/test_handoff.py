@@ -16,7 +16,7 @@ from schemas.transfer import Memory
 from schemas.wire import pack_tokens
 from tests.workers.engines.native.models import drain, request, run, tokens
 from tests.workers.engines.native.pictures import DIRECTORY, asking, encoded, expected, media, prompt
-from workers.engines.base import Held, Output, RequestError, SequenceRequest
+from workers.engines.base import HeldPrompt, Output, RequestError, SequenceRequest
 from workers.engines.core.encode_engine import EncodeEngine
 from workers.engines.core.engine import ScheduledEngine
 from workers.engines.native.build import build
@@ -72,7 +72,7 @@ def generations(memory: Memory) -> list[int]:
     return list((ctypes.c_uint32 * memory.blocks).from_address(memory.generations))
 
 
-def prefilled(engine: ScheduledEngine, item: SequenceRequest) -> tuple[Held, int]:
+def prefilled(engine: ScheduledEngine, item: SequenceRequest) -> tuple[HeldPrompt, int]:
     """Compute the prompt and one token; the prompt's blocks stay held."""
     item.hold = True
     engine.submit(item)
@@ -84,7 +84,7 @@ def prefilled(engine: ScheduledEngine, item: SequenceRequest) -> tuple[Held, int
 
 
 def handed_off(
-    source: ScheduledEngine, target: ScheduledEngine, held: Held, digests: list[bytes], tail: bool
+    source: ScheduledEngine, target: ScheduledEngine, held: HeldPrompt, digests: list[bytes], tail: bool
 ) -> SequenceRequest:
     """The held blocks in the target's pool, adopted; a request to be filled in."""
     reservation = target.kv_transfer.reserve(digests, int(tail), 1)

@@ -14,7 +14,7 @@ from infra.model import modeldir
 from schemas.requests import Sampling, Stop
 from schemas.tokens import Logprob
 from tests import standins
-from workers.engines.base import Engine, Failure, Held, Output, SequenceRequest, StepResult
+from workers.engines.base import Engine, Failure, HeldPrompt, Output, SequenceRequest, StepResult
 
 MODEL = modeldir.DEMO
 BLOCK = 16
@@ -92,7 +92,7 @@ class Results:
         self.outputs: dict[object, list[Output]] = {}
         self.cached: dict[object, int] = {}
         self.failures: dict[object, Failure] = {}
-        self.held: dict[object, Held] = {}
+        self.held: dict[object, HeldPrompt] = {}
         self.events: list[Any] = []
 
     def add(self, result: StepResult) -> None:

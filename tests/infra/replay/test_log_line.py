@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infra.replay.record_line import (
+from infra.replay.log_line import (
     FORMAT,
     BadLine,
     FileHeader,
-    Record,
+    LogLine,
     decode_line,
     encode_line,
     header_line,
@@ -32,8 +32,8 @@ STREAM_OF = {
 }  # fmt: skip
 
 
-def record(stream: str, data: bytes, seq: int = 1) -> Record:
-    return Record(stream, seq, "2026-11-22T09:30:00.000000001Z", f"ps.{stream.lower()}.x", {"Nats-Msg-Id": "a"}, data)
+def record(stream: str, data: bytes, seq: int = 1) -> LogLine:
+    return LogLine(stream, seq, "2026-11-22T09:30:00.000000001Z", f"ps.{stream.lower()}.x", {"Nats-Msg-Id": "a"}, data)
 
 
 @pytest.mark.parametrize("path", sorted(GOLDEN.glob("*.bin")), ids=lambda path: path.stem)

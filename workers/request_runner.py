@@ -1,6 +1,6 @@
 """The interface between a session and what runs its requests.
 
-Two executors exist: ``token_executor`` (the engine thread) and ``pipeline_executor`` (images and videos).
+Two runners exist: ``token_runner`` (the engine thread) and ``pipeline_runner`` (images and videos).
 """
 
 from dataclasses import dataclass
@@ -43,7 +43,7 @@ class ServedModel(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class SessionContext:
-    """The parts of a session that its executor uses."""
+    """The parts of a session that its runner uses."""
 
     id: str  # worker id, new in each session
     epoch: int
@@ -60,7 +60,7 @@ class SessionContext:
     terminal: TerminalEvents
 
 
-class Executor(Protocol):
+class RequestRunner(Protocol):
     """Runs the requests of one session. Used from the event loop.
 
     Attributes:
@@ -77,7 +77,7 @@ class Executor(Protocol):
         """Called before the first job can arrive.
 
         Raises:
-            ServingError: the broker does not provide what the executor needs.
+            ServingError: the broker does not provide what the runner needs.
         """
 
     async def fence(self) -> None:

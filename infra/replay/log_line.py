@@ -68,7 +68,7 @@ class FileHeader(msgspec.Struct, frozen=True, omit_defaults=True):
     streams: dict[str, StreamLimits] = {}
 
 
-class Record(NamedTuple):
+class LogLine(NamedTuple):
     """One message of the log. ``time``: RFC 3339 with nanoseconds, UTC; ``stream`` without the namespace."""
 
     stream: str
@@ -139,7 +139,7 @@ def read_header(line: bytes) -> FileHeader:
     return header
 
 
-def encode_line(record: Record) -> bytes:
+def encode_line(record: LogLine) -> bytes:
     """The line of a record, with its line feed. Never raises for what a message says."""
     body, request = _opened(record.stream, record.data)
     data = record.data if body is _ABSENT else None
@@ -147,7 +147,7 @@ def encode_line(record: Record) -> bytes:
     return _json(line) + b"\n"
 
 
-def decode_line(line: bytes) -> Record:
+def decode_line(line: bytes) -> LogLine:
     """The record of a line.
 
     Raises:
@@ -162,7 +162,7 @@ def decode_line(line: bytes) -> Record:
         raise BadLine(str(error)) from error
     if data is None:
         raise BadLine("neither a body nor data")
-    return Record(record.stream, record.seq, record.time, record.subject, record.headers, data)
+    return LogLine(record.stream, record.seq, record.time, record.subject, record.headers, data)
 
 
 def _opened(stream: str, data: bytes) -> tuple[msgspec.Raw, msgspec.Raw]:

@@ -35,10 +35,10 @@ from workers.engines.base import (
     kv_transfer_of,
     vision_of,
 )
-from workers.executor import SessionContext, StageInput
 from workers.flush_publisher import FlushPublisher
 from workers.kv_dump import Dumper
 from workers.kv_transfer.base import Transport
+from workers.request_runner import SessionContext, StageInput
 from workers.requests import RunningRequest, admit, already_over, sequence_requests
 from workers.sequence_state import Flush, SequenceState
 from workers.terminal_events import SETTLE_S
@@ -47,7 +47,7 @@ QUEUE_SHARE = 0.25  # jobs taken beyond the slots, so that a freed slot has work
 FENCE_S = 10.0  # how long a fenced session waits for the engine to drop its sequences
 
 
-class TokenExecutor:
+class TokenRunner:
     """
     Args:
         engine: the thread that runs the engine.

@@ -27,8 +27,8 @@ from schemas.tokens import File, Finish, TokenItem
 from workers.engines.base import RequestError
 from workers.engines.diffusion.base import DiffusionEngine, Interrupted
 from workers.engines.diffusion.encode import encode, media_type
-from workers.executor import SessionContext, StageInput
 from workers.pipeline_thread import PipelineThread
+from workers.request_runner import SessionContext, StageInput
 from workers.requests import RunningRequest, admit
 from workers.sequence_state import SequenceState
 
@@ -85,7 +85,7 @@ class _PipelineRun:
             self.progressed.set()
 
 
-class PipelineExecutor:
+class PipelineRunner:
     """
     Args:
         engine_failed: called once when the engine is broken; nothing more begins then.
