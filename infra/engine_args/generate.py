@@ -39,6 +39,8 @@ class EngineSpec(Struct, frozen=True, kw_only=True):
         concurrency: concurrent requests, over all its GPUs.
         mtp: tokens per step drafted by the model's own MTP layer; 0: none.
         windows: keep only the tokens in the model's sliding windows.
+        stages: of a pipeline; the other GPUs of each are tensor ranks.
+        attention_dp: None: as the model and the load suggest.
     """
 
     role: Role
@@ -52,6 +54,12 @@ class EngineSpec(Struct, frozen=True, kw_only=True):
     mtp: int = 0
     windows: bool = False
     transport: str = "NIXL"
+    stages: int = 1
+    attention_dp: bool | None = None
+
+    @property
+    def tensor(self) -> int:
+        return self.gpus // self.stages
 
     @property
     def nodes(self) -> int:
@@ -112,12 +120,14 @@ def tree_of(shape: Shape, spec: EngineSpec) -> Tree:
     length = up(spec.isl + spec.osl, BLOCK)
     batch = _batch(spec, attention_dp)
     tokens = _step_tokens(spec, length, batch)
-    tree: dict[str, Any] = {"tensor_parallel_size": spec.gpus}
-    if shape.experts is not None and spec.gpus > 1:
-        tree["moe_expert_parallel_size"] = spec.gpus
+    tree: dict[str, Any] = {"tensor_parallel_size": spec.tensor}
+    if spec.stages > 1:
+        tree["pipeline_parallel_size"] = spec.stages
+    if shape.experts is not None and spec.tensor > 1:
+        tree["moe_expert_parallel_size"] = spec.tensor
     if spec.nodes > 1:
         tree["gpus_per_node"] = spec.gpus_per_node
-    if spec.gpus > 1:
+    if spec.tensor > 1:
         tree["enable_attention_dp"] = attention_dp
     if spec.role == "prefill":
         tree["disable_overlap_scheduler"] = True
@@ -159,6 +169,8 @@ def _impossible(shape: Shape, spec: EngineSpec) -> list[str]:
         problems.append(f"mtp: {spec.mtp} tokens; use at most {MAX_MTP}")
     if spec.windows and not any(shape.windows):
         problems.append("windows: the model has no sliding windows; leave it out")
+    if spec.gpus % spec.stages:
+        problems.append(f"stages: {spec.gpus} GPUs do not divide by {spec.stages}")
     if spec.nodes > 1 and spec.gpus % spec.gpus_per_node:
         problems.append(f"gpus: {spec.gpus} do not fill nodes of {spec.gpus_per_node}; use a multiple")
     return problems
@@ -169,7 +181,11 @@ def _attention_dp(shape: Shape, spec: EngineSpec) -> bool:
 
     Every rank stores an MLA latent, and copies of KV heads if there are more ranks than heads.
     """
-    if spec.gpus == 1 or shape.experts is None:
+    if spec.tensor == 1:
+        return False
+    if spec.attention_dp is not None:
+        return spec.attention_dp
+    if shape.experts is None:
         return False
     if shape.heads % spec.gpus:
         return True
@@ -195,7 +211,9 @@ def _step_tokens(spec: EngineSpec, length: int, batch: int) -> int:
 
 
 def _moe(shape: Shape, spec: EngineSpec, attention_dp: bool, batch: int, tokens: int) -> Tree:
-    backend = moe_backend(ranks=spec.gpus, attention_dp=attention_dp, blackwell=spec.blackwell, bits=shape.expert_bits)
+    backend = moe_backend(
+        ranks=spec.tensor, attention_dp=attention_dp, blackwell=spec.blackwell, bits=shape.expert_bits
+    )
     moe: Tree = {"backend": backend}
     if backend == "WIDEEP" and shape.experts is not None:
         slots = up(shape.experts.count + shape.experts.count // SPARE_SLOTS, spec.gpus)

@@ -25,6 +25,7 @@ class Experts(Struct, frozen=True, kw_only=True):
     layers: int
     parameters: int  # of one expert in one layer
     shared: int  # parameters of the shared expert of one layer; 0: none
+    per_token: int = 0  # that compute one token; 0: config.json does not say
 
 
 class Shape(Struct, frozen=True, kw_only=True):
@@ -138,8 +139,13 @@ def _feed_forward(text: Mapping[str, Any], layers: int, hidden: int) -> tuple[Ex
     mixed = (layers - first) // step
     dense_size = int(text.get("intermediate_size_mlp") or intermediate)
     shared = int(text.get("n_shared_experts") or (1 if text.get("model_type") == "llama4_text" else 0))
+    per_token = next((int(text[k]) for k in ("num_experts_per_tok", "experts_per_token") if text.get(k)), 0)
     experts = Experts(
-        count=count, layers=mixed, parameters=3 * hidden * size, shared=shared * 3 * hidden * size + count * hidden
+        count=count,
+        layers=mixed,
+        parameters=3 * hidden * size,
+        shared=shared * 3 * hidden * size + count * hidden,
+        per_token=per_token,
     )
     return experts, (layers - mixed) * 3 * hidden * dense_size
 

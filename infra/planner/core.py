@@ -5,7 +5,8 @@ No clock, no broker. A decision takes these steps:
 1. The request rate a start's time ahead is predicted. Lengths and hit rate are averages over recent requests. What
    waits is to be served within ``drain_s``, and counts as further rate.
 2. The predicted latencies of the workers there are, against the observed percentile, give a correction: it covers
-   what the model leaves out, and that a limit is on a percentile while the model gives means.
+   what the model leaves out, and that a limit is on a percentile while the model gives means. Nothing is learnt
+   while rate or workers change or requests queue.
 3. Of each role the fewest workers are taken whose predicted latency, corrected, is within its limit.
 4. More workers are asked for at once. Fewer are kept only when the load with ``hysteresis`` on top has needed no more
    for ``down_after_s``, and not again within ``down_cooldown_s``.
@@ -25,9 +26,12 @@ from infra.planner.observation import Observation, Role, Times
 from infra.planner.timing import EngineTiming
 
 LEAST_ENDED = 10  # requests from which observed latencies count
+EVEN = 0.3  # change of the rate within ``SETTLED`` intervals up to which latencies are those of the rate
+SETTLED = 2  # intervals without a change; what ends in one may have come in the one before
 _LENGTHS = 0.3  # weight of a full interval in the averages of lengths
 _CORRECTION = 0.3  # weight of an interval in the correction
 _LEAST, _MOST = 0.5, 4.0  # of a correction
+_FIRST = {"mean": 1.0, "p50": 1.0, "p95": 1.2}  # before anything was observed: a tail is above the mean
 
 
 class Bounds(Struct, frozen=True):
@@ -116,6 +120,7 @@ class PlannerState(Struct, frozen=True, omit_defaults=True):
     """What a planner remembers. Averages are of tokens; times are those given to ``step``."""
 
     rates: tuple[float, ...] = ()
+    sizes: tuple[dict[Role, int], ...] = ()  # workers that were ready, in the last intervals
     isl: float = 0.0
     osl: float = 0.0
     hit_rate: float = 0.0
@@ -135,13 +140,19 @@ class Planner:
         self.rules = rules
         self.timings = dict(timings)
 
+    def begin(self) -> PlannerState:
+        """The state before the first interval."""
+        first = _FIRST[self.rules.percentile]
+        return PlannerState(correction=Correction(first, first))
+
     def step(self, state: PlannerState, seen: Observation, now_s: float) -> tuple[PlannerState, Decision | None]:
         """The state after an interval, and what to do; None: no request was seen yet, so nothing is known."""
         state = _learnt(state, seen)
         if not state.osl:
             return state, None
         predicted = self._predicted(state, seen)
-        state = msgspec.structs.replace(state, correction=self._corrected(state.correction, seen, predicted))
+        if _settled(state):
+            state = msgspec.structs.replace(state, correction=self._corrected(state.correction, seen, predicted))
         demand = self._demand(state, seen)
         changes: dict[Role, Change] = {}
         for role in self.timings:
@@ -240,16 +251,24 @@ class Planner:
 def _learnt(state: PlannerState, seen: Observation) -> PlannerState:
     """With the interval's rate and lengths."""
     rates = (*state.rates, seen.rate)[-prediction.HISTORY :]
+    sizes = (*state.sizes, {role: pool.ready for role, pool in seen.pools.items()})[-SETTLED:]
+    state = msgspec.structs.replace(state, rates=rates, sizes=sizes)
     if not seen.ended:
-        return msgspec.structs.replace(state, rates=rates)
+        return state
     share = _LENGTHS * min(1.0, seen.ended / LEAST_ENDED) if state.osl else 1.0
     return msgspec.structs.replace(
         state,
-        rates=rates,
         isl=state.isl + share * (seen.isl - state.isl),
         osl=state.osl + share * (seen.osl - state.osl),
         hit_rate=state.hit_rate + share * (seen.hit_rate - state.hit_rate),
     )
+
+
+def _settled(state: PlannerState) -> bool:
+    """Whether rate and workers were much the same for some intervals."""
+    rates = state.rates[-SETTLED:]
+    same = len(state.sizes) == SETTLED and all(each == state.sizes[0] for each in state.sizes)
+    return same and max(rates) - min(rates) <= EVEN * max(rates)
 
 
 def _remembered(state: PlannerState, role: Role, change: Change, now_s: float) -> PlannerState:

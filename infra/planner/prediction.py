@@ -1,7 +1,8 @@
 """What the request rate will be a few intervals from now, from what it was.
 
 ``constant``: the last one. ``moving_average``: the mean of the last few. ``holt``: exponential smoothing of level and
-trend, the trend damped (Gardner and McKenzie 1985); it follows a ramp, the others lag behind it.
+trend, the trend damped (Gardner and McKenzie 1985), or the last one if that is higher; it follows a ramp, on which the
+others lag behind.
 """
 
 from collections.abc import Sequence
@@ -29,7 +30,7 @@ def predict(kind: Predictor, history: Sequence[float], ahead: float) -> float:
         return sum(recent) / len(recent)
     level, trend = holt(history)
     damped: float = DAMPING * (1 - DAMPING**ahead) / (1 - DAMPING)  # sum of its powers from 1 to ahead
-    return min(max(0.0, level + damped * trend), 2 * max(history))
+    return min(max(history[-1], level + damped * trend), 2 * max(history))
 
 
 def holt(history: Sequence[float]) -> tuple[float, float]:

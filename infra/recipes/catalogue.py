@@ -22,6 +22,8 @@ BLOCK_SIZE = EngineArgs().kv_cache_config.tokens_per_block  # default of files
 
 # Memory as the driver reports it, and whether TensorRT-LLM's Blackwell kernels run.
 GPUS: Mapping[str, tuple[float, bool]] = {
+    "A100": (79.3, False),
+    "L40S": (44.5, False),
     "H100": (79.6, False),
     "H200": (140.4, False),
     "B200": (179.0, True),
@@ -48,7 +50,7 @@ class Header(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     role: Role
     set: str
     gpus: Annotated[int, Meta(ge=1)]
-    gpu: Literal["H100", "H200", "B200", "GB200"]
+    gpu: Literal["A100", "L40S", "H100", "H200", "B200", "GB200"]
     use: str
     rows: tuple[str, ...]
     backend: Literal["pytorch", "_autodeploy"] = "pytorch"  # of trtllm

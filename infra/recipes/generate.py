@@ -3,7 +3,7 @@
 import argparse
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -64,9 +64,8 @@ def files(shape: Shape, model: str, arguments: dict[str, Any]) -> dict[str, tupl
     if not _NAME.fullmatch(name):
         raise BadArguments([f"set: {name!r} is used in file names; use letters, digits, _ . and -"])
     memory, blackwell = GPUS[arguments["gpu"]]
-    generated = {}
-    for role, gpus in counts.items():
-        spec = EngineSpec(
+    specs = {
+        role: EngineSpec(
             role=role,
             gpus=gpus,
             gpu_bytes=int(memory * GIB),
@@ -74,12 +73,27 @@ def files(shape: Shape, model: str, arguments: dict[str, Any]) -> dict[str, tupl
             gpus_per_node=arguments["gpus_per_node"] or PER_NODE.get(arguments["gpu"], 8),
             **{key: arguments[key] for key in ("isl", "osl", "concurrency", "mtp", "windows", "transport")},
         )
+        for role, gpus in counts.items()
+    }
+    return texts_of(shape, specs, model=model, name=name, gpu=arguments["gpu"])
+
+
+def texts_of(
+    shape: Shape, specs: Mapping[Role, EngineSpec], *, model: str, name: str, gpu: str
+) -> dict[str, tuple[str, Generated]]:
+    """The texts of the recipes of one set by name, checked alone and together.
+
+    Raises:
+        BadArguments: the model cannot be served this way, or the engines would not match.
+    """
+    generated = {}
+    for role, spec in specs.items():
         try:
             one = generate(shape, spec)
         except BadArguments as error:
             raise BadArguments(f"{role}: {problem}" for problem in error.problems) from error
         suffix = "agg" if role == "aggregated" else role
-        generated[f"{name}-{suffix}"] = (text_of(one, spec, model=model, name=name, gpu=arguments["gpu"]), one)
+        generated[f"{name}-{suffix}"] = (text_of(one, spec, model=model, name=name, gpu=gpu), one)
     recipes = [parse(name, text) for name, (text, _) in generated.items()]
     findings = check_set([(recipe, context_of(recipe)) for recipe in recipes])
     if failed(findings):

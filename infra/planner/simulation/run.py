@@ -10,7 +10,7 @@ from infra.bench.profile.modelled import mock_profile
 from infra.bench.simulation.fleet import Served, Simulation
 from infra.bench.simulation.policy import Fleet, WorkerSpec
 from infra.bench.simulation.trace import Trace
-from infra.planner.core import Decision, Planner, PlannerState, Rules
+from infra.planner.core import Decision, Planner, Rules
 from infra.planner.observation import Observation, Role
 from infra.planner.simulation.elastic import ElasticPolicy, Life, Step
 from infra.planner.timing import EngineTiming
@@ -106,7 +106,7 @@ class _Decider:
 
     def __init__(self, planner: Planner) -> None:
         self._planner = planner
-        self._state = PlannerState()
+        self._state = planner.begin()
 
     def __call__(self, seen: Observation, now_s: float) -> Decision | None:
         self._state, decision = self._planner.step(self._state, seen, now_s)

@@ -118,7 +118,7 @@ def test_a_backlog_counts_as_load() -> None:
 
 def test_engines_slower_than_their_profile_get_more_workers() -> None:
     exact, slow = Run(start=4), Run(start=4)
-    for _ in range(15):
+    for _ in range(18):
         as_profiled, slower = exact.interval(8.0), slow.interval(8.0, factor=1.5)
     assert as_profiled.correction.itl == pytest.approx(1.0, abs=0.01)
     assert slower.correction.itl == pytest.approx(1.5, abs=0.05)
@@ -129,8 +129,29 @@ def test_nothing_is_learnt_while_workers_start_or_requests_queue() -> None:
     planner = Planner(RULES, AGGREGATED)
     for pools, queued in (({"aggregated": Pool(4, starting=1)}, 0), ({"aggregated": Pool(4)}, 30)):
         found = seen(8.0, pools, factor=3.0, queued=queued)  # type: ignore[arg-type]
-        state, _ = planner.step(PlannerState(isl=2000, osl=200), found, 10.0)
+        state, _ = planner.step(
+            PlannerState(rates=(8.0,) * 2, sizes=({"aggregated": 4},) * 2, isl=2000, osl=200), found, 10.0
+        )
         assert state.correction == PlannerState().correction
+
+
+def test_nothing_is_learnt_from_requests_of_another_rate() -> None:
+    """What ends after a burst came in it."""
+    run = Run(start=8, rules=msgspec.structs.replace(RULES, down_after_s=1e6))
+    for _ in range(4):
+        run.interval(20.0)
+    before = run.state.correction
+    assert run.interval(4.0, factor=4.0).correction == before
+    assert run.interval(4.0, factor=4.0).correction != before
+
+
+def test_nothing_is_learnt_from_requests_that_fewer_workers_served() -> None:
+    run = Run(start=2)
+    for _ in range(3):
+        run.interval(1.0)
+    before = run.state.correction
+    run.counts = {"aggregated": 8}
+    assert run.interval(1.0, factor=4.0).correction == before
 
 
 def test_starting_workers_are_not_asked_for_twice() -> None:

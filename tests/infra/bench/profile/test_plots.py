@@ -6,8 +6,8 @@ import msgspec
 import pytest
 
 from infra.bench.profile.data import Decode, Profile
-from tests.infra.bench.profile.test_choice import engine
 from tests.infra.bench.profile.test_data import SETUP
+from tests.infra.planner.engines import engine
 
 pytest.importorskip("matplotlib")
 
@@ -15,7 +15,7 @@ pytest.importorskip("matplotlib")
 def test_each_part_that_was_measured_has_its_plot(tmp_path: Path) -> None:
     from infra.bench.profile.plots import draw
 
-    both = engine(1, 10.0, 5.0, 0.01)
+    both = engine().profile
     assert [path.name for path in draw(both, tmp_path)] == ["prefill.png", "decode.png"]
     assert all((tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in ("prefill.png", "decode.png"))
     alone = msgspec.structs.replace(both, decode=Decode())

@@ -1,43 +1,103 @@
-"""``penstock profile sla``: what it prints and writes."""
+"""``penstock profile sla``: what it prints and writes, and that what it writes can be used."""
 
+import shlex
 from pathlib import Path
 
+import msgspec
 import pytest
 import yaml
 
+from configs.flags import read
+from configs.up_settings import UpSettings
 from infra.bench.profile.data import save
 from infra.bench.profile.sla_command import Settings, run
-from tests.infra.bench.profile.test_choice import engine
+from infra.deploy.helm.values import Values
+from infra.launch.deployment import read_args
+from infra.launch.groups import fleet_of
+from infra.recipes.advice import advise, check_set, failed
+from infra.recipes.catalogue import context_of, parse
+from tests.infra.planner.engines import engine
+
+LLAMA = "meta-llama/Llama-3.1-8B-Instruct"
+PRICES = "gpus: {H200: {price_per_hour: 3.6}}\n"
 
 
-@pytest.fixture
-def data(tmp_path: Path) -> tuple[str, ...]:
-    save(tmp_path / "tp1", engine(1, 100.0, 30.0, 0.2))
-    save(tmp_path / "tp2", engine(2, 60.0, 12.0, 0.05, up="--tensor-parallel-size 2"))
-    return str(tmp_path / "tp1"), str(tmp_path / "tp2")
+def flags_of(command: str) -> UpSettings:
+    words = shlex.split(command)
+    assert words[:2] == ["penstock", "up"]
+    return read(UpSettings, words[2:])
 
 
-def test_the_suggestion_is_printed_and_written(
-    data: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("flags", "roles"),
+    [
+        ({"model": LLAMA}, {"aggregated"}),
+        ({"model": LLAMA, "ttft": 500.0, "itl": 8.0, "total_gpus": 8}, {"prefill", "decode"}),
+        ({"model": "deepseek-ai/DeepSeek-R1", "ttft": 400.0, "itl": 40.0, "total_gpus": 64}, {"prefill", "decode"}),
+    ],
+)
+def test_an_estimate_becomes_recipes_a_command_and_values(
+    flags: dict[str, object], roles: set[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(Settings(data=data, rate=10.0, out=str(tmp_path / "s.yaml"))) == 0
+    assert run(Settings(source="roofline", gpu="H200", out=str(tmp_path), **flags)) == 0  # type: ignore[arg-type]
     said = capsys.readouterr().out
-    assert "penstock up --prefill 3 --decode 3 --tensor-parallel-size 2" in said
-    assert "left out: tp1 (TTFT 400.0 ms)" in said
-    written = yaml.safe_load((tmp_path / "s.yaml").read_text())
-    assert written["prefill"]["configuration"] == written["decode"]["configuration"] == "tp2"
-    assert (written["prefill"]["workers"], written["prefill"]["gpus"]) == (3, 6)
-    assert written["commands"] == ["penstock up --prefill 3 --decode 3 --tensor-parallel-size 2"]
+    assert "not measured" in said
+    told = yaml.safe_load((tmp_path / "suggestion.yaml").read_text())
+    pools = {pool["role"]: pool for pool in told["best"]["pools"]}
+    assert set(pools) == roles
+    (command,) = told["commands"]
+    assert command in said
+    texts = {path.stem: path.read_text() for path in tmp_path.glob("*.yaml")}
+    recipes = [parse(name, text) for name, text in texts.items() if text.startswith("# title")]
+    assert {recipe.role for recipe in recipes} == roles
+    for recipe in recipes:
+        assert not failed(advise(recipe, context_of(recipe)).findings)
+    assert not failed(check_set([(recipe, context_of(recipe)) for recipe in recipes]))
+    groups = {group.role: group for group in fleet_of(flags_of(command), read=read_args).groups}
+    values = yaml.safe_load((tmp_path / "values.yaml").read_text())
+    assert values["model"] == flags["model"]
+    msgspec.convert(values, Values)
+    for role, pool in pools.items():
+        assert (groups[role].number, groups[role].gpus * groups[role].number) == (pool["workers"], pool["gpus"])
+        own = values["workers"][role]
+        assert own["replicas"] == pool["workers"]
+        assert own["gpus"] * own.get("nodes", 1) * own["replicas"] == pool["gpus"]
+        assert parse(role, own["engineArgs"]).args.gpus == pool["gpus"] // pool["workers"]
 
 
-def test_an_sla_that_nothing_meets_says_which_part(data: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(Settings(data=data, ttft=10.0)) == 1
-    assert "no configuration meets the SLA for prefill\n" in capsys.readouterr().err
+def test_mock_workers_are_suggested_with_their_speedup(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = Settings(source="mock", mock_speedups=(1.0, 2.0), rate=20.0, out=str(tmp_path))
+    assert run(asked) == 0
+    told = yaml.safe_load((tmp_path / "suggestion.yaml").read_text())
+    up = flags_of(told["commands"][0])
+    assert (up.engine, up.mock_speedup) == ("mock", 2.0)
+    values = yaml.safe_load((tmp_path / "values.yaml").read_text())
+    assert values["workers"] == {"aggregated": {"engine": "mock", "replicas": 3, "settings": {"mock-speedup": 2.0}}}
+    assert "mock engine's timing model" in capsys.readouterr().out
 
 
-def test_folders_that_cannot_be_used_are_named(data: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(Settings(data=("nowhere",))) == 1
-    assert run(Settings(data=(data[0], data[0]))) == 1
+def test_measured_profiles_keep_their_flags_and_prices_are_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    profile = engine(gpus=2).profile
+    setup = msgspec.structs.replace(profile.setup, up="--tensor-parallel-size 2")
+    save(tmp_path / "tp2", msgspec.structs.replace(profile, setup=setup))
+    (tmp_path / "prices.yaml").write_text(PRICES)
+    asked = Settings(data=(str(tmp_path / "tp2"),), isl=2000, osl=200, ttft=500.0, prices=str(tmp_path / "prices.yaml"))
+    assert run(asked) == 0
+    said = capsys.readouterr().out
+    assert "USD per 10⁶ tokens" in said
+    assert "--tensor-parallel-size 2" in said.splitlines()[-1]
+
+
+def test_what_cannot_be_answered_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(Settings(source="roofline", gpu="H200")) == 2
+    assert run(Settings(source="roofline", gpu="H200", model="nowhere")) == 1
+    assert run(Settings(source="roofline", gpu="H200", model=LLAMA, ttft=5.0)) == 1
+    assert run(Settings(source="mock", rate=1e6)) == 1
+    assert run(Settings(data=(str(tmp_path),))) == 1
     said = capsys.readouterr().err
-    assert "`penstock profile endpoint --out nowhere` makes one" in said
-    assert "two folders are named tp1" in said
+    assert "needs --model and --gpu" in said
+    assert "nowhere/config.json cannot be read" in said
+    assert "no deployment serves at most 16 GPUs (--total-gpus) within the SLA" in said
+    assert "no deployment serves 1e+06 requests/s with at most 16 GPUs" in said

@@ -1,0 +1,136 @@
+"""What a candidate becomes: recipes, a command, and values of the Helm chart. Pure."""
+
+import shlex
+from collections.abc import Mapping
+from typing import Any
+
+from configs.flags import BadFlags, flag_name, read
+from configs.settings import WorkerSettings
+from configs.up_settings import UpSettings
+from infra.bench.profile.roofline.estimate import Engine as Estimated
+from infra.bench.profile.search.candidates import Candidate, PoolSize, Sla
+from infra.deploy.helm.generate import CHART
+from infra.deploy.helm.render import Wanted, to_yaml, values_of
+from infra.deploy.helm.values import SETTLED, Engine
+from infra.engine_args.generate import EngineSpec
+from infra.engine_args.memory_estimate import GIB
+from infra.engine_args.rules import Role
+from infra.engine_args.tree import BadArguments
+from infra.launch.groups import EXTERNAL
+from infra.launch.plan import passed
+from infra.recipes.catalogue import GPUS, RecipeEntry, entry_of
+from infra.recipes.generate import texts_of
+
+ENGINE_IMAGE = "registry.example.com/penstock-{engine}:0.1.0"  # as the chart's own image: a name to be replaced
+_SUFFIXES = {"aggregated": "agg", "prefill": "prefill", "decode": "decode"}
+_FLAGS = {"aggregated": "workers", "prefill": "prefill", "decode": "decode"}
+_FILES = {
+    "aggregated": "--extra-engine-args",
+    "prefill": "--prefill-engine-args",
+    "decode": "--decode-engine-args",
+}
+
+
+def recipes(
+    candidate: Candidate, engines: Mapping[str, Estimated], sla: Sla, *, model: str, gpu: str, name: str, per_node: int
+) -> dict[str, str]:
+    """The texts of TensorRT-LLM's engine arguments by file name, as the linter of recipes accepts them.
+
+    Raises:
+        BadArguments: the rules refuse an engine that was chosen; the problems say why.
+    """
+    memory, blackwell = GPUS[gpu]
+    specs: dict[Role, EngineSpec] = {}
+    shape = next(iter(engines.values())).shape
+    for pool in candidate.pools:
+        mapping = engines[pool.configuration].mapping
+        specs[pool.role] = EngineSpec(
+            role=pool.role,
+            gpus=mapping.gpus,
+            gpu_bytes=int(memory * GIB),
+            blackwell=blackwell,
+            isl=sla.isl,
+            osl=sla.osl,
+            concurrency=max(1, pool.concurrency),
+            gpus_per_node=per_node,
+            stages=mapping.pp,
+            attention_dp=mapping.attention_dp if mapping.tp > 1 else None,
+        )
+    texts = texts_of(shape, specs, model=model, name=name, gpu=gpu)
+    return {f"{each}.yaml": text for each, (text, _) in texts.items()}
+
+
+def file_of(pool: PoolSize, name: str) -> str:
+    """The file name of a pool's recipe."""
+    return f"{name}-{_SUFFIXES[pool.role]}.yaml"
+
+
+def commands(candidate: Candidate, flags: Mapping[str, str]) -> tuple[str, ...]:
+    """One `penstock up`, or one `penstock worker` a worker where pools need different flags.
+
+    Args:
+        flags: of `penstock up`, by configuration.
+    """
+    counts = " ".join(f"--{_FLAGS[pool.role]} {pool.workers}" for pool in candidate.pools)
+    texts = {flags[pool.configuration] for pool in candidate.pools}
+    if len(texts) == 1:
+        return (f"penstock up {counts} {texts.pop()}".rstrip(),)
+    return tuple(
+        f"penstock worker --role {pool.role} {flags[pool.configuration]}".rstrip()
+        for pool in candidate.pools
+        for _ in range(pool.workers)
+    )
+
+
+def trtllm_command(candidate: Candidate, model: str, name: str, folder: str) -> str:
+    """The `penstock up` that starts the recipes in a folder."""
+    parts = ["penstock up --engine trtllm --model", shlex.quote(model)]
+    parts += [f"--{_FLAGS[pool.role]} {pool.workers}" for pool in candidate.pools]
+    parts += [f"{_FILES[pool.role]} {shlex.quote(f'{folder}/{file_of(pool, name)}')}" for pool in candidate.pools]
+    return " ".join(parts)
+
+
+def helm_values(
+    candidate: Candidate, *, engine: Engine, model: str, texts: Mapping[str, str], name: str, flags: Mapping[str, str]
+) -> str:
+    """Values of the Helm chart, as `penstock kubernetes render` makes them of a recipe.
+
+    Args:
+        texts: of engine arguments by file name; none of engines without such files.
+        flags: of `penstock up`, by configuration.
+
+    Raises:
+        BadArguments: `penstock up` does not take the flags.
+    """
+    counts: dict[str, int] = {pool.role: pool.workers for pool in candidate.pools}
+    image = ENGINE_IMAGE.format(engine=engine) if engine in EXTERNAL else ""
+    wanted = Wanted(counts=counts, engine=engine, model=model, engine_image=image)
+    members: dict[str, RecipeEntry] = {}
+    own: dict[str, str] = {}
+    for pool in candidate.pools:
+        file = file_of(pool, name)
+        if (text := texts.get(file)) and (entry := entry_of(file.removesuffix(".yaml"), file, text)):
+            members[pool.role], own[pool.role] = entry, text
+    values = values_of(wanted, members, own)
+    for pool in candidate.pools:
+        if settings := worker_settings(flags.get(pool.configuration, "")):
+            values["workers"][pool.role].setdefault("settings", {}).update(settings)
+    return to_yaml(wanted, values, str(CHART))
+
+
+def worker_settings(flags: str) -> dict[str, Any]:
+    """What flags of `penstock up` mean for a worker, by flag without its dashes.
+
+    Raises:
+        BadArguments: `penstock up` does not take them.
+    """
+    try:
+        given = passed(read(UpSettings, shlex.split(flags)), WorkerSettings)
+    except (BadFlags, ValueError) as error:
+        raise BadArguments([f"--up {flags!r} of the profile: {error}"]) from None
+    usual = passed(UpSettings(), WorkerSettings)
+    return {
+        flag_name(name).removeprefix("--"): value
+        for name, value in given.items()
+        if value != usual[name] and name not in SETTLED
+    }
