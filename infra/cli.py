@@ -61,11 +61,9 @@ COMMANDS = {
     "gateway": Command("run a gateway (OpenAI API)", "gateway.main:run", "GatewaySettings"),
     "router": Command("run a router", "router.main:run", "RouterSettings"),
     "worker": Command("run a worker", "workers.main:run", "WorkerSettings"),
-    "requests": Command(
-        "list requests, unfinished or over, by what is known of them", "infra.timeline.list_requests:run"
-    ),
+    "requests": Command("list and search requests, running and ended", "infra.timeline.list_requests:run"),
     "tail": Command("print the last messages of the log, decoded", "infra.timeline.tail:run"),
-    "decode": Command("decode what the stock `nats` command prints", "infra.timeline.decode:run"),
+    "decode": Command("decode Penstock messages in the output of the `nats` command", "infra.timeline.decode:run"),
     "inspect": Command("show everything that happened to a request, and why", "infra.timeline.inspect:run"),
     "explain": Command("the earlier name of inspect", "infra.timeline.inspect:run"),
     "trace": Command(
@@ -76,9 +74,13 @@ COMMANDS = {
     "export": Command("write recorded requests to a file", "infra.replay.export:run"),
     "import": Command("read an export into a data folder or a running broker", "infra.replay.import_log:run"),
     "replay": Command("run recorded requests again and compare", "infra.replay.replay:run"),
-    "leases": Command("KV blocks that workers hold for each other right now", "infra.timeline.leases:run"),
-    "index": Command("what each worker's cache held at a moment, from the log", "infra.whatif.index_command:run"),
-    "whatif": Command("decide recorded routing decisions again, with a change", "infra.whatif.main:run"),
+    "leases": Command("list KV blocks that workers hold for each other", "infra.timeline.leases:run"),
+    "index": Command(
+        "show what each worker's cache held at a given time, from the log", "infra.whatif.index_command:run"
+    ),
+    "whatif": Command(
+        "repeat recorded routing decisions with other weights, modes or workers", "infra.whatif.main:run"
+    ),
     "top": Command("watch a running deployment in the terminal", "infra.operate.top:run"),
     "dashboard": Command("show a deployment in the browser", "infra.dashboard.main:run"),
     "doctor": Command("find problems, and how to fix them", "infra.operate.doctor.main:run"),
@@ -89,7 +91,7 @@ COMMANDS = {
         "infra.operate.dead:run",
         choices=("list", "show", "retry"),
     ),
-    "forget": Command("delete what the log holds of requests that have ended", "infra.operate.forget:run"),
+    "forget": Command("delete ended requests from the log", "infra.operate.forget:run"),
     "recipe list": Command("list the recipes that come with penstock", "infra.recipes.cli:run_list"),
     "recipe show": Command("show a recipe and the commands that run it", "infra.recipes.cli:run_show"),
     "recipe check": Command("check engine arguments for errors and slow settings", "infra.recipes.cli:run_check"),

@@ -21,8 +21,8 @@ def run(argv: Sequence[str]) -> int:
     """Decode standard input; returns the exit status."""
     parser = Parser(
         prog="penstock decode",
-        description="decode what the stock `nats` command prints: pipe `nats sub`, `nats stream view` or "
-        "`nats stream get` into it. Other lines pass through unchanged",
+        description="decode Penstock messages in the output of the `nats` command: pipe `nats sub`, `nats stream view` "
+        "or `nats stream get` into it. Other lines pass through unchanged",
     )
     parser.add_argument("--json", action="store_true", help="one JSON object per message, with the whole message")
     args = parser.parse_args(argv)
