@@ -15,6 +15,7 @@ import datetime
 import json
 import time
 from collections.abc import AsyncGenerator, Iterator, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
@@ -59,13 +60,15 @@ class Entry(NamedTuple):
 
 
 class StreamState(NamedTuple):
-    """``created``: when the stream was made, RFC 3339. ``deleted``: sequences in between that have no message."""
+    """``created``: when the stream was made, RFC 3339; "": there is none. ``deleted``: sequences without a message."""
 
     created: str
     messages: int
     first_seq: int
     last_seq: int
     deleted: list[int]
+    max_age_s: float = 0.0
+    max_bytes: int = -1
 
 
 class LogFiles(Protocol):
@@ -107,7 +110,12 @@ def parse_time(text: str) -> int:
 def format_time(time_ns: int) -> str:
     """RFC 3339 with nanoseconds, UTC."""
     seconds, rest = divmod(time_ns, 1_000_000_000)
-    return f"{datetime.datetime.fromtimestamp(seconds, datetime.UTC):%Y-%m-%dT%H:%M:%S}.{rest:09d}Z"
+    return f"{_second(seconds)}.{rest:09d}Z"
+
+
+@lru_cache(16)
+def _second(seconds: int) -> str:
+    return f"{datetime.datetime.fromtimestamp(seconds, datetime.UTC):%Y-%m-%dT%H:%M:%S}"
 
 
 async def read(

@@ -3,21 +3,22 @@
 import argparse
 import asyncio
 import contextlib
-import gc
+import gzip
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from importlib import metadata
+from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 import msgspec
 
 from configs.flags import Parser
 from infra.bus.connection import Bus
-from infra.bus.direct_get import Entry, format_time, get, get_last, read, read_backwards
+from infra.bus.direct_get import Readable, format_time, get, get_last, read, read_backwards
 from infra.counts import counted
-from infra.replay.bulk_read import NeedsTls, read_bulk
-from infra.replay.files import STDIO, writing
+from infra.replay.files import PACKED, STDIO, new_file, writing
+from infra.replay.line_writer import LineWriter, without_gc
 from infra.replay.log_line import (
     FORMAT,
     STREAMS,
@@ -29,10 +30,13 @@ from infra.replay.log_line import (
     encode_line,
     header_line,
 )
-from infra.replay.media import Exported, export_media, media_of
+from infra.replay.media import Exported, export_media
+from infra.replay.parallel_export import Blocks, export_blocks, processes_for
+from infra.replay.read_lines import copy_messages, span
 from infra.replay.redaction import VOCABULARY, Redactor
 from infra.replay.selection import Selection
 from infra.sizes import parse_size, show_size
+from infra.store.log import StoredLog
 from infra.timeline.find_requests import of_entry
 from infra.timeline.log_copy import MEDIA
 from infra.timeline.moments import moment_ns
@@ -41,13 +45,8 @@ from schemas import fleet
 from schemas.errors import ServingError
 from schemas.ids import time_of
 from schemas.requests import GenerateRequest
-from schemas.streams import CLOCK_SKEW_NS, LONGEST_DEADLINE_S
 
 SAMPLED = 200  # records from which the models are known
-GROUP = 256  # lines per write
-NS = 1_000_000_000
-_SERVERS_HEADERS = "Nats-"
-_KEPT_HEADERS = ("Nats-Msg-Id",)
 
 
 class Counted(NamedTuple):
@@ -99,7 +98,7 @@ def add_selection_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--from-seq", type=int, default=0, metavar="N", help="from this sequence of REQUESTS on")
 
 
-async def selection(args: argparse.Namespace, bus: Bus, *, everything: bool) -> Selection:
+async def selection(args: argparse.Namespace, bus: Readable, *, everything: bool) -> Selection:
     """The selection by the flags of ``add_selection_flags``.
 
     Raises:
@@ -127,13 +126,20 @@ async def selection(args: argparse.Namespace, bus: Bus, *, everything: bool) -> 
 
 async def _run(args: argparse.Namespace) -> None:
     media_bytes = parse_size(args.media_bytes) if not args.redact else 0
-    async with open_log(Source.of(args), name="export", streams=(*STREAMS, MEDIA), role="operator") as log:
-        chosen = await selection(args, log.bus, everything=args.all)
+    async with open_log(Source.of(args), name="export", streams=STREAMS, role="operator", files=True) as log:
+        chosen = await selection(args, log.reader, everything=args.all)
         chosen = chosen._replace(kv=not chosen.ids if args.kv is None else args.kv)
         redactor = Redactor(args.vocabulary) if args.redact else None
-        header = await _header(log.bus, args, redacted=args.redact)
-        with writing(args.output) as file:
-            written = await export(log, chosen, header, file, redactor, media_bytes=media_bytes)
+        header = await _header(log.reader, args, redacted=args.redact)
+        processes = 1
+        if log.files is not None and redactor is None and args.output != STDIO:
+            processes = processes_for(log.files, STREAMS)
+        with new_file(args.output) if processes > 1 else writing(args.output) as file:
+            if processes > 1 and log.files is not None:
+                exported = await _export_parallel(log.files, chosen, header, file, processes)
+            else:
+                exported = await _export_messages(log, chosen, header, file, redactor)
+            written = await _with_media(exported, log, Source.of(args), file, media_bytes)
             if chosen.ids and not written.requests:
                 raise ValueError("the log has none of these requests")  # and no file is written
     if chosen.ids and written.requests < len(chosen.ids):
@@ -163,149 +169,89 @@ def _about_media(media: Exported | None, args: argparse.Namespace) -> str:
     return text
 
 
-async def export(
-    log: Log,
-    chosen: Selection,
-    header: FileHeader,
-    file: BinaryIO,
-    redactor: Redactor | None = None,
-    *,
-    media_bytes: int = 0,
-) -> Counted:
-    """Write the header and the selected messages, stream by stream, each in its own order, and the requests' images.
+async def export(log: Log, chosen: Selection, header: FileHeader, file: BinaryIO) -> Counted:
+    """Write the header and the selected messages, stream by stream, each in its own order.
 
     Raises:
         ServingError: the log cannot be read.
     """
+    return (await _export_messages(log, chosen, header, file, None)).counted
+
+
+class _Exported(NamedTuple):
+    """``media``: digests of the requests' images, which are still to be written."""
+
+    counted: Counted
+    media: dict[bytes, None]
+
+
+async def _export_messages(
+    log: Log, chosen: Selection, header: FileHeader, file: BinaryIO, redactor: Redactor | None
+) -> _Exported:
     began = time.perf_counter()
     file.write(header_line(header))
-    writer = _Writer(chosen, file, redactor)
-    with _without_gc():
+    writer = LineWriter(chosen, file, redactor)
+    with without_gc():
         for stream, limits in header.streams.items():
             if limits.messages and (stream != "KV" or chosen.kv):
                 await copy_messages(log, stream, limits.last_seq, chosen, writer.add)
-    media = await _export_media(log.bus, writer, media_bytes) if writer.media else None
     writer.flush()
-    return Counted(len(writer.requests), writer.messages, time.perf_counter() - began, writer.left_out, media)
+    seconds = time.perf_counter() - began
+    return _Exported(Counted(len(writer.requests), writer.messages, seconds, writer.left_out), writer.media)
 
 
-async def _export_media(bus: Bus, writer: "_Writer", limit: int) -> Exported:
+async def _export_parallel(
+    log: StoredLog, chosen: Selection, header: FileHeader, file: BinaryIO, processes: int
+) -> _Exported:
+    began = time.perf_counter()
+    path = Path(file.name)
+    head = header_line(header)
+    file.write(gzip.compress(head, 1, mtime=0) if path.name.endswith(PACKED) else head)
+    file.flush()
+    since_ns, until_ns = span(chosen)
+    work = []
+    for stream, limits in header.streams.items():
+        stored = log.stream(log.subjects.stream(stream))
+        if stored is not None and limits.messages and (stream != "KV" or chosen.kv):
+            since = 0 if stream == "KV" else since_ns
+            work.append(Blocks(stream, stored.folder, range(len(stored.blocks)), since, until_ns))
+    written = await asyncio.to_thread(export_blocks, work, chosen, path, file.tell(), processes)
+    file.seek(written.end)
+    seconds = time.perf_counter() - began
+    return _Exported(Counted(len(written.requests), written.messages, seconds, written.left_out), written.media)
+
+
+async def _with_media(exported: _Exported, log: Log, source: Source, file: BinaryIO, limit: int) -> Counted:
+    """Write the requests' images behind their messages."""
+    counted, digests = exported
+    if not digests:
+        return counted
     if not limit:
-        return Exported(0, 0, 0, len(writer.media))
-    return await export_media(bus, writer.media, limit, writer.write)
+        return counted._replace(media=Exported(0, 0, 0, len(digests)))
+    with _packed(file) as packed:
 
+        def write(record: LogLine) -> None:
+            packed.write(encode_line(record))
 
-class _Writer:
-    """Selected messages as lines of a file."""
-
-    def __init__(self, chosen: Selection, file: BinaryIO, redactor: Redactor | None) -> None:
-        self._chosen = chosen
-        self._file = file
-        self._redactor = redactor
-        self._lines: list[bytes] = []
-        self.requests: set[str] = set()
-        self.messages = 0
-        self.left_out = 0
-        self.media: dict[bytes, None] = {}  # digests, in the order of the requests
-
-    def add(self, record: LogLine) -> None:
-        part: LogLine | None = record
-        if not self._chosen.everything:
-            part = self._chosen.part(record)
-            if part is None:
-                return
-        if part is not None and self._redactor is not None:
-            part = self._redactor.record(part)
-        if part is None:
-            self.left_out += 1
-            return
-        if record.stream in ("REQUESTS", "DONE"):
-            self.requests.add(record.headers.get("Nats-Msg-Id", "")[:36])
-            self.media.update(dict.fromkeys(each.digest for each in media_of(record)))
-        self.write(part)
-
-    def write(self, record: LogLine) -> None:
-        self._lines.append(encode_line(record))
-        self.messages += 1
-        if len(self._lines) == GROUP:
-            self.flush()
-
-    def flush(self) -> None:
-        self._file.write(b"".join(self._lines))
-        self._lines.clear()
+        if log.files is None:
+            media = await export_media(log.bus, digests, limit, write)
+        else:  # only a broker knows which object an entry stands for
+            async with open_log(source, name="export", streams=(MEDIA,), role="operator") as served:
+                media = await export_media(served.bus, digests, limit, write)
+    return counted._replace(media=media)
 
 
 @contextlib.contextmanager
-def _without_gc() -> Iterator[None]:
-    """Pause garbage collection: nothing here makes cycles, and a collection would visit everything that was read."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
+def _packed(file: BinaryIO) -> Iterator[BinaryIO]:
+    """The file itself; behind compressed blocks, one more of them."""
+    if isinstance(file, gzip.GzipFile) or not str(file.name).endswith(PACKED):
+        yield file
+        return
+    with gzip.GzipFile(fileobj=file, mode="wb", compresslevel=1, mtime=0) as packed:
+        yield packed  # type: ignore[misc]
 
 
-async def copy_messages(
-    log: Log, stream: str, until_seq: int, chosen: Selection, add: Callable[[LogLine], None]
-) -> None:
-    """Pass the messages of a stream that may be about selected requests to ``add``.
-
-    Raises:
-        ServingError: the stream cannot be read.
-    """
-    since, until = span(chosen)
-    if stream == "KV":
-        since = 0  # routers know what workers held from its beginning on
-    before = format_time(until) if until else ""
-    subjects = log.bus.subjects
-    name, subject = subjects.stream(stream), f"{subjects.namespace}.>"
-    if log.url and not log.bus.clustered:
-        with contextlib.suppress(NeedsTls):
-            await asyncio.to_thread(_copy_bulk, log.url, stream, name, subject, since, until_seq, before, add)
-            return
-    async for entry in read(log.bus, name, subject, since_ns=since, until_seq=until_seq):
-        record = of_entry_as_record(stream, entry)
-        if before and record.time > before:
-            return
-        add(record)
-
-
-def _copy_bulk(
-    url: str,
-    stream: str,
-    name: str,
-    subject: str,
-    since: int,
-    until_seq: int,
-    before: str,
-    add: Callable[[LogLine], None],
-) -> None:
-    for stored in read_bulk(url, name, subject, since_ns=since, until_seq=until_seq):
-        if before and stored.time > before:
-            return
-        add(LogLine(stream, stored.seq, stored.time, stored.subject, stored.headers, stored.data))
-
-
-def of_entry_as_record(stream: str, entry: Entry) -> LogLine:
-    headers = {
-        name: value
-        for name, value in entry.headers.items()
-        if name in _KEPT_HEADERS or not name.startswith(_SERVERS_HEADERS)
-    }
-    return LogLine(stream, entry.seq, entry.headers["Nats-Time-Stamp"], entry.subject, headers, entry.data)
-
-
-def span(chosen: Selection) -> tuple[int, int]:
-    """When the messages of the selected requests were stored, at the earliest and at the latest; 0: open."""
-    first = min(map(time_of, chosen.ids), default=0) or chosen.since_ns
-    last = max(map(time_of, chosen.ids), default=0) or chosen.until_ns
-    longest = int(LONGEST_DEADLINE_S * NS) + CLOCK_SKEW_NS
-    return max(0, first - CLOCK_SKEW_NS), last + longest if last else 0
-
-
-async def _header(bus: Bus, args: argparse.Namespace, *, redacted: bool) -> FileHeader:
+async def _header(bus: Readable, args: argparse.Namespace, *, redacted: bool) -> FileHeader:
     asked = [
         *args.ids,
         *(
@@ -334,7 +280,11 @@ def _version() -> str:
         return "unknown"
 
 
-async def limits_of(bus: Bus, stream: str) -> StreamLimits | None:
+async def limits_of(bus: Readable, stream: str) -> StreamLimits | None:
+    if not isinstance(bus, Bus):
+        kept = bus.state(bus.subjects.stream(stream))
+        limits = StreamLimits(kept.first_seq, kept.last_seq, kept.messages, kept.max_age_s, kept.max_bytes)
+        return limits if kept.created else None
     with contextlib.suppress(Exception):  # nats-py: many kinds; a deployment of an earlier build lacks some streams
         info = await bus.js.stream_info(bus.subjects.stream(stream))
         state, config = info.state, info.config
@@ -344,7 +294,7 @@ async def limits_of(bus: Bus, stream: str) -> StreamLimits | None:
     return None
 
 
-async def models(bus: Bus) -> list[ModelInfo]:
+async def models(bus: Readable) -> list[ModelInfo]:
     """The models of the last requests, with what their workers have registered."""
     by_name: dict[str, ModelInfo] = {}
     count = 0
@@ -356,14 +306,14 @@ async def models(bus: Bus) -> list[ModelInfo]:
         if count >= SAMPLED:
             break
     for worker in await workers(bus):
-        model = by_name.get(worker.model, ModelInfo(worker.model))
+        known = by_name.get(worker.model, ModelInfo(worker.model))
         by_name[worker.model] = msgspec.structs.replace(
-            model,
-            revision=model.revision or worker.revision,
-            tokenizer=model.tokenizer or worker.tokenizer,
-            block_size=model.block_size or worker.block_size,
+            known,
+            revision=known.revision or worker.revision,
+            tokenizer=known.tokenizer or worker.tokenizer,
+            block_size=known.block_size or worker.block_size,
             engine=worker.engine,
-            workers=model.workers + 1,
+            workers=known.workers + 1,
         )
     return list(by_name.values())
 
@@ -372,7 +322,7 @@ def _model(request: GenerateRequest) -> ModelInfo:
     return ModelInfo(request.model, request.revision, request.tokenizer, request.block_size)
 
 
-async def workers(bus: Bus) -> list[fleet.Registration]:
+async def workers(bus: Readable) -> list[fleet.Registration]:
     """The workers that are registered now; none if the deployment is stopped."""
     by_id: dict[str, Any] = {}
     stream = f"KV_{bus.subjects.bucket('workers')}"

@@ -13,6 +13,7 @@ from infra.replay.log_line import BadLine, FileHeader, LogLine, decode_line, rea
 from infra.terminal import reason
 
 STDIO = "-"
+PACKED = ".gz.part"  # how a compressed file's name ends while it is written
 BUFFER_BYTES = 1 << 20
 _START = b'{"stream":"'
 
@@ -121,16 +122,24 @@ def writing(name: str) -> Iterator[BinaryIO]:
         yield sys.stdout.buffer
         sys.stdout.buffer.flush()
         return
+    with new_file(name) as file:
+        if name.endswith(".gz"):
+            with gzip.GzipFile(Path(name).stem, "wb", compresslevel=1, fileobj=file, mtime=0) as packed:
+                yield packed  # type: ignore[misc]
+        else:
+            yield file
+
+
+@contextlib.contextmanager
+def new_file(name: str) -> Iterator[BinaryIO]:
+    """As ``writing``, for a path and without compression. Meanwhile it has the suffix ``.part``."""
+    _check(name)
     path = Path(name)
     part = path.with_name(f".{path.name}.part")
     try:
         with part.open("wb", buffering=BUFFER_BYTES) as file:
             part.chmod(0o600)
-            if name.endswith(".gz"):
-                with gzip.GzipFile(path.stem, "wb", compresslevel=1, fileobj=file, mtime=0) as packed:
-                    yield packed  # type: ignore[misc]
-            else:
-                yield file
+            yield file
         part.replace(path)
     except OSError as error:
         raise ValueError(f"{name} cannot be written: {reason(error)}") from error

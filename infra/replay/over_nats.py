@@ -13,10 +13,11 @@ from infra.bus.connection import Bus
 from infra.bus.publisher import Publisher
 from infra.replay.changes import Changes, Target, as_new
 from infra.replay.comparison import Comparison, compare
-from infra.replay.export import copy_messages, limits_of, workers
+from infra.replay.export import limits_of, workers
 from infra.replay.log_line import LogLine
 from infra.replay.media import move_media
 from infra.replay.nats_sender import MAX_OPEN, NatsSender, Planned, Sent
+from infra.replay.read_lines import copy_messages
 from infra.replay.recording import Recording, Run
 from infra.replay.report import Replayed
 from infra.replay.selection import Selection

@@ -80,6 +80,20 @@ def subject_of(block: bytes, at: int) -> bytes:
     return block[start : start + int.from_bytes(block[start - 2 : start], "little")]
 
 
+_MESSAGE_ID = b"\r\nNats-Msg-Id:"
+
+
+def message_id(block: bytes, at: int) -> bytes:
+    """The message id of the message at an offset, encoded; empty: it has none."""
+    length, _, _, subject_bytes = HEADER.unpack_from(block, at)
+    if not length & HAS_HEADERS:
+        return b""
+    start = at + HEADER.size + subject_bytes
+    end = start + _SIZE.size + int.from_bytes(block[start : start + _SIZE.size], "little")
+    name = block.find(_MESSAGE_ID, start, end)
+    return block[name + len(_MESSAGE_ID) : block.find(b"\r\n", name + 2, end)].strip() if name >= 0 else b""
+
+
 def message(block: bytes, at: int) -> Message:
     """The message at an offset.
 

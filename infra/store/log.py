@@ -49,7 +49,7 @@ class StoredLog:
         stored = self.stream(stream)
         if stored is None:
             return
-        for raw in stored.forward(subject_pattern(subject), after=after, since_ns=since_ns):
+        for raw in stored.forward(self._pattern(subject), after=after, since_ns=since_ns):
             if until_seq is not None and raw.seq > until_seq:
                 return
             yield entry_of(raw)
@@ -58,7 +58,11 @@ class StoredLog:
         """As ``direct_get.read_backwards``."""
         stored = self.stream(stream)
         if stored is not None:
-            yield from map(entry_of, stored.backward(subject_pattern(subject), before=before))
+            yield from map(entry_of, stored.backward(self._pattern(subject), before=before))
+
+    def _pattern(self, subject: str) -> re.Pattern[bytes] | None:
+        """``subject_pattern``; no stream has subjects outside of the namespace."""
+        return None if subject == f"{self.subjects.namespace}.>" else subject_pattern(subject)
 
     def get_last(self, stream: str, subject: str) -> Entry | None:
         """As ``direct_get.get_last``."""
@@ -87,7 +91,8 @@ class StoredLog:
             return StreamState("", 0, 0, 0, [])
         deleted = stored.deleted()
         messages = stored.last_seq - stored.first_seq + 1 - len(deleted) if stored.blocks else 0
-        return StreamState(stored.created, messages, stored.first_seq, stored.last_seq, deleted)
+        limits = stored.max_age_s, stored.max_bytes
+        return StreamState(stored.created, messages, stored.first_seq, stored.last_seq, deleted, *limits)
 
     def get_next(self, stream: str, subject: str, after: int) -> Entry | None:
         """As ``direct_get.get_next``."""

@@ -38,8 +38,11 @@ class Raw(NamedTuple):
 
 
 class _Config(msgspec.Struct):
-    created: str = ""
+    Created: str = ""  # as the server writes it
+    created: str = ""  # as ``infra.replay.restore`` does
     compression: str = "none"
+    max_age: int = 0  # ns
+    max_bytes: int = -1
 
 
 class _Block(NamedTuple):
@@ -65,8 +68,11 @@ class StoredStream:
         if (folder / "meta.key").exists() or config.compression not in ("", "none"):
             raise Unsupported(f"stream {folder.name} is encrypted or compressed")
         self.name = folder.name
+        self.folder = folder
         self._check = check
-        self.created = config.created
+        self.created = config.Created or config.created
+        self.max_age_s = config.max_age / 1e9
+        self.max_bytes = config.max_bytes
         self._kept: OrderedDict[int, tuple[bytes, Records]] = OrderedDict()
         paths = sorted((int(path.stem), path) for path in (folder / "msgs").glob("*.blk") if path.stem.isdecimal())
         deleted: list[int] = []
@@ -105,30 +111,35 @@ class StoredStream:
             pattern: of their subjects (``subject_pattern``); None: all.
             after: behind this sequence; with 0, from the first message on that was stored at ``since_ns`` or later.
         """
-        number = self._number_at(after + 1) if after else self._number_since(since_ns)
-        for index in range(number, len(self._blocks)):
-            data, rows = self._records(self._blocks[index])
-            for seq, time_ns, at in self._living(rows.places):
-                if seq <= after or time_ns < since_ns:
-                    continue
-                since_ns = 0
+        for data, places in self.by_block(after=after, since_ns=since_ns):
+            for seq, time_ns, at in places:
                 if pattern is None or pattern.fullmatch(subject_of(data, at)):
                     yield Raw(seq, time_ns, data, at)
+
+    def block(self, index: int) -> tuple[bytes, list[Place]]:
+        """One of ``blocks``: its bytes, and where its messages are."""
+        data, rows = self._records(self._blocks[index])
+        return data, self._living(rows.places)
+
+    def by_block(self, *, after: int = 0, since_ns: int = 0) -> Iterator[tuple[bytes, list[Place]]]:
+        """As ``forward``, a block at a time: its bytes, and where its messages are."""
+        number = self._number_at(after + 1) if after else self._number_since(since_ns)
+        for index in range(number, len(self._blocks)):
+            data, places = self.block(index)
+            if places and (places[0][0] <= after or places[0][1] < since_ns):
+                places = [place for place in places if place[0] > after and place[1] >= since_ns]
+            if places:
+                since_ns = 0
+                yield data, places
 
     def backward(self, pattern: re.Pattern[bytes] | None = None, *, before: int = 0) -> Iterator[Raw]:
         """Messages, newest first: those before a sequence, or all."""
         start = min(self._number_at(before - 1) if before else len(self._blocks), len(self._blocks) - 1)
         for index in range(start, -1, -1):
-            data, rows = self._records(self._blocks[index])
-            for seq, time_ns, at in reversed(list(self._living(rows.places))):
+            data, places = self.block(index)
+            for seq, time_ns, at in reversed(places):
                 if (not before or seq < before) and (pattern is None or pattern.fullmatch(subject_of(data, at))):
                     yield Raw(seq, time_ns, data, at)
-
-    def of_block(self, index: int) -> Iterator[Raw]:
-        """The messages of one of ``blocks``."""
-        data, rows = self._records(self._blocks[index])
-        for seq, time_ns, at in self._living(rows.places):
-            yield Raw(seq, time_ns, data, at)
 
     def get(self, seq: int) -> Raw | None:
         """The message of a sequence."""
@@ -138,10 +149,10 @@ class StoredStream:
 
     # --- blocks ---
 
-    def _living(self, places: list[Place]) -> Iterator[Place]:
+    def _living(self, places: list[Place]) -> list[Place]:
         if not self._deleted and places and places[0][0] >= self.first_seq:
-            return iter(places)
-        return (place for place in places if place[0] >= self.first_seq and place[0] not in self._deleted)
+            return places
+        return [place for place in places if place[0] >= self.first_seq and place[0] not in self._deleted]
 
     def _places(self, number: int) -> Iterator[Place]:
         for block in self._blocks[number:]:

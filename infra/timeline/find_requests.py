@@ -5,18 +5,20 @@ acknowledged. A stopped deployment has no consumers, so the last hour of both st
 """
 
 import time
-from collections.abc import AsyncGenerator, Iterable, Iterator
+from collections.abc import AsyncGenerator, Iterable
 
 import msgspec
 import structlog
 
 from infra.bus.connection import Bus
-from infra.bus.direct_get import Entry, LogFiles, Readable, get_last, get_last_of, read, read_backwards
+from infra.bus.direct_get import Entry, Readable, get_last, get_last_of, read, read_backwards
+from infra.store.log import StoredLog
+from infra.timeline.left_open import left_open
 from schemas import done, jobs, requests
 from schemas.jobs import Job, Revoke
 from schemas.requests import GenerateRequest
 from schemas.streams import LONGEST_DEADLINE_S
-from schemas.subjects import HEADER_MSG_ID, KEPT
+from schemas.subjects import KEPT
 from schemas.summary import RUNNING, WAITING, Criteria, RequestSummary, of_done, of_request
 
 log = structlog.get_logger("timeline")
@@ -74,7 +76,7 @@ async def unfinished(bus: Readable, criteria: Criteria, *, stopped: bool = False
         ServingError: a stream cannot be read.
     """
     by_id: dict[str, LoggedRequest] = {}
-    if not isinstance(bus, Bus):
+    if isinstance(bus, StoredLog):
         for name, subject, data in left_open(bus, await _hour_before_end(bus)):
             if name == "REQUESTS":
                 request = requests.decode(data)
@@ -93,20 +95,6 @@ async def unfinished(bus: Readable, criteria: Criteria, *, stopped: bool = False
     over = {record.request async for record in _records(bus, [each.summary for each in by_id.values()])}
     left = [each for name, each in by_id.items() if name not in over and criteria.accepts(each.summary)]
     return sorted(left, key=lambda each: each.summary.created_ns, reverse=True)
-
-
-def left_open(files: LogFiles, since_ns: int) -> Iterator[tuple[str, str, bytes]]:
-    """Stream, subject and body of what a stopped deployment has stored about requests without a record."""
-    subjects = files.subjects
-
-    def stored(name: str) -> Iterator[Entry]:
-        return files.read(subjects.stream(name), f"{subjects.namespace}.>", after=0, since_ns=since_ns, until_seq=None)
-
-    over = {each.subject.rpartition(".")[2] for each in stored("DONE")}
-    for name in ("REQUESTS", "WORK"):
-        for each in stored(name):
-            if each.headers.get(HEADER_MSG_ID, "").partition(":")[0] not in over:
-                yield name, each.subject, each.data
 
 
 async def _hour_before_end(bus: Readable) -> int:

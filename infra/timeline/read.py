@@ -10,6 +10,7 @@ from collections.abc import AsyncGenerator
 
 import msgspec
 
+from infra.bus.connection import Bus
 from infra.bus.direct_get import Entry, Readable, get_last, read
 from infra.timeline.request_timeline import RequestTimeline
 from schemas import done, jobs, requests, tokens
@@ -37,7 +38,7 @@ async def read_timeline(bus: Readable, request_id: str, *, with_tokens: bool = F
     """
     since = time_of(request_id) - CLOCK_SKEW_NS
     timeline = RequestTimeline(request_id)
-    last = await get_last(bus, bus.subjects.stream("DONE"), bus.subjects.done_of(request_id))
+    last = await _record(bus, request_id, since)
     request = await _request(bus, request_id, since, last)
     if request is None:
         raise ValueError(f"no request {request_id} in the log; requests are kept for a day, their records for a week")
@@ -56,6 +57,15 @@ async def read_timeline(bus: Readable, request_id: str, *, with_tokens: bool = F
     if with_tokens:
         await _add_tokens(bus, timeline, since, until_ns)
     return timeline
+
+
+async def _record(bus: Readable, request_id: str, since: int) -> Entry | None:
+    """The request's record, of which there is at most one; None: it has not ended."""
+    stream, subject = bus.subjects.stream("DONE"), bus.subjects.done_of(request_id)
+    if isinstance(bus, Bus):
+        return await get_last(bus, stream, subject)
+    async with contextlib.aclosing(read(bus, stream, subject, since_ns=since)) as entries:
+        return await anext(entries, None)  # files have no index of subjects: it is soon behind the request
 
 
 async def _window(

@@ -1,5 +1,6 @@
 """Streams read from the files of a broker that does not run: what they hold is what the broker would serve."""
 
+import json
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -143,6 +144,7 @@ async def test_the_files_hold_what_the_broker_serves(make_broker: Callable[..., 
         last = await get_last(bus, "ps_WORK", "ps.work.a.2")
         wanted = ["ps.work.a.2", "ps.work.b.5", "ps.work.none"]
         several = [plain(each) for each in await get_last_of(bus, "ps_WORK", wanted)]
+        info = json.loads((await bus.nc.request("$JS.API.STREAM.INFO.ps_WORK", b"")).data)
         since = [plain(each) async for each in read(bus, "ps_WORK", ">", since_ns=served["ps_WORK"][20][1])]
     if killed:
         server.kill()
@@ -166,6 +168,8 @@ async def test_the_files_hold_what_the_broker_serves(make_broker: Callable[..., 
     assert following.seq == 21
     state = log.state("ps_WORK")
     assert (state.first_seq, state.last_seq, state.messages) == (5, 60, len(served["ps_WORK"]))
+    assert state.created == info["created"]
+    assert (state.max_age_s, state.max_bytes) == (info["config"]["max_age"] / 1e9, info["config"]["max_bytes"])
     assert state.deleted == [7, 12, 18, 32, 46, 60]
     assert await everything(log, "ps_NONE") == []
 
