@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 import msgspec
 import structlog
-from nats.errors import Error as NatsError
 
 from configs.settings import RouterSettings
 from infra.bus.connection import Bus
@@ -30,13 +29,15 @@ from router.index_loader import IndexLoader
 from router.job_message import Positions
 from router.load import ENCODE, ActiveRequest
 from router.load_tracker import LoadTracker
+from router.registration_removal import RegistrationRemoval
+from router.returned_attempts import ReturnedAttempts
 from router.sent import read_sent
 from router.snapshot import IndexSnapshots, Snapshot, Snapshots, encode_part, only_logged
 from router.unowned import Unfolded, UnownedRequests
-from schemas import done, fleet, kv
+from schemas import fleet, kv
 from schemas.jobs import LoadHeader, Stage
 from schemas.streams import LONGEST_DEADLINE_S
-from schemas.subjects import HEADER_MSG_ID, HEADER_NO_STORE, HEADER_RETURNED
+from schemas.subjects import HEADER_MSG_ID, HEADER_NO_STORE
 
 log = structlog.get_logger("router")
 
@@ -49,7 +50,6 @@ EXPIRE_REQUESTS = 2_000
 FOLD_AT_ONCE = 100  # messages that were left unfolded: 2 ms
 LEFT_REMEMBERED = 1024  # workers that left
 OVERDUE_NS = 30_000_000_000  # after its deadline; the terminal event of such a request was missed
-REMOVE_KEY_TRIES = 3
 
 
 class IndexCheck(NamedTuple):
@@ -75,14 +75,14 @@ class ClusterState:
         if settings.kv_events:
             self._use_index(PrefixIndex(settings.max_index_blocks))
         self._registry = WorkerRegistry(bus, joined=self._on_joined, left=self._on_left, renewed=self._on_renewed)
+        self._removal = RegistrationRemoval(bus, self._registry, self.tasks)
         self.disconnects = DisconnectWatch(self._is_worker_connection)
         self._kv = self._tail("KV", "kv", self._on_kv)
         self._work = self._tail("WORK", "work", self._on_work)
         self._done = self._tail("DONE", "done", self._on_done)
-        self._returned = self._tail("DONE", "returned", self._on_returned)
+        self._returns = ReturnedAttempts(bus, self._on_returned)
+        self._returned = self._tail("DONE", "returned", self._returns.on_entry)
         self._following = AsyncExitStack()
-        self._fetching: set[asyncio.Future[None]] = set()
-        self._removing_stale_keys: asyncio.Task[None] | None = None
         self.stalled: frozenset[str] = frozenset()  # workers whose engines make no steps; set by the watchdog
         self.late: frozenset[str] = frozenset()  # workers whose requests are placed again; set by ``resteer``
         self._left: OrderedDict[str, str] = OrderedDict()  # workers that left, the most recent last -> model
@@ -154,9 +154,7 @@ class ClusterState:
                 self._loader.forget(worker)
 
     async def stop(self) -> None:
-        for task in self._fetching:
-            task.cancel()
-        await asyncio.gather(*self._fetching, return_exceptions=True)
+        await self._returns.stop()
         if self._loader is not None:
             await self._loader.stop()
         await self._following.aclose()
@@ -190,12 +188,9 @@ class ClusterState:
     async def maintain(self, now_ns: int) -> None:
         """Expire leases, broken connections and overdue requests, and clean up the index; a few times a second."""
         self._registry.expire()
-        if self._removing_stale_keys is None or self._removing_stale_keys.done():
-            self._removing_stale_keys = self.tasks.spawn(
-                self._remove_stale_keys(), name="stale-keys", on_failure=_stale_keys_not_read
-            )
+        self._removal.remove_stale()
         if expired := self.disconnects.expired(time.monotonic()):
-            self._drop_connections(frozenset(expired))
+            self._removal.remove_connections(frozenset(expired))
         self.tracker.expire(now_ns, OVERDUE_NS, EXPIRE_REQUESTS)
         for index in (self.index, self._approximate):
             for _ in range(SWEEP_STEPS):
@@ -338,34 +333,8 @@ class ClusterState:
             self.tracker.finish(request, time.time_ns())
             self._listener.capacity_changed()
 
-    def _on_returned(self, entry: Entry) -> None:
-        header = entry.headers.get(HEADER_RETURNED)
-        try:
-            if header is not None:
-                request = entry.headers.get(HEADER_MSG_ID, "").partition(":")[0]
-                self._listener.attempt_returned(request, *done.read_returned_header(header))
-            elif entry.data:
-                self._on_returned_body(entry.data)
-            else:  # from a worker of an older release: only the body has the attempt
-                task = asyncio.ensure_future(self._fetch_returned(entry.seq))
-                self._fetching.add(task)
-                task.add_done_callback(self._on_fetched)
-        except (msgspec.MsgspecError, ValueError) as error:
-            log.warning("return_unreadable", seq=entry.seq, error=str(error))
-
-    def _on_returned_body(self, data: bytes) -> None:
-        event = done.decode(data)
-        if isinstance(event, done.Returned):
-            self._listener.attempt_returned(event.request, event.attempt, event.reason)
-
-    async def _fetch_returned(self, seq: int) -> None:
-        message = await self._bus.js.get_msg(self._bus.subjects.stream("DONE"), seq, direct=True)
-        self._on_returned_body(message.data or b"")
-
-    def _on_fetched(self, task: "asyncio.Future[None]") -> None:
-        self._fetching.discard(task)
-        if not task.cancelled() and task.exception() is not None:
-            log.warning("return_unreadable", error=repr(task.exception()))
+    def _on_returned(self, request: str, attempt: int, reason: str) -> None:
+        self._listener.attempt_returned(request, attempt, reason)
 
     def _on_kv(self, entry: Entry) -> None:
         assert self.index is not None
@@ -421,30 +390,3 @@ class ClusterState:
             self._loader.forget(name)
         self._approximate.forget(name)
         self._listener.worker_lost(name, why, requests)
-
-    def _drop_connections(self, connections: frozenset[str]) -> None:
-        """Connections did not come back: their workers are dead. Removing a key stops a worker that is not."""
-        for name, worker in list(self._registry.members.items()):
-            if worker.registration.connection in connections:
-                self.tasks.spawn(self._remove_key(name, worker.revision), name=f"remove-{name}")
-                self._registry.remove(name, "its connection broke")
-
-    async def _remove_stale_keys(self) -> None:
-        """Remove expired registrations that a killed broker brought back."""
-        await self._registry.find_stale_keys()
-        for worker, revision in self._registry.take_stale_keys().items():
-            await self._remove_key(worker, revision)
-            log.info("stale_registration_removed", worker=worker)
-
-    async def _remove_key(self, worker: str, revision: int) -> None:
-        headers = fleet.removal_headers(revision)
-        for _ in range(REMOVE_KEY_TRIES):
-            try:
-                await self._bus.nc.request(self._bus.subjects.lease(worker), b"", timeout=1.0, headers=headers)
-                return
-            except (NatsError, TimeoutError) as error:
-                log.debug("key_not_removed", worker=worker, error=repr(error))
-
-
-def _stale_keys_not_read(error: BaseException) -> None:
-    log.debug("stale_registrations_not_read", error=repr(error))  # tried again a moment later
