@@ -61,6 +61,8 @@ COMMANDS = {
     "gateway": Command("run a gateway (OpenAI API)", "gateway.main:run", "GatewaySettings"),
     "router": Command("run a router", "router.main:run", "RouterSettings"),
     "worker": Command("run a worker", "workers.main:run", "WorkerSettings"),
+    "chat": Command("talk to a model in the terminal", "infra.chat.command:run"),
+    "run": Command("serve a model for one conversation: start, answer, stop", "infra.chat.run_command:run"),
     "requests": Command("list and search requests, running and ended", "infra.timeline.list_requests:run"),
     "tail": Command("print the last messages of the log, decoded", "infra.timeline.tail:run"),
     "decode": Command("decode Penstock messages in the output of the `nats` command", "infra.timeline.decode:run"),
@@ -171,6 +173,7 @@ COMMANDS = {
 
 # How ``penstock --help`` groups the commands, by their first words.
 SECTIONS = {
+    "Talk": ("chat", "run"),
     "Run": ("up", "nats", "gateway", "router", "worker", "recipe", "kubernetes", "monitoring"),
     "Find out": ("doctor", "top", "dashboard", "requests", "inspect", "tail", "decode", "trace", "leases", "index"),
     "Run again": ("export", "import", "replay", "whatif", "dead"),

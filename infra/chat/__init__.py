@@ -1,0 +1,1 @@
+"""``penstock chat`` and ``penstock run``: talk to a model in the terminal."""

@@ -1,0 +1,147 @@
+"""A streamed chat completion, event by event. Pure.
+
+Servers differ in what they call thoughts: ``reasoning_content`` and ``reasoning`` are both read.
+"""
+
+from typing import NamedTuple
+
+import msgspec
+
+MAX_EVENT_BYTES = 8 << 20
+
+
+class _Function(msgspec.Struct):
+    name: str | None = None
+    arguments: str | None = None
+
+
+class _ToolCall(msgspec.Struct):
+    index: int = 0
+    id: str | None = None
+    function: _Function | None = None
+
+
+class _Delta(msgspec.Struct):
+    content: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    tool_calls: list[_ToolCall] | None = None
+
+
+class _Choice(msgspec.Struct):
+    delta: _Delta | None = None
+    finish_reason: str | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+
+class _Error(msgspec.Struct):
+    message: str = ""
+
+
+class _Chunk(msgspec.Struct):
+    id: str = ""
+    choices: list[_Choice] = []
+    usage: _Usage | None = None
+    error: _Error | None = None
+
+
+_read_chunk = msgspec.json.Decoder(_Chunk).decode
+
+
+class Call(msgspec.Struct):
+    """A tool call. ``arguments``: JSON, as far as it has come."""
+
+    id: str = ""
+    name: str = ""
+    arguments: str = ""
+
+
+class Part(NamedTuple):
+    """What one event adds; "": nothing of this kind."""
+
+    text: str = ""
+    thought: str = ""
+
+
+class Answer:
+    """
+    Attributes:
+        finish: why it ended; "": it has not.
+        last_event: its id, after which a broken stream goes on; "": the server gives none.
+        prompt_tokens, tokens: as the server counts them; 0: it does not say.
+    """
+
+    def __init__(self) -> None:
+        self.text = self.thoughts = ""
+        self.calls: list[Call] = []
+        self.finish = ""
+        self.request_id = ""
+        self.last_event = ""
+        self.prompt_tokens = self.tokens = 0
+        self.complete = False
+        self._left = b""
+
+    def feed(self, data: bytes) -> list[Part]:
+        """Bytes of the stream, in pieces of any length; returns what they add.
+
+        Raises:
+            ValueError: the server reports an error, or this is no such stream.
+        """
+        *events, self._left = (self._left + data).replace(b"\r\n", b"\n").split(b"\n\n")
+        if len(self._left) > MAX_EVENT_BYTES:
+            raise ValueError(f"an event of the answer is larger than {MAX_EVENT_BYTES >> 20} MiB")
+        return [part for event in events for part in self._event(event)]
+
+    def restart(self) -> None:
+        """The stream begins again behind ``last_event``."""
+        self._left = b""
+
+    def _event(self, event: bytes) -> list[Part]:
+        id, payload = "", b""
+        for line in event.split(b"\n"):
+            name, _, value = line.partition(b":")
+            if name == b"id":
+                id = value.strip().decode(errors="replace")
+            elif name == b"data":
+                payload += value.strip()
+        if not payload:
+            return []
+        if payload == b"[DONE]":
+            self.complete = True
+            return []
+        try:
+            chunk = _read_chunk(payload)
+        except msgspec.MsgspecError as error:
+            raise ValueError(f"the answer is no stream of chat completion chunks: {error}") from error
+        if chunk.error is not None:
+            raise ValueError(chunk.error.message or "the server ended the answer with an error")
+        self.request_id = chunk.id.removeprefix("chatcmpl-") or self.request_id
+        self.last_event = id or self.last_event
+        if chunk.usage is not None:
+            self.prompt_tokens, self.tokens = chunk.usage.prompt_tokens, chunk.usage.completion_tokens
+        return [part for choice in chunk.choices if (part := self._choice(choice)) is not None]
+
+    def _choice(self, choice: _Choice) -> Part | None:
+        self.finish = choice.finish_reason or self.finish
+        delta = choice.delta
+        if delta is None:
+            return None
+        for call in delta.tool_calls or ():
+            self._call(call)
+        text, thought = delta.content or "", delta.reasoning_content or delta.reasoning or ""
+        self.text += text
+        self.thoughts += thought
+        return Part(text, thought) if text or thought else None
+
+    def _call(self, delta: _ToolCall) -> None:
+        while len(self.calls) <= min(delta.index, 127):
+            self.calls.append(Call())
+        call = self.calls[min(delta.index, 127)]
+        call.id = delta.id or call.id
+        if delta.function is not None:
+            call.name += delta.function.name or ""
+            call.arguments += delta.function.arguments or ""

@@ -1,0 +1,116 @@
+"""``penstock run``: serve a model for one conversation."""
+
+import argparse
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import httpcore2
+import msgspec
+from rich.console import Console
+
+from configs.flags import Parser
+from infra.chat.command import INTERRUPTED, add_chat_flags, talk
+from infra.launch.deathsig import die_with_parent
+from infra.launch.state import read_state
+from infra.model.modeldir import ModelError, resolve
+
+READY_S = 3600.0  # larger models take minutes to load; `up` gives up earlier by its own --ready-s
+STOP_S = 60.0
+POLL_S = 0.1
+SHOWN_BYTES = 4000  # of the output of a start that failed
+
+
+class StartFailed(ValueError):
+    """``penstock up`` ended before it was ready."""
+
+
+def run(argv: Sequence[str]) -> int:
+    """Start a deployment, answer, stop it; the exit status."""
+    parser = Parser(
+        prog="penstock run",
+        description="serve a model for one question or conversation: start what is needed, answer, stop. A model of "
+        "the Hugging Face hub is downloaded first.",
+        epilog="flags of `penstock up` go behind --, as in: penstock run demo 'What is 12 + 5?' -- --threads 2",
+    )
+    parser.add_argument("model", help="model directory, Hugging Face id, or a bundled model such as demo")
+    parser.add_argument("question", nargs="*", help="what to ask; -: read it from standard input; without one: talk")
+    parser.add_argument("--data-dir", default="", metavar="FOLDER", help="keep the log here; default: it is deleted")
+    add_chat_flags(parser)
+    own, flags = _split(list(argv))
+    args = parser.parse_args(own)
+    try:
+        resolve(args.model, weights="mock" not in flags)  # downloads it here, where its progress is seen
+        if args.data_dir:
+            return _serve(args, Path(args.data_dir), flags)
+        with tempfile.TemporaryDirectory(prefix="penstock-run-") as folder:
+            return _serve(args, Path(folder), flags)
+    except (ModelError, ValueError, OSError) as error:
+        print(f"penstock run: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+def _split(argv: list[str]) -> tuple[list[str], list[str]]:
+    if "--" not in argv:
+        return argv, []
+    at = argv.index("--")
+    return argv[:at], argv[at + 1 :]
+
+
+def _serve(args: argparse.Namespace, data_dir: Path, flags: Sequence[str]) -> int:
+    data_dir.mkdir(parents=True, exist_ok=True)
+    output = data_dir / "run.log"
+    command = [sys.executable, "-m", "infra.cli", "up", "--model", args.model, "--data-dir", str(data_dir)]
+    command += ["--http-port", "0", "--dashboard-port", "-1", "--metrics-port", "-1", *flags]
+    with output.open("wb") as log:
+        up = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # Ctrl-C ends an answer, not the deployment
+            preexec_fn=die_with_parent(),
+        )
+    try:
+        with Console(stderr=True).status(f"starting {args.model}"):
+            url = _ready_url(data_dir / "state.json", up.poll, output)
+        args.model = ""
+        return talk(args, url)
+    finally:
+        _stop(up)
+
+
+def _ready_url(state: Path, ended: Callable[[], int | None], output: Path) -> str:
+    """Where the deployment serves, once it does.
+
+    Raises:
+        StartFailed: it ended, or is not ready in time.
+    """
+    deadline = time.monotonic() + READY_S
+    while time.monotonic() < deadline:
+        if ended() is not None:
+            raise StartFailed(
+                output.read_bytes()[-SHOWN_BYTES:].decode(errors="replace").strip().removeprefix("penstock up: ")
+            )
+        try:
+            url = read_state(state).http_url
+            if httpcore2.request("GET", f"{url}/health/ready").status == 200:
+                return url
+        except (OSError, msgspec.DecodeError, httpcore2.NetworkError, httpcore2.ProtocolError):
+            pass
+        time.sleep(POLL_S)
+    raise StartFailed(f"not ready within {READY_S:g} s; {output} says more")
+
+
+def _stop(up: "subprocess.Popen[bytes]") -> None:
+    up.terminate()
+    try:
+        up.wait(STOP_S)
+    except subprocess.TimeoutExpired:
+        up.kill()
+        up.wait()
