@@ -49,17 +49,22 @@ def run(argv: Sequence[str]) -> int:
 
 def add_chat_flags(parser: argparse.ArgumentParser) -> None:
     """What ``penstock run`` has too."""
-    add = parser.add_argument
-    add("--key", default=os.environ.get("OPENAI_API_KEY", ""), help="API key; default: $OPENAI_API_KEY")
-    add("--system", default="", metavar="TEXT", help="system message")
-    add("--image", action="append", default=[], metavar="FILE", help="show an image with the question; or a URL")
-    add("--tools", default="", metavar="FILE", help="JSON list of tools that the model may call; you give the results")
-    add("--max-tokens", type=int, metavar="N", help="of an answer; default: the server's")
-    add("--temperature", type=float, metavar="T", help="default: the model's")
-    add("--thoughts", action="store_true", help="print what a reasoning model thinks; otherwise it is folded")
-    add("--continue", dest="go_on", action="store_true", help="go on with the last conversation")
+    parser.add_argument("--key", default=os.environ.get("OPENAI_API_KEY", ""), help="API key; default: $OPENAI_API_KEY")
+    parser.add_argument("--system", default="", metavar="TEXT", help="system message")
+    parser.add_argument(
+        "--image", action="append", default=[], metavar="FILE", help="show an image with the question; or a URL"
+    )
+    parser.add_argument(
+        "--tools", default="", metavar="FILE", help="JSON list of tools that the model may call; you give the results"
+    )
+    parser.add_argument("--max-tokens", type=int, metavar="N", help="of an answer; default: the server's")
+    parser.add_argument("--temperature", type=float, metavar="T", help="default: the model's")
+    parser.add_argument(
+        "--thoughts", action="store_true", help="print what a reasoning model thinks; otherwise it is folded"
+    )
+    parser.add_argument("--continue", dest="go_on", action="store_true", help="go on with the last conversation")
     if not any(action.dest == "model" for action in parser._actions):
-        add("--model", default="", help="one of those that are served; default: the first")
+        parser.add_argument("--model", default="", help="one of those that are served; default: the first")
 
 
 def deployment_url(data_dir: Path) -> str:
