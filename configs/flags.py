@@ -170,7 +170,7 @@ def _add(parser: "Parser", flag: Flag, default: object) -> None:
 
 
 def _from_file(path: str, flags: Sequence[Flag], problems: list[str]) -> dict[str, tuple[object, str]]:
-    """Fields, their values and where they were found, of a YAML file; what is wrong with it goes to ``problems``.
+    """Read a YAML file: for each field its value and its place in the file. Errors are added to ``problems``.
 
     Args:
         path: "": ``penstock.yaml`` in the working directory, if there is one.
@@ -287,7 +287,7 @@ def closest(word: str, candidates: Iterable[str]) -> str:
 
 
 def _hint(field: str, names: Iterable[str], prefix: str) -> str:
-    """The end of a message on an unknown name: its new one, or what was probably meant."""
+    """The end of a message about an unknown name: its new name, or the most similar one."""
     if new := RENAMED.get(field):
         return f": it is now {prefix}{new.replace('_', '-')}"
     near = closest(field.replace("_", "-"), names)
@@ -295,7 +295,7 @@ def _hint(field: str, names: Iterable[str], prefix: str) -> str:
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse with whole flags only, and errors of one line that suggest what was meant."""
+    """argparse without abbreviated flags, and with one-line errors that suggest the most similar flag."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options, allow_abbrev=False)

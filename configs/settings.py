@@ -76,7 +76,7 @@ class GatewaySettings(Common, frozen=True, kw_only=True):
     ] = False
     list_requests: Annotated[
         bool,
-        about("answer GET /v1/requests: whoever reaches the port then sees all requests, and by their ids all answers"),
+        about("answer GET /v1/requests: every client of the port can then list all requests and read all answers"),
     ] = False
     special_tokens_in_messages: Annotated[
         Literal["text", "control"],

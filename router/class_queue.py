@@ -1,8 +1,9 @@
 """The order of held requests within one class: tenants by their shares, a tenant's by due time. No clock, no tasks.
 
 Work is counted in prompt tokens to compute, when a request is pushed. A tenant has had the work of what was taken of
-it, divided by its weight; the one that has had least is next. Who comes back from having nothing held begins with no
-less than whoever was next last. So the shares of tenants that always have something held converge to their weights.
+it, divided by its weight; the one that has had least is next. A tenant that returns from having nothing held begins
+with at least the work of the tenant that was next last. So the shares of tenants that always have something held
+converge to their weights.
 
 Within a tenant each request has a limit: four times the work that was held in front of it when it came. Once the
 tenant has had so much since then, it is overdue, and goes first. Limits never decrease from one request to the next, so
@@ -86,7 +87,7 @@ class _Tenant(Generic[T]):
         return first_entries, False
 
     def compact(self, waiting: Mapping[str, QueueEntry[T]]) -> None:
-        """Remove what is left of removed entries, once it is more than half."""
+        """Remove leftovers of removed entries once they are more than half."""
         if len(self.heap) > 2 * self.count + 64:
             self.heap = [each for each in self.heap if waiting.get(each.id) is each]
             heapq.heapify(self.heap)

@@ -1,4 +1,4 @@
-"""What a router does when the state of the cluster changes."""
+"""Callbacks of a router for changes of the cluster."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -8,7 +8,7 @@ from router.load import ActiveRequest
 
 
 class ClusterListener(NamedTuple):
-    """What to call on changes.
+    """The callbacks, by change.
 
     Attributes:
         capacity_changed: a worker may have capacity again.

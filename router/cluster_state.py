@@ -269,7 +269,7 @@ class ClusterState:
     # Logs
 
     def owners_changed(self) -> None:
-        """Fold what was left to other routers: this one may have to decide for their models now."""
+        """Fold messages that were left to other routers: this one may have to decide for their models now."""
         self._placed_here.clear()
         self.fold_unowned()
 

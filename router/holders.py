@@ -46,7 +46,7 @@ class Holding:
         blocks: their number.
         key_sum: the sum of their keys.
         cut: some were evicted at the cap, so events may continue blocks that are unknown here.
-        salt: what tells its share of the checksum from that of another target with the same blocks.
+        salt: distinguishes its share of the checksum from that of another target with the same blocks.
     """
 
     __slots__ = ("bit", "blocks", "cut", "key_sum", "salt", "target_id")
@@ -77,7 +77,7 @@ class Holders:
         self.refused = 0
         self.tree = RadixTree(max_blocks)
         self._by_bit: dict[int, Holding] = {}  # order has no meaning
-        self._bits = TargetBits()  # the same for who reads masks
+        self._bits = TargetBits()  # the same, for readers of masks
         self._by_target: dict[TargetId, Holding] = {}
         self._live = 0
         self._ragged = 0
@@ -236,7 +236,7 @@ class Holders:
                 if depth + size < after:
                     after = depth + size
                     key = keys[after] & KEY_MASK if after < end else NOTHING
-                    following = tree.find(key)  # what was stored before this node, without blocks before it
+                    following = tree.find(key)  # blocks stored before this node, without the blocks before them
                     mask |= sum(bit for bit, count in partials.get(node, {}).items() if count >= start + size)
             here = left & mask
             if here != left:

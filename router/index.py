@@ -57,7 +57,7 @@ class PrefixIndex:
         self._ignored = 0
 
     def feeds(self) -> Iterator[tuple[Holding, int, int]]:
-        """What is known completely: the holdings, each with its target's epoch and last sequence."""
+        """The completely known holdings, each with its target's epoch and last sequence."""
         for feed in self._feeds.values():
             if feed.holding is not None:
                 yield feed.holding, feed.epoch, feed.seq
@@ -68,7 +68,7 @@ class PrefixIndex:
         self._put(holding.target_id, _Feed(epoch, seq, holding))
 
     def workers(self) -> set[str]:
-        """Everyone who has sent anything, until ``forget``."""
+        """Workers that have sent any event, until ``forget``."""
         return set(self._ranks)
 
     def is_complete(self, worker: str, ranks: int) -> bool:

@@ -35,7 +35,7 @@ class HeldBy(msgspec.Struct, frozen=True, array_like=True):
 
 
 class IndexHead(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What comes before the parts. ``checksum`` and ``blocks`` are those of the whole index."""
+    """The header before the parts. ``checksum`` and ``blocks`` are those of the whole index."""
 
     taken_ns: int
     kv_seq: int
@@ -149,7 +149,7 @@ def index_at(
 ) -> PrefixIndex:
     """The index after the message ``seq`` of the KV stream.
 
-    It has what workers sent by then. What a running router was told besides (dumps, and that a worker left) is not in
+    It has the events that workers sent by then. Other inputs of a running router (dumps, workers that left) are not in
     the stream: a worker whose first messages are neither in ``entries`` nor in ``snapshot`` is ``awaiting_dump``.
 
     Args:

@@ -180,7 +180,7 @@ class RadixTree:
         return node, count
 
     def release(self, node: int, bit: int, keep: int) -> None:
-        """``bit`` holds only the first ``keep`` blocks of ``node`` any more; what nobody holds is removed."""
+        """Reduce what ``bit`` holds of ``node`` to the first ``keep`` blocks, and remove blocks without a holder."""
         if self.masks[node] != bit or self.children[node] or node in self.partial:
             self.set_held(node, bit, keep)
             self.settle(node)

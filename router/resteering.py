@@ -90,7 +90,7 @@ def _late_tasks(
 async def resteer(
     bus: Bus, cluster: ClusterState, least_s: float, on_late: Callable[[ActiveRequest, str], None]
 ) -> None:
-    """Check once a second, and report what is to be placed again; never returns.
+    """Check once a second, and report the requests to place again. Never returns.
 
     While a worker is late, it gets new requests only if no other is left.
 

@@ -27,7 +27,7 @@ POLL_S = 0.1
 
 
 class TerminalPublisher:
-    """``in`` tells whether the end of a request is being published."""
+    """Whether the end of a request is being published."""
 
     def __init__(
         self,

@@ -38,7 +38,7 @@ class UnownedRequests:
         return self._count >= self._most
 
     def add(self, request: str, entry: Entry, read_ns: int) -> None:
-        headers_only = entry._replace(data=b"")  # what was read from the stream has the whole job
+        headers_only = entry._replace(data=b"")  # messages read from the stream have the whole job
         self._messages.setdefault(request, []).append(Unfolded(headers_only, read_ns))
         self._count += 1
 
@@ -53,7 +53,7 @@ class UnownedRequests:
     def take(self) -> Iterator[Unfolded]:
         """Remove and yield all messages, those of one request together, the oldest request first.
 
-        What was not yielded yet is still here: whoever takes over in between gets it. What is added meanwhile is left.
+        Messages that were not yielded yet stay, so another caller gets them. Those added meanwhile are left for later.
         """
         for _ in range(len(self._messages)):
             if not self._messages:

@@ -78,7 +78,7 @@ class Watchdog:
 async def watch(
     bus: Bus, cluster: ClusterState, metrics: Metrics, after_s: float, on_stalled: Callable[[ActiveRequest, str], None]
 ) -> None:
-    """Check once a second, and report what is stalled; never returns.
+    """Check once a second, and report stalled requests. Never returns.
 
     Args:
         after_s: at least two renewals of a lease, or a slow renewal would be a stall.

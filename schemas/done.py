@@ -126,7 +126,7 @@ NOT_KEPT = "not kept: the request was made with no_store"
 
 
 def without_content(event: Done) -> Done:
-    """The record of a request with ``no_store``: who, when, how much and how it ended, but nothing of what was said.
+    """The record of a request with ``no_store``: tenant, times, counts and end, but no content.
 
     ``left_out`` names what the answer had and the record lacks. An error keeps its code; its text may quote the client.
     """

@@ -102,7 +102,7 @@ class Subjects:
 
     @property
     def erased(self) -> str:
-        """What is left of requests that were erased, for lists. No router takes them."""
+        """The remains of erased requests, for lists. No router takes them."""
         return f"{self.namespace}.request.erased"
 
     def is_sharded(self, wanted: str) -> bool:
@@ -190,7 +190,7 @@ class Subjects:
         return f"{self.namespace}.{kind}.>"
 
     def live(self, subject: str) -> str:
-        """Where the server republishes what is stored under ``subject`` (wildcards allowed)."""
+        """Where the server republishes messages stored under ``subject`` (wildcards allowed)."""
         if subject.startswith("$KV."):
             _, bucket, key = subject.split(".", 2)
             kind = "bucket" if bucket == self.bucket("workers") else bucket.removeprefix(f"{self.namespace}_")

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import msgspec
 from blake3 import blake3
 
-MAX_STATE = 512  # characters of a tracestate: what W3C requires everybody to propagate at least
+MAX_STATE = 512  # characters of a tracestate that W3C requires to be propagated
 
 _PARENT = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
 _ID = re.compile(r"(?!0{32})[0-9a-f]{32}")

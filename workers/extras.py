@@ -1,4 +1,4 @@
-"""Packages that only some workers need, and the command that installs what is missing."""
+"""Packages that only some workers need, and the command that installs a missing one."""
 
 EXTRAS = {
     "numpy": "native",

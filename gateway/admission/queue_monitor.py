@@ -64,7 +64,7 @@ class QueueMonitor:
         has_routers, consumers = False, []
         for priority in Priority:
             name = f"router-{priority.value}"
-            before[priority] = self._queues.since(priority)  # what is accepted from now on may count twice
+            before[priority] = self._queues.since(priority)  # requests accepted from now on may count twice
             info = await self._bus.js.consumer_info(subjects.stream("REQUESTS"), name, timeout=INFO_TIMEOUT_S)
             consumers.append(info)
             pending, unacknowledged = info.num_pending or 0, info.num_ack_pending or 0

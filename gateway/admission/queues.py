@@ -30,7 +30,7 @@ def class_of(body: bytes) -> Priority:
 
 
 class QueueLimits:
-    """The broker's counts as of the last poll, and what was accepted since.
+    """The broker's counts at the last poll, and the requests accepted since.
 
     Args:
         limit: of each class.

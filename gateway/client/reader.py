@@ -20,7 +20,7 @@ AGAIN_S = 1.0  # between attempts to read or submit; reads that bring nothing ne
 MOST_AGAIN_S = 8.0
 ACK_S = 3.0
 UNKNOWN_S = 15.0  # how long an unknown request may still turn up
-BUFFER = 8192  # messages waiting for a slow reader; what does not fit is read again
+BUFFER = 8192  # messages waiting for a slow reader; further ones are read again later
 
 HEADER_MSG_ID = "Nats-Msg-Id"
 HEADER_FROM = "Penstock-From"

@@ -189,7 +189,7 @@ class Connection(HttpToolsProtocol):
         self.on_lost = None
         super().on_response_complete()
         if self._answered is not None and not self._answered.response_complete:
-            if self.pipeline:  # what comes behind these is read when they are answered
+            if self.pipeline:  # further requests are read when these are answered
                 self.flow.pause_reading()
         elif self._last_error is not None and not self.transport.is_closing():
             self._send_last(self._last_error)
@@ -231,7 +231,7 @@ class Connection(HttpToolsProtocol):
         return bool(self._refused_at) or self._last_error is not None
 
     def refuse(self, error: ServingError) -> None:
-        """Read nothing more, answer what has arrived whole, then send an error and close.
+        """Stop reading, answer the complete requests, then send an error and close.
 
         The client has a moment to read the error. A request whose answer began before its body was complete is cut.
         """

@@ -109,7 +109,7 @@ class HttpServer:
     # --- the end ---
 
     async def drain(self, within_s: float) -> bool:
-        """Accept nothing more and answer what is open; False: that took longer than ``within_s``.
+        """Stop accepting requests and answer the open ones. False: that took longer than ``within_s``.
 
         A connection may ask once more within a moment after its last answer: its client cannot know yet.
         """

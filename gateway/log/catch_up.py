@@ -26,7 +26,7 @@ log = structlog.get_logger("gateway")
 MAX_PASSES = 3  # at once, of one gateway's tokens
 GATHER_S = 0.01  # before a pass begins, so that readers that arrive together share it
 PORTION = 1_000  # items decoded before other tasks run
-LOOK_AGAIN_S = 0.05  # a replica may lag behind what was republished
+LOOK_AGAIN_S = 0.05  # a replica may lag behind the republished messages
 LOOKS = 20
 RETRY_S = 0.25
 GIVE_UP_S = 15.0
@@ -102,7 +102,7 @@ class CatchUp:
         self.read_entries = 0
 
     def add(self, inflight: InflightRequest) -> None:
-        """Feed a reader what it has missed, until it is live again; it fails if the log cannot be read."""
+        """Feed a reader the items that it has missed, until it is live again. It fails if the log cannot be read."""
         for running in self._passes:
             if running.serves(inflight):
                 running.add(inflight)
@@ -177,7 +177,7 @@ class CatchUp:
                 await asyncio.sleep(RETRY_S)
                 continue
             if not one.ending:
-                # From here on live items are kept. What came before them and was not read yet is read once more.
+                # From here on live items are kept. Earlier items that were not read yet are read once more.
                 one.ending, target = True, self._position()
                 for inflight in one.readers:
                     inflight.hold()

@@ -93,7 +93,7 @@ class RequestFinder:
             self._running -= 1
 
     async def _scan(self, pending: _Wanted, earlier_ns: int) -> None:
-        """Take what is found out of ``pending``, reading forward from the earliest id's time."""
+        """Read forward from the earliest id's time, and remove each request that is found from ``pending``."""
         times = sorted((time_of(request_id), request_id) for request_id in pending)
         while times:
             since = times[0][0] - earlier_ns

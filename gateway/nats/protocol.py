@@ -20,7 +20,7 @@ _SUBJECT = re.compile(r"[!-)+-\-/-=?-~]+(\.[!-)+-\-/-=?-~]+)*")  # tokens of vis
 
 
 class Origin(NamedTuple):
-    """Who sent a message. ``direct``: from the pipeline's own account, on a broker without accounts for tenants."""
+    """The sender of a message. ``direct``: from the pipeline's own account, on a broker without tenant accounts."""
 
     tenant: str
     direct: bool
@@ -77,7 +77,7 @@ class _Marked(msgspec.Struct):
 
 
 def _no_store_header(headers: dict[str, str]) -> str:
-    """In any case: NATS tells apart the cases of header names, but a wish for privacy must not depend on them."""
+    """Look a header up in any case. NATS header names are case-sensitive, but privacy must not depend on case."""
     return next((value for name, value in headers.items() if name.lower() == HEADER_NO_STORE.lower()), "")
 
 

@@ -120,7 +120,7 @@ class ReplyPublisher:
                 for subject in self._subjects:
                     no_responders.clear()
                     await self._bus.nc.publish(subject, body, reply=inbox, headers=headers)
-                    for _ in range(2):  # nats-py writes the first PING ahead of what is still buffered
+                    for _ in range(2):  # nats-py writes the first PING ahead of buffered messages
                         await self._bus.nc.flush(timeout=2)
                     await asyncio.sleep(0)  # the callback has a task of its own
                     received |= not no_responders.is_set()

@@ -71,7 +71,7 @@ class Services:
                 await sub.unsubscribe()
         await self._tasks.aclose(timeout)
 
-    # --- what comes in ---
+    # --- incoming messages ---
 
     async def _on_ask(self, message: Any) -> None:
         origin = origin_of(message.subject, "ask")
@@ -123,7 +123,7 @@ class Services:
 
         self._tasks.spawn(run(), name=f"nats-{message.subject}")
 
-    # --- what is done ---
+    # --- work ---
 
     async def _ask(self, message: Any, origin: Origin, replies: ReplyPublisher) -> None:
         if not message.reply:

@@ -67,7 +67,7 @@ class AnswerParser:
         return self._deltas.take()
 
     def finish(self, text: str = "") -> Delta | None:
-        """The last piece, and what was held back."""
+        """Parse the last piece, and the text held back before it."""
         if self._steps is None:
             self._deltas.content(text)
         self._reader.feed(text)

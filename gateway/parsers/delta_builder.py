@@ -95,7 +95,7 @@ class DeltaBuilder:
         self._content_space.clear()
 
     def take(self) -> Delta | None:
-        """What is new since the last call; None: nothing."""
+        """The changes since the last call. None: nothing changed."""
         if not (self._content or self._reasoning or self._new_calls or self._arguments):
             return None
         reasoning = "".join(self._reasoning) if self._reasoning else None

@@ -15,7 +15,7 @@ _SPACE = re.compile(r"[ \t\r\n]*")
 
 
 class MalformedCall(Exception):
-    """The text is not a call; what was read since ``Reader.checkpoint`` is to be rolled back."""
+    """The text is not a call. Everything read since ``Reader.checkpoint`` must be rolled back."""
 
 
 class Markers:
@@ -65,7 +65,7 @@ class Reader:
     # --- checkpoints ---
 
     def checkpoint(self, text: str = "") -> None:
-        """Record what is read from here on, for ``rollback``; ``text`` was read just before."""
+        """Record all text read from here on, for ``rollback``; ``text`` was read just before."""
         self._recorded = [text]
 
     def commit(self) -> None:
@@ -73,7 +73,7 @@ class Reader:
         self._recorded = None
 
     def rollback(self) -> str:
-        """Forget the checkpoint and return what was read since; it counts as read."""
+        """Drop the checkpoint and return the text read since, which then counts as read."""
         recorded, self._recorded = self._recorded or [], None
         return "".join(recorded)
 

@@ -23,7 +23,7 @@ PROMPT_TOKENS = 2_000
 ACTIVE = 15  # requests at each worker, with prompts of their own
 _BLOCKS = PROMPT_TOKENS // DEFAULT_BLOCK_SIZE
 HELD: dict[str, Callable[[int, int], int]] = {
-    "nobody has it": lambda worker, workers: 0,
+    "no worker has it": lambda worker, workers: 0,
     "all have all": lambda worker, workers: _BLOCKS,
     "all at different depths": lambda worker, workers: 1 + worker * (_BLOCKS - 1) // max(1, workers - 1),
 }

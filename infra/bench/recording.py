@@ -41,7 +41,9 @@ PREFILL = tuple(f"prefill-{n}-{n:08x}" for n in range(2))
 DECODE = tuple(f"decode-{n}-{n:08x}" for n in range(2))
 OPEN = 64  # requests at once
 TOKENS_PER_BATCH = 8
-ACKNOWLEDGED = 200  # every so many messages one is acknowledged: the broker drops what it cannot take in time
+ACKNOWLEDGED = (
+    200  # one message in so many is acknowledged: the broker drops messages that arrive faster than it stores them
+)
 FAILURES = ("deadline_exceeded", "engine_error", "worker_lost")
 
 Publish = Callable[[str, bytes, dict[str, str]], Awaitable[None]]
@@ -63,7 +65,7 @@ class _Running(msgspec.Struct):
 
 
 class Shape(NamedTuple):
-    """Sizes of what is recorded, in tokens."""
+    """Sizes of the recorded requests, in tokens."""
 
     prompt: int
     output: int

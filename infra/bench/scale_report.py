@@ -101,7 +101,7 @@ def _show(console: Console, results: Sequence[Result], limits: Sequence[BrokerFi
             table.add_row(*row)
         console.print(table)
     if limits:
-        table = Table(title=f"the broker alone: {len(MESSAGES)} messages stored per request, followed by nobody")
+        table = Table(title=f"the broker alone: {len(MESSAGES)} messages stored per request, without consumers")
         for column in ("publishers", "req/s", "messages/s", "cores", "CPU µs per request"):
             table.add_column(column, justify="right")
         for each in limits:

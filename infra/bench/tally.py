@@ -49,7 +49,7 @@ class Tally:
         self.errors[reason if counted else "other"] += 1
 
     def count(self, exchange: Exchange, expected_tokens: int) -> None:
-        """Take what came of a request; an answer with another number of tokens is an error."""
+        """Count a finished request. An answer with an unexpected number of tokens is an error."""
         if exchange.error:
             self.fail(exchange.error)
         elif exchange.output_tokens < 0:

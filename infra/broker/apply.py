@@ -29,7 +29,7 @@ SET_BY_OPERATOR = "penstock-set-by-operator"
 
 
 async def apply(nc: Client, topology: Topology, replicas: int = 1) -> list[str]:
-    """Create what is missing, enlarge what is too small; returns the changes, one line each (none: nothing to do).
+    """Create missing streams and enlarge those that are too small. Returns the changes, one line each.
 
     Safe to repeat and to run on several machines at once.
 
@@ -160,7 +160,7 @@ def _republish(live: tuple[str, str], headers_only: bool) -> Config:
 
 
 def widened(existing: Config, wanted: Config) -> Config:
-    """The existing configuration with what is wanted added: subjects joined, limits never lowered.
+    """The existing configuration, extended by the wanted one: subjects are merged, limits never lowered.
 
     Lowering a limit would delete messages, which only an operator may decide. What the operator has set stays.
     """
@@ -231,7 +231,7 @@ async def _apply_consumer(nc: Client, spec: ConsumerSpec) -> list[str]:
 
 
 def _kept(spec: ConsumerSpec, existing: Config) -> tuple[str, ...]:
-    """What it reads for processes of an earlier release, which may still run."""
+    """The consumer that processes of an earlier release read, which may still run."""
     has = (existing.get("filter_subject", ""), *existing.get("filter_subjects", ()))
     return tuple(subject for subject in spec.earlier if subject in has)
 

@@ -35,7 +35,7 @@ def prepare(path: Path) -> None:
 
 
 def unusable(path: Path, error: OSError) -> DataDirUnusable:
-    """What an error while writing below the data folder ``path`` means, and what to do."""
+    """Turn an error while writing below the data folder ``path`` into one that says the cause and the fix."""
     nearest = Path(error.filename) if isinstance(error.filename, str) else path
     while not os.path.exists(nearest) and nearest != nearest.parent:  # Path.exists raises if a parent is not readable
         nearest = nearest.parent

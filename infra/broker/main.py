@@ -69,7 +69,7 @@ async def _serve(settings: NatsSettings) -> int:
 
 
 def run_apply(settings: StreamsSettings) -> int:
-    """Create the streams on a broker and print what was done."""
+    """Create the streams on a broker and print the changes."""
     try:
         subjects = Subjects(settings.namespace)
         done = asyncio.run(apply_at(settings.nats_url, subjects, settings.replicas, record=settings.record))

@@ -1,7 +1,7 @@
 """What each role may publish and subscribe, and why: only what it uses, by name where the name is known in advance.
 
 There is one broker user per role, and permissions cover whole tokens of a subject. So the subjects of one worker are
-open to all workers (``SHARED`` says what that means): whoever has a worker's password is trusted with the whole pool.
+open to all workers (see ``SHARED``): a client with a worker's password is trusted with the whole pool.
 """
 
 from typing import NamedTuple
@@ -29,7 +29,7 @@ SHARED = (
 
 
 class Right(NamedTuple):
-    """``why``: what it is used for."""
+    """One permission. ``why`` says what it is used for."""
 
     why: str
     publish: tuple[str, ...] = ()

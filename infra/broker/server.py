@@ -233,7 +233,7 @@ def _command_line(pid: int) -> str:
 
 
 async def _ask_jetstream(port: int, password: str, jetstream: bool) -> str | None:
-    """Ask over a bare connection (a client library would retry and log): what is wrong; None: nothing."""
+    """Check over a plain connection, since a client library would retry and log. Returns the problem, or None."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
         await reader.readuntil(b"\r\n")  # INFO

@@ -122,7 +122,7 @@ class BusClient(Client):  # type: ignore[misc]  # untyped
         """Publish without waiting; False: only ``publish`` can, since the link is down or the message unusual.
 
         Args:
-            later: nobody waits for it: it leaves with what is published next, or in 10 ms.
+            later: no task waits for it, so it is sent with the next message, or after 10 ms.
         """
         if self._status != Client.CONNECTED or len(payload) > self._max_payload:
             return False
@@ -161,13 +161,13 @@ class BusClient(Client):  # type: ignore[misc]  # untyped
         asyncio.get_running_loop().call_soon(self._write)
 
     def _write(self) -> None:
-        """Send what is pending, or have nats-py's flusher do so, which waits for a server that reads slowly."""
+        """Send pending messages, or let nats-py's flusher do so, which waits for a server that reads slowly."""
         self._write_scheduled = False
         if self._write_later is not None:
             self._write_later.cancel()
             self._write_later = None
         if not self._pending_data_size or not self.is_connected:
-            return  # a reconnect sends what is pending
+            return  # a reconnect sends the pending messages
         writer = getattr(self._transport, "_io_writer", None)
         if writer is None or writer.transport.get_write_buffer_size() > _BUFFERED_BYTES:
             if self._flush_queue.empty():

@@ -143,7 +143,7 @@ class Bus:
             log.warning("bus_disconnected")
 
     async def close(self) -> None:
-        """Send what is queued, end the tasks, close; never raises, bounded to a few seconds."""
+        """Send queued messages, end the tasks and close. Never raises; takes a few seconds at most."""
         self.closing = True
         await self.tasks.aclose()
         if self.connected:

@@ -24,7 +24,7 @@ from infra.bus.message import Message
 log = structlog.get_logger("bus")
 
 RETRY_S = 0.25
-REREAD_S = 0.05  # a replica may lag behind what was republished
+REREAD_S = 0.05  # a replica may lag behind the republished messages
 REREADS = 20
 IDLE_S = 1.0  # of silence before the first comparison, in a cluster
 IDLE_AGAIN_S = 5.0
@@ -75,7 +75,7 @@ class LogTail:
             await self.stop()
 
     async def start(self, *, after: int = 0, since_ns: int = 0) -> None:
-        """Handle what is stored after a sequence, or since a time; then follow. Returns when the past is handled.
+        """Handle the messages stored after a sequence, or since a time; then follow. Returns when those are handled.
 
         Raises:
             ServingError: the stream cannot be read.

@@ -298,7 +298,7 @@ async def _request(
 
 
 async def _delete_chunks(bus: Bus, full: str, subject: str) -> None:
-    """Purge chunks that no entry names. What is left over expires by its age."""
+    """Purge chunks that no entry names. Chunks that remain expire by their age."""
     try:
         request = json.dumps({"filter": subject}).encode()
         await bus.nc.request(f"$JS.API.STREAM.PURGE.OBJ_{full}", request, timeout=REQUEST_S)

@@ -81,7 +81,7 @@ class Puller:
             self._bus.on_reconnect.remove(self._restart)
 
     async def drain(self) -> None:
-        """Stop, deliver what is on its way, close.
+        """Stop pulling, handle the messages that are on their way, and close.
 
         Messages that take longer than ``DRAIN_S``, because a handler or the broker hangs, are delivered again later.
         """

@@ -1,4 +1,4 @@
-"""Who may see the dashboard: whoever has the operator's token, as a link, a cookie or a header."""
+"""Access to the dashboard by the operator's token, in a link, a cookie or a header."""
 
 import hmac
 import secrets
@@ -22,7 +22,7 @@ def stored_token(data_dir: Path) -> str:
     """
     path = data_dir / TOKEN_FILE
     token = path.read_text().strip() if path.exists() else ""
-    if not token:  # an empty file, as a full disk leaves it, must not let everybody in
+    if not token:  # an empty file, as after a full disk, must not grant access to everyone
         token = secrets.token_urlsafe(18)
         write_private(path, token + "\n")
     return token

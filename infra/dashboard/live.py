@@ -1,6 +1,6 @@
-"""The newest snapshot of a deployment, shared by everybody who watches it.
+"""The newest snapshot of a deployment, shared by all open pages.
 
-Nobody watches: nothing is read. However many watch, the broker is asked once per interval.
+Without an open page nothing is read. However many are open, the broker is asked once per interval.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ AGAIN_S = 2.0  # after the broker did not answer
 
 
 class Moment(NamedTuple):
-    """What is known now: the last snapshots, and why there is no newer one ("": there is)."""
+    """The last snapshots, and the reason if there is no newer one ("": there is)."""
 
     history: tuple[Snapshot, ...]
     problem: str = ""
@@ -42,7 +42,7 @@ class Live:
 
     @property
     def now(self) -> Moment:
-        """What the last look saw; nothing while nobody has watched yet."""
+        """The last snapshot; empty before the first page was opened."""
         return Moment(tuple(self._history), self._problem)
 
     @property
@@ -68,7 +68,7 @@ class Live:
             await asyncio.sleep(AGAIN_S if self._problem else self._interval_s)
 
     async def follow(self) -> AsyncGenerator[Moment, None]:
-        """What is known now, and again after each look."""
+        """Yield the present moment, and a new one after each read."""
         self._watchers += 1
         self._watched.set()
         seen = self._number if self._history else -1

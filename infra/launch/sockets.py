@@ -87,7 +87,7 @@ def own_ports(host: str, first: int, count: int) -> list[int]:
 def cannot_listen(
     error: Exception, host: str, port: int, *, port_flag: str = "--http-port", host_flag: str = "--http-host"
 ) -> CannotListen:
-    """What a failed ``bind`` means, and what to do."""
+    """Turn a failed ``bind`` into a message with the cause and the fix."""
     if isinstance(error, (socket.gaierror, UnicodeError)):
         text = f"{host_flag} {host}: unknown host; use an address of this machine, or 0.0.0.0 for all of them"
         return CannotListen(text, permanent=True)

@@ -43,7 +43,7 @@ class MetricScope(Collector):
         self._constant: dict[str, dict[str, str]] = {}  # by family
         self._metrics: list[Collector] = []
         self._children: list[MetricScope] = []
-        self._taken: dict[str, str] = {}  # family: what it was made as; shared by all scopes of a process
+        self._taken: dict[str, str] = {}  # by family: its definition; shared by all scopes of a process
         self.registry = CollectorRegistry()  # shared as well
         self.registry.register(self)
 

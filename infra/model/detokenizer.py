@@ -107,7 +107,7 @@ class ByteStream:
 
 
 class WindowStream:
-    """Other vocabularies: decode a sliding window and show what it gained.
+    """For other vocabularies: decode a sliding window, and return the text that it gained.
 
     The window starts one piece back, because decoders treat the first token of a text differently.
     """

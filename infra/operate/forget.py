@@ -37,7 +37,7 @@ class Forgotten(NamedTuple):
 
 
 def run(argv: Sequence[str]) -> int:
-    """Delete what is stored of requests; the exit status."""
+    """Delete stored requests and return the exit status."""
     parser = Parser(
         prog="penstock forget",
         description="delete the prompts, jobs and records of requests that have ended, at once and for good. Their "

@@ -31,7 +31,7 @@ CLASSES = ("interactive", "standard", "batch")
 
 
 class WorkerView(msgspec.Struct, frozen=True):
-    """A worker. Its load is what it reported with its last renewal, blocks are KV blocks of all its ranks.
+    """A worker. Its load is as of its last lease renewal; blocks are KV blocks of all its ranks.
 
     Attributes:
         hit_rate: share of the prompt tokens that came from its cache, of requests that ended within the window; None:

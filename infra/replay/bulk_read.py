@@ -43,7 +43,7 @@ def read_bulk(
     """Stored messages of ``subject`` in stream order; the arguments are those of ``direct_get.read``.
 
     The next batch is read in a thread while the caller works on one. Each has a connection of its own: the broker ends
-    one that it waits for, so none may be open while nobody reads.
+    connections that do not read, so none may be open meanwhile.
 
     Raises:
         ServingError: no server answers, or the stream cannot be read.

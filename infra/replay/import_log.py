@@ -24,7 +24,7 @@ from infra.timeline.open_log import CONNECT_S, FAILURES
 from schemas.streams import topology
 from schemas.subjects import HEADER_RECORDED_TIME, Subjects
 
-PART = ".import-"  # folder in the making
+PART = ".import-"  # prefix of an incomplete folder
 WHOLE = "whole"  # file in it: its streams are being moved
 FLUSH = 500  # messages between two waits for the broker
 STORED_S = 30.0
@@ -141,7 +141,7 @@ async def _into_broker(exported: ExportFile, url: str, namespace: str) -> dict[s
 
 
 async def _stored(bus: Bus, counts: dict[str, int]) -> None:
-    """Wait until the streams hold what was published.
+    """Wait until the streams hold all published messages.
 
     Raises:
         ValueError: they do not.

@@ -79,7 +79,7 @@ class LogLine(NamedTuple):
     data: bytes
 
 
-_ABSENT = msgspec.Raw()  # the same object everywhere: encoders leave out what is the default
+_ABSENT = msgspec.Raw()  # the same object everywhere, so that encoders leave the default out
 
 
 class _Line(msgspec.Struct, omit_defaults=True):

@@ -29,7 +29,7 @@ class Phase(msgspec.Struct, frozen=True):
 def phases(timeline: RequestTimeline, events: Sequence[TimelineEvent]) -> Iterator[Phase]:
     """The request's phases, depth first: its spans, and the periods in which tokens were stored."""
     all_spans = spans(timeline)
-    if timeline.done is None:  # what runs has come as far as its last token
+    if timeline.done is None:  # a running request has come as far as its last token
         last = max(event.at_ns for event in events)
         worker = timeline.stages[-1].worker if timeline.stages else ""
         for span in all_spans:

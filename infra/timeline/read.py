@@ -131,7 +131,7 @@ async def _add_work(bus: Readable, timeline: RequestTimeline, since: int, until_
 async def _add_only_attempt(bus: Readable, timeline: RequestTimeline) -> bool:
     """The messages of a request that ended in its first attempt, from the moments in which they were stored.
 
-    The first one tells how many there are. False: not all were found, look further.
+    The first message says how many there are. False: not all were found, so search further.
     """
     event = timeline.done
     if event is None or event.attempt != 1 or not event.worker or not event.timings.routed_ns:

@@ -204,7 +204,7 @@ def _print(described: Iterable[tuple[Entry, Described]], options: Options, conso
 
 
 def markup(at: str, where: str, about: Described) -> tuple[str, str]:
-    """A message in rich's markup: when, where and of which kind, and what it says. ``at``, ``where``: as shown."""
+    """A message in rich's markup: time, place, kind and text. ``at``, ``where``: as shown."""
     style = _STYLES.get(about.kind, "")
     kind = f"[{style}]{about.kind:<9}[/]" if style else f"{about.kind:<9}"
     name = next(iter(about.requests)) if len(about.requests) == 1 else ""

@@ -9,9 +9,9 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 OTHERS_S = 5.0  # how much later than the model's owner the other routers check
-# A worker that lost its lease may still send for a few seconds what it had streamed (``workers.outbox.KEEP_S``).
+# A worker that lost its lease may still send tokens for a few seconds (``workers.outbox.KEEP_S``).
 SECOND_LOOK_S = 15.0
-REMEMBERED = 50_000  # requests that were erased, so that what comes late is erased too
+REMEMBERED = 50_000  # erased requests, so that late messages about them are erased too
 
 
 class Due(NamedTuple):

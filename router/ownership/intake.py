@@ -29,7 +29,7 @@ log = structlog.get_logger("router")
 # A stopped router's open requests still take messages. They end soon, and not at once together: a class without one may
 # look to gateways as if there were no router.
 EXPIRES_S = {Priority.interactive: 0.9, Priority.standard: 1.0, Priority.batch: 1.1}
-# After a lease ended. Until then a stopped router's requests may take a part of what is delivered again.
+# After a lease ended. Until then a stopped router's pull requests may take a part of the redelivered messages.
 AGAIN_S = max(EXPIRES_S.values()) - routers.LEASE_S + 0.1
 PASS_ON_S = 1.0
 STANDBY_PAUSE_S = 0.02  # between two reads of a router that owns nothing: a takeover comes later by as much
@@ -104,7 +104,7 @@ class Intake:
         await self.membership.start(tasks)
         for puller in self.pullers.values():
             await puller.start()
-        if self.membership.alone:  # what is not acknowledged was read by a router that is gone
+        if self.membership.alone:  # unacknowledged messages were read by a router that is gone
             self._background.spawn(self._take_over(), "own")
         tasks.spawn(self._pass_on_forever(), name="pass-on")
 

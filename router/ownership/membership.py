@@ -204,14 +204,14 @@ class Membership:
         if self._stopped or not self._bus.connected:
             return
         now = time.monotonic()
-        if now - self._renewed > routers.LEASE_S:  # others may have taken over: they keep what they claim
+        if now - self._renewed > routers.LEASE_S:  # others may have taken over, and keep the models that they claim
             self._since_ns = time.time_ns()
             self._update()
         self._renewed, self._changed = now, False
         await self._bus.nc.publish(self._key, wire.encode(self._member()), headers={"Nats-TTL": str(routers.TTL_S)})
 
     async def _store(self) -> None:
-        """The first registration: only what is stored can be followed."""
+        """Store the first registration: only a stored key can be followed."""
         headers = {"Nats-TTL": str(routers.TTL_S)}
         await self._bus.js.publish(self._key, wire.encode(self._member()), timeout=STORE_S, headers=headers)
 
@@ -288,7 +288,7 @@ class Membership:
         now = time.monotonic()
         if own & (everyones | before_everyones):
             self._helped_at = now
-        # Who helped has not read yet what the lost owner had. And a lost helper may have had requests of this one.
+        # A helper has not yet read the lost owner's requests, and a lost helper may have held requests of this router.
         helped = bool(own) and now - self._helped_at < HELPED_S
         if (own | everyones) - (before | before_everyones) or own - before or (after_loss and helped):
             self._gained(after_loss)

@@ -1,4 +1,4 @@
-"""Which prompt blocks the active requests of each target have, counted by request. No clock, no NATS.
+"""The prompt blocks of the active requests of each target, counted by request. No clock, no NATS.
 
 A block that was sent to a target with one request can be reused there by the next, before the target's KV events say
 so: the events of a prompt lag behind by the whole queue in front of it.
@@ -12,7 +12,7 @@ MAX_BLOCKS = 1 << 22  # different blocks of all active prompts; further ones mat
 
 
 class ActivePrefixes:
-    """A multiset of prompts by target. Holdings are closed: who has a block has all blocks in front of it.
+    """A multiset of prompts by target. A target that has a block has all blocks in front of it.
 
     A block's targets are the bits of one number, so that adding and removing a prompt costs one dictionary access per
     block, and matching it a few for each depth at which targets differ.

@@ -1,4 +1,4 @@
-"""What a request costs at each target, in prompt tokens of work. Pure.
+"""The cost of a request at each target, in prompt tokens of work. Pure.
 
     whole request   s · (A + 2 u + u · d / 64)  +  t · (D / 16 + 3000 w)  +  max(s, t) · S / 256
     prefill stage   s · (A + 2 u)               +  t · (D / 16 + 3000 w)  +  max(s, t) · S / 256
@@ -62,7 +62,7 @@ class RequestSize(NamedTuple):
 
 
 class TargetCost(NamedTuple):
-    """What a request costs at one target. ``fits``: it has room for the request now."""
+    """The cost of a request at one target. ``fits``: the target has room for the request now."""
 
     whole: float
     prefill: float
@@ -72,7 +72,7 @@ class TargetCost(NamedTuple):
 
 
 def favour_tokens(size: RequestSize) -> float:
-    """How much less a request costs at the target of its session's last request."""
+    """The discount for a request at the target of its session's last request."""
     return min(FAVOUR, size.tokens)
 
 

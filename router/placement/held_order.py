@@ -24,11 +24,11 @@ Overlaps = Callable[[Sequence[int]], Mapping[TargetId, int]]
 
 REFRESH_NS = SECOND_NS
 REFRESHED = 64  # looked up again at once, at most
-TRIED = 8  # of a lane for which ``candidates`` cannot tell who has a target
+TRIED = 8  # requests of a lane for which ``candidates`` cannot compute targets in advance
 
 
 class Held(Generic[T]):
-    """A held request, and what targets had of its prompt when it was looked up last."""
+    """A held request, with the cached blocks of its prompt by target, as of the last lookup."""
 
     __slots__ = ("cached", "item", "keys", "looked_ns", "request")
 
@@ -92,7 +92,7 @@ class HeldOrder(Generic[T]):
         )
 
     def refresh(self, now_ns: int) -> None:
-        """Look up again what was looked up a second ago."""
+        """Repeat the lookups that are a second old."""
         for _ in range(REFRESHED):
             if not self._looked or now_ns - self._looked[0][0] < REFRESH_NS:
                 return
@@ -115,7 +115,7 @@ class HeldOrder(Generic[T]):
         yield from self._ready(window, now_ns)
 
     def _look(self, id: str, held: Held[T], now_ns: int) -> int:
-        """Look up what is cached of a prompt; returns how many tokens no target has."""
+        """Look up the cached blocks of a prompt. Returns the number of tokens that no target has."""
         held.looked_ns = now_ns
         tokens = held.request.prompt_tokens + held.request.resumed_tokens
         if not self._by_size:

@@ -1,4 +1,4 @@
-"""How slow each target computes prompts, or decodes, learnt from how long that took. No clock, no NATS.
+"""The speed of each target in computing prompts and in decoding, learnt from measured times. No clock, no NATS.
 
 All targets of a model together give the time of a prompt as ``a + b · tokens``, by least squares over recent prompts.
 A target's slowness is the time that its prompts took over the time that they should have taken, relative to the median

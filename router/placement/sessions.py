@@ -1,7 +1,9 @@
-"""Where a session's last request went: a hint for its next one. No clock, no NATS.
+"""The target of a session's last request, a hint for its next one. No clock, no NATS.
 
-The prefix index knows what a target caches of a prompt, so the hint is small. It tells where the conversation is while
-the index does not: at a target whose KV events are late, or where the new prompt continues the old one in other tokens.
+The prefix index knows the cached part of a prompt, so the hint has little weight. It helps where the index does not
+know the conversation: at a target whose KV events are late, or where the new prompt continues the old one in other
+tokens.
+
 Requests of one session at the same time show that it is no conversation: while one of them is unfinished there is no
 hint, so a name that many requests share does not gather them at one target.
 """
@@ -16,7 +18,7 @@ SESSIONS = 32_768  # remembered; those used longest ago are forgotten first
 
 
 class SessionId(NamedTuple):
-    """What tells sessions apart: those of two tenants, models or cache salts have nothing in common."""
+    """The identity of a session. Sessions of different tenants, models or cache salts are separate."""
 
     tenant: str
     model: str

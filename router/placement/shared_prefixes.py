@@ -1,4 +1,4 @@
-"""How much of a prompt is a prefix that many prompts begin with, such as a system prompt. No clock, no NATS.
+"""The length of a prompt's prefix that many prompts share, such as a system prompt. No clock, no NATS.
 
 Every target will have such a prefix before long. A request that happens to compute it first is not charged for it:
 otherwise all its traffic would stay at the targets that have it, while others are idle. A prefix is shared once
@@ -13,7 +13,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 
 USES = 2  # by each target, from which on a prefix is shared
-PROMPTS = 128  # for each target, until half of what is known is forgotten
+PROMPTS = 128  # for each target, until the older generation is dropped
 MOST_PROMPTS = 1 << 14
 ADDED = 8
 LENGTHS = [*range(1, 16), *(step << octave for octave in range(16) for step in range(16, 32))]

@@ -1,4 +1,4 @@
-"""What each target has to do. A row is one target: a worker, or one attention data-parallel rank of it.
+"""The load of each target. A row is one target: a worker, or one attention data-parallel rank of it.
 
 No clock, no NATS. ``arrays.columns`` has the same as arrays.
 """
@@ -25,7 +25,7 @@ COLUMNS = 12
     DECODE_SLOWNESS,
     SERVED,
 ) = range(COLUMNS)
-SERVED_REQUESTS = 64  # for each target, after which what they were sent counts half
+SERVED_REQUESTS = 64  # for each target, after which SERVED is halved
 
 
 class Task(NamedTuple):
@@ -89,7 +89,7 @@ class TargetLoads:
         return int(self._values[self._rows[target]][BLOCK_SIZE])
 
     def estimate(self, target: TargetId, tokens: float, at_ns: int, most: int) -> None:
-        """Prompt tokens of which no event says when they are computed: so many at a time, now at most ``most``."""
+        """Add prompt tokens whose computation no event will report; their backlog is now at most ``most``."""
         row = self._rows.get(target)
         if row is None:
             return
@@ -163,11 +163,11 @@ class TargetLoads:
         return True
 
     def is_computing(self, target: TargetId) -> bool:
-        """Whether ``stored`` could find that a prompt is computed."""
+        """Whether ``stored`` may find prompts of this target to be computed."""
         return bool(self._computing.get(target))
 
     def uncomputed(self, target: TargetId) -> list[Task]:
-        """The tasks of which ``stored`` will find when their prompt is computed."""
+        """The tasks whose prompt is not computed yet, as far as KV events will report it."""
         return [task for among in self._computing.get(target, {}).values() for task in among.values()]
 
     def computed_ns(self, target: TargetId) -> int:
@@ -175,7 +175,7 @@ class TargetLoads:
         return self._computed_ns.get(target, 0)
 
     def stored(self, target: TargetId, keys: Sequence[int], now_ns: int = 0) -> list[Task]:
-        """KV events: ``target`` now holds these blocks. Returns the tasks whose prompt is thereby computed.
+        """Handle KV events: ``target`` now holds these blocks. Returns the tasks whose prompt is thereby computed.
 
         Args:
             now_ns: 0: unknown, nothing is learnt from it.
@@ -233,7 +233,7 @@ class TargetLoads:
         return 0 if row is None else int(self._values[row][SERVED])
 
     def sent(self, target: TargetId, tokens: int) -> None:
-        """This router sent a prompt of so many tokens to a target; it counts in SERVED."""
+        """Count a prompt that this router sent to a target in SERVED."""
         row = self._rows.get(target)
         if row is None:
             return
@@ -247,12 +247,12 @@ class TargetLoads:
                 self.changed.add(each)
 
     def _mean_served(self, model: str) -> int:
-        """What a new target begins with: it does not have to make up for what others served before."""
+        """The initial SERVED of a new target, so that it is not sent all requests until it has caught up."""
         others = [self._values[self._rows[target]][SERVED] for target, at in self._models.items() if at == model]
         return sum(others) // len(others) if others else 0
 
     def _decodes(self, task: Task, now_ns: int) -> None:
-        """A request's prompt is computed, so that its tokens come from now on."""
+        """Count a request as decoding: its prompt is computed."""
         if now_ns:
             values = self._values[self._rows[task.target]]
             self._decoding[task.request, task.target] = now_ns, values[CONTEXT] * values[BLOCK_SIZE]

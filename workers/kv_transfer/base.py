@@ -114,9 +114,9 @@ class Transport(Protocol):
         """Replace the agent: only that ends a write whose writer is stopped. Peers lose the old one."""
 
     def forget(self, agent: str) -> None:
-        """That agent has ended: fail its transfers at once; what was posted stays in quarantine until it ends."""
+        """Fail the transfers of an agent that has ended at once. Posted ones stay in quarantine until they end."""
 
     def stats(self) -> TransportStats: ...
 
     def close(self) -> None:
-        """Fail what is in flight and end the thread; waits a bounded time."""
+        """Fail the transfers in flight and end the thread; waits a bounded time."""

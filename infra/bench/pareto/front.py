@@ -42,7 +42,7 @@ def front(points: Iterable[T], goals: Callable[[T], tuple[float, float]]) -> lis
 def at(line: Line, x: float) -> float | None:
     """The height of a front at ``x``, linear between its points; None: ``x`` is beyond its last point.
 
-    Left of the first point its height holds: whoever reaches more of ``x`` reaches less, too.
+    Left of the first point the front is as high as there: reaching a larger ``x`` implies reaching a smaller one.
     """
     if not line or x > line[-1][0]:
         return None

@@ -56,7 +56,7 @@ def records(series: Series, deployment: Deployment, prices: Prices | None = None
     """The records of one endpoint. Levels without throughput, or without streaming, are left out.
 
     Raises:
-        BadDeployment: nobody said how many GPUs it has.
+        BadDeployment: the number of its GPUs is not given.
         BadPrices: the price of its GPUs is unknown.
     """
     measured = []

@@ -116,7 +116,7 @@ class Simulation:
 
     @property
     def served(self) -> Sequence[Served]:
-        """What has happened to each request so far, in the order of the requests."""
+        """The course of each request so far, in the order of the requests."""
         return self._served
 
     def run(self) -> Result:

@@ -71,7 +71,7 @@ _REFUSED = (BadSettings, BadEndpoint, BadTarget, BadResults, TraceError, ModelEr
 
 
 def run(settings: Settings) -> int:
-    """Run what is not finished yet, print a table; 1 if an endpoint was left or a request failed, 2 for bad flags."""
+    """Run the unfinished levels and print a table. Returns 1 if an endpoint or a request failed, 2 for bad flags."""
     try:
         plan = plan_of(settings)
         sweep = Sweep(plan, lambda model: text_of(settings.tokenizer or model))

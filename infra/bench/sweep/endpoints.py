@@ -29,7 +29,7 @@ class Page:
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """``gpus`` 0: nobody said."""
+    """A server under load. ``gpus`` 0: not given."""
 
     name: str
     target: Target

@@ -1,4 +1,4 @@
-"""The figures of one run of a level, from what was seen of each request. Times are in ms, lengths in tokens."""
+"""The figures of one run of a level, from the measurements of each request. Times are in ms, lengths in tokens."""
 
 import statistics
 from collections import Counter
@@ -89,7 +89,7 @@ class Figures(Struct, frozen=True, kw_only=True):
 
 
 def record(exchange: Exchange, planned: Planned, began: float) -> Record:
-    """What is kept of an exchange; ``began`` is when the run's first request was sent, as ``perf_counter``."""
+    """Make the record of an exchange. ``began`` is when the run's first request was sent, as ``perf_counter``."""
     streamed = bool(exchange.events)
     tokens = exchange.output_tokens if exchange.output_tokens >= 0 else len(exchange.gaps_s) + bool(exchange.first)
     itl = -1.0

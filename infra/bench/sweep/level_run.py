@@ -40,7 +40,7 @@ class Limits:
 
 @dataclass(slots=True)
 class _Progress:
-    """What has come of a run's requests so far."""
+    """The progress of a run's requests."""
 
     planned: Sequence[Planned]
     most_failed: int
@@ -85,7 +85,7 @@ async def run_level(
 
     Args:
         number: of the run.
-        show: told from time to time how many requests are done, and how many of them failed.
+        show: called from time to time with the number of finished and of failed requests.
     """
     progress = _Progress(planned, min(limits.failed, len(planned) - 1))  # nothing but failures is no result
     began_at = datetime.now(UTC).isoformat(timespec="seconds")

@@ -242,7 +242,7 @@ class Sweep:
 
 
 def _lengths(run: Run, images: int) -> list[str]:
-    """What the server counted, where it differs from what was asked for; images come on top of it."""
+    """Notes about lengths that differ from the requested ones, by the server's count. Images add to them."""
     notes = []
     figures = run.figures
     for what, seen, asked in (

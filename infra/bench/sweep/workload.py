@@ -91,7 +91,7 @@ def concurrency_level(concurrency: int, requests: int = 0) -> Level:
 
 
 class WorkloadFlags(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The flags that say what is sent; those not given come from the preset."""
+    """The flags that describe the requests; those not given come from the preset."""
 
     preset: Annotated[Preset, Meta(description="workload and levels to start from; other flags win")] = "none"
     isl: Annotated[

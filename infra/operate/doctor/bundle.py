@@ -1,4 +1,4 @@
-"""An archive for a bug report: what the doctor found, and what it looked at, without secrets and prompts."""
+"""An archive for a bug report: the doctor's findings and inputs, without secrets and prompts."""
 
 import io
 import json
@@ -31,7 +31,7 @@ def redacted(data: bytes) -> bytes:
 
 
 def write_bundle(path: Path, findings: Sequence[Finding], data_dir: Path, more: Mapping[str, bytes]) -> list[str]:
-    """Write a .tar.gz; returns the names of what is in it.
+    """Write a .tar.gz; returns the names of its files.
 
     Args:
         more: further files by name, such as streams and registrations.

@@ -37,7 +37,7 @@ def check_processes(state: State) -> list[Finding]:
 
 
 async def check_gateways(urls: Sequence[str]) -> list[Finding]:
-    """Whether each gateway could serve a request, and what it says is missing."""
+    """Check whether each gateway could serve a request, and report what it lacks."""
 
     class Answer(msgspec.Struct):
         reasons: tuple[str, ...] = ()
@@ -62,7 +62,7 @@ async def check_gateways(urls: Sequence[str]) -> list[Finding]:
 
 
 async def check_fleet(bus: Bus, state: State | None) -> list[Finding]:
-    """Routers, workers and what is between them, as the broker sees them.
+    """Check routers, workers and the streams between them, as the broker sees them.
 
     Raises:
         ServingError, BrokerProblem: the broker does not answer.

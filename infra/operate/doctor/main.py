@@ -1,4 +1,4 @@
-"""``penstock doctor``: run every check that is possible, print what was found, and how to fix it."""
+"""``penstock doctor``: runs every possible check, and prints each problem with its fix."""
 
 import argparse
 import asyncio
@@ -37,7 +37,7 @@ _START = "`penstock up` starts one; `penstock doctor --machine` checks whether i
 
 
 class Examined(NamedTuple):
-    """What was found, and files for a bundle."""
+    """The findings, and files for a bundle."""
 
     findings: list[Finding]
     files: dict[str, bytes]

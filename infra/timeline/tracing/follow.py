@@ -245,7 +245,7 @@ class Following:
     # --- sending ---
 
     async def _send(self) -> None:
-        """Send what is due, batch by batch. What was sent stays sent if the rest is interrupted."""
+        """Send due traces, batch by batch. Batches already sent stay sent if a later one is interrupted."""
         unplaced = [ended.event for ended in self._due if ended.event.request not in self._open]
         if unplaced:
             await self._look_up(unplaced)

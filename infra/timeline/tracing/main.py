@@ -30,7 +30,7 @@ log = structlog.get_logger("trace")
 USAGE = 2
 EXIT_START = 69  # EX_UNAVAILABLE: the broker or its streams are not there (yet)
 EXPORT_CONNECT_S = 10.0
-LAST_S = 3.0  # on SIGTERM, for what has ended just now
+LAST_S = 3.0  # on SIGTERM, to send requests that have just ended
 
 
 class BadUse(ValueError):

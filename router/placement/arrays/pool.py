@@ -44,7 +44,7 @@ class Pool(NamedTuple):
     places: dict[TargetBits, tuple[int, Rows]]
 
     def fill(self, column: Column, blocks: Mapping[TargetId, int]) -> None:
-        """Write what is known of some targets to their places in ``column``.
+        """Write values of some targets to their places in ``column``.
 
         Its last element is for targets of other pools: it is one longer than the pool.
         """

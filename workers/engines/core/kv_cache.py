@@ -69,7 +69,7 @@ class KvCacheManager:
             name_blocks(self.blocks, sequence, computed, self._block_size)
 
     def free(self, sequence: Sequence, *, held: bool) -> None:
-        """Free what a sequence holds; what is computed of it stays in the prefix cache while there is room.
+        """Free the blocks of a sequence. Computed blocks stay in the prefix cache while there is room.
 
         Args:
             held: another table of the same blocks stays in use.

@@ -136,7 +136,7 @@ class Scheduler:
         return plan
 
     def _schedule_running(self, plan: list[Slot], budget: int, overlapped: bool) -> int:
-        """Plan the running sequences; returns what is left of ``budget`` (tokens)."""
+        """Plan the running sequences. Returns the remaining ``budget`` (tokens)."""
         size, running = self._block_size, self.running
         number, must_wait = self._inflight.made + 1, self._inflight.must_wait
         for sequence in running.sequences:  # preemption removes from its end meanwhile

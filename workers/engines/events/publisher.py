@@ -121,7 +121,7 @@ class Publisher:
         self._router.send_multipart([client, b"", *wire.frames(b"", wire.END, b"")])
 
     def close(self, timeout: float = 5.0) -> bool:
-        """Send what is queued, then end the thread and its sockets; False: the thread did not end in time."""
+        """Send queued events, then end the thread and its sockets. False: the thread did not end in time."""
         self._put(None)
         self._thread.join(timeout)
         return not self._thread.is_alive()

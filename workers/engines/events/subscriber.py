@@ -141,7 +141,7 @@ class Subscriber:
             self._deliver(self._buffer.give_up())
 
     def _request_replay(self) -> None:
-        """Request what is missing, or may be; one request at a time, until its replay has ended or is overdue."""
+        """Request events that may be missing; one request at a time, until its replay has ended or is overdue."""
         now = time.monotonic()
         gap = self._buffer.missing is not None
         if not gap:

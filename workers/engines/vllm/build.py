@@ -58,7 +58,7 @@ def from_settings(settings: WorkerSettings, path: Path) -> ExternalEngine[Call]:
     api = apis.load()
     model = modeldir.load(path)
     with contextlib.ExitStack() as undo:
-        folder = Path(tempfile.mkdtemp(prefix="penstock-kv-"))  # 0700: whoever writes there can forge KV events
+        folder = Path(tempfile.mkdtemp(prefix="penstock-kv-"))  # 0700: writers could forge KV events
         undo.callback(shutil.rmtree, folder, ignore_errors=True)
         user_args = user_arguments.given(settings)
         wanted = wanted_of(settings, model.max_model_len, folder, user_args.get("data_parallel_size") or 1)

@@ -20,7 +20,7 @@ BATCH_S = 0.01
 
 
 class Ledger:
-    """``record`` from the event loop; ``close`` publishes what is left."""
+    """``record`` from the event loop; ``close`` publishes the remaining lines."""
 
     def __init__(self, bus: Bus, outbox: Outbox, worker: str, metrics: Metrics) -> None:
         self._bus = bus
