@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from configs.settings import GatewaySettings
 from gateway.anthropic.prepare import count_message, prepare_message
 from gateway.constraint_check import ConstraintCheck
+from gateway.conversations import Conversations
 from gateway.fleet import FleetView
 from gateway.images.prepare import PATHS, prepare_images, unsupported_files
 from gateway.media.loader import MediaLoader
@@ -26,8 +27,9 @@ from gateway.openai.prepare import (
     prepare_completion,
 )
 from gateway.openai.prepare_context import PrepareContext
-from gateway.openai.responses_api.prepare import prepare_response, with_body
-from gateway.openai.responses_api.requests import parse_response, stored_body
+from gateway.openai.responses_api.prepare import count_prompt_of, prepare_response, with_body
+from gateway.openai.responses_api.record import encode_stored
+from gateway.openai.responses_api.requests import parse_response
 from schemas.errors import Code, ServingError
 
 LARGE_BODY = 8_192  # bytes; larger ones are prepared in a thread: to tokenise 1 KB takes 0.3 ms
@@ -42,9 +44,17 @@ T = TypeVar("T")
 class RequestPreparer:
     """Owns the threads; ``close`` it."""
 
-    def __init__(self, fleet: FleetView, media_loader: MediaLoader, gateway: str, settings: GatewaySettings) -> None:
+    def __init__(
+        self,
+        fleet: FleetView,
+        media_loader: MediaLoader,
+        conversations: Conversations,
+        gateway: str,
+        settings: GatewaySettings,
+    ) -> None:
         self._fleet = fleet
         self._media_loader = media_loader
+        self._conversations = conversations
         self._gateway = gateway
         self._settings = settings
         self._constraints = ConstraintCheck()
@@ -102,10 +112,13 @@ class RequestPreparer:
         self, body: bytes, context: PrepareContext, *, now_ns: int, request_id: str | None
     ) -> PreparedRequest:
         asked = await self.run_for(body, parse_response, body)
-        prepared = await self.run_for(body, prepare_response, asked, (), context, now_ns=now_ns, request_id=request_id)
+        history = await self._conversations.history(asked.previous_response_id)
+        work = partial(prepare_response, asked, history.turns, context, now_ns=now_ns, request_id=request_id)
+        prepared = await (self._in_thread(work) if history.size > LARGE_BODY else self.run_for(body, work))
+        stored = encode_stored(asked, history.ancestors, history.size)
         if isinstance(prepared, PendingMediaRequest):
             prepared = await self._with_media(prepared, context)
-        return with_body(prepared, RESPONSE, stored_body(asked))
+        return with_body(prepared, RESPONSE, stored)._replace(detached=bool(asked.background))
 
     async def _message(
         self, body: bytes, context: PrepareContext, *, now_ns: int, request_id: str | None
@@ -115,6 +128,16 @@ class RequestPreparer:
         if isinstance(prepared, PendingMediaRequest):
             prepared = await self._with_media(prepared, found.context)
         return with_body(prepared, MESSAGE, found.client_body)
+
+    async def count_response(self, body: bytes) -> int:
+        """Tokens of a response's prompt.
+
+        Raises:
+            ServingError: the body cannot be served.
+        """
+        asked = await self.run_for(body, parse_response, body)
+        history = await self._conversations.history(asked.previous_response_id)
+        return await self._in_thread(count_prompt_of, asked, history.turns, self._fleet.prepare_context)
 
     async def count_message(self, body: bytes) -> int:
         """Tokens of a message's prompt.

@@ -14,6 +14,7 @@ from configs.settings import GatewaySettings
 from gateway.admission.erasure import ErasureCheck
 from gateway.admission.queue_monitor import QueueMonitor
 from gateway.admission.retention import Retention
+from gateway.conversations import Conversations
 from gateway.fleet import FleetView
 from gateway.log.completion import Completion
 from gateway.log.find import RequestFinder
@@ -26,6 +27,7 @@ from gateway.log.subscription import TokenSubscription
 from gateway.log.subscriptions import TokenSubscriptions
 from gateway.media.loader import MediaLoader
 from gateway.metrics import Metrics
+from gateway.openai.common import MESSAGE
 from gateway.openai.prepare import PreparedRequest
 from gateway.openai.responses import stopping
 from gateway.preparation import RequestPreparer
@@ -77,12 +79,14 @@ class Gateway:
         self.tasks: Tasks = bus.tasks.group("gateway")
         self.fleet = FleetView(bus, model, self.id, self.names, settings, metrics)
         self.records = Records(bus)
-        self._preparer = RequestPreparer(self.fleet, MediaLoader(bus, settings, metrics), self.id, settings)
         self._completion = Completion(self.records)
         self._publisher = publisher
         self._subscriptions = TokenSubscriptions(bus, self.id, self.tasks)
         self._cancelling = 0
         self._lookup = RequestLookup(self.records, RequestFinder(bus, self.tasks))
+        self.conversations = Conversations(self._lookup, model.detokenizer, settings.max_body_bytes)
+        loader = MediaLoader(bus, settings, metrics)
+        self._preparer = RequestPreparer(self.fleet, loader, self.conversations, self.id, settings)
         self.progress = Progress(bus, self.id, self._subscriptions.readers_of)
         self.listing = RequestListing(bus, self.records, self.progress)
         self._retention = Retention(bus, metrics)
@@ -151,13 +155,14 @@ class Gateway:
             await self.run_for(body, self._queue_monitor.check_class, body)
         return await self._preparer.prepare(endpoint, body, request_id, no_store=no_store)
 
-    async def count_message(self, body: bytes) -> int:
-        """Tokens of the prompt of a message (``/v1/messages/count_tokens``).
+    async def count_tokens(self, endpoint: str, body: bytes) -> int:
+        """Tokens of the prompt of a response or message.
 
         Raises:
             ServingError: the body cannot be served.
         """
-        return await self._preparer.count_message(body)
+        count = self._preparer.count_message if endpoint == MESSAGE else self._preparer.count_response
+        return await count(body)
 
     async def run_for(self, body: bytes, work: Callable[..., T], *args: Any) -> T:
         """``work`` on a body, in a thread if that is large."""

@@ -106,9 +106,10 @@ class Generations:
             else:
                 prepared = await prepare()
                 accepted = prepared.request.id
-                inflight = await gateway.submit(prepared.request)
+                inflight = await gateway.submit(prepared.request, owner=not prepared.detached)
             gateway.metrics.prompt.inc(prepared.prompt_tokens)
-            accepted_request = AcceptedRequest(prepared, inflight, scope, send, began, owner=not names.key)
+            owner = not (names.key or prepared.detached)
+            accepted_request = AcceptedRequest(prepared, inflight, scope, send, began, owner)
             code = await self._answer(gateway, accepted_request)
         except ServingError as error:
             code = error.code.value

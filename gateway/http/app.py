@@ -31,6 +31,7 @@ from gateway.http.answers import (
 )
 from gateway.http.health import health_of
 from gateway.http.messages import CountTokens, send_message_error
+from gateway.http.responses import CountInputTokens, StoredResponses, answer_response
 from gateway.http.status import final_state, status_of
 from gateway.images.endpoints import ImageReattach, answer_images, base_url
 from gateway.images.files import GeneratedFiles
@@ -52,7 +53,8 @@ def application(gateway: Gateway) -> App:
     answering: dict[str, App] = {
         "/v1/chat/completions": Generations(gateway, CHAT, answer_text),
         "/v1/completions": Generations(gateway, COMPLETION, answer_text),
-        "/v1/responses": Generations(gateway, RESPONSE, answer_text),
+        "/v1/responses": Generations(gateway, RESPONSE, answer_response),
+        "/v1/responses/input_tokens": CountInputTokens(gateway),
         "/v1/messages": Generations(gateway, MESSAGE, answer_text, send_message_error),
         "/v1/messages/count_tokens": CountTokens(gateway),
         **{path: Generations(gateway, kind, answer_images) for kind, path in PATHS.items()},
@@ -76,7 +78,7 @@ def application(gateway: Gateway) -> App:
 
 def _others(gateway: Gateway, answering: Mapping[str, App]) -> Starlette:
     """Everything but the answering endpoints, and wrong methods of those."""
-    api = _Api(gateway)
+    api, stored = _Api(gateway), StoredResponses(gateway)
     page = (Path(__file__).parent / "docs.html").read_bytes()
     openapi = _json(document(version("penstock")))
 
@@ -89,6 +91,9 @@ def _others(gateway: Gateway, answering: Mapping[str, App]) -> Starlette:
     return Starlette(
         routes=[
             *(Route(path, endpoint, methods=["POST"]) for path, endpoint in answering.items()),
+            Route("/v1/responses/{id}", stored, methods=["GET"]),
+            Route("/v1/responses/{id}/cancel", stored.cancel, methods=["POST"]),
+            Route("/v1/responses/{id}/input_items", stored.input_items),
             Route("/v1/models", api.models),
             Route("/v1/models/{name:path}", api.model),
             Route("/v1/requests", api.requests),

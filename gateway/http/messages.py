@@ -17,6 +17,7 @@ from gateway.http.answers import (
     Send,
     read_body,
 )
+from gateway.openai.common import MESSAGE
 from gateway.service import Gateway
 from schemas.errors import ServingError
 
@@ -48,7 +49,7 @@ class CountTokens:
         gateway = self._gateway
         try:
             body = await read_body(scope, receive, gateway.settings.max_body_bytes)
-            count = _json(TokenCount(await gateway.count_message(body)))
+            count = _json(TokenCount(await gateway.count_tokens(MESSAGE, body)))
             await send({"type": "http.response.start", "status": 200, "headers": [JSON]})
             await send({"type": "http.response.body", "body": count})
         except ServingError as error:

@@ -46,18 +46,30 @@ def final_state(record: done.Done) -> Literal["done", "failed", "cancelled"]:
 
 
 async def _running(gateway: Gateway, request: GenerateRequest, base_url: str) -> Status:
-    """The state of an unfinished request: from the gateway that follows it, or if none does, from the token stream."""
+    collector = _collector(gateway, request, late=False)
+    seen = await running_progress(gateway, request, collector)
+    if seen is None:
+        return await _ended(request, collector, base_url)
+    state: State = "running" if seen.attempt > 0 else "queued"
+    return msgspec.structs.replace(_status(request, state), attempt=max(seen.attempt, 0), output_tokens=seen.tokens)
+
+
+async def running_progress(
+    gateway: Gateway, request: GenerateRequest, collector: Aggregator | ImageAggregator
+) -> Progress | None:
+    """How far an unfinished request is: from the gateway that follows it, or if none does, from the token stream.
+
+    Returns: None: the collector has its whole answer; the last token comes before the record.
+    """
     seen = gateway.progress.here(request.id)
     if seen is None and request.gateway != gateway.id:
         seen = await gateway.progress.ask(request.gateway, request.id)
-    if seen is None:
-        collector = _collector(gateway, request, late=False)
-        if await _collected(gateway, request, collector):
-            return await _ended(request, collector, base_url)  # the last token comes before the record
-        began = bool(collector.usage.completion_tokens)
-        seen = Progress(1 if began else -1, collector.usage.completion_tokens)
-    state: State = "running" if seen.attempt > 0 else "queued"
-    return msgspec.structs.replace(_status(request, state), attempt=max(seen.attempt, 0), output_tokens=seen.tokens)
+    if seen is not None:
+        return seen
+    if await _collected(gateway, request, collector):
+        return None
+    tokens = collector.usage.completion_tokens
+    return Progress(1 if tokens else -1, tokens)
 
 
 async def _collected(gateway: Gateway, request: GenerateRequest, collector: Aggregator | ImageAggregator) -> bool:

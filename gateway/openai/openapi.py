@@ -22,7 +22,7 @@ from gateway.openai.responses import (
     ModelList,
     Status,
 )
-from gateway.openai.responses_api.objects import Response, ResponseEvent
+from gateway.openai.responses_api.objects import InputItemList, InputTokens, Response, ResponseEvent
 from gateway.openai.responses_api.requests import ResponsesRequest
 from schemas.errors import Code
 
@@ -65,6 +65,7 @@ _GENERATE = (
 
 _DIFFUSE = tuple(code for code in _GENERATE if code is not Code.context_length_exceeded)
 
+_RESPONSE_ID = ("id", "path", "the response's id")
 _ID = ("id", "path", "from X-Request-Id, or the response's id")
 
 OPERATIONS = (
@@ -94,6 +95,48 @@ OPERATIONS = (
         response=Response,
         errors=_GENERATE,
         streams=ResponseEvent,
+    ),
+    Operation(
+        "get",
+        "/v1/responses/{id}",
+        "Get a stored response, or its events",
+        response=Response,
+        errors=(Code.request_not_found, Code.invalid_request),
+        streams=ResponseEvent,
+        parameters=(
+            _RESPONSE_ID,
+            ("stream", "query", "true: send its events"),
+            ("starting_after", "query", "only those after this sequence number"),
+        ),
+    ),
+    Operation(
+        "post",
+        "/v1/responses/{id}/cancel",
+        "Cancel a background response",
+        response=Response,
+        errors=(Code.request_not_found, Code.invalid_request),
+        parameters=(_RESPONSE_ID,),
+    ),
+    Operation(
+        "get",
+        "/v1/responses/{id}/input_items",
+        "List what a response was made from",
+        response=InputItemList,
+        errors=(Code.request_not_found, Code.invalid_request),
+        parameters=(
+            _RESPONSE_ID,
+            ("limit", "query", "at most so many, 1 to 100; 20 if it is not given"),
+            ("order", "query", "desc (default) or asc"),
+            ("after", "query", "id of the last item of the page before"),
+        ),
+    ),
+    Operation(
+        "post",
+        "/v1/responses/input_tokens",
+        "Count the tokens of a response's prompt",
+        body=ResponsesRequest,
+        response=InputTokens,
+        errors=(Code.invalid_request, Code.unsupported, Code.model_not_found, Code.body_too_large),
     ),
     Operation(
         "post",

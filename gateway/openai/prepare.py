@@ -22,12 +22,17 @@ from schemas.wire import pack_tokens
 
 
 class PreparedRequest(NamedTuple):
-    """A request that can be published, and how its client wants the answer."""
+    """A request that can be published, and how its client wants the answer.
+
+    Attributes:
+        detached: it continues when its client disconnects.
+    """
 
     request: GenerateRequest
     prompt_tokens: int
     stream: bool
     include_usage: bool
+    detached: bool = False
 
 
 class PendingMediaRequest(NamedTuple):

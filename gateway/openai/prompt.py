@@ -172,6 +172,8 @@ def _render_template(body: ChatCompletionRequest, messages: list[dict[str, Any]]
     if reserved := model.template.own_variables & variables.keys():
         raise invalid("chat_template_kwargs", f"chat_template_kwargs must not set {', '.join(sorted(reserved))}")
     tools = body.tools if body.tool_choice != "none" else None
+    if not model.template.knows_developer:
+        messages = [{**each, "role": "system"} if each["role"] == "developer" else each for each in messages]
     try:
         return model.template.render(messages, tools, **variables)
     except TemplateError as error:

@@ -36,6 +36,7 @@ class ChatTemplate:
 
     Attributes:
         own_variables: names that ``render`` gives to the template itself, or that ``apply_chat_template`` reserves.
+        knows_developer: it mentions the role "developer", the newer name of "system".
         source: its text.
         wants_parts: it takes a message's content as a list of typed parts and fails on plain strings.
     """
@@ -59,6 +60,7 @@ class ChatTemplate:
         # Jinja chains a template's globals and walks the chain at each render: a fifth of what rendering costs.
         self._template.globals = dict(self._template.globals)
         self.source = source
+        self.knows_developer = "developer" in source
         self._special_tokens = dict(special_tokens)
         self.wants_parts = False
         try:

@@ -21,14 +21,13 @@ from gateway.openai.responses_api.objects import (
     ResponseUsage,
     Status,
 )
-from gateway.openai.responses_api.requests import ResponsesRequest, read_stored
+from gateway.openai.responses_api.record import PREFIX, item_id, read_stored
+from gateway.openai.responses_api.requests import ResponsesRequest
 from gateway.openai.segments import Scored, Segment, SegmentedAnswer
 from infra.model.detokenizer import Detokenizer
 from schemas.errors import Code, ServingError
 from schemas.requests import GenerateRequest, Priority
 
-PREFIX = "resp_"
-_ITEM_PREFIX = {"reasoning": "rs", "text": "msg", "call": "fc"}
 _TIERS = {Priority.batch: "flex", Priority.interactive: "priority", Priority.standard: "default"}
 
 
@@ -40,7 +39,7 @@ class ResponseBuilder:
         Raises:
             ServingError: the stored body is of a release that this one cannot read.
         """
-        self.asked: ResponsesRequest = read_stored(request.client_body)
+        self.asked: ResponsesRequest = read_stored(request.client_body).body
         self._request = request
         self._logprobs = LogprobFormatter(detokenizer) if request.sampling.logprobs is not None else None
 
@@ -89,7 +88,7 @@ class ResponseBuilder:
         )
 
     def item_id(self, segment: Segment) -> str:
-        return f"{_ITEM_PREFIX[segment.kind]}_{self._request.id}_{segment.index}"
+        return item_id(self._request.id, segment.kind, segment.index)
 
     def item(self, segment: Segment, status: ItemStatus, *, empty: bool = False) -> OutputItem:
         """A segment as an output item. ``empty``: as it is announced, before its content."""

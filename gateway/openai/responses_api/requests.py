@@ -159,28 +159,8 @@ def parse_response(data: bytes) -> ResponsesRequest:
     for number, name in enumerate(body.include or ()):
         if name not in INCLUDABLE:
             raise invalid(f"include[{number}]", f"include[{number}] {name[:80]!r} is not known")
-    if body.previous_response_id is not None:
-        raise unsupported("previous_response_id", "previous_response_id is not supported yet; send the whole input")
-    if body.background:
-        raise unsupported("background", "background is not supported yet")
     if body.background and not body.kept:
         raise invalid("background", "background needs store: true, as the response has to be fetched later")
     if body.stream_options is not None and not body.stream:
         raise invalid("stream_options", "stream_options requires stream: true")
-    return body
-
-
-def stored_body(body: ResponsesRequest) -> bytes:
-    """What is stored with the request; ``read_stored`` reads it."""
-    return msgspec.json.encode(body)
-
-
-def read_stored(data: bytes) -> ResponsesRequest:
-    """
-    Args:
-        data: empty if it was removed, as from a redacted log.
-    Raises:
-        ServingError: of a release that this one cannot read.
-    """
-    body: ResponsesRequest = decode_body(_decode, data) if data else ResponsesRequest(model="")
     return body

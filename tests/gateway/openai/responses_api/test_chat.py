@@ -8,8 +8,10 @@ from gateway.openai.prepare import PreparedRequest
 from gateway.openai.requests import ChatMessage, ContentPart
 from gateway.openai.responses_api.chat import Turn, chat_of
 from gateway.openai.responses_api.prepare import prepare_response
-from gateway.openai.responses_api.requests import InputItem, ResponsesRequest, parse_response, read_stored, stored_body
-from schemas.errors import ServingError
+from gateway.openai.responses_api.record import StoredBody, encode_stored, read_stored
+from gateway.openai.responses_api.requests import InputItem, ResponsesRequest, parse_response
+from schemas.errors import Code, ServingError
+from schemas.wire import unpack_tokens
 from tests.gateway.answers import CONTEXT, NOW
 
 TOOL = {"type": "function", "name": "get_weather", "description": "d", "parameters": {"type": "object"}, "strict": True}
@@ -24,8 +26,9 @@ def messages(given: Any, **fields: Any) -> list[ChatMessage]:
     return chat_of(parsed(input=given, **fields)).body.messages
 
 
-def prepared(**fields: Any) -> PreparedRequest:
-    found = prepare_response(parsed(**fields), (), CONTEXT, now_ns=NOW)
+def prepared(room: int = 0, **fields: Any) -> PreparedRequest:
+    """``room``: tokens of the context, if not the model's own."""
+    found = prepare_response(parsed(**fields), (), CONTEXT._replace(worker_max_model_len=room), now_ns=NOW)
     assert isinstance(found, PreparedRequest)
     return found
 
@@ -111,7 +114,39 @@ def test_what_is_stored_can_be_read_again() -> None:
     image = {"role": "user", "content": [{"type": "input_image", "image_url": "https://a/b"}]}
     options = {"metadata": {"a": "b"}, "reasoning": {"effort": "low"}, "text": {"verbosity": "low"}}
     body = parsed(input=[CALL, image], tools=[TOOL], **options)
-    assert read_stored(stored_body(body)) == body
+    assert read_stored(encode_stored(body, ("a",))) == StoredBody(body, ("a",))
+
+
+def long_talk(turns: int) -> list[dict[str, Any]]:
+    """Some hundred tokens a turn, each with a call and its result."""
+    found: list[dict[str, Any]] = [{"role": "developer", "content": "Be brief."}]
+    for turn in range(turns):
+        output = {"type": "function_call_output", "call_id": "c1", "output": "word " * 300}
+        found += [{"role": "user", "content": f"turn {turn}"}, CALL, output]
+    return found
+
+
+def test_truncation_drops_whole_turns_from_the_beginning() -> None:
+    talk = long_talk(12)
+    with pytest.raises(ServingError) as caught:
+        prepared(2000, input=talk)
+    assert caught.value.code is Code.context_length_exceeded
+    request = prepared(2000, input=talk, truncation="auto", max_output_tokens=10).request
+    text = CONTEXT.model.tokenizer.decode(list(unpack_tokens(request.prompt)), skip_special_tokens=False)
+    assert "Be brief." in text
+    assert "turn 11" in text
+    kept = [turn for turn in range(12) if f"turn {turn}\n" in text or f"turn {turn}<" in text]
+    assert kept == list(range(kept[0], 12))
+    assert 0 < len(kept) < 12
+    more = [talk[0], *talk[1 + 3 * (kept[0] - 1) :]]
+    with pytest.raises(ServingError):
+        prepared(2000, input=more, max_output_tokens=10)
+
+
+def test_a_turn_that_does_not_fit_alone_is_refused_with_truncation_too() -> None:
+    with pytest.raises(ServingError) as caught:
+        prepared(2000, input="word " * 3_000, truncation="auto")
+    assert caught.value.code is Code.context_length_exceeded
 
 
 @pytest.mark.parametrize(

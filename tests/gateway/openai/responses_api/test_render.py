@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
+from gateway.openai.responses_api.record import encode_stored
 from gateway.openai.responses_api.render import ResponseAggregator, ResponseRenderer
-from gateway.openai.responses_api.requests import ResponsesRequest, stored_body
+from gateway.openai.responses_api.requests import ResponsesRequest
 from schemas.errors import Code, ServingError
 from schemas.requests import GenerateRequest, Sampling
 from schemas.tokens import Finish, TokenItem
@@ -24,7 +25,7 @@ TOOLS = [{"type": "function", "name": "get_weather", "parameters": {"type": "obj
 def asked(**fields: Any) -> GenerateRequest:
     body = ResponsesRequest(model="demo", input="hi", tools=TOOLS, metadata={"a": "b"}, **fields)
     scores = 1 if fields.get("top_logprobs") else None
-    return request("response", stored_body(body), sampling=Sampling(temperature=0.0, logprobs=scores))
+    return request("response", encode_stored(body), sampling=Sampling(temperature=0.0, logprobs=scores))
 
 
 def events_of(raw: bytes) -> list[dict[str, Any]]:

@@ -1,0 +1,91 @@
+"""The responses that a new one continues, from the log: by any gateway, for as long as their records are kept."""
+
+import asyncio
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from gateway.log.lookup import RequestLookup, StoredRequest
+from gateway.log.records import has_output
+from gateway.openai.common import RESPONSE
+from gateway.openai.errors import invalid
+from gateway.openai.responses_api.chat import Turn
+from gateway.openai.responses_api.record import PREFIX, check_turns, read_stored, turn_of
+from infra.model.detokenizer import Detokenizer
+from schemas.errors import Code, ServingError
+
+AT_ONCE = 16  # look-ups under way for one conversation
+FIELD = "previous_response_id"
+
+
+class History(NamedTuple):
+    """``ancestors``: request ids of the turns. ``size``: about the bytes of their text."""
+
+    turns: Sequence[Turn] = ()
+    ancestors: tuple[str, ...] = ()
+    size: int = 0
+
+
+class Conversations:
+    """
+    Args:
+        max_bytes: of the input and output of all earlier responses.
+    """
+
+    def __init__(self, lookup: RequestLookup, detokenizer: Detokenizer, max_bytes: int) -> None:
+        self._lookup = lookup
+        self._detokenizer = detokenizer
+        self._max_bytes = max_bytes
+
+    async def history(self, response_id: str | None) -> History:
+        """Everything up to and including this response.
+
+        Raises:
+            ServingError: one of them is unknown, was deleted, has not ended or failed; there are too many; the log
+                cannot be read.
+        """
+        if response_id is None:
+            return History()
+        last = await self._find(response_id.removeprefix(PREFIX), response_id)
+        stored = read_stored(last.request.client_body)
+        check_turns(len(stored.ancestors) + 1)
+        size = stored.history_bytes + _size(last)
+        if size > self._max_bytes:
+            raise invalid(
+                FIELD,
+                f"the conversation has {size} bytes; the limit is {self._max_bytes} (--max-body-bytes). Begin a new "
+                "one with the items of this one that matter",
+            )
+        chain: list[StoredRequest] = []
+        for at in range(0, len(stored.ancestors), AT_ONCE):
+            batch = stored.ancestors[at : at + AT_ONCE]
+            chain += await asyncio.gather(*(self._find(each, response_id) for each in batch))
+        turns = await asyncio.to_thread(self._turns, [*chain, last])
+        return History(turns, (*stored.ancestors, last.request.id), size)
+
+    def _turns(self, chain: Sequence[StoredRequest]) -> list[Turn]:
+        return [turn_of(each.request, each.record, self._detokenizer) for each in chain if each.record is not None]
+
+    async def _find(self, request_id: str, continued: str) -> StoredRequest:
+        """A response that can be continued."""
+        of = "" if continued.endswith(request_id) else f", which {continued} continues,"
+        name = f"response {PREFIX}{request_id[:80]}{of}"
+        try:
+            found = await self._lookup.find(request_id)
+        except ServingError as error:
+            if error.code not in (Code.request_not_found, Code.request_erased):
+                raise
+            raise invalid(FIELD, f"{name} is not known: it was deleted, or its record has expired") from None
+        if found.request.endpoint != RESPONSE or found.request.no_store:
+            raise invalid(FIELD, f"{name} is not a stored response")
+        if found.record is None:
+            raise invalid(FIELD, f"{name} has not ended yet; wait for it, or cancel it")
+        if found.record.code:
+            raise invalid(FIELD, f"{name} has failed or was cancelled; continue the one before it")
+        if not has_output(found.record):
+            raise invalid(FIELD, f"{name} cannot be continued: its output was too large for its record")
+        return found
+
+
+def _size(found: StoredRequest) -> int:
+    record = found.record
+    return len(found.request.client_body) + 4 * (record.usage.completion if record is not None else 0)

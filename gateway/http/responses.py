@@ -1,0 +1,186 @@
+"""Stored responses over HTTP: created, fetched, streamed again, cancelled, deleted, listed. All of it from the log."""
+
+import asyncio
+import time
+
+import msgspec
+import structlog
+from starlette.requests import Request
+from starlette.responses import Response
+
+from gateway.http.answers import (
+    JSON,
+    AcceptedRequest,
+    Receive,
+    Responder,
+    Scope,
+    Send,
+    answer_text,
+    id_headers,
+    read_body,
+    send_error,
+)
+from gateway.http.status import running_progress
+from gateway.log.lookup import StoredRequest
+from gateway.openai.common import RESPONSE
+from gateway.openai.errors import invalid
+from gateway.openai.responses_api.answer import ResponseBuilder
+from gateway.openai.responses_api.objects import InputItemList, InputTokens
+from gateway.openai.responses_api.objects import Response as ResponseObject
+from gateway.openai.responses_api.record import PREFIX, input_items, read_stored
+from gateway.openai.responses_api.render import ResponseAggregator, ResponseRenderer
+from gateway.openai.responses_api.requests import InputItem
+from gateway.service import Gateway
+from schemas import done
+from schemas.errors import Code, ServingError
+
+log = structlog.get_logger("gateway")
+
+CANCELLED_S = 5.0  # how long a cancelled response is waited for
+LOOK_S = 0.05
+PAGE, MOST = 20, 100  # input items
+
+_json = msgspec.json.encode
+
+
+async def answer_response(gateway: Gateway, accepted: AcceptedRequest) -> str:
+    """Send the answer of a response; returns the code for the metrics. In the background, it is only announced.
+
+    Raises:
+        ServingError: the request failed, or the client disconnected, before anything was sent.
+    """
+    request = accepted.inflight.request
+    if accepted.prepared.stream or not read_stored(request.client_body).body.background:
+        return await answer_text(gateway, accepted)
+    gateway.release(accepted.inflight)
+    body = _json(ResponseBuilder(request, gateway.model.detokenizer).response("queued"))
+    headers = [JSON, (b"content-length", b"%d" % len(body)), *id_headers(request)]
+    await accepted.send({"type": "http.response.start", "status": 200, "headers": headers})
+    await accepted.send({"type": "http.response.body", "body": body})
+    return "ok"
+
+
+class StoredResponses:
+    """``/v1/responses/{id}`` and what is below it."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """GET: as it is now; with ``stream=true`` its events, behind ``starting_after`` or ``Last-Event-ID``."""
+        request = Request(scope)
+        try:
+            found = await self._find(request)
+            if request.query_params.get("stream") != "true":
+                await _reply(_json(await self._current(found)))(scope, receive, send)
+                return
+            renderer = ResponseRenderer(found.request, self._gateway.model.detokenizer)
+            after = request.query_params.get("starting_after") or request.headers.get("last-event-id")
+            if after:
+                renderer.resume(after)
+            inflight = await self._gateway.attach(*found)
+            await Responder(self._gateway, inflight, scope, send, time.monotonic(), owner=False).stream(renderer)
+        except ServingError as error:
+            await send_error(send, error)
+
+    async def cancel(self, request: Request) -> Response:
+        """The response as it ended, or as it is if that takes long. One that is over stays as it is."""
+        found = await self._find(request)
+        if found.record is None:
+            if not read_stored(found.request.client_body).body.background:
+                raise invalid(
+                    "id", "only responses with background: true can be cancelled; to stop another, disconnect"
+                )
+            found = await self._stopped(found)
+        return _reply(_json(await self._current(found)))
+
+    async def input_items(self, request: Request) -> Response:
+        """What the response was made from: its own input behind that and the output of those that it continues."""
+        found = await self._find(request)
+        stored = read_stored(found.request.client_body)
+        history = await self._gateway.conversations.history(stored.body.previous_response_id)
+        items: list[InputItem] = []
+        for turn in history.turns:
+            items += [*input_items(turn.id, turn.input), *turn.output]
+        items += input_items(PREFIX + found.request.id, stored.body.input or ())
+        return _reply(_json(_page(items, request)))
+
+    async def _find(self, request: Request) -> StoredRequest:
+        """
+        Raises:
+            ServingError: request_not_found: unknown, expired, deleted, or made with store: false.
+        """
+        name = request.path_params["id"]
+        found: StoredRequest | None = None
+        try:
+            found = await self._gateway.look_up(name.removeprefix(PREFIX))
+        except ServingError as error:
+            if error.code not in (Code.request_not_found, Code.request_erased):
+                raise
+        if found is None or found.request.endpoint != RESPONSE or found.request.no_store:
+            message = f"response {name[:80]!r} is not known: it was deleted, made with store: false, or has expired"
+            raise ServingError(Code.request_not_found, message, param="id")
+        return found
+
+    async def _stopped(self, found: StoredRequest) -> StoredRequest:
+        """Cancel a response; returns when it has ended, or after ``CANCELLED_S``."""
+        await self._gateway.cancel_surely(found.request.id, "cancelled by request")
+        until = time.monotonic() + CANCELLED_S
+        while found.record is None and time.monotonic() < until:
+            await asyncio.sleep(LOOK_S)
+            found = found._replace(record=await self._gateway.records.find(found.request.id))
+        return found
+
+    async def _current(self, found: StoredRequest) -> ResponseObject:
+        request, record = found
+        detokenizer = self._gateway.model.detokenizer
+        aggregator = ResponseAggregator(request, detokenizer)
+        if record is not None:
+            aggregator.push(done.items(record))
+            return aggregator.result(record.timings.ended_ns)
+        progress = await running_progress(self._gateway, request, aggregator)
+        if progress is None:
+            return aggregator.result()
+        return ResponseBuilder(request, detokenizer).response("in_progress" if progress.attempt > 0 else "queued")
+
+
+class CountInputTokens:
+    """POST /v1/responses/input_tokens."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        gateway = self._gateway
+        try:
+            body = await read_body(scope, receive, gateway.settings.max_body_bytes)
+            count = await gateway.count_tokens(RESPONSE, body)
+            await _reply(_json(InputTokens(count)))(scope, receive, send)
+        except ServingError as error:
+            await send_error(send, error)
+
+
+def _page(items: list[InputItem], request: Request) -> InputItemList:
+    """
+    Raises:
+        ServingError: a parameter is wrong.
+    """
+    query = request.query_params
+    limit, order, after = query.get("limit", str(PAGE)), query.get("order", "desc"), query.get("after")
+    if not (limit.isascii() and limit.isdigit() and 1 <= int(limit) <= MOST):
+        raise invalid("limit", f"limit {limit[:20]!r} must be a number from 1 to {MOST}")
+    if order not in ("asc", "desc"):
+        raise invalid("order", f"order {order[:20]!r} must be 'asc' or 'desc'")
+    ordered = items if order == "asc" else items[::-1]
+    start = 0
+    if after:
+        start = next((at + 1 for at, item in enumerate(ordered) if item.id == after), -1)
+        if start < 0:
+            raise invalid("after", f"after {after[:80]!r} is the id of no item of this response")
+    page = ordered[start : start + int(limit)]
+    first, last = (page[0].id, page[-1].id) if page else (None, None)
+    return InputItemList(page, first, last, start + int(limit) < len(ordered))
+
+
+def _reply(body: bytes) -> Response:
+    return Response(body, media_type="application/json")
