@@ -12,9 +12,15 @@ from gateway.anthropic.requests import (
     ThinkingConfig,
 )
 from gateway.openai.errors import invalid, unsupported
-from gateway.openai.requests import ChatCompletionRequest
+from gateway.openai.requests import ChatCompletionRequest, ResponseFormat, SchemaFormat
 
-_NAMES = {"stop": "stop_sequences", "max_completion_tokens": "max_tokens", "reasoning_effort": "output_config.effort"}
+_NAMES = {
+    "stop": "stop_sequences",
+    "max_completion_tokens": "max_tokens",
+    "reasoning_effort": "output_config.effort",
+    "response_format.json_schema": "output_config.format",
+    "response_format": "output_config.format",
+}
 
 
 class Chat(NamedTuple):
@@ -51,6 +57,7 @@ def chat_of(body: MessagesRequest) -> Chat:
         stop=body.stop_sequences,
         ignore_eos=body.ignore_eos,
         reasoning_effort=_effort(body),
+        response_format=_format(body),
         chat_template_kwargs=_variables(body),
         seed=body.seed,
         stream=body.stream,
@@ -142,9 +149,18 @@ def _effort(body: MessagesRequest | CountTokensRequest) -> str | None:
     config = body.output_config
     if config is None:
         return None
-    if config.format is not None:
-        raise unsupported("output_config.format", "output_config.format is not supported")
     return config.effort
+
+
+def _format(body: MessagesRequest) -> ResponseFormat | None:
+    """What the output must match, as chat completions have it, whose own limits apply to it."""
+    given = body.output_config.format if body.output_config is not None else None
+    if given is None:
+        return None
+    if given.type != "json_schema":
+        at = "output_config.format.type"
+        raise unsupported(at, f"{at} {given.type[:40]!r} is not supported; use 'json_schema'")
+    return ResponseFormat(given.type, SchemaFormat(schema=given.schema))
 
 
 def _variables(body: MessagesRequest | CountTokensRequest) -> dict[str, Any] | None:

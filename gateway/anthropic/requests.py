@@ -66,9 +66,16 @@ class ThinkingConfig(Struct, frozen=True):
     budget_tokens: Count | None = None
 
 
+class OutputFormat(Struct, frozen=True):
+    """``type``: "json_schema"."""
+
+    type: str
+    schema: dict[str, Any] | bool | None = None
+
+
 class OutputConfig(Struct, frozen=True):
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
-    format: dict[str, Any] | None = None
+    format: OutputFormat | None = None
 
 
 class MessageMetadata(Struct, frozen=True):

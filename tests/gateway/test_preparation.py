@@ -3,6 +3,7 @@
 import asyncio
 import json
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -40,14 +41,16 @@ async def test_only_large_bodies_are_prepared_in_a_thread(
 ) -> None:
     threads = []
 
-    def prepare(*args: Any, **options: Any) -> str:
+    prepared = SimpleNamespace(request=SimpleNamespace(constraint=None))
+
+    def prepare(*args: Any, **options: Any) -> Any:
         threads.append(threading.current_thread())
-        return "prepared"
+        return prepared
 
     for name in ("prepare_chat", "prepare_completion", "prepare_images"):
         monkeypatch.setattr(preparation, name, prepare)
     kind = next(iter(preparation.PATHS)) if endpoint == "images" else endpoint
-    assert await preparer.prepare(kind, b'"%b"' % (b"x" * size)) == "prepared"
+    assert await preparer.prepare(kind, b'"%b"' % (b"x" * size)) is prepared
     assert [thread is threading.main_thread() for thread in threads] == [size < LARGE_BODY]
 
 

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from gateway.openai.errors import invalid, unsupported
-from gateway.openai.requests import ChatCompletionRequest
+from gateway.openai.requests import ChatCompletionRequest, ResponseFormat, SchemaFormat
 from gateway.openai.responses_api.items import Conversation
 from gateway.openai.responses_api.requests import InputItem, ResponsesRequest
 
@@ -12,6 +12,7 @@ _NAMES = {
     "messages": "input",
     "max_tokens": "max_output_tokens",
     "max_completion_tokens": "max_output_tokens",
+    "response_format.json_schema": "text.format",
     "response_format": "text.format",
     "reasoning_effort": "reasoning.effort",
 }
@@ -74,6 +75,7 @@ def chat_of(body: ResponsesRequest, history: Iterable[Turn] = ()) -> Chat:
         logprobs=logprobs,
         top_logprobs=body.top_logprobs if logprobs else None,
         reasoning_effort=body.reasoning.effort if body.reasoning is not None else None,
+        response_format=_format(body),
         chat_template_kwargs=_variables(body),
         seed=body.seed,
         stream=body.stream,
@@ -87,7 +89,6 @@ def chat_of(body: ResponsesRequest, history: Iterable[Turn] = ()) -> Chat:
         cache_salt=body.cache_salt,
         prompt_cache_key=body.prompt_cache_key,
     )
-    _check_format(body)
     return Chat(chat, places)
 
 
@@ -121,11 +122,14 @@ def _tool_choice(given: str | dict[str, Any] | None) -> str | dict[str, Any] | N
     return given
 
 
-def _check_format(body: ResponsesRequest) -> None:
-    kind = body.text.format if body.text is not None else None
-    if kind is not None and kind.get("type") != "text":
-        given = str(kind.get("type"))[:40]
-        raise unsupported("text.format", f"text.format of type {given!r} is not supported; use 'text'")
+def _format(body: ResponsesRequest) -> ResponseFormat | None:
+    """What the output must match, as chat completions have it, whose own limits apply to it."""
+    given = body.text.format if body.text is not None else None
+    if given is None:
+        return None
+    if given.type != "json_schema":
+        return ResponseFormat(given.type)
+    return ResponseFormat(given.type, SchemaFormat(given.name, given.schema, given.strict, given.description))
 
 
 def _variables(body: ResponsesRequest) -> dict[str, Any] | None:

@@ -64,8 +64,18 @@ class InputItem(Struct, frozen=True, omit_defaults=True):
     phase: str | None = None
 
 
+class TextFormat(Struct, frozen=True, omit_defaults=True):
+    """``type``: "text", "json_object" or "json_schema", whose other fields are the schema's."""
+
+    type: str
+    name: str | None = None
+    schema: dict[str, Any] | bool | None = None
+    strict: bool | None = None
+    description: str | None = None
+
+
 class TextConfig(Struct, frozen=True, omit_defaults=True):
-    format: dict[str, Any] | None = None
+    format: TextFormat | None = None
     verbosity: Annotated[Literal["low", "medium", "high"] | None, Meta(description="passed to the chat template")] = (
         None
     )

@@ -96,6 +96,13 @@ def test_thinking_is_a_variable_of_the_template() -> None:
     assert chat(output_config={"effort": "low"}).reasoning_effort == "low"
 
 
+def test_a_format_becomes_a_constraint() -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    constraint = prepared(output_config={"format": {"type": "json_schema", "schema": schema}}).constraint
+    assert constraint is not None
+    assert json.loads(constraint.text) == schema
+
+
 def test_one_call_at_a_time() -> None:
     choice = {"type": "auto", "disable_parallel_tool_use": True}
     assert chat(tools=[TOOL], tool_choice=choice).parallel_tool_calls is False
@@ -128,6 +135,7 @@ def test_the_count_is_the_prompts() -> None:
         ({"tool_choice": {"type": "tool"}}, "tool_choice.name"),
         ({"thinking": {"type": "enabled"}}, "thinking.budget_tokens"),
         ({"thinking": {"type": "enabled", "budget_tokens": 9}}, "thinking.budget_tokens"),
+        ({"output_config": {"format": {"type": "xml"}}}, "output_config.format.type"),
         ({"mcp_servers": [{"name": "a"}]}, "mcp_servers"),
         ({"model": "other"}, "model"),
     ],

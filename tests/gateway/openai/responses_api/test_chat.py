@@ -105,6 +105,16 @@ def test_options_reach_the_request() -> None:
     assert prepared(include=["message.output_text.logprobs"]).request.sampling.logprobs == 0
 
 
+def test_a_format_becomes_a_constraint() -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    given = {"type": "json_schema", "name": "answer", "schema": schema, "strict": True}
+    constraint = prepared(text={"format": given}).request.constraint
+    assert constraint is not None
+    assert json.loads(constraint.text) == schema
+    assert prepared(text={"format": {"type": "json_object"}}).request.constraint is not None
+    assert prepared(text={"format": {"type": "text"}}).request.constraint is None
+
+
 def test_a_response_that_is_not_kept_is_erased() -> None:
     assert prepared(store=False).request.no_store
     assert not prepared().request.no_store
@@ -171,6 +181,9 @@ def test_a_turn_that_does_not_fit_alone_is_refused_with_truncation_too() -> None
         ({"max_output_tokens": 1 << 30}, "max_output_tokens"),
         ({"max_output_tokens": 2, "min_tokens": 3}, "min_tokens"),
         ({"reasoning": {"effort": "a b"}}, "reasoning.effort"),
+        ({"text": {"format": {"type": "xml"}}}, "text.format"),
+        ({"text": {"format": {"type": "json_schema", "name": "a", "schema": {"a": [[[]]] * 50_000}}}},
+         "text.format.schema"),
         ({"include": ["everything"]}, "include[0]"),
         ({"metadata": {"a": 1}}, "metadata[...]"),
         ({"conversation": "conv_1"}, "conversation"),
