@@ -26,6 +26,9 @@ from tests import properties
 
 properties.register()
 os.environ.setdefault("PENSTOCK_DASHBOARD_PORT", "-1")  # a process less for every deployment that is started
+# Beside other tests, two threads wait for each other: a token of the demo model takes 110 instead of 5 CPU-ms. Read by
+# torch when it is imported, also in the processes that tests start.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 TOGETHER = "tests/pipeline/shared/"  # its modules share three deployments
 
