@@ -86,6 +86,7 @@ COMMANDS = {
     "top": Command("watch a running deployment in the terminal", "infra.operate.top:run"),
     "dashboard": Command("show a deployment in the browser", "infra.dashboard.main:run"),
     "doctor": Command("find problems, and how to fix them", "infra.operate.doctor.main:run"),
+    "health": Command("whether a process of this machine is well, for containers", "infra.operate.health:run"),
     "drain": Command("take workers out of service without failing a request", "infra.operate.drain:run"),
     "restart": Command("restart processes of `penstock up`, one after the other", "infra.operate.restart:run"),
     "dead": Command(
@@ -175,7 +176,19 @@ COMMANDS = {
 SECTIONS = {
     "Talk": ("chat", "run"),
     "Run": ("up", "nats", "gateway", "router", "worker", "recipe", "kubernetes", "monitoring"),
-    "Find out": ("doctor", "top", "dashboard", "requests", "inspect", "tail", "decode", "trace", "leases", "index"),
+    "Find out": (
+        "doctor",
+        "health",
+        "top",
+        "dashboard",
+        "requests",
+        "inspect",
+        "tail",
+        "decode",
+        "trace",
+        "leases",
+        "index",
+    ),
     "Run again": ("export", "import", "replay", "whatif", "dead"),
     "Operate": ("drain", "restart", "streams", "tenants", "forget"),
     "Measure": ("bench", "profile", "plan", "eval"),

@@ -34,6 +34,7 @@ def run_render(argv: Sequence[str]) -> int:
         model=args.model,
         served_model_name=args.served_model_name,
         image=args.image,
+        native_image=args.native_image,
         engine_image=args.engine_image,
         hub_secret=args.hub_secret,
         urls_secret=args.urls_secret,
@@ -69,7 +70,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         "--model", default="", help="directory on the models volume or Hugging Face id (default: the recipe's)"
     )
     parser.add_argument("--served-model-name", default="", metavar="NAME", help="name that clients use")
-    parser.add_argument("--image", default="", help="of gateways, routers and native workers; see infra/Containerfile")
+    parser.add_argument("--image", default="", help="of gateways, routers and native workers; see docs/containers.md")
     parser.add_argument("--engine-image", default="", metavar="IMAGE", help="of workers with trtllm or vllm")
     parser.add_argument("--hub-secret", default="", metavar="SECRET", help="Secret with a Hugging Face token")
     parser.add_argument(

@@ -22,7 +22,7 @@ class Wanted(NamedTuple):
         counts: engines by role; roles of the recipe that are not in it have one.
         engine: "": the recipe's, or native.
         model: "": the recipe's, or the demo model.
-        image: of gateways, routers and native and mock workers; "": the chart's.
+        image, native_image: of gateways, routers and mock workers, of native workers; "": the chart's.
         hub_secret, urls_secret: names of Secrets; see ``hub`` and ``broker`` among the values.
     """
 
@@ -32,6 +32,7 @@ class Wanted(NamedTuple):
     model: str = ""
     served_model_name: str = ""
     image: str = ""
+    native_image: str = ""
     engine_image: str = ""
     hub_secret: str = ""
     urls_secret: str = ""
@@ -51,12 +52,17 @@ def values_of(wanted: Wanted, members: Mapping[str, RecipeEntry] = {}, texts: Ma
     if header is not None and engine != header.engine:
         raise BadArguments([f"--engine {engine}: the recipe is for {header.engine}; leave it out"])
     if engine in EXTERNAL and not wanted.engine_image:
-        raise BadArguments([f"--engine-image: name the image with penstock and {engine}; see infra/Containerfile"])
+        raise BadArguments([f"--engine-image: name the image with penstock and {engine}; see docs/containers.md"])
     model = wanted.model or (header.model if header else "")
     if engine in EXTERNAL and not model:
         raise BadArguments(["--model: name a directory on the models volume (/models/...) or a Hugging Face id"])
     counts = _counts(wanted.counts, members)
-    top = {"image": wanted.image, "engineImage": wanted.engine_image, "model": model}
+    top = {
+        "image": wanted.image,
+        "nativeImage": wanted.native_image,
+        "engineImage": wanted.engine_image,
+        "model": model,
+    }
     top |= {"servedModelName": wanted.served_model_name}
     values: Tree = {key: value for key, value in top.items() if value}
     sizes = {member.block_size for role, member in members.items() if counts.get(role)} or {BLOCK_SIZE}

@@ -59,7 +59,7 @@ class Disruption(Section, frozen=True, kw_only=True):
 class Placed(Section, frozen=True, kw_only=True):
     """What all pods have."""
 
-    image: Annotated[str, about("default: `image`, or `engineImage` with trtllm and vllm")] = ""
+    image: Annotated[str, about("default: `image`; of a pool: as its engine needs")] = ""
     env: Annotated[tuple[Tree, ...], about("further variables, as Kubernetes has them")] = ()
     pod_annotations: Mapping[str, str] = {}
     pod_labels: Mapping[str, str] = {}
@@ -206,7 +206,7 @@ class Monitoring(Section, frozen=True, kw_only=True):
 class Values(Section, frozen=True, kw_only=True):
     """All of ours. Helm adds ``global`` and, for the dependency, ``nats``."""
 
-    image: Annotated[str, about("of gateways, routers and native and mock workers; infra/Containerfile")] = (
+    image: Annotated[str, about("of gateways, routers and native and mock workers; docs/containers.md")] = (
         "registry.example.com/penstock:0.1.0"
     )
     engine_image: Annotated[str, about("of workers with trtllm or vllm")] = ""

@@ -13,9 +13,10 @@ GPUs come from the engine arguments, as the engines count them.
 {{- $roles := list "aggregated" "prefill" "decode" "encode" "diffusion" -}}
 {{- $role := $pool.role | default (ternary $name "aggregated" (has $name $roles)) -}}
 {{- $external := has $pool.engine (list "trtllm" "vllm") -}}
-{{- $image := $pool.image | default (ternary $root.Values.engineImage $root.Values.image $external) -}}
+{{- $images := dict "mock" $root.Values.image "native" $root.Values.nativeImage -}}
+{{- $image := $pool.image | default (get $images $pool.engine) | default $root.Values.engineImage -}}
 {{- if not $image -}}
-{{- fail (printf "engineImage: name the image with penstock and %s; see infra/Containerfile" $pool.engine) -}}
+{{- fail (printf "engineImage: name the image with penstock and %s; see docs/containers.md" $pool.engine) -}}
 {{- end -}}
 {{- $model := $pool.model | default (ternary "" $root.Values.model (eq $role "diffusion")) -}}
 {{- if and (not $model) (or $external (eq $role "diffusion")) -}}

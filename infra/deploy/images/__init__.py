@@ -1,0 +1,1 @@
+"""Container images: the Containerfile, and what it installs."""

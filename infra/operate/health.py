@@ -1,0 +1,75 @@
+"""``penstock health``: whether a process of this machine is well, for the health checks of containers."""
+
+import argparse
+import http.client
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from urllib.parse import urlsplit
+
+from configs.flags import PREFIX, Parser
+
+OK, ILL = 0, 1
+TIMEOUT_S = 4.0
+MOST_BYTES = 1 << 20
+# of each role: the variable with its port, the port in our images, and what is asked
+PAGES = {
+    "gateway": ("HTTP_PORT", "8000", "/health/live"),
+    "router": ("METRICS_PORT", "9090", "/metrics"),
+    "worker": ("METRICS_PORT", "9090", "/metrics"),
+}
+
+
+def run(argv: Sequence[str]) -> int:
+    """Ask, and say what is wrong; the exit status."""
+    parser = Parser(prog="penstock health", description="whether a process of this machine is well")
+    _add_arguments(parser)
+    args = parser.parse_args(argv)
+    url = args.url or url_of(args.role, os.environ, ready=args.ready)
+    problem = problem_at(url, args.timeout_s)
+    print(f"{args.role}: {problem or 'well'}", file=sys.stderr if problem else sys.stdout)
+    return ILL if problem else OK
+
+
+def url_of(role: str, environ: Mapping[str, str], *, ready: bool = False) -> str:
+    """Where a role answers, by the variables that it was started with."""
+    variable, default, path = PAGES[role]
+    port = environ.get(PREFIX + variable, default)
+    return f"http://127.0.0.1:{port}{'/health/ready' if ready and role == 'gateway' else path}"
+
+
+def problem_at(url: str, timeout_s: float) -> str:
+    """Why a GET of this URL is not answered with a status below 400; "": it is."""
+    parts = urlsplit(url)
+    if parts.scheme != "http" or not parts.hostname:
+        return f"{url} is not an http URL"
+    connection = http.client.HTTPConnection(parts.hostname, parts.port, timeout=timeout_s)
+    try:
+        connection.request("GET", parts.path or "/")
+        answer = connection.getresponse()
+        body = answer.read(MOST_BYTES)
+    except (OSError, http.client.HTTPException) as error:
+        return f"no answer from {parts.netloc} ({error or type(error).__name__})"
+    finally:
+        connection.close()
+    return "" if answer.status < 400 else f"status {answer.status}{_reasons(body)}"
+
+
+def _reasons(body: bytes) -> str:
+    """What a gateway says is missing."""
+    try:
+        said = json.loads(body)
+    except ValueError:
+        return ""
+    reasons = said.get("reasons") if isinstance(said, dict) else None
+    return ": " + "; ".join(map(str, reasons)) if isinstance(reasons, list) and reasons else ""
+
+
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("role", choices=tuple(PAGES), help="asked at PENSTOCK_HTTP_PORT or PENSTOCK_METRICS_PORT")
+    parser.add_argument("--ready", action="store_true", help="gateway: whether a request could be served now")
+    parser.add_argument("--url", default="", help="ask this one (default: by role)")
+    parser.add_argument(
+        "--timeout-s", type=float, default=TIMEOUT_S, metavar="SECONDS", help="for an answer (default: %(default)s)"
+    )

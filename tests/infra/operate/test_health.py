@@ -1,0 +1,73 @@
+"""``penstock health``: exit status and words for a process that is well, that is not, and that is not there."""
+
+import http.server
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from infra.operate.health import problem_at, run, url_of
+from tests.pipeline.support import free_port
+
+
+class Pages(http.server.BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        found = {
+            "/health/live": (200, b"{}"),
+            "/metrics": (200, b"# a page"),
+            "/health/ready": (503, b'{"status": "not ready", "reasons": ["no worker of the model takes jobs"]}'),
+        }
+        status, body = found.get(self.path, (404, b""))
+        self.send_response(status)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Pages)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    try:
+        yield server.server_port
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+@pytest.mark.parametrize(("role", "variable"), [
+    ("gateway", "PENSTOCK_HTTP_PORT"), ("router", "PENSTOCK_METRICS_PORT"), ("worker", "PENSTOCK_METRICS_PORT"),
+])  # fmt: skip
+def test_a_role_is_asked_at_the_port_it_was_started_with(
+    role: str, variable: str, port: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(variable, str(port))
+    assert run([role]) == 0
+    assert capsys.readouterr().out == f"{role}: well\n"
+    monkeypatch.setenv(variable, str(free_port()))
+    assert run([role]) == 1
+    assert f"{role}: no answer from 127.0.0.1:" in capsys.readouterr().err
+
+
+def test_a_gateway_that_is_not_ready_says_why(
+    port: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PENSTOCK_HTTP_PORT", str(port))
+    assert run(["gateway", "--ready"]) == 1
+    assert capsys.readouterr().err == "gateway: status 503: no worker of the model takes jobs\n"
+
+
+def test_the_ports_are_those_of_the_images_unless_variables_say_others() -> None:
+    assert url_of("gateway", {}) == "http://127.0.0.1:8000/health/live"
+    assert url_of("gateway", {"PENSTOCK_HTTP_PORT": "8001"}, ready=True) == "http://127.0.0.1:8001/health/ready"
+    assert url_of("worker", {}, ready=True) == "http://127.0.0.1:9090/metrics"
+
+
+def test_another_url_may_be_asked(port: int) -> None:
+    assert problem_at(f"http://127.0.0.1:{port}/metrics", 5) == ""
+    assert problem_at(f"http://127.0.0.1:{port}/none", 5) == "status 404"
+    assert problem_at("ftp://host/x", 5) == "ftp://host/x is not an http URL"
