@@ -272,11 +272,12 @@ COMMAND_FLAGS = frozenset(
     for path in (*(ROOT / "infra").rglob("*.py"), *(ROOT / "tests" / "chaos").rglob("*.py"))
     for flag in re.findall(r'add_argument\(\s*"(--[a-z0-9-]+)"', path.read_text(encoding="utf-8"))
 ) | {"--help", "--topology"}  # of commands with their own parsers
-# Of Dynamo, then aiperf and guidellm.
+# Of Dynamo, then aiperf and guidellm, then docker.
 PEERS_FLAGS = frozenset(
     {"--migration-limit", "--artifact-dir", "--endpoint-type", "--streaming", "--synthetic-input-tokens-mean"}
     | {"--output-tokens-mean", "--request-rate", "--input-file", "--request-count", "--extra-inputs"}
     | {"--backend", "--profile", "--data", "--constraint", "--output"}
+    | {"--build-arg"}
 )
 
 

@@ -1,9 +1,10 @@
 """``python -m infra.docs``: write what comes from the code: pages of docs/, Grafana dashboards, the chart's values."""
 
-from infra.deploy.helm import generate
+from infra.deploy.compose import generate as compose
+from infra.deploy.helm import generate as helm
 from infra.docs import dashboards, metrics, settings
 
 for page in (metrics, settings):
     page.PAGE.write_text(page.page(), encoding="utf-8")
-for path, text in (dashboards.files() | generate.files()).items():
+for path, text in (dashboards.files() | helm.files() | compose.files()).items():
     path.write_text(text, encoding="utf-8")

@@ -206,8 +206,11 @@ class Monitoring(Section, frozen=True, kw_only=True):
 class Values(Section, frozen=True, kw_only=True):
     """All of ours. Helm adds ``global`` and, for the dependency, ``nats``."""
 
-    image: Annotated[str, about("of gateways, routers and native and mock workers; docs/containers.md")] = (
+    image: Annotated[str, about("of gateways, routers and mock workers; see docs/containers.md")] = (
         "registry.example.com/penstock:0.1.0"
+    )
+    native_image: Annotated[str, about("of workers with the native engine, also of images and videos")] = (
+        "registry.example.com/penstock-native:0.1.0"
     )
     engine_image: Annotated[str, about("of workers with trtllm or vllm")] = ""
     image_pull_policy: Literal["IfNotPresent", "Always", "Never"] = "IfNotPresent"

@@ -84,24 +84,33 @@ def write(folder: Path, targets: Sequence[Mapping[str, Any]], prometheus: str) -
     dashboards.mkdir(parents=True, exist_ok=True)
     for file in GRAFANA.glob("*.json"):
         shutil.copyfile(file, dashboards / file.name)
+    _write_yaml(folder / "grafana" / "datasources" / "penstock.yaml", datasource(prometheus))
+    _write_yaml(dashboards / "penstock.yaml", provider())
+
+
+def datasource(prometheus: str) -> dict[str, Any]:
+    """Grafana's provisioning of a Prometheus at this URL."""
     source = {"name": "Prometheus", "type": "prometheus", "url": prometheus, "access": "proxy", "isDefault": True}
-    _write_yaml(folder / "grafana" / "datasources" / "penstock.yaml", {"apiVersion": 1, "datasources": [source]})
-    provider = {
-        "name": "penstock",
-        "folder": "Penstock",
-        "type": "file",
-        "options": {"path": "/etc/grafana/provisioning/dashboards"},
-    }
-    _write_yaml(dashboards / "penstock.yaml", {"apiVersion": 1, "providers": [provider]})
+    return {"apiVersion": 1, "datasources": [source]}
 
 
-def scrape_config() -> dict[str, Any]:
-    """Prometheus's configuration. ``honor_labels``: a process names itself, and knows best."""
-    job = {"job_name": "penstock", "honor_labels": True, "file_sd_configs": [{"files": ["targets.json"]}]}
+def provider(path: str = "/etc/grafana/provisioning/dashboards") -> dict[str, Any]:
+    """Grafana's provisioning of the dashboards in a folder."""
+    one = {"name": "penstock", "folder": "Penstock", "type": "file", "options": {"path": path}}
+    return {"apiVersion": 1, "providers": [one]}
+
+
+def scrape_config(discovery: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Prometheus's configuration. ``honor_labels``: a process names itself, and knows best.
+
+    Args:
+        discovery: where the targets are found; by default in ``targets.json``.
+    """
+    found = discovery or {"file_sd_configs": [{"files": ["targets.json"]}]}
     return {
         "global": {"scrape_interval": SCRAPE, "evaluation_interval": SCRAPE},
         "rule_files": ["alerts.yml"],
-        "scrape_configs": [job],
+        "scrape_configs": [{"job_name": "penstock", "honor_labels": True, **found}],
     }
 
 

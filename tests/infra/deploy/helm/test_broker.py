@@ -43,7 +43,9 @@ def nats_conf(values: dict[str, Any], port: int, store: Path, include: Path) -> 
     config = values["config"]
     (directive,) = config["merge"].items()
     assert directive == ("$include", "../penstock/broker.conf")  # beside /etc/nats-config
-    jetstream = {"store_dir": str(store), "max_memory_store": 0} | config["jetstream"]["merge"]
+    size = int(config["jetstream"]["fileStore"]["pvc"]["size"].removesuffix("Gi")) << 30
+    made = {"store_dir": str(store), "max_memory_store": 0, "max_file_store": size}
+    jetstream = made | config["jetstream"]["merge"]
     rest = json.dumps({"server_name": "demo-nats-0", "port": port, "jetstream": jetstream})
     return f"{{\n  include {os.path.relpath(include, store.parent)};\n{rest[1:]}"
 
