@@ -46,6 +46,7 @@ T = TypeVar("T")
 SWEEP_S = 0.25
 ACCEPT_S = 15.0  # longer than an election in a cluster (4 to 9 s) and what follows it
 CANCEL_AGAIN_S = 1.0
+ERASE_S = 20.0  # a router reads the jobs of the time in which the request ran
 CANCEL_TRIES = 30  # of a request with other readers; by then its router and worker have been restarted
 MAX_CANCELLING = 1000  # such requests at a time; those beyond are cancelled once
 CANCEL_FOR_NS = 60_000_000_000  # beyond the deadline; by then the request has been ended
@@ -269,6 +270,20 @@ class Gateway:
     async def cancel(self, request_id: str, reason: str) -> None:
         if self.bus.connected:
             await self.bus.nc.publish(self.bus.subjects.cancel, wire.encode(control.Cancel(request_id, reason)))
+
+    async def erase(self, request_id: str) -> None:
+        """Have a router delete everything that the log holds of a request that has ended.
+
+        Raises:
+            ServingError: broker_unavailable: no router did it; to ask again is safe.
+        """
+        try:
+            reply = await self.bus.nc.request(self.bus.subjects.erase, request_id.encode(), timeout=ERASE_S)
+            problem = control.decode_ok(reply.data).error
+        except (NatsError, OSError, TimeoutError) as error:
+            problem = f"no router answers ({error!r})"
+        if problem:
+            raise ServingError(Code.broker_unavailable, f"{request_id} was not deleted: {problem}", retry_after=1.0)
 
     # --- finding requests again ---
 

@@ -28,6 +28,7 @@ from router.cluster_listener import ClusterListener
 from router.cluster_state import ClusterState
 from router.decider import Decider
 from router.erasure.eraser import Eraser
+from router.erasure.on_demand import ErasureOnDemand
 from router.filters import describe
 from router.held_requests import HeldRequests
 from router.holders import keys_view
@@ -114,6 +115,7 @@ class Router:
             since_ns=time.time_ns(),
             owns=self.intake.membership.owns,
         )
+        self._erasure_on_demand = ErasureOnDemand(bus)
 
     def _make_held(self) -> HeldRequests:
         settings, cluster = self._settings, self.cluster
@@ -168,6 +170,7 @@ class Router:
             self.tasks.spawn(resteering, name="resteering")
         await self.intake.start(self.tasks)
         self._eraser.start(self.tasks)
+        await self._erasure_on_demand.start(self.tasks)
         log.info("router_open", router=self.id, mode=self._settings.mode)
 
     async def close(self) -> None:

@@ -167,6 +167,11 @@ class Subjects:
         return f"{self.namespace}.progress.{gateway}"
 
     @property
+    def erase(self) -> str:
+        """Where gateways ask routers to erase a request that has ended."""
+        return f"{self.namespace}.erase"
+
+    @property
     def cancel(self) -> str:
         return f"{self.namespace}.cancel"
 

@@ -92,6 +92,7 @@ def _others(gateway: Gateway, answering: Mapping[str, App]) -> Starlette:
         routes=[
             *(Route(path, endpoint, methods=["POST"]) for path, endpoint in answering.items()),
             Route("/v1/responses/{id}", stored, methods=["GET"]),
+            Route("/v1/responses/{id}", stored.delete, methods=["DELETE"]),
             Route("/v1/responses/{id}/cancel", stored.cancel, methods=["POST"]),
             Route("/v1/responses/{id}/input_items", stored.input_items),
             Route("/v1/models", api.models),

@@ -25,7 +25,7 @@ from gateway.log.lookup import StoredRequest
 from gateway.openai.common import RESPONSE
 from gateway.openai.errors import invalid
 from gateway.openai.responses_api.answer import ResponseBuilder
-from gateway.openai.responses_api.objects import InputItemList, InputTokens
+from gateway.openai.responses_api.objects import DeletedResponse, InputItemList, InputTokens
 from gateway.openai.responses_api.objects import Response as ResponseObject
 from gateway.openai.responses_api.record import PREFIX, input_items, read_stored
 from gateway.openai.responses_api.render import ResponseAggregator, ResponseRenderer
@@ -93,6 +93,18 @@ class StoredResponses:
                 )
             found = await self._stopped(found)
         return _reply(_json(await self._current(found)))
+
+    async def delete(self, request: Request) -> Response:
+        """Erase it; one that still runs is cancelled first."""
+        found = await self._find(request)
+        if found.record is None:
+            found = await self._stopped(found)
+        if found.record is None:
+            raise ServingError(
+                Code.broker_unavailable, f"response {PREFIX}{found.request.id} is being cancelled; delete it again"
+            )
+        await self._gateway.erase(found.request.id)
+        return _reply(_json(DeletedResponse(PREFIX + found.request.id)))
 
     async def input_items(self, request: Request) -> Response:
         """What the response was made from: its own input behind that and the output of those that it continues."""

@@ -22,7 +22,7 @@ from gateway.openai.responses import (
     ModelList,
     Status,
 )
-from gateway.openai.responses_api.objects import InputItemList, InputTokens, Response, ResponseEvent
+from gateway.openai.responses_api.objects import DeletedResponse, InputItemList, InputTokens, Response, ResponseEvent
 from gateway.openai.responses_api.requests import ResponsesRequest
 from schemas.errors import Code
 
@@ -108,6 +108,14 @@ OPERATIONS = (
             ("stream", "query", "true: send its events"),
             ("starting_after", "query", "only those after this sequence number"),
         ),
+    ),
+    Operation(
+        "delete",
+        "/v1/responses/{id}",
+        "Delete a response, and everything that is stored of it",
+        response=DeletedResponse,
+        errors=(Code.request_not_found, Code.broker_unavailable),
+        parameters=(_RESPONSE_ID,),
     ),
     Operation(
         "post",

@@ -65,7 +65,7 @@ def permissions(role: str, s: Subjects) -> Permissions | None:
     return Permissions(
         tuple(dict.fromkeys(publish)),
         tuple(dict.fromkeys(subscribe)),
-        respond=role == "worker",
+        respond=role in ("router", "worker"),
         deny=_not_submissions(s) if role == "gateway" else (),
     )
 
@@ -95,6 +95,7 @@ def _gateway(s: Subjects) -> tuple[Right, ...]:
     requests = s.stream("REQUESTS")
     return (
         Right("accept and cancel requests", (s.all("request"), s.cancel)),
+        Right("ask a router to delete a request", (s.erase,)),
         Right(
             "receive from NATS clients and other gateways",
             (),
@@ -134,8 +135,9 @@ def _router(s: Subjects) -> tuple[Right, ...]:
         Right("place them, fence lost attempts, end what cannot run", (s.all("work"), s.all("tokens"), s.all("done"))),
         Right("ask workers for their blocks, and cancel", (s.all("ctl"), s.cancel), (s.cancel,)),
         Right("fence a dead worker", (f"$KV.{s.bucket('workers')}.*",)),
-        Right("erase requests that must not be stored",
-              tuple(f"$JS.API.STREAM.MSG.DELETE.{s.stream(n)}" for n in ("REQUESTS", "WORK", "TOKENS"))),
+        Right("erase requests that must not be stored, and those that gateways ask to delete",
+              tuple(f"$JS.API.STREAM.MSG.DELETE.{s.stream(n)}" for n in ("REQUESTS", "WORK", "TOKENS", "DONE")),
+              (s.erase,)),
         Right("follow the log", (), (s.all("live"),)),
         _reads(*(s.stream(name) for name in ("REQUESTS", "WORK", "TOKENS", "KV", "DONE"))),
         _reads(*_buckets(s, "workers", "routers", "tenants")),

@@ -9,7 +9,7 @@ import argparse
 import asyncio
 import datetime
 import shutil
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,14 +18,14 @@ from rich.console import Console
 from configs.flags import Parser
 from infra.broker.jetstream_api import BrokerProblem, request
 from infra.bus.connection import Bus
-from infra.bus.direct_get import get_last, read
+from infra.bus.direct_get import read
+from infra.bus.forget import Ended, find_ended, forget_messages
 from infra.counts import counted
 from infra.terminal import confirmed, stdout
 from infra.timeline.open_log import Source, add_flags, open_log, run_command
 from infra.timeline.summary_cache import cache_folder
 from schemas.ids import time_of
-from schemas.streams import CLOCK_SKEW_NS
-from schemas.subjects import HEADER_MSG_ID, HEADER_NO_STORE
+from schemas.subjects import HEADER_NO_STORE
 
 
 class Forgotten(NamedTuple):
@@ -81,14 +81,7 @@ async def _run(args: argparse.Namespace, console: Console) -> None:
     )
 
 
-class _Ended(NamedTuple):
-    id: str
-    subject: str  # of its record
-    ended_ns: int
-    apart: bool  # made with no_store: its tokens are in no message with another request's
-
-
-async def _named(bus: Bus, ids: Iterable[str]) -> list[_Ended]:
+async def _named(bus: Bus, ids: Iterable[str]) -> list[Ended]:
     """
     Raises:
         ValueError: not the id of a request, or it has not ended, or is not in the log.
@@ -96,70 +89,36 @@ async def _named(bus: Bus, ids: Iterable[str]) -> list[_Ended]:
     ended = []
     for request_id in dict.fromkeys(ids):
         time_of(request_id)
-        last = await get_last(bus, bus.subjects.stream("DONE"), bus.subjects.done_of(request_id), newest=True)
-        if last is None:
+        found = await find_ended(bus, request_id)
+        if found is None:
             raise ValueError(
                 f"request {request_id} has not ended, or the log no longer has it; `penstock requests` lists those "
                 f"that run, and DELETE /v1/requests/{request_id} cancels one"
             )
-        ended.append(_Ended(request_id, last.subject, last.time_ns, HEADER_NO_STORE in last.headers))
+        ended.append(found)
     return ended
 
 
-async def _of_tenant(bus: Bus, tenant: str) -> list[_Ended]:
+async def _of_tenant(bus: Bus, tenant: str) -> list[Ended]:
     stream, subject = bus.subjects.stream("DONE"), bus.subjects.done(tenant, "model", "id")
     pattern = ".".join([*subject.split(".")[:-2], "*", "*"])
     return [
-        _Ended(entry.subject.rpartition(".")[2], entry.subject, entry.time_ns, HEADER_NO_STORE in entry.headers)
+        Ended(entry.subject.rpartition(".")[2], entry.subject, entry.time_ns, HEADER_NO_STORE in entry.headers)
         async for entry in read(bus, stream, pattern)
     ]
 
 
-async def forget(bus: Bus, ended: Sequence[_Ended]) -> Forgotten:
+async def forget(bus: Bus, ended: Sequence[Ended]) -> Forgotten:
     """Delete the jobs, requests and records of these requests.
 
     Raises:
         ServingError: a stream cannot be read.
         BrokerProblem: the broker refuses to delete, or does not answer. What was not deleted is found again.
     """
-    ids = {each.id for each in ended}
-    since_ns = min(time_of(each.id) for each in ended) - CLOCK_SKEW_NS
-    ended_ns = max(each.ended_ns for each in ended)
-    messages = 0
-    for name, kind in (("WORK", "work"), ("REQUESTS", "request")):
-        stream = bus.subjects.stream(name)
-        async for entry in read(bus, stream, bus.subjects.all(kind), since_ns=since_ns):
-            if entry.time_ns > ended_ns + CLOCK_SKEW_NS:
-                break
-            if entry.subject == bus.subjects.erased:
-                continue
-            if entry.headers.get(HEADER_MSG_ID, "").partition(":")[0] in ids:
-                await _delete(bus, stream, entry.seq)
-                messages += 1
-    messages += await _forget_unstored(bus, ids, since_ns)
-    stream = bus.subjects.stream("DONE")
-    for each in ended:
-        async for entry in read(bus, stream, each.subject):
-            await _delete(bus, stream, entry.seq)
-            messages += 1
+    messages = await forget_messages(bus, ended, _delete)
     config = (await request(bus.nc, f"STREAM.INFO.{bus.subjects.stream('TOKENS')}", {}))["config"]
     shared_ns = max((each.ended_ns for each in ended if not each.apart), default=0)
     return Forgotten(len(ended), messages, shared_ns + config["max_age"] if shared_ns else 0)
-
-
-async def _forget_unstored(bus: Bus, ids: Collection[str], since_ns: int) -> int:
-    """What requests with ``no_store`` have besides: tokens of their own, and after their erasure an entry for lists."""
-    entries = []
-    stream = bus.subjects.stream("TOKENS")
-    for each in ids:
-        entries += [(stream, entry.seq) async for entry in read(bus, stream, bus.subjects.tokens_of(each))]
-    stream = bus.subjects.stream("REQUESTS")
-    async for entry in read(bus, stream, bus.subjects.erased, since_ns=since_ns):
-        if entry.headers.get(HEADER_MSG_ID, "").partition(":")[0] in ids:
-            entries.append((stream, entry.seq))
-    for name, seq in entries:
-        await _delete(bus, name, seq)
-    return len(entries)
 
 
 async def _delete(bus: Bus, stream: str, seq: int) -> None:

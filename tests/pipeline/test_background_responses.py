@@ -10,6 +10,9 @@ import httpx
 import openai
 import pytest
 
+from infra.bus.connection import Bus, connect
+from infra.bus.direct_get import read
+from schemas.subjects import HEADER_MSG_ID
 from tests.pipeline.conftest import NewDeployment
 from tests.pipeline.support import Deployment, Oracle, until, words
 
@@ -32,6 +35,28 @@ async def clients(steady: Deployment) -> AsyncIterator[list[openai.AsyncOpenAI]]
     yield made
     for client in made:
         await client.close()
+
+
+@pytest.fixture
+async def steady_bus(steady: Deployment) -> AsyncIterator[Bus]:
+    bus = await connect(steady.state.nats_url, role="operator", name="test")
+    yield bus
+    await bus.close()
+
+
+def on_disk(deployment: Deployment) -> bytes:
+    """Everything that the broker has stored."""
+    return b"\0".join(path.read_bytes() for path in deployment.data_dir.rglob("*.blk"))
+
+
+async def messages_of(bus: Bus, request_id: str) -> list[str]:
+    """Subjects of what REQUESTS, WORK and DONE hold of a request."""
+    return [
+        entry.subject
+        for name in ("REQUESTS", "WORK", "DONE")
+        async for entry in read(bus, bus.subjects.stream(name), ">")
+        if request_id in entry.headers.get(HEADER_MSG_ID, "") + entry.subject
+    ]
 
 
 def asked(text: str, tokens: int = 4, **more: Any) -> dict[str, Any]:
@@ -166,6 +191,29 @@ async def test_what_cannot_be_continued_or_fetched_is_refused_plainly(
             assert (await http.get(f"/v1/responses/{made.id}/input_items?{query}")).status_code == 400
         refused = await http.get(f"/v1/responses/{made.id}?stream=true&starting_after=x")
         assert refused.status_code == 400
+
+
+async def test_a_deleted_response_leaves_nothing_behind(
+    steady: Deployment, steady_bus: Bus, clients: list[openai.AsyncOpenAI]
+) -> None:
+    secret = "sesame-open-17"
+    first = await clients[0].responses.create(**asked(f"{words(10, 10)} {secret}", metadata={"about": secret}))
+    second = await clients[0].responses.create(**asked("Go on.", previous_response_id=first.id))
+    running = await clients[0].responses.create(**asked(f"{words(10, 11)} {secret}", 2000, background=True))
+    assert secret.encode() in on_disk(steady)
+    for response in (first, running):
+        await clients[1].responses.delete(response.id)
+        assert await messages_of(steady_bus, response.id.removeprefix("resp_")) == []
+        with pytest.raises(openai.NotFoundError):
+            await clients[0].responses.retrieve(response.id)
+        with pytest.raises(openai.NotFoundError):
+            await clients[0].responses.delete(response.id)
+    assert secret.encode() not in on_disk(steady)
+    assert (await clients[0].responses.retrieve(second.id)).output_text == second.output_text
+    with pytest.raises(openai.BadRequestError, match="was deleted"):
+        await clients[0].responses.create(**asked("Go on.", previous_response_id=second.id))
+    again = await clients[0].responses.create(**asked("Hi."))
+    assert again.status == "incomplete"
 
 
 async def test_with_an_idempotency_key_a_background_response_is_made_once(clients: list[openai.AsyncOpenAI]) -> None:
