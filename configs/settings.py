@@ -157,8 +157,8 @@ class RouterSettings(Common, frozen=True, kw_only=True):
         float,
         Meta(
             ge=0,
-            description="seconds, at least, that a worker computes no prompt until what waits there goes to an idle "
-            "worker; 0: never",
+            description="least seconds without a computed prompt after which requests waiting at a worker go to an "
+            "idle one; 0: never",
         ),
     ] = 5.0
     revision_wait_s: Annotated[
@@ -170,9 +170,7 @@ class RouterSettings(Common, frozen=True, kw_only=True):
     ] = True
     predicted_ttl_s: Annotated[
         Seconds,
-        about(
-            "seconds until a prompt that was sent to a worker without KV events is taken as evicted, if not used again"
-        ),
+        about("seconds after its last use until a prompt sent to a worker without KV events counts as evicted"),
     ] = 600.0
     max_index_blocks: Annotated[Positive, about("blocks in the radix index, at most")] = 8_000_000
     sys_nats_url: Annotated[
