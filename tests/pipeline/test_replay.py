@@ -61,7 +61,7 @@ async def replay(*argv: str, report: Path) -> tuple[int, dict[str, Any]]:
 
 
 async def test_requests_whose_worker_was_killed_give_the_same_answers_elsewhere_and_another_seed_does_not(
-    recorded: Deployment, fresh: Deployment, recorded_bus: Bus, tmp_path: Path
+    recorded: Deployment, fresh: Deployment, recorded_bus: Bus, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file, report = str(tmp_path / "incident.jsonl"), tmp_path / "report.json"
     async with httpx.AsyncClient(base_url=recorded.urls[0], trust_env=False, timeout=30) as client:
@@ -79,6 +79,15 @@ async def test_requests_whose_worker_was_killed_give_the_same_answers_elsewhere_
     assert max(end.attempt for end in ends) == 2, "nothing was under way at the killed worker"
     where = ["--data-dir", str(recorded.data_dir)]
     assert await asyncio.to_thread(main, ["export", "--all", "-o", file, *where]) == 0
+    moved = next(end for end in ends if end.attempt == 2)
+    capsys.readouterr()
+    for source in (where, ["--file", file]):
+        assert await asyncio.to_thread(main, ["inspect", moved.request, "--json", *source]) == 0
+        events = json.loads(capsys.readouterr().out)["events"]
+        by_worker = [each for each in events if each["kind"] == "tokens" and each["where"].startswith("worker")]
+        assert {(each["attempt"], each["where"]) for each in by_worker} == {(1, victim.worker), (2, moved.worker)}
+        assert [each["attempt"] for each in events if each["kind"] == "routed"] == [1, 2]
+        assert [each["text"] for each in events if each["kind"] == "continued"]
 
     again = ["--file", file, "--data-dir", str(fresh.data_dir), "--speed", "max"]
     page = tmp_path / "report.html"
@@ -100,6 +109,28 @@ async def test_requests_whose_worker_was_killed_give_the_same_answers_elsewhere_
         assert one["margin"] == pytest.approx(0.6931, abs=1e-3)
     status, _ = await replay(*again, "--seed", "7", "--fail-on", "errors", report=report)
     assert status == 0
+
+
+async def test_a_worker_that_is_killed_during_a_replay_changes_no_answer(
+    recorded: Deployment, recorded_bus: Bus, tmp_path: Path
+) -> None:
+    async with httpx.AsyncClient(base_url=recorded.urls[0], trust_env=False, timeout=30) as client:
+        ids = await asyncio.gather(*(ask(client, number) for number in range(400, 408)))
+    await ended(recorded, ids)
+    stream = recorded_bus.subjects.stream("TOKENS")
+    before = (await recorded_bus.js.stream_info(stream)).state.messages
+    argv = [*ids, "--data-dir", str(recorded.data_dir), "--speed", "max"]
+    replaying = asyncio.create_task(replay(*argv, report=tmp_path / "report.json"))
+
+    async def flowing() -> bool:
+        return (await recorded_bus.js.stream_info(stream)).state.messages > before + 15
+
+    await until(flowing, "tokens of the replay")
+    os.kill(next(iter((await registrations(recorded_bus)).values())).pid, signal.SIGKILL)
+    status, found = await replaying
+    assert (status, found["outcomes"]["same"], found["compared_tokens"]) == (0, 8, 8 * TOKENS)
+    again = await ended(recorded, [each["replay_id"] for each in found["comparisons"]])
+    assert max(end.attempt for end in again) == 2, "nothing was under way at the killed worker"
 
 
 async def test_the_recorded_pace_is_kept_and_can_be_faster(fresh: Deployment, tmp_path: Path) -> None:

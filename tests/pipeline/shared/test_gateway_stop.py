@@ -1,6 +1,7 @@
 """Gateways that are stopped in order: answers that fit into the drain end as always, the others go on elsewhere."""
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -11,8 +12,9 @@ from typing import Any
 import httpx
 import pytest
 
-from infra.bus.connection import Bus
+from infra.bus.connection import Bus, connect
 from infra.operate import drain, restart
+from schemas.fleet import State as WorkerState
 from tests.pipeline.conftest import NewDeployment
 from tests.pipeline.shared.test_limits import request_of, sequences_run
 from tests.pipeline.support import (
@@ -25,6 +27,7 @@ from tests.pipeline.support import (
     free_port,
     joined,
     parse_sse,
+    registrations,
     samples,
     token_prompt,
     until,
@@ -187,7 +190,10 @@ async def test_a_gateway_ends_within_its_bound_when_the_broker_does_not_answer(n
 
 @pytest.mark.timeout(180)
 async def test_draining_and_restarting_everything_fails_no_request(new_deployment: NewDeployment) -> None:
-    """Under load, on kept connections to the port that the gateways share: every answer comes whole."""
+    """Under load, on kept connections to the port that the gateways share: every answer comes whole.
+
+    A worker that is killed while it drains is no exception.
+    """
     deployment = new_deployment(
         *("--mock-speedup", "0.5", "--workers", "2", "--gateways", "2", "--routers", "2", "--drain-s", "20")
     )
@@ -222,6 +228,21 @@ async def test_draining_and_restarting_everything_fails_no_request(new_deploymen
     after = pids()
     assert before["nats"] == after["nats"]
     assert all(after[name] not in (None, pid) for name, pid in before.items() if name != "nats")
+    killed = after["worker-0"]
+    assert killed is not None
+    restarting = asyncio.create_task(command(restart.run, "worker-0"))
+    state = deployment.state
+    async with await connect(state.nats_url, role="operator", name="test", namespace=state.namespace) as bus:
+
+        async def drains() -> bool:
+            return not any(
+                each.pid == killed and each.state is WorkerState.ready for each in (await registrations(bus)).values()
+            )
+
+        await until(drains, "worker-0 drains")
+    with contextlib.suppress(ProcessLookupError):  # it had nothing to finish
+        os.kill(killed, signal.SIGKILL)
+    assert await restarting == 0
     count = answered
 
     async def goes_on() -> bool:
