@@ -202,5 +202,5 @@ class Subjects:
             return f"{self.namespace}.live.{kind}.{key}"
         head = self.namespace + "."
         assert subject.startswith(head), subject
-        rest = subject[len(head) :]
-        return f"{head}live.{rest.removeprefix('tokens.')}" if rest.startswith("tokens.") else f"{head}live.{rest}"
+        tail = subject[len(head) :]
+        return f"{head}live.{tail.removeprefix('tokens.')}" if tail.startswith("tokens.") else f"{head}live.{tail}"

@@ -94,12 +94,12 @@ class Stopping:
         Raises:
             StoppedEarly: the process was asked to stop first; ``work`` was cancelled.
         """
-        task, asked = asyncio.create_task(work, name="start"), asyncio.create_task(self.wait(), name="asked")
+        task, stopped = asyncio.create_task(work, name="start"), asyncio.create_task(self.wait(), name="asked")
         try:
-            await asyncio.wait([task, asked], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([task, stopped], return_when=asyncio.FIRST_COMPLETED)
             if not task.done():
                 raise StoppedEarly
             return task.result()
         finally:
-            asked.cancel()
+            stopped.cancel()
             task.cancel()

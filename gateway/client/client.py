@@ -117,11 +117,11 @@ class Client:
             PenstockError: the request is unknown, or no gateway answers.
         """
         connection = self._connected()
-        asked = {"id": request} if isinstance(request, str) else {"key": request.key}
+        query = {"id": request} if isinstance(request, str) else {"key": request.key}
         until = time.monotonic() + CANCEL_S
         while True:
             try:
-                reply = await connection.nc.request(connection.cancel, _json(asked), timeout=2.0)
+                reply = await connection.nc.request(connection.cancel, _json(query), timeout=2.0)
                 if code := (reply.headers or {}).get(HEADER_ERROR):
                     raise read_error(reply.data, code)
                 return str(msgspec.json.decode(reply.data).get("status", ""))

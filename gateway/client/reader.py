@@ -199,8 +199,8 @@ class AnswerReader:
         inbox = self._connection.nc.new_inbox()
         before, self._again = self._again, await self._subscribe(inbox)
         await self._connection.unsubscribe(before)
-        asked = msgspec.json.encode({"key": self._key, "from": self._buffer.next})
+        query = msgspec.json.encode({"key": self._key, "from": self._buffer.next})
         try:
-            await self._connection.nc.publish(self._connection.read, asked, reply=inbox)
+            await self._connection.nc.publish(self._connection.read, query, reply=inbox)
         except NatsError:
             self._wanted = True

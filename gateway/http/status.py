@@ -47,11 +47,13 @@ def final_state(record: done.Done) -> Literal["done", "failed", "cancelled"]:
 
 async def _running(gateway: Gateway, request: GenerateRequest, base_url: str) -> Status:
     collector = _collector(gateway, request, late=False)
-    seen = await running_progress(gateway, request, collector)
-    if seen is None:
+    progress = await running_progress(gateway, request, collector)
+    if progress is None:
         return await _ended(request, collector, base_url)
-    state: State = "running" if seen.attempt > 0 else "queued"
-    return msgspec.structs.replace(_status(request, state), attempt=max(seen.attempt, 0), output_tokens=seen.tokens)
+    state: State = "running" if progress.attempt > 0 else "queued"
+    return msgspec.structs.replace(
+        _status(request, state), attempt=max(progress.attempt, 0), output_tokens=progress.tokens
+    )
 
 
 async def running_progress(

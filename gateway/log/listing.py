@@ -136,19 +136,19 @@ class RequestListing:
 
     async def _accepted(self, group: Sequence[Entry]) -> list[tuple[int, RequestSummary]]:
         """The states of requests: from their records, or from the gateways that follow them."""
-        asked = [(entry.seq, request) for entry in group if (request := _request(entry)) is not None]
-        ended = {event.request: of_done(event) for event in await self._records.ends([each for _, each in asked])}
-        running = [request for _, request in asked if request.id not in ended]
+        accepted = [(entry.seq, request) for entry in group if (request := _request(entry)) is not None]
+        ended = {event.request: of_done(event) for event in await self._records.ends([each for _, each in accepted])}
+        running = [request for _, request in accepted if request.id not in ended]
         summaries = await asyncio.gather(*map(self._running, running))
         by_id = {each.id: each for each in summaries}
-        return [(seq, ended.get(request.id) or by_id[request.id]) for seq, request in asked]
+        return [(seq, ended.get(request.id) or by_id[request.id]) for seq, request in accepted]
 
     async def _running(self, request: GenerateRequest) -> RequestSummary:
-        seen = self._progress.here(request.id) or await self._progress.ask(request.gateway, request.id)
-        if seen is None or seen.attempt < 1:
+        progress = self._progress.here(request.id) or await self._progress.ask(request.gateway, request.id)
+        if progress is None or progress.attempt < 1:
             return of_request(request, state=WAITING)
-        summary = of_request(request, state=RUNNING, attempt=seen.attempt)
-        return msgspec.structs.replace(summary, completion_tokens=seen.tokens)
+        summary = of_request(request, state=RUNNING, attempt=progress.attempt)
+        return msgspec.structs.replace(summary, completion_tokens=progress.tokens)
 
 
 def _request(entry: Entry) -> GenerateRequest | None:

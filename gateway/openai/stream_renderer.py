@@ -189,14 +189,14 @@ class StreamRenderer:
     def _finish(self, out: list[bytes], choice: _StreamedChoice, finish: Finish) -> None:
         if not self._state.end(choice.state, finish):
             return
-        rest = choice.state.stream.finish()
+        remaining = choice.state.stream.finish()
         if choice.parser is not None:
-            fields = _fields(choice.parser.finish(rest))
+            fields = _fields(choice.parser.finish(remaining))
             body = choice.prefix + (fields if fields or choice.sent else b'"content":""')
-        elif self._state.is_chat and choice.sent and not rest:
+        elif self._state.is_chat and choice.sent and not remaining:
             body = choice.prefix.removesuffix(b'"content":')
         else:
-            body = choice.prefix + _json(rest)
+            body = choice.prefix + _json(remaining)
         suffix = choice.suffix.replace(
             b'"finish_reason":null', b'"finish_reason":' + _json(choice.state.finish_reason(choice.parser)), 1
         )

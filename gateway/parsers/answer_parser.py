@@ -95,8 +95,8 @@ class AnswerParser:
             next(self._steps)
         except StopIteration:
             self._steps = None
-            if rest := self._reader.rest():
-                self._deltas.content(rest)
+            if remaining := self._reader.rest():
+                self._deltas.content(remaining)
 
 
 def _read(reader: Reader, deltas: DeltaBuilder, form: AnswerFormat) -> Steps[None]:

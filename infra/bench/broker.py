@@ -167,13 +167,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=4.0, metavar="S", help="for each (default: 4)")
     parser.add_argument("--publish", default="", help=argparse.SUPPRESS)
     parser.add_argument("--number", type=int, default=0, help=argparse.SUPPRESS)
-    asked = parser.parse_args(arguments)
-    if asked.publish:
-        print(publish(asked.publish, asked.number, asked.seconds))
+    args = parser.parse_args(arguments)
+    if args.publish:
+        print(publish(args.publish, args.number, args.seconds))
         return 0
     print("publishers   req/s   messages/s   cores of the broker   its CPU-µs per request")
-    for count in map(int, asked.publishers.split(",")):
-        result = measure(count, asked.seconds)
+    for count in map(int, args.publishers.split(",")):
+        result = measure(count, args.seconds)
         print(
             f"{result.publishers:10} {result.requests_per_s:7,.0f} {result.messages_per_s:12,.0f} "
             f"{result.cores:21.1f} {result.cpu_us:24.0f}",

@@ -72,8 +72,8 @@ class Fleet:
         self._turn += 1
         pending, turn = self._pending, self._turn
         keys = keys_view(pending.request.digests)
-        asked = routing_request(pending, keys, avoid=frozenset(), revision=None)
-        decision = self._decisions.decide(asked, keys, self.index.depths(keys), now_ns=turn, seed=turn, turn=turn)
+        request = routing_request(pending, keys, avoid=frozenset(), revision=None)
+        decision = self._decisions.decide(request, keys, self.index.depths(keys), now_ns=turn, seed=turn, turn=turn)
         job = build_job(
             pending,
             decision,

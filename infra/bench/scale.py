@@ -56,17 +56,17 @@ def all_series(cores: int) -> list[Series]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    asked = _parser().parse_args(arguments)
+    args = _parser().parse_args(arguments)
     try:
-        if asked.all:
+        if args.all:
             series = all_series(os.cpu_count() or 1)
         else:
             points = (
-                [Point.parse(each) for each in asked.points.split(",")]
-                if asked.points
-                else default_points(_numbers(asked.gateways), _numbers(asked.workers), asked.routers)
+                [Point.parse(each) for each in args.points.split(",")]
+                if args.points
+                else default_points(_numbers(args.gateways), _numbers(args.workers), args.routers)
             )
-            series = [Series("", asked.words, asked.tokens, tuple(points))]
+            series = [Series("", args.words, args.tokens, tuple(points))]
     except ValueError as error:
         print(f"infra.bench.scale: {error}", file=sys.stderr)
         return 2
@@ -74,37 +74,37 @@ def main(arguments: list[str] | None = None) -> int:
     results: list[tuple[Series, Point, Figures | str]] = []
     limits: list[broker.BrokerFigures] = []
     try:
-        for each, point, result in _results(series, asked):
+        for each, point, result in _results(series, args):
             results.append((each, point, result))
             print(f"{each.name} {point}: {result}", file=sys.stderr, flush=True)
-            write(asked.out, results, limits, asked.connections)
-            if asked.all and len(results) == len(series[0].points):
+            write(args.out, results, limits, args.connections)
+            if args.all and len(results) == len(series[0].points):
                 limits += [broker.measure(count, BROKER_S) for count in (1, 4, 8)]
     except KeyboardInterrupt:
         print("interrupted: this is what was measured until then", file=sys.stderr)
-    write(asked.out, results, limits, asked.connections)
-    report(results, limits, asked.connections)
-    if asked.json:
-        write(Path(asked.json), results, limits, asked.connections)
+    write(args.out, results, limits, args.connections)
+    report(results, limits, args.connections)
+    if args.json:
+        write(Path(args.json), results, limits, args.connections)
     return 1 if any(isinstance(result, str) or result.failed for _, _, result in results) else 0
 
 
-def _results(series: Iterable[Series], asked: argparse.Namespace) -> Iterator[tuple[Series, Point, Figures | str]]:
-    until = time.monotonic() + asked.limit_s
+def _results(series: Iterable[Series], args: argparse.Namespace) -> Iterator[tuple[Series, Point, Figures | str]]:
+    until = time.monotonic() + args.limit_s
     for each in series:
         for point in each.points:
             result: Figures | str
-            if time.monotonic() + asked.duration_s + START_S > until:
-                result = f"left out: --limit-s {asked.limit_s:g} s were over"
+            if time.monotonic() + args.duration_s + START_S > until:
+                result = f"left out: --limit-s {args.limit_s:g} s were over"
             else:
                 try:
-                    result = measure(point, each, asked)
+                    result = measure(point, each, args)
                 except (OSError, RuntimeError, subprocess.TimeoutExpired) as error:
                     result = str(error)
             yield each, point, result
 
 
-def measure(point: Point, series: Series, asked: argparse.Namespace) -> Figures:
+def measure(point: Point, series: Series, args: argparse.Namespace) -> Figures:
     """Start a deployment, load it, and stop it.
 
     Raises:
@@ -113,14 +113,14 @@ def measure(point: Point, series: Series, asked: argparse.Namespace) -> Figures:
     with tempfile.TemporaryDirectory(prefix="scale-") as folder:
         base = Path(folder)
         up = _penstock(
-            "up", "--engine=mock", f"--mock-speedup={asked.mock_speedup:g}", f"--gateways={point.gateways}",
+            "up", "--engine=mock", f"--mock-speedup={args.mock_speedup:g}", f"--gateways={point.gateways}",
             f"--routers={point.routers}", f"--workers={point.workers}", "--http-port=0", f"--data-dir={base}/data",
-            f"--max-running={asked.max_running}", "--log-format=json", "--dashboard-port=-1",
+            f"--max-running={args.max_running}", "--log-format=json", "--dashboard-port=-1",
             log=base / "up.log",
         )  # fmt: skip
         try:
             _wait_until_ready(up, base / "up.log")
-            return _load(point, series, asked, base)
+            return _load(point, series, args, base)
         finally:
             up.send_signal(signal.SIGTERM)
             try:
@@ -130,14 +130,14 @@ def measure(point: Point, series: Series, asked: argparse.Namespace) -> Figures:
                 up.wait()
 
 
-def _load(point: Point, series: Series, asked: argparse.Namespace, base: Path) -> Figures:
+def _load(point: Point, series: Series, args: argparse.Namespace, base: Path) -> Figures:
     state = read_state(base / "data" / "state.json")
-    urls = list(state.http_urls[: point.gateways]) * asked.generators
-    connections = -(-asked.connections // asked.generators)
+    urls = list(state.http_urls[: point.gateways]) * args.generators
+    connections = -(-args.connections // args.generators)
     generators = [
         _penstock(
             "bench", "http", f"--url={url}", f"--model={state.model}", f"--concurrency={connections}",
-            f"--duration-s={asked.duration_s:g}", f"--warm-up-s={WARM_UP_S:g}", f"--prompt-words={series.words}",
+            f"--duration-s={args.duration_s:g}", f"--warm-up-s={WARM_UP_S:g}", f"--prompt-words={series.words}",
             f"--output-tokens={series.tokens}", f"--seed={number}", f"--json={base}/{number}.json",
             # One measures the processes, within the seconds that it counts; the others count within about the same.
             *([f"--state={base}/data/state.json"] if number == 1 else []),
@@ -147,7 +147,7 @@ def _load(point: Point, series: Series, asked: argparse.Namespace, base: Path) -
     ]  # fmt: skip
     try:
         for number, generator in enumerate(generators, 1):
-            if generator.wait(asked.duration_s + READY_S) not in (0, 1) or not (base / f"{number}.json").exists():
+            if generator.wait(args.duration_s + READY_S) not in (0, 1) or not (base / f"{number}.json").exists():
                 raise RuntimeError(f"a load generator failed: {_end(base / f'{number}.log')}")
     finally:
         for generator in generators:

@@ -109,8 +109,8 @@ def parse_time(text: str) -> int:
 
 def format_time(time_ns: int) -> str:
     """RFC 3339 with nanoseconds, UTC."""
-    seconds, rest = divmod(time_ns, 1_000_000_000)
-    return f"{_second(seconds)}.{rest:09d}Z"
+    seconds, nanoseconds = divmod(time_ns, 1_000_000_000)
+    return f"{_second(seconds)}.{nanoseconds:09d}Z"
 
 
 @lru_cache(16)

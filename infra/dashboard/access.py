@@ -44,8 +44,8 @@ class Access:
         """None: the request may pass. A link with the token is answered with a cookie and the link without it."""
         token = request.query_params.get("token")
         if token is not None and self._is_token(token):
-            rest = urlencode([(key, value) for key, value in request.query_params.multi_items() if key != "token"])
-            answer = RedirectResponse(request.url.path + (f"?{rest}" if rest else ""), 303)
+            query = urlencode([(key, value) for key, value in request.query_params.multi_items() if key != "token"])
+            answer = RedirectResponse(request.url.path + (f"?{query}" if query else ""), 303)
             answer.set_cookie(self._cookie, token, max_age=COOKIE_S, httponly=True, samesite="strict")
             return answer
         bearer = request.headers.get("authorization", "").removeprefix("Bearer ")

@@ -66,8 +66,8 @@ def overview(moment: Moment, *, stopped: bool, namespace: str) -> str:
 
 def live_sections(moment: Moment) -> dict[str, str]:
     """The HTML of the parts of the overview that change, by the id of their element."""
-    seen = moment.history[-1]
-    values: dict[str, Any] = {"seen": seen, "rates": seen.rates, "charts": charts(moment.history)}
+    latest = moment.history[-1]
+    values: dict[str, Any] = {"seen": latest, "rates": latest.rates, "charts": charts(moment.history)}
     sections = {name: _render(f"live/{name}.html", **values) for name in _LIVE}
     return sections | {"problem": _render("live/problem.html", problem=moment.problem)}
 

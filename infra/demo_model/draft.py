@@ -18,9 +18,9 @@ from infra.demo_model.template import prompt
 DRAFT_LENGTH = 4  # tokens drafted per step of the demo model
 
 
-def accepted(draft: Any, asked: list[int], answer: list[int]) -> list[bool]:
+def accepted(draft: Any, prompt: list[int], answer: list[int]) -> list[bool]:
     """For each token of the answer, whether the draft model predicts it from the tokens before."""
-    tokens = torch.tensor([asked + answer], device=draft.device)
+    tokens = torch.tensor([prompt + answer], device=draft.device)
     with torch.inference_mode():
         guesses = draft(tokens, logits_to_keep=len(answer) + 1).logits[0, :-1].argmax(-1)
     return [guess == token for guess, token in zip(guesses.tolist(), answer, strict=True)]
@@ -54,12 +54,12 @@ def main() -> None:
     )
     table: dict[str, dict[str, float]] = {}
     for task in TASKS:
-        asked = [
+        prompts = [
             tokenizer.encode(prompt(sample.messages, sample.tools), add_special_tokens=False)
             for sample in cases(task, options.count, options.seed)
         ]
         rows = [
-            accepted(draft, ids, answer) for ids, answer in zip(asked, greedy(model, tokenizer, asked), strict=True)
+            accepted(draft, ids, answer) for ids, answer in zip(prompts, greedy(model, tokenizer, prompts), strict=True)
         ]
         share = sum(map(sum, rows)) / sum(map(len, rows))
         table[task] = {"acceptance": round(share, 4), "tokens_per_step": round(sum(map(len, rows)) / sum(

@@ -36,10 +36,10 @@ def tool_call(name: str, arguments: dict[str, Any]) -> str:
 
 def right(sample: Sample, text: str) -> bool:
     """Whether an answer has the expected result; the wording around it does not matter."""
-    thought, tag, rest = text.rpartition("</think>")
+    thought, tag, answer = text.rpartition("</think>")
     if (sample.task == "thinking") != bool(tag and "<think>" in thought):
         return False
-    text, want = rest.strip(), sample.want
+    text, want = answer.strip(), sample.want
     match sample.task:
         case "json":
             return bool(_parsed(text) == want)

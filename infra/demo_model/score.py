@@ -23,20 +23,20 @@ _BATCH_IMAGES = 100
 
 def answers(model: Any, tokenizer: PreTrainedTokenizerFast, samples: list[Sample], new: int = 640) -> list[str]:
     """Greedy answers, in the samples' order."""
-    asked = [tokenizer.encode(prompt(sample.messages, sample.tools), add_special_tokens=False) for sample in samples]
-    outputs = greedy(model, tokenizer, asked, new)
+    prompts = [tokenizer.encode(prompt(sample.messages, sample.tools), add_special_tokens=False) for sample in samples]
+    outputs = greedy(model, tokenizer, prompts, new)
     return [tokenizer.decode(ids, skip_special_tokens=False).removesuffix(STOP) for ids in outputs]
 
 
-def greedy(model: Any, tokenizer: PreTrainedTokenizerFast, asked: list[list[int]], new: int = 640) -> list[list[int]]:
+def greedy(model: Any, tokenizer: PreTrainedTokenizerFast, prompts: list[list[int]], new: int = 640) -> list[list[int]]:
     """The tokens generated after each prompt, including the end token."""
     stop, pad = tokenizer.convert_tokens_to_ids([STOP, END])
-    order = sorted(range(len(asked)), key=lambda i: len(asked[i]))
-    outputs: list[list[int]] = [[] for _ in asked]
+    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
+    outputs: list[list[int]] = [[] for _ in prompts]
     while order:
-        longest = len(asked[order[-1]])
+        longest = len(prompts[order[-1]])
         batch = [order.pop() for _ in range(min(len(order), max(1, _BATCH_TOKENS // (longest + new))))]
-        rows = [asked[i] for i in batch]
+        rows = [prompts[i] for i in batch]
         tokens = torch.tensor([[pad] * (longest - len(row)) + row for row in rows], device=model.device)
         mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows], device=model.device)
         with torch.inference_mode():

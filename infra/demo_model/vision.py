@@ -31,7 +31,7 @@ TASKS = {"color": 0.95, "shape": 0.95, "count": 0.95, "position": 0.95}
 _TRAINED = (*TASKS, "count", "position", "position", "describe")  # harder ones more often
 
 
-class Thing(NamedTuple):
+class DrawnShape(NamedTuple):
     """One shape. Position and size are fractions of the image's side."""
 
     shape: str
@@ -46,7 +46,7 @@ class Thing(NamedTuple):
 class Scene(NamedTuple):
     side: int  # pixels
     ground: tuple[int, int, int]
-    things: tuple[Thing, ...]
+    shapes: tuple[DrawnShape, ...]
 
 
 def scene(rng: Random, held: bool) -> Scene:
@@ -59,68 +59,68 @@ def scene(rng: Random, held: bool) -> Scene:
             kinds = [(same if rng.random() < 0.7 else shape, color) for shape, color in kinds]
         if held_out("scene", cells, kinds) == held:
             break
-    things = []
+    shapes = []
     for cell, (shape, color) in zip(cells, kinds, strict=True):
         x, y = ((cell % 3) + 0.5) / 3, ((cell // 3) + 0.5) / 3
         jitter, radius = 0.035, rng.uniform(0.085, 0.14)
-        things.append(Thing(shape, color, cell, x + rng.uniform(-jitter, jitter), y + rng.uniform(-jitter, jitter),
+        shapes.append(DrawnShape(shape, color, cell, x + rng.uniform(-jitter, jitter), y + rng.uniform(-jitter, jitter),
                             radius, rng.uniform(-0.15, 0.15)))  # fmt: skip
-    return Scene(rng.randint(64, 224), rng.choice(GROUNDS), tuple(things))
+    return Scene(rng.randint(64, 224), rng.choice(GROUNDS), tuple(shapes))
 
 
-def draw(what: Scene) -> Any:
+def draw(scene: Scene) -> Any:
     """Draw the scene as a PIL.Image of its own size."""
     from PIL import Image, ImageDraw
 
-    scale = 2 * what.side  # drawn at twice the size, for smooth edges
-    image = Image.new("RGB", (scale, scale), what.ground)
+    scale = 2 * scene.side  # drawn at twice the size, for smooth edges
+    image = Image.new("RGB", (scale, scale), scene.ground)
     pen = ImageDraw.Draw(image)
-    for thing in what.things:
-        x, y, r = thing.x * scale, thing.y * scale, thing.radius * scale
-        shade = COLORS[thing.color]
-        if thing.shape == "circle":
+    for shape in scene.shapes:
+        x, y, r = shape.x * scale, shape.y * scale, shape.radius * scale
+        shade = COLORS[shape.color]
+        if shape.shape == "circle":
             pen.ellipse((x - r, y - r, x + r, y + r), fill=shade)
         else:
-            pen.polygon([(x + a * r, y + b * r) for a, b in _corners(thing)], fill=shade)
-    return image.resize((what.side, what.side), Image.Resampling.BOX)
+            pen.polygon([(x + a * r, y + b * r) for a, b in _corners(shape)], fill=shade)
+    return image.resize((scene.side, scene.side), Image.Resampling.BOX)
 
 
-def png(what: Scene) -> bytes:
+def png(scene: Scene) -> bytes:
     data = io.BytesIO()
-    draw(what).save(data, "PNG")
+    draw(scene).save(data, "PNG")
     return data.getvalue()
 
 
-def pixels(what: Scene) -> Any:
+def pixels(scene: Scene) -> Any:
     """(3, SIDE, SIDE) uint8, resized as the model's image processor does."""
     import numpy as np
     from PIL import Image
 
-    image = draw(what).resize((SIDE, SIDE), Image.Resampling.BICUBIC)
+    image = draw(scene).resize((SIDE, SIDE), Image.Resampling.BICUBIC)
     return np.asarray(image, np.uint8).transpose(2, 0, 1)
 
 
-def ask(rng: Random, what: Scene, task: str) -> tuple[str, str, Any] | None:
+def ask(rng: Random, scene: Scene, task: str) -> tuple[str, str, Any] | None:
     """Question, answer, and what an answer must contain; None: the scene allows no question of this kind."""
-    things = what.things
-    thing = rng.choice(things)
-    same_shape = [other for other in things if other.shape == thing.shape]
-    same_color = [other for other in things if other.color == thing.color]
-    the = f"{thing.color} {thing.shape}"
+    shapes = scene.shapes
+    shape = rng.choice(shapes)
+    same_shape = [other for other in shapes if other.shape == shape.shape]
+    same_color = [other for other in shapes if other.color == shape.color]
+    the = f"{shape.color} {shape.shape}"
     if task == "color":
         if len(same_shape) > 1:
             return None
-        questions = [f"What color is the {thing.shape}?", f"Which color does the {thing.shape} have?"]
-        if len(things) == 1:
+        questions = [f"What color is the {shape.shape}?", f"Which color does the {shape.shape} have?"]
+        if len(shapes) == 1:
             questions += ["What color is it?", "What color is the shape?", "Which color do you see?"]
-        return rng.choice(questions), f"The {thing.shape} is {thing.color}.", thing.color
+        return rng.choice(questions), f"The {shape.shape} is {shape.color}.", shape.color
     if task == "shape":
         if len(same_color) > 1:
             return None
-        questions = [f"What shape is the {thing.color} thing?", f"Which shape is {thing.color}?"]
-        if len(things) == 1:
+        questions = [f"What shape is the {shape.color} thing?", f"Which shape is {shape.color}?"]
+        if len(shapes) == 1:
             questions += ["What shape is it?", "Which shape do you see?", "What shape is this?"]
-        return rng.choice(questions), f"It is a {thing.shape}.", thing.shape
+        return rng.choice(questions), f"It is a {shape.shape}.", shape.shape
     if task == "count":
         if rng.random() < 0.6:
             questions = [
@@ -129,28 +129,28 @@ def ask(rng: Random, what: Scene, task: str) -> tuple[str, str, Any] | None:
                 "Count the shapes.",
                 "How many things are in the picture?",
             ]
-            return rng.choice(questions), f"The number of shapes is {len(things)}.", len(things)
+            return rng.choice(questions), f"The number of shapes is {len(shapes)}.", len(shapes)
         if rng.random() < 0.7:
             questions = [
-                f"How many {thing.shape}s are there?",
-                f"How many {thing.shape}s do you see?",
-                f"Count the {thing.shape}s.",
+                f"How many {shape.shape}s are there?",
+                f"How many {shape.shape}s do you see?",
+                f"Count the {shape.shape}s.",
             ]
-            return rng.choice(questions), f"The number of {thing.shape}s is {len(same_shape)}.", len(same_shape)
-        questions = [f"How many shapes are {thing.color}?", f"How many {thing.color} shapes are there?"]
-        return rng.choice(questions), f"The number of {thing.color} shapes is {len(same_color)}.", len(same_color)
+            return rng.choice(questions), f"The number of {shape.shape}s is {len(same_shape)}.", len(same_shape)
+        questions = [f"How many shapes are {shape.color}?", f"How many {shape.color} shapes are there?"]
+        return rng.choice(questions), f"The number of {shape.color} shapes is {len(same_color)}.", len(same_color)
     if task == "position":
-        if sum(other[:2] == thing[:2] for other in things) > 1:
+        if sum(other[:2] == shape[:2] for other in shapes) > 1:
             return None
         questions = [
             f"Where is the {the}?",
             f"In which part of the picture is the {the}?",
             f"Where do you see the {the}?",
         ]
-        if len(things) == 1:
+        if len(shapes) == 1:
             questions += ["Where is it?", "Where is the shape?"]
-        return rng.choice(questions), f"The {the} is at the {PLACES[thing.cell]}.", f"the {PLACES[thing.cell]}."
-    listed = [f"{'an' if other.color == 'orange' else 'a'} {other.color} {other.shape}" for other in things]
+        return rng.choice(questions), f"The {the} is at the {PLACES[shape.cell]}.", f"the {PLACES[shape.cell]}."
+    listed = [f"{'an' if other.color == 'orange' else 'a'} {other.color} {other.shape}" for other in shapes]
     text = listed[0] if len(listed) == 1 else f"{', '.join(listed[:-1])} and {listed[-1]}"
     questions = [
         "What do you see?",
@@ -165,11 +165,11 @@ def ask(rng: Random, what: Scene, task: str) -> tuple[str, str, Any] | None:
 def looking(rng: Random, held: bool, task: str = "") -> Sample:
     """A question about an image; the first user message begins with its placeholders."""
     while True:
-        what = scene(rng, held)
-        asked = ask(rng, what, task or rng.choice(_TRAINED))
-        if asked is not None:
-            question, answer, want = asked
-            return Sample(task or "vision", (("user", f"{IMAGE * TOKENS}\n{question}"),), answer, want, (), what)
+        drawn = scene(rng, held)
+        exchange = ask(rng, drawn, task or rng.choice(_TRAINED))
+        if exchange is not None:
+            question, answer, want = exchange
+            return Sample(task or "vision", (("user", f"{IMAGE * TOKENS}\n{question}"),), answer, want, (), drawn)
 
 
 def vision_conversation(rng: Random) -> tuple[Sample, tuple[Message, ...]]:
@@ -177,9 +177,9 @@ def vision_conversation(rng: Random) -> tuple[Sample, tuple[Message, ...]]:
     sample = looking(rng, False)
     messages: list[Message] = [*sample.messages, ("assistant", sample.answer)]
     for _ in range(rng.randint(0, 3)):
-        asked = ask(rng, sample.scene, rng.choice(_TRAINED))
-        if asked is not None:
-            messages += [("user", asked[0]), ("assistant", asked[1])]
+        question = ask(rng, sample.scene, rng.choice(_TRAINED))
+        if question is not None:
+            messages += [("user", question[0]), ("assistant", question[1])]
     return sample, tuple(messages)
 
 
@@ -195,7 +195,7 @@ def cases(task: str, count: int, seed: int) -> list[Sample]:
     return [looking(rng, True, task) for _ in range(count)]
 
 
-def _corners(shape: Thing) -> list[tuple[float, float]]:
+def _corners(shape: DrawnShape) -> list[tuple[float, float]]:
     count, first = {"square": (4, math.pi / 4), "triangle": (3, -math.pi / 2), "star": (10, -math.pi / 2)}[shape.shape]
     size = 1.1 if shape.shape in ("square", "triangle") else 1.0
     corners = []

@@ -92,11 +92,11 @@ def generate(shape: Shape, spec: EngineSpec) -> Generated:
         raise BadArguments([*errors, *([f"gpus: {more} are enough"] if more else [])])
     memory = estimate(args, shape, spec.gpu_bytes, length=args.max_seq_len or 0)
     warnings = tuple(str(each) for each in findings)
-    asked = math.ceil(spec.concurrency / (spec.gpus if args.enable_attention_dp else 1))
-    if spec.role != "prefill" and memory.sequences < asked:
+    sequences = math.ceil(spec.concurrency / (spec.gpus if args.enable_attention_dp else 1))
+    if spec.role != "prefill" and memory.sequences < sequences:
         warnings += (
             f"memory: {memory.sequences} whole contexts of {memory.length} tokens fit the {memory.pool / GIB:.0f} GiB "
-            f"of KV on a rank, but {asked} are to run there; add GPUs or workers, or requests may wait",
+            f"of KV on a rank, but {sequences} are to run there; add GPUs or workers, or requests may wait",
         )
     return Generated(tree=tree, args=args, memory=memory, warnings=warnings)
 

@@ -111,18 +111,18 @@ class Deployment:
         self._lock.acquire("penstock up")
         self._failed = asyncio.get_running_loop().create_future()
         with Stop(resume=self._resume) as stop:
-            asked = asyncio.create_task(stop.asked.wait(), name="signal")
+            signal = asyncio.create_task(stop.asked.wait(), name="signal")
             try:
                 starting = asyncio.create_task(self._start(), name="start")
-                await asyncio.wait([starting, asked], return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait([starting, signal], return_when=asyncio.FIRST_COMPLETED)
                 if not starting.done():
                     starting.cancel()
                     await asyncio.wait([starting])
                 elif starting.result() is None:
                     self._greet(time.monotonic() - began)
-                    await asked
+                    await signal
             finally:
-                asked.cancel()
+                signal.cancel()
                 cut_short = await self._stop(stop)
                 if not self._failed.cancel() and not self._failed.cancelled():
                     self._failed.exception()  # retrieved: it ended the start, or came after it

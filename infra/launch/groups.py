@@ -145,7 +145,7 @@ def assign(groups: Sequence[Group], gpus: Sequence[str] | None) -> dict[str, tup
     sharing = [name for group in groups if group.gpus and not group.alone for name in group.names]
     short = any(len(assigned[name]) < group.gpus for group in groups if group.alone for name in group.names)
     if short or (gpus and sharing and not unassigned):
-        asked = [f"{group.number} x {group.role} with {group.gpus}" for group in groups if group.gpus]
+        needs = [f"{group.number} x {group.role} with {group.gpus}" for group in groups if group.gpus]
         total = sum(group.number * group.gpus for group in groups)
         fix = (
             "start fewer workers, lower --tensor-parallel-size, or start some on other machines with `penstock worker`"
@@ -153,7 +153,7 @@ def assign(groups: Sequence[Group], gpus: Sequence[str] | None) -> dict[str, tup
             else "name them with --gpus as in CUDA_VISIBLE_DEVICES, or let the engines choose with --gpus none"
         )
         available = f"{len(gpus)} may be used ({','.join(gpus)})" if gpus else "none is seen here"
-        raise PlanError(f"{total} GPUs are needed ({', '.join(asked)}), {available}: {fix}")
+        raise PlanError(f"{total} GPUs are needed ({', '.join(needs)}), {available}: {fix}")
     return assigned | {name: (unassigned[index % len(unassigned)],) for index, name in enumerate(sharing) if unassigned}
 
 

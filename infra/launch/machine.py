@@ -17,10 +17,10 @@ _HOST = "127.0.0.1"
 _FIRST, _LAST = 20_000, 32_000
 
 
-def gpus(asked: Sequence[str], environ: Mapping[str, str], devices: Path = Path("/dev")) -> tuple[str, ...] | None:
+def gpus(named: Sequence[str], environ: Mapping[str, str], devices: Path = Path("/dev")) -> tuple[str, ...] | None:
     """GPUs that workers may use, as CUDA_VISIBLE_DEVICES writes them; None: do not assign any."""
-    if asked:
-        return None if tuple(asked) == ("none",) else tuple(asked)
+    if named:
+        return None if tuple(named) == ("none",) else tuple(named)
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return tuple(part.strip() for part in visible.split(",") if part.strip())

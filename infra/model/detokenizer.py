@@ -176,8 +176,8 @@ class StoppingStream:
     def finish(self) -> str:
         if self.stop is not None:
             return ""
-        rest = self._search(self._stream.finish())
-        return rest if self.stop is not None else rest + self._matcher.flush()
+        remaining = self._search(self._stream.finish())
+        return remaining if self.stop is not None else remaining + self._matcher.flush()
 
     def _search(self, text: str) -> str:
         safe, self.stop = self._matcher.push(text)

@@ -49,14 +49,14 @@ class DeadRequest(msgspec.Struct, frozen=True):
 
 def run(argv: Sequence[str]) -> int:
     """List, show or retry; the exit status."""
-    verb, rest = (argv[0], argv[1:]) if argv else ("", argv)
+    verb, arguments = (argv[0], argv[1:]) if argv else ("", argv)
     match verb:
         case "list":
-            return _list(rest)
+            return _list(arguments)
         case "show":
-            return inspect.run(rest)
+            return inspect.run(arguments)
         case "retry":
-            return _retry(rest)
+            return _retry(arguments)
     print(f"{USAGE}\n\n`penstock dead VERB --help` lists the flags.", file=sys.stderr if argv else sys.stdout)
     return 0 if verb in ("-h", "--help") else 2
 

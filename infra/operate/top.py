@@ -76,20 +76,20 @@ async def _live(observer: Observer, console: Console, interval_s: float) -> None
             await asyncio.sleep(max(0.0, interval_s - (time.monotonic() - began)))
 
 
-def picture(seen: Snapshot, width: int) -> Group:
+def picture(snapshot: Snapshot, width: int) -> Group:
     """A snapshot as it is printed on so many columns."""
-    ready = sum(worker.state == "ready" for worker in seen.workers)
+    ready = sum(worker.state == "ready" for worker in snapshot.workers)
     head = Text.assemble(
-        (f"penstock {seen.namespace}", "bold"),
-        f"   {ready} of {len(seen.workers)} workers ready   {clock(seen.at_ns, seen.at_ns)[:8]}",
+        (f"penstock {snapshot.namespace}", "bold"),
+        f"   {ready} of {len(snapshot.workers)} workers ready   {clock(snapshot.at_ns, snapshot.at_ns)[:8]}",
     )
     tables = (
-        _workers(seen.workers, width),
-        _queues(seen.queues, width),
-        _streams(seen, width),
-        _ended(seen, width),
+        _workers(snapshot.workers, width),
+        _queues(snapshot.queues, width),
+        _streams(snapshot, width),
+        _ended(snapshot, width),
     )
-    return Group(head, _rates(seen.rates), *(part for table in tables for part in (Text(), table)))
+    return Group(head, _rates(snapshot.rates), *(part for table in tables for part in (Text(), table)))
 
 
 def _rates(rates: Rates) -> Text:
@@ -161,7 +161,7 @@ def _queues(queues: Sequence[QueueView], width: int) -> Table:
     return fitting_table(_QUEUES, [(each.priority, str(each.held), str(each.unread)) for each in queues], width)
 
 
-def _streams(seen: Snapshot, width: int) -> Table:
+def _streams(snapshot: Snapshot, width: int) -> Table:
     rows = [
         (
             use.name,
@@ -170,13 +170,13 @@ def _streams(seen: Snapshot, width: int) -> Table:
             bar(use.bytes, use.max_bytes),
             show_duration(use.oldest_s) if use.messages else "-",
         )
-        for use in seen.streams
+        for use in snapshot.streams
         if use.description  # the buckets behind the registry and the object stores are `penstock streams list`'s
     ]
     return fitting_table(_STREAMS, rows, width)
 
 
-def _ended(seen: Snapshot, width: int) -> Table:
+def _ended(snapshot: Snapshot, width: int) -> Table:
     rows = [
         (
             each.id,
@@ -186,7 +186,7 @@ def _ended(seen: Snapshot, width: int) -> Table:
             span(each.ttft_ms),
             span(each.duration_ms),
         )
-        for each in seen.recent[:ENDED_SHOWN]
+        for each in snapshot.recent[:ENDED_SHOWN]
     ]
     return fitting_table(_ENDED, rows, width)
 

@@ -54,10 +54,10 @@ def files(shape: Shape, model: str, arguments: dict[str, Any]) -> dict[str, tupl
     Raises:
         BadArguments: the model cannot be served this way, or the two engines would not match.
     """
-    asked: dict[Role, int] = {
+    gpus_by_role: dict[Role, int] = {
         "aggregated": arguments["gpus"], "prefill": arguments["prefill_gpus"], "decode": arguments["decode_gpus"],
     }  # fmt: skip
-    counts = {role: count for role, count in asked.items() if count}
+    counts = {role: count for role, count in gpus_by_role.items() if count}
     if set(counts) not in ({"aggregated"}, {"prefill", "decode"}):
         raise BadArguments(["gpus: give --gpus, or --prefill-gpus with --decode-gpus"])
     name = arguments["set"] or _slug(model)

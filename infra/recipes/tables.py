@@ -73,6 +73,6 @@ def refreshed(text: str, recipes: Mapping[str, Recipe], members: Mapping[str, Re
         begin, end = BEGIN.format(name), END.format(name)
         if begin not in text or end not in text:
             raise ValueError(f"no marks for the table {name!r}")
-        before, rest = text.split(begin, 1)
-        text = f"{before}{begin}\n\n{markdown(rows)}\n\n{end}{rest.split(end, 1)[1]}"
+        before, remainder = text.split(begin, 1)
+        text = f"{before}{begin}\n\n{markdown(rows)}\n\n{end}{remainder.split(end, 1)[1]}"
     return text

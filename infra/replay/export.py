@@ -252,7 +252,7 @@ def _packed(file: BinaryIO) -> Iterator[BinaryIO]:
 
 
 async def _header(bus: Readable, args: argparse.Namespace, *, redacted: bool) -> FileHeader:
-    asked = [
+    selected = [
         *args.ids,
         *(
             f"--{name.replace('_', '-')} {value}"
@@ -266,7 +266,7 @@ async def _header(bus: Readable, args: argparse.Namespace, *, redacted: bool) ->
         _version(),
         format_time(time.time_ns()),
         bus.subjects.namespace,
-        " ".join(asked) or "--all",
+        " ".join(selected) or "--all",
         redacted,
         tuple(await models(bus)),
         {stream: limits for stream in STREAMS if (limits := await limits_of(bus, stream)) is not None},

@@ -94,8 +94,8 @@ def _second(seconds: int, now_ns: int) -> str:
 
 
 def _clock(at_ns: int, now_ns: int) -> str:
-    seconds, rest = divmod(at_ns, 1_000_000_000)
-    return f"{_second(seconds, now_ns)}.{rest // 1_000_000:03d}"
+    seconds, nanoseconds = divmod(at_ns, 1_000_000_000)
+    return f"{_second(seconds, now_ns)}.{nanoseconds // 1_000_000:03d}"
 
 
 def _line(text: str) -> str:

@@ -196,8 +196,8 @@ class Eraser:
             if name not in names:
                 continue
             if request is not None:
-                rest = wire.encode(done.without_text(request))
-                await self._publisher.publish(subjects.erased, rest, f"{name}:erased", timeout=5.0)
+                remains = wire.encode(done.without_text(request))
+                await self._publisher.publish(subjects.erased, remains, f"{name}:erased", timeout=5.0)
             seqs.append(entry.seq)
         await self._erase_all("REQUESTS", seqs)
 

@@ -100,10 +100,10 @@ def _records(
     return marked(measured)
 
 
-def _baseline(asked: str, kinds: Sequence[str]) -> str:
-    if asked and asked not in kinds:
-        raise BadDeployment(f"--baseline {asked}: no deployment is of that kind; there are {', '.join(kinds)}")
-    return asked or kinds[0]
+def _baseline(name: str, kinds: Sequence[str]) -> str:
+    if name and name not in kinds:
+        raise BadDeployment(f"--baseline {name}: no deployment is of that kind; there are {', '.join(kinds)}")
+    return name or kinds[0]
 
 
 def _workloads(series: Sequence[Series]) -> list[str]:

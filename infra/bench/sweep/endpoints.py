@@ -80,8 +80,8 @@ def name_of(value: str, flag: str) -> str:
     Raises:
         BadEndpoint: there is none, or it is no folder's name that we use.
     """
-    name, mark, rest = value.partition("=")
-    if not mark or not rest:
+    name, mark, url = value.partition("=")
+    if not mark or not url:
         raise BadEndpoint(f"{flag} {value}: expected NAME=URL")
     if not NAME.fullmatch(name):
         raise BadEndpoint(f"{flag} {value}: a name has letters, digits, '_' and '-' only")

@@ -107,8 +107,8 @@ def _guidellm_benchmark(benchmark: Any, data: Any, name: str, gpus: int) -> Conv
     requests = [(each, "") for each in groups["successful"]]
     requests += [(each, str((each.get("info") or {}).get("error") or "failed")) for each in groups["errored"]]
     began = min(float(each["request_start_time"]) for each, _ in requests)
-    asked = (data.get("prompt_tokens") or 0, data.get("output_tokens") or 0)
-    records = [_guidellm_record(number, *each, began, asked) for number, each in enumerate(requests)]
+    lengths = (data.get("prompt_tokens") or 0, data.get("output_tokens") or 0)
+    records = [_guidellm_record(number, *each, began, lengths) for number, each in enumerate(requests)]
     prompt_stdev, output_stdev = data.get("prompt_tokens_stdev"), data.get("output_tokens_stdev")
     result = Result(
         endpoint=name,
@@ -117,7 +117,7 @@ def _guidellm_benchmark(benchmark: Any, data: Any, name: str, gpus: int) -> Conv
         api="chat" if "chat" in backend["request_format"] else "completions",
         level=_level(strategy.get("streams"), strategy.get("rate"), len(records)),
         workload=_workload(
-            {"mean": asked[0], "stddev": prompt_stdev or 0}, {"mean": asked[1], "stddev": output_stdev or 0}
+            {"mean": lengths[0], "stddev": prompt_stdev or 0}, {"mean": lengths[1], "stddev": output_stdev or 0}
         ),
         seed=0,
         gpus=gpus,
@@ -128,7 +128,7 @@ def _guidellm_benchmark(benchmark: Any, data: Any, name: str, gpus: int) -> Conv
     return Converted(result, records)
 
 
-def _guidellm_record(number: int, request: Any, error: str, began: float, asked: tuple[int, int]) -> Record:
+def _guidellm_record(number: int, request: Any, error: str, began: float, lengths: tuple[int, int]) -> Record:
     def value(key: str, scale: float = 1.0) -> float:
         raw = request.get(key)
         return -1.0 if raw is None else float(raw) * scale
@@ -139,8 +139,8 @@ def _guidellm_record(number: int, request: Any, error: str, began: float, asked:
         latency_ms=value("request_latency", 1e3),
         ttft_ms=value("time_to_first_token_ms"),
         itl_ms=value("inter_token_latency_ms"),
-        isl_asked=asked[0],
-        osl_asked=asked[1],
+        isl_asked=lengths[0],
+        osl_asked=lengths[1],
         isl=int(value("prompt_tokens")),
         osl=int(value("output_tokens")),
         cached=int(value("cached_tokens")),

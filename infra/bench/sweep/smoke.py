@@ -137,9 +137,9 @@ def _found(model: str, abilities: Abilities, answer: bytes, texts: TokenText | N
     else:
         if texts is not None:
             overhead = max(0, int(usage.get("prompt_tokens", 0)) - texts.count(_PROBE_TEXT))
-        got = usage.get("completion_tokens", 0)
-        if abilities.exact != "none" and got != _PROBE_TOKENS:
-            warnings.append(f"{abilities.exact} was taken, but {got} tokens came instead of {_PROBE_TOKENS}")
+        tokens = usage.get("completion_tokens", 0)
+        if abilities.exact != "none" and tokens != _PROBE_TOKENS:
+            warnings.append(f"{abilities.exact} was taken, but {tokens} tokens came instead of {_PROBE_TOKENS}")
     if abilities.exact == "none":
         warnings.append("neither ignore_eos nor min_tokens is supported: answers may be shorter than asked for")
     settled = Abilities(limit=abilities.limit, exact=abilities.exact, usage=usage is not None, overhead_tokens=overhead)

@@ -67,18 +67,18 @@ def check_logs(folder: Path) -> list[Finding]:
     """What the logs of the last runs tell, each cause once."""
     if not folder.is_dir():
         return [skipped("logs", f"no logs in {folder}")]
-    seen: dict[str, tuple[_Known, list[str], str]] = {}
+    causes: dict[str, tuple[_Known, list[str], str]] = {}
     for path in sorted(folder.glob("*.log")):
         text = tail(path, TAIL_BYTES)
         for pattern in _KNOWN:
             if (match := pattern.pattern.search(text)) is None:
                 continue
             line = text[text.rfind(b"\n", 0, match.start()) + 1 :].split(b"\n", 1)[0]
-            _, names, _ = seen.setdefault(pattern.check, (pattern, [], line.decode(errors="replace")[:160]))
+            _, names, _ = causes.setdefault(pattern.check, (pattern, [], line.decode(errors="replace")[:160]))
             names.append(path.name)
     return [
         Finding(check, pattern.status, f"{', '.join(names)}: {line}", pattern.fix)
-        for check, (pattern, names, line) in seen.items()
+        for check, (pattern, names, line) in causes.items()
     ] or [ok("logs", "no known trouble")]
 
 

@@ -148,9 +148,9 @@ async def _follow(settings: TraceSettings, opened: Log, exporter: Exporter, stop
     )
     log.info("trace_open", endpoint=settings.otlp_endpoint, done_seq=start.done_seq, since=settings.since or "kept")
     work = asyncio.create_task(following.once() if settings.once else following.run(kept.save), name="follow")
-    asked = asyncio.create_task(stop.wait(), name="signal")
-    await asyncio.wait([work, asked], return_when=asyncio.FIRST_COMPLETED)
-    asked.cancel()
+    signal = asyncio.create_task(stop.wait(), name="signal")
+    await asyncio.wait([work, signal], return_when=asyncio.FIRST_COMPLETED)
+    signal.cancel()
     if not work.done():
         work.cancel()
         await asyncio.wait([work])

@@ -68,8 +68,8 @@ def source_of(text: str) -> Source:
     Raises:
         ValueError: it has another form.
     """
-    scheme, _, rest = text.partition("://")
-    host, _, numbers = rest.rpartition(":")
+    scheme, _, address = text.partition("://")
+    host, _, numbers = address.rpartition(":")
     port, slash, replay = numbers.partition("/")
     for number in (port, replay) if slash else (port,):
         if scheme != "tcp" or not host or not number.isdigit() or not 0 < int(number) <= HIGHEST_PORT:

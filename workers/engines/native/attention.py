@@ -212,13 +212,13 @@ class ReferenceAttention:
         by_shape: dict[tuple[int, int], list[tuple[Span, int, list[int]]]] = defaultdict(list)
         for span in self._short:
             first = _first_seen(span.start, window) // size
-            seen = span.blocks[first : -(-span.end // size)]
-            by_shape[span.count, len(seen).bit_length()].append((span, first * size, seen))
+            blocks = span.blocks[first : -(-span.end // size)]
+            by_shape[span.count, len(blocks).bit_length()].append((span, first * size, blocks))
         groups = []
         for (tokens, _), members in by_shape.items():
-            width = max(len(seen) for _, _, seen in members)
+            width = max(len(blocks) for _, _, blocks in members)
             # Padded with its own blocks, so that no values of another sequence can reach this one.
-            table = self._ints([seen + seen[:1] * (width - len(seen)) for _, _, seen in members])
+            table = self._ints([blocks + blocks[:1] * (width - len(blocks)) for _, _, blocks in members])
             base = self._ints([base for _, base, _ in members])
             queries = self._ints([[*range(span.start, span.end)] for span, _, _ in members])[:, :, None]
             positions = (torch.arange(width * size, device=self._device) + base[:, None])[:, None]

@@ -232,8 +232,8 @@ def _drop_reserved(tree: Tree, wanted: EngineSettings) -> Tree:
         kept["skip_tokenizer_init"] = False
     if kept.get("backend") not in (None, "pytorch", AUTODEPLOY):
         return kept  # the schema refuses it
-    asked = "autodeploy" if kept.get("backend") == AUTODEPLOY else "pytorch"
-    if kept.get("backend") is not None and asked != wanted.backend:
+    backend = "autodeploy" if kept.get("backend") == AUTODEPLOY else "pytorch"
+    if kept.get("backend") is not None and backend != wanted.backend:
         raise BadArguments(
             [f"backend: the file has {kept['backend']}, the worker {wanted.backend}; use --trtllm-backend"]
         )

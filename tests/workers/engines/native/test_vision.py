@@ -288,7 +288,7 @@ def test_a_text_model_refuses_images() -> None:
 def test_answers_are_about_the_pictures(seeing: ScheduledEngine) -> None:
     said = answers(seeing, PICTURES)
     colors = [
-        all(thing.color in tokenizer().decode(said[number]) for thing in vision.scene(Random(number), True).things[:1])
+        all(thing.color in tokenizer().decode(said[number]) for thing in vision.scene(Random(number), True).shapes[:1])
         for number in PICTURES
     ]
     assert sum(colors) >= len(PICTURES) - 1
