@@ -7,7 +7,7 @@ from router.load import DIFFUSION, ENCODE, RoutingTarget, serves
 from router.routing import RoutingRequest
 from schemas.errors import Code
 from schemas.fleet import Registration, State
-from schemas.requests import CONSTRAINT
+from schemas.requests import CONSTRAINT, CONSTRAINT_LARK
 
 Requirement = Callable[[Registration], str]  # a further filter: returns a reason, or "" if the worker passes
 
@@ -73,7 +73,7 @@ def rejection(request: RoutingRequest, target: RoutingTarget, requirement: Requi
         return reason
     if request.processors and not request.processors.issubset(registration.logits_processors):
         missing = request.processors.difference(registration.logits_processors)
-        return "no_constraints" if CONSTRAINT in missing else "no_processor"
+        return "no_constraints" if missing & {CONSTRAINT, CONSTRAINT_LARK} else "no_processor"
     if request.prompt_tokens + request.max_tokens > registration.max_model_len:
         return "too_long"
     if request.prompt_tokens >= registration.total_blocks * registration.block_size:

@@ -25,6 +25,7 @@ _RANKS = {Priority.interactive: 0, Priority.standard: 1, Priority.batch: 2}
 
 
 CONSTRAINT = "constraint"  # reserved name of a logits processor, see ``Constraint``
+CONSTRAINT_LARK = "constraint.lark"  # named besides for constraints of kind "lark"
 
 
 class LogitsProcessor(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -73,7 +74,7 @@ class Constraint(msgspec.Struct, frozen=True, omit_defaults=True):
     never ignored.
     """
 
-    kind: str  # "json_schema", "regex", "choice" or "grammar"
+    kind: str  # "json_schema", "regex", "choice", "grammar" (a client's) or "lark" (made by the gateway)
     text: str  # a JSON schema, a regular expression, a JSON array of texts, or a grammar (see infra.model.constraints)
 
 

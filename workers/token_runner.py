@@ -17,7 +17,6 @@ from infra.bus.tasks import end
 from schemas import done, fleet, jobs, kv, requests
 from schemas.control import Ok, Push, Pushed, Release
 from schemas.errors import Code
-from schemas.requests import CONSTRAINT
 from schemas.tokens import Finish, TokenItem
 from schemas.transfer import Endpoint, Memory, Prefilled
 from workers.disaggregation import DisaggCoordinator
@@ -270,7 +269,7 @@ class TokenRunner:
             connection=model.connection,
             transfer=self._endpoint(),
             vision=self._vision is not None,
-            logits_processors=(*info.logits_processors, CONSTRAINT) if info.constraints else info.logits_processors,
+            logits_processors=(*info.logits_processors, *info.constraints),
             reasoning_parser=model.reasoning_parser,
             tool_call_parser=model.tool_call_parser,
             max_batched_tokens=info.max_batched_tokens,

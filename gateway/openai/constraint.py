@@ -4,13 +4,14 @@ from typing import Any
 
 import msgspec
 
+from gateway.openai.answer_grammar import Asked, whole_answer
 from gateway.openai.errors import invalid, unsupported
 from gateway.openai.prepare_context import PrepareContext
 from gateway.openai.requests import ChatCompletionRequest, CompletionRequest
-from infra.model.constraints import CHOICE, GRAMMAR, JSON_SCHEMA, REGEX
-from schemas.requests import CONSTRAINT, Constraint
+from infra.model.constraints import CHOICE, GRAMMAR, JSON_SCHEMA, LARK, REGEX
+from schemas.requests import CONSTRAINT, CONSTRAINT_LARK, Constraint, Parsing
 
-MAX_BYTES = 131_072  # of a constraint's text
+MAX_BYTES = 196_608  # of a constraint's text
 MAX_DEPTH = 64  # of a schema
 MAX_CHOICES = 4_096
 
@@ -21,27 +22,49 @@ NOT_HERE = (
 )
 
 
-def resolve_constraint(body: ChatCompletionRequest | CompletionRequest, context: PrepareContext) -> Constraint | None:
+def resolve_constraint(
+    body: ChatCompletionRequest | CompletionRequest, parsing: Parsing | None, context: PrepareContext
+) -> Constraint | None:
     """What the body asks the output to match; None: nothing.
 
+    Args:
+        parsing: of the answer.
     Raises:
-        ServingError: several constraints, one beyond a limit, or no worker applies any.
+        ServingError: several constraints, one beyond a limit, one that the model's formats cannot express, or no worker
+            applies any.
     """
-    found = [*_from_response_format(body), *_from_structured_outputs(body), *_from_guided(body)]
-    if not found:
+    asked = _content(body)
+    field, constraint = asked if asked is not None else ("", None)
+    if isinstance(body, ChatCompletionRequest):
+        field, constraint = whole_answer(body, asked, parsing, context)
+    if constraint is None:
         return None
-    if len(found) > 1:
-        (first, _), (second, _) = found[:2]
-        raise invalid(second, f"{second} and {first} are given; the output can match only one of them")
-    field, constraint = found[0]
     if (size := len(constraint.text.encode())) > MAX_BYTES:
-        raise invalid(field, f"{field} takes {size} bytes; the limit is {MAX_BYTES}")
-    if context.logits_processors is not None and CONSTRAINT not in context.logits_processors:
+        raise invalid(field, f"{field} takes {size} bytes as a grammar; the limit is {MAX_BYTES}")
+    if context.logits_processors is not None and not context.logits_processors.issuperset(marks(constraint)):
         raise unsupported(field, NOT_HERE)
     return constraint
 
 
-Found = list[tuple[str, Constraint]]  # each with the field that asked for it
+def marks(constraint: Constraint) -> tuple[str, ...]:
+    """The reserved logits processors that a request with this constraint names."""
+    return (CONSTRAINT, CONSTRAINT_LARK) if constraint.kind == LARK else (CONSTRAINT,)
+
+
+def _content(body: ChatCompletionRequest | CompletionRequest) -> Asked | None:
+    """What the content must match, and the field that says so.
+
+    Raises:
+        ServingError: several fields do.
+    """
+    found = [*_from_response_format(body), *_from_structured_outputs(body), *_from_guided(body)]
+    if len(found) > 1:
+        (first, _), (second, _) = found[:2]
+        raise invalid(second, f"{second} and {first} are given; the output can match only one of them")
+    return found[0] if found else None
+
+
+Found = list[Asked]
 
 
 def _from_response_format(body: ChatCompletionRequest | CompletionRequest) -> Found:

@@ -1,22 +1,24 @@
 """A body's options over the defaults of model and gateway: when the output stops, and how it is sampled."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeVar
 
 import msgspec
 
 from gateway.openai.common import resolve_seed
-from gateway.openai.constraint import resolve_constraint
+from gateway.openai.constraint import marks, resolve_constraint
 from gateway.openai.errors import invalid, prompt_too_long
 from gateway.openai.prepare_context import PrepareContext
 from gateway.openai.requests import ChatCompletionRequest, CompletionRequest, TextOptions
+from gateway.parsers.registry import answer_parsing
 from infra.model.modeldir import ModelDir
 from schemas.errors import Code, ServingError
-from schemas.requests import CONSTRAINT, Constraint, LogitsProcessor, Sampling, Stop
+from schemas.requests import CONSTRAINT, CONSTRAINT_LARK, Constraint, LogitsProcessor, Parsing, Sampling, Stop
 
 T = TypeVar("T")
 
 MAX_PROMPT_LOGPROBS = 131_072  # values in one answer: prompt tokens x (1 + alternatives) x times they are shown
+RESERVED = frozenset({CONSTRAINT, CONSTRAINT_LARK})  # names that clients cannot use
 MAX_PROCESSOR_BYTES = 65_536  # arguments of all logits processors of a request, as JSON
 
 
@@ -24,29 +26,48 @@ class GenerationOptions(NamedTuple):
     stop: Stop
     sampling: Sampling
     constraint: Constraint | None = None
+    parsing: Parsing | None = None
 
 
 def resolve_options(
     body: ChatCompletionRequest | CompletionRequest,
+    tokens: Sequence[int],
     prompt_tokens: int,
     context: PrepareContext,
     seed: Callable[[], int],
 ) -> GenerationOptions:
     """
     Args:
+        tokens: of the prompt, with one placeholder per medium.
         prompt_tokens: length of the prompt.
         seed: draws one if the client gives none.
     Raises:
         ServingError: no room for output, an id outside the vocabulary, an unknown logits processor, too many
-            log-probabilities.
+            log-probabilities, a constraint that cannot be applied.
     """
     stop = _stop(body, _max_tokens(body, prompt_tokens, context), context.model)
-    constraint = resolve_constraint(body, context)
+    parsing = _parsing(body, tokens, context)
+    constraint = resolve_constraint(body, parsing, context)
     sampling = _sampling(body, prompt_tokens, context, seed)
     if constraint is not None:
-        processors = (*sampling.logits_processors, LogitsProcessor(CONSTRAINT))
+        processors = (*sampling.logits_processors, *map(LogitsProcessor, marks(constraint)))
         sampling = msgspec.structs.replace(sampling, logits_processors=processors)
-    return GenerationOptions(stop, sampling, constraint)
+    return GenerationOptions(stop, sampling, constraint, parsing)
+
+
+def _parsing(
+    body: ChatCompletionRequest | CompletionRequest, tokens: Sequence[int], context: PrepareContext
+) -> Parsing | None:
+    """How the answer is parsed."""
+    if context.parsers is None or not isinstance(body, ChatCompletionRequest):
+        return None
+
+    def prompt_end(count: int) -> str:
+        text: str = context.model.tokenizer.decode(tokens[-count:], skip_special_tokens=False)
+        return text
+
+    tools = body.tools if body.tool_choice != "none" else None
+    return answer_parsing(context.parsers, tools, prompt_end, one_call=body.parallel_tool_calls is False)
 
 
 def _max_tokens(body: ChatCompletionRequest | CompletionRequest, prompt_tokens: int, context: PrepareContext) -> int:
@@ -163,8 +184,8 @@ def _logits_processors(body: TextOptions, context: PrepareContext) -> tuple[Logi
     """
     processors = []
     for i, each in enumerate(body.logits_processors or ()):
-        known = None if context.logits_processors is None else context.logits_processors - {CONSTRAINT}
-        if each.name == CONSTRAINT or (known is not None and each.name not in known):
+        known = None if context.logits_processors is None else context.logits_processors - RESERVED
+        if each.name in RESERVED or (known is not None and each.name not in known):
             registered = ", ".join(sorted(known or ())) or "none"
             raise invalid(
                 f"logits_processors[{i}].name",

@@ -14,10 +14,9 @@ from gateway.openai.options import GenerationOptions, resolve_options
 from gateway.openai.prepare_context import PrepareContext
 from gateway.openai.prompt import Prompt, chat_prompt, completion_prompt, expand_media
 from gateway.openai.requests import ChatCompletionRequest, CompletionRequest, parse_chat, parse_completion
-from gateway.parsers.registry import answer_parsing
 from schemas.blocks import chain, media_extra, root
 from schemas.ids import new_request_id
-from schemas.requests import GenerateRequest, Media, Parsing
+from schemas.requests import GenerateRequest, Media
 from schemas.wire import pack_tokens
 
 
@@ -79,7 +78,9 @@ def prepare_chat_body(
     """
     _check_model(body.model, context)
     prompt = chat_prompt(body, context)
-    options = resolve_options(body, prompt.min_tokens, context, seed)  # before media are fetched for an invalid body
+    options = resolve_options(
+        body, prompt.tokens, prompt.min_tokens, context, seed
+    )  # before media are fetched for an invalid body
     if prompt.media:
         if context.no_store or body.no_store:
             raise unsupported("no_store", "no_store is not supported with images: media are stored for many requests")
@@ -115,7 +116,7 @@ def attach_media(
     vision = context.model.vision
     assert vision is not None
     length = len(prompt.tokens) - len(media) + sum(medium.tokens for medium in media)
-    options = resolve_options(body, length, context, seed)
+    options = resolve_options(body, prompt.tokens, length, context, seed)
     tokens, placed = expand_media(prompt, media, vision.image_token_id)
     return _prepared(body, CHAT, tokens, options, context, now_ns=now_ns, request_id=request_id, media=placed)
 
@@ -135,7 +136,7 @@ def prepare_completion(
     body = parse_completion(data)
     _check_model(body.model, context)
     prompt = completion_prompt(body, context)
-    options = resolve_options(body, prompt.min_tokens, context, seed)
+    options = resolve_options(body, prompt.tokens, prompt.min_tokens, context, seed)
     return _prepared(body, COMPLETION, prompt.tokens, options, context, now_ns=now_ns, request_id=request_id)
 
 
@@ -182,24 +183,10 @@ def _prepared(
         unanswered=body.max_tokens == 0,
         revision="" if body.worker else context.revision,  # a named worker is wanted whatever revision it serves
         tokenizer=model.tokenizer_digest,
-        parsing=_parsing(body, tokens, context),
+        parsing=options.parsing,
         no_store=context.no_store or bool(body.no_store),
         session=body.prompt_cache_key or "",
         constraint=options.constraint,
     )
     usage = body.stream_options is not None and bool(body.stream_options.include_usage)
     return PreparedRequest(request, len(tokens), bool(body.stream), usage)
-
-
-def _parsing(
-    body: ChatCompletionRequest | CompletionRequest, tokens: list[int], context: PrepareContext
-) -> Parsing | None:
-    if context.parsers is None or not isinstance(body, ChatCompletionRequest):
-        return None
-
-    def prompt_end(count: int) -> str:
-        text: str = context.model.tokenizer.decode(tokens[-count:], skip_special_tokens=False)
-        return text
-
-    tools = body.tools if body.tool_choice != "none" else None
-    return answer_parsing(context.parsers, tools, prompt_end, one_call=body.parallel_tool_calls is False)

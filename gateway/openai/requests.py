@@ -11,6 +11,7 @@ from msgspec import Meta, Struct
 
 from gateway.openai.common import CommonOptions, Name
 from gateway.openai.errors import decode_body, invalid, unsupported
+from gateway.openai.tool_choice import resolve_tool_choice
 from gateway.parsers.tool_formats import FUNCTION_NAME
 
 MAX_CHOICES = 128
@@ -159,12 +160,16 @@ class ChatCompletionRequest(TextOptions, frozen=True, kw_only=True):
         None
     )
     tool_choice: str | dict[str, Any] | None = None
-    parallel_tool_calls: Annotated[bool, Meta(description="false: return the first call only")] | None = None
+    parallel_tool_calls: Annotated[bool, Meta(description="false: at most one call")] | None = None
     reasoning_effort: Annotated[str, Meta(pattern=_WORD, description="passed to the chat template")] | None = None
     functions: list[Any] | None = None
     function_call: Any = None
     modalities: list[str] | None = None
     audio: Any = None
+    max_thinking_tokens: (
+        Annotated[int, Meta(ge=0, le=1 << 31, description="tokens of reasoning, which is then ended")] | None
+    ) = None
+    thinking_token_budget: Annotated[int, Meta(ge=0, le=1 << 31, description="the same")] | None = None
     chat_template_kwargs: Annotated[dict[str, Any], Meta(max_length=64)] | None = None
 
 
@@ -206,10 +211,9 @@ def check_chat(body: ChatCompletionRequest) -> None:
         raise unsupported("functions", "functions and function_call are not supported; use tools")
     if body.audio is not None or any(kind != "text" for kind in body.modalities or ()):
         raise unsupported("modalities", "audio and modalities other than 'text' are not supported")
-    if body.tool_choice not in (None, "auto", "none"):
-        raise unsupported("tool_choice", "forced tool calls are not supported; set tool_choice to 'auto' or 'none'")
     for number, tool in enumerate(body.tools or ()):
         _check_tool(f"tools[{number}]", tool)
+    resolve_tool_choice(body.tool_choice, body.tools, body.parallel_tool_calls)
     if body.top_logprobs and not body.logprobs:
         raise invalid("top_logprobs", "top_logprobs requires logprobs: true")
     _check_related(body, body.max_completion_tokens or body.max_tokens)

@@ -14,7 +14,7 @@ from schemas.requests import Constraint
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-JSON_SCHEMA, REGEX, CHOICE, GRAMMAR = "json_schema", "regex", "choice", "grammar"
+JSON_SCHEMA, REGEX, CHOICE, GRAMMAR, LARK = "json_schema", "regex", "choice", "grammar", "lark"
 EXTRA = "structured"
 MISSING = f"structured output needs llguidance: pip install 'penstock[{EXTRA}]'"
 
@@ -55,6 +55,8 @@ def grammar(constraint: Constraint) -> str:
             return LLMatcher.grammar_from_lark("start: " + " | ".join(map(quoted, _decode(text))))
         if kind == GRAMMAR:
             return grammar_from("grammar", text)
+        if kind == LARK:
+            return _with_clients_grammar(text) if text.startswith("{") else LLMatcher.grammar_from_lark(text)
     except (ValueError, RecursionError) as error:
         raise ConstraintError(str(error)) from None
     raise ConstraintError(f"constraints of kind {kind!r} are unknown to this build")
@@ -104,6 +106,21 @@ def _limits() -> "LLParserLimits":
 def _plain(message: str) -> str:
     """An error message without the parser's state."""
     return message.partition("\n<state>")[0].strip()[:MAX_MESSAGE]
+
+
+def around(text: str, clients: str) -> str:
+    """The text of a constraint of kind "lark" whose rules refer to a client's grammar as ``@answer``."""
+    grammars = [{"name": "main", "lark_grammar": text}, {"name": "answer", "lark_grammar": clients}]
+    return msgspec.json.encode({"grammars": grammars}).decode()
+
+
+def _with_clients_grammar(text: str) -> str:
+    """Inverse of ``around``, with the client's grammar in Lark."""
+    from llguidance.gbnf_to_lark import any_to_lark
+
+    grammars = msgspec.json.decode(text)
+    grammars["grammars"][1]["lark_grammar"] = any_to_lark(grammars["grammars"][1]["lark_grammar"])
+    return msgspec.json.encode(grammars).decode()
 
 
 def _schema(text: str) -> str:

@@ -1,7 +1,7 @@
 """A model directory without its weights: tokenizer, chat template, limits, end tokens, images, revision."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +68,7 @@ class ModelDir:
         vision: None: the model takes no images.
         no_vision: why it takes none; "": it does.
         plain: keeps clients' text from becoming control tokens.
+        added_tokens: id by text of the tokens beside the vocabulary's own, special or not.
     """
 
     path: Path
@@ -84,6 +85,7 @@ class ModelDir:
     vision: Vision | None = None
     no_vision: str = ""
     tokenizer_digest: str = ""
+    added_tokens: Mapping[str, int] = field(default_factory=dict)
 
 
 def resolve(model: str, *, weights: bool = False) -> Path:
@@ -148,6 +150,7 @@ def load(path: Path, *, name: str = "", chat_template: str = "") -> ModelDir:
         vision=vision,
         no_vision=no_vision,
         tokenizer_digest=tokenizer_digest(path),
+        added_tokens={entry.content: token for token, entry in tokenizer.get_added_tokens_decoder().items()},
     )
 
 

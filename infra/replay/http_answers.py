@@ -6,7 +6,7 @@ import msgspec
 
 from infra.replay.recording import Run
 from schemas.done import Done, Outcome, Timings, Usage
-from schemas.requests import CONSTRAINT, Constraint, GenerateRequest
+from schemas.requests import CONSTRAINT, CONSTRAINT_LARK, Constraint, GenerateRequest
 from schemas.wire import pack_tokens, unpack_tokens
 
 _STANDARD = ("temperature", "top_p", "seed")  # always sent: servers have other defaults
@@ -89,9 +89,11 @@ def _structured(constraint: Constraint) -> dict[str, Any]:
 
 def unsupported(request: GenerateRequest) -> str:
     """Why a request cannot be asked over HTTP; "": it can."""
+    if request.constraint is not None and request.constraint.kind == "lark":
+        return "with tool calls or reasoning that a grammar keeps"
     if request.media:
         return "with media, which HTTP takes in chat messages only"
-    named = [each for each in request.sampling.logits_processors if each.name != CONSTRAINT]
+    named = [each for each in request.sampling.logits_processors if each.name not in (CONSTRAINT, CONSTRAINT_LARK)]
     return "with logits processors, which are registered by name" if named else ""
 
 

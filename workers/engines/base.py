@@ -48,7 +48,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
     handoff_layout: str = ""  # of engines that move KV themselves; only engines with the same text can exchange KV
     logits_processors: tuple[str, ...] = ()  # names that ``Sampling.logits_processors`` may have
     max_batched_tokens: int = 0  # computed per step, on each rank; 0: unknown
-    constraints: bool = False  # it applies ``SequenceRequest.constraint``
+    constraints: tuple[str, ...] = ()  # marks of the constraints that it applies, see ``schemas.requests.Constraint``
 
 
 class MediaSpan(NamedTuple):

@@ -100,7 +100,7 @@ def test_a_format_becomes_a_constraint() -> None:
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
     constraint = prepared(output_config={"format": {"type": "json_schema", "schema": schema}}).constraint
     assert constraint is not None
-    assert json.loads(constraint.text) == schema
+    assert '"properties":{"a":{"type":"integer"}}' in constraint.text  # among the model's reasoning marks
 
 
 def test_one_call_at_a_time() -> None:

@@ -105,12 +105,6 @@ def test_an_unserved_content_part_is_named() -> None:
     assert error.param == "messages[0].content[0].type"
 
 
-def test_a_tool_call_cannot_be_forced() -> None:
-    tools = [{"type": "function", "function": {"name": "f"}}]
-    assert chat(tools=tools, tool_choice="auto").tools == tools
-    assert refusal(tools=tools, tool_choice="required").code is Code.unsupported
-
-
 def test_a_choice_without_tools_is_held_to_the_same() -> None:
     for choice in ("required", "bogus", {"type": "function", "function": {"name": "f"}}):
         assert refusal(tool_choice=choice).param == "tool_choice"

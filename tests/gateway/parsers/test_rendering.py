@@ -178,12 +178,6 @@ def test_without_tools_calls_stay_text(demo: PrepareContext) -> None:
     assert prepared.request.parsing is None
 
 
-def test_a_call_cannot_be_forced(demo: PrepareContext) -> None:
-    for choice in ("required", {"type": "function", "function": {"name": "get_weather"}}):
-        with pytest.raises(ServingError, match="forced tool calls"):
-            request(demo, tool_choice=choice)
-
-
 def test_only_the_first_call_is_shown_if_asked_for(demo: PrepareContext) -> None:
     asked = request(demo, parallel_tool_calls=False)
     message = added(chunks(StreamRenderer(asked, demo.model.detokenizer).push(answer(demo.model, ANSWER))))

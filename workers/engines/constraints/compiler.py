@@ -3,52 +3,62 @@
 import threading
 import time
 from collections import OrderedDict
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from tokenizers import Tokenizer
 
 from infra.model import constraints, modeldir
 from schemas.errors import Code
-from schemas.requests import Constraint, Stop
+from schemas.requests import CONSTRAINT, CONSTRAINT_LARK, Constraint, Stop
 from workers.engines.base import RequestError
 from workers.engines.constraints.matcher import Matcher
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
+ALL_CONSTRAINTS = (CONSTRAINT, CONSTRAINT_LARK)  # this compiler knows every kind
 CACHED = 256  # grammars
 NO_END = "this model names no end token, so no output can end where a constraint ends"
 
 
-def compiler(path: Path) -> "ConstraintCompiler | None":
-    """For the model in ``path``; None: llguidance is not installed.
+class ModelTokens(NamedTuple):
+    """``size``: width of the logits."""
 
-    Raises:
-        modeldir.ModelError: the directory cannot be used.
-    """
-    if not constraints.available():
-        return None
-    model = modeldir.load(path)
-    return ConstraintCompiler(model.tokenizer, model.vocab_size, model.eos_token_ids)
+    tokenizer: Tokenizer
+    size: int
+    eos_token_ids: tuple[int, ...]
+
+
+def compiler(path: Path) -> "ConstraintCompiler | None":
+    """For the model in ``path``, which is read when the first constraint is compiled; None: no llguidance here."""
+
+    def vocabulary() -> ModelTokens:
+        try:
+            model = modeldir.load(path)
+        except modeldir.ModelError as error:
+            raise RequestError(Code.unsupported, f"structured output needs the model's tokenizer: {error}") from None
+        return ModelTokens(model.tokenizer, model.vocab_size, model.eos_token_ids)
+
+    return ConstraintCompiler(vocabulary) if constraints.available() else None
 
 
 class ConstraintCompiler:
     """May be used from any thread.
 
     Args:
-        vocab_size: width of the logits.
+        vocabulary: of the model. It may raise RequestError.
     Attributes:
         hits, misses: lookups in the cache, since start.
         seconds: spent compiling, since start.
     """
 
-    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
+    def __init__(self, vocabulary: Callable[[], ModelTokens]) -> None:
         self.hits = self.misses = 0
         self.seconds = 0.0
-        self.vocab_size = vocab_size
-        self._source = tokenizer
-        self._eos = eos_token_ids
+        self._vocabulary = vocabulary
+        self._eos: tuple[int, ...] = ()
         self._tokenizer: LLTokenizer | None = None
         self._grammars: OrderedDict[Constraint, LLMatcher] = OrderedDict()
         self._lock = threading.Lock()  # one compiles at a time: the others need the processor, too
@@ -67,8 +77,8 @@ class ConstraintCompiler:
         Raises:
             RequestError: as ``compile``.
         """
-        ends = (*self._eos, *stop.token_ids)
-        return Matcher(self._compiled(constraint).deep_copy(), prompt_len, stop.min_tokens, ends)
+        compiled = self._compiled(constraint).deep_copy()
+        return Matcher(compiled, prompt_len, stop.min_tokens, (*self._eos, *stop.token_ids))
 
     def _compiled(self, constraint: Constraint) -> "LLMatcher":
         with self._lock:
@@ -96,10 +106,11 @@ class ConstraintCompiler:
         if self._tokenizer is None:
             from llguidance import LLTokenizer
 
+            source, size, self._eos = self._vocabulary()
             if not self._eos:
                 raise RequestError(Code.unsupported, NO_END)
             try:
-                self._tokenizer = LLTokenizer(self._source.to_str(), n_vocab=self.vocab_size, eos_token=list(self._eos))
+                self._tokenizer = LLTokenizer(source.to_str(), n_vocab=size, eos_token=list(self._eos))
             except ValueError as error:
                 raise RequestError(
                     Code.unsupported, f"structured output is not supported with this tokenizer: {error}"

@@ -11,7 +11,7 @@ from configs.settings import WorkerSettings
 from infra.model import constraints, modeldir
 from infra.model.detokenizer import REPLACEMENT
 from workers.engines.base import EngineInfo
-from workers.engines.constraints.compiler import ConstraintCompiler
+from workers.engines.constraints.compiler import ALL_CONSTRAINTS, ConstraintCompiler, ModelTokens
 from workers.engines.core.blocks import BlockManager
 from workers.engines.core.config import SchedulerConfig
 from workers.engines.core.data_parallel import DataParallelEngine
@@ -108,9 +108,7 @@ def build(options: MockOptions, *, sleep: Callable[[float], None] = time.sleep) 
         encoder=encoder,
         closing=closing_tokens(options.tokenizer, options.eos_token_ids) if options.tokenizer is not None else (),
     )
-    grammars = None
-    if options.tokenizer is not None and constraints.available():
-        grammars = ConstraintCompiler(options.tokenizer, options.vocab_size, options.eos_token_ids)
+    grammars = _grammars(options)
     info = EngineInfo(
         name="mock",
         block_size=options.block_size,
@@ -122,13 +120,20 @@ def build(options: MockOptions, *, sleep: Callable[[float], None] = time.sleep) 
         kv_events=blocks.kv_events,
         load_seconds=time.perf_counter() - started,
         max_batched_tokens=options.max_batched_tokens,
-        constraints=grammars is not None,
+        constraints=ALL_CONSTRAINTS if grammars is not None else (),
     )
     engine = ScheduledEngine(info, scheduler, executor, encoder, grammars=grammars)
     if options.played:
         executor.plays = True
         engine.hold = Player(options.played, speedup=options.speedup, sleep=sleep).hold
     return engine
+
+
+def _grammars(options: MockOptions) -> ConstraintCompiler | None:
+    if options.tokenizer is None or not constraints.available():
+        return None
+    tokens = ModelTokens(options.tokenizer, options.vocab_size, options.eos_token_ids)
+    return ConstraintCompiler(lambda: tokens)
 
 
 def build_data_parallel(

@@ -5,7 +5,7 @@ from collections.abc import Sequence as Seq
 from tokenizers import Tokenizer
 
 FREE_TOKENS = 8  # drawn before the answer is brought to its end
-CLOSING = ('"', "]", "}", '"}', '"]', "}]", "}}", "]}", "0", ",", '",')
+CLOSING = ("</think>", "</tool_call>", '"', "]", "}", '"}', '"]', "}]", "}}", "]}", "0", ",", '",')
 
 
 def closing_tokens(tokenizer: Tokenizer, ends: Seq[int]) -> list[int]:

@@ -12,7 +12,7 @@ import torch
 
 from workers.engines import cpu_budget
 from workers.engines.base import EngineError, EngineInfo
-from workers.engines.constraints.compiler import ConstraintCompiler
+from workers.engines.constraints.compiler import ALL_CONSTRAINTS, ConstraintCompiler
 from workers.engines.core.blocks import BlockManager
 from workers.engines.core.config import SchedulerConfig
 from workers.engines.core.engine import ScheduledEngine
@@ -148,7 +148,7 @@ def assemble(
     )
     executor = make_executor(target, pools, encoder, options, limit)
     info = _info(loaded, options, pools, limit, processors, time.perf_counter() - started)
-    info = msgspec.structs.replace(info, constraints=grammars is not None)
+    info = msgspec.structs.replace(info, constraints=ALL_CONSTRAINTS if grammars is not None else ())
     if speculation is not None and not isinstance(executor, TorchExecutor) and options.warm:
         speculation = _if_faster(speculation, executor, info, pools, options, limit)
     if isinstance(executor, TorchExecutor) or speculation is not None:  # proposals follow from the last step's tokens

@@ -13,11 +13,11 @@ from schemas.requests import Constraint, Stop
 from tests.properties import examples
 from workers.engines.base import RequestError
 from workers.engines.constraints.batch import BatchMasks
-from workers.engines.constraints.compiler import CACHED, ConstraintCompiler
+from workers.engines.constraints.compiler import CACHED, ConstraintCompiler, ModelTokens
 from workers.engines.constraints.matcher import Matcher
 
 MODEL = modeldir.load(modeldir.DEMO)
-GRAMMARS = ConstraintCompiler(MODEL.tokenizer, MODEL.vocab_size, MODEL.eos_token_ids)
+GRAMMARS = ConstraintCompiler(lambda: ModelTokens(MODEL.tokenizer, MODEL.vocab_size, MODEL.eos_token_ids))
 PROMPT = [1, 2, 3]
 STOP = Stop(max_tokens=400)
 SCHEMA: dict[str, Any] = {
@@ -134,7 +134,7 @@ def test_what_cannot_be_compiled_is_refused_with_the_reason(constraint: Constrai
 
 
 def test_grammars_are_compiled_once_and_the_oldest_are_forgotten() -> None:
-    grammars = ConstraintCompiler(MODEL.tokenizer, MODEL.vocab_size, MODEL.eos_token_ids)
+    grammars = ConstraintCompiler(lambda: ModelTokens(MODEL.tokenizer, MODEL.vocab_size, MODEL.eos_token_ids))
     constraints = [Constraint("choice", f'["{number}"]') for number in range(CACHED + 1)]
     for each in constraints:
         grammars.compile(each)
@@ -147,5 +147,5 @@ def test_grammars_are_compiled_once_and_the_oldest_are_forgotten() -> None:
 
 def test_a_model_without_end_tokens_takes_no_constraint() -> None:
     with pytest.raises(RequestError) as caught:
-        ConstraintCompiler(MODEL.tokenizer, MODEL.vocab_size, ()).compile(CONSTRAINTS[0])
+        ConstraintCompiler(lambda: ModelTokens(MODEL.tokenizer, MODEL.vocab_size, ())).compile(CONSTRAINTS[0])
     assert caught.value.code == Code.unsupported

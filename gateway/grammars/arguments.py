@@ -1,0 +1,93 @@
+"""Arguments that are written one by one instead of as one JSON object."""
+
+import re
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from gateway.grammars.writer import ANY_TEXT, CannotExpress, GrammarWriter
+from infra.model.constraints import quoted
+
+_TEXT_KEYWORDS = {"type", "enum", "const", "title", "description", "default", "examples", "minLength", "maxLength"}
+_KEY = re.compile(r"[^<>\n=,()\[\]{}\"']{1,128}")
+
+
+class Pieces(NamedTuple):
+    """How one argument is written.
+
+    Attributes:
+        lead: from its key to what stands before its value.
+        text_end: what ends a text; "": texts are JSON strings.
+        json_end: what ends another value.
+        last: behind both.
+        between: arguments.
+    """
+
+    lead: Callable[[str], str]
+    text_end: str = ""
+    json_end: str = ""
+    last: str = ""
+    between: str = ""
+
+
+def by_property(writer: GrammarWriter, schema: dict[str, Any], pieces: Pieces, *, strict: bool) -> str:
+    """The arguments that ``schema`` describes: its properties in their order, those that are not required at will.
+
+    Raises:
+        CannotExpress: it is strict, and has keywords beyond properties whose values are independent.
+    """
+    properties = schema.get("properties") or {}
+    required = set(schema.get("required") or ())
+    extra = schema.keys() - {"type", "properties", "required", "additionalProperties", "title", "description", "$defs",
+                             "definitions", "$schema", "$id", "default", "examples"}  # fmt: skip
+    if strict and extra:
+        raise CannotExpress(f"this model writes arguments one by one: {min(extra)!r} is not supported for them")
+    if strict and not required <= properties.keys():
+        raise CannotExpress(f"{min(required - properties.keys())!r} is required and not among the properties")
+    if any(not _KEY.fullmatch(key) for key in properties):
+        raise CannotExpress("this model's format has no place for a property with such a name")
+    shared: dict[str, Any] = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    arguments = [
+        (key in required, _argument(writer, key, value, shared, pieces, strict=strict))
+        for key, value in properties.items()
+    ]
+    # Two chains of rules from the last argument to the first: with and without one before.
+    first = rest = '""'
+    separator = quoted(pieces.between) + " " if pieces.between else ""
+    for needed, argument in reversed(arguments):
+        chain = rest
+        rest = writer.rule(f"{separator}{argument} {chain}" + ("" if needed else f" | {chain}"))
+        first = writer.rule(f"{argument} {chain}" + ("" if needed else f" | {first}"))
+    return first
+
+
+def _argument(
+    writer: GrammarWriter, key: str, schema: Any, shared: dict[str, Any], pieces: Pieces, *, strict: bool
+) -> str:
+    lead = writer.literal(pieces.lead(key))
+    if pieces.text_end and _is_text(schema):
+        value = _text(writer, schema, pieces.text_end, strict=strict)
+    else:
+        whole = schema | shared if isinstance(schema, dict) else schema
+        escapes = {} if pieces.json_end else {"json_allowed_escapes": 'nrbtf\\"u'}  # "\/" means another text in Python
+        value = writer.json(whole, lenient=not strict, **escapes)
+        value += " " + writer.literal(pieces.json_end) if pieces.json_end else ""
+    return writer.rule(f"{lead} {value}" + (f" {quoted(pieces.last)}" if pieces.last else ""))
+
+
+def _is_text(schema: Any) -> bool:
+    return isinstance(schema, dict) and (
+        schema.get("type") == "string"
+        or ("type" not in schema and all(isinstance(each, str) for each in schema.get("enum") or (0,)))
+    )
+
+
+def _text(writer: GrammarWriter, schema: dict[str, Any], end: str, *, strict: bool) -> str:
+    """A text without quotes, and ``end`` behind it."""
+    if strict and (extra := schema.keys() - _TEXT_KEYWORDS):
+        raise CannotExpress(f"this model writes texts without quotes: {min(extra)!r} is not supported for them")
+    choices = [schema["const"]] if "const" in schema else schema.get("enum")
+    if choices:
+        return f"({' | '.join(quoted(str(each)) for each in choices)}) {writer.literal(end)}"
+    least, most = schema.get("minLength", 0), schema.get("maxLength")
+    pattern = ANY_TEXT if not least and most is None else rf"(.|\n){{{least},{'' if most is None else most}}}"
+    return writer.text_until(end, pattern=pattern)

@@ -1,0 +1,103 @@
+"""Writes a grammar in llguidance's dialect of Lark, for one vocabulary. Pure.
+
+See https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md.
+"""
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+
+from infra.model.constraints import WHITESPACE, quoted
+
+ANY_TEXT = r"(.|\n)*"
+_REGEX_SPECIAL = re.compile(r"[\\^$.|?*+()\[\]{}/\-]")
+
+
+class CannotExpress(ValueError):
+    """The model's own format cannot keep what is asked; the text says which part."""
+
+
+class GrammarWriter:
+    """
+    Args:
+        token_id: id of a mark (``<tool_call>``) that is a token of its own; None: it is spelled as text.
+        marks: of the formats in use.
+    """
+
+    def __init__(self, token_id: Callable[[str], int | None], marks: Sequence[str] = ()) -> None:
+        self._token_id = token_id
+        self._rules: list[str] = []
+        longest_first = sorted(marks, key=len, reverse=True)
+        self._marks = re.compile("|".join(map(re.escape, longest_first))) if marks else None
+
+    def mark_id(self, mark: str) -> int | None:
+        """The id of a mark that is a token of its own."""
+        return self._token_id(mark)
+
+    def literal(self, text: str) -> str:
+        """This text; the marks in it are tokens where the vocabulary has them."""
+        parts, at = [], 0
+        for found in self._marks.finditer(text) if self._marks is not None else ():
+            parts += [quoted(text[at : found.start()])] if found.start() > at else []
+            token = self._token_id(found.group())
+            parts.append(quoted(found.group()) if token is None else f"<[{token}]>")
+            at = found.end()
+        parts += [quoted(text[at:])] if at < len(text) else []
+        return " ".join(parts)
+
+    def rule(self, body: str, *, options: str = "") -> str:
+        """Add a rule; returns its name."""
+        name = f"r{len(self._rules)}"
+        self._rules.append(f"{name}{options}: {body}")
+        return name
+
+    def terminal(self, pattern: str) -> str:
+        """Add a terminal, from expressions between slashes joined by & and ~; returns its name."""
+        name = f"T{len(self._rules)}"
+        self._rules.append(f"{name}: {pattern}")
+        return name
+
+    def json(self, schema: Any, *, lenient: bool = False, **options: Any) -> str:
+        """A value of a JSON schema.
+
+        Args:
+            lenient: keywords that are not implemented are ignored.
+            options: of llguidance's compiler.
+        """
+        schema = dict(schema) if isinstance(schema, dict) else {} if schema is not False else {"enum": []}
+        schema["x-guidance"] = {"whitespace_pattern": WHITESPACE, "lenient": lenient, **options}
+        return self.rule("%json " + msgspec.json.encode(schema).decode())
+
+    def text_until(self, end: str, *, max_tokens: int | None = None, pattern: str = ANY_TEXT) -> str:
+        """Text of a pattern, then ``end``, which does not occur in it. Behind ``max_tokens``, ``end`` is forced.
+
+        Raises:
+            CannotExpress: ``max_tokens`` with an end that is no token of its own.
+        """
+        token = self._token_id(end)
+        if max_tokens == 0:
+            return self.literal(end) if token is not None else quoted(end)
+        if token is not None:
+            options = "" if max_tokens is None else f"[max_tokens={max_tokens}]"
+            return f"{self.rule(f'/{pattern}/', options=options)} <[{token}]>"
+        if max_tokens is not None:
+            raise CannotExpress(f"this model ends its reasoning by the words {end!r}, so it cannot be limited")
+        return self.rule(f"/{pattern}/", options=f"[suffix={quoted(end)}]")
+
+    def text_without(self, *texts: str) -> str:
+        """Any text in which none of these occurs; it may be empty."""
+        pattern = f"/{ANY_TEXT}/"
+        for text in texts:
+            pattern += f" & ~/{ANY_TEXT}{escaped(text)}{ANY_TEXT}/"
+        return self.terminal(pattern)
+
+    def text(self, start: str) -> str:
+        """The whole grammar."""
+        return "\n".join([f"start: {start}", *self._rules])
+
+
+def escaped(text: str) -> str:
+    """A text as a part of a regular expression."""
+    return _REGEX_SPECIAL.sub(lambda found: "\\" + found.group(), text).replace("\n", "\\n")

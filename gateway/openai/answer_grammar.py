@@ -1,0 +1,117 @@
+"""The constraint on a whole chat answer: reasoning and its budget, tool calls, and what the content must match."""
+
+import re
+
+import msgspec
+
+from gateway.grammars.answers import Calls, Reasoning, write_answer
+from gateway.grammars.calls import call_grammar
+from gateway.grammars.writer import CannotExpress, GrammarWriter
+from gateway.openai.errors import unsupported
+from gateway.openai.prepare_context import PrepareContext
+from gateway.openai.requests import ChatCompletionRequest
+from gateway.openai.tool_choice import ToolChoice, resolve_tool_choice
+from gateway.parsers.reasoning import ReasoningTags
+from gateway.parsers.registry import HARMONY, REASONING, special_markers
+from infra.model.constraints import CHOICE, GRAMMAR, JSON_SCHEMA, LARK, around, quoted
+from schemas.requests import CONSTRAINT_LARK, Constraint, Parsing
+
+Asked = tuple[str, Constraint]  # a constraint, and the field that asks for it
+
+_SLASH = re.compile(r"(\\.)|/|\n", re.S)
+
+
+def whole_answer(
+    body: ChatCompletionRequest, asked: Asked | None, parsing: Parsing | None, context: PrepareContext
+) -> tuple[str, Constraint | None]:
+    """The constraint on an answer, and the field to name in an error about it.
+
+    Args:
+        asked: on the content.
+    Raises:
+        ServingError: the model has no known format for what is asked.
+    """
+    budget = _budget(body, context)
+    choice = resolve_tool_choice(body.tool_choice, body.tools, body.parallel_tool_calls)
+    reasoning = _reasoning(parsing, budget)
+    called = parsing.tools if parsing is not None else ""
+    if choice.restricts and not called:
+        if choice.must:
+            raise unsupported(
+                "tool_choice",
+                "this model's format of tool calls is not known, so calls cannot be forced; start its workers with "
+                "--tool-call-parser",
+            )
+        choice = ToolChoice()  # what the model writes is shown as text, whichever tools there are
+    if budget is not None and reasoning is None:
+        if body.max_thinking_tokens is None and body.thinking_token_budget is None:
+            budget = None  # only the template knows what the effort means
+        else:
+            raise unsupported(
+                "max_thinking_tokens",
+                "this model's format of reasoning is not known, so it cannot be limited; start its workers with "
+                "--reasoning-parser",
+            )
+    with_calls = bool(choice.tools and called and (choice.restricts or (asked and asked[1].kind == JSON_SCHEMA)))
+    if not with_calls and (asked is None or reasoning is None) and budget is None:
+        return asked if asked is not None else ("", None)
+    field = asked[0] if asked is not None else "tool_choice" if with_calls else "max_thinking_tokens"
+    assert parsing is not None
+    try:
+        return field, _written(asked, choice if with_calls else None, reasoning, parsing, context)
+    except CannotExpress as error:
+        raise unsupported("tools" if with_calls else "max_thinking_tokens", str(error)) from None
+
+
+def _budget(body: ChatCompletionRequest, context: PrepareContext) -> int | None:
+    """Tokens of reasoning; None: no limit."""
+    given = [count for count in (body.max_thinking_tokens, body.thinking_token_budget) if count is not None]
+    if given:
+        return min(given)
+    can = context.logits_processors is not None and CONSTRAINT_LARK in context.logits_processors
+    return 0 if can and body.reasoning_effort == "none" else None
+
+
+def _reasoning(parsing: Parsing | None, budget: int | None) -> Reasoning | None:
+    tags = REASONING.get(parsing.reasoning) if parsing is not None else None
+    if isinstance(tags, ReasoningTags):
+        assert parsing is not None
+        return Reasoning(tags, parsing.thinking, budget)
+    return Reasoning(None, max_tokens=budget) if tags == HARMONY else None
+
+
+def _written(
+    asked: Asked | None,
+    choice: ToolChoice | None,
+    reasoning: Reasoning | None,
+    parsing: Parsing,
+    context: PrepareContext,
+) -> Constraint:
+    added = context.model.added_tokens
+
+    def token_id(mark: str) -> int | None:
+        return added.get(mark)
+
+    writer = GrammarWriter(token_id, special_markers(parsing))
+    content = None if asked is None or (choice is not None and choice.must) else _content(writer, asked[1])
+    calls = None
+    if choice is not None:
+        calls = Calls(call_grammar(parsing.tools, token_id), choice.tools, choice.must, choice.one)
+    text = write_answer(writer, content, calls, reasoning)
+    if content == "@answer":
+        assert asked is not None
+        text = around(text, asked[1].text)
+    return Constraint(LARK, text)
+
+
+def _content(writer: GrammarWriter, constraint: Constraint) -> str:
+    """A rule for what the content must match."""
+    kind, text = constraint.kind, constraint.text
+    if kind == JSON_SCHEMA:
+        return writer.json(msgspec.json.decode(text))
+    if kind == CHOICE:
+        return writer.rule(" | ".join(map(quoted, msgspec.json.decode(text))))
+    if kind == GRAMMAR:
+        return "@answer"
+    pattern = _SLASH.sub(lambda found: found[1] or {"/": r"\/", "\n": r"\n"}[found[0]], text)
+    return writer.rule(f"/{pattern}/")

@@ -1,0 +1,189 @@
+"""What the grammars of calls allow is what the parsers read: random answers under each grammar are parsed again."""
+
+import json
+import random
+from typing import Any
+
+import jsonschema
+import pytest
+from msgspec import UNSET
+
+from gateway.grammars.answers import Calls, Reasoning, write_answer
+from gateway.grammars.calls import GRAMMARS, NO_PARAMETERS, Tool, call_grammar
+from gateway.grammars.writer import CannotExpress, GrammarWriter
+from gateway.openai.responses import AnswerMessage
+from gateway.parsers import reasoning
+from gateway.parsers.registry import TOOLS, parser_for, special_markers
+from infra.model import modeldir
+from infra.model.constraints import LARK
+from schemas.requests import Constraint, GenerateRequest, Parsing, Stop
+from workers.engines.constraints.compiler import ConstraintCompiler, ModelTokens
+
+MODEL = modeldir.load(modeldir.DEMO)
+COMPILER = ConstraintCompiler(lambda: ModelTokens(MODEL.tokenizer, MODEL.vocab_size, MODEL.eos_token_ids))
+WEATHER: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string", "maxLength": 10},
+        "days": {"type": "integer", "minimum": 0, "maximum": 99},
+        "unit": {"type": "string", "enum": ["C", "F"]},
+        "where": {"type": "object", "properties": {"x": {"type": "boolean"}}, "additionalProperties": False},
+    },
+    "required": ["city", "unit"],
+    "additionalProperties": False,
+}
+TEXTS = {"get_weather": {"city": False, "unit": False}}
+TOOLS_GIVEN = (Tool("get_weather", WEATHER, True), Tool("stop", NO_PARAMETERS, False))
+SCHEMAS = {tool.name: tool.parameters for tool in TOOLS_GIVEN}
+HARMONY = ("gpt_oss", "harmony")
+PREFERRED = ("</think>", "</tool_call>", '"', "}", "]", ")", ">", "</", "<", "|", "\n")  # they end what is open
+CLOSING = [
+    *MODEL.eos_token_ids,
+    *(ids[0] for text in PREFERRED if len(ids := MODEL.tokenizer.encode(text, add_special_tokens=False).ids) == 1),
+]
+
+
+def answer(grammar: str, seed: int, *, free: int = 60, most: int = 400) -> str:
+    """The text of a random answer under a grammar."""
+    text: str = MODEL.tokenizer.decode(drawn(grammar, seed, free=free, most=most), skip_special_tokens=False)
+    return text
+
+
+def drawn(grammar: str, seed: int, *, free: int = 60, most: int = 400) -> list[int]:
+    """Any allowed tokens for a while, then those that end the answer, without the end token."""
+    matcher = COMPILER.matcher(Constraint(LARK, grammar), 0, Stop(max_tokens=most))
+    rng, tokens = random.Random(seed), list[int]()
+    while len(tokens) < most:
+        matcher.follow(tokens)
+        mask = matcher.mask()
+        assert not matcher.error
+        allowed = [token for token in range(8 * len(mask)) if mask[token >> 3] >> (token & 7) & 1]
+        token = rng.choice(allowed)
+        if len(tokens) > free:
+            token = next((each for each in CLOSING if each in allowed), token)
+        if token in MODEL.eos_token_ids:
+            break
+        tokens.append(token)
+    return tokens
+
+
+def parsed(text: str, tools: str, tags: str = "", *, begun: bool = False) -> AnswerMessage:
+    parsing = Parsing(reasoning=tags, tools=tools, texts=TEXTS, thinking=begun)
+    request = GenerateRequest("id", "m", "g", b"", Stop(1), 0, 0, parsing=parsing)
+    return parser_for(request, 0).parse(text)
+
+
+def called(message: AnswerMessage) -> list[tuple[str, Any]]:
+    """The calls, whose arguments must be valid."""
+    calls = [] if message.tool_calls is UNSET else message.tool_calls
+    found = [(call.function.name, json.loads(call.function.arguments)) for call in calls]
+    for name, arguments in found:
+        jsonschema.validate(arguments, SCHEMAS[name])
+    return found
+
+
+def written(name: str, *, must: bool = True, one: bool = False, tokens: bool = True, tools: Any = TOOLS_GIVEN) -> str:
+    """The grammar of an answer with calls; ``tokens``: marks are tokens where the demo model has them."""
+
+    def token_id(mark: str) -> int | None:
+        return MODEL.added_tokens.get(mark) if tokens else None
+
+    writer = GrammarWriter(token_id, special_markers(Parsing(tools=name)))
+    calls = Calls(call_grammar(name, token_id), tools, must, one)
+    return write_answer(writer, None, calls, None)
+
+
+def test_every_parser_of_calls_has_a_grammar() -> None:
+    assert set(TOOLS) <= set(GRAMMARS)
+
+
+@pytest.mark.parametrize("name", sorted(set(TOOLS)))
+def test_forced_calls_are_read_and_have_valid_arguments(name: str) -> None:
+    grammar = written(name)
+    for seed in range(3):
+        message = parsed(answer(grammar, seed), name)
+        assert called(message)
+        assert not message.content
+
+
+@pytest.mark.parametrize("name", ["hermes", "mistral", "llama3_json", "qwen3_coder"])
+def test_one_call_is_one(name: str) -> None:
+    grammar = written(name, one=True)
+    assert all(len(called(parsed(answer(grammar, seed), name))) == 1 for seed in range(5))
+
+
+@pytest.mark.parametrize("name", ["hermes", "qwen3_coder", "glm45", "llama3_json"])
+def test_with_strict_tools_an_answer_is_text_or_valid_calls(name: str) -> None:
+    grammar = written(name, must=False)
+    seen = set()
+    for seed in range(12):
+        message = parsed(answer(grammar, seed, free=seed % 4 * 4), name)
+        seen.add(bool(called(message)))
+    assert False in seen  # text is still allowed
+
+
+def test_a_spelled_opener_is_no_text() -> None:
+    """Else a call that is spelled token by token would escape the grammar."""
+    matcher = COMPILER.matcher(Constraint(LARK, written("hermes", must=False)), 0, Stop(max_tokens=9))
+    spelled = [token for part in ("<", "tool_call") for token in MODEL.tokenizer.encode(part).ids]
+    matcher.follow(spelled)
+    assert not matcher.error
+    end = MODEL.tokenizer.encode(">", add_special_tokens=False).ids[0]
+    assert not matcher.mask()[end >> 3] >> (end & 7) & 1
+
+
+def test_newer_mistral_vocabularies_have_the_newer_format() -> None:
+    grammar = call_grammar("mistral", {"[ARGS]": 5}.get)
+    writer = GrammarWriter({"[ARGS]": 5, "[TOOL_CALLS]": 6}.get, special_markers(Parsing(tools="mistral")))
+    assert '<[6]> "stop" <[5]>' in write_answer(writer, None, Calls(grammar, TOOLS_GIVEN, True, False), None)
+
+
+@pytest.mark.parametrize("begun", [False, True])
+@pytest.mark.parametrize("budget", [0, 5])
+def test_reasoning_ends_within_its_budget(begun: bool, budget: int) -> None:
+    writer = GrammarWriter(MODEL.added_tokens.get, reasoning.THINK.special)
+    grammar = write_answer(writer, None, None, Reasoning(reasoning.THINK, begun, budget))
+    for seed in range(10):
+        tokens = drawn(grammar, seed, free=30)
+        opened = tokens[:1] == [MODEL.added_tokens["<think>"]]
+        if begun or opened:
+            assert tokens.index(MODEL.added_tokens["</think>"]) - opened <= budget
+
+
+def test_reasoning_that_ends_in_words_precedes_the_content_and_has_no_budget() -> None:
+    writer = GrammarWriter(lambda mark: None, reasoning.GRANITE.special)
+    content = writer.json({"type": "object", "additionalProperties": False})
+    grammar = write_answer(writer, content, None, Reasoning(reasoning.GRANITE, True))
+    text = "Well, well. Here's my response:\n{}"
+    matcher = COMPILER.matcher(Constraint(LARK, grammar), 0, Stop(max_tokens=99))
+    matcher.follow(MODEL.tokenizer.encode(text, add_special_tokens=False).ids)
+    assert matcher.matcher.is_accepting()
+    with pytest.raises(CannotExpress):
+        write_answer(writer, content, None, Reasoning(reasoning.GRANITE, True, 8))
+
+
+@pytest.mark.parametrize("name", HARMONY)
+def test_harmony_calls_follow_an_analysis(name: str) -> None:
+    writer = GrammarWriter(lambda mark: None, special_markers(Parsing(tools=name)))
+    calls = Calls(call_grammar(name, lambda mark: None), TOOLS_GIVEN, True, False)
+    grammar = write_answer(writer, None, calls, Reasoning(None))
+    matcher = COMPILER.matcher(Constraint(LARK, grammar), 0, Stop(max_tokens=99))
+    analysis = "<|channel|>analysis<|message|>They stop.<|end|><|start|>assistant"
+    text = analysis + "<|channel|>commentary to=functions.stop <|constrain|>json<|message|>{}"
+    matcher.follow(MODEL.tokenizer.encode(text, add_special_tokens=False).ids)
+    assert matcher.matcher.is_accepting()
+    assert called(parsed(text, name, "gpt_oss")) == [("stop", {})]
+
+
+@pytest.mark.parametrize(
+    ("schema", "says"),
+    [
+        ({"type": "object", "properties": {"a": {"type": "string", "pattern": "x"}}}, "pattern"),
+        ({"type": "object", "oneOf": []}, "oneOf"),
+        ({"type": "object", "properties": {}, "required": ["b"]}, "'b' is required"),
+        ({"type": "object", "properties": {"a<b": {}}}, "such a name"),
+    ],
+)
+def test_a_strict_schema_that_a_format_cannot_keep_is_refused(schema: dict[str, Any], says: str) -> None:
+    with pytest.raises(CannotExpress, match=says):
+        written("qwen3_coder", tools=(Tool("f", schema, True),))
