@@ -87,6 +87,9 @@ class GatewaySettings(Common, frozen=True, kw_only=True):
     always_no_store: Annotated[
         bool, about("erase prompt and answer of every request from the log soon after its end, as with no_store: true")
     ] = False
+    strict_options: Annotated[
+        bool, about("refuse requests with options that this version does not know; otherwise a header names them")
+    ] = False
     default_max_tokens: Annotated[
         int, Meta(ge=0, description="output tokens of a request without max_tokens; 0: the rest of the model's context")
     ] = 0

@@ -116,6 +116,7 @@ class UpSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     max_queue: Annotated[int, _OF_GATEWAY] = _GATEWAY.max_queue
     list_requests: Annotated[bool, _OF_GATEWAY] = _GATEWAY.list_requests
     always_no_store: Annotated[bool, _OF_GATEWAY] = _GATEWAY.always_no_store
+    strict_options: Annotated[bool, _OF_GATEWAY] = _GATEWAY.strict_options
     max_media_bytes: Annotated[int, _OF_GATEWAY] = _GATEWAY.max_media_bytes
     max_image_pixels: Annotated[int, _OF_GATEWAY] = _GATEWAY.max_image_pixels
     max_images: Annotated[int, _OF_GATEWAY] = _GATEWAY.max_images

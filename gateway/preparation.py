@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from configs.settings import GatewaySettings
-from gateway.anthropic.prepare import count_message, prepare_message
+from gateway.anthropic.prepare import prepare_message
 from gateway.constraint_check import ConstraintCheck
 from gateway.conversations import Conversations
 from gateway.fleet import FleetView
@@ -30,6 +30,7 @@ from gateway.openai.prepare_context import PrepareContext
 from gateway.openai.responses_api.prepare import count_prompt_of, prepare_response, with_body
 from gateway.openai.responses_api.record import encode_stored
 from gateway.openai.responses_api.requests import parse_response
+from gateway.option_names import check_options
 from schemas.errors import Code, ServingError
 
 LARGE_BODY = 8_192  # bytes; larger ones are prepared in a thread: to tokenise 1 KB takes 0.3 ms
@@ -73,6 +74,8 @@ class RequestPreparer:
             ServingError: the body cannot be served.
         """
         now_ns = time.time_ns()
+        if self._settings.strict_options:
+            await self.run_for(body, check_options, endpoint, body)
         if endpoint in PATHS:
             if no_store or self._settings.always_no_store:
                 raise unsupported_files()
@@ -139,13 +142,13 @@ class RequestPreparer:
         history = await self._conversations.history(asked.previous_response_id)
         return await self._in_thread(count_prompt_of, asked, history.turns, self._fleet.prepare_context)
 
-    async def count_message(self, body: bytes) -> int:
-        """Tokens of a message's prompt.
+    async def compute(self, work: Callable[[bytes, PrepareContext], T], body: bytes) -> T:
+        """``work`` on a body and on what requests are prepared for.
 
         Raises:
             ServingError: the body cannot be served.
         """
-        return await self.run_for(body, count_message, body, self._fleet.prepare_context)
+        return await self.run_for(body, work, body, self._fleet.prepare_context)
 
     async def run_for(self, body: bytes, work: Callable[..., T], *args: Any, **options: Any) -> T:
         """``work`` that decodes a body, in a thread if that is large.

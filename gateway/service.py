@@ -27,9 +27,10 @@ from gateway.log.subscription import TokenSubscription
 from gateway.log.subscriptions import TokenSubscriptions
 from gateway.media.loader import MediaLoader
 from gateway.metrics import Metrics
-from gateway.openai.common import MESSAGE
 from gateway.openai.prepare import PreparedRequest
+from gateway.openai.prepare_context import PrepareContext
 from gateway.openai.responses import stopping
+from gateway.openai.responses_api.objects import InputTokens
 from gateway.preparation import RequestPreparer
 from infra.bus.connection import Bus
 from infra.bus.publisher import Publisher
@@ -156,14 +157,21 @@ class Gateway:
             await self.run_for(body, self._queue_monitor.check_class, body)
         return await self._preparer.prepare(endpoint, body, request_id, no_store=no_store)
 
-    async def count_tokens(self, endpoint: str, body: bytes) -> int:
-        """Tokens of the prompt of a response or message.
+    async def input_tokens(self, body: bytes) -> InputTokens:
+        """Tokens of the prompt of a response, the conversation before it included.
 
         Raises:
             ServingError: the body cannot be served.
         """
-        count = self._preparer.count_message if endpoint == MESSAGE else self._preparer.count_response
-        return await count(body)
+        return InputTokens(await self._preparer.count_response(body))
+
+    async def compute(self, work: Callable[[bytes, PrepareContext], T], body: bytes) -> T:
+        """What a body says by itself, such as its number of tokens.
+
+        Raises:
+            ServingError: the body cannot be served.
+        """
+        return await self._preparer.compute(work, body)
 
     async def run_for(self, body: bytes, work: Callable[..., T], *args: Any) -> T:
         """``work`` on a body, in a thread if that is large."""

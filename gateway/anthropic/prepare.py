@@ -5,6 +5,7 @@ from typing import NamedTuple
 import msgspec
 
 from gateway.anthropic.chat import chat_of, counted_chat
+from gateway.anthropic.objects import TokenCount
 from gateway.anthropic.render import ClientBody
 from gateway.anthropic.requests import parse_count, parse_message
 from gateway.openai.places import rename, renamed
@@ -49,7 +50,7 @@ def prepare_message(
     return PreparedMessage(prepared, context, msgspec.json.encode(ClientBody(asked.max_tokens)))
 
 
-def count_message(data: bytes, context: PrepareContext) -> int:
+def count_message(data: bytes, context: PrepareContext) -> TokenCount:
     """Tokens of a message's prompt.
 
     Raises:
@@ -58,6 +59,6 @@ def count_message(data: bytes, context: PrepareContext) -> int:
     chat = counted_chat(parse_count(data))
     try:
         check_chat(chat.body)
-        return count_prompt(chat.body, context)
+        return TokenCount(count_prompt(chat.body, context))
     except ServingError as error:
         raise renamed(error, chat.places) from None

@@ -22,6 +22,7 @@ from gateway.metrics import Metrics
 from gateway.openai.common import MESSAGE
 from gateway.openai.prepare import PreparedRequest
 from gateway.openai.responses import error_body, stopping
+from gateway.option_names import listed, unknown_options
 from gateway.service import Gateway
 from gateway.tracing import from_http_headers, with_trace
 from schemas.errors import Code, ServingError
@@ -43,6 +44,7 @@ SSE_HEADERS = [
     (b"x-accel-buffering", b"no"),
 ]
 REQUEST_ID = b"x-request-id"
+IGNORED_OPTIONS = b"x-penstock-ignored-options"
 PORTION = 262_144  # bytes of a large whole answer that are handed to the connection at once
 HEAD_CONSTRAINED_S = 5.0  # the same for constrained output: a worker may refuse what this gateway cannot check
 HEAD_S = 0.05  # how long a stream's header waits for the first token: an error by then gets its own status code
@@ -98,6 +100,9 @@ class Generations:
         try:
             body = await read_body(scope, receive, gateway.settings.max_body_bytes)
             gateway.metrics.request_bytes.inc(len(body))
+            ignored = await gateway.run_for(body, unknown_options, self._endpoint, body)
+            if ignored:
+                send = with_header(send, IGNORED_OPTIONS, listed(ignored).encode())
             names = read_client_ids(scope["headers"])
             prepare = partial(self._prepare, scope, body, names)
             if names.key:
@@ -136,6 +141,17 @@ class Generations:
         """
         prepared = with_client_id(await self._gateway.prepare(self._endpoint, body, no_store=names.no_store), names)
         return with_trace(prepared, from_http_headers(scope["headers"], self._gateway.settings.tracing))
+
+
+def with_header(send: Send, name: bytes, value: bytes) -> Send:
+    """``send`` with one more header in the answer."""
+
+    async def wrapped(message: MutableMapping[str, Any]) -> None:
+        if message["type"] == "http.response.start":
+            message = {**message, "headers": [*message["headers"], (name, value)]}
+        await send(message)
+
+    return wrapped
 
 
 async def answer_text(gateway: Gateway, accepted: AcceptedRequest) -> str:

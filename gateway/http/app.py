@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 from collections.abc import Mapping
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from gateway.anthropic.prepare import count_message
 from gateway.http import request_list
 from gateway.http.answers import (
     INTERNAL,
@@ -29,9 +31,10 @@ from gateway.http.answers import (
     send_error,
     strip_id_prefix,
 )
+from gateway.http.computed import Computed
 from gateway.http.health import health_of
-from gateway.http.messages import CountTokens, send_message_error
-from gateway.http.responses import CountInputTokens, StoredResponses, answer_response
+from gateway.http.messages import send_message_error
+from gateway.http.responses import StoredResponses, answer_response
 from gateway.http.status import final_state, status_of
 from gateway.images.endpoints import ImageReattach, answer_images, base_url
 from gateway.images.files import GeneratedFiles
@@ -39,6 +42,7 @@ from gateway.images.prepare import PATHS
 from gateway.openai.common import CHAT, COMPLETION, MESSAGE, RESPONSE
 from gateway.openai.openapi import document
 from gateway.openai.responses import CancelResponse, error_body, stopping
+from gateway.openai.tokenization import detokenize, tokenize
 from gateway.service import Gateway
 from schemas.errors import Code, ServingError
 from schemas.fleet import Diffuser
@@ -54,9 +58,11 @@ def application(gateway: Gateway) -> App:
         "/v1/chat/completions": Generations(gateway, CHAT, answer_text),
         "/v1/completions": Generations(gateway, COMPLETION, answer_text),
         "/v1/responses": Generations(gateway, RESPONSE, answer_response),
-        "/v1/responses/input_tokens": CountInputTokens(gateway),
+        "/v1/responses/input_tokens": Computed(gateway, gateway.input_tokens),
         "/v1/messages": Generations(gateway, MESSAGE, answer_text, send_message_error),
-        "/v1/messages/count_tokens": CountTokens(gateway),
+        "/v1/messages/count_tokens": Computed(gateway, partial(gateway.compute, count_message), send_message_error),
+        "/tokenize": Computed(gateway, partial(gateway.compute, tokenize)),
+        "/detokenize": Computed(gateway, partial(gateway.compute, detokenize)),
         **{path: Generations(gateway, kind, answer_images) for kind, path in PATHS.items()},
     }
     others = _others(gateway, answering)

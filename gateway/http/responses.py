@@ -17,7 +17,6 @@ from gateway.http.answers import (
     Send,
     answer_text,
     id_headers,
-    read_body,
     send_error,
 )
 from gateway.http.status import running_progress
@@ -25,7 +24,7 @@ from gateway.log.lookup import StoredRequest
 from gateway.openai.common import RESPONSE
 from gateway.openai.errors import invalid
 from gateway.openai.responses_api.answer import ResponseBuilder
-from gateway.openai.responses_api.objects import DeletedResponse, InputItemList, InputTokens
+from gateway.openai.responses_api.objects import DeletedResponse, InputItemList
 from gateway.openai.responses_api.objects import Response as ResponseObject
 from gateway.openai.responses_api.record import PREFIX, input_items, read_stored
 from gateway.openai.responses_api.render import ResponseAggregator, ResponseRenderer
@@ -154,22 +153,6 @@ class StoredResponses:
         if progress is None:
             return aggregator.result()
         return ResponseBuilder(request, detokenizer).response("in_progress" if progress.attempt > 0 else "queued")
-
-
-class CountInputTokens:
-    """POST /v1/responses/input_tokens."""
-
-    def __init__(self, gateway: Gateway) -> None:
-        self._gateway = gateway
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        gateway = self._gateway
-        try:
-            body = await read_body(scope, receive, gateway.settings.max_body_bytes)
-            count = await gateway.count_tokens(RESPONSE, body)
-            await _reply(_json(InputTokens(count)))(scope, receive, send)
-        except ServingError as error:
-            await send_error(send, error)
 
 
 def _page(items: list[InputItem], request: Request) -> InputItemList:

@@ -24,6 +24,7 @@ from gateway.openai.responses import (
 )
 from gateway.openai.responses_api.objects import DeletedResponse, InputItemList, InputTokens, Response, ResponseEvent
 from gateway.openai.responses_api.requests import ResponsesRequest
+from gateway.openai.tokenization import Detokenized, DetokenizeRequest, Tokenized, TokenizeRequest
 from schemas.errors import Code
 
 _REF = "#/components/schemas/{name}"
@@ -64,6 +65,14 @@ _GENERATE = (
 )
 
 _DIFFUSE = tuple(code for code in _GENERATE if code is not Code.context_length_exceeded)
+
+_COMPUTE = (
+    Code.invalid_request,
+    Code.context_length_exceeded,
+    Code.unsupported,
+    Code.model_not_found,
+    Code.body_too_large,
+)
 
 _RESPONSE_ID = ("id", "path", "the response's id")
 _ID = ("id", "path", "from X-Request-Id, or the response's id")
@@ -162,6 +171,17 @@ OPERATIONS = (
         body=CountTokensRequest,
         response=TokenCount,
         errors=(Code.invalid_request, Code.unsupported, Code.model_not_found, Code.body_too_large),
+    ),
+    Operation(
+        "post",
+        "/tokenize",
+        "The tokens of a text, or of a chat's prompt",
+        body=TokenizeRequest,
+        response=Tokenized,
+        errors=_COMPUTE,
+    ),
+    Operation(
+        "post", "/detokenize", "The text of tokens", body=DetokenizeRequest, response=Detokenized, errors=_COMPUTE
     ),
     Operation(
         "post",

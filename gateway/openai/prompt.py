@@ -10,7 +10,7 @@ from gateway.openai.errors import invalid, prompt_too_long, unsupported
 from gateway.openai.messages import media_parts, template_messages
 from gateway.openai.prepare_context import PrepareContext
 from gateway.openai.requests import ChatCompletionRequest, CompletionRequest
-from infra.model.chat_template import TemplateError
+from infra.model.chat_template import PromptEnd, TemplateError
 from infra.model.modeldir import ModelDir
 from schemas.requests import Media
 
@@ -174,8 +174,11 @@ def _render_template(body: ChatCompletionRequest, messages: list[dict[str, Any]]
     tools = body.tools if body.tool_choice != "none" else None
     if not model.template.knows_developer:
         messages = [{**each, "role": "system"} if each["role"] == "developer" else each for each in messages]
+    ends = PromptEnd.generation if body.add_generation_prompt is not False else PromptEnd.last_message
+    if body.continue_final_message:
+        ends = PromptEnd.last_text
     try:
-        return model.template.render(messages, tools, **variables)
+        return model.template.render(messages, tools, ends, **variables)
     except TemplateError as error:
         raise invalid("messages", f"the model's chat template rejects these messages: {str(error)[:300]}") from None
 

@@ -171,6 +171,10 @@ class ChatCompletionRequest(TextOptions, frozen=True, kw_only=True):
     ) = None
     thinking_token_budget: Annotated[int, Meta(ge=0, le=1 << 31, description="the same")] | None = None
     chat_template_kwargs: Annotated[dict[str, Any], Meta(max_length=64)] | None = None
+    add_generation_prompt: (
+        Annotated[bool, Meta(description="false: the prompt ends behind the last message, and begins no answer")] | None
+    ) = None
+    continue_final_message: Annotated[bool, Meta(description="continue the text of the last message")] | None = None
 
 
 class CompletionRequest(TextOptions, frozen=True, kw_only=True):
@@ -214,6 +218,8 @@ def check_chat(body: ChatCompletionRequest) -> None:
     for number, tool in enumerate(body.tools or ()):
         _check_tool(f"tools[{number}]", tool)
     resolve_tool_choice(body.tool_choice, body.tools, body.parallel_tool_calls)
+    if body.add_generation_prompt and body.continue_final_message:
+        raise invalid("continue_final_message", "continue_final_message excludes add_generation_prompt: true")
     if body.top_logprobs and not body.logprobs:
         raise invalid("top_logprobs", "top_logprobs requires logprobs: true")
     _check_related(body, body.max_completion_tokens or body.max_tokens)

@@ -7,6 +7,7 @@ templates are written for: the same sandbox, extensions, filters, globals and va
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from enum import Enum
 from typing import Any, NoReturn
 
 import jinja2
@@ -25,6 +26,14 @@ _REASONING = (
     "thinking",
     "reasoning",
 )  # names under which clients pass it; templates read the first
+
+
+class PromptEnd(Enum):
+    """Where a prompt ends: where the assistant's next message begins, behind the last message, or behind its text."""
+
+    generation = "generation"
+    last_message = "last_message"
+    last_text = "last_text"
 
 
 class TemplateError(Exception):
@@ -71,11 +80,19 @@ class ChatTemplate:
             self.wants_parts = True
             self.render([{"role": "user", "content": _PROBE}])
 
-    def render(self, messages: Sequence[Message], tools: Sequence[Message] | None = None, /, **variables: Any) -> str:
-        """The prompt, ending where the assistant begins.
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Message] | None = None,
+        ends: PromptEnd = PromptEnd.generation,
+        /,
+        **variables: Any,
+    ) -> str:
+        """The prompt.
 
         Args:
             messages, tools, variables: plain JSON values; the template cannot change them.
+            ends: where it ends.
         Raises:
             TemplateError: the template refuses these messages, or a variable has a reserved name.
         """
@@ -84,17 +101,35 @@ class ChatTemplate:
         if self.wants_parts:
             messages = [_in_parts(message) for message in messages]
         try:
-            return self._template.render(
+            text = self._template.render(
                 **{**self._special_tokens, **variables},
                 messages=[_with_reasoning(message) for message in messages],
                 tools=tools,
                 documents=None,
-                add_generation_prompt=True,
+                add_generation_prompt=ends is PromptEnd.generation,
             )
         except RecursionError:
             raise TemplateError("tools, arguments or variables are nested too deeply") from None
         except Exception as error:  # templates are code and may raise anything
             raise TemplateError(f"{type(error).__name__}: {error}") from error
+        return _cut_behind(text, messages[-1].get("content")) if ends is PromptEnd.last_text else text
+
+
+def _cut_behind(text: str, content: Any) -> str:
+    """A prompt up to the end of its last message's text, as ``continue_final_message`` of transformers cuts it.
+
+    Raises:
+        TemplateError: the template changes that text, or there is none.
+    """
+    if isinstance(content, list):
+        content = next((part.get("text") for part in reversed(content) if part.get("type") == "text"), None)
+    if not isinstance(content, str) or not content.strip():
+        raise TemplateError("the last message has no text to continue")
+    at = text.rfind(content.strip())
+    if at < 0:
+        raise TemplateError("the text of the last message is not in the prompt, so that it cannot be continued")
+    whole = content.lstrip()  # with the spaces behind it, unless the template removes them
+    return text[: at + len(whole)] if text.startswith(whole, at) else text[: at + len(content.strip())]
 
 
 def _in_parts(message: Message) -> Message:

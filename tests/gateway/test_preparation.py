@@ -32,6 +32,7 @@ def preparer(context: PrepareContext) -> Any:
 class _Settings:
     default_deadline_s = 60.0
     always_no_store = False
+    strict_options = False
 
 
 @pytest.mark.parametrize("endpoint", ["chat", "text", "images"])

@@ -110,7 +110,7 @@ def test_one_call_at_a_time() -> None:
 
 def test_the_count_is_the_prompts() -> None:
     body = {"model": "demo", "messages": [HI], "system": "Be brief.", "tools": [TOOL]}
-    assert count_message(json.dumps(body).encode(), CONTEXT) == len(prepared(**body).prompt) // 4
+    assert count_message(json.dumps(body).encode(), CONTEXT).input_tokens == len(prepared(**body).prompt) // 4
 
 
 @pytest.mark.parametrize(

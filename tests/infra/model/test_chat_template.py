@@ -6,7 +6,7 @@ import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from infra.model import modeldir
-from infra.model.chat_template import ChatTemplate, TemplateError
+from infra.model.chat_template import ChatTemplate, PromptEnd, TemplateError
 
 TOOL = {
     "type": "function",
@@ -88,3 +88,21 @@ def test_the_names_that_transformers_reserves_are_reserved() -> None:
     for name in ("messages", "tools", "documents", "conversations", "chat_template", "continue_final_message", "self"):
         with pytest.raises(TemplateError, match="these variables are set by the server"):
             template.render(CONVERSATIONS[0], None, **{name: 1})
+
+
+@pytest.mark.parametrize("source", ["plain", "trimmed"])
+@pytest.mark.parametrize(
+    "content", ["Once", " Once upon a time \n", [{"type": "text", "text": "x"}, {"type": "text", "text": "Once "}]]
+)
+def test_a_final_message_is_cut_where_transformers_cuts_it(source: str, content: Any) -> None:
+    trim = " | trim" if source == "trimmed" else ""
+    text = "m.content[-1].text" if isinstance(content, list) else "m.content"
+    template = "{% for m in messages %}{{ m.role }}: {{ " + text + trim + " }}<end>\n{% endfor %}"
+    if isinstance(content, list):  # the template is probed with plain strings
+        template = "{% for m in messages %}{{ m.role }}: {{ (m.content if m.content is string else m.content[-1].text)"
+        template += trim + " }}<end>\n{% endfor %}"
+    messages = [{"role": "user", "content": "Begin."}, {"role": "assistant", "content": content}]
+    expected, _ = render_jinja_template(conversations=[messages], chat_template=template, continue_final_message=True)
+    assert ChatTemplate(template, {}).render(messages, None, PromptEnd.last_text) == expected[0]
+    whole, _ = render_jinja_template(conversations=[messages], chat_template=template, add_generation_prompt=False)
+    assert ChatTemplate(template, {}).render(messages, None, PromptEnd.last_message) == whole[0]

@@ -360,3 +360,13 @@ async def test_a_hundred_clients_at_once_each_get_their_own_answer(aclient: open
 
     answers = await asyncio.gather(*(ask(number, body) for number, body in enumerate(bodies)))
     assert list(answers) == [oracle.answer(body, body["max_tokens"]) for body in bodies]
+
+
+def test_ignored_options_are_named_in_a_header_and_tokens_are_counted_without_a_request(fast: Deployment) -> None:
+    url = fast.urls[0]
+    answer = httpx.post(f"{url}/v1/chat/completions", json=CHAT | {"nosuch": 1, "metadata": {}})
+    assert (answer.status_code, answer.headers["x-penstock-ignored-options"]) == (200, "nosuch")
+    counted = httpx.post(f"{url}/tokenize", json={"messages": CHAT["messages"]}).json()
+    assert counted["count"] == answer.json()["usage"]["prompt_tokens"] == len(counted["tokens"])
+    assert httpx.post(f"{url}/detokenize", json={"tokens": counted["tokens"]}).json()["prompt"].endswith("assistant\n")
+    assert httpx.post(f"{url}/tokenize", json={"prompt": 1}).status_code == 400
