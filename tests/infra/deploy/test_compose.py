@@ -122,6 +122,17 @@ def test_prometheus_and_grafana_get_the_files_of_the_monitoring_folder() -> None
         assert f"EXPOSE {port}" in stages()[stage][1]
 
 
+def test_promtool_accepts_prometheus_s_configuration(tmp_path: Path) -> None:
+    if shutil.which("promtool") is None:
+        pytest.skip("promtool is not installed")
+    shutil.copy(FOLDER / "prometheus.yml", tmp_path)
+    shutil.copy(ALERTS, tmp_path)
+    command = ["promtool", "check", "config", tmp_path / "prometheus.yml"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "rules found" in done.stdout
+
+
 def test_passwords_are_written_once_and_begin_with_a_letter(tmp_path: Path) -> None:
     script = tmp_path / "passwords.sh"
     shutil.copy(FOLDER / "passwords.sh", script)
@@ -188,13 +199,16 @@ async def test_the_command_lines_serve_a_request_over_three_servers(tmp_path: Pa
             image = {"PENSTOCK_HTTP_PORT": str(port), "PENSTOCK_METRICS_PORT": str(port)}
             processes[role] = here.start(role, ours[role]["command"], ours[role]["environment"] | image)
         try:
-            checks = {role: [*ours[role]["healthcheck"]["test"][2:]] for role in processes}
             for role, port in ports.items():
                 await answers(f"http://127.0.0.1:{port}{'/health/ready' if role == 'gateway' else '/metrics'}")
-                told = here.start(f"health-{role}", checks[role], {
+            checks = [
+                here.start(f"health-{role}", ours[role]["healthcheck"]["test"][2:], {
                     "PENSTOCK_HTTP_PORT": str(port), "PENSTOCK_METRICS_PORT": str(port),
-                })  # fmt: skip
-                assert told.wait(30) == 0, told.log.read_text()
+                })
+                for role, port in ports.items()
+            ]  # fmt: skip
+            for check in checks:
+                assert check.wait() == 0, check.log.read_text()
             assert await ask(f"http://127.0.0.1:{ports['gateway']}", MODEL.name)
         finally:
             for process in processes.values():

@@ -28,6 +28,8 @@ STANDIN = {
     "templates/values.yaml": (
         "apiVersion: v1\nkind: ConfigMap\nmetadata:\n  name: {{ .Release.Name }}-nats-values\n"
         "data:\n  values: {{ omit .Values `global` | toJson | quote }}\n"
+        # as the NATS chart writes its configuration, numbers included
+        "  jetstream: {{ .Values.config.jetstream.merge | toYaml | fromYaml | toRawJson | quote }}\n"
     ),
 }
 

@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from infra.broker.binary import find_server
-from infra.broker.config import USERS
+from infra.broker.config import STORE_BYTES, USERS
 from infra.deploy.helm.generate import CHART, NAMESPACE
 from infra.launch.deathsig import die_with_parent
 from tests.infra.deploy.helm.support import container, found, manifests, needs_helm, pods
@@ -86,7 +86,9 @@ def test_the_limits_and_rights_of_the_release_s_namespace_reach_the_servers() ->
     text = found(trees, "ConfigMap", "demo-broker")["data"]["broker.conf"]
     assert NAMESPACE not in text
     assert '"blue.request.>"' in text
-    given = json.loads(found(trees, "ConfigMap", "demo-nats-values")["data"]["values"])
+    made = found(trees, "ConfigMap", "demo-nats-values")["data"]
+    assert f'"max_file_store":{STORE_BYTES}' in made["jetstream"]  # and not 1.1e+15, which the server does not read
+    given = json.loads(made["values"])
     assert given["config"]["merge"] == {"$include": "../penstock/broker.conf"}
     secret = found(trees, "Secret", "demo-broker")
     assert set(secret["data"]) == set(USERS)
