@@ -1,1 +1,1 @@
-"""``penstock bench sweep``, ``plot`` and ``compare``: load at several levels, and what its figures show."""
+"""``penstock bench sweep``, ``plot`` and ``compare``: measure servers at several levels of load, and compare them."""

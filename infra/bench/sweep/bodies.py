@@ -30,7 +30,7 @@ class TooLarge(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """A request to send; ``at_s`` after the first one, None: as soon as another one has ended."""
+    """A request to send, ``at_s`` seconds after the first one. None: as soon as another one has ended."""
 
     request: bytes
     isl: int
@@ -42,7 +42,7 @@ class Bodies:
     """Makes requests for one endpoint.
 
     Args:
-        extra: further fields of each body; they win.
+        extra: further fields of each body, which override others.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class Bodies:
         return planned
 
     def of_trace(self, trace: Trace, level: Level, seed: int, run: int) -> list[Planned]:
-        """The requests of a trace, ``level.value`` times faster; equal units are equal text, but in no other run.
+        """The requests of a trace, ``level.value`` times faster. Equal units are equal text within a run only.
 
         Raises:
             TooLarge: they do not fit into memory.
@@ -126,7 +126,7 @@ class Bodies:
 
 
 def poisson(rng: Random, rate: float, count: int) -> list[float]:
-    """Times of ``count`` arrivals, seconds; the first at 0."""
+    """The times of ``count`` Poisson arrivals in seconds; the first is at 0."""
     times, now = [], 0.0
     for _ in range(count):
         times.append(now)
@@ -135,7 +135,7 @@ def poisson(rng: Random, rate: float, count: int) -> list[float]:
 
 
 def png(rng: Random, size: int) -> bytes:
-    """A picture of one colour with a random pattern in its first row: small to send, and like no other."""
+    """A picture of one colour with a random first row: small to send, and unique."""
     row = rng.randbytes(3) * size
     first = rng.randbytes(3 * size)
     lines = b"\0" + first + (b"\0" + row) * (size - 1)

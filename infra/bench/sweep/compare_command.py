@@ -19,7 +19,7 @@ _STYLES = {"faster": "green", "slower": "red", "within noise": "dim", "unknown":
 
 
 def run(argv: Sequence[str]) -> int:
-    """Print a table a level; 1 if there is nothing to compare, 3 if B is slower and --fail-if-slower is given."""
+    """Print one table per level. Returns 1 if there is nothing to compare, 3 if B is slower with --fail-if-slower."""
     parser = Parser(
         prog="penstock bench compare",
         description="say where B is faster or slower than A, and where the difference is within noise",
@@ -72,7 +72,7 @@ def table(level: str, differences: Sequence[Difference]) -> Table:
 
 
 def bounds(change: Interval) -> str:
-    """Empty for a single run."""
+    """The bounds of an interval as text; empty for a single run."""
     return f"{change.low:+.1%} … {change.high:+.1%}" if change.low > -1.0 else ""
 
 

@@ -1,4 +1,4 @@
-"""Which of two sweeps is faster at which level, and whether the difference is more than noise. Pure."""
+"""Compares two sweeps level by level, and decides whether differences are more than noise. Pure."""
 
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
@@ -12,7 +12,7 @@ Verdict = Literal["faster", "slower", "within noise", "unknown"]
 
 
 class Metric(NamedTuple):
-    """``better``: 1 if more of it is better, -1 if less is."""
+    """A metric to compare. ``better``: 1 if more of it is better, -1 if less is."""
 
     title: str
     figure: str
@@ -35,7 +35,7 @@ METRICS = (
 
 
 class Difference(Struct, frozen=True):
-    """How B differs from A in one metric at one level.
+    """The difference between B and A in one metric at one level.
 
     Attributes:
         change: of B against A, as a share; 0.1 is 10 % more.
@@ -54,7 +54,7 @@ class Difference(Struct, frozen=True):
 
 
 def compare(a: Sequence[Result], b: Sequence[Result], least: float = 0.0) -> list[Difference]:
-    """The differences at all levels that both have, by level and metric.
+    """The differences at the common levels, by level and metric.
 
     Args:
         least: smallest change that counts, as a share, however sure it is.
@@ -89,7 +89,7 @@ def _difference(a: Result, b: Result, metric: Metric, least: float) -> Differenc
 
 
 def can_pair(a: Result, b: Result) -> bool:
-    """Runs of one number sent the same requests to both."""
+    """Whether runs with the same number sent the same requests to both."""
     numbers = [[run.number for run in result.complete] for result in (a, b)]
     return numbers[0] == numbers[1] and all(
         getattr(a, name) == getattr(b, name) for name in ("workload", "level", "seed", "trace", "generator")

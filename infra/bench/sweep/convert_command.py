@@ -1,4 +1,4 @@
-"""``penstock bench convert``: results of aiperf or guidellm as a result tree of ours."""
+"""``penstock bench convert``: converts results of aiperf or guidellm into our format."""
 
 import sys
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ _TOOLS = {"aiperf": aiperf, "guidellm": guidellm}
 
 
 def run(argv: Sequence[str]) -> int:
-    """Write the tree; 1 if a file cannot be read."""
+    """Write the results. Returns 1 if a file cannot be read."""
     parser = Parser(
         prog="penstock bench convert",
         description="take over what aiperf or guidellm has measured, for `penstock bench plot` and `compare`",

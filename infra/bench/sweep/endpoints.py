@@ -1,4 +1,4 @@
-"""The servers that a sweep loads, by name: where to send requests, and where their metrics are."""
+"""The servers that a sweep loads, by name: their addresses, and those of their metrics."""
 
 import re
 from collections.abc import Sequence

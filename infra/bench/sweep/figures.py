@@ -153,7 +153,7 @@ def figures(records: Sequence[Record], gpus: int) -> Figures:
 
 
 def distribution(values: Iterable[float]) -> Distribution | None:
-    """None of no values."""
+    """The distribution of some values. None: there are none."""
     ordered = sorted(values)
     if not ordered:
         return None

@@ -1,6 +1,6 @@
-"""Where a server saturates: at which level its throughput stops growing, and at which its tail grows away.
+"""Finds where a server saturates: the level at which its throughput stops growing, or its tail latency grows sharply.
 
-Two pure questions: which level to measure next, and what the measured levels say.
+Two pure functions: which level to measure next, and what the measured levels show.
 """
 
 from collections.abc import Iterable, Sequence
@@ -33,8 +33,8 @@ class Knee(Struct, frozen=True):
     """
     Attributes:
         level: the lowest one with 95 % of the best throughput.
-        throughput: there; ``best`` at any level.
-        tail_leaves: the lowest level whose tail is three times the lowest before it; None: none is.
+        throughput: at that level; ``best`` is the highest at any level.
+        tail_leaves: the lowest level whose tail is three times the lowest before it; None: there is none.
         saturated: half as much load again brought no more throughput; False: it may still grow.
     """
 
@@ -47,7 +47,7 @@ class Knee(Struct, frozen=True):
 
 
 def find(points: Iterable[Point]) -> Knee | None:
-    """None: there are fewer than two levels with throughput."""
+    """Find the knee. None: fewer than two levels have throughput."""
     ordered = [point for point in sorted(points) if point.throughput > 0]
     if len(ordered) < 2:
         return None

@@ -1,4 +1,4 @@
-"""Runs one level at one endpoint: sends its requests, watches errors, the server and itself."""
+"""Runs one level at one endpoint: sends its requests, and watches errors, the server's metrics and its own load."""
 
 import asyncio
 import time
@@ -81,7 +81,7 @@ async def run_level(
     number: int = 1,
     show: Callable[[int, int], None] = lambda done, failed: None,
 ) -> tuple[Run, list[Record]]:
-    """Send all requests of a level once; what failed is counted, and too much of it ends the run.
+    """Send all requests of a level once. Failures are counted, and too many of them end the run.
 
     Args:
         number: of the run.
@@ -156,7 +156,7 @@ def _client(lag: LagMeter, done: Sequence[Exchange]) -> ClientFigures:
 
 
 async def warm_up(endpoint: Endpoint, planned: Sequence[Planned], concurrency: int, timeout_s: float) -> str:
-    """Send requests that are not measured; the last error, "" if there was none."""
+    """Send requests that are not measured. Returns the last error, "" if there was none."""
     progress = _Progress(planned, len(planned))
     async with Pool(endpoint.target, timeout_s=timeout_s) as pool:
         await _send(pool, Level("concurrency", concurrency, len(planned)), progress, 0.0, lambda done, failed: None)

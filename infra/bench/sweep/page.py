@@ -1,4 +1,4 @@
-"""One HTML page of a sweep that needs nothing beside it: plots, tables, and what stands out."""
+"""One self-contained HTML page of a sweep: plots, tables and remarks."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -50,7 +50,7 @@ _SERVER = (
 def render(title: str, series: Sequence[Series], groups: Sequence[tuple[str, Sequence[Drawn]]]) -> str:
     """
     Args:
-        groups: plots under a heading each.
+        groups: plots by heading.
     """
     environment = Environment(autoescape=True)
     first = min(run.began for each in series for result in each.results for run in result.runs)
@@ -77,7 +77,7 @@ def _card(series: Series, number: int) -> dict[str, Any]:
 
 
 def _table(series: Series) -> dict[str, Any]:
-    """Columns without any value are left out, but for the server's: there, absent is said."""
+    """A table of levels. Columns without values are left out; those of the server say that they are absent."""
     client = [
         each for each in _CLIENT if any(mean(result, each.figure, each.part) is not None for result in series.results)
     ]

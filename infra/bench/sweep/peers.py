@@ -1,6 +1,6 @@
-"""Results of aiperf and guidellm as results of ours, so that all are plotted and compared alike.
+"""Converts results of aiperf and guidellm into our format, so that all are plotted and compared alike.
 
-Only what each request saw is taken over; the figures are computed anew, by our definitions.
+Only the measurements of each request are converted. Figures are computed from them, by our definitions.
 """
 
 from collections.abc import Iterable, Sequence
@@ -17,7 +17,7 @@ _AIPERF_SUMMARY, _AIPERF_RECORDS = "profile_export_aiperf.json", "profile_export
 
 
 class NotConvertible(Exception):
-    """Files that are not of the named tool, or of a form that is not known."""
+    """Files that are not of the named tool, or have an unknown format."""
 
 
 class Converted(NamedTuple):
@@ -167,7 +167,7 @@ def _workload(isl: Any, osl: Any) -> Workload:
 
 
 def as_runs(converted: Iterable[Converted]) -> list[tuple[Result, list[Sequence[Record]]]]:
-    """Results of the same level as runs of one, in their order; with the records of each run."""
+    """Merge results of the same level as runs of one result, in their order, with the records of each run."""
     levels: dict[str, tuple[Result, list[Sequence[Record]]]] = {}
     for result, records in converted:
         if result.level.folder not in levels:

@@ -1,4 +1,4 @@
-"""``penstock bench plot``: plots, a page and a summary of what ``penstock bench sweep`` has measured."""
+"""``penstock bench plot``: plots, a page and a summary of the results of ``penstock bench sweep``."""
 
 import sys
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ _DISTRIBUTIONS = ("ttft_ms", "itl_ms", "gap_ms", "latency_ms", "isl", "osl")
 
 
 def run(argv: Sequence[str]) -> int:
-    """Write the files; 1 if there are no results or no matplotlib."""
+    """Write the files. Returns 1 if there are no results or no matplotlib."""
     parser = Parser(prog="penstock bench plot", description="plot what `penstock bench sweep` has measured")
     parser.add_argument("results", metavar="DIR", nargs="+", help="--out of a sweep, or the folder of one endpoint")
     parser.add_argument("--out", metavar="FOLDER", default="", help="for the files; default: plots in the first DIR")
@@ -55,7 +55,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def by_kind(series: Series) -> list[Series]:
-    """The series, one for each kind of load in it."""
+    """Split a series by kind of load."""
     kinds = dict.fromkeys(result.level.kind for result in series.results)
     return [
         msgspec.structs.replace(series, results=tuple(result for result in series.results if result.level.kind == kind))
@@ -64,7 +64,7 @@ def by_kind(series: Series) -> list[Series]:
 
 
 def summary(series: Sequence[Series]) -> list[dict[str, Any]]:
-    """What the plots show, as numbers: of each level the values of its runs."""
+    """The numbers behind the plots: for each level, the values of its runs."""
     return [
         {
             "name": each.name,

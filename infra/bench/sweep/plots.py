@@ -1,4 +1,4 @@
-"""Plots of result trees: a line an endpoint, a point a level. matplotlib comes with ``penstock[bench]``."""
+"""Plots of results: one line per endpoint, one point per level. matplotlib comes with ``penstock[bench]``."""
 
 import io
 from collections.abc import Callable, Iterator, Sequence
@@ -36,7 +36,7 @@ STYLE = {
 
 
 class Line(NamedTuple):
-    """A figure by level: where it comes from, and how it is drawn.
+    """A figure by level: its source, and its style.
 
     Attributes:
         label: behind the endpoint's name, where a plot has several lines for each.
@@ -184,7 +184,7 @@ def _by_level(axis: Any, plot: Plot, series: Sequence[Series], kind: str) -> Non
 
 
 def _apart(levels: Sequence[float]) -> list[float]:
-    """Those whose labels do not touch on a logarithmic axis."""
+    """The levels whose labels do not touch on a logarithmic axis."""
     kept: list[float] = []
     for level in levels:
         if not kept or level / kept[-1] >= (levels[-1] / levels[0]) ** (1 / 14):

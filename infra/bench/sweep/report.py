@@ -1,4 +1,4 @@
-"""The figures of a sweep as tables for the terminal and as text: a table an endpoint, and its knee."""
+"""The figures of a sweep for the terminal and as text: one table per endpoint, and its knee."""
 
 from collections.abc import Iterable, Sequence
 
@@ -39,7 +39,7 @@ def print_report(series: Sequence[Series], console: Console | None = None) -> No
 
 
 def table(series: Series) -> Table:
-    """Means over the runs of each level; what no level has is left out."""
+    """Means over the runs of each level. Columns without values are left out."""
     shown = Table(title=title(series), title_justify="left", box=SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
     kind = series.results[0].level.kind
     shown.add_column("conc." if kind == "concurrency" else kind, justify="right", no_wrap=True)
@@ -63,7 +63,7 @@ def title(series: Series) -> str:
 
 
 def remarks(series: Series) -> list[str]:
-    """The knee, the lengths seen, what the server does not support, and where the generator was the limit."""
+    """Sentences about the knee, the lengths, missing features, and levels where the generator was the limit."""
     lines = [knee_text(series), lengths_text(series)]
     lines += dict.fromkeys(warning for each in series.results for warning in each.warnings)
     lines.append(_generator_text(series))
@@ -124,7 +124,7 @@ def lengths_text(series: Series) -> str:
 
 def _server(result: Result) -> Iterable[str]:
     runs = result.complete
-    # A decode worker counts what it was handed over as found in its cache: what answers say of theirs comes first.
+    # A decode worker counts blocks that were handed off to it as cache hits, so the answers' counts take precedence.
     hits = [run.figures.cached_share for run in runs if run.figures.cached_share is not None]
     if not hits:
         hits = [run.server.kv_hit_rate for run in runs if run.server.kv_hit_rate is not None]

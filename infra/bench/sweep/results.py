@@ -1,6 +1,6 @@
 """The files of a sweep: ``<out>/<name>/c<N>/result.json``, and beside it one ``records-<run>.jsonl`` for each run.
 
-A result is written whole, or not at all, after each run: what is finished survives Ctrl-C, and is not run again.
+A result is written whole, or not at all, after each run: finished runs survive Ctrl-C and are not repeated.
 """
 
 import os
@@ -61,10 +61,10 @@ class Result(Struct, frozen=True, kw_only=True):
 
     Attributes:
         endpoint: its name.
-        gpus: that it uses; 0: unknown.
+        gpus: number of its GPUs; 0: unknown.
         generator: what sent the load: "penstock", or the tool whose results were converted.
         trace: name of the trace that was sent instead of ``workload``; "": none.
-        warnings: what the smoke request showed of the server.
+        warnings: limitations of the server that the smoke request showed.
     """
 
     endpoint: str
@@ -83,7 +83,7 @@ class Result(Struct, frozen=True, kw_only=True):
     schema: int = SCHEMA
 
     def same_load(self, other: "Result") -> bool:
-        """Whether the runs of both may stand in one file."""
+        """Whether the runs of both belong into one file."""
         return all(
             getattr(self, name) == getattr(other, name)
             for name in ("model", "api", "level", "workload", "seed", "generator", "trace", "stream", "schema")
@@ -100,7 +100,7 @@ def level_folder(out: Path, endpoint: str, level: Level) -> Path:
 
 
 def load(folder: Path) -> Result | None:
-    """The result in the folder of a level; None: there is none.
+    """Load the result in the folder of a level. None: there is none.
 
     Raises:
         BadResults: the file is damaged or of a later schema.
@@ -201,7 +201,7 @@ def values_of(result: Result, figure: str, part: str = "") -> list[float]:
 
 
 def point(result: Result) -> Point:
-    """A level as the search for the knee sees it."""
+    """A level as a point for the search of the knee."""
     tail = mean(result, "ttft_ms", "p99")
     if tail is None:
         tail = mean(result, "latency_ms", "p99")

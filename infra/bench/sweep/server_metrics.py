@@ -1,7 +1,7 @@
-"""What a server says of itself while it is loaded: its Prometheus pages, read once a second.
+"""The server's own metrics during the load: its Prometheus pages, read once a second.
 
-Names of Penstock, vLLM, SGLang, Dynamo and NVIDIA's DCGM exporter are known. What no page shows stays None: it was
-absent, not zero.
+The names of Penstock, vLLM, SGLang, Dynamo and NVIDIA's DCGM exporter are known. A figure that no page shows is None:
+it was absent, not zero.
 """
 
 import asyncio
@@ -76,7 +76,7 @@ Values = Mapping[str, Sequence[float]]  # of one page, by metric
 
 
 def read_page(text: str) -> dict[str, list[float]]:
-    """The values of the metrics that are known here; counters without ``_total``."""
+    """The values of known metrics on a page, by name; counters without ``_total``."""
     lines = [line for line in text.splitlines() if line.startswith(_PREFIXES)]
     samples: dict[str, list[float]] = {}
     for family in text_string_to_metric_families("\n".join([*lines, ""])):
@@ -116,7 +116,7 @@ def summarise(rounds: Sequence[Mapping[int, Values]]) -> ServerFigures:
 
 
 def _totals(rounds: Iterable[Mapping[int, Values]], names: Mapping[str, float]) -> list[float]:
-    """Over all pages of a round; rounds in which none has it are left out."""
+    """A metric's total over the pages of each round. Rounds without it are left out."""
     totals = []
     for each in rounds:
         values = [value for page in each.values() for value in _values(page, names)]
@@ -135,7 +135,7 @@ def _usage(pages: Mapping[int, Values]) -> float | None:
 
 
 def _growth(rounds: Sequence[Mapping[int, Values]], page: int, names: Mapping[str, float]) -> float:
-    """Of a counter during the run; one that began again counts from 0."""
+    """The growth of a counter during the run. One that was reset counts from 0."""
     series = [sum(_values(each[page], names)) for each in rounds if page in each]
     return sum(max(0.0, after - before) if after >= before else after for before, after in itertools.pairwise(series))
 
@@ -147,7 +147,7 @@ def _level(values: Iterable[float | None]) -> Level | None:
 
 @dataclass(slots=True)
 class Scraper:
-    """Reads the pages from entering to leaving, first and last thing included. Errors are pages that are absent."""
+    """A context manager that reads the pages until it is left, at start and end too. Failed reads count as absent."""
 
     pages: Sequence[Page]
     every_s: float
@@ -166,7 +166,7 @@ class Scraper:
         await self._read()
 
     def figures(self) -> ServerFigures:
-        """Parsed only now, so that it takes no time from the load."""
+        """The figures of the run. Pages are parsed only now, so that this takes no time from the load."""
         return summarise([{number: read_page(text) for number, text in each.items()} for each in self.rounds])
 
     async def _watch(self) -> None:
@@ -180,5 +180,5 @@ class Scraper:
 
 
 def _kept(body: bytes) -> str:
-    """The lines of known metrics: a page may have thousands of others."""
+    """Keep the lines of known metrics; a page may have thousands of others."""
     return "\n".join(line for line in body.decode(errors="replace").splitlines() if line.startswith(_PREFIXES))

@@ -1,6 +1,6 @@
-"""Whether an endpoint answers at all, and what it supports: asked before any load.
+"""Checks before any load whether an endpoint answers, and which options it supports.
 
-What a server refuses is left out, and the report says what follows from that: without ``ignore_eos`` and
+Options that a server refuses are left out, and the report states the consequences: without ``ignore_eos`` and
 ``min_tokens`` answers may end early, without usage tokens are counted as events.
 """
 
@@ -26,7 +26,7 @@ class Unhealthy(Exception):
 
 
 class Abilities(Struct, frozen=True, kw_only=True):
-    """What a server takes, as far as a sweep needs it.
+    """The options of a server that a sweep needs.
 
     Attributes:
         limit: the field for the largest number of tokens.
@@ -41,7 +41,7 @@ class Abilities(Struct, frozen=True, kw_only=True):
     overhead_tokens: int = 0
 
     def body(self, model: str, *, stream: bool) -> dict[str, Any]:
-        """The fields that all requests share."""
+        """The fields of a body that all requests share."""
         body: dict[str, Any] = {"model": model}
         if self.exact == "ignore_eos":
             body["ignore_eos"] = True
@@ -52,12 +52,12 @@ class Abilities(Struct, frozen=True, kw_only=True):
         return body
 
     def length(self, osl: int) -> dict[str, Any]:
-        """The fields that ask for so many tokens."""
+        """The fields of a body that request so many tokens."""
         return {self.limit: osl} | ({"min_tokens": osl} if self.exact == "min_tokens" else {})
 
 
 class Smoke(Struct, frozen=True):
-    """What the smoke requests showed; ``warnings`` are for the reader of the figures."""
+    """The result of the smoke requests. ``warnings`` are for readers of the figures."""
 
     model: str
     abilities: Abilities
@@ -74,7 +74,7 @@ async def smoke(
     extra: dict[str, Any] | None = None,
     timeout_s: float = 60.0,
 ) -> Smoke:
-    """Look for the model, then ask for a few tokens in the way in which the load will.
+    """Look for the model, then request a few tokens in the same way as the load.
 
     Args:
         model: "": the only one, or the first, that the server lists.
