@@ -149,8 +149,16 @@ def test_a_token_that_is_drawn_anew_and_differs_is_gone_on_behind(make: Make) ->
     state = msgspec.msgpack.decode(held.opaque, type=handoff_state.HandoffState)
     opaque = msgspec.msgpack.encode(msgspec.structs.replace(state, first=[other]))
     whole = target.answer(ask(0, PROMPT, 12, generated=[other], base=b"r" * 16))
+    generate, core, running = inner(target).generate, inner(target)._standin, []
+
+    def noted(*arguments: Any, **named: Any) -> Any:
+        running.append(len(core.running) + len(core.waiting))
+        return generate(*arguments, **named)
+
+    inner(target).generate = noted
     seen = target.run(ask(1, PROMPT, 12, generated=[other], opaque=opaque))
     assert seen.failures == []
+    assert running == [0, 0], "the first call is aborted before the second"
     assert seen.tokens(1) == whole
     assert seen.cached(1) >= len(PROMPT) // BLOCK * BLOCK  # from the KV that was fetched
 
