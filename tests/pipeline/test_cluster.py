@@ -6,6 +6,8 @@ One case by default; ``PENSTOCK_CLUSTER=all`` kills and stops the leader of each
 import asyncio
 import os
 from collections.abc import AsyncIterator, Iterator
+from contextlib import suppress
+from pathlib import Path
 
 import httpx
 import pytest
@@ -15,15 +17,18 @@ from infra.bus.connection import Bus, connect
 from tests.cluster_support import NODES, LocalCluster
 from tests.conftest import outside
 from tests.pipeline.conftest import NewDeployment
-from tests.pipeline.support import Deployment, Oracle, until
+from tests.pipeline.support import Deployment, Oracle, token_prompt, until
+from tests.pipeline.test_no_store import traces
 from tests.pipeline.test_survival import Reader, check
 
 STREAMS = 30
 STOPPED_S = 12.0  # longer than any election
 ALL = ("ps_TOKENS", "ps_DONE", "ps_WORK", "ps_REQUESTS", "ps_KV", "KV_ps_workers")
 CASES = [(how, name) for name in ALL for how in ("kill", "stop")]
-if os.environ.get("PENSTOCK_CLUSTER") != "all":
+LONG = os.environ.get("PENSTOCK_CLUSTER") == "all"
+if not LONG:
     CASES = [("kill", "ps_TOKENS")]
+COMPACTED_S = 300.0  # a node compacts its replication logs every 2 minutes and a bit
 pytestmark = pytest.mark.timeout(180)
 
 
@@ -40,7 +45,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
 
 @pytest.fixture(scope="module")
 def fleet(cluster: LocalCluster, new_deployment: NewDeployment) -> Deployment:
-    flags = ("--mock-speedup", "0.2", "--workers", "2", "--gateways", "2", "--routers", "2")
+    flags = ("--mock-speedup", "0.2", "--workers", "2", "--gateways", "2", "--routers", "2", "--no-store-grace-s", "1")
     return new_deployment("--nats-url", cluster.url(), *flags)
 
 
@@ -67,6 +72,46 @@ async def test_a_stream_that_loses_its_leader_costs_no_request_its_end_or_a_toke
         assert not all(reader.finish for reader in readers), "too late to disturb anything"
         await (killed(cluster, leader, runs) if how == "kill" else halted(cluster, leader, runs))
     await check(fleet, bus, oracle, readers)
+
+
+@pytest.mark.timeout(180 + COMPACTED_S)
+async def test_a_request_with_no_store_leaves_nothing_on_any_node(
+    cluster: LocalCluster, fleet: Deployment, bus: Bus, oracle: Oracle
+) -> None:
+    """At once in the streams; in the nodes' replication logs once these are compacted (``PENSTOCK_CLUSTER=all``)."""
+    asked = {"model": "tiny", "prompt": token_prompt(40, 77), "temperature": 0, "max_tokens": 24}
+    asked["no_store"] = asked["ignore_eos"] = True
+    wanted = traces(oracle, asked)
+
+    def kept(part: str) -> bool:
+        return any(
+            each in data for node in cluster.nodes for data in blocks(node.data_dir / "nats", part) for each in wanted
+        )
+
+    async with httpx.AsyncClient(base_url=fleet.urls[0], trust_env=False, timeout=30) as client:
+        answer = await client.post("/v1/completions", json=asked)
+    assert answer.status_code == 200, answer.text
+    assert kept("_js_"), "the replication logs are elsewhere"
+
+    async def erased() -> bool:
+        return not kept("streams")
+
+    await until(erased, "the erasure on every node", 40)
+
+    async def compacted() -> bool:
+        await asyncio.sleep(1)  # 3 stores are read
+        return not kept("_js_")
+
+    if LONG:
+        await until(compacted, "the replication logs' compaction", COMPACTED_S)
+
+
+def blocks(store: Path, part: str) -> Iterator[bytes]:
+    """The block files of a running server below folders of this name."""
+    for path in store.rglob("*.blk"):
+        if part in path.parts:
+            with suppress(FileNotFoundError):  # it was compacted just now
+                yield path.read_bytes()
 
 
 async def killed(cluster: LocalCluster, node: int, runs: list[asyncio.Task[None]]) -> None:
