@@ -1,0 +1,1 @@
+"""Figures about structured output, by hand: not part of ``make test``."""
