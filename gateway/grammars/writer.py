@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from infra.model.constraints import WHITESPACE, quoted
+from infra.model.schema_rewriting import rewritten
 
 ANY_TEXT = r"(.|\n)*"
 _REGEX_SPECIAL = re.compile(r"[\\^$.|?*+()\[\]{}/\-]")
@@ -66,6 +67,7 @@ class GrammarWriter:
             lenient: keywords that are not implemented are ignored.
             options: of llguidance's compiler.
         """
+        schema = rewritten(schema)
         schema = dict(schema) if isinstance(schema, dict) else {} if schema is not False else {"enum": []}
         schema["x-guidance"] = {"whitespace_pattern": WHITESPACE, "lenient": lenient, **options}
         return self.rule("%json " + msgspec.json.encode(schema).decode())

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 
+from infra.model.schema_rewriting import rewritten
 from schemas.requests import Constraint
 
 if TYPE_CHECKING:
@@ -125,4 +126,7 @@ def _with_clients_grammar(text: str) -> str:
 
 def _schema(text: str) -> str:
     """A JSON schema; true and false are schemas, too, and llguidance takes objects only."""
-    return {"true": "{}", "false": '{"enum": []}'}.get(text.strip(), text)
+    schema = rewritten(msgspec.json.decode(text))
+    if not isinstance(schema, dict):
+        schema = {"enum": []} if schema is False else {}
+    return msgspec.json.encode(schema).decode()
