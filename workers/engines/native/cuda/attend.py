@@ -9,6 +9,14 @@ import triton
 import triton.language as tl
 
 
+@triton.jit
+def _stored(values, limit, dtype: tl.constexpr, LIMITED: tl.constexpr):
+    """Values in the pool's data type; limited, if larger ones become NaN in it."""
+    if LIMITED:
+        return tl.minimum(tl.maximum(values.to(tl.float32), -limit), limit).to(dtype)
+    return values.to(dtype)
+
+
 @triton.jit(do_not_specialize=["layer"])
 def store(
     q, k, v, cos, sin, rotated, pool, tables, table_rows, positions, layer,
@@ -49,16 +57,11 @@ def store(
         block = tl.load(tables + table_row * width + position // PAGE).to(tl.int64)
         k_ptrs = pool + block * block_stride + layer * layer_stride + ((position % PAGE) * KV_HEADS + head) * DIM + dims
         v_ptrs = k_ptrs + part_stride
-        if LIMITED:
-            k_low = tl.minimum(tl.maximum(k_low.to(tl.float32), -limit), limit)
-            k_high = tl.minimum(tl.maximum(k_high.to(tl.float32), -limit), limit)
-            v_low = tl.minimum(tl.maximum(v_low.to(tl.float32), -limit), limit)
-            v_high = tl.minimum(tl.maximum(v_high.to(tl.float32), -limit), limit)
         stored_dtype = pool.dtype.element_ty
-        tl.store(k_ptrs, k_low.to(stored_dtype), mask=dim_mask)
-        tl.store(k_ptrs + HALF, k_high.to(stored_dtype), mask=dim_mask)
-        tl.store(v_ptrs, v_low.to(stored_dtype), mask=dim_mask)
-        tl.store(v_ptrs + HALF, v_high.to(stored_dtype), mask=dim_mask)
+        tl.store(k_ptrs, _stored(k_low, limit, stored_dtype, LIMITED), mask=dim_mask)
+        tl.store(k_ptrs + HALF, _stored(k_high, limit, stored_dtype, LIMITED), mask=dim_mask)
+        tl.store(v_ptrs, _stored(v_low, limit, stored_dtype, LIMITED), mask=dim_mask)
+        tl.store(v_ptrs + HALF, _stored(v_high, limit, stored_dtype, LIMITED), mask=dim_mask)
 
 
 @triton.jit
