@@ -1,6 +1,6 @@
 """The native engine beside vLLM, each alone in a process of its own: the same shapes, requests and limits on one GPU.
 
-python -m tests.gpu.beside native vllm [--shape 8b] [--fp8] [--rows 3] [--json FILE]
+python -m tests.gpu.beside native vllm [--shape 8b] [--fp8] [--fp8-kv] [--rows 3] [--json FILE]
 
 Weights are random, answers greedy and of fixed length. A row is timed from the first request to the last answer's
 end, twice; the faster one counts. vLLM needs to be installed.
@@ -46,7 +46,7 @@ def config(shape: str) -> Any:
     return LlamaConfig(**common, architectures=["LlamaForCausalLM"])
 
 
-def native(shape: str, fp8: bool) -> Run:
+def native(shape: str, fp8: bool, fp8_kv: bool) -> Run:
     from infra.bus.loop_lag import freeze_loaded
     from tests.gpu.native import ask, drive, large
     from workers.engines.native.build import assemble
@@ -62,14 +62,20 @@ def native(shape: str, fp8: bool) -> Run:
         prepare.ROUNDING_FP8 = 0.9  # noise of 8 bits grows from layer to layer if weights are random
     engine = assemble(
         described,
-        NativeOptions(max_running=RUNNING, max_batched_tokens=BATCHED, max_model_len=LONGEST, warm=True),
+        NativeOptions(
+            max_running=RUNNING,
+            max_batched_tokens=BATCHED,
+            max_model_len=LONGEST,
+            warm=True,
+            kv_dtype="fp8" if fp8_kv else "auto",
+        ),
     )
     freeze_loaded()
     vocab = SHAPES[shape][0]
     return lambda streams, prompt, answer, seed: drive(engine, ask(streams, prompt, answer, vocab, seed))[0]
 
 
-def vllm(shape: str, fp8: bool) -> Run:
+def vllm(shape: str, fp8: bool, fp8_kv: bool) -> Run:
     import random
 
     os.environ |= {"VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_NO_USAGE_STATS": "1"}
@@ -80,7 +86,7 @@ def vllm(shape: str, fp8: bool) -> Run:
     engine = LLM(
         model=folder, load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16", max_model_len=LONGEST,
         max_num_seqs=RUNNING, max_num_batched_tokens=BATCHED, gpu_memory_utilization=SHARE, seed=1,
-        quantization="fp8" if fp8 else None,
+        quantization="fp8" if fp8 else None, kv_cache_dtype="fp8" if fp8_kv else "auto",
     )  # fmt: skip
 
     def run(streams: int, prompt: int, answer: int, seed: int) -> float:
@@ -98,10 +104,10 @@ def vllm(shape: str, fp8: bool) -> Run:
     return run
 
 
-def measure(name: str, shape: str, rows: int, fp8: bool) -> None:
+def measure(name: str, shape: str, rows: int, fp8: bool, fp8_kv: bool) -> None:
     """In this process; writes one JSON line at the end."""
     began = time.perf_counter()
-    run = {"native": native, "vllm": vllm}[name](shape, fp8)
+    run = {"native": native, "vllm": vllm}[name](shape, fp8, fp8_kv)
     run(1, 16, 2, 7)
     ready = time.perf_counter() - began
     rates = []
@@ -119,17 +125,18 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default="8b")
     parser.add_argument("--rows", type=int, default=len(ROWS), help="how many of the table")
     parser.add_argument("--fp8", action="store_true", help="weights of 8-bit floats")
+    parser.add_argument("--fp8-kv", action="store_true", help="a KV cache of 8-bit floats")
     parser.add_argument("--here", action="store_true", help="one engine, in this process")
     parser.add_argument("--timeout-s", type=float, default=200.0, help="of each engine")
     parser.add_argument("--json", type=Path)
     asked = parser.parse_args()
     if asked.here:
-        measure(asked.engines[0], asked.shape, asked.rows, asked.fp8)
+        measure(asked.engines[0], asked.shape, asked.rows, asked.fp8, asked.fp8_kv)
         return
     found = {}
     for name in asked.engines:
         command = [sys.executable, "-m", "tests.gpu.beside", name, "--shape", asked.shape, "--rows", str(asked.rows),
-                   "--here", *(["--fp8"] if asked.fp8 else [])]  # fmt: skip
+                   "--here", *(["--fp8"] if asked.fp8 else []), *(["--fp8-kv"] if asked.fp8_kv else [])]  # fmt: skip
         try:
             done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=asked.timeout_s)
             (line,) = (line for line in done.stdout.splitlines() if line.startswith('{"name"'))
