@@ -5,6 +5,7 @@ TRITON_INTERPRET=1 python -m tests.gpu.kernels --device cpu   (without one, slow
 """
 
 import argparse
+import itertools
 import random
 import traceback
 from collections.abc import Callable
@@ -64,11 +65,14 @@ class Case:
             if table_row >= len(decodes) and span.count >= least
         )
         rest = [tile for tile in tiles if not any(chunk.table_row == tile[3] for chunk in long)]
+        together = [chunk for chunk in long if not chunk.start]
+        grouped = [tuple(same) for _, same in itertools.groupby(together, lambda chunk: chunk.rows)]
+        grouped += [(chunk,) for chunk in long if chunk.start]
         self.tokens = len(table_rows)
         as_ints: Callable[[Any], torch.Tensor] = lambda values: torch.tensor(values, dtype=torch.int32, device=device)  # noqa: E731
         self.batch = Batch(
             tables.to(device), as_ints(table_rows), as_ints(positions), len(decodes), as_ints(tiles) if tiles else None,
-            long, as_ints(rest) if rest else None,
+            tuple(grouped), as_ints(rest) if rest else None,
         )  # fmt: skip
         self.dense = DenseAttention(device)
         self.scratch = Scratch(max(1, len(decodes)), kv_heads, heads, dim, device)
@@ -133,15 +137,20 @@ def check_long(device: torch.device) -> None:
     """Chunks outside of the pages: from the beginning, behind cached tokens, beside short ones."""
     small = device.type == "cpu"
     dtype, step = (torch.float32, 16) if small else (torch.bfloat16, chunks.STEP)
-    ranges = ((0, 3), (0, 50), (37, 20), (32, 48)) if small else ((0, 100), (0, 2500), (1111, 2900), (1024, 2048))
+    mixed = ((0, 3), (0, 50), (0, 64), (37, 20), (32, 48))
+    equal = ((0, 32), (0, 32))  # one group without padding
+    if not small:
+        mixed, equal = ((0, 100), (0, 2500), (0, 2300), (1111, 2900), (1024, 2048)), ((0, 2048), (0, 2048))
     with mock.patch.object(chunks, "STEP", step), mock.patch.object(dense, "STEP", step):
         for heads, kv_heads, dim in ((8, 2, 128), (6, 3, 16), (32, 8, 64)):
             for rotate, window, softcap, sinks in ((True, None, 0.0, False), (True, step, 0.0, False)):
                 least = 20 if small else LONG
-                case = Case(device, dtype, heads, kv_heads, dim, chunks=ranges, decodes=(9,), least=least)
-                out, stored = case.compare(rotate, window, softcap, sinks)
-                wrong = "" if out < BOUND[dtype] and stored < BOUND[dtype] and case.dense.enabled else "   WRONG"
-                print(f"long chunks {dtype} {heads}/{kv_heads} x {dim} window={window}: {out:.1e}, {stored:.1e}{wrong}")
+                for ranges, decodes in ((mixed, (9,)), (equal, ())):
+                    case = Case(device, dtype, heads, kv_heads, dim, chunks=ranges, decodes=decodes, least=least)
+                    out, stored = case.compare(rotate, window, softcap, sinks)
+                    wrong = "" if out < BOUND[dtype] and stored < BOUND[dtype] and case.dense.enabled else "   WRONG"
+                    print(f"long chunks {dtype} {heads}/{kv_heads} x {dim} {ranges} window={window}: {out:.1e}, "
+                          f"stored {stored:.1e}{wrong}")  # fmt: skip
 
 
 def check_rows(device: torch.device) -> None:

@@ -1,12 +1,14 @@
 """Prompts computed with their attention in pages and, of chunks of 1,024 tokens on, by cuDNN: kernels, then an engine.
 
-python -m tests.gpu.prompts [kernels] [engine]
+python -m tests.gpu.prompts [plans] [kernels] [engine] [short]
 
 One layer's attention of an 8B Llama's shape in bfloat16 (gathering and merging included), the time that cuDNN takes to
-plan a new shape, then prompt tokens per second of the whole model.
+plan a new shape, then prompt tokens per second of the whole model, and what a short prompt takes with and without
+CUDA graphs.
 """
 
 import argparse
+import gc
 import statistics
 import time
 from typing import Any
@@ -17,12 +19,13 @@ import torch
 from tests.gpu.kernels import Case
 from tests.gpu.times import DEVICE
 from workers.engines.native.attention import AttentionParams
-from workers.engines.native.cuda import chunks, dense
+from workers.engines.native.cuda import chunks, dense, prompt_graphs
 from workers.engines.native.cuda.modules import Rotation
 from workers.engines.native.cuda.paged import PagedAttention
 
 NEVER, LEAST = 1 << 60, 1024  # tokens from which on a chunk is computed by cuDNN
 LAYERS = 4
+SHORT = (16, 64, 128, 256, 512, 640)
 # (start, tokens) of the chunks of a step
 CASES: tuple[tuple[tuple[int, int], ...], ...] = (
     ((0, 512),) * 16, ((0, 1024),) * 8, ((0, 2048),), ((0, 2048),) * 4, ((0, 4000),) * 2, ((0, 8192),),
@@ -70,8 +73,8 @@ def plans() -> None:
     for causal in (True, False):
         for rows in range(1536, 8193, 1536):
             keys = rows if causal else 2560
-            q = torch.randn((rows, 32, 128), device=DEVICE, dtype=torch.bfloat16)
-            k, v = (torch.randn((keys, 8, 128), device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
+            q = torch.randn((1, rows, 32, 128), device=DEVICE, dtype=torch.bfloat16)
+            k, v = (torch.randn((1, keys, 8, 128), device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
             times = []
             for _ in range(2):
                 torch.cuda.synchronize()
@@ -113,13 +116,53 @@ def whole() -> None:
     engine.close()
 
 
+def short() -> None:
+    """Milliseconds of short prompts with CUDA graphs and without, alone and beside running answers."""
+    from tests.gpu.beside import config
+    from tests.gpu.native import ask, drive, large
+    from workers.engines.native.build import assemble
+    from workers.engines.native.loading import describe
+    from workers.engines.native.options import NativeOptions
+
+    options = NativeOptions(max_running=64, max_batched_tokens=8192, max_model_len=4096, warm=True)
+    for name, sizes in (("graphs", prompt_graphs.ROWS), ("launched one by one", ())):
+        with mock.patch.object(prompt_graphs, "ROWS", sizes):
+            engine = assemble(describe(large(config("8b"))), options)
+        seeds = iter(range(1, 1_000_000))
+        found = []
+        for tokens in SHORT:
+            times = [drive(engine, ask(1, tokens, 1, 128256, next(seeds)))[0] for _ in range(9)]
+            found.append(f"{tokens} tokens {statistics.median(times) * 1e3:.1f} ms")
+        print(f"{name}: {', '.join(found)}", flush=True)
+        for running in (1, 32, 60):
+            for request in ask(running, 256, 400, 128256, next(seeds)):
+                engine.submit(request)
+            took: dict[bool, list[float]] = {False: [], True: []}
+            for turn in range(120):
+                arrives = turn > 40 and turn % 8 == 0
+                if arrives:
+                    engine.submit(ask(1, 256, 2, 128256, next(seeds))[0])
+                began = time.perf_counter()
+                for _ in range(4):  # steps run ahead: the one with the prompt is among them
+                    engine.step()
+                took[arrives].append(time.perf_counter() - began)
+            while engine.has_work():
+                engine.step()
+            plain, mixed = (statistics.median(each) * 1e3 for each in took.values())
+            print(f"  {running} running: four steps {plain:.1f} ms, with a prompt of 256 tokens {mixed:.1f} ms")
+        engine.close()
+        del engine
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("what", nargs="*", default=["plans", "kernels", "engine"])
+    parser.add_argument("what", nargs="*", default=["plans", "kernels", "engine", "short"])
     asked = parser.parse_args()
     print(torch.cuda.get_device_name(), torch.__version__, "cuDNN", torch.backends.cudnn.version())
     for what in asked.what:
-        {"plans": plans, "kernels": kernels, "engine": whole}[what]()
+        {"plans": plans, "kernels": kernels, "engine": whole, "short": short}[what]()
 
 
 if __name__ == "__main__":

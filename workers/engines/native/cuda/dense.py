@@ -5,13 +5,15 @@ at the first key. A chunk behind cached tokens therefore attends to the leading 
 with one; the two results are merged.
 """
 
+from collections.abc import Sequence as Seq
+
 import structlog
 import torch
 from torch import Tensor
 
 from workers.engines.native.attention import AttentionParams
 from workers.engines.native.cuda import attend
-from workers.engines.native.cuda.chunks import LONG, STEP, Chunk
+from workers.engines.native.cuda.chunks import STEP, Chunk, Group, adjoin
 from workers.engines.native.pool import Pool
 
 log = structlog.get_logger("engine")
@@ -27,20 +29,24 @@ class DenseAttention:
         self._device = device
         self.enabled = enabled
 
-    def warm(self, tokens: int, heads: int, kv_heads: int, dim: int, dtype: torch.dtype) -> None:
-        """Load cuDNN, which takes a second, and plan whole prompts of up to ``tokens``, 60 ms for each shape.
+    def warm(self, planned: Seq[tuple[int, int]], heads: int, kv_heads: int, dim: int, dtype: torch.dtype) -> None:
+        """Load cuDNN, which takes a second, and plan whole prompts, 40 ms for each shape.
 
         Plans belong to the thread that makes them. If cuDNN does not work here, nothing suits ``attend`` afterwards.
+
+        Args:
+            planned: see ``chunks.shapes``.
         """
-        most = -(-tokens // STEP) * STEP
+        most = max((count * rows for count, rows in planned), default=0)
         query = torch.zeros((most, heads, dim), dtype=dtype, device=self._device)
         key = torch.zeros((most, kv_heads, dim), dtype=dtype, device=self._device)
-        if not self.enabled or not self._fits(query):
+        if not planned or not self.enabled or not self._fits(query):
             return
         try:
             with torch.inference_mode():
-                for rows in range(LONG, most + 1, STEP):
-                    _attention(query[:rows], key[:rows], key[:rows], 1.0, causal=True)
+                for count, rows in planned:
+                    q, k = (each[: count * rows].view(count, rows, -1, dim) for each in (query, key))
+                    _attention(q, k, k, 1.0, causal=True)
                 torch.cuda.synchronize()
         except RuntimeError as error:
             self.enabled = False
@@ -57,65 +63,99 @@ class DenseAttention:
         return (query.element_size() == 2 or not query.is_cuda) and dim <= MOST_DIM and dim % 8 == 0
 
     def attend(
-        self, chunk: Chunk, layer: int, query: Tensor, pool: Pool, tables: Tensor, scale: float, out: Tensor
+        self, group: Group, layer: int, query: Tensor, pool: Pool, tables: Tensor, scale: float, out: Tensor
     ) -> None:
         """
         Args:
             query: (tokens of the batch, heads, head_dim), rotated.
             tables: (table_rows, width) int32.
-            out: as ``query``; the chunk's rows are written.
+            out: as ``query``; the chunks' rows are written.
         """
-        own = slice(chunk.row, chunk.row + chunk.tokens)
-        given, front, padded = query[own], chunk.front, chunk.rows
-        if padded != chunk.tokens:
-            given = query.new_zeros((padded, *query.shape[1:]))
-            given[front : front + chunk.tokens] = query[own]
-        end = chunk.start + chunk.tokens
-        keys, values = _gather(pool, tables[chunk.table_row], layer, chunk.unmasked, padded, end, query.dtype)
-        near, near_mass = _attention(given, keys, values, scale, causal=True)
-        if not chunk.unmasked:
-            out[own] = near[front : front + chunk.tokens]
+        if len(group) == 1 and group[0].start:
+            self._attend_behind(group[0], layer, query, pool, tables, scale, out)
             return
-        keys, values = _gather(pool, tables[chunk.table_row], layer, 0, chunk.unmasked, end, query.dtype)
-        far, far_mass = _attention(given, keys, values, scale, causal=False)
+        answers = self.attend_whole(group, layer, query, pool, tables, scale)
+        for number, chunk in enumerate(group):
+            out[chunk.row : chunk.row + chunk.tokens] = answers[number, : chunk.tokens]
+
+    def attend_whole(self, group: Group, layer: int, query: Tensor, pool: Pool, tables: Tensor, scale: float) -> Tensor:
+        """Attend to whole prompts; arguments as for ``attend``.
+
+        Returns: (prompts, padded rows, heads, head_dim), contiguous.
+        """
+        count, rows, row = len(group), group[0].rows, group[0].row
+        if adjoin(group):
+            given = query[row : row + count * rows].view(count, rows, *query.shape[1:])
+        else:
+            given = query.new_zeros((count, rows, *query.shape[1:]))
+            for number, chunk in enumerate(group):
+                given[number, : chunk.tokens] = query[chunk.row : chunk.row + chunk.tokens]
+        keys, values = gathered = _empty(pool, count, rows, query)
+        for number, chunk in enumerate(group):
+            _gather(pool, tables[chunk.table_row], layer, 0, chunk.tokens, gathered[:, number])
+        return _attention(given, keys, values, scale, causal=True)[0]
+
+    def _attend_behind(
+        self, chunk: Chunk, layer: int, query: Tensor, pool: Pool, tables: Tensor, scale: float, out: Tensor
+    ) -> None:
+        """Attend to a chunk behind other tokens."""
+        own = slice(chunk.row, chunk.row + chunk.tokens)
+        front, padded, end = chunk.front, chunk.rows, chunk.start + chunk.tokens
+        given = query.new_zeros((padded, *query.shape[1:]))
+        given[front : front + chunk.tokens] = query[own]
+        parts: list[tuple[Tensor, Tensor]] = []
+        for first, count in ((chunk.unmasked, padded), (0, chunk.unmasked)):
+            if count:
+                keys, values = gathered = _empty(pool, 1, count, query)
+                _gather(pool, tables[chunk.table_row], layer, first, end, gathered[:, 0])
+                parts.append(_attention(given[None], keys, values, scale, causal=not parts))
+        near, near_mass = parts[0]
+        if len(parts) == 1:
+            out[own] = near[0, front : front + chunk.tokens]
+            return
+        far, far_mass = parts[1]
         _, heads, dim = query.shape
         attend.merge[(chunk.tokens,)](
-            near, far, near_mass, far_mass, out[own], front, near.stride(0), near.stride(1), far.stride(0),
-            far.stride(1), out.stride(0), padded,
+            near, far, near_mass, far_mass, out[own], front, near.stride(1), near.stride(2), far.stride(1),
+            far.stride(2), out.stride(0), padded,
             HEADS=heads, HEADS_P=_power(heads), DIM=dim, DIM_P=_power(dim), num_warps=4,
         )  # fmt: skip
 
 
-def _gather(
-    pool: Pool, table: Tensor, layer: int, first: int, count: int, known: int, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """Keys and values of positions ``first`` to ``first + count``; zeros from ``known`` on.
+def _empty(pool: Pool, count: int, keys: int, query: Tensor) -> Tensor:
+    """(2, count, keys, kv_heads, head_dim): keys and values."""
+    return torch.empty((2, count, keys, *pool.data.shape[4:]), dtype=query.dtype, device=query.device)
 
-    Returns: two of (count, kv_heads, head_dim).
+
+def _gather(pool: Pool, table: Tensor, layer: int, first: int, known: int, out: Tensor) -> None:
+    """Keys and values of positions from ``first`` on; zeros from ``known`` on.
+
+    Args:
+        out: (2, positions, kv_heads, head_dim), both contiguous; written.
     """
     data = pool.data
     page, kv_heads, dim = data.shape[3:]
-    made = torch.empty((2, count, kv_heads, dim), dtype=dtype, device=data.device)
     size = page * kv_heads * dim
-    attend.gather[(count // page, 2, -(-size // COPY))](
-        data, table, made, layer, first, known, data.stride(0), data.stride(1), data.stride(2), made.stride(0),
+    attend.gather[(out.shape[1] // page, 2, -(-size // COPY))](
+        data, table, out, layer, first, known, data.stride(0), data.stride(1), data.stride(2), out.stride(0),
         ROW=kv_heads * dim, PAGE=page, COPY=COPY, num_warps=4,
     )  # fmt: skip
-    return made[0], made[1]
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, scale: float, *, causal: bool) -> tuple[Tensor, Tensor]:
     """
     Args:
-        query: (rows, heads, head_dim).
-        key, value: (keys, kv_heads, head_dim).
-    Returns: (rows, heads, head_dim), and the logarithms of the softmax's sums, (heads, rows) float32.
+        query: (prompts, rows, heads, head_dim).
+        key, value: (prompts, keys, kv_heads, head_dim).
+    Returns: (prompts, rows, heads, head_dim), contiguous, and the logarithms of the softmax's sums, (prompts, heads,
+        rows) float32.
     """
-    q, k, v = (each.transpose(0, 1)[None] for each in (query, key, value))
+    q, k, v = (each.transpose(1, 2) for each in (query, key, value))
     if not query.is_cuda:
         return _on_cpu(q, k, v, scale, causal)
-    result = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, False, scale=scale)
-    return result[0][0].transpose(0, 1), result[1].reshape(query.shape[1], query.shape[0])
+    found = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, False, scale=scale)
+    prompts, rows, heads = query.shape[:3]
+    return found[0].transpose(1, 2).contiguous(), found[1].reshape(prompts, heads, rows)
 
 
 def _on_cpu(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
@@ -127,7 +167,7 @@ def _on_cpu(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tupl
         seen = torch.ones(scores.shape[2:], dtype=torch.bool).tril()
         scores = scores.masked_fill(~seen, float("-inf"))
     answer = scores.softmax(-1) @ v
-    return answer[0].transpose(0, 1).to(q.dtype), scores.logsumexp(-1)[0]
+    return answer.transpose(1, 2).to(q.dtype).contiguous(), scores.logsumexp(-1)
 
 
 def _power(value: int) -> int:

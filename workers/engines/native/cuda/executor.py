@@ -1,8 +1,8 @@
 """Computes planned steps on CUDA without waiting for them.
 
-A step that only decodes replays a CUDA graph captured for its number of rows; a step with prompts runs the model
-eagerly. Tokens are sampled after the forward pass, stay on the device for the next step, and reach the host
-in one copy.
+A step that only decodes replays a CUDA graph captured for its number of rows, and so does one with short prompts; a
+step with longer ones runs the model eagerly. Tokens are sampled after the forward pass, stay on the device for the next
+step, and reach the host in one copy.
 """
 
 from collections.abc import Callable
@@ -18,13 +18,14 @@ from workers.engines.core.sequence import Sampled, Sequence, Slot
 from workers.engines.native import sampler
 from workers.engines.native.attention import Paged
 from workers.engines.native.cuda import rows
-from workers.engines.native.cuda.chunks import Chunk
+from workers.engines.native.cuda.chunks import LARGE, LONG, STEP, Group, shapes
 from workers.engines.native.cuda.dense import DenseAttention
 from workers.engines.native.cuda.device_sampler import DeviceSampler
-from workers.engines.native.cuda.modules import Rotation
+from workers.engines.native.cuda.modules import Linear, Rotation
 from workers.engines.native.cuda.packing import UNKNOWN, Draw, Packed, Packing
 from workers.engines.native.cuda.paged import Batch, PagedAttention, Scratch, tile_rows
 from workers.engines.native.cuda.pending import HostCopies, Pending, device_errors
+from workers.engines.native.cuda.prompt_graphs import DECODES, SPLITS, Inputs, PromptGraphs
 from workers.engines.native.cuda.table_rows import TableRow, TableRows
 from workers.engines.native.cuda.upload import Upload
 from workers.engines.native.executor import score_slots
@@ -47,8 +48,10 @@ class Tiles(NamedTuple):
     """The prompts of a batch; see ``paged.Batch``."""
 
     tiles: Tensor | None = None
-    long: tuple[Chunk, ...] = ()
+    long: tuple[Group, ...] = ()
     rest: Tensor | None = None
+    decode_positions: Tensor | None = None
+    splits: int = 0
 
 
 NO_TILES = Tiles()
@@ -94,6 +97,7 @@ class CudaExecutor:
         self._rows = max_rows = max_running * tokens_per_sequence
         table_rows = 2 * max_running + 1
         self._table_rows = TableRows(table_rows, width, sliding=sliding is not None)
+        self._least = STEP if layer_weights(model) >= LARGE else LONG
         self._packing = Packing(
             self._table_rows,
             tile_rows=tile_rows(model.dtype),
@@ -101,13 +105,20 @@ class CudaExecutor:
             spare=table_rows,
             media_tokens=0 if encoder is None else encoder.slot_tokens,
             by_position=invariant,
+            least=self._least,
         )
         self._tables = torch.zeros((1 + (sliding is not None), table_rows, width), dtype=torch.int32, device=device)
         self._latest = torch.zeros(table_rows + 1, dtype=torch.int32, device=device)
-        self._scratch = Scratch(max_rows, pool.shape.kv_heads, model.heads, pool.shape.head_dim, device, invariant)
+        self._scratch = Scratch(
+            max_rows, pool.shape.kv_heads, model.heads, pool.shape.head_dim, device, invariant,
+            parts=min(DECODES, max_rows) * SPLITS,
+        )  # fmt: skip
         aligned = -(-max_rows // 16) * 16
         self._fixed_offsets = tuple(aligned * number for number in range(4))  # tokens, table rows, positions, targets
         self._upload = Upload(12 * aligned + 8 * max_batched_tokens + (1 << 16), device)
+        self._prompt_graphs = PromptGraphs(
+            self._upload, 4 * aligned, tile_rows(model.dtype), 0 if invariant else max_batched_tokens, max_rows
+        )
         self._masks = TokenMasks(model.vocab_size)
         self._sampler = DeviceSampler(model.vocab_size, max_rows, self._upload, self._latest)
         self._host_copies = HostCopies(max_rows, in_flight, device)
@@ -155,10 +166,26 @@ class CudaExecutor:
             torch.cuda.synchronize()
             log.warning("decode_without_graphs", reason=str(error).strip().splitlines()[0])
         self._graph_sizes = sorted(self._graphs)
+        if self._graphs:
+            self._capture_prompts(pool)
         shape = self._pool.shape
-        tokens = min(self._tables.shape[2] * self._pool.block_size, self._most_tokens)
-        if Chunk(0, 0, tokens, 0).is_long:
-            self._dense.warm(tokens, self._model.heads, shape.kv_heads, shape.head_dim, self._model.dtype)
+        longest = min(self._tables.shape[2] * self._pool.block_size, self._most_tokens)
+        planned = list(shapes(longest, self._most_tokens, self._least))
+        self._dense.warm(planned, self._model.heads, shape.kv_heads, shape.head_dim, self._model.dtype)
+
+    def _capture_prompts(self, pool: Any) -> None:
+        def forward(inputs: Inputs) -> Tensor:
+            tiles = Tiles(inputs.tiles, decode_positions=inputs.decode_positions, splits=SPLITS)
+            decodes, wanted = len(inputs.decode_positions), inputs.wanted.to(torch.int64)
+            return self._forward(inputs.tokens, inputs.table_rows, inputs.positions, decodes, tiles, wanted)
+
+        try:
+            with torch.inference_mode():
+                self._prompt_graphs.capture(forward, pool)
+        except RuntimeError as error:
+            self._prompt_graphs.clear()
+            torch.cuda.synchronize()
+            log.warning("prompts_without_graphs", reason=str(error).strip().splitlines()[0])
 
     def _run_fixed(self, size: int) -> Tensor:
         """A decode step of ``size`` rows whose inputs lie at fixed offsets of the upload buffer."""
@@ -218,6 +245,8 @@ class CudaExecutor:
             packed = self._packing.pack(plan, scoring)
             if packed.single and len(packed.tokens) <= self._rows:
                 return self._decode(packed)
+            if not scoring and (size := self._prompt_graphs.fit(packed)):
+                return self._replay_prompts(packed, size)
             return self._mixed(packed, scoring)
 
     def _pack_single(self, plan: list[Slot]) -> Packed:
@@ -258,6 +287,19 @@ class CudaExecutor:
         if sampled_rows is not None:
             logits = logits.index_select(0, sampled_rows)
         sampled = self._sampler.sample(logits, draws, targets, parameters, masks) if draws else None
+        return self._host_copies.start(sampled, packed.order)
+
+    def _replay_prompts(self, packed: Packed, size: int) -> Pending:
+        """Compute a step with short prompts by the graph of so many rows."""
+        upload, draws = self._upload, packed.draws
+        masks = self._masks.start([draw.sequence for draw in draws])
+        upload.begin()
+        self._prompt_graphs.put(packed, size)
+        targets = upload.put([draw.target for draw in draws])
+        parameters = self._sampler.parameters(draws)
+        self._send()
+        logits = self._prompt_graphs.replay(size)
+        sampled = self._sampler.sample(logits[: len(draws)], draws, targets, parameters, masks) if draws else None
         return self._host_copies.start(sampled, packed.order)
 
     def _mixed(self, packed: Packed, scoring: Seq[Slot]) -> Pending:
@@ -312,8 +354,15 @@ class CudaExecutor:
     def close(self) -> None:
         """Free weights, graphs and pools."""
         self._graphs.clear()
+        self._prompt_graphs.clear()
         self._model = self._pool = self._encoder = self._sliding = None
         self._masks.close()
+
+
+def layer_weights(model: Model) -> int:
+    """Weights of a layer's products, on average; experts do not count."""
+    body = getattr(model.forward, "model", model.forward)
+    return sum(part.weight.numel() for part in body.modules() if isinstance(part, Linear)) // model.shape.layers
 
 
 def _is_single_token(slot: Slot) -> bool:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from workers.engines.core.sequence import Sequence, Slot, scored_to
-from workers.engines.native.cuda.chunks import Chunk
+from workers.engines.native.cuda.chunks import LONG, Chunk, Group, groups
 from workers.engines.native.cuda.table_rows import TableRow, TableRows
 from workers.engines.native.executor import media_rows
 
@@ -34,7 +34,7 @@ class Packed:
         tokens: of each row, or ``UNKNOWN``.
         decodes: number of leading rows that are decoded one by one.
         tiles: the remaining rows, for ``attend.prefill``: first row, its position, number of rows, table row.
-        long: those of the remaining rows that are in long chunks.
+        long: the chunks of the remaining rows that are attended to outside of the pages.
         drawn: the row of each of ``draws``.
         order: indices into ``draws``, in the order in which the step returns tokens.
         scored: rows whose logits score prompt tokens.
@@ -46,7 +46,7 @@ class Packed:
     positions: list[int] = field(default_factory=list)
     decodes: int = 0
     tiles: list[tuple[int, int, int, int]] = field(default_factory=list)
-    long: list[Chunk] = field(default_factory=list)
+    long: list[Group] = field(default_factory=list)
     drawn: list[int] = field(default_factory=list)
     draws: list[Draw] = field(default_factory=list)
     order: list[int] = field(default_factory=list)
@@ -56,7 +56,7 @@ class Packed:
     @property
     def rest(self) -> list[tuple[int, int, int, int]]:
         """The tiles that are in no long chunk."""
-        ranges = [range(chunk.row, chunk.row + chunk.tokens) for chunk in self.long]
+        ranges = [range(chunk.row, chunk.row + chunk.tokens) for group in self.long for chunk in group]
         return [tile for tile in self.tiles if not any(tile[0] in rows for rows in ranges)]
 
     @property
@@ -75,6 +75,7 @@ class Packing:
         media_tokens: embeddings per slot of the embedding pool.
         by_position: decode all generated tokens row by row and put all prompt tokens into tiles, however many a step
             computes. The kernel used for a token then does not depend on the rest of the batch.
+        least: see ``chunks.groups``.
     """
 
     def __init__(
@@ -86,9 +87,10 @@ class Packing:
         spare: int,
         media_tokens: int = 0,
         by_position: bool = False,
+        least: int = LONG,
     ) -> None:
         self._table_rows, self._tile_rows, self._singles, self._spare = table_rows, tile_rows, singles, spare
-        self._media_tokens, self._by_position = media_tokens, by_position
+        self._media_tokens, self._by_position, self._least = media_tokens, by_position, least
 
     def pack(self, plan: Seq[Slot], scoring: Seq[Slot] = ()) -> Packed:
         """
@@ -106,18 +108,19 @@ class Packing:
                     self._add_media_and_scores(packed, slot, len(packed.tokens), scoring)
                 self._add_rows(packed, slot, slot.start + count, slot.start + slot.count)
         packed.decodes = len(packed.tokens)
+        chunks = []
         for slot, count in tiled:
             row = len(packed.tokens)
             self._add_media_and_scores(packed, slot, row, scoring)
             table_row = self._add_rows(packed, slot, slot.start, slot.start + count)
-            chunk = Chunk(row, slot.start, count, table_row.index)
-            if chunk.is_long and not self._by_position:
-                packed.long.append(chunk)
+            chunks.append(Chunk(row, slot.start, count, table_row.index))
             for offset in range(0, count, self._tile_rows):
                 packed.tiles.append(
                     (row + offset, slot.start + offset, min(self._tile_rows, count - offset), table_row.index)
                 )
         packed.tiles.sort(key=lambda tile: -tile[1])  # the longest first
+        if not self._by_position:
+            packed.long = groups(chunks, self._least)
         plan_index = {slot.sequence: number for number, slot in enumerate(plan)}
         draws = packed.draws
         packed.order = sorted(range(len(draws)), key=lambda n: (plan_index[draws[n].sequence], draws[n].length))

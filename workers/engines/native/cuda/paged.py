@@ -8,7 +8,7 @@ from torch import Tensor
 
 from workers.engines.native.attention import AttentionParams
 from workers.engines.native.cuda import attend
-from workers.engines.native.cuda.chunks import Chunk
+from workers.engines.native.cuda.chunks import Group, adjoin
 from workers.engines.native.cuda.dense import DenseAttention
 from workers.engines.native.cuda.fusions import dependent
 from workers.engines.native.cuda.modules import Rotation, launch_options
@@ -39,16 +39,25 @@ class Scratch:
 
     Args:
         fixed: split the keys of a row in the same way for any number of rows.
+        parts: rows times splits of a batch that sets its own number of splits.
     """
 
     def __init__(
-        self, rows: int, kv_heads: int, heads: int, head_dim: int, device: torch.device, fixed: bool = False
+        self,
+        rows: int,
+        kv_heads: int,
+        heads: int,
+        head_dim: int,
+        device: torch.device,
+        fixed: bool = False,
+        *,
+        parts: int = 0,
     ) -> None:
         self.rows = rows
         self._fixed = fixed
         self.padded_group = max(16, next_power_of_2(heads // kv_heads))
         self.padded_dim = max(16, next_power_of_2(head_dim))
-        parts = max(n * self.num_splits(n, kv_heads) for n in range(1, rows + 1)) * kv_heads
+        parts = max(parts, *(n * self.num_splits(n, kv_heads) for n in range(1, rows + 1))) * kv_heads
         self.accumulators = torch.empty(parts * self.padded_group * self.padded_dim, dtype=torch.float32, device=device)
         self.maxima = torch.empty(parts * self.padded_group, dtype=torch.float32, device=device)
         self.sums = torch.empty_like(self.maxima)
@@ -69,6 +78,8 @@ class Batch:
         tiles: (n, 4) int32, the other rows; see ``attend.prefill``.
         long: chunks that ``DenseAttention`` may attend to instead.
         rest: as ``tiles``, without these chunks.
+        decode_positions: of the leading rows; -1: the row is in a tile, or padding. None: ``positions``.
+        splits: of the keys of decode rows; 0: chosen by their number.
     """
 
     tables: Tensor
@@ -76,8 +87,18 @@ class Batch:
     positions: Tensor
     decodes: int
     tiles: Tensor | None = None
-    long: tuple[Chunk, ...] = ()
+    long: tuple[Group, ...] = ()
     rest: Tensor | None = None
+    decode_positions: Tensor | None = None
+    splits: int = 0
+
+    @property
+    def one_group(self) -> bool:
+        """Whether all rows are one group of whole prompts without padding."""
+        if len(self.long) != 1 or self.decodes or self.rest is not None:
+            return False
+        (group,) = self.long
+        return group[0].start == 0 and adjoin(group) and len(group) * group[0].rows == len(self.positions)
 
 
 class PagedAttention:
@@ -100,6 +121,10 @@ class PagedAttention:
         scale, window, softcap, sinks = params
         batch, rotated = self._batch, self._store(layer, query, key, value)
         tokens, heads, dim = query.shape
+        long = self._suited(query, params)
+        if long and self._dense is not None and batch.one_group:
+            answers = self._dense.attend_whole(long[0], layer, rotated, self._pool, batch.tables, scale)
+            return answers.flatten(0, 1)
         out = torch.empty((tokens, heads, dim), dtype=query.dtype, device=query.device)
         common: dict[str, Any] = {
             "KV_HEADS": key.shape[1],
@@ -115,7 +140,10 @@ class PagedAttention:
         sinks_or_unused = out if sinks is None else sinks
         for first in range(0, batch.decodes, self._scratch.rows):
             self._decode(layer, rotated, sinks_or_unused, out, (scale, softcap or 1.0), strides, common, first)
-        tiles = self._attend_long(layer, rotated, params, out)
+        for group in long:
+            assert self._dense is not None
+            self._dense.attend(group, layer, rotated, self._pool, batch.tables, scale, out)
+        tiles = batch.rest if long else batch.tiles
         if tiles is not None:
             attend.prefill[(heads, tiles.shape[0])](
                 rotated, self._pool.data, batch.tables, tiles, sinks_or_unused, out, layer, scale, softcap or 1.0,
@@ -127,14 +155,12 @@ class PagedAttention:
             )  # fmt: skip
         return out
 
-    def _attend_long(self, layer: int, query: Tensor, params: AttentionParams, out: Tensor) -> Tensor | None:
-        """Attend to the long chunks if that suits the layer; returns the tiles that are left."""
+    def _suited(self, query: Tensor, params: AttentionParams) -> tuple[Group, ...]:
+        """The batch's long chunks, if ``DenseAttention`` computes what this layer asks for; otherwise none."""
         batch, dense, page = self._batch, self._dense, self._pool.block_size
-        if dense is None or not batch.long or not all(dense.suits(each, query, params, page) for each in batch.long):
-            return batch.tiles
-        for chunk in batch.long:
-            dense.attend(chunk, layer, query, self._pool, batch.tables, params.scale, out)
-        return batch.rest
+        if dense is None or not all(dense.suits(each, query, params, page) for group in batch.long for each in group):
+            return ()
+        return batch.long
 
     def _decode(
         self,
@@ -151,10 +177,12 @@ class PagedAttention:
         batch, scratch = self._batch, self._scratch
         rows = min(scratch.rows, batch.decodes - first)
         table_rows, positions = batch.table_rows, batch.positions
+        if batch.decode_positions is not None:
+            positions = batch.decode_positions
         if first:
             query, out, table_rows, positions = (each[first:] for each in (query, out, table_rows, positions))
         kv_heads, heads = common["KV_HEADS"], query.shape[1]
-        split_count, pdl = scratch.num_splits(rows, kv_heads), dependent(query.device, rows)
+        split_count, pdl = batch.splits or scratch.num_splits(rows, kv_heads), dependent(query.device, rows)
         attend.decode[(rows, kv_heads, split_count)](
             query, self._pool.data, batch.tables, table_rows, positions, sinks, out,
             scratch.accumulators, scratch.maxima, scratch.sums, scratch.counters, layer, *scales, *strides,

@@ -1,0 +1,85 @@
+"""Steps with short prompts as inputs of a graph: what fits, and what lies where."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from workers.engines.native.cuda.packing import Packed
+from workers.engines.native.cuda.prompt_graphs import DECODES, PROMPTS, PromptGraphs
+from workers.engines.native.cuda.upload import Upload
+
+OFFSET, TILE = 64, 128
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def upload() -> Upload:
+    return Upload(1 << 14, CPU)
+
+
+@pytest.fixture
+def graphs(upload: Upload) -> PromptGraphs:
+    made = PromptGraphs(upload, OFFSET, TILE, 512, 256)
+    captured: Any = None
+    made._graphs = dict.fromkeys(made._sizes, captured)
+    return made
+
+
+def step(decodes: int, *prompts: int) -> Packed:
+    packed = Packed(decodes=decodes)
+    tokens = decodes + sum(prompts)
+    packed.tokens, packed.table_rows = list(range(1000, 1000 + tokens)), [3] * tokens
+    packed.positions = [50] * decodes
+    packed.drawn = list(range(decodes))
+    for prompt in prompts:
+        row = len(packed.positions)
+        packed.positions += range(prompt)
+        packed.drawn.append(row + prompt - 1)
+        packed.tiles += [(row + at, at, min(TILE, prompt - at), 3) for at in range(0, prompt, TILE)]
+    return packed
+
+
+def test_the_smallest_graph_with_enough_rows_computes_a_step(graphs: PromptGraphs) -> None:
+    assert [graphs.fit(step(1, tokens)) for tokens in (1, 31, 32, 200, 511, 512)] == [32, 32, 64, 256, 512, 0]
+
+
+def test_a_step_with_more_than_a_graph_has_room_for_is_computed_without_one(graphs: PromptGraphs) -> None:
+    assert graphs.fit(step(DECODES, 40))
+    assert not graphs.fit(step(DECODES + 1, 40))
+    assert graphs.fit(step(0, *[10] * PROMPTS))
+    assert not graphs.fit(step(0, *[1] * (2 * PROMPTS + 1)))
+    image = step(0, 40)
+    image.media = [(3, 0)]
+    assert not graphs.fit(image)
+
+
+def test_a_model_that_was_not_captured_has_no_graph(graphs: PromptGraphs) -> None:
+    graphs.clear()
+    assert not graphs.fit(step(0, 40))
+
+
+def test_what_a_step_does_not_use_is_padding(graphs: PromptGraphs, upload: Upload) -> None:
+    packed = step(2, 150)
+    upload.begin()
+    graphs.put(packed, 192)
+    upload.send()
+    inputs = graphs._inputs(192)
+    assert inputs.tokens.tolist() == packed.tokens + [0] * 40
+    assert inputs.positions.tolist() == packed.positions + [-1] * 40
+    assert inputs.decode_positions.tolist() == [50, 50] + [-1] * (DECODES - 2)
+    assert inputs.wanted.tolist()[:3] == [0, 1, 151]
+    assert inputs.tiles.tolist()[:3] == [[2, 0, 128, 3], [130, 128, 22, 3], [0, 0, 0, 0]]
+    assert not inputs.tiles[2:].any()
+
+
+def test_inputs_lie_behind_those_of_other_graphs_and_do_not_overlap(graphs: PromptGraphs) -> None:
+    parts = graphs._inputs(512)
+    ends = [part.storage_offset() + part.numel() for part in parts]
+    assert parts.tokens.storage_offset() == OFFSET
+    assert all(part.storage_offset() >= end for part, end in zip(parts[1:], ends, strict=False))
+    assert ends[-1] <= OFFSET + graphs.size
+
+
+def test_an_executor_whose_steps_are_shorter_than_every_graph_has_none() -> None:
+    assert not PromptGraphs(Upload(1 << 10, CPU), OFFSET, TILE, 16, 4)._sizes

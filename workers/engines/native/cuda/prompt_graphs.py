@@ -1,0 +1,123 @@
+"""CUDA graphs of steps with short prompts. Launching their kernels one by one takes the host longer than computing.
+
+A graph has a fixed number of rows. Its leading rows can be decoded, the others lie in tiles; what a step does not use
+is padding.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from workers.engines.native.cuda.packing import Packed
+from workers.engines.native.cuda.upload import Upload
+
+ROWS = (32, 64, 96, 128, 192, 256, 320, 384, 448, 512, 576, 640)  # that graphs are captured for
+DECODES = 64  # leading rows that can be decoded
+SPLITS = 4  # of the keys of a decoded row
+PROMPTS = 8  # tiles in addition to those that the rows fill
+
+
+class Inputs(NamedTuple):
+    """What a graph reads: parts of the upload buffer.
+
+    Attributes:
+        tokens, table_rows, positions: (rows,) int32; see ``CudaExecutor._forward``.
+        decode_positions: as ``positions``, of the leading rows; -1: not decoded.
+        wanted: rows whose logits are computed.
+        tiles: (n, 4) int32; without rows: padding.
+    """
+
+    tokens: Tensor
+    table_rows: Tensor
+    positions: Tensor
+    decode_positions: Tensor
+    wanted: Tensor
+    tiles: Tensor
+
+
+class PromptGraphs:
+    """The graphs of one executor.
+
+    Args:
+        offset: where its part of the upload buffer begins; ``size`` integers.
+        tile_rows: maximum number of rows per tile.
+        max_tokens: maximum number of tokens per step.
+        max_decodes: maximum number of rows that one step decodes.
+    """
+
+    def __init__(self, upload: Upload, offset: int, tile_rows: int, max_tokens: int, max_decodes: int) -> None:
+        self._upload, self._tile_rows = upload, tile_rows
+        self._sizes = [rows for rows in ROWS if rows <= max_tokens]
+        self._graphs: dict[int, tuple[Any, Tensor]] = {}
+        self._decodes = min(DECODES, max_decodes)
+        self._wanted = self._decodes + PROMPTS
+        most = self._sizes[-1] if self._sizes else 0
+        lengths = (most, most, most, self._decodes, self._wanted, 4 * self._tiles(most))
+        starts = [offset]
+        for length in lengths:
+            starts.append(starts[-1] + -(-length // 16) * 16)
+        self._starts, self.size = starts[:-1], starts[-1] - offset
+
+    def _tiles(self, rows: int) -> int:
+        return -(-rows // self._tile_rows) + PROMPTS
+
+    def capture(self, forward: Callable[[Inputs], Tensor], pool: Any) -> None:
+        """Capture the graphs.
+
+        Args:
+            forward: the model's logits of the wanted rows.
+            pool: memory of other graphs, which never run at the same time.
+
+        Raises:
+            RuntimeError: the model cannot be captured.
+        """
+        for size in reversed(self._sizes):
+            inputs = self._inputs(size)
+            forward(inputs)  # compiles kernels and lets libraries choose theirs
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=pool):
+                logits = forward(inputs)
+            self._graphs[size] = (graph, logits)
+
+    def clear(self) -> None:
+        self._graphs.clear()
+
+    def _inputs(self, size: int) -> Inputs:
+        lengths = (size, size, size, min(self._decodes, size), self._wanted, 4 * self._tiles(size))
+        tokens, table_rows, positions, decode_positions, wanted, tiles = (
+            self._upload.device[start : start + length] for start, length in zip(self._starts, lengths, strict=True)
+        )
+        return Inputs(tokens, table_rows, positions, decode_positions, wanted, tiles.view(-1, 4))
+
+    def fit(self, packed: Packed) -> int:
+        """The rows of the smallest graph that computes a step; 0: none does."""
+        if not self._graphs or packed.media or packed.scored or packed.long:
+            return 0
+        if packed.decodes > self._decodes or len(packed.drawn) > self._wanted:
+            return 0
+        for size in self._sizes:
+            if size >= len(packed.tokens):
+                return size if len(packed.tiles) <= self._tiles(size) else 0
+        return 0
+
+    def put(self, packed: Packed, size: int) -> None:
+        """Add a step's inputs to the upload."""
+        put, starts = self._upload.put, self._starts
+        padding = size - len(packed.tokens)
+        decodes = min(self._decodes, size)
+        put(packed.tokens + [0] * padding, starts[0])
+        put(packed.table_rows + [0] * padding, starts[1])
+        put(packed.positions + [-1] * padding, starts[2])
+        put(packed.positions[: packed.decodes] + [-1] * (decodes - packed.decodes), starts[3])
+        put(packed.drawn + [0] * (self._wanted - len(packed.drawn)), starts[4])
+        tiles = [number for tile in packed.tiles for number in tile]
+        put(tiles + [0] * (4 * self._tiles(size) - len(tiles)), starts[5])
+
+    def replay(self, size: int) -> Tensor:
+        """Compute a step whose inputs were sent; returns the wanted rows' logits, those of ``Packed.drawn`` first."""
+        graph, logits = self._graphs[size]
+        graph.replay()
+        return logits
