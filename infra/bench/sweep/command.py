@@ -72,6 +72,7 @@ _REFUSED = (BadSettings, BadEndpoint, BadTarget, BadResults, TraceError, ModelEr
 
 def run(settings: Settings) -> int:
     """Run the unfinished levels and print a table. Returns 1 if an endpoint or a request failed, 2 for bad flags."""
+    sweep = None
     try:
         plan = plan_of(settings)
         sweep = Sweep(plan, lambda model: text_of(settings.tokenizer or model))
@@ -82,7 +83,8 @@ def run(settings: Settings) -> int:
         print(f"penstock bench sweep: {error}", file=sys.stderr)
         return 2 if isinstance(error, (BadSettings, BadEndpoint, BadTarget)) else 1
     except KeyboardInterrupt:
-        print(f"stopped; finished levels are in {settings.out}, and the same command goes on", file=sys.stderr)
+        kept = f"finished levels are in {settings.out}, and the same command goes on"
+        print(f"stopped; {kept if sweep and sweep.measured else 'no level was finished'}", file=sys.stderr)
         return 130
     print(f"\nresults in {settings.out}; plots: penstock bench plot {settings.out}")
     return 0 if healthy else 1

@@ -127,6 +127,7 @@ class Sweep:
             loaded = await smoke(endpoint.target, plan.api, first.model, texts, stream=plan.stream, extra=plan.extra)
         except Unhealthy as error:
             raise Unhealthy(f"{endpoint.name}: {error}") from None
+        loaded = msgspec.structs.replace(loaded, warnings=(*loaded.warnings, *_raised(plan, loaded)))
         for warning in loaded.warnings:
             self._say(f"{endpoint.name}: {warning}")
         return Loaded(endpoint, loaded, texts)
@@ -239,6 +240,14 @@ class Sweep:
 
     def _say(self, text: str) -> None:
         self._bar.console.print(text, style="yellow", markup=False, highlight=False)
+
+
+def _raised(plan: Plan, loaded: Smoke) -> list[str]:
+    """Says that prompts are longer than asked for because the chat template alone is."""
+    least, asked = loaded.abilities.overhead_tokens + 1, plan.workload.isl
+    if plan.trace is not None or asked >= least:
+        return []
+    return [f"prompts have at least {least} tokens instead of {asked}: the server's chat template adds {least - 1}"]
 
 
 def _lengths(run: Run, images: int) -> list[str]:

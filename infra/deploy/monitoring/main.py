@@ -28,6 +28,8 @@ def run(argv: Sequence[str]) -> int:
     _add_arguments(parser)
     args = parser.parse_args(argv)
     folder = Path(args.out)
+    if problem := wrong_url(args.prometheus):
+        return _refused(f"--prometheus {args.prometheus}: {problem}")
     try:
         targets = targets_of(read_state(Path(args.state)))
     except FileNotFoundError:
@@ -56,6 +58,17 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--prometheus", default="http://127.0.0.1:9090", help="where Grafana finds Prometheus (default: %(default)s)"
     )
+
+
+def wrong_url(url: str) -> str:
+    """What is wrong with a URL that Grafana is to read from; "": nothing."""
+    try:
+        parts = urlsplit(url)
+        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError as error:
+        return f"{error}; give a URL such as http://127.0.0.1:9090"
+    usable = usable and not any(each.isspace() for each in url)
+    return "" if usable else "give a URL such as http://127.0.0.1:9090"
 
 
 def targets_of(state: State) -> list[dict[str, Any]]:

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from infra.deploy.monitoring.dashboards import DASHBOARDS
-from infra.deploy.monitoring.main import ALERTS, run, targets_of
+from infra.deploy.monitoring.main import ALERTS, run, targets_of, wrong_url
 from infra.deploy.monitoring.panels import Panel
 from infra.docs import dashboards
 from infra.docs.metrics import scopes
@@ -82,6 +82,16 @@ def test_every_process_of_a_deployment_is_a_target(tmp_path: Path, capsys: pytes
     file.write_text("no JSON")
     assert run(["--state", str(file)]) == 1
     assert f"--state {file}: JSON is malformed" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("url", ["foo", "ftp://h:9090", "http://", "http://h:99999", "http://h h:1", ""])
+def test_an_address_that_grafana_could_not_read_is_refused(
+    url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["--prometheus", url, "--out", str(tmp_path / "out")]) == 1
+    assert f"--prometheus {url}: " in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+    assert wrong_url("https://prometheus.example.com:9090/path") == ""
 
 
 def test_promtool_accepts_the_files(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import pytest
 from infra.bench.simulation.trace import Row, Trace
 from infra.bench.sweep import results
 from infra.bench.sweep.command import BadSettings, Settings, plan_of
+from infra.bench.sweep.command import run as run_command
 from infra.bench.sweep.endpoints import parse_endpoints
 from infra.bench.sweep.level_run import Limits
 from infra.bench.sweep.report import knee_of
@@ -70,6 +71,29 @@ async def test_prompts_are_as_long_as_asked_for_as_the_server_counts_them(tmp_pa
             assert (record.isl, record.osl) == (record.isl_asked, record.osl_asked)
         assert result.runs[0].figures.isl is not None
         assert 185 < result.runs[0].figures.isl.mean < 215
+
+
+async def test_prompts_below_the_chat_templates_length_are_said_to_be_longer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async with fake_server() as server:
+        await run(plan(tmp_path, server, workload=Workload(isl=3, isl_stddev=0.0, osl=4)))
+    (result,) = {each.warnings for each in read_series([tmp_path])[0].results}
+    assert "instead of 3: the server's chat template adds" in result[-1]
+    assert "instead of 3" in capsys.readouterr().err.replace("\n", " ")
+
+
+@pytest.mark.parametrize(("levels", "said"), [(0, "no level was finished"), (1, "finished levels are in")])
+def test_a_stop_says_whether_a_level_was_finished(
+    levels: int, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def interrupted(self: Sweep) -> bool:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Sweep, "run", interrupted)
+    monkeypatch.setattr(Sweep, "measured", property(lambda self: [None] * levels))
+    assert run_command(Settings(out=str(tmp_path), endpoint=("a=http://127.0.0.1:1",))) == 130
+    assert said in capsys.readouterr().err
 
 
 async def test_common_prefixes_are_common_also_to_other_levels(tmp_path: Path) -> None:
