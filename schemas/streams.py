@@ -126,6 +126,7 @@ def topology(s: Subjects, *, record: bool = False) -> Topology:
             followed("routers"),
             followed("tenants"),
             BucketSpec(s.bucket("idempotency")),
+            BucketSpec(s.bucket("planners"), max_bytes=MIB),
         ),
         objects=(
             # A request may name an object up to half the object's age limit later, and then run this long.
@@ -161,6 +162,7 @@ def _streams(s: Subjects, record: bool) -> tuple[StreamSpec, ...]:
         ),
         stream("KV", "kv", age=hour, size=GIB, live=live("kv"), description="KV-cache events"),
         stream("HANDOFF", "handoff", age=HOUR, size=GIB // 4, description="ledger of blocks handed between workers"),
+        stream("PLAN", "plan", age=WEEK, size=GIB // 16, description="decisions of planners"),
         stream("TOKENS", "tokens", age=hour, size=4 * GIB, live=live("tokens"), description="token output"),
         StreamSpec(
             s.stream("DONE"),

@@ -152,6 +152,14 @@ class Subjects:
     def returned(self, model: str) -> str:
         return f"{self.namespace}.returned.{token(model)}"
 
+    def plan(self, model: str) -> str:
+        """The decisions about a model's workers."""
+        return f"{self.namespace}.plan.{token(model)}"
+
+    def planner(self, model: str) -> str:
+        """The lease of the model's planner in the ``planners`` bucket, as a subject."""
+        return f"$KV.{self.bucket('planners')}.{token(model)}"
+
     def handoff(self, worker: str) -> str:
         return f"{self.namespace}.handoff.{worker}"
 

@@ -14,44 +14,13 @@ from collections.abc import Callable
 
 from msgspec import Struct
 
-from infra.planner.observation import Role
 from infra.planner.timing import EngineTiming
+from schemas.plans import Demand, Latency, Role
 
 SPREAD = 1.64  # 95 % of a normal distribution lie below
 BUSY = 0.95  # share of the time for prompts from which a queue has no mean length worth predicting
 _ROUNDS = 200
 _NEAR = 1.02  # of what any number of workers could give
-
-
-class Demand(Struct, frozen=True):
-    """Requests per second, prompt and answer tokens of each, and the share of the prompt that is cached."""
-
-    rate: float
-    isl: float
-    osl: float
-    hit_rate: float = 0.0
-
-    @property
-    def computed(self) -> float:
-        """Prompt tokens that a worker computes."""
-        return max(1.0, self.isl * (1 - self.hit_rate))
-
-    @property
-    def context(self) -> float:
-        """Mean tokens of a request that decodes."""
-        return self.isl + self.osl / 2
-
-
-class Latency(Struct, frozen=True):
-    """Means, ms; infinite: more comes than can be served. A role's other latency is 0.0.
-
-    Attributes:
-        busy: share of what the workers can do that is used, 0 to 1 and above.
-    """
-
-    ttft_ms: float
-    itl_ms: float
-    busy: float
 
 
 class Need(Struct, frozen=True):

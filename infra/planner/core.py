@@ -15,15 +15,25 @@ No clock, no broker. A decision takes these steps:
 
 import math
 from collections.abc import Mapping
-from typing import Literal
 
 import msgspec
 from msgspec import Struct
 
 from infra.planner import prediction
-from infra.planner.capacity import BUSY, Demand, Latency, Need, latency, needed
-from infra.planner.observation import Observation, Role, Times
+from infra.planner.capacity import BUSY, Need, latency, needed
 from infra.planner.timing import EngineTiming
+from schemas.plans import (
+    Bounds,
+    Change,
+    Correction,
+    Decision,
+    Demand,
+    Latency,
+    Observation,
+    Role,
+    Rules,
+    Times,
+)
 
 LEAST_ENDED = 10  # requests from which observed latencies count
 EVEN = 0.3  # change of the rate within ``SETTLED`` intervals up to which latencies are those of the rate
@@ -32,88 +42,6 @@ _LENGTHS = 0.3  # weight of a full interval in the averages of lengths
 _CORRECTION = 0.3  # weight of an interval in the correction
 _LEAST, _MOST = 0.5, 4.0  # of a correction
 _FIRST = {"mean": 1.0, "p50": 1.0, "p95": 1.2}  # before anything was observed: a tail is above the mean
-
-
-class Bounds(Struct, frozen=True):
-    """Of one role's workers."""
-
-    least: int = 1
-    most: int = 64
-
-
-class Rules(Struct, frozen=True, kw_only=True):
-    """
-    Attributes:
-        ttft_ms, itl_ms: limits.
-        percentile: of the observed latencies that is to be within them.
-        start_s: from asking for a worker to its first request.
-        drain_s: within which what waits is to be served.
-        hysteresis: share of the load that is added before workers are taken away.
-        up_cooldown_s, down_cooldown_s: from one change of a role in this direction to the next.
-        down_after_s: for so long fewer workers must have been enough.
-        max_down: share of a role's workers that is taken away at once, at least one.
-        gpu_budget: of all workers; 0: no limit.
-    """
-
-    ttft_ms: float
-    itl_ms: float
-    percentile: Literal["mean", "p50", "p95"] = "p95"
-    predictor: prediction.Predictor = "holt"
-    interval_s: float = 30.0
-    start_s: float = 30.0
-    drain_s: float = 60.0
-    hysteresis: float = 0.15
-    up_cooldown_s: float = 0.0
-    down_cooldown_s: float = 60.0
-    down_after_s: float = 180.0
-    max_down: float = 0.25
-    gpu_budget: int = 0
-    bounds: dict[Role, Bounds] = {}
-
-
-class Correction(Struct, frozen=True):
-    """Observed latency by predicted one."""
-
-    ttft: float = 1.0
-    itl: float = 1.0
-
-
-class Change(Struct, frozen=True, omit_defaults=True):
-    """What is decided of one role.
-
-    Attributes:
-        current: workers there are or that are starting.
-        needed: for the predicted load.
-        kept: that would be needed with the hysteresis; fewer are not asked for.
-        target: to be had now.
-        busy: predicted share of the target's capacity.
-        reasons: words for what bounded the target.
-    """
-
-    current: int
-    needed: int
-    kept: int
-    target: int
-    busy: float
-    reasons: tuple[str, ...] = ()
-
-
-class Decision(Struct, frozen=True, omit_defaults=True, kw_only=True):
-    """One decision and all that it depends on. ``predicted``: by the model, of the workers that were ready."""
-
-    demand: Demand
-    observed: Observation
-    correction: Correction
-    predicted: Latency
-    changes: dict[Role, Change]
-
-    @property
-    def targets(self) -> dict[Role, int]:
-        return {role: change.target for role, change in self.changes.items()}
-
-    @property
-    def moves(self) -> bool:
-        return any(change.target != change.current for change in self.changes.values())
 
 
 class PlannerState(Struct, frozen=True, omit_defaults=True):

@@ -6,9 +6,8 @@ others lag behind.
 """
 
 from collections.abc import Sequence
-from typing import Literal
 
-Predictor = Literal["constant", "moving_average", "holt"]
+from schemas.plans import Predictor
 
 HISTORY = 60  # intervals that are kept
 AVERAGED = 5

@@ -1,18 +1,15 @@
 """Flags that ``penstock plan`` and ``penstock plan simulate`` share, and the rules that they make."""
 
-from typing import Annotated, Literal, Protocol
+from typing import Annotated, Protocol
 
 from msgspec import Meta
 
-from infra.planner.core import Bounds, Rules
-from infra.planner.observation import Role
-from infra.planner.prediction import Predictor
+from schemas import plans
+from schemas.plans import Bounds, Predictor, Role, Rules
 
 Ttft = Annotated[float, Meta(gt=0, description="limit of the time to the first token, ms")]
 Itl = Annotated[float, Meta(gt=0, description="limit of the time per token behind it, ms")]
-Percentile = Annotated[
-    Literal["mean", "p50", "p95"], Meta(description="what of the observed latencies is to be within the limits")
-]
+Percentile = Annotated[plans.Percentile, Meta(description="what of the observed latencies is to be within the limits")]
 Prediction = Annotated[
     Predictor, Meta(description="of the request rate: as it was last, mean of 5 intervals, or level and trend (Holt)")
 ]
@@ -40,7 +37,7 @@ class RuleSettings(Protocol):
     @property
     def itl(self) -> float: ...
     @property
-    def percentile(self) -> Literal["mean", "p50", "p95"]: ...
+    def percentile(self) -> plans.Percentile: ...
     @property
     def interval_s(self) -> float: ...
     @property

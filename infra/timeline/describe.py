@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from infra.counts import counted
-from schemas import done, fleet, jobs, kv, requests, tokens, transfer
+from schemas import done, fleet, jobs, kv, plans, requests, tokens, transfer
 from schemas.blocks import DIGEST_BYTES
 from schemas.subjects import HEADER_MSG_ID
 from schemas.tokens import PROMPT, WHOLE_REQUEST
@@ -160,6 +160,17 @@ def _handoff(data: bytes) -> Described:
     return Described("handoff", names, f"{ledger.worker}: {lines}", ledger)
 
 
+def _plan(data: bytes) -> Described:
+    planned = plans.decode(data)
+    parts = [
+        f"{role} {change.current} → {change.target}" + (f" ({', '.join(change.reasons)})" if change.reasons else "")
+        for role, change in planned.decision.changes.items()
+    ]
+    rate = f"{planned.decision.observed.rate:.2f} requests/s, planned for {planned.decision.demand.rate:.2f}"
+    failed = f"; failed: {planned.failure}" if planned.failure else ""
+    return Described("plan", _NONE, f"{planned.model}: {rate}; {'; '.join(parts)}{failed}", planned)
+
+
 def _worker(data: bytes) -> Described:
     registration = fleet.decode(data)
     load = registration.load
@@ -179,9 +190,11 @@ _READERS: dict[str, Callable[[bytes], Described]] = {
     "returned": _done,
     "kv": _kv,
     "handoff": _handoff,
+    "plan": _plan,
     "workers": _worker,
 }
-_GUESSES = (_done, _work, _tokens, _request, _kv, _handoff, _worker)  # a message of one decodes as none of the others
+# A message of one decodes as none of the others.
+_GUESSES = (_done, _work, _tokens, _request, _kv, _handoff, _plan, _worker)
 _TOKENS = frozenset({"prompt", "tokens", "resume"})
 _JOBS = {"job": jobs.decode_job, "request": requests.decode, "submitted": requests.decode}
 

@@ -27,8 +27,17 @@ STREAMS = {
     "handoff": ("HANDOFF", "handoff"),
     "done": ("DONE", "done"),
     "returned": ("DONE", "returned"),
+    "plan": ("PLAN", "plan"),
 }
-_STYLES = {"job": "cyan", "done": "green", "returned": "red", "revoke": "red", "tokens": "dim", "kv": "dim"}
+_STYLES = {
+    "job": "cyan",
+    "done": "green",
+    "returned": "red",
+    "revoke": "red",
+    "tokens": "dim",
+    "kv": "dim",
+    "plan": "yellow",
+}
 
 
 class Options(NamedTuple):

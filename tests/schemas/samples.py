@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from schemas import control, done, fleet, jobs, kv, requests, routers, tenants, tokens, trace, transfer
+from schemas import control, done, fleet, jobs, kv, plans, requests, routers, tenants, tokens, trace, transfer
 from schemas.wire import encode, pack_tokens
 
 REQUEST = requests.GenerateRequest(
@@ -309,6 +309,50 @@ SAMPLES: dict[str, tuple[Any, Callable[[bytes], Any]]] = {
             tokenizer="def",
         ),
         fleet.decode,
+    ),
+    "planned": (
+        plans.Planned(
+            planner="plan-1",
+            model="tiny",
+            at_ns=1_700_000_000_000_000_001,
+            connector="local",
+            rules=plans.Rules(
+                ttft_ms=300.0,
+                itl_ms=25.0,
+                percentile="p50",
+                predictor="constant",
+                interval_s=10.0,
+                start_s=20.0,
+                drain_s=40.0,
+                hysteresis=0.1,
+                up_cooldown_s=5.0,
+                down_cooldown_s=6.0,
+                down_after_s=7.0,
+                max_down=0.5,
+                gpu_budget=8,
+                bounds={"decode": plans.Bounds(2, 9)},
+            ),
+            decision=plans.Decision(
+                demand=plans.Demand(1.5, 4000.0, 500.0, 0.25),
+                observed=plans.Observation(
+                    seconds=10.0,
+                    arrived=15,
+                    ended=14,
+                    isl=4000.0,
+                    osl=500.0,
+                    hit_rate=0.25,
+                    ttft=plans.Times(100.0, 90.0, 250.0),
+                    itl=plans.Times(10.0, 9.0, 12.0),
+                    queued=3,
+                    pools={"decode": plans.Pool(2, 1, 4)},
+                ),
+                correction=plans.Correction(1.25, 0.75),
+                predicted=plans.Latency(80.0, 9.5, 0.5),
+                changes={"decode": plans.Change(3, 5, 6, 5, 0.75, ("more_load",))},
+            ),
+            failure="no GPU is free",
+        ),
+        plans.decode,
     ),
     "cancel": (control.Cancel(REQUEST.id, "gone"), control.decode_cancel),
     "dump_kv": (control.DumpKv(page=3), control.decode_worker),

@@ -16,7 +16,13 @@ from schemas.streams import topology
 NEARLY_FULL = 0.8
 SKEW_S = 1.0
 APPLY = "run `penstock streams apply` with the operator's credentials"
-ENDLESS = ("DONE", "KV", "TOKENS", "HANDOFF")  # these discard their oldest when they are full, which is harmless
+ENDLESS = (
+    "DONE",
+    "KV",
+    "TOKENS",
+    "HANDOFF",
+    "PLAN",
+)  # these discard their oldest when they are full, which is harmless
 
 
 def check_address(url: str) -> Finding:

@@ -12,14 +12,12 @@ from rich.table import Table
 from infra.bench.plots import PlotsMissing
 from infra.bench.simulation.trace import Trace, TraceError, read
 from infra.planner import settings as flags
-from infra.planner.core import Rules
-from infra.planner.observation import Role
-from infra.planner.prediction import Predictor
 from infra.planner.settings import BadRules, rules_of
 from infra.planner.simulation.plots import draw
 from infra.planner.simulation.run import Engines, Outcome, Simulated, simulate
 from infra.planner.simulation.shapes import Shape, generate
 from infra.terminal import stdout
+from schemas.plans import Predictor, Role, Rules
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

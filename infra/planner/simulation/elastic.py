@@ -13,8 +13,8 @@ from infra.bench.simulation.fleet import Served
 from infra.bench.simulation.placement import PlacementPolicy
 from infra.bench.simulation.policy import Fleet, Placement, Target
 from infra.bench.simulation.trace import Request
-from infra.planner.core import Decision
-from infra.planner.observation import Observation, Pool, Role, times
+from infra.planner.observation import times
+from schemas.plans import Decision, Observation, Pool, Role
 
 Decide = Callable[[Observation, float], Decision | None]
 

@@ -5,9 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from infra.bench.plots import PlotsMissing
-from infra.planner.core import Rules
-from infra.planner.observation import Role, Times
 from infra.planner.simulation.run import Simulated
+from schemas.plans import Role, Rules, Times
 
 _COLOURS: dict[Role, str] = {"aggregated": "#0f766e", "prefill": "#b45309", "decode": "#0f766e"}
 _SEEN, _LIMIT = "#334155", "#b91c1c"

@@ -10,11 +10,11 @@ from infra.bench.profile.modelled import mock_profile
 from infra.bench.simulation.fleet import Served, Simulation
 from infra.bench.simulation.policy import Fleet, WorkerSpec
 from infra.bench.simulation.trace import Trace
-from infra.planner.core import Decision, Planner, Rules
-from infra.planner.observation import Observation, Role
+from infra.planner.core import Planner
 from infra.planner.simulation.elastic import ElasticPolicy, Life, Step
 from infra.planner.timing import EngineTiming
 from infra.quantile import quantile
+from schemas.plans import Decision, Observation, Role, Rules
 
 BLOCKS, BLOCK_SIZE = 8192, 64  # 524,288 tokens of KV cache, as a mock worker's
 _STARTS = 64  # of each role, besides its largest number

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from infra.planner.capacity import latency
-from infra.planner.core import Bounds, Decision, Planner, PlannerState, Rules
-from infra.planner.observation import Observation, Pool, Role, Times
+from infra.planner.core import Planner, PlannerState
 from infra.planner.timing import EngineTiming
+from schemas.plans import Bounds, Decision, Observation, Pool, Role, Rules, Times
 from tests.infra.planner.engines import engine
 
 RULES = Rules(

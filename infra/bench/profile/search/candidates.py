@@ -12,9 +12,9 @@ from functools import cache
 
 from msgspec import Struct
 
-from infra.planner.capacity import Demand, Latency, latency
-from infra.planner.observation import Role
+from infra.planner.capacity import latency
 from infra.planner.timing import EngineTiming
+from schemas.plans import Demand, Latency, Role
 
 NEARLY = 0.95
 _LARGEST = 8  # workers of a pool, unless a rate is asked for

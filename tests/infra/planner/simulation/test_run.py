@@ -3,11 +3,10 @@
 import pytest
 
 from infra.bench.simulation.trace import Trace
-from infra.planner.core import Bounds, Rules
-from infra.planner.observation import Role
 from infra.planner.simulation.command import Settings, run
 from infra.planner.simulation.run import Engines, Simulated, simulate
 from infra.planner.simulation.shapes import generate
+from schemas.plans import Bounds, Role, Rules
 
 RULES = Rules(
     ttft_ms=2500.0,
