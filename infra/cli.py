@@ -156,6 +156,11 @@ COMMANDS = {
         "shares of attention and dense layers in a trace of torch's profiler",
         "infra.bench.profile.kernels_command:run",
     ),
+    "plan": Command(
+        "watch load and latencies, and start and drain workers",
+        "infra.planner.command:run",
+        "infra.planner.command:Settings",
+    ),
     "plan simulate": Command(
         "try the planner on a load in simulated time, beside fleets of a fixed size",
         "infra.planner.simulation.command:run",
@@ -190,8 +195,8 @@ SECTIONS = {
         "index",
     ),
     "Run again": ("export", "import", "replay", "whatif", "dead"),
-    "Operate": ("drain", "restart", "streams", "tenants", "forget"),
-    "Measure": ("bench", "profile", "plan", "eval"),
+    "Operate": ("plan", "drain", "restart", "streams", "tenants", "forget"),
+    "Measure": ("bench", "profile", "eval"),
     "Other": ("completion", "version"),
 }
 

@@ -18,7 +18,8 @@ from infra.broker.main import apply_at, connect_operator
 from infra.broker.server import EmbeddedNats
 from infra.dashboard.access import stored_token
 from infra.engine_args.tree import BadArguments, Tree, parse_yaml
-from infra.launch.groups import assign, fleet_of
+from infra.launch.groups import PlanError, assign, fleet_of
+from infra.launch.growth import further
 from infra.launch.listeners import Listeners
 from infra.launch.machine import cores, free_port, free_run, gpus
 from infra.launch.plan import Planned, plan
@@ -26,6 +27,7 @@ from infra.launch.process import Process
 from infra.launch.readiness import Readiness, first_model
 from infra.launch.show import Board, readable, welcome
 from infra.launch.signals import Stop
+from infra.launch.sockets import CannotListen
 from infra.launch.state import Running, State, read_resume, write_state
 from infra.launch.stopping import stop_in_order
 from infra.launch.supervisor import USAGE, Keeper
@@ -98,6 +100,8 @@ class Deployment:
         self._failed: asyncio.Future[None] | None = None
         self._ready = False
         self._dashboard_url = ""
+        self._worker_url: Callable[[str], str] = lambda role: settings.nats_url
+        self._growing: set[asyncio.Task[None]] = set()
         self._watches = contextlib.AsyncExitStack()
 
     async def run(self) -> int:
@@ -144,6 +148,7 @@ class Deployment:
                 await self._watches.enter_async_context(DiskWatch(self._broker))
                 self._board.ready("nats", f"ready on port {self._broker.port}")
                 url, sys_url = self._broker.url, self._broker.sys_url
+                self._worker_url = url
             self._board.starting("streams")
             await apply_at(url("operator"), self.subjects, record=up.record)
             self._board.ready("streams")
@@ -245,11 +250,34 @@ class Deployment:
             log.warning("state_not_written", error=str(error))
 
     def _resume(self) -> None:
-        """Start the drained processes that ``penstock restart`` has named."""
+        """Start the processes that ``write_resume`` has named: drained ones again, and workers that are new."""
         names = read_resume(self.data_dir)
         for keeper in self._keepers:
             if keeper.child.name in names:
                 keeper.resume()
+        there = {keeper.child.name for keeper in self._keepers}
+        if self._ready and (new := [name for name in names if name not in there]):
+            task = asyncio.get_running_loop().create_task(self._grow(new), name="grow")
+            self._growing.add(task)
+            task.add_done_callback(self._growing.discard)
+
+    async def _grow(self, names: Sequence[str]) -> None:
+        try:
+            added = further(
+                self.settings,
+                self._fleet,
+                names,
+                self._planned,
+                url=self._worker_url,
+                cores=cores(),
+                metrics_ports=[] if self.settings.metrics_port < 0 else free_run(0, len(names)),
+                gpus=self._gpus,
+            )
+            for planned in added:
+                self._planned.append(planned)
+                await self._keep(Keeper(self._process(planned), self._on_change, give_up=self._give_up))
+        except (PlanError, CannotListen, OSError) as error:
+            log.warning("workers_not_added", names=names, error=str(error))
 
     def _give_up(self, keeper: Keeper) -> bool:
         """Whether the start fails because a process exited: a retry would fail as well, or there were too many."""
@@ -302,6 +330,9 @@ class Deployment:
         failed = not stop.asked.is_set()
         say = (lambda line: None) if failed else self._board.print
         await self._watches.aclose()
+        for task in [*self._growing]:
+            task.cancel()
+        await asyncio.gather(*self._growing, return_exceptions=True)
         self._listeners.close()  # first: from now on a connection is refused instead of left waiting
         cut_short = await stop_in_order(self._keepers, self.settings.drain_s, stop.insisted, say, serving=self._ready)
         if self._broker is not None:

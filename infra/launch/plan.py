@@ -82,7 +82,7 @@ def plan(
         values = passed(up, kind) | {"name": name, "nats_url": url(USERS.get(process, process))} | settings
         children.append(Planned(name, process, kind(**values), assigned.get(name)))
 
-    for name, settings in _workers(up, fleet, cores):  # first: they take longest to start
+    for name, settings in workers(up, fleet, cores):  # first: they take longest to start
         add("worker", name, WorkerSettings, **settings, metrics_port=next(free, 0))
     for index in range(up.routers):
         router = {"mode": up.router_mode, "sys_nats_url": sys_url, "metrics_port": next(free, 0)}
@@ -104,7 +104,7 @@ def _model(up: UpSettings, fleet: Fleet) -> dict[str, Any]:
     return {"model": fleet.model, "served_model_name": up.served_model_name}
 
 
-def _workers(up: UpSettings, fleet: Fleet, cores: int) -> Iterator[tuple[str, dict[str, Any]]]:
+def workers(up: UpSettings, fleet: Fleet, cores: int) -> Iterator[tuple[str, dict[str, Any]]]:
     """Name and settings of each worker. Native engines share the cores, encoders aside."""
     native = sum(group.number for group in fleet.groups if group.engine == "native" and group.role != "encode")
     threads = up.threads or max(1, cores // max(1, native))

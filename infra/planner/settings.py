@@ -24,7 +24,7 @@ Hysteresis = Annotated[
 Cooldown = Annotated[float, Meta(ge=0, description="seconds between two changes of a role that take workers away")]
 DownAfter = Annotated[float, Meta(ge=0, description="seconds for which fewer workers must have been enough")]
 MaxDown = Annotated[float, Meta(gt=0, le=1, description="share of a role's workers that is taken away at once")]
-Least = Annotated[int, Meta(ge=0, description="workers of each role, at least")]
+Least = Annotated[int, Meta(ge=1, description="workers of each role, at least")]
 Most = Annotated[int, Meta(ge=1, le=1024, description="workers of each role, at most")]
 Budget = Annotated[int, Meta(ge=0, description="GPUs of all workers, at most; 0: no limit")]
 

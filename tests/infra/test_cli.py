@@ -69,7 +69,7 @@ def test_without_a_command_it_lists_the_commands(capsys: pytest.CaptureFixture[s
     assert capsys.readouterr().out == (usage() + "\n") * 2
     lines = [line.strip() for line in usage().splitlines()]
     for name in COMMANDS.keys() - {"explain"}:  # the earlier name of inspect works, and is not advertised
-        assert sum(line.startswith(f"{name} ") for line in lines) == 1, name
+        assert sum(line.startswith(f"{name}  ") for line in lines) == 1, name
 
 
 @pytest.mark.parametrize("argv", [["dance"], ["streams"], ["bench", "disk"], ["--http-port", "1"]])

@@ -12,7 +12,7 @@ from msgspec import Meta
 
 from infra.bench.pareto.cost import BadPrices, Prices, gpu_of
 from infra.bench.pareto.cost import read as read_prices
-from infra.bench.profile.data import BadProfile
+from infra.bench.profile.data import FILE, BadProfile
 from infra.bench.profile.search import answer, sources
 from infra.bench.profile.search.candidates import Candidate, Scope, Sla, candidates
 from infra.bench.profile.search.show import lines, table
@@ -69,7 +69,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     prices: Annotated[str, Meta(description="YAML file of prices, as of `penstock bench pareto`")] = ""
     show: Annotated[int, Meta(ge=1, description="deployments to list")] = 8
     out: Annotated[
-        str, Meta(description="folder for suggestion.yaml, values.yaml of the Helm chart and, with roofline, recipes")
+        str,
+        Meta(description="folder for the suggestion, values of the Helm chart, profiles for `penstock plan`, recipes"),
     ] = ""
 
 
@@ -220,6 +221,11 @@ def _files(settings: Settings, sla: Sla, choices: Choices, found: Sequence[Candi
     texts: dict[str, str] = {}
     if settings.source == "roofline":
         texts = _recipes(settings, sla, choices, best)
+    profiles = {
+        f"{_SLUG.sub('-', each.name)}/{FILE}": msgspec.json.format(msgspec.json.encode(each.timing.profile)).decode()
+        for each in choices.configurations
+        if settings.source != "measured" and each.name in {pool.configuration for pool in best.pools}
+    }
     told: dict[str, Any] = {
         "sla": msgspec.to_builtins(sla),
         "source": settings.source,
@@ -232,6 +238,7 @@ def _files(settings: Settings, sla: Sla, choices: Choices, found: Sequence[Candi
         "suggestion.yaml": yaml.safe_dump(told, sort_keys=False, allow_unicode=True),
         "values.yaml": _values(settings, choices, best, texts),
         **texts,
+        **profiles,
     }
 
 

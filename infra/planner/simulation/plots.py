@@ -44,11 +44,13 @@ def draw(planned: Simulated, fixed: Sequence[Simulated], rules: Rules, path: Pat
     _titled(workers, "Workers, starting ones included", legend=True)
     _latency(ttft, planned, "ttft", rules.ttft_ms, "TTFT (ms)")
     _latency(itl, planned, "itl", rules.itl_ms, "ITL (ms)")
-    for each in (*fixed, planned):
+    for number, each in enumerate(sorted((*fixed, planned), key=lambda each: each.outcome.gpu_hours)):
         own = each is planned
         x, y = each.outcome.gpu_hours, 100 * each.outcome.attained
         sizes.plot([x], [y], "o", color=_LIMIT if own else _SEEN, markersize=7 if own else 5)
-        sizes.annotate(each.outcome.name, (x, y), textcoords="offset points", xytext=(6, -10), fontsize=8)
+        sizes.annotate(
+            each.outcome.name, (x, y), textcoords="offset points", xytext=(6, 6 if number % 2 else -12), fontsize=8
+        )
     _titled(sizes, "Requests within both limits (%)")
     sizes.set_xlabel("GPU-hours", fontsize=8)
     sizes.set_ylim(0, 104)

@@ -1,0 +1,170 @@
+"""The planner's shell: looks at the deployment, decides, has workers started and drained, and logs each decision."""
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping
+
+import structlog
+from nats.errors import Error as NatsError
+
+from infra.bus.connection import Bus
+from infra.bus.direct_get import read
+from infra.bus.publisher import Publisher
+from infra.planner.connectors.base import Connector, ConnectorFailed
+from infra.planner.core import Planner, PlannerState
+from infra.planner.lease import RENEW_S, Lease
+from infra.planner.observe import LoadReader
+from infra.planner.prediction import HISTORY
+from schemas import plans
+from schemas.errors import ServingError
+from schemas.plans import Decision, Planned, Role, Rules
+from schemas.wire import encode
+
+log = structlog.get_logger("plan")
+
+STANDBY_S = 2.5  # between two looks at a lease that another planner holds
+STORE_S = 10.0
+_UNREACHABLE = (ServingError, NatsError, TimeoutError, OSError)
+
+
+class PlannerLoop:
+    """
+    Args:
+        planner_id: of this process.
+        model: whose workers are planned.
+        say: told of each decision.
+    """
+
+    def __init__(
+        self,
+        bus: Bus,
+        planner: Planner,
+        connector: Connector,
+        *,
+        planner_id: str,
+        model: str,
+        say: Callable[[Planned], None],
+    ) -> None:
+        self._bus = bus
+        self._planner = planner
+        self._connector = connector
+        self._id = planner_id
+        self._model = model
+        self._say = say
+        self._lease = Lease(bus, model, planner_id)
+        self._state = planner.begin()
+        self._reader = LoadReader(bus, model)
+
+    @property
+    def rules(self) -> Rules:
+        return self._planner.rules
+
+    async def run(self, decisions: int = 0) -> None:
+        """Decide once an interval, for as long as the lease is held; wait for it otherwise.
+
+        Args:
+            decisions: end after so many; 0: never.
+        """
+        left = decisions
+        async with Publisher(self._bus) as publisher:
+            try:
+                while True:
+                    await self._until_held()
+                    await self._catch_up()
+                    await self._reader.begin()
+                    while await self._interval():
+                        if await self._decide(publisher) and decisions:
+                            left -= 1
+                            if not left:
+                                return
+            finally:
+                await self._lease.give_up()
+
+    async def _until_held(self) -> None:
+        told = ""
+        while other := await self._take():
+            if other not in (told, "?"):
+                log.info("another_planner_decides", planner=other, model=self._model)
+                told = other
+            await asyncio.sleep(STANDBY_S)
+
+    async def _take(self) -> str:
+        try:
+            return await self._lease.take()
+        except _UNREACHABLE as error:
+            log.warning("lease_unknown", error=str(error) or repr(error))
+            return "?"
+
+    async def _interval(self) -> bool:
+        """Wait for the end of the interval; False: the lease was lost."""
+        until = time.monotonic() + self.rules.interval_s
+        while (left := until - time.monotonic()) > 0:
+            await asyncio.sleep(min(RENEW_S, left))
+            if await self._take() and not self._lease.held:
+                log.warning("lease_lost", model=self._model)
+                return False
+        return self._lease.held
+
+    async def _catch_up(self) -> None:
+        """Know what the last planner knew: fold the observations of its decisions."""
+        rules = self.rules
+        since_ns = time.time_ns() - int(HISTORY * rules.interval_s * 1e9)
+        self._state = self._planner.begin()
+        stream, subject = self._bus.subjects.stream("PLAN"), self._bus.subjects.plan(self._model)
+        count = 0
+        async for entry in read(self._bus, stream, subject, since_ns=since_ns):
+            self._state = folded(self._planner, self._state, plans.decode(entry.data))
+            count += 1
+        if count:
+            log.info("caught_up", decisions=count, model=self._model)
+
+    async def _decide(self, publisher: Publisher) -> bool:
+        """Whether something could be decided."""
+        try:
+            seen = await self._reader.look(await self._connector.counts())
+        except (ConnectorFailed, *_UNREACHABLE) as error:
+            log.warning("load_unknown", error=str(error) or repr(error))
+            return False
+        at_ns = time.time_ns()
+        self._state, decision = self._planner.step(self._state, seen, at_ns / 1e9)
+        if decision is None:
+            return False
+        planned = Planned(
+            planner=self._id,
+            model=self._model,
+            at_ns=at_ns,
+            connector=self._connector.name,
+            rules=self.rules,
+            decision=decision,
+            failure=await self._apply(decision),
+        )
+        self._say(planned)
+        try:
+            subject = self._bus.subjects.plan(self._model)
+            await (await publisher.send(subject, encode(planned), f"{self._id}:{at_ns}", timeout=STORE_S))
+        except ServingError as error:
+            log.warning("decision_not_stored", error=str(error))
+        return True
+
+    async def _apply(self, decision: Decision) -> str:
+        """Why workers could not be changed; "": they were, or nothing was to be done."""
+        if not decision.moves:
+            return ""
+        if not self._lease.held:
+            return "another planner may decide"
+        try:
+            await self._connector.apply(moved(decision))
+        except (ConnectorFailed, *_UNREACHABLE) as error:
+            return str(error) or repr(error)
+        return ""
+
+
+def moved(decision: Decision) -> Mapping[Role, int]:
+    """The targets that differ from what there is."""
+    return {role: change.target for role, change in decision.changes.items() if change.target != change.current}
+
+
+def folded(planner: Planner, state: PlannerState, planned: Planned) -> PlannerState:
+    """The state behind a logged decision."""
+    after, _ = planner.step(state, planned.decision.observed, planned.at_ns / 1e9)
+    return after

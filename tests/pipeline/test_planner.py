@@ -1,0 +1,98 @@
+"""``penstock plan`` on a real deployment: workers come under load and leave after it, and no request fails."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from infra.bench.profile.data import save
+from infra.launch.state import Running
+from tests.infra.planner.engines import engine
+from tests.pipeline.conftest import NewDeployment
+from tests.pipeline.support import Deployment, Process, until
+
+TOKENS = 60
+
+
+@pytest.fixture(scope="module")
+def split(new_deployment: NewDeployment) -> Deployment:
+    return new_deployment("--prefill", "1", "--decode", "1", "--local-prefill-tokens", "0")
+
+
+@pytest.fixture
+async def http(split: Deployment) -> AsyncIterator[httpx.AsyncClient]:
+    async with httpx.AsyncClient(base_url=split.urls[0], timeout=60) as client:
+        yield client
+
+
+def planner(deployment: Deployment, home: Path) -> Process:
+    """By a profile in which a decode worker runs three requests at once, each for 1.2 s: enough for 0.8 a second."""
+    save(home / "profile", engine(prefill_ms=1, step_ms=20, growth_ms=0, max_batch=3).profile)
+    return Process(
+        home / "plan.log",
+        *("plan", "--data-dir", str(deployment.data_dir), "--connector", "local", "--profile", str(home / "profile")),
+        *("--itl", "1000", "--ttft", "100000", "--predictor", "moving_average", "--interval-s", "0.5", "--start-s"),
+        *("0.5", "--drain-s", "5", "--down-after-s", "1", "--down-cooldown-s", "0.5", "--max-workers", "2", "--json"),
+    )
+
+
+def running(deployment: Deployment, stem: str) -> list[Running]:
+    return [each for each in deployment.state.processes if each.name.startswith(f"{stem}-") and not each.drained]
+
+
+async def answer(http: httpx.AsyncClient, number: int) -> int:
+    words = " ".join(f"word{number}x{index}" for index in range(300))
+    body = {"model": "tiny", "prompt": words, "max_tokens": TOKENS, "ignore_eos": True}
+    response = await http.post("/v1/completions", json=body)
+    assert response.status_code == 200, response.text
+    return int(response.json()["usage"]["completion_tokens"])
+
+
+async def test_decode_workers_come_and_go_under_load_without_a_failed_request(
+    split: Deployment, http: httpx.AsyncClient, tmp_path: Path
+) -> None:
+    planning = planner(split, tmp_path)
+    answers: list[int] = []
+    sent = 0
+
+    async def load(pause_s: float = 0.0) -> None:
+        nonlocal sent
+        while True:
+            sent += 1
+            answers.append(await answer(http, sent))
+            await asyncio.sleep(pause_s)
+
+    async def grown() -> bool:
+        return len(running(split, "decode")) == 2
+
+    async def shrunk() -> bool:
+        return len(running(split, "decode")) == 1
+
+    clients: list[asyncio.Task[None]] = []
+    try:
+        clients = [asyncio.create_task(load(2.5)), *(asyncio.create_task(load()) for _ in range(11))]
+        await until(grown, "a second decode worker", 40)
+        for client in clients[1:]:
+            client.cancel()
+        await asyncio.gather(*clients[1:], return_exceptions=True)
+        await until(shrunk, "one decode worker again", 40)  # while one client still sends
+    finally:
+        for client in clients:
+            client.cancel()
+        await asyncio.gather(*clients, return_exceptions=True)
+        planning.stop()
+    failures = [client.exception() for client in clients if not client.cancelled()]
+    assert failures == []
+    assert set(answers) == {TOKENS}
+    told = [line for line in planning.log.read_text().splitlines() if line.startswith('{"planner"')]
+    changes = [json.loads(line)["decision"]["changes"]["decode"] for line in told]
+    moves = [(change["current"], change["target"]) for change in changes]
+    assert (1, 2) in moves
+    assert (2, 1) in moves
+    history = Process(tmp_path / "history.log", "plan", "--history", "--json", "--data-dir", str(split.data_dir))
+    assert await asyncio.to_thread(history.wait) == 0
+    stored = [line for line in history.log.read_text().splitlines() if line.startswith('{"planner"')]
+    assert stored == told
