@@ -75,6 +75,9 @@ class AcceptedRequest(NamedTuple):
 
 
 SendError = Callable[[Send, ServingError, str], Awaitable[None]]  # (send, error, id of the accepted request or "")
+BatchAnswer = Callable[
+    [Gateway, bytes, ClientIds, Callable[[bytes], Awaitable[PreparedRequest]], Scope, Send], Awaitable[bool]
+]
 Answer = Callable[[Gateway, AcceptedRequest], Awaitable[str]]  # sends the answer; returns the code for the metrics
 
 
@@ -85,13 +88,22 @@ class Generations:
         endpoint: what ``Gateway.prepare`` makes of the body, as in ``GenerateRequest.endpoint``.
         answer: sends the answer of an accepted request.
         refuse: sends an error in the shape of the API.
+        answer_batch: answers a body that makes several requests; False: this one does not.
     """
 
-    def __init__(self, gateway: Gateway, endpoint: str, answer: Answer, refuse: "SendError | None" = None) -> None:
+    def __init__(
+        self,
+        gateway: Gateway,
+        endpoint: str,
+        answer: Answer,
+        refuse: "SendError | None" = None,
+        answer_batch: "BatchAnswer | None" = None,
+    ) -> None:
         self._gateway = gateway
         self._endpoint = endpoint
         self._answer = answer
         self._send_error = refuse or send_error
+        self._answer_batch = answer_batch
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         gateway = self._gateway
@@ -104,7 +116,10 @@ class Generations:
             if ignored:
                 send = with_header(send, IGNORED_OPTIONS, listed(ignored).encode())
             names = read_client_ids(scope["headers"])
-            prepare = partial(self._prepare, scope, body, names)
+            prepare_body = partial(self._prepare, scope, names)
+            if self._answer_batch and await self._answer_batch(gateway, body, names, prepare_body, scope, send):
+                return
+            prepare = partial(prepare_body, body)
             if names.key:
                 prepared, inflight = await submit_once(gateway, names.key, self._endpoint, body, prepare)
                 accepted = inflight.request.id
@@ -134,7 +149,7 @@ class Generations:
             gateway.metrics.requests.labels("http", code).inc()
             gateway.metrics.e2e.observe(time.monotonic() - began)
 
-    async def _prepare(self, scope: Scope, body: bytes, names: ClientIds) -> PreparedRequest:
+    async def _prepare(self, scope: Scope, names: ClientIds, body: bytes) -> PreparedRequest:
         """
         Raises:
             ServingError: the body cannot be served, or the queue is full.

@@ -34,6 +34,7 @@ from gateway.http.answers import (
 from gateway.http.computed import Computed
 from gateway.http.health import health_of
 from gateway.http.messages import send_message_error
+from gateway.http.prompt_batch import answer_prompts
 from gateway.http.responses import StoredResponses, answer_response
 from gateway.http.status import final_state, status_of
 from gateway.images.endpoints import ImageReattach, answer_images, base_url
@@ -56,7 +57,7 @@ def application(gateway: Gateway) -> App:
     """The ASGI application of one gateway."""
     answering: dict[str, App] = {
         "/v1/chat/completions": Generations(gateway, CHAT, answer_text),
-        "/v1/completions": Generations(gateway, COMPLETION, answer_text),
+        "/v1/completions": Generations(gateway, COMPLETION, answer_text, answer_batch=answer_prompts),
         "/v1/responses": Generations(gateway, RESPONSE, answer_response),
         "/v1/responses/input_tokens": Computed(gateway, gateway.input_tokens),
         "/v1/messages": Generations(gateway, MESSAGE, answer_text, send_message_error),

@@ -370,3 +370,18 @@ def test_ignored_options_are_named_in_a_header_and_tokens_are_counted_without_a_
     assert counted["count"] == answer.json()["usage"]["prompt_tokens"] == len(counted["tokens"])
     assert httpx.post(f"{url}/detokenize", json={"tokens": counted["tokens"]}).json()["prompt"].endswith("assistant\n")
     assert httpx.post(f"{url}/tokenize", json={"prompt": 1}).status_code == 400
+
+
+def test_several_prompts_are_answered_in_order_as_each_would_be_alone(
+    fast: Deployment, client: openai.OpenAI, oracle: Oracle
+) -> None:
+    prompts = ["The river is called", "The broker keeps", "One more"]
+    answer = client.completions.create(**TEXT | {"prompt": prompts, "n": 2})
+    alone = [oracle.answer(TEXT | {"prompt": prompt}, 12) for prompt in prompts]
+    assert [choice.index for choice in answer.choices] == list(range(6))
+    assert [choice.text for choice in answer.choices] == [text for text in alone for _ in range(2)]
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 6 * 12
+    body = TEXT | {"prompt": [*prompts, "x" * 1_000_000]}
+    refused = httpx.post(f"{fast.urls[0]}/v1/completions", json=body)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "context_length_exceeded")
