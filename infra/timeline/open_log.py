@@ -15,7 +15,7 @@ import msgspec
 import structlog
 
 from infra.broker.binary import NoServerBinary
-from infra.broker.datadir import DataDirBusy, Lock, holder
+from infra.broker.datadir import DataDirBusy, DataDirUnusable, Lock, holder
 from infra.broker.server import EmbeddedNats, ServerFailed
 from infra.bus.connection import Bus, connect
 from infra.bus.direct_get import Readable
@@ -230,20 +230,27 @@ class NotStarted:
     """Raises when called after a broker has started on a data folder: its files change then.
 
     Args:
-        lock: the folder's, which this process holds.
+        lock: the folder's, which nobody else holds.
     """
 
     def __init__(self, lock: Path) -> None:
         self._path = lock
-        self._mine = lock.stat().st_mtime_ns  # it is written whenever it is taken
+        self._mine = self._written()
 
     def __call__(self) -> None:
         """
         Raises:
             CopyFailed: the deployment was started.
         """
-        if self._path.stat().st_mtime_ns != self._mine and holder(self._path) is not None:
+        if self._written() != self._mine and holder(self._path) is not None:
             raise CopyFailed(f"the deployment in {self._path.parent} was started while its log was read: try again")
+
+    def _written(self) -> int:
+        """When the lock was taken last; 0: never."""
+        try:
+            return self._path.stat().st_mtime_ns
+        except FileNotFoundError:
+            return 0
 
 
 @contextlib.asynccontextmanager
@@ -263,11 +270,13 @@ async def _connect(url: str, name: str, role: str, namespace: str, timeout_s: fl
 
 
 def _acquired(lock: Lock) -> bool:
-    """Lock the folder. False: a broker runs on it."""
+    """Lock the folder. False: a broker runs on it. A folder that cannot be written to is read without a lock."""
     try:
         lock.acquire("penstock, which reads the log,")
     except DataDirBusy:
         return False
+    except DataDirUnusable:
+        return holder(lock.path) is None
     return True
 
 

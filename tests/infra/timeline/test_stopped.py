@@ -11,9 +11,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from infra.broker import streams_cli
+from infra.broker import datadir, streams_cli
 from infra.broker.apply import apply
-from infra.broker.datadir import Lock
+from infra.broker.datadir import DataDirUnusable, Lock
 from infra.broker.server import EmbeddedNats
 from infra.bus.connection import connect
 from infra.bus.direct_get import read
@@ -128,6 +128,21 @@ def test_the_commands_read_a_stopped_deployment(
     assert streams_cli.run_list(["--data-dir", str(server.data_dir), "--json"]) == 0
     uses = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert {use["name"]: use["max_age_s"] for use in uses}["ps_DONE"] == 7 * 86400
+
+
+def test_a_folder_that_cannot_be_written_to_is_read(
+    make_broker: Callable[..., EmbeddedNats], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server = make_broker()
+    asked = outside(stored(server))
+    (server.data_dir / "nats.lock").unlink()
+
+    def refuse(path: Path) -> None:
+        raise DataDirUnusable(f"{path} is not writable")
+
+    monkeypatch.setattr(datadir, "prepare", refuse)
+    assert inspect.run([asked.id, "--data-dir", str(server.data_dir)]) == 0
+    assert "ended ok on attempt 1 at w-1" in capsys.readouterr().out
 
 
 async def test_a_running_broker_is_asked_itself(make_broker: Callable[..., EmbeddedNats]) -> None:
