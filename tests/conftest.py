@@ -30,7 +30,7 @@ os.environ.setdefault("PENSTOCK_DASHBOARD_PORT", "-1")  # a process less for eve
 # torch when it is imported, also in the processes that tests start.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-TOGETHER = "tests/pipeline/shared/"  # its modules share three deployments
+TOGETHER = ("tests/pipeline/shared/", "tests/pipeline/demo/")  # modules of each share their deployments
 
 T = TypeVar("T")
 Connect = Callable[..., Awaitable[Client]]
@@ -68,14 +68,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With ``--dist loadfile``, a file is run in one process, and so is the folder ``TOGETHER``."""
+    """With ``--dist loadfile``, a file is run in one process, and so is each folder of ``TOGETHER``."""
     if config.getvalue("dist") != "loadfile":
         return None
     from xdist.scheduler import LoadFileScheduling
 
     class Scheduling(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return TOGETHER if nodeid.startswith(TOGETHER) else str(super()._split_scope(nodeid))
+            folder = next((each for each in TOGETHER if nodeid.startswith(each)), "")
+            return folder or str(super()._split_scope(nodeid))
 
     return Scheduling(config, log)
 

@@ -1,6 +1,6 @@
 """Deployments of the real processes on a real nats-server.
 
-``new_deployment`` starts one for a module. What has no need of its own is in ``shared/``.
+``new_deployment`` starts one for a module. What has no need of its own is in ``shared/`` and ``demo/``.
 """
 
 from collections.abc import Callable, Iterator

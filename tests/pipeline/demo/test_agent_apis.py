@@ -9,7 +9,6 @@ import httpx
 import openai
 import pytest
 
-from tests.pipeline.conftest import NewDeployment
 from tests.pipeline.support import Deployment
 
 pytestmark = pytest.mark.timeout(180)
@@ -20,11 +19,6 @@ TOOL: Any = {"name": "get_weather", "description": "Current weather", "input_sch
 WEATHER: Any = {"role": "user", "content": "What is the weather in Oslo?"}
 SUM: Any = {"role": "user", "content": "What is 347 + 586? /think"}
 GREEDY = {"temperature": 0}
-
-
-@pytest.fixture(scope="module")
-def demo(new_deployment: NewDeployment) -> Deployment:
-    return new_deployment("--engine", "native", "--workers", "1", "--threads", "1", "--gateways", "2")
 
 
 @pytest.fixture

@@ -14,7 +14,6 @@ import openai
 import pytest
 
 from infra.bus.connection import Bus, connect
-from tests.pipeline.conftest import NewDeployment
 from tests.pipeline.shared.test_nats_api import Submitter
 from tests.pipeline.support import (
     Deployment,
@@ -48,11 +47,6 @@ BODY: dict[str, Any] = {
     "max_tokens": 200,
 }
 CALL = ("get_weather", {"city": "Oslo"})
-
-
-@pytest.fixture(scope="module")
-def demo(new_deployment: NewDeployment) -> Deployment:
-    return new_deployment("--engine", "native", "--workers", "2", "--threads", "1", "--gateways", "2")
 
 
 @pytest.fixture
