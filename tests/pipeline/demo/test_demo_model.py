@@ -181,8 +181,6 @@ async def test_without_tools_in_the_request_or_the_choice_there_is_no_call(askin
         answer = await asking.chat.completions.create(**{**BODY, **options})
         assert answer.choices[0].message.tool_calls is None
         assert answer.choices[0].message.content
-    with pytest.raises(openai.BadRequestError, match="forced tool calls"):
-        await asking.chat.completions.create(**BODY, tool_choice="required")
 
 
 async def test_a_call_that_is_cut_off_is_shown_as_far_as_it_came(asking: openai.AsyncOpenAI) -> None:
