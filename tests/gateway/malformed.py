@@ -1,0 +1,120 @@
+"""Bodies that are nearly right: valid ones in which something was replaced, removed, repeated or cut off."""
+
+import copy
+import json
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from gateway.anthropic.prepare import count_message, prepare_message
+from gateway.openai.responses_api.prepare import count_prompt_of, prepare_response
+from gateway.openai.responses_api.record import encode_stored, input_items, read_stored
+from gateway.openai.responses_api.requests import parse_response
+from schemas.errors import ServingError
+from tests.gateway.answers import CONTEXT, NOW
+
+JUNK: tuple[Any, ...] = (
+    None, True, False, 0, -1, 1, 2**31, 2**63, 2**64, 1e308, -0.5, "", "a", "\x00", "é☃", "\ud800", "x" * 5000, [], {},
+    [[]], [{}], [None], {"": None}, {"type": "text"}, {"type": 7}, [1, "a", None], "auto", "data:image/png;base64,AAAA",
+    {"type": "function"}, [{"type": "function", "name": "a b"}], "http://", {"a": {"a": {"a": {}}}},
+)  # fmt: skip
+
+
+def malformed(valid: list[dict[str, Any]], count: int, seed: int) -> Iterator[bytes]:
+    """``count`` bodies; some of them may be valid still."""
+    rng = random.Random(seed)
+    for _ in range(count):
+        body = copy.deepcopy(rng.choice(valid))
+        for _ in range(rng.choice((1, 1, 1, 2, 3))):
+            _change(body, rng)
+        data = json.dumps(body).encode("utf-8", "surrogatepass")
+        match rng.randrange(12):
+            case 0:
+                yield data[: rng.randrange(len(data))]
+            case 1:
+                at = rng.randrange(len(data))
+                yield data[:at] + bytes([rng.randrange(256)]) + data[at + 1 :]
+            case _:
+                yield data
+
+
+def _places(value: Any) -> Iterator[tuple[Any, Any]]:
+    """Every (container, key) below a value."""
+    for key in list(value) if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ():
+        yield value, key
+        yield from _places(value[key])
+
+
+def _change(body: dict[str, Any], rng: random.Random) -> None:
+    container, key = rng.choice(list(_places(body)))
+    match rng.randrange(4):
+        case 0 | 1:
+            container[key] = copy.deepcopy(rng.choice(JUNK))
+        case 2:
+            del container[key]
+        case 3 if isinstance(container, list):
+            container += copy.deepcopy([container[key]] * rng.choice((1, 50)))
+        case _:
+            container[rng.choice(("type", "role", "content", "name", "id"))] = copy.deepcopy(rng.choice(JUNK))
+
+
+FUNCTION = {"type": "function", "name": "f", "description": "d", "parameters": {"type": "object"}, "strict": True}
+RESPONSES: list[dict[str, Any]] = [
+    {"model": "tiny", "input": "hi", "max_output_tokens": 1, "temperature": 0.5, "metadata": {"a": "b"}, "store": True,
+     "instructions": "Be brief.", "top_logprobs": 2, "include": ["message.output_text.logprobs"], "truncation": "auto",
+     "reasoning": {"effort": "low", "summary": "auto"}, "text": {"format": {"type": "text"}, "verbosity": "low"}},
+    {"model": "tiny", "max_output_tokens": 1, "tools": [FUNCTION], "tool_choice": "auto", "parallel_tool_calls": False,
+     "input": [
+        {"role": "user", "content": [{"type": "input_text", "text": "a"}, {"type": "input_image", "image_url": "https://a"}]},
+        {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "t"}]},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "b"}]},
+        {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c", "output": "d"},
+     ]},
+    {"model": "tiny", "input": "hi", "max_output_tokens": 1, "previous_response_id": "resp_1", "stream": True,
+     "stream_options": {"include_obfuscation": False}, "text": {"format": {
+         "type": "json_schema", "name": "n", "schema": {"type": "object", "properties": {"a": {"type": "string"}}}}}},
+]  # fmt: skip
+MESSAGES: list[dict[str, Any]] = [
+    {"model": "tiny", "max_tokens": 1, "system": [{"type": "text", "text": "s"}], "stop_sequences": ["x"], "top_k": 5,
+     "messages": [{"role": "user", "content": "hi"}], "temperature": 0.5, "metadata": {"user_id": "u"},
+     "thinking": {"type": "adaptive"}, "output_config": {"effort": "low"}},
+    {"model": "tiny", "max_tokens": 1, "tools": [{"name": "f", "input_schema": {"type": "object"}}], "stream": True,
+     "tool_choice": {"type": "auto", "disable_parallel_tool_use": True},
+     "messages": [
+        {"role": "user", "content": [
+            {"type": "text", "text": "a"}, {"type": "image", "source": {"type": "url", "url": "https://a"}}]},
+        {"role": "assistant", "content": [
+            {"type": "thinking", "thinking": "t", "signature": ""}, {"type": "text", "text": "b"},
+            {"type": "tool_use", "id": "c", "name": "f", "input": {"a": 1}}]},
+        {"role": "user", "content": [
+            {"type": "tool_result", "tool_use_id": "c", "content": [{"type": "text", "text": "d"}]}]},
+     ]},
+]  # fmt: skip
+
+_CONTEXT = CONTEXT._replace(names=("tiny",))
+
+
+def _response(data: bytes) -> None:
+    body = parse_response(data)
+    prepare_response(body, (), _CONTEXT, now_ns=NOW)
+    assert read_stored(encode_stored(body)).body.model == body.model
+    input_items("resp_1", body.input or ())
+
+
+# For each route valid bodies, and what a gateway does with a body before it asks the log or a worker.
+ROUTES: dict[str, tuple[list[dict[str, Any]], Callable[[bytes], object]]] = {
+    "/v1/responses": (RESPONSES, _response),
+    "/v1/responses/input_tokens": (RESPONSES, lambda data: count_prompt_of(parse_response(data), (), _CONTEXT)),
+    "/v1/messages": (MESSAGES, lambda data: prepare_message(data, _CONTEXT, now_ns=NOW)),
+    "/v1/messages/count_tokens": (MESSAGES, lambda data: count_message(data, _CONTEXT)),
+}
+
+
+def refusal(prepare: Callable[[bytes], object], body: bytes) -> ServingError | None:
+    """Why a body is refused; None: it is served. Any other exception is a fault."""
+    try:
+        prepare(body)
+    except ServingError as error:
+        return error
+    return None
