@@ -17,6 +17,7 @@ from gateway.openai.requests import ChatCompletionRequest, ResponseFormat, Schem
 _NAMES = {
     "stop": "stop_sequences",
     "max_completion_tokens": "max_tokens",
+    "max_thinking_tokens": "thinking.budget_tokens",
     "reasoning_effort": "output_config.effort",
     "response_format.json_schema": "output_config.format",
     "response_format": "output_config.format",
@@ -57,6 +58,7 @@ def chat_of(body: MessagesRequest) -> Chat:
         stop=body.stop_sequences,
         ignore_eos=body.ignore_eos,
         reasoning_effort=_effort(body),
+        max_thinking_tokens=body.thinking.budget_tokens if body.thinking is not None else None,
         response_format=_format(body),
         chat_template_kwargs=_variables(body),
         seed=body.seed,
@@ -142,7 +144,6 @@ def _check_thinking(thinking: ThinkingConfig | None, max_tokens: int) -> None:
             "thinking.budget_tokens",
             f"thinking.budget_tokens is {thinking.budget_tokens}; it must be below max_tokens ({max_tokens})",
         )
-    raise unsupported("thinking.budget_tokens", "a limit on thinking is not supported; use thinking.type 'adaptive'")
 
 
 def _effort(body: MessagesRequest | CountTokensRequest) -> str | None:

@@ -41,6 +41,8 @@ def prepare_message(
     try:
         check_chat(chat.body)
         body = msgspec.structs.replace(chat.body, max_completion_tokens=None)
+        if context.parsers is None or not context.parsers.reasoning:  # whoever does not think keeps within any budget
+            body = msgspec.structs.replace(body, max_thinking_tokens=None)
         prepared = prepare_chat_body(body, context, now_ns=now_ns, request_id=request_id)
     except ServingError as error:
         raise renamed(error, chat.places) from None

@@ -92,6 +92,9 @@ def test_the_output_is_as_long_as_the_context_has_room_for() -> None:
 
 def test_thinking_is_a_variable_of_the_template() -> None:
     assert chat(thinking={"type": "disabled"}).chat_template_kwargs == {"enable_thinking": False}
+    budget = {"type": "enabled", "budget_tokens": 5}
+    assert chat(thinking=budget).chat_template_kwargs == {"enable_thinking": True}
+    assert chat(thinking=budget).max_thinking_tokens == 5
     assert chat(thinking={"type": "adaptive"}).chat_template_kwargs is None
     assert chat(output_config={"effort": "low"}).reasoning_effort == "low"
 
@@ -101,6 +104,15 @@ def test_a_format_becomes_a_constraint() -> None:
     constraint = prepared(output_config={"format": {"type": "json_schema", "schema": schema}}).constraint
     assert constraint is not None
     assert '"properties":{"a":{"type":"integer"}}' in constraint.text  # among the model's reasoning marks
+
+
+def test_a_budget_for_thoughts_is_kept_by_a_model_that_has_none() -> None:
+    thinking = {"type": "enabled", "budget_tokens": 5}
+    data = encoded(thinking=thinking)
+    plain = prepare_message(data, CONTEXT._replace(parsers=None), now_ns=NOW).prepared
+    assert isinstance(plain, PreparedRequest)
+    assert plain.request.constraint is None
+    assert prepared(thinking=thinking).constraint is not None
 
 
 def test_one_call_at_a_time() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import anthropic
 import httpx
 import openai
+import pydantic
 import pytest
 
 from tests.pipeline.support import Deployment
@@ -145,6 +146,37 @@ async def test_a_message_that_cannot_be_served_is_an_error_as_clients_expect(cla
         await claude.messages.create(model="demo", max_tokens=0, messages=[SUM])
     with pytest.raises(anthropic.NotFoundError):
         await claude.messages.count_tokens(model="claude", messages=[SUM])
+
+
+async def test_a_call_is_forced_and_thoughts_are_limited(
+    asking: openai.AsyncOpenAI, claude: anthropic.AsyncAnthropic
+) -> None:
+    greeting: Any = {"role": "user", "content": "Hello!"}
+    response = await asking.responses.create(
+        model="demo", input=[greeting], tools=[FUNCTION], tool_choice="required", temperature=0, max_output_tokens=200
+    )
+    assert [item.type for item in response.output if item.type != "reasoning"] == ["function_call"]
+    options: Any = {"model": "demo", "max_tokens": 200, "tools": [TOOL], "extra_body": GREEDY}
+    for choice in ({"type": "any"}, {"type": "tool", "name": "get_weather"}):
+        message = await claude.messages.create(messages=[greeting], tool_choice=choice, **options)
+        assert message.stop_reason == "tool_use"
+    thinking: Any = {"type": "enabled", "budget_tokens": 10}
+    message = await claude.messages.create(model="demo", max_tokens=200, messages=[SUM], thinking=thinking)
+    assert message.usage.output_tokens_details is not None
+    assert message.usage.output_tokens_details.thinking_tokens <= 10 + 8  # and the marks around them
+
+
+async def test_output_matches_its_schema(asking: openai.AsyncOpenAI, claude: anthropic.AsyncAnthropic) -> None:
+    class Answer(pydantic.BaseModel):
+        number: int
+
+    parsed = await asking.responses.parse(model="demo", input=[SUM], text_format=Answer, max_output_tokens=200)
+    assert isinstance(parsed.output_parsed, Answer)
+    form: Any = {"format": {"type": "json_schema", "schema": Answer.model_json_schema()}}
+    message = await claude.messages.create(model="demo", max_tokens=200, messages=[SUM], output_config=form)
+    last = message.content[-1]
+    assert last.type == "text"
+    Answer.model_validate_json(last.text)
 
 
 # -- both -------------------------------------------------------------------------------------------------------------
