@@ -181,7 +181,8 @@ class CompletionRequest(TextOptions, frozen=True, kw_only=True):
     """POST /v1/completions."""
 
     prompt: Annotated[
-        str | list[TokenId | str | list[TokenId]], Meta(description="text, token ids, or a list of these; over NATS and in streams, of one")
+        str | list[TokenId | str | list[TokenId]],
+        Meta(description="text, token ids, or a list of these; over NATS and in streams, of one"),
     ]
     max_tokens: Annotated[int, Meta(ge=0, le=1 << 31, description="0: with echo, the prompt only")] | None = None
     logprobs: Logprobs | None = None

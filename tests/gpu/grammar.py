@@ -85,9 +85,8 @@ def main() -> None:
     engine = build(str(args.model), options, grammars=grammars)
     began = time.perf_counter()
     grammars.compile(CONSTRAINT)
-    print(
-        f"vocabulary {model.vocab_size}: first compilation, with the tokenizer's tables {time.perf_counter() - began:.3f} s"
-    )
+    seconds = time.perf_counter() - began
+    print(f"vocabulary {model.vocab_size}: first compilation, with the tokenizer's tables {seconds:.3f} s")
     for constrained in (False, True):
         Run(engine, args.batch, args.tokens, constrained=constrained)
     ratios = []
