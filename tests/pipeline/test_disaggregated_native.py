@@ -21,6 +21,7 @@ from infra.timeline.leases import leases
 from schemas.jobs import Stage
 from tests.pipeline.conftest import NewDeployment
 from tests.pipeline.support import Deployment, ending, idle_workers, joined, parse_sse, registrations, until
+from workers.engines.constraints.compiler import ALL_CONSTRAINTS
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -321,5 +322,5 @@ async def test_a_worker_with_more_gets_the_requests_for_it_and_can_force_a_text_
     _, plain = await ask(http, edited(worker="decode-0"))
     assert "933" in texts(plain)[0]
     processors_of = {each.name: each.logits_processors for each in (await registrations(apart_bus)).values()}
-    assert processors_of["own"] == ("allowed_tokens", "best", "forced_text", "temperature")
-    assert processors_of["decode-0"] == ("allowed_tokens", "forced_text", "temperature")
+    assert processors_of["own"] == ("allowed_tokens", "best", "forced_text", "temperature", *ALL_CONSTRAINTS)
+    assert processors_of["decode-0"] == ("allowed_tokens", "forced_text", "temperature", *ALL_CONSTRAINTS)
