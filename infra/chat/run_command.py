@@ -1,26 +1,32 @@
 """``penstock run``: serve a model for one conversation."""
 
 import argparse
+import contextlib
+import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import FrameType
 
 import httpcore2
 import msgspec
 from rich.console import Console
 
 from configs.flags import Parser
+from infra.chat.client import BROKEN
 from infra.chat.command import INTERRUPTED, add_chat_flags, talk
 from infra.launch.deathsig import die_with_parent
+from infra.launch.signals import leave_closed_terminal
 from infra.launch.state import read_state
 from infra.model.modeldir import ModelError, resolve
 
 READY_S = 3600.0  # larger models take minutes to load; `up` gives up earlier by its own --ready-s
 STOP_S = 60.0
 POLL_S = 0.1
+ANSWER_S = 5.0  # for the gateway to say that it is ready
 SHOWN_BYTES = 4000  # of the output of a start that failed
 
 
@@ -43,16 +49,34 @@ def run(argv: Sequence[str]) -> int:
     own, flags = _split(list(argv))
     args = parser.parse_args(own)
     try:
-        resolve(args.model, weights="mock" not in flags)  # downloads it here, where its progress is seen
-        if args.data_dir:
-            return _serve(args, Path(args.data_dir), flags)
-        with tempfile.TemporaryDirectory(prefix="penstock-run-") as folder:
-            return _serve(args, Path(folder), flags)
+        with _signals_end_it():
+            resolve(args.model, weights="mock" not in flags)  # downloads it here, where its progress is seen
+            if args.data_dir:
+                return _serve(args, Path(args.data_dir), flags)
+            # If the deployment had to be killed, its processes may still write while the folder is deleted.
+            with tempfile.TemporaryDirectory(prefix="penstock-run-", ignore_cleanup_errors=True) as folder:
+                return _serve(args, Path(folder), flags)
     except (ModelError, ValueError, OSError) as error:
         print(f"penstock run: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return INTERRUPTED
+
+
+@contextlib.contextmanager
+def _signals_end_it() -> Iterator[None]:
+    """SIGTERM and SIGHUP raise ``SystemExit``, so that the deployment is stopped and its folder deleted."""
+
+    def end(number: int, _frame: FrameType | None) -> None:
+        leave_closed_terminal()
+        raise SystemExit(128 + number)
+
+    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _split(argv: list[str]) -> tuple[list[str], list[str]]:
@@ -92,6 +116,7 @@ def _ready_url(state: Path, ended: Callable[[], int | None], output: Path) -> st
         StartFailed: it ended, or is not ready in time.
     """
     deadline = time.monotonic() + READY_S
+    limits = {"timeout": dict.fromkeys(("connect", "read", "write", "pool"), ANSWER_S)}
     while time.monotonic() < deadline:
         if ended() is not None:
             raise StartFailed(
@@ -99,18 +124,21 @@ def _ready_url(state: Path, ended: Callable[[], int | None], output: Path) -> st
             )
         try:
             url = read_state(state).http_url
-            if httpcore2.request("GET", f"{url}/health/ready").status == 200:
+            if httpcore2.request("GET", f"{url}/health/ready", extensions=limits).status == 200:
                 return url
-        except (OSError, msgspec.DecodeError, httpcore2.NetworkError, httpcore2.ProtocolError):
+        except (*BROKEN, msgspec.DecodeError):
             pass
         time.sleep(POLL_S)
     raise StartFailed(f"not ready within {READY_S:g} s; {output} says more")
 
 
 def _stop(up: "subprocess.Popen[bytes]") -> None:
+    """Stop the deployment; a second Ctrl-C or signal meanwhile kills it."""
     up.terminate()
     try:
         up.wait(STOP_S)
-    except subprocess.TimeoutExpired:
+    except BaseException as error:
         up.kill()
         up.wait()
+        if not isinstance(error, subprocess.TimeoutExpired):
+            raise
