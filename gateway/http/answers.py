@@ -300,7 +300,7 @@ class Responder:
                         raise renderer.error
                     started = True
                     await self.begin_stream()
-                if data:
+                if data or renderer.done:  # a client that has seen every event still gets the end of the body
                     clock.sends(items, len(data))
                     await send({"type": "http.response.body", "body": data, "more_body": not renderer.done})
                 if renderer.done:

@@ -5,6 +5,7 @@ https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md
 """
 
 import importlib.util
+import re
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
@@ -23,6 +24,8 @@ MISSING = f"structured output needs llguidance: pip install 'penstock[{EXTRA}]'"
 WHITESPACE = r"(\x20|\n[\x20\t]{0,40})?"
 
 MAX_MESSAGE = 500  # characters of an error, which may quote the client's text
+
+_PLACE = re.compile(r"^at \d+\(\d+\): ")  # in a grammar
 
 _decode: Any = msgspec.json.Decoder(Annotated[list[str], msgspec.Meta(min_length=1)]).decode
 
@@ -79,7 +82,7 @@ def check(constraint: Constraint) -> None:
 
     failed, messages = LLMatcher.validate_grammar_with_warnings(grammar(constraint), None, limits=_limits())
     if failed:
-        raise ConstraintError(_plain(messages[0]))
+        raise ConstraintError(_plain(messages[0], constraint))
 
 
 def compiled(constraint: Constraint, tokenizer: "LLTokenizer") -> "LLMatcher":
@@ -93,7 +96,7 @@ def compiled(constraint: Constraint, tokenizer: "LLTokenizer") -> "LLMatcher":
 
     matcher = LLMatcher(tokenizer, grammar(constraint), log_level=0, limits=_limits())
     if matcher.is_error():
-        raise ConstraintError(_plain(matcher.get_error()))
+        raise ConstraintError(_plain(matcher.get_error(), constraint))
     return matcher
 
 
@@ -104,9 +107,12 @@ def _limits() -> "LLParserLimits":
     return LLParserLimits(verbose_errors=False)
 
 
-def _plain(message: str) -> str:
-    """An error message without the parser's state."""
-    return message.partition("\n<state>")[0].strip()[:MAX_MESSAGE]
+def _plain(message: str, constraint: Constraint) -> str:
+    """An error message without the parser's state, and without a grammar that the client did not write."""
+    message = message.partition("\n<state>")[0]
+    if constraint.kind == LARK and not constraint.text.startswith("{"):
+        message = _PLACE.sub("", message.partition("\n   1 | ")[0])
+    return message.strip()[:MAX_MESSAGE]
 
 
 def around(text: str, clients: str) -> str:

@@ -111,6 +111,8 @@ async def test_a_background_response_survives_the_death_of_every_process(
     assert [event.sequence_number for event in events] == list(range(len(events)))
     pieces = [event.delta for event in events if event.type == "response.output_text.delta"]
     assert "".join(pieces) == response.output_text
+    nothing = await clients[1].responses.retrieve(made.id, stream=True, starting_after=events[-1].sequence_number)
+    assert [event async for event in nothing] == []  # the end of the body, not of the connection
 
 
 async def test_a_client_that_leaves_does_not_end_its_background_response(

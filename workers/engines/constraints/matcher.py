@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
+NO_TEXT = "NoExtensionBias"  # llguidance's name for a state that no token leaves
+
 
 class Matcher:
     """A pure function of the sequence's output: another worker that continues it gets the same state from its tokens.
@@ -16,12 +18,14 @@ class Matcher:
         ends: tokens that end an output.
     Attributes:
         error: why it cannot go on; "": it can.
+        no_text: whether the reason is the constraint itself, which no text matches.
     """
 
-    __slots__ = ("_ends", "_min_tokens", "_prompt_len", "_seen", "error", "matcher")
+    __slots__ = ("_ends", "_min_tokens", "_prompt_len", "_seen", "error", "matcher", "no_text")
 
     def __init__(self, matcher: "LLMatcher", prompt_len: int, min_tokens: int, ends: tuple[int, ...]) -> None:
         self.error = ""
+        self.no_text = False
         self.matcher = matcher
         self._prompt_len = self._seen = prompt_len
         self._min_tokens = min_tokens
@@ -51,6 +55,7 @@ class Matcher:
 
     def _fail(self) -> None:
         self.error = self.matcher.get_error().partition("\n")[0] or "the output does not match"
+        self.no_text = self.error == NO_TEXT
 
     def _bar_ends(self, mask: memoryview | bytearray) -> None:
         barred = bytearray(mask)

@@ -7,6 +7,8 @@ from workers.engines.constraints.matcher import Matcher
 
 NO_CONSTRAINTS = "this worker's engine applies no constraints (structured output)"
 
+NO_TEXT_MATCHES = "no text matches the constraint: a part of it, such as a $ref to itself, never ends"
+
 
 class RunningConstraints:
     """Matchers by the key of their sequence."""
@@ -45,9 +47,13 @@ class RunningConstraints:
                 self.remove(output.key)
         for failure in result.failures:
             self.remove(failure.key)
-        unmatched = [(key, matcher.error) for key, matcher in self._matchers.items() if matcher.error]
+        unmatched = [(key, matcher) for key, matcher in self._matchers.items() if matcher.error]
         for key, _ in unmatched:
             self.remove(key)
-        return [
-            Failure(key, Code.engine_error, f"the constraint cannot be applied: {error}") for key, error in unmatched
-        ]
+        return [_failure(key, matcher) for key, matcher in unmatched]
+
+
+def _failure(key: object, matcher: Matcher) -> Failure:
+    if matcher.no_text:
+        return Failure(key, Code.invalid_request, NO_TEXT_MATCHES)
+    return Failure(key, Code.engine_error, f"the constraint cannot be applied: {matcher.error}")

@@ -11,10 +11,11 @@ from infra.model import modeldir
 from schemas.errors import Code
 from schemas.requests import Constraint, Stop
 from tests.properties import examples
-from workers.engines.base import RequestError
+from workers.engines.base import RequestError, StepResult
 from workers.engines.constraints.batch import BatchMasks
 from workers.engines.constraints.compiler import CACHED, ConstraintCompiler, ModelTokens
 from workers.engines.constraints.matcher import Matcher
+from workers.engines.constraints.running import RunningConstraints
 
 MODEL = modeldir.load(modeldir.DEMO)
 GRAMMARS = ConstraintCompiler(lambda: ModelTokens(MODEL.tokenizer, MODEL.vocab_size, MODEL.eos_token_ids))
@@ -131,6 +132,34 @@ def test_what_cannot_be_compiled_is_refused_with_the_reason(constraint: Constrai
     assert caught.value.code == Code.invalid_request
     assert says in caught.value.message
     assert "<state>" not in caught.value.message
+
+
+def test_errors_show_no_grammar_that_the_client_did_not_write() -> None:
+    with pytest.raises(RequestError) as caught:
+        GRAMMARS.compile(Constraint("lark", 'start: "x"? r0\nr0: %json {"$ref": "#/$defs/gone"}'))
+    assert caught.value.message.endswith("failed to compile JSON schema: Pointer '/$defs/gone' does not exist")
+
+
+@pytest.mark.parametrize(
+    "constraint",
+    [
+        Constraint("json_schema", '{"$ref": "#"}'),
+        Constraint("grammar", "start: start"),
+        Constraint(
+            "lark",
+            'start: r0\nr0: %json {"$defs": {"a": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}',
+        ),
+    ],
+)
+def test_a_constraint_that_no_text_matches_is_the_clients_error(constraint: Constraint) -> None:
+    running = RunningConstraints()
+    matcher = GRAMMARS.matcher(constraint, len(PROMPT), STOP)
+    running.add("key", matcher)
+    matcher.mask()
+    (failure,) = running.ended(StepResult([], [], [], [], 0))
+    assert (failure.key, failure.code) == ("key", Code.invalid_request)
+    assert "no text matches the constraint" in failure.message
+    assert not running
 
 
 def test_grammars_are_compiled_once_and_the_oldest_are_forgotten() -> None:
