@@ -59,4 +59,6 @@ def listed(names: Sequence[str]) -> str:
     """Names for a header or a message; those that a header cannot hold are left out."""
     shown = [name for name in names if _NAME.fullmatch(name)]
     more = len(names) - min(len(shown), MOST)
+    if not shown:
+        return f"{more} with names that cannot be shown"
     return ", ".join(shown[:MOST]) + (f", and {more} more" if more else "")

@@ -1,6 +1,6 @@
 """A message's body as the chat that answers it. Pure."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from gateway.anthropic.blocks import Conversation
@@ -12,7 +12,7 @@ from gateway.anthropic.requests import (
     ThinkingConfig,
 )
 from gateway.openai.errors import invalid, unsupported
-from gateway.openai.requests import ChatCompletionRequest, ResponseFormat, SchemaFormat
+from gateway.openai.requests import ChatCompletionRequest, ChatMessage, ResponseFormat, SchemaFormat
 
 _NAMES = {
     "stop": "stop_sequences",
@@ -61,6 +61,7 @@ def chat_of(body: MessagesRequest) -> Chat:
         max_thinking_tokens=body.thinking.budget_tokens if body.thinking is not None else None,
         response_format=_format(body),
         chat_template_kwargs=_variables(body),
+        continue_final_message=_is_prefilled(talk.messages) or None,
         seed=body.seed,
         stream=body.stream,
         user=body.user or (body.metadata.user_id if body.metadata is not None else None),
@@ -89,8 +90,15 @@ def counted_chat(body: CountTokensRequest) -> Chat:
         tool_choice="none" if body.tool_choice is not None and body.tool_choice.type == "none" else None,
         reasoning_effort=_effort(body),
         chat_template_kwargs=_variables(body),
+        continue_final_message=_is_prefilled(talk.messages) or None,
     )
     return Chat(chat, {**_NAMES, **talk.places, **tool_places})
+
+
+def _is_prefilled(messages: Sequence[ChatMessage]) -> bool:
+    """Whether the last message is the beginning of the answer, which then holds only what follows."""
+    last = messages[-1]
+    return last.role == "assistant" and not last.tool_calls and isinstance(last.content, str) and bool(last.content)
 
 
 def _conversation(body: MessagesRequest | CountTokensRequest) -> Conversation:

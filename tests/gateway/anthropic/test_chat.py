@@ -11,6 +11,7 @@ from gateway.openai.prepare import PreparedRequest
 from gateway.openai.requests import ChatCompletionRequest, ChatMessage, ContentPart
 from schemas.errors import ServingError
 from schemas.requests import GenerateRequest
+from schemas.wire import unpack_tokens
 from tests.gateway.answers import CONTEXT, NOW
 
 TOOL = {"name": "get_weather", "description": "d", "input_schema": {"type": "object"}}
@@ -157,3 +158,20 @@ def test_what_cannot_be_honoured_is_refused_under_the_clients_name(fields: dict[
         prepared(**fields)
     assert caught.value.param == param
     assert caught.value.code.status in (400, 404)
+
+
+@pytest.mark.parametrize("begun", ['{"name":', [{"type": "text", "text": '{"name":'}]])
+def test_an_answer_goes_on_with_the_assistants_last_text(begun: Any) -> None:
+    messages = [HI, {"role": "assistant", "content": begun}]
+    assert chat(messages=messages).continue_final_message
+    ids = unpack_tokens(prepared(messages=messages).prompt)
+    assert CONTEXT.model.tokenizer.decode(list(ids), skip_special_tokens=False).endswith('{"name":')
+    assert count_message(encoded(messages=messages), CONTEXT).input_tokens == len(ids)
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [[HI], [HI, {"role": "assistant", "content": [CALL]}], [HI, {"role": "assistant", "content": "x"}, HI]],
+)
+def test_other_conversations_are_answered_by_a_message_of_their_own(messages: Any) -> None:
+    assert not chat(messages=messages).continue_final_message
