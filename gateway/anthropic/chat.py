@@ -39,7 +39,9 @@ def chat_of(body: MessagesRequest) -> Chat:
     _check_thinking(body.thinking, body.max_tokens)
     talk = _conversation(body)
     tools, tool_places = _tools(body.tools or ())
-    choice = body.tool_choice
+    choice, answer_format, prefilled = body.tool_choice, _format(body), _is_prefilled(talk.messages)
+    if answer_format is not None and prefilled:
+        raise invalid("output_config.format", "output_config.format excludes a last message of the assistant's")
     chat = ChatCompletionRequest(
         model=body.model,
         messages=talk.messages,
@@ -59,9 +61,9 @@ def chat_of(body: MessagesRequest) -> Chat:
         ignore_eos=body.ignore_eos,
         reasoning_effort=_effort(body),
         max_thinking_tokens=body.thinking.budget_tokens if body.thinking is not None else None,
-        response_format=_format(body),
+        response_format=answer_format,
         chat_template_kwargs=_variables(body),
-        continue_final_message=_is_prefilled(talk.messages) or None,
+        continue_final_message=prefilled or None,
         seed=body.seed,
         stream=body.stream,
         user=body.user or (body.metadata.user_id if body.metadata is not None else None),

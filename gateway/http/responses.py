@@ -99,6 +99,7 @@ class StoredResponses:
         if found.record is None:
             found = await self._stopped(found)
         if found.record is None:
+            await self._find(request)  # another DELETE may have erased it meanwhile
             raise ServingError(
                 Code.broker_unavailable, f"response {PREFIX}{found.request.id} is being cancelled; delete it again"
             )

@@ -35,3 +35,8 @@ def test_names_fit_into_a_header_whatever_a_client_sends(names: list[str]) -> No
     text.encode("latin-1")
     assert text.isprintable()
     assert len(text) < (MOST + 1) * 80
+
+
+def test_names_that_a_header_cannot_hold_are_counted() -> None:
+    assert listed(["a", "b\r\nc"]) == "a, and 1 more"
+    assert listed(["ключ", ""]) == "2 with names that cannot be shown"

@@ -175,3 +175,10 @@ def test_an_answer_goes_on_with_the_assistants_last_text(begun: Any) -> None:
 )
 def test_other_conversations_are_answered_by_a_message_of_their_own(messages: Any) -> None:
     assert not chat(messages=messages).continue_final_message
+
+
+def test_a_prefilled_answer_cannot_match_a_schema_as_a_whole() -> None:
+    schema = {"format": {"type": "json_schema", "schema": {"type": "object"}}}
+    with pytest.raises(ServingError) as caught:
+        chat(messages=[HI, {"role": "assistant", "content": "{"}], output_config=schema)
+    assert caught.value.param == "output_config.format"
