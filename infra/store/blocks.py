@@ -13,6 +13,7 @@ All numbers are little-endian. The checksums are not verified: that takes longer
 """
 
 import struct
+from operator import le
 from typing import NamedTuple
 
 HEADER = struct.Struct("<IQqH")  # length, sequence, time, length of the subject
@@ -24,6 +25,7 @@ _SIZE = struct.Struct("<I")
 _SEQUENCE = TOMBSTONE - 1
 _FLAGS = ERASED | TOMBSTONE
 _SMALLEST = HEADER.size + CHECKSUM_BYTES
+_LARGEST_GAP = 1 << 24  # sequences before the last message of a block; behind a larger gap it is damaged
 
 Place = tuple[int, int, int]  # sequence, Unix time in ns, offset in the block
 
@@ -35,7 +37,8 @@ class Records(NamedTuple):
         places: of the messages, in the order of their sequences. Erased ones are left out.
         deleted: the sequences that its tombstones name. Those messages may be in any block.
         first: sequence of the first record that is no tombstone, erased or not; 0: there is none.
-        damaged: bytes at the end that are no whole record: what the server was writing when it was killed.
+        damaged: bytes that are left out: an end that is no whole record, as when the machine lost power while the
+            server wrote it, and messages whose sequences do not ascend.
     """
 
     places: list[Place]
@@ -71,7 +74,32 @@ def records(block: bytes) -> Records:
         else:
             first = first or seq & _SEQUENCE
         at += length
-    return Records(places, deleted, first, size - at)
+    damaged = size - at
+    if (len(places) > 1 and places[-1][0] - places[-2][0] > _LARGEST_GAP) or any(map(le, places[1:], places)):
+        kept = _ascending(places)
+        damaged += sum(_length(block, place) for place in set(places).difference(kept))
+        places = kept
+        first = kept[0][0]
+    return Records(places, deleted, first, damaged)
+
+
+def _ascending(places: list[Place]) -> list[Place]:
+    """Without messages whose sequences contradict those around them: each would hide others, or millions."""
+    kept: list[Place] = []
+    for place in places:
+        if kept and place[0] <= kept[-1][0]:
+            if len(kept) > 1 and place[0] <= kept[-2][0]:
+                continue
+            kept.pop()  # it is larger than the two around it
+        kept.append(place)
+    if len(kept) > 1 and kept[-1][0] - kept[-2][0] > _LARGEST_GAP:
+        kept.pop()
+    return kept
+
+
+def _length(block: bytes, place: Place) -> int:
+    (length,) = _SIZE.unpack_from(block, place[2])
+    return int(length) & ~HAS_HEADERS
 
 
 def subject_of(block: bytes, at: int) -> bytes:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import msgspec
 import structlog
 
-from infra.store.blocks import CHECKSUM_BYTES, HEADER, Place, Records, records, subject_of
+from infra.store.blocks import CHECKSUM_BYTES, HAS_HEADERS, HEADER, Place, Records, records, subject_of
 
 log = structlog.get_logger("store")
 
@@ -177,7 +177,7 @@ class StoredStream:
                 raise
             self._check()
             rows = records(data)
-            if rows.damaged and block.number != self._blocks[-1].number:
+            if rows.damaged:
                 log.warning("block_damaged", stream=self.name, file=block.path.name, bytes_left_out=rows.damaged)
             kept = self._kept[block.number] = data, rows
             if len(self._kept) > KEPT_BLOCKS:
@@ -189,10 +189,12 @@ def _begin(number: int, path: Path, deleted: list[int]) -> _Block | None:
     """What a block begins with; None: it has no message, and ``deleted`` gets what its tombstones name."""
     with path.open("rb") as file:
         head = file.read(HEADER.size)
-    if len(head) < HEADER.size:
-        return None
-    _, seq, time_ns, _ = HEADER.unpack(head)
-    if seq and not seq >> 62:
+        if len(head) < HEADER.size:
+            return None
+        length, seq, time_ns, _ = HEADER.unpack(head)
+        file.seek(length & ~HAS_HEADERS)
+        following = file.read(HEADER.size)
+    if seq and not seq >> 62 and (len(following) < HEADER.size or HEADER.unpack(following)[1] > seq):
         return _Block(number, seq, time_ns, path)
     rows = records(path.read_bytes())
     if rows.places:

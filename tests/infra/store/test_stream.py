@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from structlog.testing import capture_logs
 
 from infra.broker.server import EmbeddedNats
 from infra.bus.connection import Bus
@@ -91,6 +92,29 @@ def test_what_the_server_was_writing_when_it_was_killed_is_left_out(tmp_path: Pa
         block.write_bytes(whole[:size])
         kept = [each.seq for each in StoredStream(folder).forward()]
         assert kept == ([1] if size >= len(whole) // 2 else [])
+
+
+@pytest.mark.parametrize("place", [0, 5, 9])
+@pytest.mark.parametrize("bit", [3, 40, 61])
+def test_a_flipped_bit_in_a_sequence_costs_one_message_and_is_said(tmp_path: Path, place: int, bit: int) -> None:
+    rows = [(seq, seq, "ps.a", b"x") for seq in range(16, 26)]
+    rows[place] = (rows[place][0] ^ 1 << bit, *rows[place][1:])
+    with capture_logs() as logs:
+        stream = StoredStream(written(tmp_path, [rows]))
+        assert [each.seq for each in stream.forward()] == [seq for seq in range(16, 26) if seq != 16 + place]
+        assert len(stream.deleted()) == (place == 5)
+    assert [each["event"] for each in logs] == ["block_damaged"]
+
+
+def test_a_damaged_length_is_said_of_the_last_block_too(tmp_path: Path) -> None:
+    folder = written(tmp_path, [[(number, number, "ps.a", b"one") for number in range(1, 10)]])
+    block = folder / "msgs" / "1.blk"
+    data = bytearray(block.read_bytes())
+    data[len(data) // 9 * 4 + 2] ^= 1
+    block.write_bytes(data)
+    with capture_logs() as logs:
+        assert [each.seq for each in StoredStream(folder).forward()] == [1, 2, 3, 4]
+    assert [(each["event"], each["bytes_left_out"]) for each in logs] == [("block_damaged", len(data) // 9 * 5)]
 
 
 def test_lengths_that_cannot_be_end_a_block() -> None:
