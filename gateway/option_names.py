@@ -40,7 +40,7 @@ def unknown_options(endpoint: str, data: bytes) -> Sequence[str]:
         return ()
     try:
         names = _read_names(data)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return ()
     return [name for name in names if name not in known] if names.keys() - known else ()
 

@@ -47,7 +47,7 @@ def split_prompts(data: bytes) -> Sequence[bytes]:
         if len(prompts) < 2 or not all(bytes(each).lstrip()[:1] in (b'"', b"[") for each in prompts):
             return ()  # token ids of one prompt, or a mixture
         fields = _fields(data)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return ()
     if len(prompts) > MAX_PROMPTS:
         raise invalid("prompt", f"prompt has {len(prompts)} prompts; the limit is {MAX_PROMPTS}")

@@ -29,6 +29,10 @@ def test_what_is_no_object_has_no_options(data: bytes) -> None:
         assert unknown_options(CHAT, data) == ()
 
 
+def test_a_body_that_is_nested_too_deeply_is_left_to_the_parser() -> None:
+    assert unknown_options(CHAT, b'{"a": ' + b"[" * 100_000) == ()
+
+
 @given(st.lists(st.text(max_size=80), max_size=40, unique=True))
 def test_names_fit_into_a_header_whatever_a_client_sends(names: list[str]) -> None:
     text = listed(names)

@@ -59,3 +59,8 @@ def test_the_answers_become_one_with_numbered_choices_and_the_sum_of_their_usage
         "prompt_tokens_details": {"cached_tokens": 2},
     }
     assert (merged["id"], merged["object"]) == ("x", "text_completion")
+
+
+def test_a_body_that_is_nested_too_deeply_is_left_to_the_parser() -> None:
+    assert split_prompts(b'{"prompt": ["a", "b"], "x": ' + b"[" * 100_000) == ()
+    assert split_prompts(b'{"prompt": ' + b"[" * 100_000) == ()

@@ -95,7 +95,10 @@ async def test_a_bad_value_is_refused_with_its_field_and_limit(
         ({"response_format": {"type": "yaml"}}, "response_format"),
         ({"functions": [{"name": "f"}]}, "functions"),
         ({"modalities": ["audio"], "audio": {}}, "modalities"),
-        ({"tools": [{"type": "function"}], "tool_choice": "required"}, "tool_choice"),
+        (
+            {"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": {"type": "custom"}},
+            "tool_choice",
+        ),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
             "messages[0].content[0].image_url",
