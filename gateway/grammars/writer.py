@@ -55,7 +55,7 @@ class GrammarWriter:
         return name
 
     def terminal(self, pattern: str) -> str:
-        """Add a terminal, from expressions between slashes joined by & and ~; returns its name."""
+        """Add a terminal, from texts and expressions between slashes, joined by |, & and ~; returns its name."""
         name = f"T{len(self._rules)}"
         self._rules.append(f"{name}: {pattern}")
         return name

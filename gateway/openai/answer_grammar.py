@@ -110,7 +110,7 @@ def _content(writer: GrammarWriter, constraint: Constraint) -> str:
     if kind == JSON_SCHEMA:
         return writer.json(msgspec.json.decode(text))
     if kind == CHOICE:
-        return writer.rule(" | ".join(map(quoted, msgspec.json.decode(text))))
+        return writer.terminal(" | ".join(map(quoted, msgspec.json.decode(text))))
     if kind == GRAMMAR:
         return "@answer"
     pattern = _SLASH.sub(lambda found: found[1] or {"/": r"\/", "\n": r"\n"}[found[0]], text)

@@ -56,7 +56,8 @@ def grammar(constraint: Constraint) -> str:
         if kind == REGEX:
             return LLMatcher.grammar_from_regex(text)
         if kind == CHOICE:
-            return LLMatcher.grammar_from_lark("start: " + " | ".join(map(quoted, _decode(text))))
+            # A terminal: as alternatives of a rule, more than 2,000 are too many for a step of the parser.
+            return LLMatcher.grammar_from_lark("start: TEXT\nTEXT: " + " | ".join(map(quoted, _decode(text))))
         if kind == GRAMMAR:
             return grammar_from("grammar", text)
         if kind == LARK:

@@ -6,7 +6,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
-NO_TEXT = "NoExtensionBias"  # llguidance's name for a state that no token leaves
+# Beginnings of llguidance's errors about constraints that compile, but cannot be followed.
+NO_TEXT = "NoExtensionBias"  # in a state that no token leaves
+TOO_COMPLEX = ("Parser Error: Current row has ", "lexer error: too many ", "Parser Error: lexer error: too many ")
 
 
 class Matcher:
@@ -19,13 +21,14 @@ class Matcher:
     Attributes:
         error: why it cannot go on; "": it can.
         no_text: whether the reason is the constraint itself, which no text matches.
+        too_complex: whether the reason is the constraint itself, a step of which is beyond llguidance's limits.
     """
 
-    __slots__ = ("_ends", "_min_tokens", "_prompt_len", "_seen", "error", "matcher", "no_text")
+    __slots__ = ("_ends", "_min_tokens", "_prompt_len", "_seen", "error", "matcher", "no_text", "too_complex")
 
     def __init__(self, matcher: "LLMatcher", prompt_len: int, min_tokens: int, ends: tuple[int, ...]) -> None:
         self.error = ""
-        self.no_text = False
+        self.no_text = self.too_complex = False
         self.matcher = matcher
         self._prompt_len = self._seen = prompt_len
         self._min_tokens = min_tokens
@@ -56,6 +59,7 @@ class Matcher:
     def _fail(self) -> None:
         self.error = self.matcher.get_error().partition("\n")[0] or "the output does not match"
         self.no_text = self.error == NO_TEXT
+        self.too_complex = self.error.startswith(TOO_COMPLEX)
 
     def _bar_ends(self, mask: memoryview | bytearray) -> None:
         barred = bytearray(mask)

@@ -8,6 +8,7 @@ from workers.engines.constraints.matcher import Matcher
 NO_CONSTRAINTS = "this worker's engine applies no constraints (structured output)"
 
 NO_TEXT_MATCHES = "no text matches the constraint: a part of it, such as a $ref to itself, never ends"
+TOO_COMPLEX = "the constraint is too complex: use fewer optional properties or alternatives, or shorter lengths"
 
 
 class RunningConstraints:
@@ -56,4 +57,6 @@ class RunningConstraints:
 def _failure(key: object, matcher: Matcher) -> Failure:
     if matcher.no_text:
         return Failure(key, Code.invalid_request, NO_TEXT_MATCHES)
+    if matcher.too_complex:
+        return Failure(key, Code.invalid_request, f"{TOO_COMPLEX} ({matcher.error})")
     return Failure(key, Code.engine_error, f"the constraint cannot be applied: {matcher.error}")

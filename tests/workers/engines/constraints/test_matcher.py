@@ -162,6 +162,42 @@ def test_a_constraint_that_no_text_matches_is_the_clients_error(constraint: Cons
     assert not running
 
 
+def test_every_one_of_many_choices_can_be_written() -> None:
+    texts = [f"value {number}" for number in range(4096)]
+    constraint = Constraint("choice", json.dumps(texts))
+    for text in (texts[0], texts[400], texts[-1]):  # the second begins others
+        matcher = GRAMMARS.matcher(constraint, len(PROMPT), STOP)
+        tokens = list(PROMPT)
+        for token in MODEL.tokenizer.encode(text, add_special_tokens=False).ids:
+            assert token in allowed(matcher.mask())
+            tokens.append(token)
+            matcher.follow(tokens)
+        assert set(MODEL.eos_token_ids) & set(allowed(matcher.mask()))
+        assert not matcher.error
+
+
+@pytest.mark.parametrize(
+    ("schema", "text"),
+    [
+        ({"properties": {f"k{number}": {"type": "null"} for number in range(3000)}}, '{"k'),
+        ({"properties": {"a": {"pattern": "^(a|b|cd)*$", "minLength": 5000, "maxLength": 100000}}}, '{"a": "abababab'),
+    ],
+)
+def test_a_constraint_beyond_a_steps_limits_is_the_clients_error(schema: dict[str, Any], text: str) -> None:
+    running = RunningConstraints()
+    whole = {"type": "object", "additionalProperties": False, **schema}
+    matcher = GRAMMARS.matcher(Constraint("json_schema", json.dumps(whole)), len(PROMPT), STOP)
+    running.add("key", matcher)
+    tokens = list(PROMPT)
+    for token in MODEL.tokenizer.encode(text, add_special_tokens=False).ids:
+        tokens.append(token)
+        matcher.follow(tokens)
+        matcher.mask()
+    (failure,) = running.ended(StepResult([], [], [], [], 0))
+    assert failure.code == Code.invalid_request
+    assert "too complex" in failure.message
+
+
 def test_grammars_are_compiled_once_and_the_oldest_are_forgotten() -> None:
     grammars = ConstraintCompiler(lambda: ModelTokens(MODEL.tokenizer, MODEL.vocab_size, MODEL.eos_token_ids))
     constraints = [Constraint("choice", f'["{number}"]') for number in range(CACHED + 1)]
