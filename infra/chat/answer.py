@@ -3,6 +3,7 @@
 Servers differ in what they call thoughts: ``reasoning_content`` and ``reasoning`` are both read.
 """
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import msgspec
@@ -85,8 +86,8 @@ class Answer:
         self.complete = False
         self._left = b""
 
-    def feed(self, data: bytes) -> list[Part]:
-        """Bytes of the stream, in pieces of any length; returns what they add.
+    def feed(self, data: bytes) -> Iterator[Part]:
+        """Bytes of the stream, in pieces of any length; yields what they add, also before an error in them.
 
         Raises:
             ValueError: the server reports an error, or this is no such stream.
@@ -94,7 +95,8 @@ class Answer:
         *events, self._left = (self._left + data).replace(b"\r\n", b"\n").split(b"\n\n")
         if len(self._left) > MAX_EVENT_BYTES:
             raise ValueError(f"an event of the answer is larger than {MAX_EVENT_BYTES >> 20} MiB")
-        return [part for event in events for part in self._event(event)]
+        for event in events:
+            yield from self._event(event)
 
     def restart(self) -> None:
         """The stream begins again behind ``last_event``."""
@@ -138,9 +140,10 @@ class Answer:
         return Part(text, thought) if text or thought else None
 
     def _call(self, delta: _ToolCall) -> None:
-        while len(self.calls) <= min(delta.index, 127):
+        index = max(0, min(delta.index, 127))
+        while len(self.calls) <= index:
             self.calls.append(Call())
-        call = self.calls[min(delta.index, 127)]
+        call = self.calls[index]
         call.id = delta.id or call.id
         if delta.function is not None:
             call.name += delta.function.name or ""

@@ -18,6 +18,7 @@ from infra.chat.client import ChatClient
 from infra.chat.conversation import Conversation, image_url, load
 from infra.chat.session import COMMANDS, Options, Session
 from infra.launch.state import read_state
+from infra.terminal import visible
 
 INTERRUPTED = 130
 HISTORY_LINES = 1000
@@ -43,7 +44,7 @@ def run(argv: Sequence[str]) -> int:
     try:
         return talk(args, args.url or deployment_url(Path(args.data_dir)))
     except (ValueError, OSError) as error:
-        print(f"penstock chat: {error}", file=sys.stderr)
+        print(f"penstock chat: {visible(str(error))}", file=sys.stderr)
         return 1
 
 

@@ -22,6 +22,7 @@ from infra.launch.deathsig import die_with_parent
 from infra.launch.signals import leave_closed_terminal
 from infra.launch.state import read_state
 from infra.model.modeldir import ModelError, resolve
+from infra.terminal import visible
 
 READY_S = 3600.0  # larger models take minutes to load; `up` gives up earlier by its own --ready-s
 STOP_S = 60.0
@@ -57,7 +58,7 @@ def run(argv: Sequence[str]) -> int:
             with tempfile.TemporaryDirectory(prefix="penstock-run-", ignore_cleanup_errors=True) as folder:
                 return _serve(args, Path(folder), flags)
     except (ModelError, ValueError, OSError) as error:
-        print(f"penstock run: {error}", file=sys.stderr)
+        print(f"penstock run: {visible(str(error))}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return INTERRUPTED

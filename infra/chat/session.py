@@ -12,6 +12,7 @@ from infra.chat.answer import Answer
 from infra.chat.client import ChatClient
 from infra.chat.conversation import Conversation, image_url, load, save
 from infra.chat.output import AnswerPrinter
+from infra.terminal import visible
 
 HELP = """\
 /new             begin a new conversation
@@ -67,7 +68,8 @@ class Session:
     def run(self) -> None:
         """Read and answer until the end of input."""
         say = self._console.print
-        say(f"{self._conversation.model}: /help lists commands, Ctrl-D ends", style="dim", highlight=False)
+        model = visible(self._conversation.model)
+        say(f"{model}: /help lists commands, Ctrl-D ends", style="dim", highlight=False, markup=False)
         while True:
             try:
                 line = self._line()
@@ -84,7 +86,7 @@ class Session:
             except (EOFError, KeyboardInterrupt):
                 say("(stopped)", style="dim")
             except (ValueError, OSError) as error:
-                say(str(error), style="red", markup=False, highlight=False, soft_wrap=True)
+                say(visible(str(error)), style="red", markup=False, highlight=False, soft_wrap=True)
 
     def question(self, text: str, images: list[str]) -> Answer:
         """Ask and print the answer.
@@ -110,7 +112,7 @@ class Session:
             answer = self.question(line, images)
             while answer.calls:
                 for call in answer.calls:
-                    self._conversation.tool_result(call.id, self._read(f"result of {call.name}> "))
+                    self._conversation.tool_result(call.id, self._read(f"result of {visible(call.name)}> "))
                 answer = self._runner.run(self._answer())
 
     async def _answer(self) -> Answer:
@@ -152,7 +154,7 @@ class Session:
                 self._model(rest)
             case "/image":
                 self._images.append(image_url(rest))
-                say(f"{rest}: goes with the next question", style="dim", highlight=False)
+                say(f"{rest}: goes with the next question", style="dim", highlight=False, markup=False)
             case "/undo":
                 if not conversation.take_back():
                     raise ValueError("there is no question to take back")
@@ -173,7 +175,7 @@ class Session:
         self._conversation.model = name or self._conversation.model
         for each in models if not name else ():
             mark = "*" if each == self._conversation.model else " "
-            self._console.print(f"{mark} {each}", highlight=False, markup=False)
+            self._console.print(f"{mark} {visible(each)}", highlight=False, markup=False)
 
     def _retry(self) -> None:
         messages = self._conversation.messages

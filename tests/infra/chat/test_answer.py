@@ -46,10 +46,10 @@ def test_an_answer_is_the_same_however_its_bytes_are_cut(cuts: list[int], crlf: 
 
 def test_a_broken_stream_goes_on_with_the_next_whole_event() -> None:
     answer = Answer()
-    answer.feed(event("1", content="a") + event("2", content="b")[:-5])
+    list(answer.feed(event("1", content="a") + event("2", content="b")[:-5]))
     assert (answer.text, answer.last_event) == ("a", "1")
     answer.restart()
-    answer.feed(event("2", content="b"))
+    list(answer.feed(event("2", content="b")))
     assert (answer.text, answer.last_event) == ("ab", "2")
 
 
@@ -63,4 +63,18 @@ def test_a_broken_stream_goes_on_with_the_next_whole_event() -> None:
 )
 def test_errors_in_a_stream_are_raised_with_their_cause(data: bytes, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Answer().feed(data)
+        list(Answer().feed(data))
+
+
+def test_what_came_with_an_error_is_yielded_before_it() -> None:
+    parts = Answer().feed(event("1", content="a") + b'data: {"error": {"message": "the worker failed"}}\n\n')
+    assert next(parts).text == "a"
+    with pytest.raises(ValueError, match="the worker failed"):
+        next(parts)
+
+
+def test_calls_of_any_index_are_kept() -> None:
+    answer = Answer()
+    for index in (-5, 10**12):
+        list(answer.feed(event("1", tool_calls=[{"index": index, "id": "c", "function": {"name": "f"}}])))
+    assert (answer.calls[0], answer.calls[127]) == (Call("c", "f"), Call("c", "f"))

@@ -127,6 +127,13 @@ def test_thoughts_are_folded_unless_they_are_asked_for_and_control_characters_ne
     assert "\x1b[2J" not in folded
 
 
+def test_errors_are_printed_without_control_characters() -> None:
+    with serving() as server:
+        server.parts = [event("1", content="begun"), b'data: {"error": {"message": "no\\u001b[2J room"}}\n\n']
+        printed = talk(server, "a")
+    assert "begun\nno\N{REPLACEMENT CHARACTER}[2J room" in printed
+
+
 def test_the_result_of_a_tool_call_is_asked_for_and_sent() -> None:
     with serving() as server:
         call = {"index": 0, "id": "c1", "function": {"name": "find", "arguments": '{"city": "Oslo"}'}}
