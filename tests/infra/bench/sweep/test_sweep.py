@@ -194,14 +194,15 @@ async def test_arrivals_are_poisson_and_the_lag_of_the_generator_is_measured(tmp
     assert result.runs[0].client.sent_late_p99_ms is not None
 
 
-async def test_the_search_reports_the_knee_of_a_server(tmp_path: Path) -> None:
+async def test_the_search_doubles_the_level_until_the_knee_of_a_server_is_found(tmp_path: Path) -> None:
+    """Where the knee is depends on the machine's load too; ``test_knee`` finds it in exact measurements."""
     async with fake_server() as server:
         server.slots, server.seconds = asyncio.Semaphore(4), 0.03
         await run(plan(tmp_path, server, search_up_to=16, requests=24))
-    found = knee_of(read_series([tmp_path])[0])
-    assert found is not None
-    assert found.saturated
-    assert 3 <= found.level <= 8
+    knee = knee_of(read_series([tmp_path])[0])
+    assert knee is not None
+    assert 2 <= knee.level <= 16
+    assert {"a/c1/result.json", "a/c2/result.json", "a/c4/result.json"} <= {*files(tmp_path, "result.json")}
 
 
 @pytest.mark.parametrize(
