@@ -25,7 +25,7 @@ _SIZE = struct.Struct("<I")
 _SEQUENCE = TOMBSTONE - 1
 _FLAGS = ERASED | TOMBSTONE
 _SMALLEST = HEADER.size + CHECKSUM_BYTES
-_LARGEST_GAP = 1 << 24  # sequences before the last message of a block; behind a larger gap it is damaged
+LARGEST_GAP = 1 << 24  # sequences before the last message of a block; behind a larger gap it is damaged
 
 Place = tuple[int, int, int]  # sequence, Unix time in ns, offset in the block
 
@@ -75,7 +75,7 @@ def records(block: bytes) -> Records:
             first = first or seq & _SEQUENCE
         at += length
     damaged = size - at
-    if (len(places) > 1 and places[-1][0] - places[-2][0] > _LARGEST_GAP) or any(map(le, places[1:], places)):
+    if (len(places) > 1 and places[-1][0] - places[-2][0] > LARGEST_GAP) or any(map(le, places[1:], places)):
         kept = _ascending(places)
         damaged += sum(_length(block, place) for place in set(places).difference(kept))
         places = kept
@@ -92,7 +92,7 @@ def _ascending(places: list[Place]) -> list[Place]:
                 continue
             kept.pop()  # it is larger than the two around it
         kept.append(place)
-    if len(kept) > 1 and kept[-1][0] - kept[-2][0] > _LARGEST_GAP:
+    if len(kept) > 1 and kept[-1][0] - kept[-2][0] > LARGEST_GAP:
         kept.pop()
     return kept
 

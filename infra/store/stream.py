@@ -15,7 +15,7 @@ from typing import NamedTuple
 import msgspec
 import structlog
 
-from infra.store.blocks import CHECKSUM_BYTES, HAS_HEADERS, HEADER, Place, Records, records, subject_of
+from infra.store.blocks import CHECKSUM_BYTES, HAS_HEADERS, HEADER, LARGEST_GAP, Place, Records, records, subject_of
 
 log = structlog.get_logger("store")
 
@@ -85,6 +85,9 @@ class StoredStream:
             for block in self._blocks:
                 deleted += self._records(block)[1].deleted
             self._deleted = frozenset(deleted)
+            if limits is not None and not self._agree(limits):
+                log.warning("index_damaged", stream=self.name)
+                limits = None
         self.first_seq = limits.first_seq if limits is not None else self._firsts[0] if self._blocks else 0
         self.last_seq = limits.last_seq if limits is not None else self._last()
 
@@ -158,6 +161,14 @@ class StoredStream:
         for block in self._blocks[number:]:
             yield from self._living(self._records(block)[1].places)
 
+    def _agree(self, limits: "_Limits") -> bool:
+        """Whether the blocks have the first message that the server noted, and nothing far from the last one."""
+        if not limits.messages or not self._blocks:
+            return True
+        first = self._records(self._blocks[self._number_at(limits.first_seq)])[1].places
+        begins = any(place[0] == limits.first_seq and place[1] == limits.first_ns for place in first)
+        return begins and 0 <= limits.last_seq - self._last() <= LARGEST_GAP
+
     def _number_at(self, seq: int) -> int:
         return max(0, bisect_right(self._firsts, seq) - 1)
 
@@ -206,6 +217,7 @@ def _begin(number: int, path: Path, deleted: list[int]) -> _Block | None:
 class _Limits(NamedTuple):
     messages: int
     first_seq: int
+    first_ns: int
     last_seq: int
 
 
@@ -238,7 +250,8 @@ def _limits(index: Path, last_block: Path) -> _Limits | None:
             if byte < 128:
                 break
         numbers.append(value & (2**64 - 1))
-    return _Limits(numbers[0], numbers[2], numbers[4])
+    first_ns = (numbers[3] >> 1) ^ -(numbers[3] & 1)  # signed, the sign last
+    return _Limits(numbers[0], numbers[2], first_ns, numbers[4])
 
 
 def subject_pattern(subject: str) -> re.Pattern[bytes] | None:

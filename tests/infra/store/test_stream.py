@@ -198,6 +198,22 @@ async def test_the_files_hold_what_the_broker_serves(make_broker: Callable[..., 
     assert await everything(log, "ps_NONE") == []
 
 
+async def test_a_damaged_index_hides_no_message(make_broker: Callable[..., EmbeddedNats]) -> None:
+    server = make_broker()
+    await server.start()
+    async with opened(server, Subjects("ps")) as bus:
+        await fill(bus)
+        served = await everything(bus, "ps_WORK")
+    await server.stop()
+    folder = server.data_dir / STREAMS_DIR / "ps_WORK"
+    index = folder / "msgs" / "index.db"
+    whole = index.read_bytes()
+    for at in range(2, 24):
+        index.write_bytes(whole[:at] + bytes([whole[at] ^ 0x11]) + whole[at + 1 :])
+        seqs = [each.seq for each in StoredStream(folder).forward()]
+        assert set(seqs) >= {each[0] for each in served}
+
+
 async def test_reading_ends_when_the_deployment_is_started(make_broker: Callable[..., EmbeddedNats]) -> None:
     server = make_broker()
     await server.start()
