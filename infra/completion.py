@@ -63,11 +63,11 @@ _penstock() {{
     # bash takes "=" for a word of its own
     if [ "$cur" = "=" ]; then cur=""; elif [ "$prev" = "=" ]; then prev="${{COMP_WORDS[COMP_CWORD-2]}}"; fi
     case "$name" in
-        {"|".join(_groups(commands))}) name="$name ${{COMP_WORDS[2]}}" ;;
+        {"|".join(_groups(commands))}) [[ "${{COMP_WORDS[2]}}" == -* ]] || name="$name ${{COMP_WORDS[2]}}" ;;
     esac
     if [ "$COMP_CWORD" -eq 1 ]; then
         words="{firsts}"
-    elif [ "$COMP_CWORD" -eq 2 ] && [[ " {" ".join(nexts)} " == *" ${{COMP_WORDS[1]}} "* ]]; then
+    elif [ "$COMP_CWORD" -eq 2 ] && [[ "$cur" != -* && " {" ".join(nexts)} " == *" ${{COMP_WORDS[1]}} "* ]]; then
         case "${{COMP_WORDS[1]}}" in
 {_lines(groups)}
         esac
@@ -99,8 +99,12 @@ def zsh(commands: Sequence[Completed]) -> str:
             continue
         items = " ".join(_zsh_item(command.words[1], command.about) for command in seconds)
         inner = "\n".join(f"      {command.words[1]}) {_zsh_arguments(command.flags)} ;;" for command in seconds)
+        alone = next((command for command in commands if command.words == (first,)), None)
+        if alone is not None:  # `penstock plan --flag` beside `penstock plan simulate`
+            inner += f"\n      *) (( CURRENT++ )); words=({first} $words); {_zsh_arguments(alone.flags)} ;;"
         cases.append(
-            f"    {first}) if (( CURRENT == 2 )); then commands=({items}); _describe command commands; return; fi\n"
+            f"    {first}) if (( CURRENT == 2 )) && [[ $words[2] != -* ]]; then commands=({items}); "
+            "_describe command commands; return; fi\n"
             f"      shift words; (( CURRENT-- )); case $words[1] in\n{inner}\n      esac ;;"
         )
     return f"""\

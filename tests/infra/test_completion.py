@@ -98,6 +98,8 @@ def test_zsh_completes_commands_flags_and_values_on_a_terminal(
         "up --engine mock --work": "up --engine mock --workers=",
         "bench http --conc": "bench http --concurrency=",
         "completion z": "completion zsh ",
+        "plan sim": "plan simulate ",
+        "plan --kubernetes-u": "plan --kubernetes-url=",
         "tenants ro": "tenants rotate ",
         "worker --model penstock.": "worker --model penstock.zsh ",
     }
