@@ -42,7 +42,13 @@ class Routing:
 
     @property
     def unfinished(self) -> dict[str, tuple[int, str]]:
-        """Attempt and worker by request."""
+        """Attempt and worker by request. What is left unfolded is folded first, not with the next snapshot."""
+        self.router.cluster.fold_unowned()
+        return self.folded
+
+    @property
+    def folded(self) -> dict[str, tuple[int, str]]:
+        """The same, without what is left unfolded."""
         return {entry.request: (entry.attempt, entry.worker) for entry in self.router.cluster.tracker.active()}
 
     def metric(self, name: str) -> float:

@@ -265,11 +265,11 @@ async def test_routers_share_the_requests_of_an_owner_that_asks_them_to(
         await clients.ask(*before)
         for each in before:
             await clients.placed(each)
-        assert helper.unfinished == {}, "it reads, and does not fold, what it does not place"
+        assert helper.folded == {}, "it reads, and does not fold, what it does not place"
         share(owner, True)
         await eventually(lambda: member_of(helper).places(MODEL) and member_of(helper).reads)
         assert not member_of(helper).owns(MODEL)
-        await eventually(lambda: helper.unfinished == owner.unfinished)
+        await eventually(lambda: helper.folded == owner.unfinished)
         asked = [request() for _ in range(60)]
         await clients.ask(*asked)
         for each in asked:
@@ -282,7 +282,7 @@ async def test_routers_share_the_requests_of_an_owner_that_asks_them_to(
             again = decide_again(job)
             assert again is not None
             assert again.chosen[0] == worker, "whichever router decided, its record suffices"
-        await eventually(lambda: helper.unfinished == owner.unfinished)
+        await eventually(lambda: helper.folded == owner.unfinished)
         share(owner, False)
         await eventually(lambda: not member_of(helper).reads)
         last = [request() for _ in range(20)]
@@ -378,15 +378,15 @@ async def test_a_request_passed_on_to_a_router_that_owns_nothing_is_placed_by_th
             await clients.placed(each)
         work = owner.router.cluster.positions().work
         await eventually(lambda: standby.router.cluster.positions().work == work)
-        assert standby.unfinished == {}
+        assert standby.folded == {}
         late = request()
         nc = clients.bus.nc
         for each in (asked[0], late):
             await nc.publish(
                 clients.bus.subjects.routed(standby.router.id), wire.encode(each), reply=nc.new_inbox()[1:]
             )
-        await eventually(lambda: standby.unfinished == owner.unfinished != {})
-        assert late.id not in standby.unfinished, "the worker is full"
+        await eventually(lambda: standby.folded == owner.unfinished != {})
+        assert late.id not in standby.folded, "the worker is full"
         assert len(await clients.work()) == 20
 
 
