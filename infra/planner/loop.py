@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping
 
+import msgspec
 import structlog
 from nats.errors import Error as NatsError
 
@@ -32,7 +33,7 @@ class PlannerLoop:
     Args:
         planner_id: of this process.
         model: whose workers are planned.
-        say: told of each decision.
+        say: called with each decision.
     """
 
     def __init__(
@@ -70,8 +71,9 @@ class PlannerLoop:
             try:
                 while True:
                     await self._until_held()
-                    await self._catch_up()
-                    await self._reader.begin()
+                    if not await self._begin():
+                        await asyncio.sleep(STANDBY_S)
+                        continue
                     while await self._interval():
                         if await self._decide(publisher) and decisions:
                             left -= 1
@@ -81,12 +83,22 @@ class PlannerLoop:
                 await self._lease.give_up()
 
     async def _until_held(self) -> None:
-        told = ""
+        logged = ""
         while other := await self._take():
-            if other not in (told, "?"):
+            if other not in (logged, "?"):
                 log.info("another_planner_decides", planner=other, model=self._model)
-                told = other
+                logged = other
             await asyncio.sleep(STANDBY_S)
+
+    async def _begin(self) -> bool:
+        """Read what the last planner knew; False: the broker does not answer."""
+        try:
+            await self._catch_up()
+            await self._reader.begin()
+        except _UNREACHABLE as error:
+            log.warning("load_unknown", error=str(error) or repr(error))
+            return False
+        return True
 
     async def _take(self) -> str:
         try:
@@ -113,7 +125,12 @@ class PlannerLoop:
         stream, subject = self._bus.subjects.stream("PLAN"), self._bus.subjects.plan(self._model)
         count = 0
         async for entry in read(self._bus, stream, subject, since_ns=since_ns):
-            self._state = folded(self._planner, self._state, plans.decode(entry.data))
+            try:
+                planned = plans.decode(entry.data)
+            except msgspec.MsgspecError as error:  # of another build
+                log.warning("decision_unreadable", seq=entry.seq, error=str(error))
+                continue
+            self._state = folded(self._planner, self._state, planned)
             count += 1
         if count:
             log.info("caught_up", decisions=count, model=self._model)

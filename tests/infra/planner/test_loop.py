@@ -18,6 +18,7 @@ from infra.planner.lease import TTL_S, Lease
 from infra.planner.loop import PlannerLoop, folded, moved
 from infra.planner.observe import LoadReader
 from schemas import done, fleet, plans
+from schemas.errors import Code, ServingError
 from schemas.plans import Bounds, Planned, Pool, Role, Rules
 from schemas.streams import topology
 from schemas.subjects import Subjects
@@ -194,6 +195,29 @@ async def test_a_change_that_fails_is_in_the_log_and_tried_again(bus: Bus) -> No
     failed = [planned for planned in await logged(bus) if planned.failure]
     assert {planned.failure for planned in failed} == {"no GPU is free"}
     assert len(failed) == len(workers.asked) > 1
+
+
+async def test_an_unreadable_decision_and_a_broker_that_is_away_do_not_end_the_planner(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("infra.planner.loop.STANDBY_S", 0.02)
+    await register(bus, "w-1")
+    await bus.js.publish(bus.subjects.plan("tiny"), b"of another build")
+    begin, failures = LoadReader.begin, [ServingError(Code.broker_unavailable, "away")]
+
+    async def begin_later(reader: LoadReader) -> None:
+        if failures:
+            raise failures.pop()
+        await begin(reader)
+
+    monkeypatch.setattr(LoadReader, "begin", begin_later)
+    said = list[Planned]()
+    load = asyncio.create_task(keep_serving(bus))
+    async with asyncio.timeout(20):
+        await loop(bus, Workers(), said.append).run(decisions=1)
+    load.cancel()
+    assert len(said) == 1
+    assert not failures
 
 
 async def until(holds: Callable[[], bool]) -> None:
