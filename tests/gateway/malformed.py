@@ -7,10 +7,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from gateway.anthropic.prepare import count_message, prepare_message
+from gateway.openai.prepare import PendingMediaRequest, prepare_chat, prepare_completion
 from gateway.openai.responses_api.prepare import count_prompt_of, prepare_response
 from gateway.openai.responses_api.record import encode_stored, input_items, read_stored
 from gateway.openai.responses_api.requests import parse_response
-from schemas.errors import ServingError
+from gateway.openai.tokenization import detokenize, tokenize
+from infra.model import constraints
+from schemas.errors import Code, ServingError
 from tests.gateway.answers import CONTEXT, NOW
 
 JUNK: tuple[Any, ...] = (
@@ -46,7 +49,10 @@ def _places(value: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def _change(body: dict[str, Any], rng: random.Random) -> None:
-    container, key = rng.choice(list(_places(body)))
+    places = list(_places(body))
+    if not places:
+        return  # nothing is left
+    container, key = rng.choice(places)
     match rng.randrange(4):
         case 0 | 1:
             container[key] = copy.deepcopy(rng.choice(JUNK))
@@ -92,6 +98,37 @@ MESSAGES: list[dict[str, Any]] = [
      ]},
 ]  # fmt: skip
 
+CHATS: list[dict[str, Any]] = [
+    {"model": "tiny", "max_tokens": 1, "stream": True, "stream_options": {"include_usage": True}, "stop": ["x"],
+     "messages": [{"role": "system", "content": "s"}, {"role": "user", "content": [{"type": "text", "text": "hi"}]}],
+     "response_format": {"type": "json_schema", "json_schema": {"name": "n", "strict": True, "schema": {
+         "type": "object", "properties": {"a": {"type": "array", "items": {"enum": ["b", 1]}, "maxItems": 3}},
+         "required": ["a"], "additionalProperties": False}}}},
+    {"model": "tiny", "max_tokens": 1, "messages": [{"role": "user", "content": "hi"}], "n": 2, "logprobs": True,
+     "structured_outputs": {"regex": "[a-z]{2,5}"}, "logit_bias": {"5": 1}, "top_logprobs": 2},
+    {"model": "tiny", "max_completion_tokens": 1, "messages": [{"role": "developer", "content": "d"},
+        {"role": "user", "content": "hi"}], "guided_choice": ["a", "b"], "seed": 1, "reasoning_effort": "low"},
+    {"model": "tiny", "max_tokens": 1, "parallel_tool_calls": False, "tools": [
+        {"type": "function", "function": {"name": "f", "strict": True, "parameters": {
+            "type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}}}],
+     "tool_choice": {"type": "function", "function": {"name": "f"}}, "messages": [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": None, "tool_calls": [
+            {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}]},
+        {"role": "tool", "tool_call_id": "c", "content": "d"}]},
+]  # fmt: skip
+COMPLETIONS: list[dict[str, Any]] = [
+    {"model": "tiny", "max_tokens": 1, "prompt": "hi", "stop": "x", "guided_regex": "[ab]+", "logprobs": 2},
+    {"model": "tiny", "max_tokens": 1, "prompt": [5, 6], "structured_outputs": {"grammar": 'start: "a" | "b"'}},
+    {"model": "tiny", "max_tokens": 1, "prompt": "hi", "guided_json": {"type": "object"}, "echo": False, "n": 2},
+]
+TOKENIZE: list[dict[str, Any]] = [
+    {"model": "tiny", "prompt": "hi", "add_special_tokens": False, "return_token_strs": True},
+    {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "add_generation_prompt": True,
+     "tools": [{"type": "function", "function": {"name": "f"}}], "chat_template_kwargs": {"a": 1}},
+]  # fmt: skip
+DETOKENIZE: list[dict[str, Any]] = [{"model": "tiny", "tokens": [5, 6, 7]}]
+
 _CONTEXT = CONTEXT._replace(names=("tiny",))
 
 
@@ -102,8 +139,22 @@ def _response(data: bytes) -> None:
     input_items("resp_1", body.input or ())
 
 
+def _generation(data: bytes, prepare: Callable[..., Any]) -> None:
+    prepared = prepare(data, _CONTEXT, now_ns=NOW)
+    if isinstance(prepared, PendingMediaRequest) or prepared.request.constraint is None:
+        return
+    try:
+        constraints.check(prepared.request.constraint)
+    except constraints.ConstraintError as error:  # as gateway.constraint_check, without its thread
+        raise ServingError(Code.invalid_request, str(error)) from None
+
+
 # For each route valid bodies, and what a gateway does with a body before it asks the log or a worker.
 ROUTES: dict[str, tuple[list[dict[str, Any]], Callable[[bytes], object]]] = {
+    "/v1/chat/completions": (CHATS, lambda data: _generation(data, prepare_chat)),
+    "/v1/completions": (COMPLETIONS, lambda data: _generation(data, prepare_completion)),
+    "/tokenize": (TOKENIZE, lambda data: tokenize(data, _CONTEXT)),
+    "/detokenize": (DETOKENIZE, lambda data: detokenize(data, _CONTEXT)),
     "/v1/responses": (RESPONSES, _response),
     "/v1/responses/input_tokens": (RESPONSES, lambda data: count_prompt_of(parse_response(data), (), _CONTEXT)),
     "/v1/messages": (MESSAGES, lambda data: prepare_message(data, _CONTEXT, now_ns=NOW)),

@@ -1,4 +1,4 @@
-"""A thousand malformed bodies for each route of the Responses and Messages APIs, refused with 4xx and nothing else."""
+"""A thousand malformed bodies for each route that takes a body of text, refused with 4xx and nothing else."""
 
 from collections.abc import Callable
 

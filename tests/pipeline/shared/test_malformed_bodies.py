@@ -1,4 +1,4 @@
-"""Malformed bodies and ids on the routes of the Responses and Messages APIs: 4xx in the shape of the API."""
+"""Malformed bodies and ids on the routes of generations and tokens: 4xx in the shape of the API."""
 
 from typing import Any
 
