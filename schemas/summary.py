@@ -3,11 +3,14 @@
 Part of the wire contract: it says what the messages of a request mean, for commands and the gateway alike.
 """
 
+from typing import TypeVar
+
 import msgspec
 
-from schemas.done import Done, request_of
-from schemas.requests import GenerateRequest
+from schemas.done import Done, Outcome, Timings, Usage, request_of
+from schemas.requests import GenerateRequest, Priority
 from schemas.tokens import FAILURES
+from schemas.wire import decoder
 
 WAITING, RUNNING, FINISHED, CANCELLED, FAILED = "waiting", "running", "finished", "cancelled", "failed"
 STATES = (WAITING, RUNNING, FINISHED, CANCELLED, FAILED)
@@ -88,14 +91,74 @@ def of_done(event: Done) -> RequestSummary:
     Raises:
         msgspec.MsgspecError: the request in the record is of a version that this one cannot read.
     """
-    request = request_of(event)
+    return _of_record(event, request_of(event), RequestSummary)
+
+
+Kind = TypeVar("Kind", bound=RequestSummary)
+
+
+def of_encoded_done(data: bytes, kind: type[Kind]) -> Kind | None:
+    """As ``of_done``, from an encoded message of DONE; tokens are not decoded. None: it is no record.
+
+    Args:
+        kind: what is made: ``RequestSummary``, or the same with other options.
+    Raises:
+        msgspec.MsgspecError: it is of a version that this one cannot read.
+    """
+    event = _decode_record(data)
+    if isinstance(event, _Returned):
+        return None
+    return _of_record(event, _decode_origin(event.submitted) if event.submitted else None, kind)
+
+
+class _Reason(msgspec.Struct):
+    """Of an ``Outcome``."""
+
+    reason: str = ""
+
+
+class _Record(msgspec.Struct, tag="done"):
+    """Of a ``Done``."""
+
+    request: str
+    model: str
+    attempt: int
+    worker: str = ""
+    choices: tuple[_Reason, ...] = ()
+    usage: Usage = Usage()
+    timings: Timings = Timings()
+    code: str = ""
+    message: str = ""
+    user: str = ""
+    submitted: bytes = b""
+
+
+class _Returned(msgspec.Struct, tag="returned"):
+    pass
+
+
+class _Origin(msgspec.Struct):
+    """Of a ``GenerateRequest``."""
+
+    tenant: str = "default"
+    priority: Priority = Priority.standard
+    endpoint: str = ""
+    client_request_id: str = ""
+
+
+_decode_record = decoder(_Record | _Returned)  # type: ignore[arg-type]
+_decode_origin = decoder(_Origin)
+
+
+def _of_record(event: Done | _Record, request: GenerateRequest | _Origin | None, kind: type[Kind]) -> Kind:
     times, usage = event.timings, event.usage
-    reason = event.choices[0].reason if event.choices else ""
+    first: Outcome | _Reason | None = event.choices[0] if event.choices else None
+    reason = first.reason if first is not None else ""
     if event.code == "cancelled" or (not event.code and reason == "cancelled"):
         state = CANCELLED
     else:
         state = FAILED if event.code or reason in FAILURES else FINISHED
-    return RequestSummary(
+    return kind(
         event.request,
         event.model,
         state,

@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 
 from infra.bus.direct_get import Entry, StreamState
-from infra.store.blocks import message, parse_headers
+from infra.store.blocks import body, message, parse_headers
 from infra.store.stream import Raw, StoredStream, subject_pattern
 from schemas.errors import Code, ServingError
 from schemas.subjects import Subjects
@@ -53,6 +53,15 @@ class StoredLog:
             if until_seq is not None and raw.seq > until_seq:
                 return
             yield entry_of(raw)
+
+    def bodies(self, stream: str, *, after: int, until_seq: int) -> Iterator[tuple[int, int, bytes]]:
+        """Sequence, time (Unix, ns; not that of a recording) and body of each message between two sequences."""
+        stored = self.stream(stream)
+        for data, places in stored.by_block(after=after) if stored is not None else ():
+            for seq, time_ns, at in places:
+                if seq > until_seq:
+                    return
+                yield seq, time_ns, body(data, at)
 
     def read_backwards(self, stream: str, subject: str, *, before: int) -> Iterator[Entry]:
         """As ``direct_get.read_backwards``."""

@@ -6,6 +6,7 @@ acknowledged. A stopped deployment has no consumers, so the last hour of both st
 
 import time
 from collections.abc import AsyncGenerator, Iterable
+from pathlib import Path
 
 import msgspec
 import structlog
@@ -67,17 +68,20 @@ def of_entry(entry: Entry) -> LoggedRequest | None:
         return None
 
 
-async def unfinished(bus: Readable, criteria: Criteria, *, stopped: bool = False) -> list[LoggedRequest]:
+async def unfinished(
+    bus: Readable, criteria: Criteria, *, stopped: bool = False, cache: Path | None = None
+) -> list[LoggedRequest]:
     """Requests that have not ended, latest accepted first.
 
     Args:
         stopped: the deployment does not run; the last hour of its log is read.
+        cache: folder of a note about where they are in the files of a stopped deployment; None: none is made.
     Raises:
         ServingError: a stream cannot be read.
     """
     by_id: dict[str, LoggedRequest] = {}
     if isinstance(bus, StoredLog):
-        for name, subject, data in left_open(bus, await _hour_before_end(bus)):
+        for name, subject, data in left_open(bus, await _hour_before_end(bus), cache):
             if name == "REQUESTS":
                 request = requests.decode(data)
                 by_id[request.id] = LoggedRequest(of_request(request, state=WAITING), request)

@@ -117,7 +117,9 @@ async def _list(log: Log, options: Options) -> AsyncGenerator[RequestLine, None]
     count = 0
     criteria = options.criteria
     states = criteria.states
-    requests = await unfinished(log.reader, criteria, stopped=log.stopped) if _may_be_unfinished(criteria) else []
+    requests = []
+    if _may_be_unfinished(criteria):
+        requests = await unfinished(log.reader, criteria, stopped=log.stopped, cache=options.cache)
     for each in requests:
         if (line := _line(each, options)) is not None:
             yield line

@@ -18,11 +18,11 @@ import structlog
 from nats.errors import Error as NatsError
 
 from infra.bus.connection import Bus
-from infra.bus.direct_get import Entry, Readable, StreamState, read, read_backwards
+from infra.bus.direct_get import Readable, StreamState, read, read_backwards
 from infra.bus.jetstream import ApiError
-from schemas import done
+from infra.store.log import StoredLog
 from schemas.errors import Code, ServingError
-from schemas.summary import Criteria, RequestSummary, of_done
+from schemas.summary import Criteria, RequestSummary, of_encoded_done
 
 log = structlog.get_logger("timeline")
 
@@ -91,7 +91,7 @@ async def summaries(bus: Readable, criteria: Criteria, folder: Path) -> AsyncGen
                 break
             if criteria.since_ns and entry.time_ns < criteria.since_ns:  # it was accepted even earlier
                 return
-            summary = _summary(entry)
+            summary = _summary(entry.seq, entry.data)
             if summary is not None and criteria.accepts(summary):
                 yield summary
     files = _Files(folder / hashlib.sha256(f"{stream} {info.created}".encode()).hexdigest()[:16])
@@ -128,22 +128,28 @@ async def _read_segment(bus: Readable, number: int) -> _Segment:
     stream, subject = bus.subjects.stream("DONE"), bus.subjects.all("done")
     after, until = number * SEGMENT, (number + 1) * SEGMENT
     segment = _Segment([], [], [])
+    if isinstance(bus, StoredLog):
+        for seq, time_ns, data in bus.bodies(stream, after=after, until_seq=until):
+            if (summary := _summary(seq, data)) is not None:
+                segment.seqs.append(seq)
+                segment.times.append(time_ns)
+                segment.summaries.append(summary)
+        return segment
     async for entry in read(bus, stream, subject, after=after, until_seq=until, batch=BATCH):
-        summary = _summary(entry)
+        summary = _summary(entry.seq, entry.data)
         if summary is not None:
             segment.seqs.append(entry.seq)
             segment.times.append(entry.time_ns)
-            segment.summaries.append(_Summary(*msgspec.structs.astuple(summary)))
+            segment.summaries.append(summary)
     return segment
 
 
-def _summary(entry: Entry) -> RequestSummary | None:
+def _summary(seq: int, data: bytes) -> _Summary | None:
     """The summary of a record. None: another message, or one of a later release."""
     try:
-        event = done.decode(entry.data)
-        return of_done(event) if isinstance(event, done.Done) else None
+        return of_encoded_done(data, _Summary)
     except msgspec.MsgspecError as error:
-        log.warning("record_unreadable", seq=entry.seq, error=str(error))
+        log.warning("record_unreadable", seq=seq, error=str(error))
         return None
 
 

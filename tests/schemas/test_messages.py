@@ -11,7 +11,10 @@ import pytest
 
 import schemas
 from schemas import done
+from schemas.requests import Priority
+from schemas.summary import RequestSummary, of_done, of_encoded_done
 from schemas.wire import encode
+from tests.infra.timeline.tracing import samples
 from tests.schemas.samples import SAMPLES
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -160,3 +163,18 @@ def test_terminal_events_of_releases_without_records_stay_readable() -> None:
     assert isinstance(event, done.Done)
     assert (event.code, event.submitted, event.left_out) == ("worker_lost", b"", ())
     assert done.request_of(event) is None
+
+
+@pytest.mark.parametrize("name", [name for name in SAMPLES if name.startswith("done")])
+def test_a_record_is_summarised_the_same_with_and_without_its_tokens_decoded(name: str) -> None:
+    message, _ = SAMPLES[name]
+    request = samples.request(tenant="acme", priority=Priority.batch, endpoint="chat", client_request_id="mine")
+    for submitted in (b"", encode(request)):
+        for code in ("", "internal", "cancelled"):
+            event = msgspec.structs.replace(message, submitted=submitted, code=code)
+            for record in (event, done.without_content(event)):
+                assert of_encoded_done(encode(record), RequestSummary) == of_done(record)
+
+
+def test_no_summary_is_made_of_a_returned_attempt() -> None:
+    assert of_encoded_done(encode(SAMPLES["returned"][0]), RequestSummary) is None

@@ -2,16 +2,23 @@
 
 import asyncio
 import json
+import os
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from infra.broker.server import EmbeddedNats
 from infra.bus.connection import Bus
 from infra.model.modeldir import TINY, load_tokenizer
+from infra.store.log import StoredLog
+from infra.store.stream import Raw
+from infra.timeline import left_open
 from infra.timeline.find_requests import ended, unfinished
 from infra.timeline.list_requests import run
+from infra.timeline.open_log import Source, open_log
 from schemas.streams import ROUTER_ACK_WAIT_S
 from schemas.subjects import Subjects
 from schemas.summary import Criteria
@@ -148,6 +155,63 @@ async def test_the_log_of_a_stopped_deployment_lists_what_it_left_unfinished(
     assert [(line["id"], line["state"]) for line in lines] == expected
     assert await asyncio.to_thread(run, ["--data-dir", str(server.data_dir), "--follow"]) == 1
     assert "nothing to follow" in capsys.readouterr().err
+
+
+async def test_what_a_stopped_deployment_left_unfinished_is_looked_for_once(
+    make_broker: Callable[..., EmbeddedNats], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server, cache = make_broker(), tmp_path / "cache"
+
+    async def found(cache: Path | None = cache) -> list[tuple[str, str]]:
+        async with open_log(Source(server.data_dir), name="test", files=True) as log:
+            left = await unfinished(log.reader, EVERYTHING, stopped=True, cache=cache)
+            return [(each.summary.id, each.summary.state) for each in left]
+
+    await server.start()
+    async with opened(server, server.subjects) as bus:
+        over, running, waiting = [await accept(bus) for _ in range(3)]
+        await end(bus, over)
+        await assign(bus, running)
+    await server.stop()
+    expected = [(waiting.id, "waiting"), (running.id, "running")]
+    assert await found(None) == await found() == expected
+    (note,) = os.listdir(cache)
+    assert running.id.encode() not in (cache / note).read_bytes()
+    with monkeypatch.context() as patch:
+        patch.delattr(left_open, "_search")
+        assert await found() == expected
+
+    await server.start()
+    async with opened(server, server.subjects) as bus:
+        await end(bus, running)
+    await server.stop()
+    assert await found(None) == await found() == expected[:1]
+    (note,) = os.listdir(cache)
+    (cache / note).write_bytes(b"damaged")
+    assert await found() == expected[:1]
+
+
+async def test_jobs_are_not_read_where_no_request_is_open(
+    make_broker: Callable[..., EmbeddedNats], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = make_broker()
+    await server.start()
+    async with opened(server, server.subjects) as bus:
+        over = await accept(bus)
+        await assign(bus, over)
+        await end(bus, over)
+    await server.stop()
+    read = []
+    without = left_open._without
+
+    def noted(stored: StoredLog, name: str, *more: Any) -> Iterator[Raw]:
+        read.append(name)
+        return without(stored, name, *more)
+
+    monkeypatch.setattr(left_open, "_without", noted)
+    async with open_log(Source(server.data_dir), name="test", files=True) as log:
+        assert await unfinished(log.reader, EVERYTHING, stopped=True) == []
+    assert read == ["REQUESTS"]
 
 
 @pytest.mark.parametrize(
