@@ -22,7 +22,7 @@ from workers.engines.events import wire
 from workers.engines.events.consolidator import Consolidator
 from workers.engines.events.publisher import Publisher
 from workers.engines.events.subscriber import Subscriber
-from workers.engines.vllm.kv_events import Translator
+from workers.engines.events.translator import Translator
 
 log = structlog.get_logger("engine")
 

@@ -7,25 +7,21 @@ from collections.abc import Sequence as Seq
 from typing import Any
 
 import msgspec
-import structlog
 from prometheus_client.registry import Collector
 
 from schemas.kv import KvEvent
 from schemas.transfer import Memory
 from workers.engines.base import EngineInfo, SequenceRequest, VisionEngine
-from workers.engines.events import wire
 from workers.engines.external.engine import BlockCounts
+from workers.engines.external.event_streams import EventStreams, KvPayloads
 from workers.engines.external.handoff_state import ConsumedStates
 from workers.engines.external.metrics import NativeSeries
 from workers.engines.external.runtime import EngineRuntime
 from workers.engines.external.sequences import ActiveSequence
 from workers.engines.vllm.api import Api
-from workers.engines.vllm.follower import Call, Follower, KvPayloads
-from workers.engines.vllm.kv_events import Translator
+from workers.engines.vllm.follower import Call, Follower
 from workers.engines.vllm.metrics import PREFIX, SchedulerStats
 from workers.engines.vllm.prepare import Options, check, prepare
-
-log = structlog.get_logger("engine")
 
 
 class VllmAdapter:
@@ -48,7 +44,7 @@ class VllmAdapter:
         self._options = options
         self._scheduler = scheduler
         self._follower = Follower(runtime, options.layout)
-        self._translators = [Translator(info.block_size, options.root) for _ in range(info.dp_size)]
+        self._streams = EventStreams(info.dp_size, info.block_size, options.root)
         self._consumed = ConsumedStates()
         loop = runtime.loop
         loop.post(lambda: loop.task(self._follower.watch(), "health"))
@@ -69,27 +65,18 @@ class VllmAdapter:
         self._follower.abort(sequence)
 
     def kv_events(self, event: KvPayloads) -> dict[int, list[KvEvent]]:
-        translator = self._translators[event.rank]
-        events = translator.forget() if event.lost else []
-        for payload in event.payloads:
-            try:
-                events += translator.feed(wire.decode_raw(payload))
-            except ValueError as error:
-                translator.counts.malformed += 1
-                log.warning("kv_event_malformed", error=str(error), action="forgetting this rank's blocks")
-                events += translator.forget()
-        return {event.rank: events}
+        return self._streams.feed(event)
 
     def block_counts(self, *, active: bool, held: int) -> BlockCounts:
         total = self._info.total_blocks
         used = pinned = min(total, held)
         if active:  # the scheduler's last statistics are outdated once nothing runs
             used = min(total, max(used, round(self._scheduler.used * total)))
-        cached = min(total - used, sum(translator.names for translator in self._translators))
+        cached = min(total - used, self._streams.names)
         return BlockCounts(used, cached, total - used - cached, pinned, self._scheduler.preemptions)
 
     def dump(self, rank: int) -> list[KvEvent]:
-        return self._translators[rank].dump()
+        return self._streams.dump(rank)
 
     def memory(self) -> dict[str, Memory]:
         return {}

@@ -1,20 +1,15 @@
 """From settings to a running vLLM engine: arguments, checks, construction and one warm-up request."""
 
 import contextlib
-import functools
 import os
 import secrets
 import shutil
-import socket
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import structlog
-import zmq
 
 from configs.settings import WorkerSettings
 from infra.engine_args.tree import BadArguments, Tree
@@ -22,17 +17,18 @@ from infra.model import modeldir
 from schemas import blocks
 from workers.engines import memory_budget
 from workers.engines.base import EngineError, EngineInfo
-from workers.engines.events.subscriber import Subscriber
 from workers.engines.external import arguments as user_arguments
 from workers.engines.external.engine import ExternalEngine
+from workers.engines.external.event_streams import channels, subscribe
 from workers.engines.external.guard import Guard, children
+from workers.engines.external.network import address, environ, free_ports, is_free
 from workers.engines.external.runtime import CLOSE_S, EngineRuntime, Inbox, shut_down
 from workers.engines.loop import LoopThread
 from workers.engines.vllm import api as apis
 from workers.engines.vllm.adapter import VllmAdapter
 from workers.engines.vllm.api import Api
 from workers.engines.vllm.args import EngineSettings, Resolved, layout, resolve
-from workers.engines.vllm.follower import Call, KvPayloads
+from workers.engines.vllm.follower import Call
 from workers.engines.vllm.metrics import SchedulerStats
 from workers.engines.vllm.prepare import Options
 
@@ -77,7 +73,7 @@ def from_settings(settings: WorkerSettings, path: Path) -> ExternalEngine[Call]:
         early = undo.enter_context(contextlib.ExitStack())
         if resolved.kv_events:  # before the engine starts: a late subscriber misses the first events
             for rank in range(resolved.ranks):
-                early.callback(subscribe(resolved.tree, rank, inbox).close)
+                early.callback(subscribe(resolved.tree["kv_events_config"], rank, inbox).close)
         before = children()
         with environ(variables):
             llm = construct(api, str(path), resolved.tree, scheduler, loop)
@@ -181,46 +177,6 @@ def cpu_bytes(wanted: EngineSettings, given: Tree) -> int:
     return max(1, memory_budget.share(memory_budget.free_bytes() // max(memory_budget.numa_nodes(), processes)))
 
 
-def channels(folder: Path, ranks: int) -> tuple[str, str]:
-    """Endpoints of KV events and their replay. TCP for several ranks: rank n adds n to the port."""
-    if ranks == 1:
-        return f"ipc://{folder}/events", f"ipc://{folder}/replay"
-    first = _free_ports(2 * ranks)
-    return f"tcp://127.0.0.1:{first}", f"tcp://127.0.0.1:{first + ranks}"
-
-
-def subscribe(tree: Tree, rank: int, inbox: Inbox) -> Subscriber:
-    """Read one rank's events into the queue.
-
-    Raises:
-        EngineError: the endpoint cannot be used.
-    """
-    config = tree["kv_events_config"]
-    endpoint, replay = (_of_rank(config.get(key) or "", rank) for key in ("endpoint", "replay_endpoint"))
-    binds = not ("*" in endpoint or "::" in endpoint or endpoint.startswith(("ipc://", "inproc://")))
-
-    def take(payloads: list[bytes], lost: bool) -> None:
-        inbox.put(KvPayloads(rank, payloads, lost))
-
-    try:
-        return Subscriber(
-            endpoint.replace("*", "127.0.0.1"),
-            replay.replace("*", "127.0.0.1"),
-            take,
-            topic=config.get("topic") or "",
-            binds=binds,  # a publisher with a plain address connects to it
-        )
-    except zmq.ZMQError as error:
-        raise EngineError(f"kv_events_config.endpoint {endpoint}: {error}") from error
-
-
-def _of_rank(endpoint: str, rank: int) -> str:
-    if not rank or not endpoint.startswith("tcp://"):
-        return endpoint
-    host, _, port = endpoint.rpartition(":")
-    return f"{host}:{int(port) + rank}"
-
-
 def construct(api: Api, model: str, tree: Tree, scheduler: SchedulerStats, loop: LoopThread) -> Any:
     """
     Raises:
@@ -267,62 +223,8 @@ def side_channel(nats_url: str, ranks: int = 1) -> dict[str, str]:
         BadArguments: the port in the environment is taken; the engine would wait for it forever.
     """
     port = os.environ.get(SIDE_PORT)
-    if port and not all(_is_free(int(port) + rank) for rank in range(ranks)):
+    if port and not all(is_free(int(port) + rank) for rank in range(ranks)):
         raise BadArguments(
             [f"{SIDE_PORT}: {port} is taken on this machine; unset the variable, or choose another port"]
         )
-    return {SIDE_PORT: str(port or _free_ports(ranks)), SIDE_HOST: address(nats_url)}
-
-
-@contextlib.contextmanager
-def environ(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set the variables that are unset, for processes that start within the context."""
-    added = [name for name in variables if name not in os.environ]
-    os.environ.update({name: variables[name] for name in added})
-    try:
-        yield
-    finally:
-        for name in added:
-            del os.environ[name]
-
-
-@functools.lru_cache(maxsize=8)
-def address(nats_url: str) -> str:
-    """The address of this machine's interface towards the broker; other workers can reach it too."""
-    host = urlsplit(nats_url.split(",")[0]).hostname or "127.0.0.1"
-    try:
-        family, kind, protocol, _, target = socket.getaddrinfo(host, 4222, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.connect(target)  # sends nothing
-            return str(probe.getsockname()[0])
-    except OSError:
-        return "127.0.0.1"
-
-
-def _is_free(port: int) -> bool:
-    with socket.socket() as probe:
-        try:
-            probe.bind(("", port))
-        except (OSError, OverflowError):
-            return False
-    return True
-
-
-def _free_ports(count: int) -> int:
-    """The first of ``count`` consecutive ports that were free a moment ago.
-
-    Raises:
-        EngineError: none were found.
-    """
-    for _ in range(64):
-        with contextlib.ExitStack() as bound:
-            try:
-                probe = bound.enter_context(socket.socket())
-                probe.bind(("", 0))
-                first = int(probe.getsockname()[1])
-                for port in range(first + 1, first + count):
-                    bound.enter_context(socket.socket()).bind(("", port))
-                return first
-            except (OSError, OverflowError):
-                continue
-    raise EngineError(f"no {count} consecutive free ports were found; set {SIDE_PORT}")
+    return {SIDE_PORT: str(port or free_ports(ranks)), SIDE_HOST: address(nats_url)}

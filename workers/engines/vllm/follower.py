@@ -3,7 +3,6 @@
 import asyncio
 import itertools
 from collections.abc import Callable
-from collections.abc import Sequence as Seq
 from typing import Any, NamedTuple
 
 import structlog
@@ -34,14 +33,6 @@ class Call(NamedTuple):
     prepared: Prepared
     prepare_without_handoff: Callable[[], Prepared]
     logprobs: int | None
-
-
-class KvPayloads(NamedTuple):
-    """Payloads of KV events of one rank. ``lost``: events before them are missing."""
-
-    rank: int
-    payloads: Seq[bytes]
-    lost: bool
 
 
 class Follower:

@@ -16,8 +16,10 @@ from tests import standins
 from workers.engines import memory_budget
 from workers.engines.base import EngineError
 from workers.engines.external.arguments import given
+from workers.engines.external.event_streams import channels
+from workers.engines.external.network import address, environ
 from workers.engines.vllm.args import MULTIMODAL, EngineSettings, Resolved, layout, resolve, transfer
-from workers.engines.vllm.build import address, channels, cpu_bytes, environ, on_device, side_channel, wanted_of
+from workers.engines.vllm.build import cpu_bytes, on_device, side_channel, wanted_of
 
 FIELDS = runpy.run_path(str(standins.FOLDER / "vllm" / "_standin" / "fields.py"))["FIELDS"]
 NIXL = {

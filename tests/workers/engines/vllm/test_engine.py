@@ -20,9 +20,9 @@ from tests import standins
 from tests.workers.engines.contract import ALL, BLOCK, WORDS, Driver, ask, fold, names, prefilled
 from workers.engines.base import EngineError
 from workers.engines.external import handoff_state
+from workers.engines.external.event_streams import subscribe
 from workers.engines.external.metrics import NativeSeries
 from workers.engines.external.runtime import Inbox
-from workers.engines.vllm.build import subscribe
 from workers.engines.vllm.metrics import PREFIX, SchedulerStats
 
 (SUBJECT,) = (subject for subject in ALL if subject.name == "vllm")
@@ -271,7 +271,7 @@ def test_a_wrong_argument_ends_the_start_and_leaves_nothing(make: Make, argument
 
 def test_an_endpoint_of_events_that_cannot_be_used_is_named() -> None:
     with pytest.raises(EngineError, match="no-such-host"):
-        subscribe({"kv_events_config": {"endpoint": "tcp://no-such-host.invalid:x"}}, 0, Inbox())
+        subscribe({"endpoint": "tcp://no-such-host.invalid:x"}, 0, Inbox())
 
 
 def test_without_nixl_a_handoff_is_refused_at_start(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from schemas.wire import pack_tokens
 from tests import standins
 from tests.workers.engines.events.support import fold
 from workers.engines.events import wire
-from workers.engines.vllm.kv_events import Translator
+from workers.engines.events.translator import Translator
 
 SIZE = 4
 ROOT = blocks.root("test")

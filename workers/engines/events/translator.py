@@ -1,8 +1,10 @@
-"""Translates vLLM's KV events: its block hashes become our block names, from tokens, parents and cache salts.
+"""Translates the KV events of vLLM and SGLang: their block hashes become our block names, from tokens and parents.
 
-Pure. There is one ``Translator`` per publisher (data-parallel rank). vLLM may keep two copies of a block and reports
-each; here the block is removed with the first of them, so that a router knows of fewer blocks than there are, never of
-more. A block that cannot be named for certain (unknown parent, media, adapters, another block size) is left out.
+Pure. There is one ``Translator`` per publisher (data-parallel rank). The formats differ in one thing: where a block
+belongs to a tenant, vLLM names the salt among the ``extra_keys`` of a prompt's first block, SGLang as ``cache_salt`` of
+every block. vLLM may keep two copies of a block and reports each; here the block is removed with the first of them, so
+that a router knows of fewer blocks than there are, never of more. A block that cannot be named for certain (unknown
+parent, media, adapters, another block size) is left out.
 """
 
 from array import array
@@ -18,7 +20,8 @@ from workers.engines.events.block_tree import Block, BlockTree
 
 log = structlog.get_logger("engine")
 
-TIERS = {None: 0, "GPU": 0, "CPU": 1, "STORAGE": 2}
+TIERS = {None: 0, "GPU": 0, "CPU": 1, "STORAGE": 2}  # of vLLM
+TIERS |= {"CPU_PINNED": 1, "DISK": 2, "EXTERNAL": 2}  # of SGLang
 _ALL = float("inf")  # window of layers with full attention
 
 
@@ -38,7 +41,7 @@ class Translator:
 
     Args:
         block_size: tokens per block, ours and the engine's.
-        root: parent of the first block's name for prompts without a cache salt; a salt is another root, in hex.
+        root: parent of the first block's name for prompts without a salt; a salt is another root, in hex.
     """
 
     def __init__(self, block_size: int, root: bytes) -> None:
@@ -118,6 +121,9 @@ class Translator:
             return
         tier = TIERS[event.get("medium")]
         extras = event.get("extra_keys") or [None] * len(hashes)
+        salt = event.get("cache_salt")
+        if salt is not None and parent is None:  # the names below it have it in their root
+            extras = [(salt,), *extras[1:]]
         for at, (value, extra) in enumerate(zip(hashes, extras, strict=True)):
             digest = self._name(parent, tokens[at * size : (at + 1) * size], extra)
             if digest is None:

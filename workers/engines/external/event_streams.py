@@ -1,0 +1,99 @@
+"""KV events that an engine publishes over ZMQ (vLLM, SGLang): read per data-parallel rank, translated to our names."""
+
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import structlog
+import zmq
+
+from schemas.kv import KvEvent
+from workers.engines.base import EngineError
+from workers.engines.events import wire
+from workers.engines.events.subscriber import Subscriber
+from workers.engines.events.translator import Translator
+from workers.engines.external.network import free_ports
+from workers.engines.external.runtime import Inbox
+
+log = structlog.get_logger("engine")
+
+
+class KvPayloads(NamedTuple):
+    """Payloads of KV events of one rank. ``lost``: events before them are missing."""
+
+    rank: int
+    payloads: Seq[bytes]
+    lost: bool
+
+
+class EventStreams:
+    """The names of all ranks' blocks. Used by the engine thread only."""
+
+    def __init__(self, ranks: int, block_size: int, root: bytes) -> None:
+        self._translators = [Translator(block_size, root) for _ in range(ranks)]
+
+    def feed(self, event: KvPayloads) -> dict[int, list[KvEvent]]:
+        """The events in the payloads, by rank. A rank's blocks are forgotten if a payload is missing or damaged."""
+        translator = self._translators[event.rank]
+        events = translator.forget() if event.lost else []
+        for payload in event.payloads:
+            try:
+                events += translator.feed(wire.decode_raw(payload))
+            except ValueError as error:
+                translator.counts.malformed += 1
+                log.warning("kv_event_malformed", error=str(error), action="forgetting this rank's blocks")
+                events += translator.forget()
+        return {event.rank: events}
+
+    def dump(self, rank: int) -> list[KvEvent]:
+        return self._translators[rank].dump()
+
+    @property
+    def names(self) -> int:
+        """Number of named blocks in device memory, of all ranks."""
+        return sum(translator.names for translator in self._translators)
+
+
+def channels(folder: Path, ranks: int) -> tuple[str, str]:
+    """Endpoints of KV events and their replay. TCP for several ranks: rank n adds n to the port."""
+    if ranks == 1:
+        return f"ipc://{folder}/events", f"ipc://{folder}/replay"
+    first = free_ports(2 * ranks)
+    return f"tcp://127.0.0.1:{first}", f"tcp://127.0.0.1:{first + ranks}"
+
+
+def subscribe(config: Mapping[str, Any], rank: int, inbox: Inbox) -> Subscriber:
+    """Read one rank's events into the queue.
+
+    Args:
+        config: of the engine's publisher: endpoint, replay_endpoint, topic; SGLang's may have ``bind``.
+
+    Raises:
+        EngineError: the endpoint cannot be used.
+    """
+    endpoint, replay = (_of_rank(config.get(key) or "", rank) for key in ("endpoint", "replay_endpoint"))
+    bound = "*" in endpoint or "::" in endpoint or endpoint.startswith(("ipc://", "inproc://"))
+    if config.get("bind") is not None:
+        bound = bool(config["bind"])
+
+    def take(payloads: list[bytes], lost: bool) -> None:
+        inbox.put(KvPayloads(rank, payloads, lost))
+
+    try:
+        return Subscriber(
+            endpoint.replace("*", "127.0.0.1"),
+            replay.replace("*", "127.0.0.1"),
+            take,
+            topic=config.get("topic") or "",
+            binds=not bound,  # a publisher with a plain address connects to it
+        )
+    except zmq.ZMQError as error:
+        raise EngineError(f"kv_events_config.endpoint {endpoint}: {error}") from error
+
+
+def _of_rank(endpoint: str, rank: int) -> str:
+    if not rank or not endpoint.startswith("tcp://"):
+        return endpoint
+    host, _, port = endpoint.rpartition(":")
+    return f"{host}:{int(port) + rank}"
