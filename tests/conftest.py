@@ -30,7 +30,11 @@ os.environ.setdefault("PENSTOCK_DASHBOARD_PORT", "-1")  # a process less for eve
 # torch when it is imported, also in the processes that tests start.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-TOGETHER = ("tests/pipeline/shared/", "tests/pipeline/demo/")  # modules of each share their deployments
+TOGETHER = (
+    "tests/pipeline/shared/",
+    "tests/pipeline/fleet/",
+    "tests/pipeline/demo/",
+)  # whose modules share deployments
 
 T = TypeVar("T")
 Connect = Callable[..., Awaitable[Client]]

@@ -17,9 +17,9 @@ from infra.bus.connection import Bus, connect
 from tests.cluster_support import NODES, LocalCluster
 from tests.conftest import outside
 from tests.pipeline.conftest import NewDeployment
+from tests.pipeline.fleet.test_no_store import traces
+from tests.pipeline.fleet.test_survival import Reader, check
 from tests.pipeline.support import Deployment, Oracle, token_prompt, until
-from tests.pipeline.test_no_store import traces
-from tests.pipeline.test_survival import Reader, check
 
 STREAMS = 30
 STOPPED_S = 12.0  # longer than any election

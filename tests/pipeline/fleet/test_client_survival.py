@@ -13,27 +13,13 @@ from typing import Any
 import pytest
 
 from gateway.client import Client, Position
-from infra.bus.connection import Bus, connect
+from infra.bus.connection import Bus
 from infra.launch.deathsig import die_with_parent
-from tests.pipeline.conftest import NewDeployment
 from tests.pipeline.support import ROOT, Deployment, Oracle, accepted, idle_workers, until, words
 
 ANSWERS = 20
 TOKENS = 150
 pytestmark = pytest.mark.timeout(180)
-
-
-@pytest.fixture(scope="module")
-def fleet(new_deployment: NewDeployment) -> Deployment:
-    """At a GPU's pace."""
-    return new_deployment("--mock-speedup", "1", "--workers", "2", "--gateways", "2")
-
-
-@pytest.fixture
-async def fleet_bus(fleet: Deployment) -> AsyncIterator[Bus]:
-    bus = await connect(fleet.state.nats_url, role="client", name="test")
-    yield bus
-    await bus.close()
 
 
 @pytest.fixture

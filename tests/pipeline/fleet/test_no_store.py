@@ -4,7 +4,7 @@ import asyncio
 import json
 import os
 import signal
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import httpx
@@ -22,43 +22,13 @@ from tests.pipeline.support import Deployment, Oracle, joined, parse_sse, regist
 pytestmark = pytest.mark.timeout(120)
 
 COUNT = 24  # tokens of an answer
-GRACE_S = 1.0
 PATH = "/v1/completions"
 
 
 @pytest.fixture(scope="module")
-def fleet(new_deployment: NewDeployment) -> Deployment:
-    flags = ("--mock-speedup", "1", "--workers", "2", "--gateways", "2", "--routers", "2", "--list-requests")
-    return new_deployment(*flags, "--no-store-grace-s", str(GRACE_S))
-
-
-@pytest.fixture(scope="module")
 def pairs(new_deployment: NewDeployment) -> Deployment:
-    flags = (
-        "--mock-speedup",
-        "1",
-        "--prefill",
-        "1",
-        "--decode",
-        "1",
-        "--local-prefill-tokens",
-        "16",
-        "--always-no-store",
-    )
-    return new_deployment(*flags, "--no-store-grace-s", str(GRACE_S))
-
-
-@pytest.fixture
-async def fleet_bus(fleet: Deployment) -> AsyncIterator[Bus]:
-    bus = await connect(fleet.state.nats_url, role="operator", name="test")
-    yield bus
-    await bus.close()
-
-
-@pytest.fixture
-async def http(fleet: Deployment) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(base_url=fleet.urls[0], trust_env=False, timeout=30) as made:
-        yield made
+    flags = ("--mock-speedup", "1", "--prefill", "1", "--decode", "1", "--local-prefill-tokens", "16")
+    return new_deployment(*flags, "--always-no-store", "--no-store-grace-s", "1")
 
 
 def body(number: int, **more: Any) -> dict[str, Any]:

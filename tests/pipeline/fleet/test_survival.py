@@ -7,7 +7,6 @@ import random
 import signal
 import time
 from collections import Counter
-from collections.abc import AsyncIterator
 from contextlib import suppress
 from typing import Any
 from zlib import crc32
@@ -16,13 +15,12 @@ import httpx
 import nats
 import pytest
 
-from infra.bus.connection import Bus, connect
+from infra.bus.connection import Bus
 from infra.bus.direct_get import read
 from schemas import done, tokens
 from schemas.subjects import HEADER_EVENT_ID, HEADER_FINAL, HEADER_MSG_ID, HEADER_REPLY_TO, HEADER_REQUEST
 from schemas.tokens import PROMPT
 from schemas.wire import pack_tokens
-from tests.pipeline.conftest import NewDeployment
 from tests.pipeline.support import (
     Deployment,
     Oracle,
@@ -39,19 +37,6 @@ STREAMS = 30
 TOKENS = 150
 SLOW_MACHINE_S = 5.0  # without what is shown here, requests wait for 30 s and longer
 pytestmark = pytest.mark.timeout(180)
-
-
-@pytest.fixture(scope="module")
-def fleet(new_deployment: NewDeployment) -> Deployment:
-    """Two workers at a GPU's pace, two gateways, two routers."""
-    return new_deployment("--mock-speedup", "1", "--workers", "2", "--gateways", "2", "--routers", "2")
-
-
-@pytest.fixture
-async def fleet_bus(fleet: Deployment) -> AsyncIterator[Bus]:
-    bus = await connect(fleet.state.nats_url, role="client", name="test")
-    yield bus
-    await bus.close()
 
 
 def body(number: int) -> dict[str, Any]:
@@ -324,17 +309,3 @@ async def longest_wait(fleet: Deployment, strike: signal.Signals) -> float:
 async def test_a_stopped_router_holds_up_no_request_for_more_than_five_seconds(fleet: Deployment) -> None:
     """The broker gives it requests until its connection counts as dead, after 3 s; each comes again after 1.5 s."""
     assert await longest_wait(fleet, signal.SIGSTOP) < 5.0 + SLOW_MACHINE_S
-
-
-@pytest.fixture(scope="module")
-def alone(new_deployment: NewDeployment) -> Deployment:
-    """One router."""
-    return new_deployment("--mock-speedup", "0", "--routers", "1")
-
-
-@pytest.mark.parametrize(("strike", "bound_s"), [(signal.SIGKILL, 2.0), (signal.SIGSTOP, 5.0)])
-async def test_the_only_router_is_replaced_before_requests_have_waited_long(
-    alone: Deployment, strike: signal.Signals, bound_s: float
-) -> None:
-    """1.5 s after SIGKILL and 3 s after SIGSTOP on an idle machine."""
-    assert await longest_wait(alone, strike) < bound_s + SLOW_MACHINE_S

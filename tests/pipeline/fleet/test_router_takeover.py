@@ -4,33 +4,19 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import AsyncIterator
 from contextlib import suppress
 
 import httpx
 import pytest
 
-from infra.bus.connection import Bus, connect
+from infra.bus.connection import Bus
 from infra.bus.direct_get import read
 from schemas import jobs, routers
-from tests.pipeline.conftest import NewDeployment
 from tests.pipeline.support import Deployment, token_prompt, until
 
 REQUESTS = 60
 PAUSE_S = 0.04
 SLOW_MACHINE_S = 3.0  # what a loaded machine may add to every bound
-
-
-@pytest.fixture(scope="module")
-def fleet(new_deployment: NewDeployment) -> Deployment:
-    return new_deployment("--mock-speedup", "0", "--routers", "2")
-
-
-@pytest.fixture
-async def bus(fleet: Deployment) -> AsyncIterator[Bus]:
-    bus = await connect(fleet.state.nats_url, role="client", name="test")
-    yield bus
-    await bus.close()
 
 
 async def members(bus: Bus) -> dict[str, routers.Member]:
@@ -95,9 +81,9 @@ async def deciders(bus: Bus) -> list[str]:
     ("sign", "bound_s"), [(signal.SIGKILL, 2.0), (signal.SIGTERM, 1.0), (signal.SIGSTOP, 2.5)], ids=lambda it: str(it)
 )
 async def test_another_router_goes_on_when_the_owner_is_struck(
-    fleet: Deployment, bus: Bus, sign: signal.Signals, bound_s: float
+    fleet: Deployment, fleet_bus: Bus, sign: signal.Signals, bound_s: float
 ) -> None:
-    first, earlier = await owner(bus), len(await deciders(bus))
+    first, earlier = await owner(fleet_bus), len(await deciders(fleet_bus))
     pid = pid_of(fleet, first)
     due: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     due.add_done_callback(lambda _: os.kill(pid, sign))
@@ -105,7 +91,7 @@ async def test_another_router_goes_on_when_the_owner_is_struck(
         waited = await load(fleet, REQUESTS // 4, due)
         assert len(waited) == REQUESTS
         assert max(waited) < bound_s + SLOW_MACHINE_S
-        by = (await deciders(bus))[earlier:]
+        by = (await deciders(fleet_bus))[earlier:]
         assert len(by) == REQUESTS, "each request was placed once"
         assert by[0] == first.router
         assert by[-1] != first.router
@@ -115,17 +101,17 @@ async def test_another_router_goes_on_when_the_owner_is_struck(
                 os.kill(pid, signal.SIGCONT)
     # A router that was stopped, or started again, leaves the model where it is.
     assert len(await load(fleet, 0)) == REQUESTS
-    assert (await deciders(bus))[-1] == by[-1]
-    assert (await owner(bus)).router == by[-1]
+    assert (await deciders(fleet_bus))[-1] == by[-1]
+    assert (await owner(fleet_bus)).router == by[-1]
 
 
-async def test_the_model_has_one_owner_again_after_the_broker_was_killed(fleet: Deployment, bus: Bus) -> None:
-    before, earlier = await owner(bus), len(await deciders(bus))
+async def test_the_model_has_one_owner_again_after_the_broker_was_killed(fleet: Deployment, fleet_bus: Bus) -> None:
+    before, earlier = await owner(fleet_bus), len(await deciders(fleet_bus))
     broker = next(process.pid for process in fleet.state.processes if process.role == "nats")
     assert broker is not None
     due: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     due.add_done_callback(lambda _: os.kill(broker, signal.SIGKILL))
     waited = await load(fleet, REQUESTS // 4, due)
     assert len(waited) == REQUESTS
-    assert len(await deciders(bus)) == earlier + REQUESTS
-    assert (await owner(bus)).router == before.router
+    assert len(await deciders(fleet_bus)) == earlier + REQUESTS
+    assert (await owner(fleet_bus)).router == before.router

@@ -10,38 +10,23 @@ import httpx
 import openai
 import pytest
 
-from infra.bus.connection import Bus, connect
+from infra.bus.connection import Bus
 from infra.bus.direct_get import read
 from schemas.subjects import HEADER_MSG_ID
-from tests.pipeline.conftest import NewDeployment
 from tests.pipeline.support import Deployment, Oracle, until, words
 
 pytestmark = pytest.mark.timeout(180)
 
-LONG = 120  # tokens, which take 3 s
-
-
-@pytest.fixture(scope="module")
-def steady(new_deployment: NewDeployment) -> Deployment:
-    """About 25 ms per token."""
-    flags = ("--mock-speedup", "0.25", "--workers", "2", "--gateways", "2", "--no-store-grace-s", "1")
-    return new_deployment(*flags)
+LONG = 480  # tokens, which take 3 s
 
 
 @pytest.fixture
-async def clients(steady: Deployment) -> AsyncIterator[list[openai.AsyncOpenAI]]:
+async def clients(fleet: Deployment) -> AsyncIterator[list[openai.AsyncOpenAI]]:
     """One of each gateway."""
-    made = [openai.AsyncOpenAI(base_url=url + "/v1", api_key="unused", max_retries=0) for url in steady.urls]
+    made = [openai.AsyncOpenAI(base_url=url + "/v1", api_key="unused", max_retries=0) for url in fleet.urls]
     yield made
     for client in made:
         await client.close()
-
-
-@pytest.fixture
-async def steady_bus(steady: Deployment) -> AsyncIterator[Bus]:
-    bus = await connect(steady.state.nats_url, role="operator", name="test")
-    yield bus
-    await bus.close()
 
 
 def on_disk(deployment: Deployment) -> bytes:
@@ -84,7 +69,7 @@ async def ended(client: openai.AsyncOpenAI, response_id: str, within_s: float = 
 
 
 async def test_a_background_response_survives_the_death_of_every_process(
-    steady: Deployment, clients: list[openai.AsyncOpenAI], oracle: Oracle
+    fleet: Deployment, clients: list[openai.AsyncOpenAI], oracle: Oracle
 ) -> None:
     text = words(20, 1)
     made = await clients[0].responses.create(**asked(text, LONG, background=True))
@@ -96,8 +81,8 @@ async def test_a_background_response_survives_the_death_of_every_process(
     await until(begun, "the answer begins")
     stream = await clients[0].responses.retrieve(made.id, stream=True)
     seen = [await anext(stream) for _ in range(12)]
-    victims = {process.pid for process in steady.state.processes}
-    assert {process.role for process in steady.state.processes} >= {"gateway", "router", "worker", "nats"}
+    victims = {process.pid for process in fleet.state.processes}
+    assert {process.role for process in fleet.state.processes} >= {"gateway", "router", "worker", "nats"}
     for pid in victims:
         os.kill(pid, signal.SIGKILL)
     await stream.close()
@@ -105,7 +90,7 @@ async def test_a_background_response_survives_the_death_of_every_process(
     assert response.status == "incomplete"  # by its limit
     assert response.output_text == expected(oracle, LONG, text)
     assert response.usage.output_tokens == LONG
-    assert not victims & {process.pid for process in steady.state.processes}
+    assert not victims & {process.pid for process in fleet.state.processes}
     behind = await clients[1].responses.retrieve(made.id, stream=True, starting_after=seen[-1].sequence_number)
     events = [*seen, *[event async for event in behind]]
     assert [event.sequence_number for event in events] == list(range(len(events)))
@@ -175,7 +160,7 @@ async def test_a_response_that_is_not_stored_is_not_there(clients: list[openai.A
 
 
 async def test_what_cannot_be_continued_or_fetched_is_refused_plainly(
-    steady: Deployment, clients: list[openai.AsyncOpenAI]
+    fleet: Deployment, clients: list[openai.AsyncOpenAI]
 ) -> None:
     client = clients[0]
     running = await client.responses.create(**asked(words(10, 7), 2000, background=True))
@@ -187,7 +172,7 @@ async def test_what_cannot_be_continued_or_fetched_is_refused_plainly(
     chat = await client.completions.create(model="tiny", prompt="a", max_tokens=1)
     with pytest.raises(openai.NotFoundError):
         await client.responses.retrieve(chat.id.replace("cmpl-", "resp_"))
-    async with httpx.AsyncClient(base_url=steady.urls[0], trust_env=False, timeout=30) as http:
+    async with httpx.AsyncClient(base_url=fleet.urls[0], trust_env=False, timeout=30) as http:
         made = await client.responses.create(**asked("Hi."))
         for query in ("limit=0", "limit=x", "order=up", "after=nothing"):
             assert (await http.get(f"/v1/responses/{made.id}/input_items?{query}")).status_code == 400
@@ -196,21 +181,21 @@ async def test_what_cannot_be_continued_or_fetched_is_refused_plainly(
 
 
 async def test_a_deleted_response_leaves_nothing_behind(
-    steady: Deployment, steady_bus: Bus, clients: list[openai.AsyncOpenAI]
+    fleet: Deployment, fleet_bus: Bus, clients: list[openai.AsyncOpenAI]
 ) -> None:
     secret = "sesame-open-17"
     first = await clients[0].responses.create(**asked(f"{words(10, 10)} {secret}", metadata={"about": secret}))
     second = await clients[0].responses.create(**asked("Go on.", previous_response_id=first.id))
     running = await clients[0].responses.create(**asked(f"{words(10, 11)} {secret}", 2000, background=True))
-    assert secret.encode() in on_disk(steady)
+    assert secret.encode() in on_disk(fleet)
     for response in (first, running):
         await clients[1].responses.delete(response.id)
-        assert await messages_of(steady_bus, response.id.removeprefix("resp_")) == []
+        assert await messages_of(fleet_bus, response.id.removeprefix("resp_")) == []
         with pytest.raises(openai.NotFoundError):
             await clients[0].responses.retrieve(response.id)
         with pytest.raises(openai.NotFoundError):
             await clients[0].responses.delete(response.id)
-    assert secret.encode() not in on_disk(steady)
+    assert secret.encode() not in on_disk(fleet)
     assert (await clients[0].responses.retrieve(second.id)).output_text == second.output_text
     with pytest.raises(openai.BadRequestError, match="was deleted"):
         await clients[0].responses.create(**asked("Go on.", previous_response_id=second.id))
