@@ -363,7 +363,10 @@ class NatsSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     data_dir: Annotated[str, about("folder of the store, passwords and generated configuration")] = ".penstock"
     namespace: Annotated[Namespace, about("prefix of all NATS subjects and streams")] = "ps"
-    nats_port: Annotated[int, Meta(ge=0, le=65535, description="port on loopback; 0: any free port")] = 4222
+    nats_host: Annotated[
+        str, about("address to listen on; 0.0.0.0: all addresses, unencrypted, so in a trusted network only")
+    ] = "127.0.0.1"
+    nats_port: Annotated[int, Meta(ge=0, le=65535, description="port to listen on; 0: any free port")] = 4222
     monitor_port: Annotated[int, Meta(ge=0, le=65535, description="port of HTTP monitoring; 0: none")] = 0
     durability: Annotated[
         Durability,

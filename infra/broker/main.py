@@ -52,13 +52,14 @@ async def _serve(settings: NatsSettings) -> int:
         settings.nats_port,
         settings.monitor_port,
         durability=settings.durability,
+        host=settings.nats_host,
     )
     keeper = Keeper(broker)
     with Stop() as stop:
         try:
             await keeper.start()
             await apply_at(broker.url("operator"), broker.subjects, record=settings.record)
-            print(f"nats-server on 127.0.0.1:{broker.port}; log: {broker.log_path}")
+            print(f"nats-server on {settings.nats_host}:{broker.port}; log: {broker.log_path}")
             print(f"passwords of {', '.join(ROLES)} and sys: {broker.data_dir / 'secrets.json'}")
             async with DiskWatch(broker):
                 await stop.asked.wait()

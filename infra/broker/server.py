@@ -18,7 +18,7 @@ from infra.launch.deathsig import die_with_parent
 from infra.launch.sockets import CannotListen, bind, check_free
 from schemas.subjects import Subjects
 
-_HOST = "127.0.0.1"
+LOOPBACK = "127.0.0.1"
 _POLL_S = 0.01
 _TERM_S = 20.0  # it flushes each durable consumer on the way out, about 10 ms each
 
@@ -28,7 +28,7 @@ class ServerFailed(Exception):
 
 
 class EmbeddedNats:
-    """One nats-server on loopback, its store, secrets and port under ``data_dir``.
+    """One nats-server, by default on loopback, its store, secrets and port under ``data_dir``.
 
     ``port`` 0 means the one used the last time, or any free one; a restart keeps the port, so that clients find
     the server again. Belongs to no event loop: any may call it.
@@ -46,6 +46,7 @@ class EmbeddedNats:
         jetstream: bool = True,
         durability: Durability = "process",
         cluster: Cluster | None = None,
+        host: str = LOOPBACK,
     ) -> None:
         self.data_dir = Path(data_dir).resolve()
         self.subjects = Subjects(namespace)
@@ -56,6 +57,8 @@ class EmbeddedNats:
         self._jetstream = jetstream
         self._durability = durability
         self._cluster = cluster
+        self._host = host
+        self._reached = LOOPBACK if host in ("0.0.0.0", "::") else host  # by processes of this machine
         self._secrets: dict[str, str] = {}
         self._process: subprocess.Popen[bytes] | None = None
         self._lock = Lock(self.data_dir / "nats.lock")
@@ -73,7 +76,7 @@ class EmbeddedNats:
 
     def url(self, role: str = "operator") -> str:
         """Where a process of this role connects, password included."""
-        return f"nats://{role}:{self._secrets[role]}@127.0.0.1:{self._port}"
+        return f"nats://{role}:{self._secrets[role]}@{self._reached}:{self._port}"
 
     @property
     def sys_url(self) -> str:
@@ -150,6 +153,7 @@ class EmbeddedNats:
             ServerConfig(
                 name=f"penstock-{self.subjects.namespace}",
                 port=self._port,
+                host=self._host,
                 store_dir=str(self.data_dir / "nats"),
                 secrets=self._secrets,
                 subjects=self.subjects,
@@ -164,13 +168,13 @@ class EmbeddedNats:
     def _choose_port(self) -> int:
         fixed = self._port or self._wanted_port  # the port never changes after the first start: clients reconnect to it
         if fixed:
-            check_free(_HOST, fixed, port_flag="--nats-port")
+            check_free(self._host, fixed, port_flag="--nats-port", host_flag="--nats-host")
             return fixed
         with contextlib.suppress(OSError, ValueError, CannotListen):
             last = int((self.data_dir / "nats.port").read_text())
-            check_free(_HOST, last)
+            check_free(self._host, last)
             return last
-        with bind(_HOST, 0) as probe:
+        with bind(self._host, 0) as probe:
             return int(probe.getsockname()[1])
 
     async def _ready(self, deadline: float) -> None:
@@ -190,7 +194,7 @@ class EmbeddedNats:
         """What keeps it from being ready; None: it is."""
         try:
             async with asyncio.timeout(2.0):
-                return await _ask_jetstream(self._port, self._secrets["operator"], self._jetstream)
+                return await _ask_jetstream(self._reached, self._port, self._secrets["operator"], self._jetstream)
         except (OSError, TimeoutError, asyncio.IncompleteReadError, ValueError) as error:
             return repr(error)
 
@@ -232,9 +236,9 @@ def _command_line(pid: int) -> str:
     return run.stdout.strip()
 
 
-async def _ask_jetstream(port: int, password: str, jetstream: bool) -> str | None:
+async def _ask_jetstream(host: str, port: int, password: str, jetstream: bool) -> str | None:
     """Check over a plain connection, since a client library would retry and log. Returns the problem, or None."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    reader, writer = await asyncio.open_connection(host, port)
     try:
         await reader.readuntil(b"\r\n")  # INFO
         hello = json.dumps({"user": "operator", "pass": password, "verbose": False, "pedantic": False})

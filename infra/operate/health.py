@@ -5,6 +5,7 @@ import http.client
 import json
 import os
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from urllib.parse import urlsplit
 
@@ -12,6 +13,7 @@ from configs.flags import PREFIX, Parser
 
 OK, ILL = 0, 1
 TIMEOUT_S = 4.0
+POLL_S = 0.5
 MOST_BYTES = 1 << 20
 # of each role: the variable with its port, the port in our images, and what is asked
 PAGES = {
@@ -26,21 +28,29 @@ def run(argv: Sequence[str]) -> int:
     parser = Parser(prog="penstock health", description="whether a process of this machine is well")
     _add_arguments(parser)
     args = parser.parse_args(argv)
-    url = args.url or url_of(args.role, os.environ, ready=args.ready)
-    problem = problem_at(url, args.timeout_s)
+    url = args.url or url_of(args.role, os.environ, ready=args.ready, listed=args.workers > 0)
+    deadline = time.monotonic() + args.wait_s
+    while (problem := problem_at(url, args.timeout_s, args.workers)) and time.monotonic() < deadline:
+        time.sleep(POLL_S)
     print(f"{args.role}: {problem or 'well'}", file=sys.stderr if problem else sys.stdout)
     return ILL if problem else OK
 
 
-def url_of(role: str, environ: Mapping[str, str], *, ready: bool = False) -> str:
-    """Where a role answers, by the variables that it was started with."""
+def url_of(role: str, environ: Mapping[str, str], *, ready: bool = False, listed: bool = False) -> str:
+    """Where a role answers, by the variables that it was started with.
+
+    Args:
+        listed: the page of a gateway that lists workers.
+    """
     variable, default, path = PAGES[role]
     port = environ.get(PREFIX + variable, default)
-    return f"http://127.0.0.1:{port}{'/health/ready' if ready and role == 'gateway' else path}"
+    if role == "gateway" and (ready or listed):
+        path = "/health" if listed else "/health/ready"
+    return f"http://127.0.0.1:{port}{path}"
 
 
-def problem_at(url: str, timeout_s: float) -> str:
-    """Why a GET of this URL is not answered with a status below 400; "": it is."""
+def problem_at(url: str, timeout_s: float, workers: int = 0) -> str:
+    """Why a GET of this URL is not answered with a status below 400, or with too few ready workers; "": it is."""
     parts = urlsplit(url)
     if parts.scheme != "http" or not parts.hostname:
         return f"{url} is not an http URL"
@@ -53,7 +63,19 @@ def problem_at(url: str, timeout_s: float) -> str:
         return f"no answer from {parts.netloc} ({error or type(error).__name__})"
     finally:
         connection.close()
-    return "" if answer.status < 400 else f"status {answer.status}{_reasons(body)}"
+    if answer.status >= 400:
+        return f"status {answer.status}{_reasons(body)}"
+    return _too_few(body, workers) if workers else ""
+
+
+def _too_few(body: bytes, workers: int) -> str:
+    """Why the page of a gateway does not list so many ready workers; "": it does."""
+    try:
+        components = json.loads(body)["components"]
+        ready = sum(bool(each["ready"]) for each in components if each.get("role"))
+    except (ValueError, KeyError, TypeError):
+        return "the answer lists no components, as a gateway's /health does"
+    return "" if ready >= workers else f"{ready} of {workers} workers are ready"
 
 
 def _reasons(body: bytes) -> str:
@@ -69,6 +91,16 @@ def _reasons(body: bytes) -> str:
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("role", choices=tuple(PAGES), help="asked at PENSTOCK_HTTP_PORT or PENSTOCK_METRICS_PORT")
     parser.add_argument("--ready", action="store_true", help="gateway: whether a request could be served now")
+    parser.add_argument(
+        "--workers", type=int, default=0, metavar="N", help="gateway: whether so many workers are ready, too"
+    )
+    parser.add_argument(
+        "--wait-s",
+        type=float,
+        default=0.0,
+        metavar="SECONDS",
+        help="to ask again until it is (default: %(default)s)",
+    )
     parser.add_argument("--url", default="", help="ask this one (default: by role)")
     parser.add_argument(
         "--timeout-s", type=float, default=TIMEOUT_S, metavar="SECONDS", help="for an answer (default: %(default)s)"

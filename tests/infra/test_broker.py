@@ -70,6 +70,13 @@ def test_the_server_listens_on_loopback_only_and_admits_large_messages() -> None
     assert "cluster {" not in text
 
 
+def test_the_server_listens_where_it_is_told_to_and_is_reached_on_loopback(tmp_path: Path) -> None:
+    assert 'host: "0.0.0.0"' in config_text(host="0.0.0.0")
+    broker = EmbeddedNats(tmp_path, host="0.0.0.0")
+    broker._secrets = {"worker": "x"}
+    assert broker.url("worker").startswith("nats://worker:x@127.0.0.1:")
+
+
 def test_every_user_has_its_own_password_and_only_the_operator_has_all_rights() -> None:
     text = config_text()
     assert all(f'user: "{user}", password: "pw-{user}"' in text for user in USERS)

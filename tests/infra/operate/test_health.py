@@ -1,6 +1,7 @@
 """``penstock health``: exit status and words for a process that is well, that is not, and that is not there."""
 
 import http.server
+import json
 import threading
 from collections.abc import Iterator
 
@@ -10,13 +11,21 @@ from infra.operate.health import problem_at, run, url_of
 from tests.pipeline.support import free_port
 
 
+def listed(asked: int) -> bytes:
+    """A gateway's page; its second worker is ready from the third request on."""
+    workers = [{"name": f"worker-{index}", "role": "aggregated", "ready": index == 0 or asked > 2} for index in (0, 1)]
+    return json.dumps({"components": [{"name": "routers", "ready": True}, *workers]}).encode()
+
+
 class Pages(http.server.BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         found = {
             "/health/live": (200, b"{}"),
             "/metrics": (200, b"# a page"),
+            "/health": (200, listed(self.server.asked)),  # type: ignore[attr-defined]
             "/health/ready": (503, b'{"status": "not ready", "reasons": ["no worker of the model takes jobs"]}'),
         }
+        self.server.asked += 1  # type: ignore[attr-defined]
         status, body = found.get(self.path, (404, b""))
         self.send_response(status)
         self.end_headers()
@@ -29,6 +38,7 @@ class Pages(http.server.BaseHTTPRequestHandler):
 @pytest.fixture
 def port() -> Iterator[int]:
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Pages)
+    server.asked = 0  # type: ignore[attr-defined]
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
     try:
@@ -71,3 +81,15 @@ def test_another_url_may_be_asked(port: int) -> None:
     assert problem_at(f"http://127.0.0.1:{port}/metrics", 5) == ""
     assert problem_at(f"http://127.0.0.1:{port}/none", 5) == "status 404"
     assert problem_at("ftp://host/x", 5) == "ftp://host/x is not an http URL"
+
+
+def test_one_waits_until_enough_workers_are_ready(
+    port: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PENSTOCK_HTTP_PORT", str(port))
+    monkeypatch.setattr("infra.operate.health.POLL_S", 0.001)
+    assert run(["gateway", "--workers", "2"]) == 1
+    assert capsys.readouterr().err == "gateway: 1 of 2 workers are ready\n"
+    assert run(["gateway", "--workers", "2", "--wait-s", "30"]) == 0
+    assert run(["gateway", "--workers", "1", "--url", f"http://127.0.0.1:{port}/metrics"]) == 1
+    assert "lists no components" in capsys.readouterr().err
