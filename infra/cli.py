@@ -142,6 +142,14 @@ COMMANDS = {
         "infra.bench.replay:run",
         "infra.bench.replay:Settings",
     ),
+    "slurm": Command(
+        "measure deployments on a Slurm cluster: submit, status, collect, cancel",
+        "infra.bench.slurm.command:run",
+        choices=("cancel", "collect", "status", "submit"),
+    ),
+    "slurm layout": Command(
+        "within a job: show on which nodes and GPUs its workers run", "infra.bench.slurm.layout_command:run"
+    ),
     "profile endpoint": Command(
         "measure prefill and decode of a live engine, each alone",
         "infra.bench.profile.command:run",
@@ -196,7 +204,7 @@ SECTIONS = {
     ),
     "Run again": ("export", "import", "replay", "whatif", "dead"),
     "Operate": ("plan", "drain", "restart", "streams", "tenants", "forget"),
-    "Measure": ("bench", "profile", "eval"),
+    "Measure": ("bench", "slurm", "profile", "eval"),
     "Other": ("completion", "version"),
 }
 

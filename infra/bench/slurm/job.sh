@@ -1,0 +1,155 @@
+# What every job of `penstock slurm` does; the lines before say for which point.
+set -euo pipefail
+
+ID=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID}}
+ID=${ID:-$SLURM_JOB_ID}
+LOGS=$OWN/logs-$ID
+WORK=$LOCAL_FOLDER/penstock-$ID # on the head node only
+HEAD=${SLURMD_NODENAME:-$(hostname -s)}
+PORT=$((10000 + SLURM_JOB_ID % 200 * 100)) # jobs that share a node differ
+HTTP=http://127.0.0.1:$((PORT + 1))
+SRUN=(srun --overlap --input=none --cpu-bind=none --kill-on-bad-exit=1)
+POLL_S=${POLL_S:-0.5}
+STEPS=() NAMES=() ALONE=()
+mkdir -p "$LOGS"
+mkdir -m 700 "$WORK"
+
+case $RUNTIME in
+  pyxis) SRUN+=("--container-image=$IMAGE" "--container-mounts=$MOUNTS") ;;
+  apptainer) ALONE=(apptainer exec --nv --bind "$MOUNTS" "$IMAGE") ;;
+esac
+
+say() { echo "$(date -u +%H:%M:%S) $*"; }
+
+fail() {
+  say "$*"
+  exit 1
+}
+
+# The exit status is kept beside the results: not every cluster has accounting. Steps get SIGTERM and 40 s.
+finish() {
+  local status=$? step
+  trap - EXIT
+  trap '' INT TERM
+  say "stopping"
+  if ((${#STEPS[@]})); then
+    scancel --signal=TERM "$SLURM_JOB_ID" 2> /dev/null || true
+    for _ in $(seq 80); do
+      alive || break
+      sleep "$POLL_S"
+    done
+    kill -TERM "${STEPS[@]}" 2> /dev/null || true # srun ends its tasks with SIGKILL
+    for step in "${STEPS[@]}"; do
+      wait "$step" 2> /dev/null || true
+    done
+  fi
+  rm -rf "$WORK"
+  echo "$status" > "$OWN/exit-$ID"
+  say "done, status $status"
+  exit "$status"
+}
+trap finish EXIT
+trap 'say interrupted; exit 130' INT
+trap 'say "terminated: cancelled, or out of time"; exit 143' TERM
+
+alive() {
+  local step
+  for step in "${STEPS[@]}"; do
+    ! kill -0 "$step" 2> /dev/null || return 0
+  done
+  return 1
+}
+
+# The name of the first step that has ended.
+ended() {
+  local index
+  for index in "${!STEPS[@]}"; do
+    kill -0 "${STEPS[$index]}" 2> /dev/null || { echo "${NAMES[$index]}" && return 0; }
+  done
+  return 1
+}
+
+# step NAME SRUN-OPTIONS... -- COMMAND...: start it in the background; its output goes to a file of that name.
+step() {
+  local name=$1 options=()
+  shift
+  while [[ $1 != -- ]]; do
+    options+=("$1")
+    shift
+  done
+  shift
+  "${SRUN[@]}" "${options[@]}" "--output=$LOGS/$name.log" "${ALONE[@]}" "$@" &
+  STEPS+=("$!") NAMES+=("$name")
+}
+
+ON_HEAD=(--nodes=1 --ntasks=1 "--nodelist=$HEAD")
+[[ -z $GRES ]] || ON_HEAD+=(--gres=none)
+
+# until_done PID: wait for it, but no longer than the steps run.
+until_done() {
+  local name status=0
+  while kill -0 "$1" 2> /dev/null; do
+    if name=$(ended); then
+      kill -TERM "$1" 2> /dev/null || true
+      fail "$name has ended: $(tail -n 3 "$LOGS/$name.log" 2> /dev/null | tr '\n' ' ') (in $LOGS/$name.log)"
+    fi
+    sleep "$POLL_S"
+  done
+  wait "$1" || status=$?
+  return "$status"
+}
+
+# The URL of a user of the broker. Passwords go by environment: others can read command lines.
+url() { sed -n "s/.*\"$1\": *\"\([^\"]*\)\".*/nats:\/\/$1:\1@$HEAD:$PORT/p" "$WORK/store/secrets.json"; }
+
+# on_head NAME USER COMMAND...: start a process beside the broker.
+on_head() {
+  local name=$1 user=$2
+  shift 2
+  PENSTOCK_NATS_URL=$(url "$user") step "$name" "${ON_HEAD[@]}" -- "$@"
+}
+
+# instance NAME NODES NODE-COUNT TASKS DEVICES COMMAND...: start a worker; several tasks are one engine's ranks.
+instance() {
+  local name=$1 nodes=$2 count=$3 tasks=$4 devices=$5 options=() command=()
+  shift 5
+  options=("--nodes=$count" "--ntasks=$tasks" "--nodelist=$nodes")
+  [[ -z $GRES ]] || options+=("--gres=$GRES")
+  ((tasks == 1)) || options+=("--ntasks-per-node=$((tasks / count))" --mpi=pmix)
+  [[ -z $devices ]] || command+=(env "CUDA_VISIBLE_DEVICES=$devices")
+  [[ $BIND != numa ]] || command+=("$OWN/numa.sh")
+  ((tasks == 1)) || command+=(trtllm-llmapi-launch)
+  PENSTOCK_NATS_URL=$(url worker) step "$name" "${options[@]}" -- "${command[@]}" "$@"
+}
+
+say "point $POINT on $SLURM_JOB_NODELIST"
+"${SRUN[@]}" "${ON_HEAD[@]}" "${ALONE[@]}" "$PENSTOCK" slurm layout "$OWN/point.json" \
+  "--first-port=$((PORT + 3))" "--nodes=$SLURM_JOB_NODELIST" "--tasks=$SLURM_TASKS_PER_NODE" ${GRES:+--devices} > "$LOGS/instances.sh"
+
+step nats "${ON_HEAD[@]}" -- "$PENSTOCK" nats "--data-dir=$WORK/store" --nats-host=0.0.0.0 "--nats-port=$PORT"
+for _ in $(seq 120); do # until its streams are there
+  ! grep -qs '^nats-server on' "$LOGS/nats.log" || break
+  ! ended > /dev/null || fail "the broker has ended: $(tail -n 3 "$LOGS/nats.log")"
+  sleep "$POLL_S"
+done
+grep -qs '^nats-server on' "$LOGS/nats.log" || fail "the broker is not ready after 60 s: see $LOGS/nats.log"
+
+TRACED=()
+if [[ -n ${OTLP_ENDPOINT:-} ]]; then
+  TRACED=(--tracing=all)
+  on_head tracing operator "$PENSTOCK" trace "--otlp-endpoint=$OTLP_ENDPOINT"
+fi
+on_head router router "$PENSTOCK" router "--metrics-port=$((PORT + 2))" "${ROUTER[@]}"
+on_head gateway gateway "$PENSTOCK" gateway "--http-port=$((PORT + 1))" "${GATEWAY[@]}" "${TRACED[@]}"
+. "$LOGS/instances.sh"
+
+say "waiting for $WORKERS workers, up to $READY_S s"
+"${SRUN[@]}" "${ON_HEAD[@]}" "${ALONE[@]}" "$PENSTOCK" health gateway --ready "--url=$HTTP/health" \
+  "--workers=$WORKERS" "--wait-s=$READY_S" &
+until_done "$!" || fail "the deployment is not ready after $READY_S s: see $LOGS"
+
+say "load"
+"${SRUN[@]}" "${ON_HEAD[@]}" "--output=$LOGS/client.log" "${ALONE[@]}" "$PENSTOCK" bench sweep \
+  "--endpoint=$POINT=$HTTP" "--gpus=$GPUS" "--out=$OUT" \
+  "--metrics=$POINT=http://127.0.0.1:$((PORT + 2))/metrics" "${METRICS[@]}" "${LOAD[@]}" &
+until_done "$!" || fail "the load has failed: $(tail -n 3 "$LOGS/client.log") (in $LOGS/client.log)"
