@@ -76,7 +76,17 @@ class GatewaySettings(Common, frozen=True, kw_only=True):
     ] = False
     list_requests: Annotated[
         bool,
-        about("answer GET /v1/requests: every client of the port can then list all requests and read all answers"),
+        about(
+            "answer GET /v1/requests without API keys: every client of the port can then list all requests and read "
+            "all answers"
+        ),
+    ] = False
+    require_keys: Annotated[
+        bool,
+        about("refuse requests without an API key even before the first key is made; once there is one, always"),
+    ] = False
+    insecure: Annotated[
+        bool, about("listen on other addresses than loopback although there are no API keys: anyone may then ask")
     ] = False
     special_tokens_in_messages: Annotated[
         Literal["text", "control"],

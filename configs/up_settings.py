@@ -115,6 +115,8 @@ class UpSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     max_running: Annotated[int, _OF_WORKER] = _WORKER.max_running
     max_queue: Annotated[int, _OF_GATEWAY] = _GATEWAY.max_queue
     list_requests: Annotated[bool, _OF_GATEWAY] = _GATEWAY.list_requests
+    require_keys: Annotated[bool, _OF_GATEWAY] = _GATEWAY.require_keys
+    insecure: Annotated[bool, _OF_GATEWAY] = _GATEWAY.insecure
     always_no_store: Annotated[bool, _OF_GATEWAY] = _GATEWAY.always_no_store
     strict_options: Annotated[bool, _OF_GATEWAY] = _GATEWAY.strict_options
     max_media_bytes: Annotated[int, _OF_GATEWAY] = _GATEWAY.max_media_bytes

@@ -36,16 +36,18 @@ class Conversations:
         self._detokenizer = detokenizer
         self._max_bytes = max_bytes
 
-    async def history(self, response_id: str | None) -> History:
+    async def history(self, response_id: str | None, sees: str | None = None) -> History:
         """Everything up to and including this response.
 
+        Args:
+            sees: the tenant whose responses may be continued; None: everyone's.
         Raises:
             ServingError: one of them is unknown, was deleted, has not ended or failed; there are too many; the log
                 cannot be read.
         """
         if response_id is None:
             return History()
-        last = await self._find(response_id.removeprefix(PREFIX), response_id)
+        last = await self._find(response_id.removeprefix(PREFIX), response_id, sees)
         stored = read_stored(last.request.client_body)
         check_turns(len(stored.ancestors) + 1)
         size = stored.history_bytes + _size(last)
@@ -58,19 +60,19 @@ class Conversations:
         chain: list[StoredRequest] = []
         for at in range(0, len(stored.ancestors), AT_ONCE):
             batch = stored.ancestors[at : at + AT_ONCE]
-            chain += await asyncio.gather(*(self._find(each, response_id) for each in batch))
+            chain += await asyncio.gather(*(self._find(each, response_id, sees) for each in batch))
         turns = await asyncio.to_thread(self._turns, [*chain, last])
         return History(turns, (*stored.ancestors, last.request.id), size)
 
     def _turns(self, chain: Sequence[StoredRequest]) -> list[Turn]:
         return [turn_of(each.request, each.record, self._detokenizer) for each in chain if each.record is not None]
 
-    async def _find(self, request_id: str, continued: str) -> StoredRequest:
+    async def _find(self, request_id: str, continued: str, sees: str | None) -> StoredRequest:
         """A response that can be continued."""
         of = "" if continued.endswith(request_id) else f", which {continued} continues,"
         name = f"response {PREFIX}{request_id[:80]}{of}"
         try:
-            found = await self._lookup.find(request_id)
+            found = await self._lookup.find(request_id, sees)
         except ServingError as error:
             if error.code not in (Code.request_not_found, Code.request_erased):
                 raise

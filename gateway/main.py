@@ -2,10 +2,11 @@
 
 import asyncio
 import contextlib
+import ipaddress
 import resource
 import socket
 import sys
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,10 @@ EXIT_CONFIG = 2  # a restart would not help
 EXIT_START = 69  # EX_UNAVAILABLE: the broker or the port is not there (yet)
 
 
+class Exposed(Exception):
+    """The gateway would answer everyone who reaches its port."""
+
+
 def run(settings: GatewaySettings) -> int:
     """Serve until SIGTERM; returns the exit code."""
     sys.setswitchinterval(0.001)  # the event loop must get its turn beside threads that compute in Python
@@ -60,6 +65,9 @@ def run(settings: GatewaySettings) -> int:
     try:
         status: int = uvloop.run(_serve(settings, model))
         return status
+    except Exposed as error:
+        log.error("start_failed", error=str(error))
+        return EXIT_CONFIG
     except (ServingError, OSError) as error:
         log.error("start_failed", error=str(error))
         return EXIT_START
@@ -94,6 +102,8 @@ async def _serve(settings: GatewaySettings, model: modeldir.ModelDir) -> int:
     try:
         await gateway.open()
         await nats_api.open()
+        if not gateway.guard.closed and not settings.insecure:
+            check_loopback(listeners)
         loop_lag.freeze_loaded()
         await server.start()
         log.info("gateway_listening", port=listeners[0].getsockname()[1], gateway=gateway.id, models=gateway.names)
@@ -145,6 +155,21 @@ async def _bounded(step: str, work: Coroutine[Any, Any, Any], seconds: float) ->
         log.error("stop_incomplete", step=step, seconds=seconds, tasks=waiting)
     elif task.exception() is not None:
         log.warning("stop_step_failed", step=step, error=repr(task.exception()))
+
+
+def check_loopback(listeners: Sequence[socket.socket]) -> None:
+    """
+    Raises:
+        Exposed: other machines can reach one of these sockets.
+    """
+    for listener in listeners:
+        host, port = listener.getsockname()[:2]
+        if not ipaddress.ip_address(host.partition("%")[0]).is_loopback:
+            raise Exposed(
+                f"{host}:{port} is reachable from other machines, and there are no API keys: make one with 'penstock "
+                "keys create' (start with --require-keys to make the first one afterwards), listen on 127.0.0.1, or "
+                "serve everyone with --insecure"
+            )
 
 
 def listening_sockets(settings: GatewaySettings) -> list[socket.socket]:

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from configs.settings import GatewaySettings
+from gateway.access.caller import ANYONE, Caller
 from gateway.anthropic.prepare import prepare_message
 from gateway.constraint_check import ConstraintCheck
 from gateway.conversations import Conversations
@@ -65,11 +66,18 @@ class RequestPreparer:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def prepare(
-        self, endpoint: str, body: bytes, request_id: str | None = None, *, no_store: bool = False
+        self,
+        endpoint: str,
+        body: bytes,
+        request_id: str | None = None,
+        *,
+        no_store: bool = False,
+        caller: Caller = ANYONE,
     ) -> PreparedRequest:
         """
         Args:
             no_store: as if the body asked for it.
+            caller: whose request it becomes.
         Raises:
             ServingError: the body cannot be served.
         """
@@ -79,30 +87,39 @@ class RequestPreparer:
         if endpoint in PATHS:
             if no_store or self._settings.always_no_store:
                 raise unsupported_files()
-            return await self.run_for(
+            models = {name: each for name, each in self._fleet.diffusion_models.known.items() if caller.may_name(name)}
+            prepared = await self.run_for(
                 body,
                 prepare_images,
                 endpoint,
                 body,
-                self._fleet.diffusion_models.known,
+                models,
                 gateway=self._gateway,
                 default_deadline_s=self._settings.default_deadline_s,
                 now_ns=now_ns,
                 request_id=request_id,
             )
-        context = self._fleet.prepare_context
+            return prepared if caller is ANYONE else prepared._replace(request=caller.own(prepared.request))
+        context = caller.context(self._fleet.prepare_context)
         if no_store and not context.no_store:
             context = context._replace(no_store=True)
-        prepared = await self._text(endpoint, body, context, now_ns=now_ns, request_id=request_id)
+        prepared = await self._text(endpoint, body, context, caller.sees, now_ns=now_ns, request_id=request_id)
         if prepared.request.constraint is not None:
             await self._constraints.check(prepared.request.constraint)
         return prepared
 
     async def _text(
-        self, endpoint: str, body: bytes, context: PrepareContext, *, now_ns: int, request_id: str | None
+        self,
+        endpoint: str,
+        body: bytes,
+        context: PrepareContext,
+        sees: str | None,
+        *,
+        now_ns: int,
+        request_id: str | None,
     ) -> PreparedRequest:
         if endpoint == RESPONSE:
-            return await self._response(body, context, now_ns=now_ns, request_id=request_id)
+            return await self._response(body, context, sees, now_ns=now_ns, request_id=request_id)
         if endpoint == MESSAGE:
             return await self._message(body, context, now_ns=now_ns, request_id=request_id)
         prepare = prepare_chat if endpoint == CHAT else prepare_completion
@@ -112,10 +129,10 @@ class RequestPreparer:
         return prepared
 
     async def _response(
-        self, body: bytes, context: PrepareContext, *, now_ns: int, request_id: str | None
+        self, body: bytes, context: PrepareContext, sees: str | None, *, now_ns: int, request_id: str | None
     ) -> PreparedRequest:
         asked = await self.run_for(body, parse_response, body)
-        history = await self._conversations.history(asked.previous_response_id)
+        history = await self._conversations.history(asked.previous_response_id, sees)
         work = partial(prepare_response, asked, history.turns, context, now_ns=now_ns, request_id=request_id)
         prepared = await (self._in_thread(work) if history.size > LARGE_BODY else self.run_for(body, work))
         stored = encode_stored(asked, history.ancestors, history.size)
@@ -132,23 +149,23 @@ class RequestPreparer:
             prepared = await self._with_media(prepared, found.context)
         return with_body(prepared, MESSAGE, found.client_body)
 
-    async def count_response(self, body: bytes) -> int:
+    async def count_response(self, body: bytes, caller: Caller = ANYONE) -> int:
         """Tokens of a response's prompt.
 
         Raises:
             ServingError: the body cannot be served.
         """
         asked = await self.run_for(body, parse_response, body)
-        history = await self._conversations.history(asked.previous_response_id)
-        return await self._in_thread(count_prompt_of, asked, history.turns, self._fleet.prepare_context)
+        history = await self._conversations.history(asked.previous_response_id, caller.sees)
+        return await self._in_thread(count_prompt_of, asked, history.turns, caller.context(self._fleet.prepare_context))
 
-    async def compute(self, work: Callable[[bytes, PrepareContext], T], body: bytes) -> T:
+    async def compute(self, work: Callable[[bytes, PrepareContext], T], body: bytes, caller: Caller = ANYONE) -> T:
         """``work`` on a body and on what requests are prepared for.
 
         Raises:
             ServingError: the body cannot be served.
         """
-        return await self.run_for(body, work, body, self._fleet.prepare_context)
+        return await self.run_for(body, work, body, caller.context(self._fleet.prepare_context))
 
     async def run_for(self, body: bytes, work: Callable[..., T], *args: Any, **options: Any) -> T:
         """``work`` that decodes a body, in a thread if that is large.

@@ -11,6 +11,8 @@ import structlog
 from nats.errors import Error as NatsError
 
 from configs.settings import GatewaySettings
+from gateway.access.caller import ANYONE, Caller
+from gateway.access.guard import Guard
 from gateway.admission.erasure import ErasureCheck
 from gateway.admission.queue_monitor import QueueMonitor
 from gateway.admission.retention import Retention
@@ -32,6 +34,7 @@ from gateway.openai.prepare_context import PrepareContext
 from gateway.openai.responses import stopping
 from gateway.openai.responses_api.objects import InputTokens
 from gateway.preparation import RequestPreparer
+from gateway.tenants import TenantTable
 from infra.bus.connection import Bus
 from infra.bus.publisher import Publisher
 from infra.bus.tasks import Tasks
@@ -79,6 +82,9 @@ class Gateway:
         self.stopped = False
         self.answering: set[InflightRequest] = set()
         self.tasks: Tasks = bus.tasks.group("gateway")
+        self.tenants = TenantTable(bus)
+        self.guard = Guard(bus, self.tenants.known, always=settings.require_keys)
+        self.tenants.on_changed = self.guard.tenants_changed
         self.fleet = FleetView(bus, model, self.id, self.names, settings, metrics)
         self.records = Records(bus)
         self._completion = Completion(self.records)
@@ -103,6 +109,7 @@ class Gateway:
         await self._own.start(since_ns=self.started_ns)
         await self.progress.open()
         await self.fleet.open()
+        await self.guard.open(self.tasks)
         with contextlib.suppress(NatsError, TimeoutError):
             await self._queue_monitor.poll()
         self.tasks.spawn(self._sweep(), name="sweep")
@@ -113,6 +120,7 @@ class Gateway:
         await self.tasks.aclose()
         self._preparer.close()
         await self.fleet.close()
+        await self.guard.close()
         await self._subscriptions.close()
 
     @property
@@ -142,11 +150,18 @@ class Gateway:
     # --- accepting ---
 
     async def prepare(
-        self, endpoint: str, body: bytes, request_id: str | None = None, *, no_store: bool = False
+        self,
+        endpoint: str,
+        body: bytes,
+        request_id: str | None = None,
+        *,
+        no_store: bool = False,
+        caller: Caller = ANYONE,
     ) -> PreparedRequest:
         """
         Args:
             no_store: as if the body asked for it.
+            caller: whose request it becomes.
         Raises:
             ServingError: the body cannot be served, or the queue is full.
         """
@@ -155,23 +170,23 @@ class Gateway:
         self._queue_monitor.check_log()
         if self._queue_monitor.class_matters:
             await self.run_for(body, self._queue_monitor.check_class, body)
-        return await self._preparer.prepare(endpoint, body, request_id, no_store=no_store)
+        return await self._preparer.prepare(endpoint, body, request_id, no_store=no_store, caller=caller)
 
-    async def input_tokens(self, body: bytes) -> InputTokens:
+    async def input_tokens(self, body: bytes, caller: Caller = ANYONE) -> InputTokens:
         """Tokens of the prompt of a response, the conversation before it included.
 
         Raises:
             ServingError: the body cannot be served.
         """
-        return InputTokens(await self._preparer.count_response(body))
+        return InputTokens(await self._preparer.count_response(body, caller))
 
-    async def compute(self, work: Callable[[bytes, PrepareContext], T], body: bytes) -> T:
+    async def compute(self, work: Callable[[bytes, PrepareContext], T], body: bytes, caller: Caller = ANYONE) -> T:
         """What a body says by itself, such as its number of tokens.
 
         Raises:
             ServingError: the body cannot be served.
         """
-        return await self._preparer.compute(work, body)
+        return await self._preparer.compute(work, body, caller)
 
     async def run_for(self, body: bytes, work: Callable[..., T], *args: Any) -> T:
         """``work`` on a body, in a thread if that is large."""

@@ -58,6 +58,11 @@ COMMANDS = {
         "infra.broker.tenants_cli:run",
         choices=("add", "list", "rotate", "remove"),
     ),
+    "keys": Command(
+        "manage API keys of the HTTP API: create, list, show, revoke",
+        "infra.operate.keys:run",
+        choices=("create", "list", "show", "revoke"),
+    ),
     "gateway": Command("run a gateway (OpenAI API)", "gateway.main:run", "GatewaySettings"),
     "router": Command("run a router", "router.main:run", "RouterSettings"),
     "worker": Command("run a worker", "workers.main:run", "WorkerSettings"),
@@ -203,7 +208,7 @@ SECTIONS = {
         "index",
     ),
     "Run again": ("export", "import", "replay", "whatif", "dead"),
-    "Operate": ("plan", "drain", "restart", "streams", "tenants", "forget"),
+    "Operate": ("plan", "drain", "restart", "streams", "tenants", "keys", "forget"),
     "Measure": ("bench", "slurm", "profile", "eval"),
     "Other": ("completion", "version"),
 }

@@ -9,9 +9,12 @@ from struct import Struct
 
 from blake3 import blake3
 
+from schemas.subjects import DEFAULT_TENANT
+
 DIGEST_BYTES = 16
 DEFAULT_BLOCK_SIZE = 32
 
+_OF_TENANT = "tenant/"
 _KEY = Struct("<q")
 
 
@@ -22,6 +25,16 @@ def root(revision: str, lora: str = "", salt: str = "") -> bytes:
     """
     parts = b"".join(len(part).to_bytes(4, "little") + part for part in map(str.encode, (revision, lora, salt)))
     return blake3(parts).digest(length=DIGEST_BYTES)
+
+
+def tenant_salt(tenant: str, chosen: str) -> str:
+    """The salt of a tenant's requests for which a client chose this one; no two (tenant, chosen) have the same.
+
+    That of the default tenant is what was chosen, unless it could be another tenant's.
+    """
+    if tenant == DEFAULT_TENANT and not chosen.startswith(_OF_TENANT):
+        return chosen
+    return f"{_OF_TENANT}{tenant}/{chosen}"
 
 
 def extend(parent: bytes, tokens: bytes, extra: bytes = b"") -> bytes:

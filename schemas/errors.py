@@ -28,6 +28,9 @@ class Code(enum.StrEnum):
     headers_too_large = "headers_too_large"
     request_timeout = "request_timeout"
     too_many_connections = "too_many_connections"
+    invalid_api_key = "invalid_api_key"
+    permission_denied = "permission_denied"
+    rate_limit_exceeded = "rate_limit_exceeded"
     internal = "internal"
 
     @property
@@ -58,6 +61,9 @@ _STATUS = {
     Code.headers_too_large: 431,
     Code.request_timeout: 408,
     Code.too_many_connections: 503,
+    Code.invalid_api_key: 401,
+    Code.permission_denied: 403,
+    Code.rate_limit_exceeded: 429,
     Code.internal: 500,
 }
 

@@ -125,6 +125,7 @@ def topology(s: Subjects, *, record: bool = False) -> Topology:
             followed("workers"),
             followed("routers"),
             followed("tenants"),
+            followed("keys"),
             BucketSpec(s.bucket("idempotency")),
             BucketSpec(s.bucket("planners"), max_bytes=MIB),
         ),

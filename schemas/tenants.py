@@ -25,12 +25,14 @@ class Limits(msgspec.Struct, frozen=True, omit_defaults=True):
         models: models that its requests may name; empty: all.
         max_pending: submissions that gateways process at once; further ones wait. Also service requests at one gateway
             at once; further ones are refused.
+        shared_cache: its requests reuse the KV of other requests, and others that of its own.
         weight: of its share of the work of held requests, against other tenants of the same class.
     """
 
     models: tuple[str, ...] = ()
     max_pending: int = MAX_PENDING
     weight: Annotated[float, Meta(ge=LEAST_WEIGHT, le=MOST_WEIGHT)] = 1.0
+    shared_cache: bool = False
 
 
 decode = decoder(Limits)

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import msgspec
 import structlog
 
+from gateway.access.caller import caller_of
 from gateway.answer_shapes import Aggregator, Renderer, aggregator_for, renderer_for
 from gateway.http.connections import SCOPE, Connection
 from gateway.http.idempotency import ClientIds, read_client_ids, submit_once, with_client_id
@@ -121,7 +122,9 @@ class Generations:
                 return
             prepare = partial(prepare_body, body)
             if names.key:
-                prepared, inflight = await submit_once(gateway, names.key, self._endpoint, body, prepare)
+                prepared, inflight = await submit_once(
+                    gateway, caller_of(scope).tenant, names.key, self._endpoint, body, prepare
+                )
                 accepted = inflight.request.id
             else:
                 prepared = await prepare()
@@ -154,7 +157,9 @@ class Generations:
         Raises:
             ServingError: the body cannot be served, or the queue is full.
         """
-        prepared = with_client_id(await self._gateway.prepare(self._endpoint, body, no_store=names.no_store), names)
+        caller = caller_of(scope)
+        prepared = await self._gateway.prepare(self._endpoint, body, no_store=names.no_store, caller=caller)
+        prepared = with_client_id(prepared, names)
         return with_trace(prepared, from_http_headers(scope["headers"], self._gateway.settings.tracing))
 
 
@@ -198,7 +203,7 @@ class Reattach:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         gateway = self._gateway
         try:
-            request, record = await gateway.look_up(strip_id_prefix(scope["path_params"]["id"]))
+            request, record = await gateway.look_up(strip_id_prefix(scope["path_params"]["id"]), caller_of(scope).sees)
             last = dict(scope["headers"]).get(b"last-event-id", b"").decode("latin-1")
             if request.diffusion is not None:
                 await self._images(request, last, scope, receive, send)

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-from collections.abc import Mapping
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -17,6 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from gateway.access.caller import CALLER, Caller, caller_of
 from gateway.anthropic.prepare import count_message
 from gateway.http import request_list
 from gateway.http.answers import (
@@ -30,6 +30,7 @@ from gateway.http.answers import (
     answer_text,
     send_error,
     strip_id_prefix,
+    with_header,
 )
 from gateway.http.computed import Computed
 from gateway.http.health import health_of
@@ -55,22 +56,26 @@ _json = msgspec.json.encode
 
 def application(gateway: Gateway) -> App:
     """The ASGI application of one gateway."""
-    answering: dict[str, App] = {
-        "/v1/chat/completions": Generations(gateway, CHAT, answer_text),
-        "/v1/completions": Generations(gateway, COMPLETION, answer_text, answer_batch=answer_prompts),
-        "/v1/responses": Generations(gateway, RESPONSE, answer_response),
-        "/v1/responses/input_tokens": Computed(gateway, gateway.input_tokens),
-        "/v1/messages": Generations(gateway, MESSAGE, answer_text, send_message_error),
-        "/v1/messages/count_tokens": Computed(gateway, partial(gateway.compute, count_message), send_message_error),
-        "/tokenize": Computed(gateway, partial(gateway.compute, tokenize)),
-        "/detokenize": Computed(gateway, partial(gateway.compute, detokenize)),
-        **{path: Generations(gateway, kind, answer_images) for kind, path in PATHS.items()},
-    }
-    others = _others(gateway, answering)
+    answering = _answering(gateway)
+    others = Starlette(
+        routes=routes_of(gateway),
+        exception_handlers={HTTPException: _http_error, ServingError: _serving_error, Exception: _crash},
+    )
+
+    async def refuse(path: str, send: Send, error: ServingError) -> None:
+        if error.code is Code.invalid_api_key:
+            send = with_header(send, b"www-authenticate", b"Bearer")
+        await (send_message_error if path.startswith("/v1/messages") else send_error)(send, error)
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        path = scope["path"]
+        try:
+            scope[CALLER] = gateway.guard.admit(path, scope["headers"])
+        except ServingError as error:
+            await refuse(path, send, error)
+            return
         # Bypasses Starlette's layers, which handle every message sent: 5 % of a gateway's time.
-        direct = answering.get(scope["path"]) if scope["type"] == "http" and scope["method"] == "POST" else None
+        direct = answering.get(path) if scope["method"] == "POST" else None
         if direct is not None:
             await direct(scope, receive, send)
             return
@@ -83,8 +88,23 @@ def application(gateway: Gateway) -> App:
     return app
 
 
-def _others(gateway: Gateway, answering: Mapping[str, App]) -> Starlette:
-    """Everything but the answering endpoints, and wrong methods of those."""
+def _answering(gateway: Gateway) -> dict[str, App]:
+    """Endpoints that answer a body, by path."""
+    return {
+        "/v1/chat/completions": Generations(gateway, CHAT, answer_text),
+        "/v1/completions": Generations(gateway, COMPLETION, answer_text, answer_batch=answer_prompts),
+        "/v1/responses": Generations(gateway, RESPONSE, answer_response),
+        "/v1/responses/input_tokens": Computed(gateway, gateway.input_tokens),
+        "/v1/messages": Generations(gateway, MESSAGE, answer_text, send_message_error),
+        "/v1/messages/count_tokens": Computed(gateway, partial(gateway.compute, count_message), send_message_error),
+        "/tokenize": Computed(gateway, partial(gateway.compute, tokenize)),
+        "/detokenize": Computed(gateway, partial(gateway.compute, detokenize)),
+        **{path: Generations(gateway, kind, answer_images) for kind, path in PATHS.items()},
+    }
+
+
+def routes_of(gateway: Gateway) -> list[Route]:
+    """Every endpoint. Those that answer a body are here for requests with a wrong method."""
     api, stored = _Api(gateway), StoredResponses(gateway)
     page = (Path(__file__).parent / "docs.html").read_bytes()
     openapi = _json(document(version("penstock")))
@@ -95,31 +115,28 @@ def _others(gateway: Gateway, answering: Mapping[str, App]) -> Starlette:
     async def openapi_json(request: Request) -> Response:
         return Response(openapi, media_type="application/json")
 
-    return Starlette(
-        routes=[
-            *(Route(path, endpoint, methods=["POST"]) for path, endpoint in answering.items()),
-            Route("/v1/responses/{id}", stored, methods=["GET"]),
-            Route("/v1/responses/{id}", stored.delete, methods=["DELETE"]),
-            Route("/v1/responses/{id}/cancel", stored.cancel, methods=["POST"]),
-            Route("/v1/responses/{id}/input_items", stored.input_items),
-            Route("/v1/models", api.models),
-            Route("/v1/models/{name:path}", api.model),
-            Route("/v1/requests", api.requests),
-            Route("/v1/requests/{id}", api.request, methods=["GET"]),
-            Route("/v1/requests/{id}", api.cancel, methods=["DELETE"]),
-            Route("/v1/requests/{id}/stream", Reattach(gateway, ImageReattach(gateway))),
-            Route("/v1/files/{name}", GeneratedFiles(gateway).get),
-            Route("/health", api.health),
-            Route("/ping", api.live),
-            Route("/version", api.version),
-            Route("/health/live", api.live),
-            Route("/health/ready", api.ready),
-            Route("/metrics", api.metrics),
-            Route("/openapi.json", openapi_json),
-            Route("/docs", docs),
-        ],
-        exception_handlers={HTTPException: _http_error, ServingError: _serving_error, Exception: _crash},
-    )
+    return [
+        *(Route(path, endpoint, methods=["POST"]) for path, endpoint in _answering(gateway).items()),
+        Route("/v1/responses/{id}", stored, methods=["GET"]),
+        Route("/v1/responses/{id}", stored.delete, methods=["DELETE"]),
+        Route("/v1/responses/{id}/cancel", stored.cancel, methods=["POST"]),
+        Route("/v1/responses/{id}/input_items", stored.input_items),
+        Route("/v1/models", api.models),
+        Route("/v1/models/{name:path}", api.model),
+        Route("/v1/requests", api.requests),
+        Route("/v1/requests/{id}", api.request, methods=["GET"]),
+        Route("/v1/requests/{id}", api.cancel, methods=["DELETE"]),
+        Route("/v1/requests/{id}/stream", Reattach(gateway, ImageReattach(gateway))),
+        Route("/v1/files/{name}", GeneratedFiles(gateway).get),
+        Route("/health", api.health),
+        Route("/ping", api.live),
+        Route("/version", api.version),
+        Route("/health/live", api.live),
+        Route("/health/ready", api.ready),
+        Route("/metrics", api.metrics),
+        Route("/openapi.json", openapi_json),
+        Route("/docs", docs),
+    ]
 
 
 class _Api:
@@ -148,38 +165,41 @@ class _Api:
             "output_modalities": [model.kind],
         }
 
-    def _cards(self) -> dict[str, dict[str, Any]]:
+    def _cards(self, caller: Caller) -> dict[str, dict[str, Any]]:
         models = self._gateway.fleet.diffusion_models.ready()
         diffusion = {name: self._diffusion_card(name, model) for name, model in models.items()}
-        return diffusion | {name: self._model_card(name) for name in self._gateway.fleet.listed_names}
+        cards = diffusion | {name: self._model_card(name) for name in self._gateway.fleet.listed_names}
+        return {name: card for name, card in cards.items() if caller.may_name(name)}
 
     async def models(self, request: Request) -> Response:
-        cards = self._cards()
-        names = self._gateway.fleet.listed_names
+        cards = self._cards(caller_of(request.scope))
+        names = [name for name in self._gateway.fleet.listed_names if name in cards]
         ordered = [*names, *(name for name in cards if name not in names)]
         return _reply({"object": "list", "data": [cards[name] for name in ordered]})
 
     async def model(self, request: Request) -> Response:
         name = request.path_params["name"]
-        card = self._cards().get(name)
+        card = self._cards(caller_of(request.scope)).get(name)
         if card is None:
             raise ServingError(Code.model_not_found, f"model {name[:200]!r} is not served here", param="model")
         return _reply(card)
 
     async def requests(self, request: Request) -> Response:
-        if not self._gateway.settings.list_requests:
+        caller = caller_of(request.scope)
+        if caller.key is None and not self._gateway.settings.list_requests:
             message = "this gateway does not list requests; its operator can start it with --list-requests"
             raise ServingError(Code.unsupported, message)
-        query = request_list.parse(request.query_params)
+        query = request_list.parse(request.query_params, caller.sees)
         return _reply(request_list.body(await self._gateway.listing.page(query.criteria, query.limit, query.after)))
 
     async def request(self, request: Request) -> Response:
         gateway = self._gateway
-        stored = await gateway.look_up(strip_id_prefix(request.path_params["id"]))
+        stored = await gateway.look_up(strip_id_prefix(request.path_params["id"]), caller_of(request.scope).sees)
         return _reply(await status_of(gateway, stored, base_url(request.scope, gateway)))
 
     async def cancel(self, request: Request) -> Response:
-        state, record = await self._gateway.look_up(strip_id_prefix(request.path_params["id"]))
+        sees = caller_of(request.scope).sees
+        state, record = await self._gateway.look_up(strip_id_prefix(request.path_params["id"]), sees)
         if record is not None:
             return _reply(CancelResponse(state.id, False, final_state(record)))
         await self._gateway.cancel_surely(state.id, "cancelled by request")

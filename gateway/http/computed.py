@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable
 import msgspec
 import structlog
 
+from gateway.access.caller import Caller, caller_of
 from gateway.http.answers import (
     INTERNAL,
     JSON,
@@ -25,14 +26,14 @@ log = structlog.get_logger("gateway")
 class Computed:
     """
     Args:
-        compute: from a body to what is sent as JSON; raises ``ServingError``.
+        compute: from a body and its caller to what is sent as JSON; raises ``ServingError``.
         refuse: sends an error.
     """
 
     def __init__(
         self,
         gateway: Gateway,
-        compute: Callable[[bytes], Awaitable[msgspec.Struct]],
+        compute: Callable[[bytes, Caller], Awaitable[msgspec.Struct]],
         refuse: Callable[[Send, ServingError], Awaitable[None]] = send_error,
     ) -> None:
         self._gateway = gateway
@@ -43,7 +44,7 @@ class Computed:
         gateway = self._gateway
         try:
             body = await read_body(scope, receive, gateway.settings.max_body_bytes)
-            content = msgspec.json.encode(await self._compute(body))
+            content = msgspec.json.encode(await self._compute(body, caller_of(scope)))
             headers = [JSON, (b"content-length", b"%d" % len(content))]
             await send({"type": "http.response.start", "status": 200, "headers": headers})
             await send({"type": "http.response.body", "body": content})

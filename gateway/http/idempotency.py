@@ -22,7 +22,6 @@ from gateway.openai.requests import StreamOptions
 from gateway.service import Gateway
 from schemas.errors import Code, ServingError
 from schemas.ids import time_of
-from schemas.subjects import DEFAULT_TENANT
 
 KEY, CLIENT_ID, NO_STORE = b"idempotency-key", b"x-request-id", b"x-penstock-no-store"
 SESSION_IDS = (b"x-session-id", b"x-dynamo-session-id")  # the latter is what agents send that know Dynamo
@@ -90,14 +89,14 @@ def with_client_id(prepared: PreparedRequest, names: ClientIds) -> PreparedReque
 
 
 async def submit_once(
-    gateway: Gateway, key: str, endpoint: str, body: bytes, prepare: Prepare
+    gateway: Gateway, tenant: str, key: str, endpoint: str, body: bytes, prepare: Prepare
 ) -> tuple[PreparedRequest, InflightRequest]:
     """The run that a key stands for, started if need be. It continues without its client, which can come back.
 
     Raises:
         ServingError: idempotency_conflict, or why it cannot be served.
     """
-    tenant, name = DEFAULT_TENANT, f"key:{key}"
+    name = f"key:{key}"
     canonical = await gateway.run_for(body, _canonical_body, endpoint, body)
     stored_claim = await find_claim(gateway.bus, tenant, name, canonical)
     if stored_claim is None:

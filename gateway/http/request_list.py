@@ -65,10 +65,12 @@ class ListQuery(Struct, frozen=True):
     after: str
 
 
-def parse(query: Mapping[str, str]) -> ListQuery:
+def parse(query: Mapping[str, str], sees: str | None = None) -> ListQuery:
     """
+    Args:
+        sees: the only tenant whose requests may be listed; None: all.
     Raises:
-        ServingError: invalid_request, with the parameter at fault.
+        ServingError: invalid_request, with the parameter at fault; permission_denied: of another tenant.
     """
     for name in query:
         if name not in PARAMETERS:
@@ -81,11 +83,19 @@ def parse(query: Mapping[str, str]) -> ListQuery:
         if state not in _NAMED:
             names = ", ".join(_NAMED)
             raise _invalid("state", f"state {state[:80]!r} is none of {names}; several: state=failed,cancelled")
+    tenant = query.get("tenant", "")
+    if sees is not None:
+        if tenant not in ("", sees):
+            message = (
+                f"requests of tenant {tenant[:80]!r} can only be listed with a key of that tenant or an operator's"
+            )
+            raise ServingError(Code.permission_denied, message, param="tenant")
+        tenant = sees
     criteria = Criteria(
         _moment_ns("since", query),
         _moment_ns("until", query),
         query.get("model", ""),
-        query.get("tenant", ""),
+        tenant,
         query.get("worker", ""),
         query.get("user", ""),
         frozenset(_NAMED[state] for state in states),

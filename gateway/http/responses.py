@@ -8,6 +8,7 @@ import structlog
 from starlette.requests import Request
 from starlette.responses import Response
 
+from gateway.access.caller import caller_of
 from gateway.http.answers import (
     JSON,
     AcceptedRequest,
@@ -110,7 +111,9 @@ class StoredResponses:
         """What the response was made from: its own input behind that and the output of those that it continues."""
         found = await self._find(request)
         stored = read_stored(found.request.client_body)
-        history = await self._gateway.conversations.history(stored.body.previous_response_id)
+        history = await self._gateway.conversations.history(
+            stored.body.previous_response_id, caller_of(request.scope).sees
+        )
         items: list[InputItem] = []
         for turn in history.turns:
             items += [*input_items(turn.id, turn.input), *turn.output]
@@ -125,7 +128,7 @@ class StoredResponses:
         name = request.path_params["id"]
         found: StoredRequest | None = None
         try:
-            found = await self._gateway.look_up(name.removeprefix(PREFIX))
+            found = await self._gateway.look_up(name.removeprefix(PREFIX), caller_of(request.scope).sees)
         except ServingError as error:
             if error.code not in (Code.request_not_found, Code.request_erased):
                 raise

@@ -5,6 +5,7 @@ import re
 from starlette.requests import Request
 from starlette.responses import Response
 
+from gateway.access.caller import caller_of
 from gateway.service import Gateway
 from infra.bus import object_store
 from schemas.errors import Code, ServingError
@@ -19,6 +20,7 @@ MEDIA_TYPES = {
     "gif": "image/gif",
     "mp4": "video/mp4",
 }
+ID_CHARACTERS = 36  # a name begins with the id of its request
 _NAME = re.compile(r"[0-9a-f-]{36}-[0-9]{1,9}-[0-9]{1,9}\.(png|jpg|webp|gif|mp4)")
 
 
@@ -41,6 +43,9 @@ class GeneratedFiles:
         match = _NAME.fullmatch(name)
         if match is None:
             raise _not_found(name)
+        sees = caller_of(request.scope).sees
+        if sees is not None:
+            await self._check_owner(name, sees)
         try:
             data = await read_file(self._gateway, name)
         except ServingError as error:
@@ -51,6 +56,16 @@ class GeneratedFiles:
             "x-content-type-options": "nosniff",
         }
         return Response(data, media_type=MEDIA_TYPES[match[1]], headers=headers)
+
+    async def _check_owner(self, name: str, tenant: str) -> None:
+        """
+        Raises:
+            ServingError: request_not_found: the file is of another tenant's request.
+        """
+        try:
+            await self._gateway.look_up(name[:ID_CHARACTERS], tenant)
+        except ServingError as error:
+            raise _not_found(name) if error.code is Code.request_not_found else error from None
 
 
 def _not_found(name: str) -> ServingError:

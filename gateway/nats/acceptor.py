@@ -7,9 +7,9 @@ import msgspec
 from gateway.admission.idempotency import claim, find_claim, reclaim
 from gateway.nats.delivery import AcceptedRequest, AnswerDelivery
 from gateway.nats.protocol import Origin, parse_headers, shape_of
-from gateway.nats.tenants import TenantTable
 from gateway.openai.prepare import PreparedRequest
 from gateway.service import Gateway
+from gateway.tenants import TenantTable
 from gateway.tracing import from_nats_headers, with_trace
 from schemas.errors import Code, ServingError
 from schemas.ids import new_request_id
@@ -67,9 +67,12 @@ class RequestAcceptor:
         shape = await gateway.run_for(body, shape_of, body)
         self._table.check_model(origin.tenant, shape.model)
         no_store = parse_headers(message.headers or {}, gateway.bus.subjects.namespace).no_store
-        prepared: PreparedRequest = await gateway.prepare(shape.endpoint, body, new_request_id(), no_store=no_store)
+        caller = self._table.caller(origin.tenant)
+        prepared: PreparedRequest = await gateway.prepare(
+            shape.endpoint, body, new_request_id(), no_store=no_store, caller=caller
+        )
         prepared = with_trace(prepared, from_nats_headers(message.headers or {}, gateway.settings.tracing))
-        request = msgspec.structs.replace(prepared.request, tenant=origin.tenant, form=shape.form)
+        request = msgspec.structs.replace(prepared.request, form=shape.form)
         return prepared._replace(request=request)
 
     async def _known(self, origin: Origin, name: str, body: bytes) -> AcceptedRequest | None:

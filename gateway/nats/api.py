@@ -6,7 +6,6 @@ from gateway.nats.acceptor import RequestAcceptor
 from gateway.nats.delivery import AnswerDelivery
 from gateway.nats.services import Services
 from gateway.nats.submissions import Submissions
-from gateway.nats.tenants import TenantTable
 from gateway.service import Gateway
 from infra.bus.tasks import Tasks
 
@@ -19,7 +18,8 @@ class NatsApi:
     def __init__(self, gateway: Gateway, tasks: Tasks) -> None:
         self._tasks = tasks.group("nats")
         delivery = AnswerDelivery(gateway)
-        self._table = TenantTable(gateway.bus, self._joined, self._left)
+        self._table = gateway.tenants
+        self._table.on_joined, self._table.on_left = self._joined, self._left
         acceptor = RequestAcceptor(gateway, self._table, delivery)
         self._submissions = Submissions(gateway, acceptor, delivery, self._tasks)
         self._services = Services(gateway, self._table, acceptor, delivery, self._tasks)

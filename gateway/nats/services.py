@@ -15,8 +15,8 @@ from gateway.nats.keyed_slots import KeyedSlots
 from gateway.nats.messages import failure
 from gateway.nats.protocol import AnswerQuery, Origin, origin_of, parse_headers, parse_query
 from gateway.nats.reply_publisher import ReplyPublisher
-from gateway.nats.tenants import TenantTable
 from gateway.service import Gateway
+from gateway.tenants import TenantTable
 from infra.bus.tasks import Tasks, as_serving_error
 from schemas.errors import Code, ServingError
 from schemas.subjects import DEFAULT_TENANT, token

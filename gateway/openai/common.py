@@ -57,9 +57,16 @@ def resolve_deadline_s(body: CommonOptions, default_s: float) -> float:
     return min(given, default=default_s)
 
 
-def resolve_priority(priority: Priority | None, service_tier: str | None) -> Priority:
-    """``priority`` wins over OpenAI's ``service_tier``."""
-    return priority or SERVICE_TIERS.get(service_tier or "", Priority.standard)
+def resolve_priority(priority: Priority | None, service_tier: str | None, highest: Priority | None = None) -> Priority:
+    """``priority`` wins over OpenAI's ``service_tier``.
+
+    Args:
+        highest: the class of a request that names none, and of one that names a higher one; None: it may have any.
+    """
+    named = priority or SERVICE_TIERS.get(service_tier or "")
+    if highest is None:
+        return named or Priority.standard
+    return highest if named is None or named.rank < highest.rank else named
 
 
 def read_switch(text: str, header: str) -> bool:

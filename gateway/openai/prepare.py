@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from gateway.openai.common import CHAT, COMPLETION, random_seed, resolve_deadline_s, resolve_priority
-from gateway.openai.errors import model_not_found, unsupported
+from gateway.openai.errors import unsupported
 from gateway.openai.options import GenerationOptions, resolve_options
 from gateway.openai.prepare_context import PrepareContext
 from gateway.openai.prompt import Prompt, chat_prompt, completion_prompt, expand_media
@@ -76,7 +76,7 @@ def prepare_chat_body(
     Raises:
         ServingError: the body cannot be served; names the field and the limit.
     """
-    _check_model(body.model, context)
+    context.check_model(body.model)
     prompt = chat_prompt(body, context)
     options = resolve_options(
         body, prompt.tokens, prompt.min_tokens, context, seed
@@ -95,7 +95,7 @@ def count_prompt(body: ChatCompletionRequest, context: PrepareContext) -> int:
     Raises:
         ServingError: the chat cannot be served; names the field and the limit.
     """
-    _check_model(body.model, context)
+    context.check_model(body.model)
     return chat_prompt(body, context).min_tokens
 
 
@@ -134,15 +134,10 @@ def prepare_completion(
         ServingError: the body cannot be served; names the field and the limit.
     """
     body = parse_completion(data)
-    _check_model(body.model, context)
+    context.check_model(body.model)
     prompt = completion_prompt(body, context)
     options = resolve_options(body, prompt.tokens, prompt.min_tokens, context, seed)
     return _prepared(body, COMPLETION, prompt.tokens, options, context, now_ns=now_ns, request_id=request_id)
-
-
-def _check_model(name: str, context: PrepareContext) -> None:
-    if name not in context.names:
-        raise model_not_found(name, context.names)
 
 
 def _prepared(
@@ -158,7 +153,7 @@ def _prepared(
 ) -> PreparedRequest:
     model = context.model
     prompt = pack_tokens(tokens)
-    salt = body.cache_salt or ""
+    salt = context.salt(body.cache_salt or "")
     extra = media_extra(((m.position, m.tokens, m.digest) for m in media), context.block_size) if media else None
     request = GenerateRequest(
         id=request_id or new_request_id(now_ns),
@@ -172,7 +167,7 @@ def _prepared(
         block_size=context.block_size,
         sampling=options.sampling,
         n=body.n or 1,
-        priority=resolve_priority(body.priority, body.service_tier),
+        priority=resolve_priority(body.priority, body.service_tier, context.priority),
         user=body.user or "",
         salt=salt,
         media=media,
@@ -186,6 +181,7 @@ def _prepared(
         parsing=options.parsing,
         no_store=context.no_store or bool(body.no_store),
         session=body.prompt_cache_key or "",
+        tenant=context.tenant,
         constraint=options.constraint,
     )
     usage = body.stream_options is not None and bool(body.stream_options.include_usage)

@@ -1,10 +1,14 @@
 """What a body is prepared for: the model, the gateway's defaults, and what its workers have in common."""
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import NamedTuple
 
+from gateway.openai.errors import model_not_found
 from gateway.parsers.registry import ParserNames
 from infra.model.modeldir import ModelDir
+from schemas.blocks import tenant_salt
+from schemas.requests import Priority
+from schemas.subjects import DEFAULT_TENANT
 
 
 class PrepareContext(NamedTuple):
@@ -22,6 +26,10 @@ class PrepareContext(NamedTuple):
         parsers: of reasoning and tool calls in chats; None: output is plain text.
         special_tokens_as_text: the text of a special token in a message does not become that token.
         no_store: the request is erased after its end, whatever its body says.
+        tenant: whose request it is.
+        allowed: names of models that it may use; None: all.
+        priority: its class if the body names none, and the highest that it may have; None: the body decides.
+        own_cache: tenants share no KV; False: this one shares it with the default tenant.
     """
 
     model: ModelDir
@@ -37,6 +45,24 @@ class PrepareContext(NamedTuple):
     parsers: ParserNames | None = None
     special_tokens_as_text: bool = True
     no_store: bool = False
+    tenant: str = DEFAULT_TENANT
+    allowed: Set[str] | None = None
+    priority: Priority | None = None
+    own_cache: bool = True
+
+    def check_model(self, name: str) -> None:
+        """
+        Raises:
+            ServingError: model_not_found.
+        """
+        if name not in self.names or (self.allowed is not None and name not in self.allowed):
+            allowed = self.allowed
+            raise model_not_found(name, [each for each in self.names if allowed is None or each in allowed])
+
+    def salt(self, chosen: str) -> str:
+        """The cache salt of a request for which its client chose this one: tenants cannot choose each other's."""
+        tenant = self.tenant if self.own_cache else DEFAULT_TENANT
+        return tenant_salt(tenant, chosen)
 
     @property
     def max_model_len(self) -> int:

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta, Struct
 
-from gateway.openai.errors import decode_body, invalid, model_not_found
+from gateway.openai.errors import decode_body, invalid
 from gateway.openai.prepare_context import PrepareContext
 from gateway.openai.prompt import chat_prompt, encode
 from gateway.openai.requests import MAX_MESSAGES, ChatCompletionRequest, ChatMessage, TokenId, check_chat
@@ -108,5 +108,5 @@ def _chat_tokens(body: TokenizeRequest, messages: list[ChatMessage], context: Pr
 
 
 def _check_model(name: str | None, context: PrepareContext) -> None:
-    if name is not None and name not in context.names:
-        raise model_not_found(name, context.names)
+    if name is not None:
+        context.check_model(name)

@@ -113,7 +113,7 @@ def _gateway(s: Subjects) -> tuple[Right, ...]:
         Right("recognise repeats", (f"$KV.{s.bucket('idempotency')}.>",)),
         Right("follow the log", (), (s.all("live"),)),
         _reads(*(s.stream(name) for name in ("TOKENS", "REQUESTS", "DONE")), *_buckets(s, "workers", "tenants")),
-        _reads(*_buckets(s, "idempotency", "routers")),
+        _reads(*_buckets(s, "idempotency", "routers", "keys")),
         Right("read the length of the queue", (f"$JS.API.CONSUMER.INFO.{requests}.*",)),
         _stores(s.bucket("media")),
         _stores(s.bucket("batches")),

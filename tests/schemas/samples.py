@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from schemas import control, done, fleet, jobs, kv, plans, requests, routers, tenants, tokens, trace, transfer
+from schemas import control, done, fleet, jobs, keys, kv, plans, requests, routers, tenants, tokens, trace, transfer
 from schemas.wire import encode, pack_tokens
 
 REQUEST = requests.GenerateRequest(
@@ -224,6 +224,27 @@ SAMPLES: dict[str, tuple[Any, Callable[[bytes], Any]]] = {
     ),
     "tenant": (tenants.Limits(("tiny", "other"), 7), tenants.decode),
     "tenant_with_a_weight": (tenants.Limits(weight=2.5), tenants.decode),
+    "tenant_that_shares_its_cache": (tenants.Limits(shared_cache=True), tenants.decode),
+    "api_key": (
+        keys.ApiKey(
+            id="0a1b2c3d4e5f",
+            digest=bytes(range(32)),
+            tenant="acme",
+            models=("tiny", "other"),
+            requests_per_minute=60,
+            tokens_per_minute=10_000,
+            max_concurrent=4,
+            priority=requests.Priority.batch,
+            created_ns=1_700_000_000_000_000_001,
+            expires_ns=1_700_000_600_000_000_001,
+            revoked_ns=1_700_000_500_000_000_001,
+            operator=True,
+            about="the notebook",
+            created_by="root@here",
+            revoked_by="root@there",
+        ),
+        keys.decode,
+    ),
     "revoke": (jobs.Revoke(REQUEST.id, 2), jobs.decode),
     "encoded": (transfer.Encoded(REQUEST.id, 2, msgspec.Raw(encode(1)), TICKET, 5, STAMPS), jobs.decode),
     "prefilled": (

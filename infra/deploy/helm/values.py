@@ -24,7 +24,16 @@ Tree = Mapping[str, Any]  # as Kubernetes has it
 # What probes, services, volumes and the other processes rely on: the chart sets it, and ``settings`` must not.
 SETTLED = {
     *("name", "nats_url", "sys_nats_url", "namespace", "log_format", "log_level", "listen_fd"),
-    *("http_host", "http_port", "metrics_host", "metrics_port", "drain_s", "publish_events_and_metrics"),
+    *(
+        "http_host",
+        "http_port",
+        "require_keys",
+        "insecure",
+        "metrics_host",
+        "metrics_port",
+        "drain_s",
+        "publish_events_and_metrics",
+    ),
     *("role", "engine", "model", "served_model_name", "block_size", "extra_engine_args"),
 }
 KINDS: Mapping[str, type[Common]] = {"gateway": GatewaySettings, "router": RouterSettings, "worker": WorkerSettings}
@@ -99,6 +108,10 @@ class Gateway(Placed, frozen=True, kw_only=True):
     cpu: Quantity = "2"
     memory: Annotated[Quantity, about("requested, and the limit")] = "4Gi"
     drain_seconds: Annotated[Seconds, about("that open requests may take to finish")] = 30
+    require_keys: Annotated[
+        bool,
+        about("refuse requests without an API key; false: whoever reaches the Service may ask, until there is one"),
+    ] = True
     settings: Annotated[Tree, about("flags of `penstock gateway` without their dashes, as in `max-queue: 512`")] = {}
     service: Service = Service()
     ingress: Ingress = Ingress()

@@ -33,7 +33,7 @@ VALUES = f"""
 model: {MODEL}
 streams: {{replicas: 1}}
 models: {{enabled: false}}
-gateway: {{settings: {{max-queue: 64}}}}
+gateway: {{requireKeys: false, settings: {{max-queue: 64}}}}
 workerDefaults: {{engine: mock, settings: {{mock-speedup: 0}}}}
 workers: {{prefill: {{}}, decode: {{}}}}
 """

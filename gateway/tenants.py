@@ -1,4 +1,4 @@
-"""Which tenants there are and what each may do: the ``tenants`` bucket as a live table."""
+"""Which tenants there are and what each may do: the ``tenants`` bucket as a live table, for both APIs."""
 
 from collections.abc import Callable
 from contextlib import AsyncExitStack
@@ -6,6 +6,7 @@ from contextlib import AsyncExitStack
 import msgspec
 import structlog
 
+from gateway.access.caller import Caller
 from infra.bus.connection import Bus
 from infra.bus.direct_get import Entry
 from infra.bus.log_tail import LogTail
@@ -19,15 +20,22 @@ _NONE = Limits()
 
 
 class TenantTable:
-    """``joined`` and ``left`` are called with names as they come and go; ``default`` is always there."""
+    """
+    Attributes:
+        known: tenants with an entry; ``default`` is always there, and needs none.
+        on_joined, on_left: called with names as they come and go, ``default`` first.
+        on_changed: called after every change.
+    """
 
-    def __init__(self, bus: Bus, joined: Callable[[str], None], left: Callable[[str], None]) -> None:
+    def __init__(self, bus: Bus) -> None:
         bucket = bus.subjects.bucket("tenants")
         subject = f"$KV.{bucket}.>"
         self._tail = LogTail(bus, f"KV_{bucket}", subject, bus.subjects.live(subject), self._on_entry)
-        self._joined = joined
-        self._left = left
-        self._limits: dict[str, Limits] = {}
+        self.on_joined: Callable[[str], None] = lambda tenant: None
+        self.on_left: Callable[[str], None] = lambda tenant: None
+        self.on_changed: Callable[[], None] = lambda: None
+        self.known: dict[str, Limits] = {}
+        self._callers: dict[str, Caller] = {}
         self._following = AsyncExitStack()
 
     async def start(self) -> None:
@@ -35,14 +43,22 @@ class TenantTable:
         Raises:
             ServingError: the bucket cannot be read.
         """
-        self._joined(DEFAULT_TENANT)
+        self.on_joined(DEFAULT_TENANT)
         await self._following.enter_async_context(self._tail.following())
 
     async def stop(self) -> None:
         await self._following.aclose()
 
     def limits(self, tenant: str) -> Limits:
-        return self._limits.get(tenant, _NONE)
+        return self.known.get(tenant, _NONE)
+
+    def caller(self, tenant: str) -> Caller:
+        """Who asks for this tenant over NATS, where the broker has checked the password."""
+        found = self._callers.get(tenant)
+        if found is None:
+            own_cache = not self.limits(tenant).shared_cache
+            found = self._callers[tenant] = Caller(tenant, tenant, own_cache=own_cache)
+        return found
 
     def check_model(self, tenant: str, model: str) -> None:
         """
@@ -60,16 +76,19 @@ class TenantTable:
 
     def _on_entry(self, entry: Entry) -> None:
         tenant = entry.subject.rpartition(".")[2]
+        self._callers.pop(tenant, None)
         if not entry.data:
-            if self._limits.pop(tenant, None) is not None:
-                self._left(tenant)
+            if self.known.pop(tenant, None) is not None:
+                self.on_left(tenant)
+                self.on_changed()
             return
         try:
             limits = decode(entry.data)
         except msgspec.MsgspecError as error:
             log.warning("tenant_unreadable", tenant=tenant, error=str(error))
             return
-        existed = tenant in self._limits
-        self._limits[tenant] = limits
+        existed = tenant in self.known
+        self.known[tenant] = limits
         if not existed:
-            self._joined(tenant)
+            self.on_joined(tenant)
+        self.on_changed()

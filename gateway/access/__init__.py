@@ -1,0 +1,1 @@
+"""Who may use the HTTP API, and how much of it."""

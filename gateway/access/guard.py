@@ -1,0 +1,74 @@
+"""Admits requests: the first thing that happens to a request over HTTP."""
+
+import time
+from collections.abc import Iterable, Mapping
+
+from gateway.access.caller import ANYONE, Caller
+from gateway.access.credentials import presented
+from gateway.access.decision import caller_with, check_valid, find_key
+from gateway.access.table import STALE_S, KeyTable
+from infra.bus.connection import Bus
+from infra.bus.tasks import Tasks
+from schemas.errors import Code, ServingError
+from schemas.tenants import Limits
+
+# Open to everyone: they show no request and no tenant. Whatever is not here needs a key, also what does not exist.
+OPEN_PATHS = frozenset(
+    {"/health", "/health/live", "/health/ready", "/ping", "/version", "/metrics", "/openapi.json", "/docs"}
+)
+
+
+class Guard:
+    """
+    Args:
+        tenants: those that there are, except the default one; a live table.
+        always: keys are needed even while there are none.
+
+    Attributes:
+        closed: requests need a key. Never becomes false again: a bucket that was emptied must not open the gateway.
+    """
+
+    def __init__(self, bus: Bus, tenants: Mapping[str, Limits], *, always: bool = False) -> None:
+        self._table = KeyTable(bus, self._changed)
+        self._tenants = tenants
+        self._callers: dict[str, Caller | ServingError] = {}
+        self.closed = always
+
+    async def open(self, tasks: Tasks) -> None:
+        """
+        Raises:
+            ServingError: the keys cannot be read.
+        """
+        await self._table.start(tasks)
+
+    async def close(self) -> None:
+        await self._table.stop()
+
+    def admit(self, path: str, headers: Iterable[tuple[bytes, bytes]]) -> Caller:
+        """Who sent a request.
+
+        Raises:
+            ServingError: invalid_api_key; broker_unavailable: it is not known which keys are valid.
+        """
+        if not self.closed or path in OPEN_PATHS:
+            return ANYONE
+        key = find_key(presented(headers), self._table.keys)
+        if not self._table.current:
+            message = f"keys cannot be checked: the broker has not confirmed them for {STALE_S:g} s; try again"
+            raise ServingError(Code.broker_unavailable, message, retry_after=1.0)
+        check_valid(key, time.time_ns())
+        caller = self._callers.get(key.id)
+        if caller is None:
+            caller = self._callers[key.id] = caller_with(key, self._tenants)
+        if isinstance(caller, ServingError):
+            raise caller
+        return caller
+
+    def tenants_changed(self) -> None:
+        """A tenant came, went or has other limits."""
+        self._callers.clear()
+
+    def _changed(self, key_id: str) -> None:
+        self._callers.pop(key_id, None)
+        if self._table.keys:
+            self.closed = True

@@ -1,0 +1,95 @@
+"""The keys as this gateway knows them: the ``keys`` bucket as a live table, and whether it is current.
+
+A change arrives within milliseconds, over the republished subject. Once a second the gateway also compares its place
+with the end of the bucket: a table that was not confirmed for ``STALE_S`` admits nobody, because a key may have been
+revoked meanwhile.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+
+import msgspec
+import structlog
+
+from infra.bus.connection import Bus
+from infra.bus.direct_get import Entry, get_last
+from infra.bus.log_tail import LogTail
+from infra.bus.tasks import Tasks
+from schemas.errors import ServingError
+from schemas.keys import ApiKey, decode
+from schemas.tenants import check_name
+
+log = structlog.get_logger("gateway")
+
+CONFIRM_S = 1.0
+STALE_S = 5.0
+
+
+class KeyTable:
+    """``keys`` by id. ``changed`` is called with the id of a key that was added, changed or removed."""
+
+    def __init__(self, bus: Bus, changed: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
+        bucket = bus.subjects.bucket("keys")
+        self._stream, self._subject = f"KV_{bucket}", f"$KV.{bucket}.>"
+        self._tail = LogTail(bus, self._stream, self._subject, bus.subjects.live(self._subject), self._on_entry)
+        self._bus = bus
+        self._changed = changed
+        self._clock = clock
+        self._confirmed = 0.0  # when the comparison began that found this table current
+        self._following = AsyncExitStack()
+        self.keys: dict[str, ApiKey] = {}
+
+    async def start(self, tasks: Tasks) -> None:
+        """
+        Raises:
+            ServingError: the bucket cannot be read.
+        """
+        began = self._clock()
+        await self._following.enter_async_context(self._tail.following())
+        self._confirmed = began
+        tasks.spawn(self._confirm(), name="confirm-keys")
+
+    async def stop(self) -> None:
+        await self._following.aclose()
+
+    @property
+    def current(self) -> bool:
+        """Whether everything is known that was changed more than ``STALE_S`` ago."""
+        return self._clock() - self._confirmed < STALE_S
+
+    async def _confirm(self) -> None:
+        while True:
+            await asyncio.sleep(CONFIRM_S)
+            began = self._clock()
+            try:
+                async with asyncio.timeout(STALE_S):
+                    end = await get_last(self._bus, self._stream, self._subject, newest=True, within_s=STALE_S)
+                    if end is not None and end.seq > self._tail.position:
+                        await self._tail.catch_up()
+            except (ServingError, TimeoutError) as error:
+                log.debug("keys_not_confirmed", error=repr(error))
+                continue
+            if end is None or end.seq <= self._tail.position:
+                self._confirmed = began
+
+    def _on_entry(self, entry: Entry) -> None:
+        name = entry.subject.rpartition(".")[2]
+        if not entry.data:
+            self.keys.pop(name, None)
+            self._changed(name)
+            return
+        try:
+            key = decode(entry.data)
+            check_name(key.tenant)
+            if key.id != name:
+                raise ValueError("it has the id of another key")
+        except (msgspec.MsgspecError, ValueError) as error:
+            log.warning("key_unreadable", key=name, error=str(error))
+            self.keys.pop(name, None)  # rather refused than admitted by what it said before
+        else:
+            before, self.keys[name] = self.keys.get(name), key
+            event = "key_added" if before is None else "key_changed"
+            log.info("key_revoked" if key.revoked_ns else event, key=key.prefix, tenant=key.tenant, by=key.made_by)
+        self._changed(name)

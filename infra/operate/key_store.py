@@ -1,0 +1,113 @@
+"""The keys of a deployment as an operator changes them: entries of the ``keys`` bucket, each by compare-and-set."""
+
+import getpass
+import socket
+import time
+from contextlib import suppress
+
+import msgspec
+from nats.errors import Error as NatsError
+
+from infra.bus.connection import Bus
+from infra.bus.direct_get import get_last, read
+from infra.bus.jetstream import WRONG_LAST_SEQUENCE, decode_publish_reply
+from schemas.keys import ApiKey, decode
+from schemas.subjects import DEFAULT_TENANT, HEADER_LAST_ON_SUBJECT
+from schemas.wire import encode
+
+WITHIN_S = 5.0
+TRIES = 5
+
+
+class KeyProblem(ValueError):
+    """A key cannot be made or changed; the text says why."""
+
+
+async def all_keys(bus: Bus) -> list[ApiKey]:
+    """Every key, revoked ones too, the newest last. Entries that cannot be read are left out."""
+    found: list[ApiKey] = []
+    async for entry in read(bus, f"KV_{bus.subjects.bucket('keys')}", f"$KV.{bus.subjects.bucket('keys')}.>"):
+        with suppress(msgspec.MsgspecError):
+            found.append(decode(entry.data))
+    return sorted(found, key=lambda key: key.created_ns)
+
+
+async def check_tenant(bus: Bus, tenant: str) -> None:
+    """
+    Raises:
+        KeyProblem: there is no such tenant.
+    """
+    if tenant == DEFAULT_TENANT:
+        return
+    bucket = bus.subjects.bucket("tenants")
+    entry = await get_last(bus, f"KV_{bucket}", f"$KV.{bucket}.{tenant}", newest=True)
+    if entry is None or not entry.data:
+        raise KeyProblem(f"no tenant {tenant!r}; make it with 'penstock tenants add {tenant}'")
+
+
+async def add(bus: Bus, key: ApiKey) -> None:
+    """
+    Raises:
+        KeyProblem: the broker does not store it.
+    """
+    if not await _write(bus, key, 0):
+        raise KeyProblem("a key with this id exists; try again")
+
+
+async def find(bus: Bus, key_id: str) -> tuple[ApiKey, int]:
+    """A key and its revision.
+
+    Raises:
+        KeyProblem: there is none.
+    """
+    entry = await get_last(bus, f"KV_{bus.subjects.bucket('keys')}", _subject(bus, key_id), newest=True)
+    if entry is None or not entry.data:
+        raise KeyProblem(f"no key pst-{key_id}; `penstock keys list --all` shows all keys")
+    return decode(entry.data), entry.seq
+
+
+async def revoke(bus: Bus, key_id: str) -> tuple[ApiKey, bool]:
+    """Revoke a key for good; gateways refuse it from the moment at which they read the entry.
+
+    Returns: the key, and whether it was valid until now.
+    Raises:
+        KeyProblem: there is none, or the broker does not store it.
+    """
+    for _ in range(TRIES):
+        key, revision = await find(bus, key_id)
+        if key.revoked_ns:
+            return key, False
+        key = msgspec.structs.replace(key, revoked_ns=time.time_ns(), revoked_by=operator())
+        if await _write(bus, key, revision):
+            return key, True
+    raise KeyProblem("others change this key at the same time; try again")
+
+
+def operator() -> str:
+    """Who changes keys here, for the record."""
+    try:
+        user = getpass.getuser()
+    except (OSError, KeyError):  # a container's user may have no name
+        user = "unknown"
+    return f"{user}@{socket.gethostname()}"
+
+
+async def _write(bus: Bus, key: ApiKey, revision: int) -> bool:
+    """Store an entry in the place of this revision; False: there is another one."""
+    try:
+        message = await bus.nc.request(
+            _subject(bus, key.id), encode(key), timeout=WITHIN_S, headers={HEADER_LAST_ON_SUBJECT: str(revision)}
+        )
+        reply = decode_publish_reply(message.data)
+    except (NatsError, TimeoutError, OSError, msgspec.MsgspecError) as error:
+        raise KeyProblem(
+            f"the broker does not store keys ({error!r}); it needs the bucket {bus.subjects.bucket('keys')!r}, which "
+            "`penstock streams apply` creates, and the operator's credentials"
+        ) from None
+    if reply.error is not None and reply.error.err_code != WRONG_LAST_SEQUENCE:
+        raise KeyProblem(f"the broker does not store the key: {reply.error}")
+    return reply.error is None
+
+
+def _subject(bus: Bus, key_id: str) -> str:
+    return f"$KV.{bus.subjects.bucket('keys')}.{key_id}"

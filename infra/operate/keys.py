@@ -1,0 +1,259 @@
+"""``penstock keys``: API keys of the HTTP API: who may use it, as which tenant, and how much."""
+
+import argparse
+import datetime
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from configs.flags import Parser
+from infra.bus.connection import Bus
+from infra.operate import key_store
+from infra.terminal import escape, stdout
+from infra.timeline.moments import duration_ns
+from infra.timeline.open_log import Source, open_log, run_command
+from schemas.keys import MOST_CONCURRENT, MOST_PER_MINUTE, ApiKey, check_id, digest_of, new_key
+from schemas.requests import Priority
+from schemas.subjects import DEFAULT_TENANT
+from schemas.tenants import check_name
+
+VERBS = ("create", "list", "show", "revoke")
+USAGE = f"usage: penstock keys {{{','.join(VERBS)}}} [FLAGS]"
+MAX_ABOUT = 200  # characters
+
+
+def run(argv: Sequence[str]) -> int:
+    """Do what the first argument says; the exit status."""
+    args = _parser().parse_args(argv)
+    console = stdout()
+    match args.verb:
+        case "create":
+            return run_command("keys create", lambda: _create(args, console))
+        case "list":
+            return run_command("keys list", lambda: _list(args, console))
+        case "show":
+            return run_command("keys show", lambda: _show(args, console))
+    return run_command("keys revoke", lambda: _revoke(args, console))
+
+
+def _parser() -> Parser:
+    parser = Parser(prog="penstock keys", description="manage the API keys of the HTTP API")
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar=f"{{{','.join(VERBS)}}}")
+    about_create = "make a key and print it, once; as soon as there is a key, every request needs one"
+    create = verbs.add_parser("create", help=about_create, description=about_create)
+    _create_flags(create)
+    about_list = "list the keys that are valid"
+    shown = verbs.add_parser("list", help=about_list, description=about_list)
+    shown.add_argument("--all", "-a", action="store_true", help="revoked and expired ones, too")
+    shown.add_argument("--json", action="store_true", help="one JSON object per line")
+    for verb, about in (
+        ("show", "show everything about a key but its secret, which is not stored"),
+        ("revoke", "end a key at once on every gateway, and for good; requests that run finish"),
+    ):
+        one = verbs.add_parser(verb, help=about, description=about)
+        one.add_argument("key", metavar="PREFIX", help="as `penstock keys list` shows it: pst-0a1b2c3d4e5f")
+    for one in verbs.choices.values():
+        one.add_argument(
+            "--data-dir",
+            default=".penstock",
+            metavar="FOLDER",
+            help="data folder of `penstock up` (default: %(default)s)",
+        )
+        one.add_argument("--nats-url", default="", metavar="URL", help="broker, with operator's credentials, instead")
+        one.add_argument(
+            "--namespace", default="", metavar="TEXT", help="prefix of all subjects; default: the data folder's, or ps"
+        )
+    return parser
+
+
+def _create_flags(create: argparse.ArgumentParser) -> None:
+    create.add_argument(
+        "--tenant", default=DEFAULT_TENANT, metavar="NAME", help="whose key it is; default: %(default)s"
+    )
+    create.add_argument("--models", default="", metavar="A,B", help="models it may name; default: all of its tenant")
+    create.add_argument(
+        "--rpm", type=_per_minute, default=0, metavar="N", help="requests per minute; default: no limit"
+    )
+    create.add_argument(
+        "--tpm",
+        type=_per_minute,
+        default=0,
+        metavar="N",
+        help="tokens per minute, prompts and answers; default: no limit",
+    )
+    create.add_argument(
+        "--max-concurrent", type=_concurrent, default=0, metavar="N", help="requests at a time; default: no limit"
+    )
+    create.add_argument(
+        "--priority",
+        choices=[each.value for each in Priority],
+        help="class of requests that name none, and the highest they may name; default: standard, and any",
+    )
+    create.add_argument("--expires", default="", metavar="WHEN", help="12h, 90d, or 2027-01-31; default: never")
+    create.add_argument(
+        "--operator", action="store_true", help="it sees the requests and answers of all tenants, and may list them"
+    )
+    create.add_argument("--about", default="", metavar="TEXT", help="what it is for, shown in lists")
+    create.add_argument("--quiet", "-q", action="store_true", help="print the key alone")
+
+
+def _per_minute(text: str) -> int:
+    return _number(text, MOST_PER_MINUTE)
+
+
+def _concurrent(text: str) -> int:
+    return _number(text, MOST_CONCURRENT)
+
+
+def _number(text: str, most: int) -> int:
+    if not (text.isascii() and text.isdigit()) or not 1 <= int(text) <= most:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 to {most}")
+    return int(text)
+
+
+def expires_ns(text: str, now_ns: int) -> int:
+    """Unix time in ns of "12h" from now, or of an ISO 8601 date or time; without a zone it is local. "": 0.
+
+    Raises:
+        ValueError: neither of the two, or it is past.
+    """
+    if not text:
+        return 0
+    with suppress(ValueError):
+        return now_ns + duration_ns(text)
+    try:
+        at_ns = int(datetime.datetime.fromisoformat(text.strip()).timestamp() * 1e9)
+    except (ValueError, OverflowError):
+        raise ValueError(f"--expires {text!r}: write how long (12h, 90d) or a date (2027-01-31)") from None
+    if at_ns <= now_ns:
+        raise ValueError(f"--expires {text!r} is past")
+    return at_ns
+
+
+def _source(args: argparse.Namespace) -> Source:
+    return Source.of(argparse.Namespace(**vars(args), file="", skip_bad=False))
+
+
+async def _create(args: argparse.Namespace, console: Console) -> None:
+    now_ns = time.time_ns()
+    if len(args.about) > MAX_ABOUT:
+        raise ValueError(f"--about has {len(args.about)} characters; the limit is {MAX_ABOUT}")
+    key_id, text = new_key()
+    key = ApiKey(
+        key_id,
+        digest_of(text.encode()),
+        tenant=check_name(args.tenant),
+        models=tuple(model for model in args.models.split(",") if model),
+        requests_per_minute=args.rpm,
+        tokens_per_minute=args.tpm,
+        max_concurrent=args.max_concurrent,
+        priority=Priority(args.priority) if args.priority else None,
+        created_ns=now_ns,
+        expires_ns=expires_ns(args.expires, now_ns),
+        operator=args.operator,
+        about=args.about,
+        created_by=key_store.operator(),
+    )
+    async with open_log(_source(args), name="keys", role="operator", streams=()) as log:
+        if log.stopped:
+            raise ValueError("the deployment is stopped: start it, then make its keys")
+        await key_store.check_tenant(log.bus, key.tenant)
+        first = not await key_store.all_keys(log.bus)
+        await key_store.add(log.bus, key)
+    sys.stdout.write(f"{text}\n")
+    if args.quiet:
+        return
+    print(f"This is the only time that it is shown. {key.prefix} names it in lists and logs.", file=sys.stderr)
+    if first:
+        print("It is the first key: from now on, every request to this deployment needs one.", file=sys.stderr)
+
+
+async def _keys(args: argparse.Namespace) -> list[ApiKey]:
+    async with open_log(_source(args), name="keys", role="operator", streams=()) as log:
+        return await key_store.all_keys(_running(log.stopped, log.bus))
+
+
+async def _list(args: argparse.Namespace, console: Console) -> None:
+    now_ns = time.time_ns()
+    keys = [key for key in await _keys(args) if args.all or state(key, now_ns) == "valid"]
+    if args.json:
+        for key in keys:
+            console.file.write(msgspec.json.encode(_public(key, now_ns)).decode() + "\n")
+        return
+    if not keys:
+        console.print("no key is valid" if not args.all else "there are no keys")
+        return
+    table = Table(box=None, pad_edge=False)
+    for name in ("key", "tenant", "models", "rpm", "tpm", "at a time", "priority", "expires", "state", "about"):
+        table.add_column(name, justify="right" if name in ("rpm", "tpm", "at a time") else "left")
+    for key in keys:
+        table.add_row(
+            key.prefix,
+            key.tenant + (" (operator)" if key.operator else ""),
+            escape(",".join(key.models) or "all"),
+            *(str(limit or "–") for limit in (key.requests_per_minute, key.tokens_per_minute, key.max_concurrent)),
+            key.priority.value if key.priority else "–",
+            _day(key.expires_ns) or "never",
+            state(key, now_ns),
+            escape(key.about),
+        )
+    console.print(table)
+
+
+async def _show(args: argparse.Namespace, console: Console) -> None:
+    key_id, now_ns = check_id(args.key), time.time_ns()
+    async with open_log(_source(args), name="keys", role="operator", streams=()) as log:
+        key, _ = await key_store.find(_running(log.stopped, log.bus), key_id)
+    for name, value in _public(key, now_ns).items():
+        console.print(f"{name:<20} {escape(str(value))}", highlight=False, soft_wrap=True)
+
+
+async def _revoke(args: argparse.Namespace, console: Console) -> None:
+    key_id = check_id(args.key)
+    async with open_log(_source(args), name="keys", role="operator", streams=()) as log:
+        key, was_valid = await key_store.revoke(_running(log.stopped, log.bus), key_id)
+    when = "revoked" if was_valid else f"was revoked already, {_day(key.revoked_ns)}"
+    console.print(f"{key.prefix} of tenant {key.tenant}: {when}", highlight=False)
+
+
+def _running(stopped: bool, bus: Bus) -> Bus:
+    if stopped:
+        raise ValueError("the deployment is stopped: start it first")
+    return bus
+
+
+def state(key: ApiKey, now_ns: int) -> str:
+    """ "valid", "expired" or "revoked"."""
+    if key.revoked_ns:
+        return "revoked"
+    return "expired" if key.expires_ns and now_ns >= key.expires_ns else "valid"
+
+
+def _public(key: ApiKey, now_ns: int) -> dict[str, object]:
+    """What may be shown of a key."""
+    return {
+        "key": key.prefix,
+        "state": state(key, now_ns),
+        "tenant": key.tenant,
+        "operator": key.operator,
+        "models": ",".join(key.models) or "all",
+        "rpm": key.requests_per_minute or None,
+        "tpm": key.tokens_per_minute or None,
+        "max_concurrent": key.max_concurrent or None,
+        "priority": key.priority.value if key.priority else None,
+        "created": _day(key.created_ns),
+        "created_by": key.created_by,
+        "expires": _day(key.expires_ns) or None,
+        "revoked": _day(key.revoked_ns) or None,
+        "revoked_by": key.revoked_by or None,
+        "about": key.about,
+    }
+
+
+def _day(at_ns: int) -> str:
+    return f"{datetime.datetime.fromtimestamp(at_ns / 1e9):%Y-%m-%d %H:%M:%S}" if at_ns else ""

@@ -1,0 +1,116 @@
+"""API keys of the HTTP API, in the ``keys`` bucket: ``penstock keys`` writes them, gateways follow it.
+
+A key is ``pst-<id>-<secret>``. Its id is public, and names its entry; of the whole key only the SHA-256 is stored. The
+secret has 238 random bits, so a slow hash, made for passwords that people choose, would add nothing but its cost.
+"""
+
+import hashlib
+import hmac
+import re
+import secrets
+import string
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from schemas.requests import Priority
+from schemas.subjects import DEFAULT_TENANT
+from schemas.wire import decoder
+
+PREFIX = "pst-"
+ID_CHARACTERS, SECRET_CHARACTERS = 12, 40
+MAX_KEY_BYTES = 128  # longer ones are refused unread
+MOST_PER_MINUTE = 1_000_000_000
+MOST_CONCURRENT = 100_000
+
+_ALPHABET = string.ascii_letters + string.digits
+_KEY = re.compile(rb"pst-([a-z0-9]{12})-[A-Za-z0-9]{40}")
+_ID = re.compile(r"[a-z0-9]{12}")
+
+PerMinute = Annotated[int, Meta(ge=0, le=MOST_PER_MINUTE)]
+
+
+class ApiKey(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What is stored of one key.
+
+    Attributes:
+        digest: SHA-256 of the whole key.
+        tenant: whose requests are made with it, as at the NATS API.
+        models: that its requests may name; empty: all that its tenant may.
+        requests_per_minute, tokens_per_minute, max_concurrent: at all gateways together; 0: no limit.
+        priority: the highest class of its requests, and that of requests which name none; None: any, as without keys.
+        created_ns, expires_ns, revoked_ns: Unix time; 0: never.
+        operator: sees the requests and answers of all tenants.
+        about: what it is for, in the operator's words.
+        created_by, revoked_by: user and machine of the operator.
+    """
+
+    id: str
+    digest: bytes
+    tenant: str = DEFAULT_TENANT
+    models: tuple[str, ...] = ()
+    requests_per_minute: PerMinute = 0
+    tokens_per_minute: PerMinute = 0
+    max_concurrent: Annotated[int, Meta(ge=0, le=MOST_CONCURRENT)] = 0
+    priority: Priority | None = None
+    created_ns: int = 0
+    expires_ns: int = 0
+    revoked_ns: int = 0
+    operator: bool = False
+    about: str = ""
+    created_by: str = ""
+    revoked_by: str = ""
+
+    @property
+    def made_by(self) -> str:
+        """Who made this entry what it is."""
+        return self.revoked_by or self.created_by
+
+    @property
+    def prefix(self) -> str:
+        """The public part of the key."""
+        return PREFIX + self.id
+
+    @property
+    def limited(self) -> bool:
+        return bool(self.requests_per_minute or self.tokens_per_minute or self.max_concurrent)
+
+
+decode = decoder(ApiKey)
+
+
+def new_key() -> tuple[str, str]:
+    """A new key: its id, and the whole text, which is shown once."""
+    name = "".join(secrets.choice(string.ascii_lowercase + string.digits) for _ in range(ID_CHARACTERS))
+    secret = "".join(secrets.choice(_ALPHABET) for _ in range(SECRET_CHARACTERS))
+    return name, f"{PREFIX}{name}-{secret}"
+
+
+def digest_of(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()
+
+
+def matches(key: bytes, digest: bytes) -> bool:
+    """Whether this is the key of the digest. Takes the same time wherever they differ."""
+    return hmac.compare_digest(digest_of(key), digest)
+
+
+def id_of(key: bytes) -> str | None:
+    """The id in a key; None: it has not the form of a key."""
+    found = _KEY.fullmatch(key) if len(key) <= MAX_KEY_BYTES else None
+    return found[1].decode() if found is not None else None
+
+
+def check_id(text: str) -> str:
+    """The id that a prefix (``pst-…``) or an id names; it is also a token of subjects.
+
+    Raises:
+        ValueError: it is neither. The text is not repeated, as it may be a whole key.
+    """
+    name = text.removeprefix(PREFIX)
+    if _ID.fullmatch(name):
+        return name
+    if (whole := id_of(text.encode())) is not None:
+        return whole
+    raise ValueError("not the prefix of a key: give what `penstock keys list` shows, such as pst-0a1b2c3d4e5f")

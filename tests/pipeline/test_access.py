@@ -1,0 +1,241 @@
+"""API keys on two gateways of one deployment: who gets what, and how soon a change holds."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+
+from infra.bus.connection import Bus, connect
+from infra.cli import main
+from infra.operate import key_store
+from schemas.keys import ApiKey, digest_of, new_key
+from tests.gateway.access.test_routes import POLICIES
+from tests.pipeline.conftest import NewDeployment
+from tests.pipeline.support import MODEL_NAME, Deployment
+
+CHAT = {"model": MODEL_NAME, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
+MESSAGE = {"model": MODEL_NAME, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
+SOON_S = 1.0
+
+
+@pytest.fixture(scope="module")
+def deployment(new_deployment: NewDeployment) -> Deployment:
+    return new_deployment("--mock-speedup", "0", "--gateways", "2", "--served-model-name", f"{MODEL_NAME},other")
+
+
+def keys(deployment: Deployment, *args: str) -> int:
+    return main(["keys", *args, "--data-dir", str(deployment.data_dir)])
+
+
+@pytest.fixture(scope="module")
+def tenants(deployment: Deployment) -> None:
+    for tenant in ("acme", "zenith"):
+        assert main(["tenants", "add", tenant, "--data-dir", str(deployment.data_dir)]) == 0
+
+
+@pytest.fixture
+async def bus(deployment: Deployment) -> AsyncIterator[Bus]:
+    made = await connect(deployment.state.nats_url, role="operator", name="test")
+    yield made
+    await made.close()
+
+
+@pytest.fixture
+async def https(deployment: Deployment) -> AsyncIterator[list[httpx.AsyncClient]]:
+    """One client per gateway."""
+    made = [httpx.AsyncClient(base_url=url, trust_env=False, timeout=30) for url in deployment.urls]
+    yield made
+    for each in made:
+        await each.aclose()
+
+
+@pytest.fixture
+async def http(https: list[httpx.AsyncClient]) -> httpx.AsyncClient:
+    return https[0]
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"}
+
+
+async def make(bus: Bus, https: list[httpx.AsyncClient], **fields: Any) -> str:
+    """A new key, known to every gateway unless it is not valid."""
+    name, text = new_key()
+    key = ApiKey(name, digest_of(text.encode()), created_ns=time.time_ns(), **fields)
+    await key_store.add(bus, key)
+    if not key.revoked_ns and not key.expires_ns:
+        for each in https:
+            await until_status(each, text, 200)
+    return text
+
+
+async def until_status(http: httpx.AsyncClient, key: str, status: int, within_s: float = 5.0) -> float:
+    """Seconds until a key gets this status."""
+    began = time.monotonic()
+    while (await http.get("/v1/models", headers=bearer(key))).status_code != status:
+        assert time.monotonic() - began < within_s
+        await asyncio.sleep(0.005)
+    return time.monotonic() - began
+
+
+async def test_without_keys_everyone_is_served_and_with_the_first_one_nobody_else(
+    deployment: Deployment, https: list[httpx.AsyncClient], capsys: pytest.CaptureFixture[str]
+) -> None:
+    for http in https:
+        assert (await http.post("/v1/chat/completions", json=CHAT)).status_code == 200
+    assert await asyncio.to_thread(keys, deployment, "create", "--rpm", "100", "--about", "the first") == 0
+    printed = capsys.readouterr()
+    text = printed.out.strip()
+    assert "from now on, every request" in printed.err
+    for http in https:
+        await until_status(http, text, 200)
+        refused = await http.post("/v1/chat/completions", json=CHAT)
+        assert refused.status_code == 401
+        assert refused.headers["www-authenticate"] == "Bearer"
+        assert refused.json()["error"]["code"] == "invalid_api_key"
+        refused = await http.post("/v1/messages", json=MESSAGE)
+        assert (refused.status_code, refused.json()["error"]["type"]) == (401, "authentication_error")
+        assert (await http.post("/v1/chat/completions", json=CHAT, headers=bearer(text))).status_code == 200
+        assert (await http.post("/v1/messages", json=MESSAGE, headers={"x-api-key": text})).status_code == 200
+        assert (await http.get("/v1/models", params={"api_key": text})).status_code == 401
+    prefix = text.rpartition("-")[0]
+    assert await asyncio.to_thread(keys, deployment, "list") == 0
+    assert await asyncio.to_thread(keys, deployment, "show", prefix) == 0
+    shown = capsys.readouterr().out
+    assert shown.count(prefix) == 2
+    assert text not in shown
+
+
+async def test_a_revoked_key_is_refused_by_every_gateway_within_a_second(
+    deployment: Deployment, https: list[httpx.AsyncClient], bus: Bus
+) -> None:
+    text = await make(bus, https)
+    before = time.monotonic()
+    assert await asyncio.to_thread(keys, deployment, "revoke", text.rpartition("-")[0]) == 0
+    ended = time.monotonic()
+    for http in https:
+        await until_status(http, text, 401, within_s=SOON_S)
+    assert time.monotonic() - ended < SOON_S, ended - before
+    assert "was revoked" in (await https[0].get("/v1/models", headers=bearer(text))).json()["error"]["message"]
+    assert f"key={text.rpartition('-')[0]}" in deployment.logs("gateway-")
+
+
+@pytest.mark.usefixtures("tenants")
+async def test_every_route_answers_each_role_as_its_policy_says(
+    https: list[httpx.AsyncClient], http: httpx.AsyncClient, bus: Bus
+) -> None:
+    owner = await make(bus, https, tenant="acme")
+    roles = {
+        "none": {},
+        "wrong": bearer(owner[:-1] + ("a" if owner[-1] != "a" else "b")),
+        "revoked": bearer(await make(bus, https, revoked_ns=1)),
+        "expired": bearer(await make(bus, https, expires_ns=1)),
+        "owner": bearer(owner),
+        "another": bearer(await make(bus, https, tenant="zenith")),
+        "operator": bearer(await make(bus, https, operator=True)),
+    }
+    made = await http.post(
+        "/v1/responses", json={"model": MODEL_NAME, "input": "Hello", "max_output_tokens": 4}, headers=roles["owner"]
+    )
+    response = made.json()["id"]
+    wrong: list[str] = []
+    for route, policy in POLICIES.items():
+        method, path = route.split(" ")
+        if method == "DELETE" or path.endswith("/cancel"):
+            continue  # tried at last: they change what the others find
+        found = path.replace("{id}", response).replace("{name:path}", MODEL_NAME)
+        for role, headers in roles.items():
+            status = (await http.request(method, found.replace("{name}", "none.png"), headers=headers)).status_code
+            known = role in ("owner", "operator", "another")
+            if policy == "open":
+                expected = {200}
+            elif not known:
+                expected = {401}
+            elif "{name}" in path or (policy == "owner" and role == "another"):
+                expected = {404}
+            else:
+                expected = {400} if method == "POST" else {200}
+            if status not in expected:
+                wrong.append(f"{route} for {role}: {status}, not {expected}")
+    for path in (f"/v1/responses/{response}/cancel", f"/v1/requests/{response}", f"/v1/responses/{response}"):
+        method = "POST" if path.endswith("/cancel") else "DELETE"
+        for role, expected_status in (("none", 401), ("expired", 401), ("another", 404)):
+            status = (await http.request(method, path, headers=roles[role])).status_code
+            if status != expected_status:
+                wrong.append(f"{method} {path} for {role}: {status}, not {expected_status}")
+    assert not wrong, "\n".join(wrong)
+    deleted = await http.delete(f"/v1/responses/{response}", headers=roles["owner"])
+    assert deleted.json()["deleted"] is True
+
+
+@pytest.mark.usefixtures("tenants")
+async def test_nobody_continues_or_lists_what_is_anothers(
+    https: list[httpx.AsyncClient], http: httpx.AsyncClient, bus: Bus
+) -> None:
+    owner, another, operator = [
+        bearer(await make(bus, https, **fields))
+        for fields in ({"tenant": "acme"}, {"tenant": "zenith"}, {"operator": True})
+    ]
+    ask = {"model": MODEL_NAME, "input": "Hello", "max_output_tokens": 4}
+    first = (await http.post("/v1/responses", json=ask, headers=owner)).json()["id"]
+    more = {**ask, "previous_response_id": first}
+    for path in ("/v1/responses", "/v1/responses/input_tokens"):
+        refused = await http.post(path, json=more, headers=another)
+        assert refused.status_code == 400
+        assert "is not known" in refused.json()["error"]["message"]
+        assert (await http.post(path, json=more, headers=owner)).status_code == 200
+    listed = {
+        role: await http.get("/v1/requests", headers=key)
+        for role, key in (("a", owner), ("z", another), ("o", operator))
+    }
+    owners = {role: {each["tenant"] for each in answer.json()["data"]} for role, answer in listed.items()}
+    assert owners["a"] == {"acme"}
+    assert owners["z"] <= {"zenith"}
+    assert "acme" in owners["o"]
+    refused = await http.get("/v1/requests", params={"tenant": "acme"}, headers=another)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (403, "permission_denied")
+    same = {**owner, "idempotency-key": "one"}
+    ids = [
+        (await http.post("/v1/chat/completions", json=CHAT, headers={**key, "idempotency-key": "one"})).json()["id"]
+        for key in (same, same, another)
+    ]
+    assert ids[0] == ids[1] != ids[2]
+
+
+async def test_a_key_names_only_its_models(https: list[httpx.AsyncClient], http: httpx.AsyncClient, bus: Bus) -> None:
+    key = bearer(await make(bus, https, models=("other",)))
+    assert [card["id"] for card in (await http.get("/v1/models", headers=key)).json()["data"]] == ["other"]
+    assert (await http.get(f"/v1/models/{MODEL_NAME}", headers=key)).status_code == 404
+    for path, body in (
+        ("/v1/chat/completions", CHAT),
+        ("/v1/messages", MESSAGE),
+        ("/tokenize", {"model": MODEL_NAME, "prompt": "a"}),
+    ):
+        refused = await http.post(path, json=body, headers=key)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (404, "model_not_found")
+        assert (await http.post(path, json={**body, "model": "other"}, headers=key)).status_code == 200
+
+
+async def test_a_key_whose_tenant_was_removed_is_refused(
+    deployment: Deployment, https: list[httpx.AsyncClient], http: httpx.AsyncClient, bus: Bus
+) -> None:
+    data = ("--data-dir", str(deployment.data_dir))
+    assert await asyncio.to_thread(main, ["tenants", "add", "gone", *data]) == 0
+    text = await make(bus, https, tenant="gone")
+    assert await asyncio.to_thread(main, ["tenants", "remove", "gone", *data]) == 0
+    await until_status(http, text, 401)
+    assert await asyncio.to_thread(keys, deployment, "create", "--tenant", "gone") == 1
+
+
+async def test_an_entry_that_is_not_a_key_admits_nobody(https: list[httpx.AsyncClient], bus: Bus) -> None:
+    text = await make(bus, https)
+    name = text.split("-")[1]
+    stored, _ = await key_store.find(bus, name)
+    for harmful in (msgspec.structs.replace(stored, tenant="acme.>"), msgspec.structs.replace(stored, id="another")):
+        await bus.js.publish(f"$KV.ps_keys.{name}", msgspec.msgpack.encode(harmful))
+        for http in https:
+            await until_status(http, text, 401)
