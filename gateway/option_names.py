@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 
@@ -12,10 +13,19 @@ from gateway.openai.common import CHAT, COMPLETION, MESSAGE, RESPONSE
 from gateway.openai.errors import invalid
 from gateway.openai.requests import ChatCompletionRequest, CompletionRequest
 from gateway.openai.responses_api.requests import ResponsesRequest
+from gateway.openai.responses_api.tools import left_out
 
 # Clients send these to describe a request; they change no answer.
 HARMLESS = frozenset(
-    {"store", "metadata", "safety_identifier", "extra_headers", "extra_body", "prompt_cache_retention"}
+    {
+        "store",
+        "metadata",
+        "client_metadata",
+        "safety_identifier",
+        "extra_headers",
+        "extra_body",
+        "prompt_cache_retention",
+    }
 )
 MOST = 16  # names in a message
 _NAME = re.compile(r"[!-~]{1,64}")  # what a header may hold
@@ -30,11 +40,15 @@ _BODIES: dict[str, type[msgspec.Struct]] = {
 _KNOWN = {
     kind: HARMLESS | {field.encode_name for field in msgspec.structs.fields(body)} for kind, body in _BODIES.items()
 }
+_read_tools = msgspec.json.Decoder(list[dict[str, Any]]).decode
 _read_names = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
 
 def unknown_options(endpoint: str, data: bytes) -> Sequence[str]:
-    """Names at the top level of a body that are no options of its API; of what is no JSON object, none."""
+    """Names at the top level of a body that are no options of its API, and tools that no model is told of.
+
+    Of what is no JSON object, none.
+    """
     known = _KNOWN.get(endpoint)
     if known is None:
         return ()
@@ -42,7 +56,15 @@ def unknown_options(endpoint: str, data: bytes) -> Sequence[str]:
         names = _read_names(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return ()
-    return [name for name in names if name not in known] if names.keys() - known else ()
+    unknown = [name for name in names if name not in known] if names.keys() - known else []
+    return unknown + _tools_left_out(names) if endpoint == RESPONSE and b'"web_search' in data else unknown
+
+
+def _tools_left_out(body: dict[str, msgspec.Raw]) -> list[str]:
+    try:
+        return left_out(_read_tools(body.get("tools", b"[]")))
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return []
 
 
 def check_options(endpoint: str, data: bytes) -> None:

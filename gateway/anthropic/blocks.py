@@ -17,11 +17,13 @@ class Conversation:
     Attributes:
         messages: so far.
         places: from a field of a chat message to the client's.
+        references: names of tools in ``tool_reference`` blocks.
     """
 
     def __init__(self) -> None:
         self.messages: list[ChatMessage] = []
         self.places: dict[str, str] = {}
+        self.references: set[str] = set()
 
     def instruct(self, system: str | Sequence[ContentBlock]) -> None:
         text = system if isinstance(system, str) else _texts(system, "system")
@@ -68,11 +70,18 @@ class Conversation:
     def _tool_result(self, block: ContentBlock, at: str) -> None:
         content: str | list[ContentPart]
         if isinstance(block.content, list):
-            content = [_part(part, f"{at}.content[{number}]") for number, part in enumerate(block.content)]
+            content = [self._result_part(part, f"{at}.content[{number}]") for number, part in enumerate(block.content)]
         else:
             content = block.content or ""
         call = _needed(block.tool_use_id, f"{at}.tool_use_id")
         self._append(ChatMessage("tool", content, tool_call_id=call), at)
+
+    def _result_part(self, block: ContentBlock, at: str) -> ContentPart:
+        if block.type != "tool_reference":
+            return _part(block, at)
+        name = _needed(block.tool_name, f"{at}.tool_name")
+        self.references.add(name)
+        return ContentPart("text", name)
 
     def _assistant(self, blocks: Sequence[ContentBlock], at: str) -> None:
         texts: list[str] = []

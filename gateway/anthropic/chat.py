@@ -1,6 +1,6 @@
 """A message's body as the chat that answers it. Pure."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from typing import Any, NamedTuple
 
 from gateway.anthropic.blocks import Conversation
@@ -38,7 +38,7 @@ def chat_of(body: MessagesRequest) -> Chat:
     """
     _check_thinking(body.thinking, body.max_tokens)
     talk = _conversation(body)
-    tools, tool_places = _tools(body.tools or ())
+    tools, tool_places = _tools(body.tools or (), talk.references)
     choice, answer_format, prefilled = body.tool_choice, _format(body), _is_prefilled(talk.messages)
     if answer_format is not None and prefilled:
         raise invalid("output_config.format", "output_config.format excludes a last message of the assistant's")
@@ -84,7 +84,7 @@ def counted_chat(body: CountTokensRequest) -> Chat:
         ServingError: something in the body is not supported; names the field.
     """
     talk = _conversation(body)
-    tools, tool_places = _tools(body.tools or ())
+    tools, tool_places = _tools(body.tools or (), talk.references)
     chat = ChatCompletionRequest(
         model=body.model,
         messages=talk.messages,
@@ -114,10 +114,17 @@ def _conversation(body: MessagesRequest | CountTokensRequest) -> Conversation:
     return talk
 
 
-def _tools(given: Iterable[MessageTool]) -> tuple[list[dict[str, Any]], dict[str, str]]:
-    tools, places = [], {}
+def _tools(given: Iterable[MessageTool], references: Set[str]) -> tuple[list[dict[str, Any]], dict[str, str]]:
+    """
+    Args:
+        references: tools that the conversation names, which are no longer deferred.
+    """
+    tools: list[dict[str, Any]] = []
+    places: dict[str, str] = {}
     for number, tool in enumerate(given):
         at = f"tools[{number}]"
+        if tool.defer_loading and tool.name not in references:
+            continue
         if tool.type not in (None, "custom"):
             raise unsupported(f"{at}.type", f"{at}: tools of type {tool.type[:40]!r} are not supported; use 'custom'")
         if tool.input_schema is None:
@@ -127,9 +134,10 @@ def _tools(given: Iterable[MessageTool]) -> tuple[list[dict[str, Any]], dict[str
             function["description"] = tool.description
         if tool.strict is not None:
             function["strict"] = tool.strict
+        name = f"tools[{len(tools)}]"
+        places[f"{name}.function.parameters"] = f"{at}.input_schema"
+        places[f"{name}.function"] = at
         tools.append({"type": "function", "function": function})
-        places[f"{at}.function.parameters"] = f"{at}.input_schema"
-        places[f"{at}.function"] = at
     return tools, places
 
 

@@ -4,6 +4,7 @@ from typing import Any, Literal
 
 from msgspec import UNSET, Struct, UnsetType
 
+from gateway.anthropic.requests import THREAD
 from schemas.errors import Code, ServingError
 
 StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"]
@@ -90,6 +91,12 @@ class TokenCount(Struct, frozen=True):
     input_tokens: int
 
 
+class ErrorDetails(Struct, frozen=True):
+    """``error_code``: one that clients act on by themselves."""
+
+    error_code: Literal["thread_unsupported_request"]
+
+
 class MessageErrorDetail(Struct, frozen=True):
     """``code`` is a schemas.errors.Code, ``param`` the field with the error."""
 
@@ -97,6 +104,7 @@ class MessageErrorDetail(Struct, frozen=True):
     message: str
     code: str
     param: str | None
+    details: ErrorDetails | UnsetType = UNSET
 
 
 class MessageErrorBody(Struct, frozen=True):
@@ -124,4 +132,7 @@ def status_of(code: Code) -> int:
 def message_error(error: ServingError, request_id: str) -> MessageErrorBody:
     status = error.code.status
     kind = _KINDS.get(status, "api_error" if status >= 500 else "invalid_request_error")
-    return MessageErrorBody(MessageErrorDetail(kind, error.message, error.code.value, error.param), request_id or None)
+    # Clients then send the whole conversation, without being told to.
+    details = ErrorDetails("thread_unsupported_request") if error.param == THREAD else UNSET
+    detail = MessageErrorDetail(kind, error.message, error.code.value, error.param, details)
+    return MessageErrorBody(detail, request_id or None)

@@ -14,6 +14,8 @@ from gateway.openai.errors import decode_body, unsupported
 from gateway.openai.requests import MAX_MESSAGES, Bias, Count, Penalty, StopText, TokenId
 
 MAX_TOOLS = 512
+KEEP_THOUGHTS = "clear_thinking_20251015"
+THREAD = "thread"
 
 
 class ImageSource(Struct, frozen=True):
@@ -26,7 +28,7 @@ class ImageSource(Struct, frozen=True):
 
 
 class ContentBlock(Struct, frozen=True):
-    """``type``: "text", "image", "tool_use", "tool_result", "thinking" or "redacted_thinking"."""
+    """``type``: "text", "image", "tool_use", "tool_result", "tool_reference", "thinking" or "redacted_thinking"."""
 
     type: str
     text: str | None = None
@@ -38,6 +40,7 @@ class ContentBlock(Struct, frozen=True):
     content: "str | list[ContentBlock] | None" = None
     is_error: bool | None = None
     thinking: str | None = None
+    tool_name: str | None = None
 
 
 class InputMessage(Struct, frozen=True):
@@ -46,13 +49,17 @@ class InputMessage(Struct, frozen=True):
 
 
 class MessageTool(Struct, frozen=True):
-    """``type``: "custom" (if it is not given); Anthropic's own tools are not supported."""
+    """``type``: "custom" (if it is not given); Anthropic's own tools are not supported.
+
+    ``defer_loading``: the model is not told of it before a ``tool_reference`` in the conversation names it.
+    """
 
     name: str
     input_schema: dict[str, Any] | None = None
     description: str | None = None
     type: str | None = None
     strict: bool | None = None
+    defer_loading: bool | None = None
 
 
 class MessageToolChoice(Struct, frozen=True):
@@ -76,6 +83,17 @@ class OutputFormat(Struct, frozen=True):
 class OutputConfig(Struct, frozen=True):
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
     format: OutputFormat | None = None
+
+
+class ContextEdit(Struct, frozen=True):
+    """``type``: "clear_thinking_20251015", whose ``keep`` must be "all": nothing is removed."""
+
+    type: str
+    keep: Any = None
+
+
+class ContextManagement(Struct, frozen=True):
+    edits: Annotated[list[ContextEdit], Meta(max_length=16)] = []
 
 
 class MessageMetadata(Struct, frozen=True):
@@ -113,7 +131,8 @@ class MessagesRequest(CommonOptions, frozen=True, kw_only=True):
     service_tier: Literal["auto", "standard_only"] | None = None  # type: ignore[assignment]
     container: Any = None
     mcp_servers: list[Any] | None = None
-    context_management: Any = None
+    context_management: ContextManagement | None = None
+    thread: Annotated[Any, Meta(description="refused, so that clients send the whole conversation")] = None
     # As in chat completions:
     min_p: Annotated[float, Meta(ge=0.0, le=1.0)] | None = None
     presence_penalty: Penalty | None = None
@@ -136,9 +155,16 @@ def parse_message(data: bytes) -> MessagesRequest:
         ServingError: invalid_request or unsupported, with the field.
     """
     body: MessagesRequest = decode_body(_decode, data)
-    for name in ("container", "mcp_servers", "context_management"):
+    for name in ("container", "mcp_servers"):
         if getattr(body, name):
             raise unsupported(name, f"{name} is not supported")
+    if body.thread is not None:
+        raise unsupported(THREAD, "thread is not supported; send the whole conversation")
+    for number, edit in enumerate(body.context_management.edits if body.context_management is not None else ()):
+        if edit.type != KEEP_THOUGHTS or edit.keep != "all":
+            at = f"context_management.edits[{number}]"
+            message = f"{at} {edit.type[:40]!r} is not supported; only {KEEP_THOUGHTS!r} with keep 'all' is"
+            raise unsupported(at, message)
     return body
 
 

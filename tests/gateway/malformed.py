@@ -78,6 +78,7 @@ RESPONSES: list[dict[str, Any]] = [
         {"type": "function_call_output", "call_id": "c", "output": "d"},
      ]},
     {"model": "tiny", "input": "hi", "max_output_tokens": 1, "previous_response_id": "resp_1", "stream": True,
+     "tools": [{"type": "web_search"}, {"type": "namespace", "name": "s", "tools": [FUNCTION]}, FUNCTION],
      "stream_options": {"include_obfuscation": False}, "text": {"format": {
          "type": "json_schema", "name": "n", "schema": {"type": "object", "properties": {"a": {"type": "string"}}}}}},
 ]  # fmt: skip
@@ -85,7 +86,9 @@ MESSAGES: list[dict[str, Any]] = [
     {"model": "tiny", "max_tokens": 1, "system": [{"type": "text", "text": "s"}], "stop_sequences": ["x"], "top_k": 5,
      "messages": [{"role": "user", "content": "hi"}], "temperature": 0.5, "metadata": {"user_id": "u"},
      "thinking": {"type": "adaptive"}, "output_config": {"effort": "low"}},
-    {"model": "tiny", "max_tokens": 1, "tools": [{"name": "f", "input_schema": {"type": "object"}}], "stream": True,
+    {"model": "tiny", "max_tokens": 1, "stream": True,
+     "tools": [{"name": "f", "input_schema": {"type": "object"}, "defer_loading": True}],
+     "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
      "tool_choice": {"type": "auto", "disable_parallel_tool_use": True},
      "messages": [
         {"role": "user", "content": [
@@ -94,7 +97,8 @@ MESSAGES: list[dict[str, Any]] = [
             {"type": "thinking", "thinking": "t", "signature": ""}, {"type": "text", "text": "b"},
             {"type": "tool_use", "id": "c", "name": "f", "input": {"a": 1}}]},
         {"role": "user", "content": [
-            {"type": "tool_result", "tool_use_id": "c", "content": [{"type": "text", "text": "d"}]}]},
+            {"type": "tool_result", "tool_use_id": "c", "content": [
+                {"type": "text", "text": "d"}, {"type": "tool_reference", "tool_name": "f"}]}]},
      ]},
 ]  # fmt: skip
 

@@ -21,6 +21,14 @@ def test_only_what_no_api_knows_is_unknown(endpoint: str) -> None:
     assert caught.value.param == "nosuch"
 
 
+def test_tools_that_no_model_is_told_of_are_named() -> None:
+    body = json.dumps({"model": "m", "tools": [{"type": "function", "name": "f"}, {"type": "web_search"}]}).encode()
+    assert unknown_options(RESPONSE, body) == ["tools[1]"]
+    with pytest.raises(ServingError, match=r"unknown options: tools\[1\]"):
+        check_options(RESPONSE, body)
+    assert unknown_options(RESPONSE, b'{"tools": ["web_search"], "input": "hi"}') == []
+
+
 @given(st.binary(max_size=30) | st.sampled_from([b"[1]", b"{", b"3", b'{"a": 1} x']))
 def test_what_is_no_object_has_no_options(data: bytes) -> None:
     try:

@@ -3,6 +3,8 @@
 from collections.abc import Iterable
 from typing import Any
 
+from msgspec import UNSET
+
 from gateway.openai.logprobs import LogprobFormatter
 from gateway.openai.responses import UsageBody
 from gateway.openai.responses_api.objects import (
@@ -23,6 +25,7 @@ from gateway.openai.responses_api.objects import (
 )
 from gateway.openai.responses_api.record import PREFIX, item_id, read_stored
 from gateway.openai.responses_api.requests import ResponsesRequest
+from gateway.openai.responses_api.tools import ToolNames
 from gateway.openai.segments import Scored, Segment, SegmentedAnswer
 from infra.model.detokenizer import Detokenizer
 from schemas.errors import Code, ServingError
@@ -41,6 +44,7 @@ class ResponseBuilder:
         """
         self.asked: ResponsesRequest = read_stored(request.client_body).body
         self._request = request
+        self._names = ToolNames(self.asked.tools or ())
         self._logprobs = LogprobFormatter(detokenizer) if request.sampling.logprobs is not None else None
 
     def response(
@@ -94,10 +98,15 @@ class ResponseBuilder:
         """A segment as an output item. ``empty``: as it is announced, before its content."""
         name = self.item_id(segment)
         if segment.kind == "call":
-            return FunctionCallItem(name, status, segment.call_id, segment.name, "" if empty else segment.content)
+            namespace, called = self._names.own(segment.name)
+            arguments = "" if empty else segment.content
+            return FunctionCallItem(name, status, segment.call_id, called, arguments, namespace or UNSET)
         if segment.kind == "reasoning":
             return ReasoningItem(name, status, [] if empty else [ReasoningText(segment.content)])
         return MessageItem(name, status, [] if empty else [self.part(segment)])
+
+    def call_name(self, segment: Segment) -> str:
+        return self._names.own(segment.name)[1]
 
     def part(self, segment: Segment) -> OutputText:
         return OutputText(segment.content, logprobs=self.logprobs(segment.scored))

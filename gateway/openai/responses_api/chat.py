@@ -3,10 +3,11 @@
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from gateway.openai.errors import invalid, unsupported
+from gateway.openai.errors import invalid
 from gateway.openai.requests import ChatCompletionRequest, ResponseFormat, SchemaFormat
 from gateway.openai.responses_api.items import Conversation
 from gateway.openai.responses_api.requests import InputItem, ResponsesRequest
+from gateway.openai.responses_api.tools import ToolNames, chat_tools
 
 _NAMES = {
     "messages": "input",
@@ -40,7 +41,8 @@ def chat_of(body: ResponsesRequest, history: Iterable[Turn] = ()) -> Chat:
     Raises:
         ServingError: something in the body is not supported; names the field.
     """
-    talk = Conversation()
+    names = ToolNames(body.tools or ())
+    talk = Conversation(names)
     if body.instructions is not None:
         talk.instruct(body.instructions)
     for turn in history:
@@ -49,7 +51,7 @@ def chat_of(body: ResponsesRequest, history: Iterable[Turn] = ()) -> Chat:
     _add(talk, body.input or (), "input")
     if not talk.messages:
         raise invalid("input", "input is empty; it must have at least 1 item")
-    tools, tool_places = _tools(body.tools or ())
+    tools, tool_places = chat_tools(body.tools or (), names)
     places = {**_NAMES, **talk.places, **tool_places}
     if body.store is False and not body.no_store:
         places["no_store"] = "store"
@@ -58,7 +60,7 @@ def chat_of(body: ResponsesRequest, history: Iterable[Turn] = ()) -> Chat:
         model=body.model,
         messages=talk.messages,
         tools=tools or None,
-        tool_choice=_tool_choice(body.tool_choice),
+        tool_choice=_tool_choice(body.tool_choice, names),
         parallel_tool_calls=body.parallel_tool_calls,
         max_completion_tokens=body.max_output_tokens,
         temperature=body.temperature,
@@ -99,24 +101,13 @@ def _add(talk: Conversation, given: str | Sequence[InputItem], place: str) -> No
         talk.add(given, place)
 
 
-def _tools(given: Iterable[dict[str, Any]]) -> tuple[list[dict[str, Any]], dict[str, str]]:
-    """Functions as chat completions have them, and where their fields come from."""
-    tools, places = [], {}
-    for number, tool in enumerate(given):
-        at = f"tools[{number}]"
-        if (kind := tool.get("type")) != "function":
-            raise unsupported(f"{at}.type", f"{at}: tools of type {str(kind)[:40]!r} are not supported; use 'function'")
-        function = {key: value for key in ("name", "description", "parameters", "strict")
-                    if (value := tool.get(key)) is not None}  # fmt: skip
-        tools.append({"type": "function", "function": function})
-        places[f"{at}.function"] = at
-    return tools, places
-
-
-def _tool_choice(given: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
+def _tool_choice(given: str | dict[str, Any] | None, names: ToolNames) -> str | dict[str, Any] | None:
     """As chat completions have it, whose own limits apply to it."""
     if isinstance(given, dict) and given.get("type") == "function":
-        return {"type": "function", "function": {"name": given.get("name")}}
+        name, namespace = given.get("name"), given.get("namespace")
+        if isinstance(name, str) and isinstance(namespace, str):
+            name = names.shown(namespace, name)
+        return {"type": "function", "function": {"name": name}}
     if isinstance(given, dict) and given.get("type") == "allowed_tools":
         return {"type": "allowed_tools", "allowed_tools": {key: given.get(key) for key in ("mode", "tools")}}
     return given

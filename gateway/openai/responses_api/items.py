@@ -7,6 +7,7 @@ import msgspec
 from gateway.openai.errors import invalid, unsupported
 from gateway.openai.requests import ChatMessage, ContentPart, FunctionCall, ToolCall
 from gateway.openai.responses_api.requests import InputItem, InputPart
+from gateway.openai.responses_api.tools import ToolNames
 
 ROLES = ("system", "developer", "user", "assistant")
 _TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
@@ -22,7 +23,8 @@ class Conversation:
         places: from a field of a message to the client's, as in "messages[2].content" -> "input[1].output".
     """
 
-    def __init__(self) -> None:
+    def __init__(self, names: ToolNames) -> None:
+        self._names = names
         self.messages: list[ChatMessage] = []
         self.places: dict[str, str] = {}
         self._open = False  # the last message is the assistant's, and may grow
@@ -49,7 +51,8 @@ class Conversation:
             case "message":
                 self._message(item, at)
             case "function_call":
-                name, arguments = _needed(item.name, f"{at}.name"), _needed(item.arguments, f"{at}.arguments")
+                name = self._names.shown(item.namespace, _needed(item.name, f"{at}.name"))
+                arguments = _needed(item.arguments, f"{at}.arguments")
                 call = ToolCall(FunctionCall(name, arguments), id=_needed(item.call_id, f"{at}.call_id"))
                 self._grow(at, ChatMessage("assistant", None, tool_calls=[call]))
             case "function_call_output":

@@ -42,13 +42,14 @@ class ReasoningItem(Struct, frozen=True, tag_field="type", tag="reasoning"):
 
 
 class FunctionCallItem(Struct, frozen=True, tag_field="type", tag="function_call"):
-    """``arguments``: JSON as the model wrote it."""
+    """``arguments``: JSON as the model wrote it. ``namespace``: of the tool, if it was offered in one."""
 
     id: str
     status: ItemStatus
     call_id: str
     name: str
     arguments: str
+    namespace: str | UnsetType = UNSET
 
 
 OutputItem = MessageItem | ReasoningItem | FunctionCallItem

@@ -169,7 +169,12 @@ class ResponseRenderer:
                 self._of("response.reasoning_text.done", segment, text=content)
                 self._of("response.content_part.done", segment, part=ReasoningText(content))
             case "call":
-                self._of("response.function_call_arguments.done", segment, arguments=content, name=segment.name)
+                self._of(
+                    "response.function_call_arguments.done",
+                    segment,
+                    arguments=content,
+                    name=self._builder.call_name(segment),
+                )
         item = self._builder.item(segment, status)
         self._event("response.output_item.done", output_index=segment.index, item=item)
 

@@ -62,6 +62,7 @@ class InputItem(Struct, frozen=True, omit_defaults=True):
     encrypted_content: str | None = None
     status: str | None = None
     phase: str | None = None
+    namespace: str | None = None
 
 
 class TextFormat(Struct, frozen=True, omit_defaults=True):

@@ -1,15 +1,17 @@
 import json
 from typing import Any
 
+import msgspec
 import pytest
 
 from gateway.anthropic.chat import chat_of
+from gateway.anthropic.objects import message_error
 from gateway.anthropic.prepare import count_message, prepare_message
 from gateway.anthropic.requests import parse_message
 from gateway.openai.messages import template_messages
 from gateway.openai.prepare import PreparedRequest
 from gateway.openai.requests import ChatCompletionRequest, ChatMessage, ContentPart
-from schemas.errors import ServingError
+from schemas.errors import Code, ServingError
 from schemas.requests import GenerateRequest
 from schemas.wire import unpack_tokens
 from tests.gateway.answers import CONTEXT, NOW
@@ -182,3 +184,38 @@ def test_a_prefilled_answer_cannot_match_a_schema_as_a_whole() -> None:
     with pytest.raises(ServingError) as caught:
         chat(messages=[HI, {"role": "assistant", "content": "{"}], output_config=schema)
     assert caught.value.param == "output_config.format"
+
+
+def test_a_deferred_tool_is_offered_once_a_result_names_it() -> None:
+    later = {**TOOL, "name": "later", "defer_loading": True}
+    found = {"type": "tool_result", "tool_use_id": "c1", "content": [{"type": "tool_reference", "tool_name": "later"}]}
+    asked = [HI, {"role": "assistant", "content": [CALL]}, {"role": "user", "content": [found]}]
+    offered = [
+        [tool["function"]["name"] for tool in chat(messages=messages, tools=[later, TOOL]).tools or ()]
+        for messages in ([HI], asked)
+    ]
+    assert offered == [["get_weather"], ["later", "get_weather"]]
+
+
+def test_an_error_in_a_tool_behind_a_deferred_one_names_the_clients_place() -> None:
+    tools = [{**TOOL, "name": "later", "defer_loading": True}, {**TOOL, "name": "no name"}]
+    with pytest.raises(ServingError) as refused:
+        prepare_message(encoded(tools=tools), CONTEXT, now_ns=NOW)
+    assert refused.value.param is not None
+    assert refused.value.param.startswith("tools[1]")
+
+
+def test_thoughts_are_kept_if_that_is_asked_and_other_edits_are_refused() -> None:
+    kept = {"type": "clear_thinking_20251015", "keep": "all"}
+    assert chat(context_management={"edits": [kept]}).messages
+    for edit in ({**kept, "keep": {"type": "thinking_turns", "value": 1}}, {"type": "clear_tool_uses_20250919"}):
+        with pytest.raises(ServingError, match="edits\\[1\\]"):
+            parse_message(encoded(context_management={"edits": [kept, edit]}))
+
+
+def test_a_thread_is_refused_with_what_clients_act_on() -> None:
+    with pytest.raises(ServingError) as refused:
+        parse_message(encoded(thread={"type": "create"}))
+    body = json.loads(msgspec.json.encode(message_error(refused.value, "")))
+    assert body["error"]["details"] == {"error_code": "thread_unsupported_request"}
+    assert b"details" not in msgspec.json.encode(message_error(ServingError(Code.invalid_request, "m"), ""))

@@ -23,7 +23,7 @@ TOOLS = [{"type": "function", "name": "get_weather", "parameters": {"type": "obj
 
 
 def asked(**fields: Any) -> GenerateRequest:
-    body = ResponsesRequest(model="demo", input="hi", tools=TOOLS, metadata={"a": "b"}, **fields)
+    body = ResponsesRequest(model="demo", input="hi", metadata={"a": "b"}, **{"tools": TOOLS, **fields})
     scores = 1 if fields.get("top_logprobs") else None
     return request("response", encode_stored(body), sampling=Sampling(temperature=0.0, logprobs=scores))
 
@@ -94,6 +94,16 @@ def test_thoughts_text_and_calls_are_items_of_their_own() -> None:
     assert body["id"] == f"resp_{ID}"
     assert body["usage"]["output_tokens_details"]["reasoning_tokens"] > 0
     assert body["usage"]["input_tokens_details"]["cached_tokens"] == 1
+
+
+def test_a_call_of_a_function_in_a_namespace_names_both() -> None:
+    made = asked(tools=[{"type": "namespace", "name": "mcp__weather", "tools": TOOLS}])
+    item = whole(made, items(CALL))["output"][0]
+    assert (item["namespace"], item["name"]) == ("mcp__weather", "get_weather")
+    events = streamed(made, items(CALL))
+    ended = next(event["item"] for event in events if event["type"] == "response.output_item.done")
+    assert (ended["namespace"], ended["name"]) == ("mcp__weather", "get_weather")
+    assert "namespace" not in whole(asked(), items(CALL))["output"][0]
 
 
 def test_what_was_cut_off_is_incomplete() -> None:
