@@ -202,7 +202,7 @@ class WorkerSettings(Common, frozen=True, kw_only=True):
         Literal["aggregated", "prefill", "decode", "encode", "diffusion"],
         about("stage of the pipeline; aggregated: prompt and answer; diffusion: images and videos from text"),
     ] = "aggregated"
-    engine: Annotated[Literal["native", "mock", "trtllm", "vllm"], about("inference engine")] = "native"
+    engine: Annotated[Literal["native", "mock", "trtllm", "vllm", "sglang"], about("inference engine")] = "native"
     model: Annotated[str, about("model directory or Hugging Face id; default: demo model")] = ""
     served_model_name: Annotated[str, about("model name that clients use; default: the directory's name")] = ""
     block_size: Annotated[Positive, about("tokens per KV block")] = 32
@@ -266,19 +266,22 @@ class WorkerSettings(Common, frozen=True, kw_only=True):
         "pytorch"
     )
     tensor_parallel_size: Annotated[
-        int, Meta(ge=0, description="trtllm, vllm: GPUs that share each layer; 0: as in the engine arguments, else 1")
+        int,
+        Meta(
+            ge=0, description="trtllm, vllm, sglang: GPUs that share each layer; 0: as in the engine arguments, else 1"
+        ),
     ] = 0
     extra_engine_args: Annotated[
-        str, about("trtllm, vllm: YAML file of engine arguments; they override Penstock's defaults")
+        str, about("trtllm, vllm, sglang: YAML file of engine arguments; they override Penstock's defaults")
     ] = ""
     override_engine_args: Annotated[
-        str, about("trtllm, vllm: JSON object of engine arguments; they override all others")
+        str, about("trtllm, vllm, sglang: JSON object of engine arguments; they override all others")
     ] = ""
     connector: Annotated[
         tuple[Literal["nixl", "lmcache", "kvbm", "null"], ...],
         about("vllm: KV connectors, comma-separated; default: nixl for prefill and decode workers, else null"),
     ] = ()
-    use_kv_events: Annotated[bool, about("vllm: enable its KV events, which KV routing needs")] = True
+    use_kv_events: Annotated[bool, about("vllm, sglang: enable their KV events, which KV routing needs")] = True
     request_plane: Annotated[Literal["nats"], about("transport of requests; NATS is the only one")] = "nats"
     event_plane: Annotated[
         Literal["nats", "zmq"],
@@ -337,7 +340,7 @@ class WorkerSettings(Common, frozen=True, kw_only=True):
         "process"
     )
     otlp_endpoint: Annotated[
-        str, about("trtllm, vllm: OTLP URL for the engine's own spans; Penstock's do not need it")
+        str, about("trtllm, vllm, sglang: OTLP URL for the engine's own spans; Penstock's do not need it")
     ] = ""
     metrics_port: Annotated[int, Meta(ge=0, le=65535, description="port of Prometheus metrics; 0: none")] = 0
     metrics_host: Annotated[str, about("address of Prometheus metrics")] = "127.0.0.1"

@@ -37,7 +37,8 @@ class UpSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     ] = ""
     served_model_name: Annotated[str, _OF_WORKER] = _WORKER.served_model_name
     engine: Annotated[
-        Literal["auto", "native", "mock", "trtllm", "vllm"], about("inference engine; auto: the recipe's, else native")
+        Literal["auto", "native", "mock", "trtllm", "vllm", "sglang"],
+        about("inference engine; auto: the recipe's, else native"),
     ] = "auto"
     recipe: Annotated[str, about("recipe for model, roles and engine arguments; `penstock recipe list` names them")] = (
         ""
@@ -64,8 +65,8 @@ class UpSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     tensor_parallel_size: Annotated[int, _OF_WORKER] = _WORKER.tensor_parallel_size
     max_model_len: Annotated[int, _OF_WORKER] = _WORKER.max_model_len
     extra_engine_args: Annotated[str, _OF_WORKER] = _WORKER.extra_engine_args
-    prefill_engine_args: Annotated[str, about("trtllm, vllm: --extra-engine-args of the prefill workers")] = ""
-    decode_engine_args: Annotated[str, about("trtllm, vllm: --extra-engine-args of the decode workers")] = ""
+    prefill_engine_args: Annotated[str, about("trtllm, vllm, sglang: --extra-engine-args of the prefill workers")] = ""
+    decode_engine_args: Annotated[str, about("trtllm, vllm, sglang: --extra-engine-args of the decode workers")] = ""
     encode_engine_args: Annotated[str, about("trtllm: --extra-engine-args of the encode workers")] = ""
     override_engine_args: Annotated[str, _OF_WORKER] = _WORKER.override_engine_args
     logits_processor: Annotated[tuple[str, ...], _OF_WORKER] = _WORKER.logits_processor
@@ -136,7 +137,7 @@ class UpSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     log_level: Annotated[Literal["debug", "info", "warning", "error"], _OF_ALL] = "info"
     ready_s: Annotated[
         float,
-        Meta(ge=0, description="seconds to wait for readiness; 0: 120, or 3600 with trtllm, vllm or diffusion"),
+        Meta(ge=0, description="seconds to wait for readiness; 0: 120, or 3600 with trtllm, vllm, sglang or diffusion"),
     ] = 0.0
     drain_s: Annotated[Seconds, about("seconds that open requests may take to finish after Ctrl-C or SIGTERM")] = 30.0
     otlp_endpoint: Annotated[

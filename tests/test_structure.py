@@ -32,6 +32,7 @@ CONFINED = {
     "torch": ("workers/engines", "workers/kv_transfer"),
     "tensorrt_llm": ("workers/engines/trtllm",),
     "vllm": ("workers/engines/vllm",),
+    "sglang": ("workers/engines/sglang",),
     "nixl": ("workers/kv_transfer/nixl",),
     "diffusers": ("workers/engines/diffusion",),
     "llguidance": ("infra/model/constraints", "workers/engines/constraints"),
@@ -132,7 +133,7 @@ def test_cores_and_schemas_touch_neither_broker_nor_clock() -> None:
     ],
 )
 def test_a_front_process_starts_without_torch(code: str) -> None:
-    code += "; import sys; print([name for name in ('torch', 'vllm', 'tensorrt_llm') if name in sys.modules])"
+    code += "; import sys; print([name for name in ('torch', 'vllm', 'sglang', 'tensorrt_llm') if name in sys.modules])"
     run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert (run.returncode, run.stdout.strip()) == (0, "[]"), run.stderr
 

@@ -155,8 +155,8 @@ def model_path(settings: WorkerSettings) -> Path:
     Raises:
         ModelError: there is no such model, or the engine cannot read its weights.
     """
-    path = modeldir.resolve(settings.model, weights=settings.engine in ("native", "trtllm", "vllm"))
-    if settings.engine in ("trtllm", "vllm") and (unreadable := elsewhere(path)):
+    path = modeldir.resolve(settings.model, weights=settings.engine != "mock")
+    if settings.engine in ("trtllm", "vllm", "sglang") and (unreadable := elsewhere(path)):
         raise modeldir.ModelError(
             f"{path} has weights in {min(unreadable)}, which only --engine native reads; write a copy that has all of "
             f"them: python -m infra.demo_model.shared_weights join {path} COPY"
@@ -186,6 +186,10 @@ def build_engine(settings: WorkerSettings, path: Path) -> Engine:
         from workers.engines import vllm
 
         engine = vllm.from_settings(settings, path)
+    elif settings.engine == "sglang":
+        from workers.engines import sglang
+
+        engine = sglang.from_settings(settings, path)
     else:
         from workers.engines import native
 

@@ -18,11 +18,13 @@ from infra.recipes.catalogue import RecipeEntry
 Roles = Mapping[str, int]
 
 BLOCK_SIZE: int = UpSettings().block_size
-EXTERNAL = ("trtllm", "vllm")  # engines with arguments of their own, whose GPUs are theirs alone
+EXTERNAL = ("trtllm", "vllm", "sglang")  # engines with arguments of their own, whose GPUs are theirs alone
+_EXTERNAL_NAMES = f"{', '.join(EXTERNAL[:-1])} and {EXTERNAL[-1]}"
 _FILES = {"prefill": "prefill_engine_args", "decode": "decode_engine_args", "encode": "encode_engine_args"}
 _PARALLEL = {
     "trtllm": ("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size", "world_size"),
     "vllm": ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"),
+    "sglang": ("tp_size", "pp_size", "dp_size"),
 }
 
 
@@ -187,10 +189,10 @@ def _group(
         settings |= {"logits_processor": (), "default_logits_processors": ""}
     if engine not in EXTERNAL:
         if path or up.override_engine_args:
-            raise PlanError(f"engine arguments are read by {' and '.join(EXTERNAL)}, not by {engine}: name --engine")
+            raise PlanError(f"engine arguments are read by {_EXTERNAL_NAMES}, not by {engine}: name --engine")
         if up.tensor_parallel_size > 1:
             raise PlanError(
-                f"--tensor-parallel-size {up.tensor_parallel_size}: only {' and '.join(EXTERNAL)} share layers, not "
+                f"--tensor-parallel-size {up.tensor_parallel_size}: only {_EXTERNAL_NAMES} share layers, not "
                 f"{engine}: name --engine, or start more workers instead"
             )
         return Group(role, count, settings, gpus=0 if engine == "mock" else 1)
@@ -230,7 +232,8 @@ def _agree(groups: Sequence[Group], block_size: int) -> None:
 
 def gpus_of(engine: str, tree: Tree, tensor_parallel_size: int = 0) -> int:
     """GPUs of one engine with these arguments; the file goes before the flag, as it does in the worker."""
-    sizes: dict[str, Any] = {"tensor_parallel_size": tensor_parallel_size or 1} | tree
+    tensor, *_ = _PARALLEL[engine]
+    sizes: dict[str, Any] = {tensor: tensor_parallel_size or 1} | tree
     counts = (sizes.get(key) or 1 for key in _PARALLEL[engine])
     return math.prod(count for count in counts if isinstance(count, int))
 

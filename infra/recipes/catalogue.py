@@ -46,7 +46,7 @@ class Header(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     title: str
     model: str
-    engine: Literal["trtllm", "vllm"]
+    engine: Literal["trtllm", "vllm", "sglang"]
     role: Role
     set: str
     gpus: Annotated[int, Meta(ge=1)]
@@ -162,6 +162,8 @@ def entry_of(name: str, path: str, text: str) -> RecipeEntry | None:
         return None
     if header.engine == "vllm":
         block, longest = tree.get("block_size"), tree.get("max_model_len")
+    elif header.engine == "sglang":
+        block, longest = tree.get("page_size"), None  # the context is the worker's --max-model-len
     else:
         block, longest = (tree.get("kv_cache_config") or {}).get("tokens_per_block"), tree.get("max_seq_len")
     return RecipeEntry(name, header, path, block or BLOCK_SIZE, longest or 0)

@@ -247,7 +247,7 @@ def test_list_names_every_recipe(capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_matrix_names_every_engine_and_every_feature(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_matrix([]) == 0
     head, *rows = capsys.readouterr().out.splitlines()
-    assert head.split() == ["feature", "native", "mock", "trtllm", "vllm"]
+    assert head.split() == ["feature", "native", "mock", "trtllm", "vllm", "sglang"]
     assert [row.split("  ")[0] for row in rows] == list(support.FEATURES.values())
 
 

@@ -238,7 +238,7 @@ def test_an_engine_is_not_built_for_a_role_that_it_cannot_have(settings: dict[st
         build_engine(WorkerSettings(engine="mock", **settings), TINY)
 
 
-@pytest.mark.parametrize("engine", ["trtllm", "vllm"])
+@pytest.mark.parametrize("engine", ["trtllm", "vllm", "sglang"])
 def test_engines_that_cannot_read_weights_of_another_directory_say_how_to_join_them(engine: Any) -> None:
     with pytest.raises(ModelError, match="shared_weights join"):
         model_path(WorkerSettings(engine=engine, model="demo-vision"))

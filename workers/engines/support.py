@@ -105,6 +105,21 @@ SUPPORT: Mapping[str, Support] = {
         diffusion=NO,
         cpu="its CPU build",
     ),
+    "sglang": Support(
+        prefill_decode=NO,
+        encode=NO,
+        kv_events="over ZMQ",
+        resumed_draws="with enable_deterministic_inference",
+        logprobs="yes",
+        prompt_logprobs="yes, without ranks beyond the best",
+        logits_processors=NO,
+        speculation="as its speculative_algorithm (EAGLE 3, NGRAM, …)",
+        several_gpus="TP, PP, DP",
+        several_nodes=NO,
+        rank_routing="data-parallel and attention-DP ranks",
+        diffusion=NO,
+        cpu=NO,
+    ),
 }
 
 

@@ -25,7 +25,7 @@ LAUNCHED = (
     "TLLM_SPAWN_PROXY_PROCESS"  # set by TensorRT-LLM's launcher, which has passed the variable to the other ranks
 )
 FOLDER = "worker-"
-ELSEWHERE = ("penstock_", "trtllm", "vllm:")  # penstock's own, and those that an engine's adapter registers
+ELSEWHERE = ("penstock_", "trtllm", "vllm:", "sglang:")  # penstock's own, and those that an engine's adapter registers
 
 
 def is_alive(pid: int) -> bool:

@@ -79,10 +79,10 @@ def test_one_recipe_by_its_own_name_is_that_file_only() -> None:
         ({"recipe": "llama3", "engine": "vllm"}, "recipe llama3 is for trtllm; leave --engine out"),
         ({"recipe": "llama3", "block_size": 64}, "--block-size 64: the recipe's files say 32"),
         ({"recipe": "llama4-eagle-gb200"}, "2 nodes.*penstock recipe show llama4-eagle-gb200-decode.*kubernetes"),
-        ({"extra_engine_args": "x.yaml"}, "read by trtllm and vllm, not by native"),
+        ({"extra_engine_args": "x.yaml"}, "read by trtllm, vllm and sglang, not by native"),
         ({"engine": "trtllm", "extra_engine_args": "/no/such.yaml"}, "No such file"),
         ({"engine": "trtllm", "override_engine_args": "{"}, "--override-engine-args: not JSON"),
-        ({"tensor_parallel_size": 2}, "--tensor-parallel-size 2: only trtllm and vllm share layers, not native"),
+        ({"tensor_parallel_size": 2}, "only trtllm, vllm and sglang share layers, not native"),
         ({"prefill_engine_args": "x.yaml"}, "--prefill-engine-args: no prefill worker is started; add --prefill N"),
         (
             {"engine": "trtllm", "workers": 1, "decode_engine_args": "x.yaml"},
@@ -155,6 +155,7 @@ def test_a_file_of_a_role_goes_before_the_common_one_and_the_recipe(tmp_path: Pa
         ("trtllm", "backend: _autodeploy\nworld_size: 2", 0, 2),
         ("vllm", "data_parallel_size: 2", 2, 4),
         ("vllm", "tensor_parallel_size: null", 2, 1),
+        ("sglang", "dp_size: 2", 2, 4),
     ],
 )
 def test_gpus_of_an_engine_are_the_product_of_its_parallel_sizes(engine: str, text: str, flag: int, count: int) -> None:

@@ -53,6 +53,8 @@ BIAS = "bias"
 BARRED = "barred"
 TENANTS = "tenants"
 SMALL_POOL = "small pool"
+RANKS = "ranks"
+HANDOFF = "handoff"
 
 
 @dataclass(frozen=True)
@@ -92,7 +94,8 @@ class Subject:
 
     @property
     def label(self) -> str:
-        return "-".join((self.name, *(str(value) for value in self.variant.values())))
+        variant = [str(value) for key, value in self.variant.items() if key != "override_engine_args"]
+        return "-".join((self.name, *variant))
 
     @property
     def real(self) -> bool:
@@ -138,6 +141,12 @@ def _vllm(settings: WorkerSettings, path: Path) -> Engine:
     return vllm.from_settings(settings, path)  # type: ignore[no-any-return]
 
 
+def _sglang(settings: WorkerSettings, path: Path) -> Engine:
+    from workers.engines import sglang
+
+    return sglang.from_settings(settings, path)
+
+
 ALL = (
     Subject(
         "mock",
@@ -169,6 +178,17 @@ ALL = (
         "vllm",
         # The same sums in every batch; and an engine that starts in seconds, not minutes.
         {"dtype": "float32", "override_engine_args": '{"enforce_eager": true}'},
+    ),
+    Subject(
+        "sglang",
+        _sglang,
+        "",
+        {
+            RANKS: "SGLang reports no rank of a prompt's token that is not among the best",
+            HANDOFF: "SGLang's prefill engine reports no token before a decode engine has taken its KV",
+        },
+        "sglang",
+        variant={"override_engine_args": '{"enable_deterministic_inference": true}'},
     ),
 )
 SUBJECTS = tuple(subject for subject in ALL if importlib.util.find_spec(f"workers.engines.{subject.name}"))

@@ -1,0 +1,54 @@
+"""The KV pool of one scheduler: each block is in it once, and SGLang's events say so."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang.srt.disaggregation.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
+from vllm._standin.blocks import Block
+from vllm._standin.blocks import Pool as _Pool
+
+
+def signed(value: bytes) -> int:
+    return int.from_bytes(value[:8], "big", signed=True)
+
+
+class Pool(_Pool):
+    def cache(self, blocks: list[Block], hashes: list[bytes], tokens: list[int], start: int, salt: str | None) -> None:
+        if not self.caching or start >= len(blocks):
+            return
+        for at in range(start, len(blocks)):
+            value, block = hashes[at], blocks[at]
+            assert block.hash is None
+            copies = self._by_hash.setdefault(value, {})
+            block.hash = value
+            copies[block.number] = block
+            if len(copies) > 1:
+                continue
+            parent = signed(hashes[at - 1]) if at else None
+            content = tokens[at * self.size : (at + 1) * self.size]
+            last = self.events[-1] if self.events else None
+            if isinstance(last, BlockStored) and last.cache_salt == salt and parent == last.block_hashes[-1]:
+                last.block_hashes.append(signed(value))
+                last.token_ids.extend(content)
+            else:
+                self.events.append(
+                    BlockStored([signed(value)], parent, content, self.size, None, medium="GPU", cache_salt=salt)
+                )
+
+    def _evict(self, block: Block) -> None:
+        if block.hash is None:
+            return
+        copies = self._by_hash[block.hash]
+        del copies[block.number]
+        if not copies:
+            del self._by_hash[block.hash]
+            self.events.append(BlockRemoved([signed(block.hash)], medium="GPU"))
+        block.hash = block.kv = None
+
+    def reset(self) -> bool:
+        before: list[Any] = list(self.events)
+        done = super().reset()
+        if done:
+            self.events = [*before, AllBlocksCleared()]
+        return done

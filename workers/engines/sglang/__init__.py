@@ -1,0 +1,17 @@
+"""SGLang (0.5.23) through ``sglang.Engine``, as one of our engines.
+
+Start: ``penstock worker --engine sglang --model DIR [--role prefill|decode] [--extra-engine-args FILE.yaml]
+[--override-engine-args JSON]``. The YAML overrides our defaults (``args.defaults``) and the JSON overrides the YAML. A
+wrong argument is refused at start, with its fix.
+
+KV events come over ZMQ, as vLLM's do. Prefill and decode hand off KV with SGLang's disaggregation over NIXL, in which
+both engines run a request at the same time: see ``handoff``.
+
+Modules. Pure: ``args`` (arguments), ``prepare`` and ``sampling`` (a request), ``output_cursor`` (its output),
+``handoff`` (its handoff), ``load`` (the ranks' load). The shell: ``api`` (what the installed release has),
+``follower``, ``adapter``, ``processes``, ``metrics``, ``build``. Nothing here imports sglang before an engine is built.
+"""
+
+from workers.engines.sglang.build import from_settings
+
+__all__ = ["from_settings"]

@@ -1,0 +1,87 @@
+"""The SGLang-specific part of an external engine; see ``workers.engines.external.engine``.
+
+Besides the engine thread and the loop thread, one thread per rank reads KV events into the same queue.
+"""
+
+from collections.abc import Sequence as Seq
+
+from prometheus_client.registry import Collector
+
+from schemas.kv import KvEvent
+from schemas.transfer import Memory
+from workers.engines.base import EngineInfo, SequenceRequest, VisionEngine
+from workers.engines.external.engine import BlockCounts
+from workers.engines.external.event_streams import EventStreams, KvPayloads
+from workers.engines.external.runtime import EngineRuntime
+from workers.engines.external.sequences import ActiveSequence
+from workers.engines.sglang.api import Api
+from workers.engines.sglang.follower import Call, Follower
+from workers.engines.sglang.load import RankLoads
+from workers.engines.sglang.metrics import SglangSeries
+from workers.engines.sglang.prepare import Options, Prepared, check, prepare
+from workers.engines.sglang.processes import Processes
+
+
+class SglangAdapter:
+    """Implements ``workers.engines.external.engine.Adapter``.
+
+    Args:
+        runtime: its resources are the subscribers, then the engine, then its loop.
+        metrics: SGLang's own.
+    """
+
+    title = "SGLang"
+    linger_s = 0.1  # KV events come over another channel than the outputs
+    vision: VisionEngine | None = None
+
+    def __init__(
+        self,
+        info: EngineInfo,
+        runtime: EngineRuntime[Api],
+        options: Options,
+        loads: RankLoads,
+        processes: Processes,
+        metrics: SglangSeries,
+    ) -> None:
+        self._info = info
+        self._options = options
+        self._loads = loads
+        self._metrics = metrics
+        self._follower = Follower(runtime, loads, processes)
+        self._streams = EventStreams(info.dp_size, info.block_size, options.root)
+        loop = runtime.loop
+        loop.post(lambda: loop.task(self._follower.watch(), "health"))
+
+    def accept(self, request: SequenceRequest) -> ActiveSequence[Call]:
+        check(request, self._info, self._options)
+
+        def next_call(said: Seq[int]) -> Prepared:
+            return prepare(request, self._info, self._options, said)
+
+        return ActiveSequence(request, Call(next_call, request.sampling.logprobs))
+
+    def launch(self, sequence: ActiveSequence[Call]) -> None:
+        self._follower.launch(sequence)
+
+    def abort(self, sequence: ActiveSequence[Call]) -> None:
+        self._follower.abort(sequence)
+
+    def kv_events(self, event: KvPayloads) -> dict[int, list[KvEvent]]:
+        return self._streams.feed(event)
+
+    def block_counts(self, *, active: bool, held: int) -> BlockCounts:
+        total = self._info.total_blocks
+        used = pinned = min(total, held)
+        if active:  # the last load is outdated once nothing runs
+            used = min(total, max(used, self._loads.used_blocks(self._info.block_size)))
+        cached = min(total - used, self._streams.names)
+        return BlockCounts(used, cached, total - used - cached, pinned, self._loads.preemptions)
+
+    def dump(self, rank: int) -> list[KvEvent]:
+        return self._streams.dump(rank)
+
+    def memory(self) -> dict[str, Memory]:
+        return {}
+
+    def collectors(self) -> Seq[Collector]:
+        return [self._metrics]

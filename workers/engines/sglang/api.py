@@ -1,0 +1,101 @@
+"""The only module that imports ``sglang``: the parts of the installed release are looked up once and logged."""
+
+import dataclasses
+import importlib
+import inspect
+from typing import Any
+
+import structlog
+
+from infra.engine_args.tree import Tree
+from workers.engines.base import EngineError
+
+log = structlog.get_logger("engine")
+
+INSTALL = "pip install 'penstock[sglang]' (SGLang 0.5.23), or run in the image lmsysorg/sglang:v0.5.23"
+VERSIONS = ("0.5.",)  # that the adapter was written for
+_CALL = frozenset(
+    [
+        "input_ids",
+        "sampling_params",
+        "return_logprob",
+        "logprob_start_len",
+        "top_logprobs_num",
+        "stream",
+        "bootstrap_host",
+        "bootstrap_port",
+        "bootstrap_room",
+        "routed_dp_rank",
+        "external_trace_header",
+        "rid",
+        "cache_salt",
+    ]
+)
+_SAMPLING = frozenset(
+    [
+        "max_new_tokens",
+        "stop_token_ids",
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "frequency_penalty",
+        "presence_penalty",
+        "repetition_penalty",
+        "ignore_eos",
+        "logit_bias",
+        "sampling_seed",
+    ]
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Api:
+    """The classes that the adapter uses.
+
+    Attributes:
+        arguments: fields of ServerArgs.
+    """
+
+    version: str
+    llm: type[Any]
+    arguments: frozenset[str]
+
+    def construct(self, model: str, tree: Tree) -> Any:
+        """Construct an engine; blocks until the weights are loaded. Call it in the engine's event loop.
+
+        Raises:
+            ValueError, TypeError: an argument is invalid.
+            Exception: anything else means that it did not start.
+        """
+        return self.llm(model_path=model, **tree)
+
+
+def load() -> Api:
+    """Import SGLang and check its interface.
+
+    Raises:
+        EngineError: it is not installed, or lacks a required part; with the command to install it.
+    """
+    try:
+        version = str(importlib.import_module("sglang.version").__version__)
+        llm = importlib.import_module("sglang.srt.entrypoints.engine").Engine
+        args = importlib.import_module("sglang.srt.server_args").ServerArgs
+        sampling = importlib.import_module("sglang.srt.sampling.sampling_params").SamplingParams
+    except (ImportError, AttributeError, OSError) as error:  # OSError: a CUDA library is missing
+        raise EngineError(f"SGLang cannot be used ({error}); {INSTALL}") from error
+    missing = _SAMPLING - _fields(sampling)
+    missing |= _CALL - set(inspect.signature(llm.async_generate).parameters)
+    if missing:
+        raise EngineError(f"SGLang {version} lacks {', '.join(sorted(missing))}; {INSTALL}")
+    api = Api(version, llm, frozenset(name for name in _fields(args) if not name.startswith("_")))
+    log.info("sglang", version=version, arguments=len(api.arguments))
+    if not version.startswith(VERSIONS):
+        log.warning("sglang_version", note=f"written for 0.5.23; {version} is used as far as its signatures agree")
+    return api
+
+
+def _fields(kind: Any) -> frozenset[str]:
+    """Names of the fields of a Struct, or of a dataclass in older releases."""
+    names = getattr(kind, "__struct_fields__", None)
+    return frozenset(inspect.signature(kind).parameters if names is None else names)

@@ -1,0 +1,195 @@
+"""The engine's arguments: our defaults, overridden by ``--extra-engine-args`` and then by ``--override-engine-args``.
+
+Pure. The result is keyword arguments of ``sglang.Engine``, which are the fields of ``ServerArgs``. Arguments that would
+deadlock, corrupt data or silently disable a feature are refused, each with its fix.
+"""
+
+import difflib
+import json
+from collections.abc import Collection, Mapping
+from typing import Any, NamedTuple
+
+from infra.engine_args.tree import BadArguments, Tree, merge
+
+EVENT_STEPS = 10_000  # KV event messages that are kept for replay
+# SGLang keeps one token free of a sequence's context, and takes prompts only up to 6 tokens below it.
+CONTEXT_MARGIN = 6
+
+# The worker sets these itself: they would change the tokens, their order or their end.
+_RESERVED: Mapping[str, str] = {
+    "model_path": "use --model",
+    "tokenizer_path": "the gateway tokenizes; use --model",
+    "served_model_name": "use --served-model-name",
+    "incremental_streaming_output": "the worker reads new tokens only",
+    "stream_interval": "the worker batches tokens itself",
+    "preferred_sampling_params": "requests and the model's generation_config.json say how to sample",
+    "allow_auto_truncate": "the gateway refuses prompts that are too long",
+    "disaggregation_mode": "use --role",
+    "disaggregation_bootstrap_port": "the worker chooses a free port",
+    "tokenizer_worker_num": "the gateways tokenize; start more of them",
+    "enable_metrics": "use --no-publish-events-and-metrics",
+    "is_embedding": "the worker only generates text",
+    "enable_lora": "LoRA adapters are not supported",
+    "lora_paths": "LoRA adapters are not supported",
+    "schedule_policy": "the router orders requests; SGLang's fcfs keeps that order",
+    "enable_priority_scheduling": "the router orders requests",
+    "reasoning_parser": "the gateway parses answers; use --reasoning-parser",
+    "tool_call_parser": "the gateway parses answers; use --tool-call-parser",
+    "chat_template": "the gateway applies the model's",
+    "nnodes": "a worker is one process of one machine; start one per machine",
+    "node_rank": "a worker is one process of one machine; start one per machine",
+    "host": "the worker serves no HTTP",
+    "port": "the worker serves no HTTP",
+    "custom_sigquit_handler": "the worker handles it",
+    "enable_custom_logit_processor": "only the native engine and TensorRT-LLM run logits processors",
+    "kv_events_config": "use --no-use-kv-events to switch KV events off",
+}
+# Names on SGLang's command line that its constructor does not know.
+_ALIASES: Mapping[str, str] = {
+    "tensor_parallel_size": "tp_size",
+    "pipeline_parallel_size": "pp_size",
+    "data_parallel_size": "dp_size",
+    "expert_parallel_size": "ep_size",
+    "attention_data_parallel_size": "attn_dp_size",
+    "enable_hicache": "enable_hierarchical_cache",
+    "max_model_len": "context_length",
+    "block_size": "page_size",
+}
+
+
+class EngineSettings(NamedTuple):
+    """The worker's settings that become arguments. Sizes are in tokens; 0: not set.
+
+    Attributes:
+        kv_blocks: blocks of the pool; 0: as many as fit into free memory.
+        events: endpoint of KV events; empty: none are published.
+        replay: endpoint of their replays.
+        otlp: where the engine exports its own spans; empty: nowhere.
+        device: "auto": the one that SGLang finds.
+    """
+
+    role: str
+    block_size: int
+    max_running: int
+    max_batched_tokens: int
+    max_model_len: int
+    kv_blocks: int = 0
+    prefix_cache: bool = True
+    publish: bool = True
+    events: str = ""
+    replay: str = ""
+    tensor_parallel_size: int = 0
+    dtype: str = "auto"
+    device: str = "auto"
+    otlp: str = ""
+    log_level: str = "error"
+
+
+class Resolved(NamedTuple):
+    """
+    Attributes:
+        tree: keyword arguments, without the model.
+        events: of the publisher of KV events; None: there are none.
+        ranks: data-parallel ranks.
+        deterministic: equal seeds draw equal tokens.
+    """
+
+    tree: Tree
+    events: Tree | None
+    ranks: int
+    deterministic: bool
+
+
+def publisher(wanted: EngineSettings) -> Tree | None:
+    """``kv_events_config``: over ZMQ, if the worker reads them."""
+    if not (wanted.prefix_cache and wanted.publish and wanted.events):
+        return None
+    return {
+        "publisher": "zmq",
+        "endpoint": wanted.events,
+        "replay_endpoint": wanted.replay,
+        "buffer_steps": EVENT_STEPS,
+        "topic": "",
+    }
+
+
+def defaults(wanted: EngineSettings) -> Tree:
+    """Our default arguments."""
+    tree: Tree = {
+        "skip_tokenizer_init": True,  # it sees token ids only
+        "incremental_streaming_output": True,
+        "page_size": wanted.block_size,
+        "max_running_requests": wanted.max_running,
+        "chunked_prefill_size": wanted.max_batched_tokens,
+        "context_length": wanted.max_model_len + CONTEXT_MARGIN,
+        "disable_radix_cache": not wanted.prefix_cache,
+        "enable_metrics": wanted.publish,
+        "log_level": wanted.log_level,
+    }
+    if wanted.kv_blocks:
+        tree["max_total_tokens"] = wanted.kv_blocks * wanted.block_size
+    if wanted.dtype != "auto":
+        tree["dtype"] = wanted.dtype
+    if wanted.device != "auto":
+        tree["device"] = wanted.device
+    if wanted.tensor_parallel_size:
+        tree["tp_size"] = wanted.tensor_parallel_size
+    if wanted.otlp:
+        tree |= {"enable_trace": True, "otlp_traces_endpoint": wanted.otlp}
+    return tree
+
+
+def resolve(wanted: EngineSettings, given: Mapping[str, Any], known: Collection[str]) -> Resolved:
+    """Merge and check.
+
+    Args:
+        given: the user's arguments: the YAML with the JSON merged over it.
+        known: fields of the installed ServerArgs.
+
+    Raises:
+        BadArguments: one line per problem, each with its fix.
+    """
+    if wanted.role == "encode":
+        raise BadArguments(["--role encode: the SGLang adapter takes text only; use --engine native or trtllm"])
+    if wanted.role != "aggregated":
+        raise BadArguments([f"--role {wanted.role}: the SGLang adapter has no handoff of KV; use --role aggregated"])
+    problems = [f"{key}: {_RESERVED[key]}" for key in given if key in _RESERVED]
+    problems += [f"{key}: no such key{_hint(key, known)}" for key in given if key not in known and key not in _RESERVED]
+    if problems:
+        raise BadArguments(problems)
+    tree = merge(defaults(wanted), given)
+    problems = _contradictions(tree, wanted)
+    if problems:
+        raise BadArguments(problems)
+    events = publisher(wanted)
+    if tree["disable_radix_cache"]:
+        events = None
+    if events is not None:
+        tree["kv_events_config"] = json.dumps(events)
+    return Resolved(tree, events, ranks_of(tree), bool(tree.get("enable_deterministic_inference")))
+
+
+def ranks_of(tree: Mapping[str, Any]) -> int:
+    """Independent KV caches: replicas of the model, or groups of its attention."""
+    return max(int(tree.get("dp_size") or 1), int(tree.get("attn_dp_size") or 1))
+
+
+def _contradictions(tree: Tree, wanted: EngineSettings) -> list[str]:
+    problems = []
+    context = wanted.max_model_len + CONTEXT_MARGIN
+    if tree["page_size"] != wanted.block_size:
+        problems.append(f"page_size: {tree['page_size']}, the worker has {wanted.block_size}; use --block-size")
+    if tree["context_length"] != context:
+        problems.append(f"context_length: {tree['context_length']}; use --max-model-len, which the worker registers")
+    if wanted.kv_blocks and tree["max_total_tokens"] != wanted.kv_blocks * wanted.block_size:
+        problems.append(f"max_total_tokens: {tree['max_total_tokens']}; use --kv-blocks, or remove one of them")
+    if tree["disable_radix_cache"] == wanted.prefix_cache:
+        problems.append("disable_radix_cache: use --no-prefix-cache, which the worker registers")
+    return problems
+
+
+def _hint(key: str, names: Collection[str]) -> str:
+    if key in _ALIASES:
+        return f"; SGLang's name is {_ALIASES[key]}"
+    near = difflib.get_close_matches(key, names, n=1)
+    return f"; did you mean {near[0]}?" if near else ""

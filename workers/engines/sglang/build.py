@@ -1,0 +1,203 @@
+"""From settings to a running SGLang engine: arguments, checks, construction and one warm-up request."""
+
+import contextlib
+import os
+import secrets
+import shutil
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from configs.settings import WorkerSettings
+from infra.engine_args.tree import BadArguments, Tree
+from infra.model import modeldir
+from schemas import blocks
+from workers.engines.base import EngineError, EngineInfo
+from workers.engines.external import arguments as user_arguments
+from workers.engines.external.engine import ExternalEngine
+from workers.engines.external.event_streams import channels, subscribe
+from workers.engines.external.guard import Guard, children
+from workers.engines.external.metrics import MULTIPROCESS
+from workers.engines.external.network import environ
+from workers.engines.external.runtime import CLOSE_S, EngineRuntime, Inbox, shut_down
+from workers.engines.loop import LoopThread
+from workers.engines.sglang import api as apis
+from workers.engines.sglang import metrics
+from workers.engines.sglang.adapter import SglangAdapter
+from workers.engines.sglang.api import Api
+from workers.engines.sglang.args import EngineSettings, Resolved, ranks_of, resolve
+from workers.engines.sglang.follower import Call
+from workers.engines.sglang.load import RankLoads
+from workers.engines.sglang.prepare import Options
+from workers.engines.sglang.processes import Processes, stop_watchdog
+
+log = structlog.get_logger("engine")
+
+START_S = 3600.0  # weights of the largest models
+WARM_UP_S = 600.0
+WARM_UP_TOKENS = 2  # fewer than a block
+# The context is a few tokens longer than the model's, and no sequence gets there: see ``args.CONTEXT_MARGIN``.
+_VARIABLES = {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
+
+
+def from_settings(settings: WorkerSettings, path: Path) -> ExternalEngine[Call]:
+    """Load the model in ``path`` and warm up its engine.
+
+    Raises:
+        BadArguments: the engine's arguments are wrong; one line per problem, each with its fix.
+        EngineError: SGLang is not installed, or the engine did not start.
+        modeldir.ModelError: the directory cannot be used.
+    """
+    began = time.perf_counter()
+    api = apis.load()
+    model = modeldir.load(path)
+    with contextlib.ExitStack() as undo:
+        folder = Path(tempfile.mkdtemp(prefix="penstock-kv-"))  # 0700: writers could forge KV events
+        undo.callback(shutil.rmtree, folder, ignore_errors=True)
+        user_args = user_arguments.given(settings)
+        wanted = wanted_of(settings, model.max_model_len, folder, ranks_of(user_args))
+        resolved = resolve(wanted, user_args, api.arguments)
+        inbox, loads = Inbox(), RankLoads()
+        loop = LoopThread("sglang")
+        undo.callback(loop.close)
+        early = undo.enter_context(contextlib.ExitStack())
+        if resolved.events is not None:  # before the engine starts: a late subscriber misses the first events
+            for rank in range(resolved.ranks):
+                early.callback(subscribe(resolved.events, rank, inbox).close)
+        before, multiprocess = children(), os.environ.get(MULTIPROCESS)
+        with environ(_VARIABLES):
+            llm = construct(api, str(path), resolved.tree, loop)
+        series = metrics.series(multiprocess)
+        undo.callback(Guard(children() - before).close)
+        undo.callback(close, llm, loop)
+        undo.push(early.pop_all())
+        processes = Processes(llm)
+        warm_up(llm, loop, loads)
+        info = info_of(llm, settings, resolved, model, loads, load_seconds=time.perf_counter() - began)
+        runtime = EngineRuntime(llm, api, loop, undo.pop_all(), inbox)
+        options = Options(blocks.root(model.revision))
+        adapter = SglangAdapter(info, runtime, options, loads, processes, series)
+    if not resolved.deterministic:
+        log.info("sglang_seeds", note="seeds of requests have no effect without enable_deterministic_inference")
+    log.info("sglang_ready", blocks=info.total_blocks, slots=info.slots, ranks=info.dp_size)
+    return ExternalEngine(info, runtime, adapter)
+
+
+def info_of(
+    llm: Any,
+    settings: WorkerSettings,
+    resolved: Resolved,
+    model: modeldir.ModelDir,
+    loads: RankLoads,
+    *,
+    load_seconds: float,
+) -> EngineInfo:
+    """The engine's sizes and capabilities, from what its schedulers said at start.
+
+    Raises:
+        EngineError: its pool does not hold one block.
+    """
+    tokens = int(llm._scheduler_init_result.scheduler_infos[0]["max_total_num_tokens"])
+    if tokens < settings.block_size:
+        raise EngineError(f"SGLang's KV pool has {tokens} tokens, less than a block; raise mem_fraction_static")
+    ranks = resolved.ranks
+    return EngineInfo(
+        name="sglang",
+        block_size=settings.block_size,
+        total_blocks=tokens // settings.block_size * ranks,
+        slots=sum(loads.slots.values()) or settings.max_running * ranks,
+        max_model_len=user_arguments.length(settings, model.max_model_len),
+        vocab_size=model.vocab_size,
+        eos_token_ids=model.eos_token_ids,
+        kv_events=resolved.events is not None,
+        load_seconds=load_seconds,
+        dp_size=ranks,
+        max_batched_tokens=settings.max_batched_tokens,
+    )
+
+
+def wanted_of(settings: WorkerSettings, model_len: int, folder: Path, ranks: int) -> EngineSettings:
+    """The worker's settings that become arguments of the engine.
+
+    Raises:
+        BadArguments: ``max_model_len`` is more than the model supports.
+    """
+    events, replay = channels(folder, ranks)
+    return EngineSettings(
+        role=settings.role,
+        block_size=settings.block_size,
+        max_running=settings.max_running,
+        max_batched_tokens=settings.max_batched_tokens,
+        max_model_len=user_arguments.length(settings, model_len),
+        kv_blocks=settings.kv_blocks,
+        prefix_cache=settings.prefix_cache,
+        publish=settings.publish_events_and_metrics,
+        events=events if settings.use_kv_events else "",
+        replay=replay,
+        tensor_parallel_size=settings.tensor_parallel_size,
+        dtype=settings.dtype,
+        device=settings.device,
+        otlp=settings.otlp_endpoint,
+        log_level=settings.log_level,
+    )
+
+
+def construct(api: Api, model: str, tree: Tree, loop: LoopThread) -> Any:
+    """
+    Raises:
+        BadArguments: the engine refuses an argument.
+        EngineError: it does not start.
+    """
+
+    async def make() -> Any:  # in the loop: the engine takes the running one as its own
+        return api.construct(model, tree)
+
+    try:
+        return loop.run(make(), START_S)
+    except (ValueError, TypeError) as error:
+        raise BadArguments([f"SGLang {api.version} refuses its arguments: {error}"]) from error
+    except (Exception, SystemExit) as error:
+        raise EngineError(f"SGLang {api.version} did not start: {error!r}") from error
+
+
+def close(llm: Any, loop: LoopThread) -> None:
+    """Shut the engine down: its processes are killed. Its tasks are cancelled first, which read from them."""
+
+    async def cancel_readers() -> None:
+        for task in list(llm.tokenizer_manager.asyncio_tasks):
+            task.cancel()
+
+    stop_watchdog(llm)
+    with contextlib.suppress(TimeoutError):
+        loop.run(cancel_readers(), CLOSE_S)
+    shut_down(llm)
+
+
+def warm_up(llm: Any, loop: LoopThread, loads: RankLoads) -> None:
+    """Compute one short request, and read the ranks' sizes.
+
+    Raises:
+        EngineError: the request failed.
+    """
+
+    async def generate() -> None:
+        stream = await llm.async_generate(
+            input_ids=[1] * WARM_UP_TOKENS,
+            sampling_params={"max_new_tokens": 1, "temperature": 0.0, "ignore_eos": True},
+            rid="penstock-warm-up",
+            stream=True,
+            cache_salt=secrets.token_hex(8),
+        )
+        async for chunk in stream:
+            reason = chunk["meta_info"].get("finish_reason")
+            if reason is not None and reason["type"] == "abort":
+                raise EngineError(str(reason.get("message")))
+        loads.take(await llm.tokenizer_manager.get_loads())
+
+    try:
+        loop.run(generate(), WARM_UP_S)
+    except Exception as error:
+        raise EngineError(f"SGLang started but failed its first request: {error!r}") from error

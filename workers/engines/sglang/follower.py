@@ -1,0 +1,154 @@
+"""The asynchronous half of the adapter: submits to SGLang and queues its outputs. Runs in the loop thread."""
+
+import asyncio
+import itertools
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from typing import Any, NamedTuple
+
+import structlog
+
+from schemas.errors import Code
+from workers.engines.base import Scored
+from workers.engines.external.outputs import SequenceFailure
+from workers.engines.external.runtime import EngineFailed, EngineRuntime
+from workers.engines.external.sequences import ActiveSequence, SequenceUpdate
+from workers.engines.sglang.api import Api
+from workers.engines.sglang.load import RankLoads
+from workers.engines.sglang.output_cursor import OutputCursor, prompt_scores
+from workers.engines.sglang.prepare import Prepared
+from workers.engines.sglang.processes import Processes
+
+log = structlog.get_logger("engine")
+
+HEALTH_S = 0.5
+LOAD_S = 0.1  # between two readings while there are outputs
+NO_REASON = "the engine ended the output without a reason"
+
+
+class Call(NamedTuple):
+    """The calls of ``async_generate`` for one sequence.
+
+    Attributes:
+        prepare: the next call, from what the calls before it have generated.
+        logprobs: how many alternatives each token reports; None: no log-probabilities.
+    """
+
+    prepare: Callable[[Seq[int]], Prepared]
+    logprobs: int | None
+
+
+class Follower:
+    """Follows one ``sglang.Engine`` and queues its events, in the loop thread.
+
+    Args:
+        loads: where the ranks' load is noted.
+    """
+
+    def __init__(self, runtime: EngineRuntime[Api], loads: RankLoads, processes: Processes) -> None:
+        self._llm = runtime.llm
+        self._loop = runtime.loop
+        self._emit = runtime.inbox.put
+        self._loads = loads
+        self._processes = processes
+        self._broken = False
+        self._numbers = itertools.count()
+        self._loads_read = float("-inf")
+
+    def launch(self, sequence: ActiveSequence[Call]) -> None:
+        """Submit a sequence."""
+        if not sequence.cancelled and not self._broken:
+            sequence.task = self._loop.task(self._follow(sequence), f"sequence {sequence.key!r:.60}")
+
+    def abort(self, sequence: ActiveSequence[Call]) -> None:
+        """Abort a sequence: SGLang aborts requests whose stream is no longer iterated, in any phase."""
+        if sequence.task is not None:
+            sequence.task.cancel()
+
+    async def _follow(self, sequence: ActiveSequence[Call]) -> None:
+        said: list[int] = []
+        try:
+            prepared = sequence.call.prepare(said)
+            while not await self._generate(sequence, prepared, said):
+                prepared = sequence.call.prepare(said)
+        except Exception as error:
+            self._failed(sequence, error)
+
+    def _name(self) -> str:
+        """A request id. SGLang aborts every request whose id begins with the given one, so none is another's prefix."""
+        return f"penstock-{next(self._numbers):016x}"
+
+    async def _generate(self, sequence: ActiveSequence[Call], prepared: Prepared, said: list[int]) -> bool:
+        """One call, whose tokens are added to ``said``; False: the sequence continues with another one."""
+        cursor = OutputCursor(top=sequence.call.logprobs, stops=prepared.stops, goes_on=prepared.goes_on)
+        before = len(said)
+        stream = await self._llm.async_generate(**prepared.arguments, rid=self._name(), stream=True)
+        try:
+            async for chunk in stream:
+                said += self._on_chunk(sequence, cursor, chunk)
+                if cursor.finished:
+                    return True
+        finally:
+            await stream.aclose()  # aborts now, not at garbage collection
+        if prepared.goes_on and len(said) > before:
+            return False
+        self._emit(SequenceUpdate(sequence, failure=SequenceFailure(Code.engine_error, NO_REASON)))
+        return True
+
+    def _on_chunk(self, sequence: ActiveSequence[Call], cursor: OutputCursor, chunk: Any) -> list[int]:
+        info = chunk["meta_info"]
+        new, failure = cursor.take(chunk)
+        if cursor.finished:
+            self._loads.preemptions += int(info.get("num_retractions") or 0)
+        if sequence.cancelled:
+            return []
+        self._read_loads()
+        cached = None
+        if new and not sequence.responded:
+            sequence.responded = True
+            cached = min(max(0, int(info.get("cached_tokens") or 0)), sequence.prompt_len)
+        scored = self._scored(sequence, info) if new else None
+        if new or failure is not None:
+            self._emit(SequenceUpdate(sequence, cached, new, failure, None, scored))
+        return [each.token for each in new]
+
+    def _scored(self, sequence: ActiveSequence[Call], info: Any) -> Scored | None:
+        """The prompt's log-probabilities, once: with the first token."""
+        if not sequence.score:
+            return None
+        first, sequence.score = sequence.score, 0
+        values = prompt_scores(info, sequence.prompt_len, first, sequence.scored_top)
+        if not values:
+            log.warning("prompt_logprobs_incomplete", tokens=sequence.prompt_len)
+            return None
+        return Scored(sequence.key, first, values)
+
+    def _read_loads(self) -> None:
+        now = asyncio.get_running_loop().time()
+        if now - self._loads_read >= LOAD_S:
+            self._loads_read = now
+            self._loop.task(self._take_loads(), "loads")
+
+    async def _take_loads(self) -> None:
+        self._loads.take(await self._llm.tokenizer_manager.get_loads())
+
+    def _failed(self, sequence: ActiveSequence[Call], error: Exception) -> None:
+        if sequence.cancelled:
+            return
+        refused = isinstance(error, ValueError | TypeError)
+        code = Code.invalid_request if refused else Code.engine_error
+        self._emit(SequenceUpdate(sequence, failure=SequenceFailure(code, str(error) or type(error).__name__)))
+
+    async def watch(self) -> None:
+        """Look after the engine's processes: one can end while there are no requests."""
+        while not self._broken:
+            await asyncio.sleep(HEALTH_S)
+            try:
+                self._processes.check()
+                await self._take_loads()
+            except Exception as error:
+                self.broken(error)
+
+    def broken(self, error: BaseException) -> None:
+        self._broken = True
+        self._emit(EngineFailed(error))

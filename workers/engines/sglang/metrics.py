@@ -1,0 +1,64 @@
+"""SGLang's own metrics, of this process and of its schedulers, next to the worker's.
+
+SGLang's schedulers write their values to files of prometheus_client's multiprocess mode; its tokenizer manager runs in
+this process. Unless that mode is on here too, its values are in the registry of this process alone.
+"""
+
+import os
+from collections.abc import Iterator
+
+from prometheus_client import REGISTRY, CollectorRegistry
+from prometheus_client.core import Metric
+from prometheus_client.multiprocess import MultiProcessCollector
+from prometheus_client.registry import Collector
+
+from workers.engines.external.metrics import MULTIPROCESS
+
+PREFIX = "sglang:"
+
+
+class SglangSeries(Collector):
+    """Register it with the worker's registry.
+
+    Args:
+        folder: of the schedulers' files; empty: they write none.
+        registry: of this process; None: its values are in the folder, too.
+    """
+
+    def __init__(self, folder: str, registry: CollectorRegistry | None = REGISTRY) -> None:
+        self._folder = folder
+        self._registry = registry
+
+    def collect(self) -> Iterator[Metric]:
+        families: dict[str, Metric] = {}
+        sources = [self._registry] if self._registry is not None else []
+        if self._folder and os.path.isdir(self._folder):
+            source = CollectorRegistry()
+            MultiProcessCollector(source, path=self._folder)  # type: ignore[no-untyped-call]
+            sources.append(source)
+        for source in sources:
+            for metric in source.collect():
+                if not metric.name.startswith(PREFIX):
+                    continue
+                if metric.name in families:
+                    families[metric.name].samples.extend(metric.samples)
+                else:
+                    families[metric.name] = metric
+        yield from families.values()
+
+    def describe(self) -> Iterator[Metric]:
+        """Nothing: names are known only when there are values."""
+        return iter(())
+
+
+def series(before: str | None) -> SglangSeries:
+    """After an engine was constructed, which has named its folder in the variable; the variable is restored.
+
+    Args:
+        before: the variable's value when this process started.
+    """
+    folder = os.environ.get(MULTIPROCESS, "")
+    if before:
+        return SglangSeries(folder, None)
+    os.environ.pop(MULTIPROCESS, None)
+    return SglangSeries(folder)
