@@ -199,8 +199,11 @@ Quantization = Literal["none", "fp8"]
 
 class WorkerSettings(Common, frozen=True, kw_only=True):
     role: Annotated[
-        Literal["aggregated", "prefill", "decode", "encode", "diffusion"],
-        about("stage of the pipeline; aggregated: prompt and answer; diffusion: images and videos from text"),
+        Literal["aggregated", "prefill", "decode", "encode", "diffusion", "embed"],
+        about(
+            "stage of the pipeline; aggregated: prompt and answer; diffusion: images and videos from text; embed: "
+            "vectors of texts"
+        ),
     ] = "aggregated"
     engine: Annotated[Literal["native", "mock", "trtllm", "vllm", "sglang"], about("inference engine")] = "native"
     model: Annotated[str, about("model directory or Hugging Face id; default: demo model")] = ""

@@ -45,7 +45,7 @@ class UpSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     )
     workers: Annotated[
         int,
-        Meta(ge=-1, description="aggregated workers; -1: one, or none if --prefill, --decode or --diffusion suffice"),
+        Meta(ge=-1, description="aggregated workers; -1: one, or none if other workers suffice"),
     ] = -1
     prefill: Annotated[int, Meta(ge=0, description="prefill workers, which compute prompts and hand off the KV")] = 0
     decode: Annotated[
@@ -58,6 +58,13 @@ class UpSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     diffusion_engine: Annotated[
         Literal["native", "trtllm"], about("engine of the diffusion workers; native: diffusers")
     ] = "native"
+    embed: Annotated[
+        int, Meta(ge=0, description="embed workers, which make vectors of texts; one by itself for an embedding model")
+    ] = 0
+    embed_model: Annotated[str, about("model directory or Hugging Face id for the embed workers; default: --model")] = (
+        ""
+    )
+    embed_served_name: Annotated[str, about("its name for clients; default: the directory's name")] = ""
     gpus: Annotated[
         tuple[str, ...],
         about("GPUs to assign to workers, in order; default: CUDA_VISIBLE_DEVICES, else all; none: assign none"),

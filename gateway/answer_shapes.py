@@ -1,11 +1,13 @@
-"""How the answer of a request for text is shaped: by the API that it was made in. Pure."""
+"""How the answer of a request for text or vectors is shaped: by the API that it was made in. Pure."""
 
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from gateway.anthropic.render import MessageAggregator, MessageRenderer
+from gateway.embeddings.answer import EmbeddingAggregator
 from gateway.openai.aggregator import AnswerAggregator
 from gateway.openai.common import MESSAGE, RESPONSE
+from gateway.openai.errors import unsupported
 from gateway.openai.responses import UsageBody
 from gateway.openai.responses_api.render import ResponseAggregator, ResponseRenderer
 from gateway.openai.stream_renderer import StreamRenderer
@@ -54,6 +56,8 @@ def aggregator_for(request: GenerateRequest, detokenizer: Detokenizer, *, late: 
     Args:
         late: log-probabilities of the prompt may have expired.
     """
+    if request.embedding is not None:
+        return EmbeddingAggregator(request)
     if request.endpoint == RESPONSE:
         return ResponseAggregator(request, detokenizer)
     if request.endpoint == MESSAGE:
@@ -65,7 +69,11 @@ def renderer_for(request: GenerateRequest, detokenizer: Detokenizer, *, include_
     """
     Args:
         include_usage: of chat and text completions; the others always have it.
+    Raises:
+        ServingError: unsupported: the answer has no events.
     """
+    if request.embedding is not None:
+        raise unsupported("stream", "embeddings are not streamed: read the answer with GET /v1/requests/" + request.id)
     if request.endpoint == RESPONSE:
         return ResponseRenderer(request, detokenizer)
     if request.endpoint == MESSAGE:

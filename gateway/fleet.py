@@ -5,16 +5,16 @@ from contextlib import AsyncExitStack
 import structlog
 
 from configs.settings import GatewaySettings
-from gateway.images.model_registry import ROLE, DiffusionModelRegistry
 from gateway.metrics import Metrics
 from gateway.openai.prepare_context import PrepareContext
 from gateway.parsers.registry import ParserNames, agreed_parsers
+from gateway.role_models import RoleModels
 from gateway.roster import Roster, WorkerSelection
 from infra.bus.connection import Bus
 from infra.bus.registry import RegisteredWorker, WorkerRegistry
 from infra.bus.revisions import reads
 from infra.model.modeldir import ModelDir
-from schemas.fleet import Registration, State
+from schemas.fleet import APART, DIFFUSION, EMBED, Registration, State
 from schemas.subjects import token
 
 log = structlog.get_logger("gateway")
@@ -38,7 +38,8 @@ class FleetView:
     ) -> None:
         self.names = names
         self.watch = WorkerRegistry(bus, joined=self._joined, left=self._left)
-        self.diffusion_models = DiffusionModelRegistry()
+        self.diffusion_models = RoleModels(DIFFUSION, lambda registration: registration.diffusion)
+        self.embedding_models = RoleModels(EMBED, lambda registration: registration.embedder)
         self._model = model
         self._gateway = gateway
         self._settings = settings
@@ -64,8 +65,8 @@ class FleetView:
         self.prepare_context  # noqa: B018 - computed for what it logs
 
     def has_worker(self) -> bool:
-        """Whether a worker takes requests for the model, or for images where no language model was configured."""
-        if not self._settings.model and self.diffusion_models.ready():
+        """Whether a worker takes requests for the model, or, where no language model was configured, for any other."""
+        if not self._settings.model and self._ready_apart():
             return True
         return self._select().ready
 
@@ -79,7 +80,7 @@ class FleetView:
         worker = member.registration
         if worker.state is not State.ready:
             return f"it is {worker.state.value}"
-        if worker.role == ROLE or worker.worker in used:
+        if worker.role in APART or worker.worker in used:
             return ""
         if not self._serves(member):
             return f"it serves {worker.model!r}, this gateway {self.names[0]!r}"
@@ -89,19 +90,23 @@ class FleetView:
 
     @property
     def listed_names(self) -> tuple[str, ...]:
-        """Names of the language model; none where none was configured and only diffusion workers are there."""
-        alone = not self._settings.model and self.diffusion_models.ready() and not self._select().ready
+        """Names of the language model; none where none was configured and no worker generates text."""
+        alone = not self._settings.model and self._ready_apart() and not self._select().ready
         return () if alone else self.names
+
+    def _ready_apart(self) -> bool:
+        """Whether a worker takes requests for images or vectors."""
+        return bool(self.diffusion_models.ready() or self.embedding_models.ready())
 
     def serves_elsewhere(self, model: str) -> bool:
         """Whether workers serve this model (a subject token) and only other gateways of the namespace know it.
 
-        Diffusion models do not count: the NATS API refuses them, with the reason.
+        Models of images and vectors do not count: every gateway knows them.
         """
         if model in map(token, self.names):
             return False
         served = (member.registration for member in self.watch.members.values())
-        return any(model in (token(r.model), *map(token, r.aliases)) for r in served if r.role != ROLE)
+        return any(model in (token(r.model), *map(token, r.aliases)) for r in served if r.role not in APART)
 
     @property
     def prepare_context(self) -> PrepareContext:
@@ -111,16 +116,18 @@ class FleetView:
 
     def _joined(self, member: RegisteredWorker) -> None:
         self.diffusion_models.put(member.registration)
+        self.embedding_models.put(member.registration)
         self._selection = self._context = None
 
     def _left(self, member: RegisteredWorker, why: str) -> None:
         log.info("worker_left", worker=member.registration.worker, why=why)
         self.diffusion_models.remove(member.registration.worker)
+        self.embedding_models.remove(member.registration.worker)
         self._selection = self._context = None
 
     def _serves(self, member: RegisteredWorker) -> bool:
         registration = member.registration
-        return registration.role != ROLE and self.names[0] in (registration.model, *registration.aliases)
+        return registration.role not in APART and self.names[0] in (registration.model, *registration.aliases)
 
     def _select(self) -> WorkerSelection:
         if self._selection is None:

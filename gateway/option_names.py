@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from gateway.anthropic.requests import MessagesRequest
+from gateway.embeddings.requests import EmbeddingRequest
 from gateway.images.prepare import IMAGE, VIDEO
 from gateway.images.requests import ImageGenerationRequest, VideoGenerationRequest
 from gateway.openai.common import CHAT, COMPLETION, MESSAGE, RESPONSE
@@ -14,6 +15,7 @@ from gateway.openai.errors import invalid
 from gateway.openai.requests import ChatCompletionRequest, CompletionRequest
 from gateway.openai.responses_api.requests import ResponsesRequest
 from gateway.openai.responses_api.tools import left_out
+from schemas.requests import EMBEDDING
 
 # Clients send these to describe a request; they change no answer.
 HARMLESS = frozenset(
@@ -34,6 +36,7 @@ _BODIES: dict[str, type[msgspec.Struct]] = {
     COMPLETION: CompletionRequest,
     RESPONSE: ResponsesRequest,
     MESSAGE: MessagesRequest,
+    EMBEDDING: EmbeddingRequest,
     IMAGE: ImageGenerationRequest,
     VIDEO: VideoGenerationRequest,
 }

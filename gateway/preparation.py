@@ -16,6 +16,8 @@ from gateway.access.caller import ANYONE, Caller
 from gateway.anthropic.prepare import prepare_message
 from gateway.constraint_check import ConstraintCheck
 from gateway.conversations import Conversations
+from gateway.embeddings.prepare import prepare_embedding
+from gateway.embeddings.requests import MAX_VALUES
 from gateway.fleet import FleetView
 from gateway.images.prepare import PATHS, prepare_images, unsupported_files
 from gateway.media.loader import MediaLoader
@@ -33,6 +35,7 @@ from gateway.openai.responses_api.record import encode_stored
 from gateway.openai.responses_api.requests import parse_response
 from gateway.option_names import check_options
 from schemas.errors import Code, ServingError
+from schemas.requests import EMBEDDING
 
 LARGE_BODY = 8_192  # bytes; larger ones are prepared in a thread: to tokenise 1 KB takes 0.3 ms
 LARGE_PROMPT = 8_192  # tokens; longer ones with images get their block names in a thread
@@ -100,6 +103,8 @@ class RequestPreparer:
                 request_id=request_id,
             )
             return prepared if caller is ANYONE else prepared._replace(request=caller.own(prepared.request))
+        if endpoint == EMBEDDING:
+            return await self._embedding(body, caller, now_ns=now_ns, request_id=request_id, no_store=no_store)
         context = caller.context(self._fleet.prepare_context)
         if no_store and not context.no_store:
             context = context._replace(no_store=True)
@@ -107,6 +112,27 @@ class RequestPreparer:
         if prepared.request.constraint is not None:
             await self._constraints.check(prepared.request.constraint)
         return prepared
+
+    async def _embedding(
+        self, body: bytes, caller: Caller, *, now_ns: int, request_id: str | None, no_store: bool
+    ) -> PreparedRequest:
+        fleet = self._fleet
+        work = partial(
+            prepare_embedding,
+            body,
+            {name: each for name, each in fleet.embedding_models.known.items() if caller.may_name(name)},
+            gateway=self._gateway,
+            default_deadline_s=self._settings.default_deadline_s,
+            now_ns=now_ns,
+            others=[name for name in (*fleet.names, *fleet.diffusion_models.known) if caller.may_name(name)],
+            no_store=no_store or self._settings.always_no_store,
+            request_id=request_id,
+        )
+        if len(body) <= LARGE_BODY:
+            prepared = work()
+        else:
+            prepared = await self._in_thread(_checked, body, MAX_VALUES, work, "the most that embeddings take")
+        return prepared._replace(request=caller.own(prepared.request))
 
     async def _text(
         self,
@@ -195,12 +221,15 @@ class RequestPreparer:
         return await self._in_thread(attach_media, pending, media, context)
 
 
-def _checked(body: bytes, limit: int, work: Callable[[], T]) -> T:
-    check_values(body, limit)
+_TWICE = "twice what the model's context can hold"
+
+
+def _checked(body: bytes, limit: int, work: Callable[[], T], meaning: str = _TWICE) -> T:
+    check_values(body, limit, meaning)
     return work()
 
 
-def check_values(body: bytes, limit: int) -> None:
+def check_values(body: bytes, limit: int, meaning: str = _TWICE) -> None:
     """Refuse a body whose decoding would block the event loop. The number of commas nearly bounds the number of values.
 
     Text has commas too, but at least two tokens for each, so whatever fits into the context passes.
@@ -214,5 +243,5 @@ def check_values(body: bytes, limit: int) -> None:
         if count > limit:
             raise ServingError(
                 Code.context_length_exceeded,
-                f"the body has more than {limit} values or commas, which is twice what the model's context can hold",
+                f"the body has more than {limit} values or commas, which is {meaning}",
             )

@@ -3,10 +3,10 @@
 from collections.abc import Callable, Iterable
 
 from infra.bus.revisions import reads
-from router.load import DIFFUSION, ENCODE, RoutingTarget, serves
+from router.load import ENCODE, RoutingTarget, serves
 from router.routing import RoutingRequest
 from schemas.errors import Code
-from schemas.fleet import Registration, State
+from schemas.fleet import APART, Registration, State
 from schemas.requests import CONSTRAINT, CONSTRAINT_LARK
 
 Requirement = Callable[[Registration], str]  # a further filter: returns a reason, or "" if the worker passes
@@ -61,8 +61,8 @@ def rejection(request: RoutingRequest, target: RoutingTarget, requirement: Requi
         return "other_tokenizer"
     if request.no_store and not registration.no_store:
         return "stores_output"
-    if request.output or registration.role == DIFFUSION:
-        return _diffusion_rejection(request, target)
+    if request.output or registration.role in APART:
+        return _rejection_apart(request, target)
     if registration.role == ENCODE:
         if request.worker:
             return "encode_only"
@@ -85,10 +85,10 @@ def rejection(request: RoutingRequest, target: RoutingTarget, requirement: Requi
     return ""
 
 
-def _diffusion_rejection(request: RoutingRequest, target: RoutingTarget) -> str:
+def _rejection_apart(request: RoutingRequest, target: RoutingTarget) -> str:
+    """Of requests for images, videos or vectors, and of workers that make them."""
     registration = target.registration
-    output = registration.diffusion.kind if registration.role == DIFFUSION and registration.diffusion else ""
-    if output != request.output:
+    if registration.output != request.output:
         return "other_kind" if request.worker else "other_model"
     if registration.state is not State.ready:
         return "draining"

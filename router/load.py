@@ -10,7 +10,6 @@ from schemas.fleet import Registration
 from schemas.jobs import Stage
 
 ENCODE = "encode"  # the role that computes no part of a prompt
-DIFFUSION = "diffusion"  # the role that generates images and videos only
 
 
 class StageLoad(NamedTuple):

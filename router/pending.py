@@ -51,8 +51,8 @@ class PendingRequest(msgspec.Struct, eq=False):
 
     @property
     def streaming(self) -> bool:
-        """The client has tokens, which only the same revision can continue. Diffusion starts over instead."""
-        return self.request.diffusion is None and (self.scored > 0 or any(self.resume) or bool(self.finished))
+        """The client has tokens, which only the same revision can continue. Images and vectors start over instead."""
+        return not self.request.output and (self.scored > 0 or any(self.resume) or bool(self.finished))
 
     @property
     def pinned_revision(self) -> str:
@@ -98,7 +98,7 @@ def routing_request(
         avoid=avoid,
         resumed_tokens=pending.resumed_tokens,
         medium=request.media[0].digest if request.media else b"",
-        output=request.diffusion.kind if request.diffusion is not None else "",
+        output=request.output,
         processors=pending.processors,
         revision=revision,
         tokenizer=request.tokenizer,
@@ -111,6 +111,8 @@ def required_revision(pending: PendingRequest, registered: Revisions) -> str | N
 
     Before its first token, a request whose revision has no ready worker moves to the serving revision.
     """
+    if pending.request.embedding is not None:
+        return None  # its workers may serve the name of a language model, whose revisions are not theirs
     pinned = pending.pinned_revision
     if pending.streaming and pinned:
         return pinned
@@ -126,6 +128,5 @@ def lane(pending: PendingRequest, local_prefill_tokens: int) -> str:
     request = pending.request
     long = pending.prompt_tokens > local_prefill_tokens
     kind = "media" if request.media else "long" if long else "short"
-    kind = request.diffusion.kind if request.diffusion is not None else kind
-    parts = (request.model, request.worker, kind, pending.pinned_revision, request.tokenizer)
+    parts = (request.model, request.worker, request.output or kind, pending.pinned_revision, request.tokenizer)
     return " ".join((*parts, *sorted(pending.processors), *(["no_store"] if request.no_store else ())))

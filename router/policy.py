@@ -41,7 +41,7 @@ def decide(context: RoutingContext) -> RoutingDecision:
     if context.mode == "direct" and not request.worker:
         return refusal("worker_not_named")
     if request.output:
-        return _decide_diffusion(context)
+        return _decide_apart(context)
     return _decide_media(context) if request.medium else _decide_tokens(context)
 
 
@@ -301,11 +301,11 @@ def _vision_required(registration: Registration) -> str:
     return "no_encoder" if has_pool else "no_vision"
 
 
-# Diffusion
+# Images, videos and vectors
 
 
-def _decide_diffusion(context: RoutingContext) -> RoutingDecision:
-    """Any idle diffusion worker: it runs one request at a time and has no prefix cache."""
+def _decide_apart(context: RoutingContext) -> RoutingDecision:
+    """The worker with the most room: diffusion and embed workers have no prefix cache."""
     pool = [(target, rejection(context.request, target)) for target in context.targets]
     rejected = [(target, reason) for target, reason in pool if reason and reason != "other_model"]
     available = context.without_avoided([target for target, reason in pool if not reason])

@@ -203,7 +203,7 @@ def _next_attempt(attempt: InterruptedAttempt, reason: str, now_ns: int) -> Pend
         "",
         now_ns,
         attempt=attempt.attempt + 1,
-        resume=tuple(part.tokens for part in progress),
+        resume=() if request.embedding is not None else tuple(part.tokens for part in progress),
         finished=tuple(i for i, part in enumerate(progress) if part.finish is not None),
         endings=tuple(part.finish for part in progress if part.finish is not None),
         reason=reason,

@@ -36,7 +36,7 @@ class RoutingRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     avoid: frozenset[str] = frozenset()  # worker ids to use only if no other worker is left
     resumed_tokens: int = 0  # streamed by earlier attempts, computed together with the prompt
     medium: bytes = b""  # digest of its first medium; empty: text only
-    output: str = ""  # "image" or "video" for diffusion; empty: tokens
+    output: str = ""  # "image", "video" or "embedding"; empty: tokens
     processors: frozenset[str] = frozenset()  # logits processors that the worker must have
     revision: str | None = None  # of the model; None: any
     tokenizer: str = ""  # digest of the tokenizer that encoded the prompt

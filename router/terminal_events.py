@@ -40,7 +40,7 @@ def refused(
         model=request.model,
         attempt=attempt,
         choices=tuple(done.Outcome(tokens, _reason(code)) for tokens in streamed),
-        usage=done.Usage(len(request.prompt) // 4, sum(map(len, streamed)) // 4),
+        usage=done.usage_of(request, streamed),
         timings=done.Timings(created_ns=request.created_ns, ended_ns=now_ns, streamed_ns=streamed_ns),
         code=code.value,
         message=message,
@@ -73,9 +73,9 @@ def completed(
             done.Outcome(part.tokens, finish.reason, finish.stop, finish.files, part.logprobs)
             for part, finish in zip(progress, finishes, strict=True)
         ),
-        usage=done.Usage(
-            len(request.prompt) // 4,
-            sum(len(part.tokens) // 4 for part in progress),
+        usage=done.usage_of(
+            request,
+            [part.tokens for part in progress],
             max((finish.cached_tokens for finish in finishes), default=0),
         ),
         timings=done.Timings(created_ns=request.created_ns, ended_ns=now_ns, streamed_ns=streamed_ns),

@@ -6,12 +6,13 @@ per request. ``Returned`` ends an attempt only: the worker returns the request u
 places it again. Both are republished without their bodies: followers read the headers.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import msgspec
 
 from schemas import requests
-from schemas.requests import GenerateRequest
+from schemas.requests import Embedding, GenerateRequest
 from schemas.tokens import FAILURES, PROMPT, WHOLE_REQUEST, File, Finish, Logprob, TokenItem
 from schemas.trace import Stamps
 from schemas.wire import decoder, encode
@@ -25,6 +26,16 @@ class Usage(msgspec.Struct, frozen=True, omit_defaults=True):
     prompt: int = 0
     completion: int = 0
     cached: int = 0
+
+
+def usage_of(request: GenerateRequest, outputs: Sequence[bytes], cached: int = 0) -> Usage:
+    """
+    Args:
+        outputs: of each choice, packed u32, as in the token stream.
+    """
+    if request.embedding is not None:  # see there what its "tokens" are
+        return Usage(int.from_bytes(outputs[0][:4], "little") if outputs else 0)
+    return Usage(len(request.prompt) // 4, sum(map(len, outputs)) // 4, cached)
 
 
 class Timings(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -163,6 +174,7 @@ def without_text(request: GenerateRequest) -> GenerateRequest:
         salt="",
         media=(),
         diffusion=None,
+        embedding=_without_texts(request),
         parsing=None,
         session="",
         client_body=b"",
@@ -211,8 +223,14 @@ def _without_prompt(event: Done) -> Done:
     drawn = request.diffusion
     if drawn is not None:
         drawn = msgspec.structs.replace(drawn, prompt="", negative="")
-    request = msgspec.structs.replace(request, prompt=b"", digests=b"", media=(), diffusion=drawn)
+    request = msgspec.structs.replace(
+        request, prompt=b"", digests=b"", media=(), diffusion=drawn, embedding=_without_texts(request)
+    )
     return msgspec.structs.replace(event, submitted=encode(request))
+
+
+def _without_texts(request: GenerateRequest) -> Embedding | None:
+    return None if request.embedding is None else msgspec.structs.replace(request.embedding, texts=(), lengths=())
 
 
 def _without_scores(event: Done) -> Done:

@@ -4,11 +4,15 @@ import enum
 
 import msgspec
 
+from schemas.requests import EMBEDDING
 from schemas.transfer import Endpoint
 from schemas.wire import decoder
 
 LEASE_S = 3.0
 RENEW_S = 0.75
+DIFFUSION = "diffusion"  # the role that makes images and videos
+EMBED = "embed"  # the role that makes vectors of texts
+APART = frozenset({DIFFUSION, EMBED})  # roles that generate no tokens; their models need no gateway's tokenizer
 
 
 class State(enum.StrEnum):
@@ -47,6 +51,16 @@ class Diffuser(msgspec.Struct, frozen=True, omit_defaults=True):
     guidance: bool = True  # takes a guidance scale
 
 
+class Embedder(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What an embed worker makes, and its limits."""
+
+    dimensions: int  # of its vectors
+    max_tokens: int  # of one input
+    vocab_size: int  # token ids of inputs are below it
+    pooling: str = ""  # how a vector is made of the tokens': "mean", "cls", "lasttoken", ...
+    matryoshka: tuple[int, ...] = ()  # the shorter vectors it was trained for; empty: unknown
+
+
 class Registration(msgspec.Struct, frozen=True, omit_defaults=True):
     worker: str  # unique per process start
     model: str
@@ -78,6 +92,14 @@ class Registration(msgspec.Struct, frozen=True, omit_defaults=True):
     tokenizer: str = ""  # digest of the tokenizer; "": an older build, or no tokenizer
     silent_cache: bool = False  # reuses KV across requests without ``kv_events``: routers predict what it caches
     no_store: bool = False  # takes requests whose output goes to a subject of its own; False: an older build
+    embedder: Embedder | None = None  # of role "embed"
+
+    @property
+    def output(self) -> str:
+        """As ``GenerateRequest.output``: what a worker of a role of its own makes; "": tokens."""
+        if self.role == EMBED:
+            return EMBEDDING
+        return self.diffusion.kind if self.role == DIFFUSION and self.diffusion is not None else ""
 
 
 def same_but_load(old: Registration, new: Registration) -> bool:

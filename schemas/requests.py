@@ -24,6 +24,7 @@ class Priority(enum.StrEnum):
 _RANKS = {Priority.interactive: 0, Priority.standard: 1, Priority.batch: 2}
 
 
+EMBEDDING = "embedding"  # value of ``GenerateRequest.endpoint`` and ``output``
 CONSTRAINT = "constraint"  # reserved name of a logits processor, see ``Constraint``
 CONSTRAINT_LARK = "constraint.lark"  # named besides for constraints of kind "lark"
 
@@ -110,6 +111,20 @@ class Diffusion(msgspec.Struct, frozen=True, omit_defaults=True):
     inline: bool = False  # the answer contains the files instead of their URLs
 
 
+class Embedding(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A request for vectors, one per input. Inputs are ``texts``, or consecutive parts of the request's prompt.
+
+    In the token stream, the first "token" is the number of tokens of all inputs. Each further one is a float32 of a
+    vector; the vectors follow each other in the order of the inputs.
+    """
+
+    dimensions: int  # of each vector in the answer
+    texts: tuple[str, ...] = ()  # the worker makes tokens of them
+    lengths: tuple[int, ...] = ()  # of the inputs in the prompt, in tokens; empty: the inputs are ``texts``
+    truncate: int = 0  # longer inputs are cut to so many tokens; 0: they are refused
+    base64: bool = False  # the answer has each vector as base64 of its float32 values, little-endian
+
+
 class Parsing(msgspec.Struct, frozen=True, omit_defaults=True):
     """How the answer's text is parsed. Decided when the request is accepted, so that every gateway does the same.
 
@@ -144,7 +159,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     lora: str = ""
     media: tuple[Media, ...] = ()
     worker: str = ""  # routing mode "direct": only this worker
-    endpoint: str = ""  # "chat", "text", "response", "message", "image" or "video": how the answer is shaped
+    endpoint: str = ""  # how the answer is shaped: "chat", "text", "response", "message", "embedding", "image", "video"
     stops_shown: bool = False  # the answer includes the stop string
     diffusion: Diffusion | None = None  # an image or video request: prompt, stop and sampling are ignored
     echo: bool = False  # the answer starts with the prompt
@@ -160,6 +175,14 @@ class GenerateRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     session: str = ""  # name of the conversation it belongs to, a hint for routing
     client_body: bytes = b""  # JSON: what the answer repeats of the client's body, or a later request continues
     constraint: Constraint | None = None  # None: the output is free; else ``sampling.logits_processors`` has CONSTRAINT
+    embedding: Embedding | None = None  # a request for vectors: stop and sampling are ignored
+
+    @property
+    def output(self) -> str:
+        """What workers of a role of its own make: "image", "video" or "embedding"; "": tokens."""
+        if self.embedding is not None:
+            return EMBEDDING
+        return self.diffusion.kind if self.diffusion is not None else ""
 
     @property
     def token_address(self) -> str:

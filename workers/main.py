@@ -46,6 +46,10 @@ async def _serve(settings: WorkerSettings) -> int:
         from workers.diffusion_backend import DiffusionBackend
 
         make_backend = DiffusionBackend
+    elif settings.role == "embed":
+        from workers.embedding_backend import EmbeddingBackend
+
+        make_backend = EmbeddingBackend
     else:
         from workers.token_backend import TokenBackend
 

@@ -1,6 +1,6 @@
 """The interface between a session and what runs its requests.
 
-Two runners exist: ``token_runner`` (the engine thread) and ``pipeline_runner`` (images and videos).
+Three exist: ``token_runner`` (the engine thread), ``pipeline_runner`` (images and videos) and ``embedding_runner``.
 """
 
 from dataclasses import dataclass

@@ -267,11 +267,7 @@ def terminal(running: RunningRequest, worker: str, now_ns: int) -> done.Done:
         attempt=running.attempt,
         worker=worker,
         choices=outcomes,
-        usage=done.Usage(
-            prompt=len(request.prompt) // 4,
-            completion=sum(len(outcome.tokens) // 4 for outcome in outcomes),
-            cached=running.cached,
-        ),
+        usage=done.usage_of(request, [outcome.tokens for outcome in outcomes], running.cached),
         timings=done.Timings(
             created_ns=request.created_ns,
             routed_ns=running.routed_ns,

@@ -9,6 +9,7 @@ import structlog
 from configs.settings import WorkerSettings
 from infra.bus import loop_lag
 from infra.model import modeldir, parser_detection
+from infra.model.embedding_model import is_encoder
 from infra.model.weight_files import elsewhere
 from schemas import blocks
 from schemas.transfer import Endpoint
@@ -156,6 +157,8 @@ def model_path(settings: WorkerSettings) -> Path:
         ModelError: there is no such model, or the engine cannot read its weights.
     """
     path = modeldir.resolve(settings.model, weights=settings.engine != "mock")
+    if settings.engine == "native" and is_encoder(path):
+        raise modeldir.ModelError(f"{path} is an encoder, which generates no text; serve its embeddings: --role embed")
     if settings.engine in ("trtllm", "vllm", "sglang") and (unreadable := elsewhere(path)):
         raise modeldir.ModelError(
             f"{path} has weights in {min(unreadable)}, which only --engine native reads; write a copy that has all of "

@@ -85,8 +85,8 @@ class TokenRunner:
     # --- requests ---
 
     def admit(self, job: jobs.Job, request: requests.GenerateRequest, delivery: Any) -> RunningRequest:
-        if request.diffusion is not None:
-            raise ValueError("this worker generates tokens, and the request is for images or videos")
+        if request.output:
+            raise ValueError("this worker generates tokens, and the request is for something else")
         return admit(job, request, delivery, self._context.model.detokenizer)
 
     async def run(self, running: RunningRequest, stage_input: StageInput | None) -> None:

@@ -18,6 +18,7 @@ from starlette.routing import Route
 
 from gateway.access.caller import CALLER, Caller, caller_of
 from gateway.anthropic.prepare import count_message
+from gateway.embeddings.prepare import PATH as EMBEDDINGS
 from gateway.http import request_list
 from gateway.http.answers import (
     INTERNAL,
@@ -47,7 +48,8 @@ from gateway.openai.responses import CancelResponse, error_body, stopping
 from gateway.openai.tokenization import detokenize, tokenize
 from gateway.service import Gateway
 from schemas.errors import Code, ServingError
-from schemas.fleet import Diffuser
+from schemas.fleet import Diffuser, Embedder
+from schemas.requests import EMBEDDING
 
 log = structlog.get_logger("gateway")
 
@@ -97,6 +99,7 @@ def _answering(gateway: Gateway) -> dict[str, App]:
         "/v1/responses/input_tokens": Computed(gateway, gateway.input_tokens),
         "/v1/messages": Generations(gateway, MESSAGE, answer_text, send_message_error),
         "/v1/messages/count_tokens": Computed(gateway, partial(gateway.compute, count_message), send_message_error),
+        EMBEDDINGS: Generations(gateway, EMBEDDING, answer_text),
         "/tokenize": Computed(gateway, partial(gateway.compute, tokenize)),
         "/detokenize": Computed(gateway, partial(gateway.compute, detokenize)),
         **{path: Generations(gateway, kind, answer_images) for kind, path in PATHS.items()},
@@ -165,10 +168,23 @@ class _Api:
             "output_modalities": [model.kind],
         }
 
+    def _embedding_card(self, name: str, model: Embedder) -> dict[str, Any]:
+        return {
+            "id": name,
+            "object": "model",
+            "created": self._gateway.started_ns // 1_000_000_000,
+            "owned_by": "penstock",
+            "max_model_len": model.max_tokens,
+            "dimensions": model.dimensions,
+            "input_modalities": ["text"],
+            "output_modalities": ["embedding"],
+        }
+
     def _cards(self, caller: Caller) -> dict[str, dict[str, Any]]:
-        models = self._gateway.fleet.diffusion_models.ready()
-        diffusion = {name: self._diffusion_card(name, model) for name, model in models.items()}
-        cards = diffusion | {name: self._model_card(name) for name in self._gateway.fleet.listed_names}
+        fleet = self._gateway.fleet
+        diffusion = {name: self._diffusion_card(name, model) for name, model in fleet.diffusion_models.ready().items()}
+        embedding = {name: self._embedding_card(name, model) for name, model in fleet.embedding_models.ready().items()}
+        cards = diffusion | embedding | {name: self._model_card(name) for name in fleet.listed_names}
         return {name: card for name, card in cards.items() if caller.may_name(name)}
 
     async def models(self, request: Request) -> Response:

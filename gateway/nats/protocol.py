@@ -9,6 +9,7 @@ import msgspec
 from gateway.openai.common import CHAT, COMPLETION, read_switch
 from schemas import control
 from schemas.errors import Code, ServingError
+from schemas.requests import EMBEDDING
 from schemas.subjects import DEFAULT_TENANT, HEADER_FROM, HEADER_MSG_ID, HEADER_NO_STORE, HEADER_REPLY_TO
 
 STREAM = "stream"
@@ -42,13 +43,17 @@ class RequestShape(msgspec.Struct):
     """The parts of a body that decide how it is answered."""
 
     messages: msgspec.Raw = msgspec.Raw()  # not "Raw | None": that takes nothing but null
+    input: msgspec.Raw = msgspec.Raw()
+    prompt: msgspec.Raw = msgspec.Raw()
     model: str = ""
     stream: bool | None = None
     stream_options: _StreamOptions | None = None
 
     @property
     def endpoint(self) -> str:
-        return CHAT if self.messages and bytes(self.messages) != b"null" else COMPLETION
+        if _is_given(self.messages):
+            return CHAT
+        return EMBEDDING if _is_given(self.input) and not _is_given(self.prompt) else COMPLETION
 
     @property
     def form(self) -> str:
@@ -57,6 +62,10 @@ class RequestShape(msgspec.Struct):
             return ""
         usage = self.stream_options is not None and bool(self.stream_options.include_usage)
         return STREAM_USAGE if usage else STREAM
+
+
+def _is_given(value: msgspec.Raw) -> bool:
+    return bool(value) and bytes(value) != b"null"
 
 
 def shape_of(body: bytes) -> RequestShape:

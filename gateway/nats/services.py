@@ -177,7 +177,7 @@ class Services:
             query = parse_query(message.data)
             accepted = await self._resolve(query, origin)
             request = accepted.request
-            if request.model not in self._gateway.names:
+            if not request.output and request.model not in self._gateway.names:
                 await self._pass_on("read", token(request.model), origin, message)
                 return
             replies.first, replies.until, replies.reports_end = query.first, query.until, True

@@ -8,6 +8,8 @@ from msgspec import Struct
 
 from gateway.anthropic.objects import Message, MessageEvent, TokenCount
 from gateway.anthropic.requests import CountTokensRequest, MessagesRequest
+from gateway.embeddings.answer import EmbeddingResponse
+from gateway.embeddings.requests import EmbeddingRequest
 from gateway.http.request_list import RequestList
 from gateway.images.requests import ImageGenerationRequest, VideoGenerationRequest
 from gateway.images.responses import ImageProgressEvent, ImagesResponse
@@ -171,6 +173,14 @@ OPERATIONS = (
         body=CountTokensRequest,
         response=TokenCount,
         errors=(Code.invalid_request, Code.unsupported, Code.model_not_found, Code.body_too_large),
+    ),
+    Operation(
+        "post",
+        "/v1/embeddings",
+        "Make vectors of texts",
+        body=EmbeddingRequest,
+        response=EmbeddingResponse,
+        errors=_GENERATE,
     ),
     Operation(
         "post",

@@ -31,6 +31,7 @@ from infra.launch.sockets import CannotListen
 from infra.launch.state import Running, State, read_resume, write_state
 from infra.launch.stopping import stop_in_order
 from infra.launch.supervisor import USAGE, Keeper
+from infra.model.embedding_model import makes_vectors
 from infra.recipes import catalogue
 from schemas.subjects import Subjects
 
@@ -67,6 +68,12 @@ def read_args(path: str) -> Tree:
         raise BadArguments(f"{path}: {problem}" for problem in error.problems) from error
 
 
+def _makes_vectors(model: str) -> bool:
+    """Whether a model is for embeddings only; of a Hugging Face id, that is not known before it was downloaded."""
+    path = Path(model).expanduser()
+    return path.is_dir() and makes_vectors(path)
+
+
 def command(planned: Planned) -> list[str]:
     """The command line of one process."""
     return [sys.executable, "-m", "infra.cli", *planned.argv]
@@ -84,7 +91,7 @@ class Deployment:
         self.data_dir = Path(settings.data_dir).resolve()
         self.subjects = Subjects(settings.namespace)
         members = catalogue.select(settings.recipe, catalogue.members()) if settings.recipe else ()
-        self._fleet = fleet_of(settings, members, read_args)
+        self._fleet = fleet_of(settings, members, read_args, _makes_vectors)
         self._gpus = gpus(settings.gpus, os.environ)
         assign(self._fleet.groups, self._gpus)  # raises before anything starts
         self._ready_s = settings.ready_s or (3600.0 if self._fleet.slow or settings.diffusion else 120.0)

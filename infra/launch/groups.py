@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import msgspec
+
 from configs.settings import WorkerSettings
 from configs.up_settings import UpSettings
 from infra.engine_args import compatibility
@@ -78,15 +80,21 @@ class Fleet(NamedTuple):
 
 
 def fleet_of(
-    up: UpSettings, members: Sequence[RecipeEntry] = (), read: Callable[[str], Tree] = lambda path: {}
+    up: UpSettings,
+    members: Sequence[RecipeEntry] = (),
+    read: Callable[[str], Tree] = lambda path: {},
+    makes_vectors: Callable[[str], bool] = lambda model: False,
 ) -> Fleet:
     """
     Args:
         members: the files of the recipe that was asked for.
         read: a file of engine arguments, as a tree.
+        makes_vectors: whether a model is for embeddings only.
     Raises:
         PlanError, BadArguments: flags that contradict each other or the recipe.
     """
+    if up.model and not members and makes_vectors(up.model):
+        up = _as_embedding(up)
     recipe: dict[str, RecipeEntry] = {member.header.role: member for member in members}
     first = members[0].header if members else None
     engine = _engine(up, first.engine if first else "")
@@ -111,7 +119,9 @@ def fleet_of(
         _agree(groups, block_size)
     if up.diffusion:
         groups.append(_diffusion(up))
-    alone = bool(up.diffusion) and not sum(roles.values()) and not up.model
+    if up.embed:
+        groups.append(_embedding(up, engine, model))
+    alone = bool(up.diffusion or up.embed_model) and not sum(roles.values()) and not up.model
     return Fleet(tuple(groups), engine, "" if alone else model, block_size)
 
 
@@ -125,7 +135,8 @@ def roles_of(up: UpSettings, recipe: Mapping[str, RecipeEntry] = {}) -> dict[str
             counts |= {role: 1 for role in counts if role in recipe}
             whole = 0
         else:
-            whole = int(not split and not (up.diffusion and not up.model and not recipe))
+            apart = bool(up.diffusion or (up.embed and up.embed_model))
+            whole = int(not split and not (apart and not up.model and not recipe))
     return {"aggregated": whole, **counts}
 
 
@@ -246,18 +257,58 @@ def _one_machine(member: RecipeEntry) -> None:
         )
 
 
+_NO_ENGINE_ARGUMENTS = {
+    name: getattr(WorkerSettings(), name)
+    for name in ("extra_engine_args", "override_engine_args", "logits_processor", "default_logits_processors")
+}
+
+
 def _diffusion(up: UpSettings) -> Group:
     if not up.diffusion_model:
         raise PlanError("--diffusion needs --diffusion-model, a diffusers directory or Hugging Face id")
-    plain = WorkerSettings()
     settings = {
         "role": "diffusion",
         "engine": up.diffusion_engine,
         "model": up.diffusion_model,
         "served_model_name": up.diffusion_served_name,
-        **{
-            name: getattr(plain, name)
-            for name in ("extra_engine_args", "override_engine_args", "logits_processor", "default_logits_processors")
-        },
+        **_NO_ENGINE_ARGUMENTS,
     }
     return Group("diffusion", up.diffusion, settings, gpus=1)
+
+
+def _as_embedding(up: UpSettings) -> UpSettings:
+    """``--model`` names a model that makes vectors only, so its workers have the role for that.
+
+    Raises:
+        PlanError: workers were asked for that it cannot have.
+    """
+    asked = next((role for role in ("prefill", "decode", "encode") if getattr(up, role)), "")
+    if asked or up.embed_model or up.engine in EXTERNAL:
+        what = f"--{asked}" if asked else "--embed-model" if up.embed_model else f"--engine {up.engine}"
+        raise PlanError(
+            f"{what}: --model {up.model} makes embeddings and generates no text; name it with --embed-model"
+        )
+    return msgspec.structs.replace(
+        up,
+        model="",
+        workers=0,
+        embed=up.embed or max(1, up.workers),
+        embed_model=up.model,
+        embed_served_name=up.embed_served_name or up.served_model_name,
+        served_model_name="",
+    )
+
+
+def _embedding(up: UpSettings, engine: str, model: str) -> Group:
+    own = "mock" if engine == "mock" else "native"
+    settings = {
+        "role": "embed",
+        "engine": own,
+        "model": up.embed_model or model,
+        "served_model_name": up.embed_served_name or ("" if up.embed_model else up.served_model_name),
+        "kv_blocks": 0,
+        "quantization": "none",
+        "speculative_model": "",
+        **_NO_ENGINE_ARGUMENTS,
+    }
+    return Group("embed", up.embed, settings, gpus=0 if own == "mock" else 1)

@@ -52,8 +52,8 @@ class Readiness:
         self._ready(name)
 
 
-async def first_model(host: str, port: int, pictures: bool) -> tuple[str, str] | None:
-    """A model that is served, and what it makes: "text", "image" or "video"; not text with ``pictures``."""
+async def first_model(host: str, port: int, apart: bool) -> tuple[str, str] | None:
+    """A model that is served, and what it makes: "text", "image", "video" or "embedding"; not text with ``apart``."""
 
     class Model(msgspec.Struct):
         id: str
@@ -67,6 +67,6 @@ async def first_model(host: str, port: int, pictures: bool) -> tuple[str, str] |
         with contextlib.suppress(msgspec.DecodeError):
             for model in msgspec.json.decode(body, type=Models).data:
                 makes = next((kind for kind in model.output_modalities if kind != "text"), "text")
-                if pictures == (makes != "text"):
+                if apart == (makes != "text"):
                     return model.id, makes
     return None

@@ -87,6 +87,9 @@ def curl_line(http_url: str, model: str, makes: str = "text") -> str:
     if makes == "text":
         path, options = "chat/completions", "-N "
         body |= {"messages": [{"role": "user", "content": "What is 347 + 586?"}], "max_tokens": 64, "stream": True}
+    elif makes == "embedding":
+        path, options = "embeddings", ""
+        body |= {"input": ["How deep is the sea?", "How high is the mountain?"]}
     else:
         path, options = f"{makes}s/generations", ""
         body |= {"prompt": "a red boat on the sea"}

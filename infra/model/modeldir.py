@@ -137,7 +137,7 @@ def load(path: Path, *, name: str = "", chat_template: str = "") -> ModelDir:
         no_vision = str(reason)
     return ModelDir(
         path=path,
-        name=name or _name(path),
+        name=name or name_of(path),
         revision=revision(path),
         max_model_len=_max_model_len(config, special),
         vocab_size=int(_of_text(config, "vocab_size") or tokenizer.get_vocab_size(with_added_tokens=True)),
@@ -219,7 +219,7 @@ def tokenizer_digest(path: Path) -> str:
     return blake3(msgspec.json.encode(described, order="sorted")).hexdigest(length=16)
 
 
-def _name(path: Path) -> str:
+def name_of(path: Path) -> str:
     """The directory's name; "owner/name" for ``models--owner--name/snapshots/<commit>`` of the hub's cache."""
     path = path.resolve()
     if path.parent.name == "snapshots":

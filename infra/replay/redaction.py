@@ -122,6 +122,9 @@ class Redactor:
         drawn, stop, trace = request.diffusion, request.stop, request.trace
         if drawn is not None:
             drawn = _replace(drawn, prompt=self.text(drawn.prompt), negative=self.text(drawn.negative))
+        embedded = request.embedding
+        if embedded is not None:
+            embedded = _replace(embedded, texts=tuple(map(self.text, embedded.texts)))
         return _replace(
             request,
             prompt=prompt,
@@ -136,6 +139,7 @@ class Redactor:
             tenant=self._tenant(request.tenant),
             media=tuple(_replace(each, digest=self._hash(each.digest) * 2) for each in request.media),
             diffusion=drawn,
+            embedding=embedded,
             parsing=None if request.parsing is None else _replace(request.parsing, texts={}),
             trace=None if trace is None else _replace(trace, state=""),
             constraint=None,

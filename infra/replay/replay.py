@@ -176,6 +176,8 @@ def _not_replayable(run: Run, over_http: bool) -> str:
         return "unfinished"
     if run.request.diffusion is not None:
         return "images or videos"
+    if run.request.embedding is not None:
+        return "embeddings"
     if not run.request.prompt:
         return "without a recorded prompt"
     return unsupported(run.request) if over_http else ""

@@ -232,6 +232,10 @@ def _ended(done: Done, request: GenerateRequest) -> str:
     if request.diffusion is not None:
         files = ", ".join(file.name for choice in done.choices for file in choice.files) or "no files"
         text += f"{usage.completion} denoising steps, {files}"
+    elif request.embedding is not None:
+        floats = sum(len(choice.tokens) // 4 - 1 for choice in done.choices if choice.tokens)
+        vectors = counted(floats // request.embedding.dimensions, "vector")
+        text += f"input {counted(usage.prompt, 'token')}, {vectors} of {request.embedding.dimensions}"
     else:
         reasons = ",".join(choice.reason for choice in done.choices)
         text += (

@@ -251,7 +251,10 @@ def _without_content(request: GenerateRequest) -> GenerateRequest:
     diffusion = request.diffusion
     if diffusion is not None:
         diffusion = msgspec.structs.replace(diffusion, prompt="", negative="")
-    return msgspec.structs.replace(request, prompt=b"", digests=b"", media=(), diffusion=diffusion)
+    embedding = request.embedding
+    if embedding is not None:
+        embedding = msgspec.structs.replace(embedding, texts=(), lengths=())
+    return msgspec.structs.replace(request, prompt=b"", digests=b"", media=(), diffusion=diffusion, embedding=embedding)
 
 
 def _without_output(done: Done) -> Done:

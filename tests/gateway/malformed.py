@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from gateway.anthropic.prepare import count_message, prepare_message
+from gateway.embeddings.prepare import prepare_embedding
 from gateway.openai.prepare import PendingMediaRequest, prepare_chat, prepare_completion
 from gateway.openai.responses_api.prepare import count_prompt_of, prepare_response
 from gateway.openai.responses_api.record import encode_stored, input_items, read_stored
@@ -14,6 +15,7 @@ from gateway.openai.responses_api.requests import parse_response
 from gateway.openai.tokenization import detokenize, tokenize
 from infra.model import constraints
 from schemas.errors import Code, ServingError
+from schemas.fleet import Embedder
 from tests.gateway.answers import CONTEXT, NOW
 
 JUNK: tuple[Any, ...] = (
@@ -132,6 +134,11 @@ TOKENIZE: list[dict[str, Any]] = [
      "tools": [{"type": "function", "function": {"name": "f"}}], "chat_template_kwargs": {"a": 1}},
 ]  # fmt: skip
 DETOKENIZE: list[dict[str, Any]] = [{"model": "tiny", "tokens": [5, 6, 7]}]
+EMBEDDINGS: list[dict[str, Any]] = [
+    {"model": "tiny", "input": "hi", "encoding_format": "base64", "dimensions": 8, "user": "u"},
+    {"model": "tiny", "input": ["hi", "there"], "truncate_prompt_tokens": -1, "priority": "batch"},
+    {"model": "tiny", "input": [[1, 2], [3]], "encoding_format": "float", "timeout_s": 5},
+]
 
 _CONTEXT = CONTEXT._replace(names=("tiny",))
 
@@ -141,6 +148,11 @@ def _response(data: bytes) -> None:
     prepare_response(body, (), _CONTEXT, now_ns=NOW)
     assert read_stored(encode_stored(body)).body.model == body.model
     input_items("resp_1", body.input or ())
+
+
+def _embedding(data: bytes) -> None:
+    models = {"tiny": Embedder(64, max_tokens=100, vocab_size=1000)}
+    prepare_embedding(data, models, gateway="g", default_deadline_s=60, now_ns=NOW)
 
 
 def _generation(data: bytes, prepare: Callable[..., Any]) -> None:
@@ -157,6 +169,7 @@ def _generation(data: bytes, prepare: Callable[..., Any]) -> None:
 ROUTES: dict[str, tuple[list[dict[str, Any]], Callable[[bytes], object]]] = {
     "/v1/chat/completions": (CHATS, lambda data: _generation(data, prepare_chat)),
     "/v1/completions": (COMPLETIONS, lambda data: _generation(data, prepare_completion)),
+    "/v1/embeddings": (EMBEDDINGS, _embedding),
     "/tokenize": (TOKENIZE, lambda data: tokenize(data, _CONTEXT)),
     "/detokenize": (DETOKENIZE, lambda data: detokenize(data, _CONTEXT)),
     "/v1/responses": (RESPONSES, _response),

@@ -187,6 +187,26 @@ SAMPLES: dict[str, tuple[Any, Callable[[bytes], Any]]] = {
     ),
     "request_with_a_session": (msgspec.structs.replace(REQUEST, session="chat-1"), requests.decode),
     "request_with_a_constraint": (REQUEST_WITH_A_CONSTRAINT, requests.decode),
+    "request_for_vectors": (
+        requests.GenerateRequest(
+            "r",
+            "tiny",
+            "gw-1",
+            b"",
+            requests.Stop(1),
+            5,
+            6,
+            endpoint="embedding",
+            embedding=requests.Embedding(64, texts=("a", "b"), lengths=(3, 4), truncate=8, base64=True),
+        ),
+        requests.decode,
+    ),
+    "registration_of_an_embedder": (
+        fleet.Registration(
+            "w-1", "tiny", "embed", "native", 5, 16, 0, 8, 512, embedder=fleet.Embedder(64, 512, 640, "mean", (32,))
+        ),
+        fleet.decode,
+    ),
     "job_with_inputs": (msgspec.structs.replace(JOB, inputs=jobs.DecisionInputs(1, 2, 3, 4)), jobs.decode),
     "job_of_a_pair_to_decide_again": (
         msgspec.structs.replace(

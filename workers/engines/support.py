@@ -23,6 +23,7 @@ class Support(Struct, frozen=True, kw_only=True):
     several_nodes: str
     rank_routing: str
     diffusion: str
+    embed: str
     cpu: str
 
 
@@ -40,6 +41,7 @@ FEATURES: Mapping[str, str] = {
     "several_nodes": "several nodes per worker",
     "rank_routing": "routing to attention-DP ranks",
     "diffusion": "images and videos from text",
+    "embed": "embeddings",
     "cpu": "runs without a GPU",
 }
 assert tuple(FEATURES) == tuple(field.name for field in fields(Support))
@@ -58,6 +60,7 @@ SUPPORT: Mapping[str, Support] = {
         several_nodes=NO,
         rank_routing=NO,
         diffusion="diffusers",
+        embed="encoders and decoders",
         cpu="yes",
     ),
     "mock": Support(
@@ -73,6 +76,7 @@ SUPPORT: Mapping[str, Support] = {
         several_nodes=NO,
         rank_routing="simulated (--mock-ranks)",
         diffusion=NO,
+        embed="simulated",
         cpu="yes",
     ),
     "trtllm": Support(
@@ -88,6 +92,7 @@ SUPPORT: Mapping[str, Support] = {
         several_nodes="MPI or Slurm with its launcher",
         rank_routing="yes",
         diffusion="visual_gen of 1.3",
+        embed=NO,
         cpu=NO,
     ),
     "vllm": Support(
@@ -103,6 +108,7 @@ SUPPORT: Mapping[str, Support] = {
         several_nodes=NO,
         rank_routing="data-parallel ranks",
         diffusion=NO,
+        embed=NO,
         cpu="its CPU build",
     ),
     "sglang": Support(
@@ -118,6 +124,7 @@ SUPPORT: Mapping[str, Support] = {
         several_nodes=NO,
         rank_routing="data-parallel and attention-DP ranks",
         diffusion=NO,
+        embed=NO,
         cpu=NO,
     ),
 }

@@ -12,6 +12,7 @@ from workers.metrics.totals import Total
 TOKEN_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.075, 0.1, 0.2, 0.5, 1)
 STAGE_SECONDS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60)
 READ_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
+BATCH_INPUTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 LABELS = ("namespace", "component", "process", "model", "role")
 
 
@@ -27,6 +28,7 @@ class Metrics:
         scope = self.scope = process.child("worker")
         self.kv = KvMetrics(scope.child("kv"))
         self.handoff = HandoffMetrics(process.child("handoff"))
+        self.embed = EmbedMetrics(process.child("embed"))
         self.tokens = scope.counter("tokens", "output tokens")
         self.pictures = scope.counter("pictures", "images and videos made", ["kind"])
         self.requests = scope.counter("requests", "requests that ended here or were handed off", ["code"])
@@ -114,6 +116,16 @@ class Metrics:
             self.queue.observe(max(0, started_ns - routed_ns) / 1e9)
         if first_token_ns:
             self.prefill.observe(max(0, first_token_ns - started_ns) / 1e9)
+
+
+class EmbedMetrics:
+    """Metrics of a worker that makes embeddings."""
+
+    def __init__(self, scope: MetricScope) -> None:
+        self.vectors = scope.counter("vectors", "vectors made")
+        self.tokens = scope.counter("tokens", "tokens of inputs computed")
+        self.padding = scope.counter("padding_tokens", "computed beside them, to make inputs of a batch equally long")
+        self.batch_inputs = scope.histogram("batch_inputs", "inputs computed together", buckets=BATCH_INPUTS)
 
 
 class HandoffMetrics:

@@ -17,7 +17,7 @@ Count = Annotated[int, Meta(ge=1)]
 Quantity = Annotated[str, Meta(pattern=r"^[0-9]+(\.[0-9]+)?(m|[kKMGTPE]i?)?$")]
 Seconds = Annotated[int, Meta(ge=1, le=7 * 86_400)]
 Metric = Annotated[str, Meta(pattern="^penstock_[a-z_]+$")]
-Role = Literal["aggregated", "prefill", "decode", "encode", "diffusion"]
+Role = Literal["aggregated", "prefill", "decode", "encode", "diffusion", "embed"]
 Engine = Literal["native", "mock", "trtllm", "vllm"]
 Tree = Mapping[str, Any]  # as Kubernetes has it
 

@@ -107,7 +107,7 @@ def _model(model: str, workers: Sequence[Registration]) -> list[Finding]:
     ready = [each for each in workers if each.state is WorkerState.ready]
     roles = {each.role for each in ready}
     findings: list[Finding] = []
-    if not roles & {"aggregated", "decode", "diffusion"}:
+    if not roles & {"aggregated", "decode", "diffusion", "embed"}:
         text = f"{model}: only {', '.join(sorted(roles)) or 'draining'} workers"
         findings.append(problem("roles", text, "start aggregated workers, or decode workers beside prefill workers"))
     elif roles == {"decode"}:

@@ -16,6 +16,7 @@ _OPERATIONS = {
     "response": "chat",
     "message": "chat",
     "text": "text_completion",
+    "embedding": "embeddings",
     "image": "generate_content",
     "video": "generate_content",
 }
@@ -41,13 +42,15 @@ def of_accepted(accepted: RequestAccepted) -> dict[str, Value]:
         "gen_ai.operation.name": operation(request),
         "gen_ai.provider.name": PROVIDER,
         "gen_ai.request.model": request.model,
-        "gen_ai.output.type": "text" if request.diffusion is None else request.diffusion.kind,
+        "gen_ai.output.type": request.output or "text",
         "gen_ai.response.id": request.id,
         "penstock.request.id": request.id,
         "penstock.request.class": request.priority.value,
     }
     if request.diffusion is not None:
         return attributes | {"penstock.request.steps": request.diffusion.steps}
+    if request.embedding is not None:
+        return attributes | {"gen_ai.embeddings.dimension.count": request.embedding.dimensions}
     attributes |= {
         "gen_ai.usage.input_tokens": accepted.prompt_tokens,
         "gen_ai.request.max_tokens": request.stop.max_tokens,

@@ -19,6 +19,7 @@ POLICIES = {
     "POST /v1/responses/input_tokens": "key",
     "POST /v1/messages": "key",
     "POST /v1/messages/count_tokens": "key",
+    "POST /v1/embeddings": "key",
     "POST /v1/images/generations": "key",
     "POST /v1/videos/generations": "key",
     "POST /tokenize": "key",

@@ -281,3 +281,25 @@ def test_ports_in_a_row_are_free_and_a_taken_one_is_named() -> None:
     with pytest.raises(PlanError, match="beyond port 65535"):
         free_run(65535, 2)
     assert free_run(0, 0) == []
+
+
+def test_an_embedding_model_gets_workers_of_the_role_that_serves_it() -> None:
+    def found(**given: Any) -> dict[str, Planned]:
+        up = UpSettings(**given)
+        whole = fleet_of(up, makes_vectors=lambda model: model == "/bert")
+        children = plan(up, whole, ports=[8000], url=lambda role: "nats://h:1", sys_url="", cores=8)
+        return {child.name: child for child in children}
+
+    alone = found(model="/bert", served_model_name="vec", workers=2)
+    assert [name for name in alone if alone[name].role == "worker"] == ["embed-0", "embed-1"]
+    assert settings_of(alone["embed-1"], "role", "engine", "model", "served_model_name") == [
+        "embed", "native", "/bert", "vec",
+    ]  # fmt: skip
+    assert settings_of(alone["gateway-0"], "model") == [""]
+    beside = found(model="/talker", embed=1, embed_model="/bert", engine="mock")
+    assert settings_of(beside["worker-0"], "role", "model") == ["aggregated", "/talker"]
+    assert settings_of(beside["embed-0"], "role", "engine", "model") == ["embed", "mock", "/bert"]
+    same = found(model="/talker", embed=1)
+    assert settings_of(same["embed-0"], "model") == ["/talker"], "a decoder's vectors beside its text"
+    with pytest.raises(PlanError, match="--prefill: --model /bert makes embeddings and generates no text"):
+        found(model="/bert", prefill=1, decode=1)

@@ -10,19 +10,20 @@ GPUs come from the engine arguments, as the engines count them.
 {{- fail (printf "workers.%s: the name is taken; choose another one" $name) -}}
 {{- end -}}
 {{- $pool := mustMergeOverwrite (deepCopy $root.Values.workerDefaults) (deepCopy ($own | default dict)) -}}
-{{- $roles := list "aggregated" "prefill" "decode" "encode" "diffusion" -}}
+{{- $roles := list "aggregated" "prefill" "decode" "encode" "diffusion" "embed" -}}
 {{- $role := $pool.role | default (ternary $name "aggregated" (has $name $roles)) -}}
+{{- $apart := has $role (list "diffusion" "embed") -}}
 {{- $external := has $pool.engine (list "trtllm" "vllm") -}}
 {{- $images := dict "mock" $root.Values.image "native" $root.Values.nativeImage -}}
 {{- $image := $pool.image | default (get $images $pool.engine) | default $root.Values.engineImage -}}
 {{- if not $image -}}
 {{- fail (printf "engineImage: name the image with penstock and %s; see docs/containers.md" $pool.engine) -}}
 {{- end -}}
-{{- $model := $pool.model | default (ternary "" $root.Values.model (eq $role "diffusion")) -}}
-{{- if and (not $model) (or $external (eq $role "diffusion")) -}}
+{{- $model := $pool.model | default (ternary "" $root.Values.model $apart) -}}
+{{- if and (not $model) (or $external $apart) -}}
 {{- fail (printf "workers.%s.model: name a directory on the models volume (/models/...) or a Hugging Face id" $name) -}}
 {{- end -}}
-{{- if and $pool.model (ne $role "diffusion") (ne $pool.model $root.Values.model) -}}
+{{- if and $pool.model (not $apart) (ne $pool.model $root.Values.model) -}}
 {{- fail (printf "workers.%s.model: one language model per release; set model: %s" $name $pool.model) -}}
 {{- end -}}
 {{- if and $pool.engineArgs (not $external) -}}
@@ -107,7 +108,7 @@ claims: [{name: nvlink}]
 {{- with .pool.model }}
 - --model={{ . }}
 {{- end }}
-{{- if and .root.Values.servedModelName (ne .pool.role "diffusion") }}
+{{- if and .root.Values.servedModelName (not (has .pool.role (list "diffusion" "embed"))) }}
 - {{ printf "--served-model-name=%s" .root.Values.servedModelName | quote }}
 {{- end }}
 - --block-size={{ include "penstock.number" .root.Values.blockSize }}

@@ -2,10 +2,14 @@ from typing import Any
 
 import msgspec
 
-from gateway.images.model_registry import MAX_MODELS, DiffusionModelRegistry
-from schemas.fleet import Diffuser, Registration, State
+from gateway.role_models import MAX_MODELS, RoleModels
+from schemas.fleet import DIFFUSION, Diffuser, Registration, State
 
 MODEL = Diffuser("image", "FluxPipeline", 64, 64, 4, ("png",), 1 << 20, 50)
+
+
+def models() -> RoleModels[Diffuser]:
+    return RoleModels(DIFFUSION, lambda registration: registration.diffusion)
 
 
 def registration(worker: str = "w", model: str = "painter", **more: Any) -> Registration:
@@ -16,21 +20,21 @@ def registration(worker: str = "w", model: str = "painter", **more: Any) -> Regi
 
 
 def test_a_model_is_known_by_all_its_names_from_its_first_worker_on() -> None:
-    registry = DiffusionModelRegistry()
+    registry = models()
     assert not registry.known
     registry.put(registration(aliases=("artist",)))
     assert dict(registry.known) == {"painter": MODEL, "artist": MODEL} == registry.ready()
 
 
 def test_a_worker_of_another_role_is_not_registered() -> None:
-    registry = DiffusionModelRegistry()
+    registry = models()
     registry.put(registration(role="aggregated"))
     registry.put(registration(diffusion=None))
     assert not registry.known
 
 
 def test_a_model_without_workers_stays_known_but_is_not_listed() -> None:
-    registry = DiffusionModelRegistry()
+    registry = models()
     registry.put(registration("a"))
     registry.put(registration("b"))
     registry.remove("a")
@@ -43,7 +47,7 @@ def test_a_model_without_workers_stays_known_but_is_not_listed() -> None:
 
 
 def test_the_worker_that_registered_last_counts() -> None:
-    registry = DiffusionModelRegistry()
+    registry = models()
     more = msgspec.structs.replace(MODEL, max_steps=99)
     registry.put(registration("a"))
     registry.put(registration("b", diffusion=more))
@@ -51,7 +55,7 @@ def test_the_worker_that_registered_last_counts() -> None:
 
 
 def test_the_number_of_models_is_bounded() -> None:
-    registry = DiffusionModelRegistry()
+    registry = models()
     for number in range(MAX_MODELS + 10):
         registry.put(registration(model=f"m{number}"))
     assert len(registry.known) == MAX_MODELS

@@ -1,0 +1,129 @@
+"""From the body of an embeddings request to a GenerateRequest: parse, model, limits, request. Pure but for ids.
+
+Texts go to the worker as they are: this gateway may have another model's tokenizer. So only the worker knows whether a
+text is too long; lists of token ids are checked here.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from itertools import chain
+
+from gateway.embeddings.requests import EmbeddingRequest, Inputs, TokenIds, parse_embedding
+from gateway.openai.common import resolve_deadline_s, resolve_priority
+from gateway.openai.errors import invalid, unsupported
+from gateway.openai.prepare import PreparedRequest
+from schemas.errors import Code, ServingError
+from schemas.fleet import Embedder
+from schemas.ids import new_request_id
+from schemas.requests import EMBEDDING, Embedding, GenerateRequest, Stop
+from schemas.wire import pack_tokens
+
+PATH = "/v1/embeddings"
+MAX_FLOATS = 1 << 22  # in one answer, which has 16 MiB of them then
+
+
+def prepare_embedding(
+    data: bytes,
+    models: Mapping[str, Embedder],
+    *,
+    gateway: str,
+    default_deadline_s: float,
+    now_ns: int,
+    others: Collection[str] = (),
+    no_store: bool = False,
+    request_id: str | None = None,
+) -> PreparedRequest:
+    """
+    Args:
+        models: of the embed workers, by name.
+        others: names of models that are served here and make no vectors.
+    Raises:
+        ServingError: the body cannot be served; names the field and the limit.
+    """
+    body, inputs = parse_embedding(data)
+    model = _find_model(body.model, models, others)
+    dimensions = _dimensions(body, model)
+    if (floats := len(inputs) * dimensions) > MAX_FLOATS:
+        text = f"{len(inputs)} vectors of {dimensions} have {floats} numbers; the limit is {MAX_FLOATS}"
+        raise invalid("input", f"{text}: send several requests")
+    tokens = [_checked(at, each, body, model) for at, each in enumerate(inputs.tokens)]
+    request = GenerateRequest(
+        id=request_id or new_request_id(now_ns),
+        model=body.model,
+        gateway=gateway,
+        prompt=pack_tokens(list(chain.from_iterable(tokens))),
+        stop=Stop(max_tokens=1),
+        created_ns=now_ns,
+        deadline_ns=now_ns + int(resolve_deadline_s(body, default_deadline_s) * 1e9),
+        priority=resolve_priority(body.priority, body.service_tier),
+        user=body.user or "",
+        worker=body.worker or "",
+        endpoint=EMBEDDING,
+        no_store=no_store or bool(body.no_store),
+        embedding=_embedding(body, inputs, tokens, model, dimensions),
+    )
+    return PreparedRequest(request, sum(map(len, tokens)), False, False)
+
+
+def _embedding(
+    body: EmbeddingRequest, inputs: Inputs, tokens: Sequence[TokenIds], model: Embedder, dimensions: int
+) -> Embedding:
+    return Embedding(
+        dimensions=dimensions,
+        texts=tuple(inputs.texts),
+        lengths=tuple(map(len, tokens)),
+        truncate=_longest(body, model) if body.truncate_prompt_tokens is not None else 0,
+        base64=body.encoding_format == "base64",
+    )
+
+
+def _find_model(name: str, models: Mapping[str, Embedder], others: Collection[str]) -> Embedder:
+    model = models.get(name)
+    if model is not None:
+        return model
+    served = ", ".join(map(repr, models)) or "none"
+    if name in others:
+        raise unsupported(
+            "model",
+            f"model {name[:200]!r} makes no embeddings here; models that do: {served}. To make embeddings with it, "
+            "start a worker for it with --role embed",
+        )
+    raise ServingError(
+        Code.model_not_found, f"no model {name[:200]!r} makes embeddings here; models that do: {served}", param="model"
+    )
+
+
+def _dimensions(body: EmbeddingRequest, model: Embedder) -> int:
+    if body.dimensions is None:
+        return model.dimensions
+    if body.dimensions > model.dimensions:
+        raise invalid(
+            "dimensions",
+            f"dimensions is {body.dimensions}; this model's vectors have {model.dimensions}, ask for fewer",
+        )
+    if model.matryoshka and body.dimensions not in {*model.matryoshka, model.dimensions}:
+        known = ", ".join(map(str, sorted(model.matryoshka)))
+        raise invalid("dimensions", f"dimensions is {body.dimensions}; this model was trained for {known}")
+    return body.dimensions
+
+
+def _longest(body: EmbeddingRequest, model: Embedder) -> int:
+    """Tokens of an input, at most."""
+    cut = body.truncate_prompt_tokens
+    return model.max_tokens if cut is None or cut < 0 else min(cut, model.max_tokens)
+
+
+def _checked(at: int, tokens: TokenIds, body: EmbeddingRequest, model: Embedder) -> TokenIds:
+    if (largest := max(tokens)) >= model.vocab_size:
+        raise invalid("input", f"input[{at}] has the token id {largest}; this model's are below {model.vocab_size}")
+    longest = _longest(body, model)
+    if len(tokens) > longest and body.truncate_prompt_tokens is None:
+        raise too_long(at, len(tokens), longest)
+    return tokens[:longest]
+
+
+def too_long(at: int, tokens: int, limit: int) -> ServingError:
+    return ServingError(
+        Code.context_length_exceeded,
+        f"input[{at}] has {tokens} tokens; this model takes {limit}. Shorten it, or set truncate_prompt_tokens to -1",
+        param="input",
+    )

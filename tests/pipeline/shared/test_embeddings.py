@@ -1,0 +1,137 @@
+"""Embeddings through gateway, log, router and embed workers, over HTTP and NATS."""
+
+import asyncio
+import base64
+import json
+import os
+import signal
+from array import array
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import nats
+import openai
+import pytest
+
+from infra.bus.connection import Bus
+from infra.timeline.inspection import inspect
+from infra.timeline.read import read_timeline
+from schemas.subjects import HEADER_NO_STORE, HEADER_REPLY_TO
+from tests.pipeline.support import MODEL, Deployment, Process, accepted, ending, registrations, until
+from workers.engines.embed.base import shortened
+from workers.engines.embed.mock import mock_vector
+
+PATH = "/v1/embeddings"
+
+
+@pytest.fixture(scope="module")
+def workers(fast: Deployment) -> Iterator[list[Process]]:
+    """Two that take 1 ms for a token, beside the workers of a language model."""
+    common = ("--role", "embed", "--engine", "mock", "--model", str(MODEL), "--mock-speedup", "0.01", "--drain-s", "1")
+    started = [fast.also("worker", *common, "--served-model-name", "vectors,vec") for _ in range(2)]
+    for process in started:
+        process.wait_for("worker_registered")
+    yield started
+    for process in started:
+        process.ask_to_stop()
+    assert [process.stop() for process in started].count(0) >= 1, "one was killed by a test"
+
+
+@pytest.fixture
+async def served(workers: list[Process], http: httpx.AsyncClient) -> httpx.AsyncClient:
+    """The gateway, once it knows of the workers."""
+
+    async def known() -> bool:
+        return "vec" in {card["id"] for card in (await http.get("/v1/models")).json()["data"]}
+
+    await until(known, "the gateway lists the model")
+    return http
+
+
+def expected(tokens: list[int], dimensions: int = 64) -> list[float]:
+    return array("f", shortened(mock_vector(tokens), dimensions)).tolist()
+
+
+async def test_the_stock_client_gets_vectors_in_the_order_of_its_inputs(
+    served: httpx.AsyncClient, aclient: openai.AsyncOpenAI
+) -> None:
+    inputs = [[1], [2] * 30, [3, 4], [5] * 7]
+    answer = await aclient.embeddings.create(model="vec", input=inputs)  # it asks for base64 by itself
+    assert [each.index for each in answer.data] == [0, 1, 2, 3]
+    assert [each.embedding for each in answer.data] == [expected(each) for each in inputs]
+    assert (answer.usage.prompt_tokens, answer.usage.total_tokens) == (40, 40)
+    plain = await aclient.embeddings.create(model="vec", input="hello there", encoding_format="float", dimensions=8)
+    assert len(plain.data[0].embedding) == 8
+    assert sum(value * value for value in plain.data[0].embedding) == pytest.approx(1)
+
+
+async def test_the_answer_is_in_the_log_and_can_be_read_again(served: httpx.AsyncClient, bus: Bus) -> None:
+    body = {"model": "vectors", "input": ["one text", "another"], "encoding_format": "base64"}
+    answer = await served.post(PATH, json=body)
+    assert answer.status_code == 200, answer.text
+    request_id = answer.headers["x-request-id"]
+    timeline, end = await ending(bus, request_id)
+    assert (timeline.stages[0].role, end.usage.completion) == ("embed", 0)
+    assert end.usage.prompt == answer.json()["usage"]["prompt_tokens"] > 0
+    status = (await served.get(f"/v1/requests/{request_id}")).json()
+    assert (status["state"], status["result"]) == ("done", answer.json())
+    stream = await served.get(f"/v1/requests/{request_id}/stream")
+    assert (stream.status_code, stream.json()["error"]["code"]) == (400, "unsupported")
+    told = str(inspect(timeline, with_tokens=False))
+    assert "2 vectors of 64" in told
+
+
+async def test_models_are_listed_and_asked_at_their_own_endpoint(served: httpx.AsyncClient) -> None:
+    card = (await served.get("/v1/models/vectors")).json()
+    assert (card["output_modalities"], card["dimensions"]) == (["embedding"], 64)
+    generates = await served.post(PATH, json={"model": "tiny", "input": "a"})
+    assert (generates.status_code, generates.json()["error"]["param"]) == (400, "model")
+    chat = {"model": "vectors", "messages": [{"role": "user", "content": "hello"}]}
+    refused = await served.post("/v1/chat/completions", json=chat)
+    assert refused.json()["error"]["code"] == "model_not_found"
+    text = await served.post("/v1/completions", json={"model": "tiny", "prompt": "hello", "max_tokens": 3})
+    assert text.json()["usage"]["completion_tokens"] == 3
+    too_long = await served.post(PATH, json={"model": "vec", "input": ["a", "word " * 140_000]})
+    assert (too_long.status_code, too_long.json()["error"]["code"]) == (400, "context_length_exceeded")
+
+
+async def test_a_submission_over_nats_is_answered_with_the_same_vectors(
+    served: httpx.AsyncClient, fast: Deployment, bus: Bus
+) -> None:
+    body: dict[str, Any] = {"model": "vec", "input": [[1, 2, 3]], "encoding_format": "base64"}
+    nc = await nats.connect(fast.state.client_nats_url)
+    try:
+        asked = await nc.request("ps.ask.vec", json.dumps(body).encode(), timeout=10)
+        inbox = nc.new_inbox()
+        answers = await nc.subscribe(inbox)
+        headers = {HEADER_REPLY_TO: inbox, HEADER_NO_STORE: "1"}
+        await nc.jetstream().publish("ps.submit.vec", json.dumps(body).encode(), headers=headers)
+        submitted = await answers.next_msg(timeout=10)
+    finally:
+        await nc.close()
+    for message in (asked, submitted):
+        vector = json.loads(message.data)["data"][0]["embedding"]
+        assert array("f", base64.b64decode(vector)).tolist() == expected([1, 2, 3])
+
+
+async def test_a_killed_workers_request_is_done_by_another_one(served: httpx.AsyncClient, bus: Bus) -> None:
+    inputs = [[number] * 50 for number in range(40)]  # 2 s
+    body = {"model": "vec", "input": inputs, "user": "survivor", "timeout_s": 60}
+    asking = asyncio.create_task(served.post(PATH, json=body, timeout=60))
+    found: dict[str, str] = {}
+
+    async def placed() -> bool:
+        for request in await accepted(bus, "survivor"):
+            timeline = await read_timeline(bus, request.id)
+            if timeline.stages:
+                found["id"], found["worker"] = request.id, timeline.stages[-1].worker
+        return bool(found)
+
+    await until(placed, "a worker has the request")
+    os.kill((await registrations(bus))[found["worker"]].pid, signal.SIGKILL)
+    answer = await asking
+    assert answer.status_code == 200, answer.text
+    assert [each["embedding"] for each in answer.json()["data"]] == [expected(each) for each in inputs]
+    _, end = await ending(bus, found["id"], within_s=30)
+    assert (end.attempt, end.worker != found["worker"]) == (2, True)

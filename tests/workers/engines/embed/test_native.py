@@ -1,0 +1,139 @@
+"""The native embedding engine, against the same computed with plain transformers, one text at a time."""
+
+import json
+from array import array
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModel, BertConfig, BertModel, Qwen3Config, Qwen3ForCausalLM
+
+from infra.model.modeldir import ModelError
+from schemas.requests import Embedding
+from schemas.wire import pack_tokens
+from tests import tiny_model
+from workers.embedding_runner import inputs_of
+from workers.engines.base import RequestError
+from workers.engines.embed.base import shortened
+from workers.engines.embed.native import NativeEmbeddingEngine
+
+TEXTS = ["The router reads the log.", "A worker", "streams one token after another to the gateway, again and again."]
+SIZES: dict[str, Any] = {
+    "vocab_size": 640, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random BERT with special tokens around each text."""
+    path: Path = tmp_path_factory.mktemp("encoder") / "bert"
+    torch.manual_seed(1)
+    BertModel(BertConfig(**SIZES, max_position_embeddings=40)).save_pretrained(path)
+    spec = json.loads(tiny_model.byte_level_json())
+    spec["post_processor"] = {
+        "type": "BertProcessing", "sep": ["<|im_end|>", 2], "cls": ["<|im_start|>", 1],
+    }  # fmt: skip
+    (path / "tokenizer.json").write_text(json.dumps(spec))
+    return path
+
+
+@pytest.fixture(scope="module")
+def decoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path: Path = tmp_path_factory.mktemp("decoder") / "qwen"
+    torch.manual_seed(2)
+    config = Qwen3Config(**SIZES, num_key_value_heads=2, head_dim=8, max_position_embeddings=64)
+    Qwen3ForCausalLM(config).save_pretrained(path)
+    (path / "tokenizer.json").write_text(tiny_model.byte_level_json())
+    return path
+
+
+def engine(path: Path) -> NativeEmbeddingEngine:
+    return NativeEmbeddingEngine(path, device="cpu", threads=1)
+
+
+def hidden(path: Path, tokens: list[int]) -> Tensor:
+    """(tokens, dimensions), of one text alone."""
+    with torch.inference_mode():
+        return AutoModel.from_pretrained(path)(input_ids=torch.tensor([tokens])).last_hidden_state[0]
+
+
+def vectors(packed: list[bytes]) -> Tensor:
+    return torch.stack([torch.tensor(array("f", each)) for each in packed])
+
+
+def pooled(name: str) -> dict[str, Any]:
+    return {"pooling_mode": name, "embedding_dimension": 32}
+
+
+OLD = {"word_embedding_dimension": 32, "pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False}
+POOLED = {
+    "cls": lambda h: h[0],
+    "mean": lambda h: h.mean(0),
+    "max": lambda h: h.amax(0),
+    "mean_sqrt_len_tokens": lambda h: h.sum(0) / len(h) ** 0.5,
+    "weightedmean": lambda h: (h * torch.arange(1, len(h) + 1)[:, None]).sum(0) / sum(range(1, len(h) + 1)),
+    "lasttoken": lambda h: h[-1],
+}
+
+
+@pytest.mark.parametrize("how", POOLED)
+@pytest.mark.parametrize("normalized", [True, False])
+def test_a_batch_of_an_encoder_equals_each_text_alone(
+    encoder: Path, tmp_path: Path, how: str, normalized: bool
+) -> None:
+    for file in encoder.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    kinds = ["Transformer", "Pooling", *(["Normalize"] if normalized else [])]
+    modules = [{"idx": i, "path": f"{i}_{k}", "type": f"sentence_transformers.models.{k}"} for i, k in enumerate(kinds)]
+    (tmp_path / "modules.json").write_text(json.dumps(modules))
+    (tmp_path / "1_Pooling").mkdir()
+    (tmp_path / "1_Pooling" / "config.json").write_text(json.dumps(OLD if how == "cls" else pooled(how)))
+    made = engine(tmp_path)
+    tokens = made.tokenize(TEXTS)
+    assert all((each[0], each[-1]) == (1, 2) for each in tokens)
+    wanted = torch.stack([POOLED[how](hidden(encoder, each)) for each in tokens])
+    if normalized:
+        wanted = wanted / wanted.norm(dim=1, keepdim=True)
+    assert torch.allclose(vectors(made.embed(tokens)), wanted, atol=1e-5)
+
+
+def test_a_decoder_gives_the_normalised_vector_of_the_last_token(decoder: Path) -> None:
+    made = engine(decoder)
+    tokens = made.tokenize(TEXTS)
+    last = torch.stack([hidden(decoder, each)[-1] for each in tokens])
+    assert torch.allclose(vectors(made.embed(tokens)), last / last.norm(dim=1, keepdim=True), atol=1e-5)
+    assert (made.embedder.pooling, made.embedder.dimensions, made.embedder.max_tokens) == ("lasttoken", 32, 64)
+
+
+def test_texts_that_are_too_long_are_refused_or_cut_before_their_last_special_token(encoder: Path) -> None:
+    made = engine(encoder)
+    text = "a worker takes the prompt " * 9
+    whole = made.tokenize([text])[0]
+    assert len(whole) > 40 == made.embedder.max_tokens
+    with pytest.raises(RequestError, match=rf"input\[1\] has {len(whole)} tokens; this model takes 40"):
+        inputs_of(made, Embedding(32, texts=("a", text)), b"")
+    (cut,) = inputs_of(made, Embedding(32, texts=(text,), truncate=12), b"")
+    assert cut == [*whole[:11], whole[-1]]
+    assert len(made.embed([cut])[0]) == 4 * 32
+
+
+def test_token_ids_are_taken_as_they_are(encoder: Path) -> None:
+    given = Embedding(32, lengths=(2, 1))
+    assert inputs_of(engine(encoder), given, pack_tokens([7, 8, 9])) == [[7, 8], [9]]
+
+
+def test_shortened_vectors_have_length_1_and_the_direction_of_the_beginning() -> None:
+    vector = torch.tensor([3.0, 4.0, 12.0])
+    short = torch.tensor(array("f", shortened(vector.numpy().tobytes(), 2)))
+    assert torch.allclose(short, torch.tensor([0.6, 0.8]))
+    assert shortened(vector.numpy().tobytes(), 3) == vector.numpy().tobytes()
+    assert shortened(bytes(12), 2) == bytes(8)
+
+
+def test_a_module_that_is_not_known_is_refused_by_its_name(encoder: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").symlink_to(encoder / "config.json")
+    (tmp_path / "modules.json").write_text(json.dumps([{"idx": 0, "path": "", "type": "a.b.Dense"}]))
+    with pytest.raises(ModelError, match=r"module 'Dense'; Transformer, Pooling and Normalize are supported"):
+        engine(tmp_path)

@@ -1,0 +1,93 @@
+"""The backend of a worker that makes embeddings: an engine in the pipeline thread."""
+
+import asyncio
+
+import structlog
+
+from configs.settings import WorkerSettings
+from infra.model import modeldir
+from workers.embedding_runner import EmbeddingRunner
+from workers.engines.embed.base import EmbeddingEngine
+from workers.metrics.worker import Metrics
+from workers.pipeline_thread import PipelineThread
+from workers.process import ProcessEvents
+from workers.request_runner import ServedModel, SessionContext
+
+log = structlog.get_logger("worker")
+
+JOIN_S = 5.0
+
+
+class EmbeddingBackend:
+    def __init__(self, settings: WorkerSettings, metrics: Metrics, events: ProcessEvents) -> None:
+        self.join_s = JOIN_S
+        self.load_seconds = 0.0
+        self._settings = settings
+        self._metrics = metrics
+        self._events = events
+        self._thread = PipelineThread()
+        self._engine: EmbeddingEngine | None = None
+
+    async def start(self) -> None:
+        """Build the engine: a model that cannot be served is reported before the broker is needed.
+
+        Raises:
+            ModelError, EngineError, ValueError: the model or the engine cannot be served.
+        """
+        self._engine = await asyncio.wrap_future(self._thread.call(lambda: build_engine(self._settings)))
+        self.load_seconds = self._engine.load_seconds
+
+    async def open(self, connection: str) -> ServedModel:
+        assert self._engine is not None
+        settings = self._settings
+        names = tuple(name for name in settings.served_model_name.split(",") if name) or (self._engine.model,)
+        self._metrics.process.set_label("model", names[0])
+        self._metrics.max_sequences.set(settings.max_running)
+        self._metrics.max_batched_tokens.set(settings.max_batched_tokens)
+        self._metrics.max_model_len.set(self._engine.embedder.max_tokens)
+        return ServedModel(names[0], names[1:], self._engine.revision, None, connection)
+
+    def make_runner(self, context: SessionContext) -> EmbeddingRunner:
+        assert self._engine is not None
+        return EmbeddingRunner(context, self._thread, self._engine, self._events.engine_failed)
+
+    async def close(self) -> None:
+        if self._engine is not None:
+            self._thread.call(self._engine.close)
+
+    def stop(self, timeout: float) -> bool:
+        return self._thread.stop(timeout)
+
+
+def build_engine(settings: WorkerSettings) -> EmbeddingEngine:
+    """The engine that the settings name, built in the thread that will run it.
+
+    Raises:
+        ModelError: the model cannot be served.
+        EngineError: it does not fit into memory.
+        ValueError: the engine makes no embeddings.
+    """
+    engine: EmbeddingEngine
+    if settings.engine == "native":
+        from workers.engines.cpu_budget import wait_passively
+
+        wait_passively()
+        from workers.engines.embed import native
+
+        engine = native.from_settings(settings, modeldir.resolve(settings.model, weights=True))
+    elif settings.engine == "mock":
+        from workers.engines.embed import mock
+
+        engine = mock.from_settings(settings, modeldir.resolve(settings.model or str(modeldir.TINY)))
+    else:
+        raise ValueError(f"--role embed runs with --engine native or mock, not {settings.engine}")
+    known = engine.embedder
+    log.info(
+        "engine_ready",
+        engine=engine.name,
+        dimensions=known.dimensions,
+        max_tokens=known.max_tokens,
+        pooling=known.pooling,
+        seconds=round(engine.load_seconds, 2),
+    )
+    return engine

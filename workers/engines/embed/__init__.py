@@ -1,0 +1,1 @@
+"""Engines of embed workers: texts become vectors."""

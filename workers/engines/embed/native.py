@@ -1,0 +1,97 @@
+"""The native embedding engine: encoders and decoders of transformers, without a head."""
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch.nn.functional import normalize
+from transformers import AutoModel
+
+from configs.settings import WorkerSettings
+from infra.model import modeldir
+from infra.model.embedding_model import describe
+from schemas.fleet import Embedder
+from workers.engines.base import EngineError
+from workers.engines.embed.base import TokenIds, tokenized
+from workers.engines.embed.pooling import pool
+from workers.engines.native.build import find_device, set_threads
+from workers.engines.native.loading import configuration, first_line, weights
+from workers.engines.native.model import ModelError
+from workers.engines.native.pool import out_of_memory
+
+
+class NativeEmbeddingEngine:
+    """See ``EmbeddingEngine``.
+
+    Raises:
+        ModelError: the model cannot be served here; the text says what to change.
+        EngineError: the weights do not fit into memory, or the device is missing.
+    """
+
+    name = "native"
+
+    def __init__(self, path: Path, *, device: str = "auto", dtype: str = "auto", threads: int = 0, max_len: int = 0):
+        began = time.perf_counter()
+        self._described = describe(path)
+        self._tokenizer = modeldir.load_tokenizer(path)
+        self.model, self.revision = modeldir.name_of(path), modeldir.revision(path)
+        self._device = find_device(device)
+        set_threads(threads, self._device)
+        config = configuration(str(path))
+        if config.is_encoder_decoder:
+            raise ModelError(f"{config.model_type} is an encoder-decoder; embeddings come from encoders or decoders")
+        try:
+            self._model = weights(AutoModel, str(path), config, device=self._device, dtype=dtype)
+            dimensions = len(self._vectors([[0]])[0])
+        except torch.OutOfMemoryError as error:
+            raise EngineError(out_of_memory(error)) from error
+        except (AttributeError, TypeError, RuntimeError) as error:
+            raise ModelError(f"{config.model_type} makes no vectors of tokens: {first_line(error)}") from error
+        limit = self._described.max_tokens
+        self.embedder = Embedder(
+            dimensions,
+            min(limit, max_len or limit),
+            self._described.vocab_size,
+            self._described.pooling,
+            self._described.matryoshka,
+        )
+        self.load_seconds = time.perf_counter() - began
+
+    def tokenize(self, texts: Sequence[str], longest: int = 0) -> list[list[int]]:
+        if self._described.lower_case:
+            texts = [text.lower() for text in texts]
+        return tokenized(self._tokenizer, texts, longest)
+
+    def embed(self, batch: Sequence[TokenIds]) -> list[bytes]:
+        return [row.numpy().tobytes() for row in self._vectors(batch)]
+
+    def _vectors(self, batch: Sequence[TokenIds]) -> torch.Tensor:
+        """(inputs, dimensions), float32, on the CPU."""
+        width = max(map(len, batch))
+        ids = torch.full((len(batch), width), self._described.pad_token_id, dtype=torch.int64)
+        mask = torch.zeros((len(batch), width), dtype=torch.int64)
+        for row, tokens in enumerate(batch):
+            ids[row, : len(tokens)] = torch.tensor(tokens, dtype=torch.int64)
+            mask[row, : len(tokens)] = 1
+        ids, mask = ids.to(self._device), mask.to(self._device)
+        with torch.inference_mode():
+            hidden = self._model(input_ids=ids, attention_mask=mask).last_hidden_state
+            vectors = pool(hidden, mask, self._described.pooling)
+            if self._described.normalize:
+                vectors = normalize(vectors, dim=1)
+            return vectors.cpu()
+
+    def close(self) -> None:
+        """Nothing to do: the process ends."""
+
+
+def from_settings(settings: WorkerSettings, path: Path) -> NativeEmbeddingEngine:
+    """The engine of an embed worker; raises as ``NativeEmbeddingEngine``."""
+    return NativeEmbeddingEngine(
+        path,
+        device=settings.device,
+        dtype=settings.dtype,
+        threads=settings.threads,
+        max_len=settings.max_model_len,
+    )
