@@ -1,9 +1,12 @@
-"""``/health/ready`` is 200 if and only if a request could be served, and names everything that is missing."""
+"""``/health/ready`` is 200 if and only if a request could be served, and names everything that is missing.
+
+The tests share a broker and a gateway: the first one begins without routers and workers, the last one ends the gateway.
+"""
 
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +15,7 @@ import pytest
 
 from infra.broker.main import apply_at
 from infra.broker.server import EmbeddedNats
+from tests.conftest import outside
 from tests.pipeline.support import MODEL, Process, free_port, samples, stopped, until
 
 pytestmark = pytest.mark.timeout(180)
@@ -23,52 +27,84 @@ STOPPING = "this gateway is shutting down"
 
 
 class Parts:
-    """A broker and a gateway; what else there is, a test starts."""
+    """A broker and a gateway; routers and workers are started by tests."""
 
     def __init__(self, home: Path, broker: EmbeddedNats) -> None:
         self.broker = broker
         self._home = home
-        self._started: list[Process] = []
+        self._count = 0
+        self._started: dict[Process, str] = {}
         port = free_port()
         self.url = f"http://127.0.0.1:{port}"
         self.gateway = self.start("gateway", "--http-port", str(port), "--model", str(MODEL), "--drain-s", "20")
         self.gateway.wait_for("gateway_listening")
 
     def start(self, role: str, *flags: str) -> Process:
-        log = self._home / f"{role}-{len(self._started)}.log"
+        """From the main thread: a process ends with the thread that has started it."""
+        self._count += 1
+        log = self._home / f"{role}-{self._count}.log"
         process = Process(log, role, "--log-format", "json", *flags, nats_url=self.broker.url(role))
-        self._started.append(process)
+        self._started[process] = role
         return process
 
-    def worker(self, name: str = "tiny", *flags: str) -> Process:
-        mock = ("--engine", "mock", "--model", str(MODEL), "--served-model-name", name, *flags)
+    async def worker(self, name: str = "tiny") -> Process:
+        """About 30 ms per token."""
+        mock = ("--engine", "mock", "--mock-speedup", "0.2", "--model", str(MODEL), "--served-model-name", name)
         process = self.start("worker", *mock)
-        process.wait_for("worker_registered")
+        await asyncio.to_thread(process.wait_for, "worker_registered")
         return process
 
-    def router(self) -> Process:
+    async def router(self) -> Process:
         process = self.start("router")
-        process.wait_for("router_open")
+        await asyncio.to_thread(process.wait_for, "router_open")
         return process
+
+    async def running(self, role: str) -> Process:
+        """The newest process of a role; it is started if there is none."""
+        there = [process for process, its in self._started.items() if its == role]
+        if there:
+            return there[-1]
+        return await (self.router() if role == "router" else self.worker())
 
     async def stop(self, *processes: Process) -> None:
-        await stopped(processes or self._started[::-1])
-        self._started = [one for one in self._started if processes and one not in processes]
+        await stopped(processes or list(self._started)[::-1])
+        for process in processes or list(self._started):
+            del self._started[process]
 
     async def kill(self, process: Process) -> None:
         os.kill(process.pid, signal.SIGKILL)
-        await asyncio.to_thread(process.wait)
-        self._started.remove(process)
+        await self.ended(process)
+
+    async def ended(self, process: Process) -> int:
+        """Its exit status."""
+        status = await asyncio.to_thread(process.wait)
+        del self._started[process]
+        return status
+
+
+@pytest.fixture(scope="module")
+def parts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Parts]:
+    home = tmp_path_factory.mktemp("parts")
+    broker = EmbeddedNats(home / "nats")
+    outside(broker.start())
+    try:
+        outside(apply_at(broker.url("operator"), broker.subjects))
+        parts = Parts(home, broker)
+        try:
+            yield parts
+        finally:
+            outside(parts.stop())
+    finally:
+        broker.kill()
+        outside(broker.stop())
 
 
 @pytest.fixture
-async def parts(tmp_path: Path, make_broker: Callable[..., EmbeddedNats]) -> AsyncIterator[Parts]:
-    broker = make_broker()
-    await broker.start()
-    await apply_at(broker.url("operator"), broker.subjects)
-    parts = await asyncio.to_thread(Parts, tmp_path, broker)
-    yield parts
-    await parts.stop()
+async def worker(parts: Parts, http: httpx.AsyncClient) -> Process:
+    """Of the gateway's model, beside a router: the gateway is ready."""
+    _, worker = await asyncio.gather(parts.running("router"), parts.running("worker"))
+    await becomes(http)
+    return worker
 
 
 @pytest.fixture
@@ -113,9 +149,9 @@ async def test_a_gateway_is_ready_once_a_router_and_a_worker_of_its_model_are_th
 ) -> None:
     await becomes(http, NO_ROUTER, NO_WORKER)
     assert await components(http) == (503, {"gateway": "", "broker": "", "routers": "none takes requests"})
-    router, _ = await asyncio.gather(asyncio.to_thread(parts.router), asyncio.to_thread(parts.worker, "another"))
+    router, another = await asyncio.gather(parts.router(), parts.worker("another"))
     await becomes(http, NO_WORKER)  # a worker of another model does not help
-    worker = await asyncio.to_thread(parts.worker)
+    worker = await parts.worker()
     await becomes(http)
     status, found = await components(http)
     assert status == 200
@@ -125,22 +161,19 @@ async def test_a_gateway_is_ready_once_a_router_and_a_worker_of_its_model_are_th
 
     await parts.kill(worker)
     await becomes(http, NO_WORKER)
-    await asyncio.to_thread(parts.worker)
+    await parts.worker()
     await becomes(http)
     await parts.stop(router)
     await becomes(http, NO_ROUTER)
-    await parts.kill(await asyncio.to_thread(parts.router))
+    await parts.kill(await parts.router())
     await becomes(http, NO_ROUTER)
-    await asyncio.to_thread(parts.router)
+    await parts.router()
     await becomes(http)
     assert await served(http) == 200
+    await parts.stop(another)
 
 
-async def test_a_worker_that_drains_makes_nobody_ready(parts: Parts, http: httpx.AsyncClient) -> None:
-    _, worker = await asyncio.gather(
-        asyncio.to_thread(parts.router), asyncio.to_thread(parts.worker, "tiny", "--mock-speedup", "0.2")
-    )
-    await becomes(http)
+async def test_a_worker_that_drains_makes_nobody_ready(parts: Parts, http: httpx.AsyncClient, worker: Process) -> None:
     running = asyncio.create_task(served(http, max_tokens=150))
 
     async def runs() -> bool:
@@ -151,14 +184,12 @@ async def test_a_worker_that_drains_makes_nobody_ready(parts: Parts, http: httpx
     await becomes(http, NO_WORKER)
     assert not running.done()  # it still answers what it has begun
     assert await running == 200
-    assert await asyncio.to_thread(worker.wait) == 0
+    assert await parts.ended(worker) == 0
 
 
 async def test_without_its_broker_a_gateway_is_not_ready_and_is_again_when_it_is_back(
-    parts: Parts, http: httpx.AsyncClient
+    parts: Parts, http: httpx.AsyncClient, worker: Process
 ) -> None:
-    await asyncio.gather(asyncio.to_thread(parts.router), asyncio.to_thread(parts.worker))
-    await becomes(http)
     parts.broker.kill()
     await parts.broker.wait()
     await becomes(http, NO_BROKER)
@@ -169,12 +200,8 @@ async def test_without_its_broker_a_gateway_is_not_ready_and_is_again_when_it_is
 
 
 async def test_a_gateway_that_drains_is_not_ready_on_the_connections_that_it_still_has(
-    parts: Parts, http: httpx.AsyncClient
+    parts: Parts, http: httpx.AsyncClient, worker: Process
 ) -> None:
-    await asyncio.gather(
-        asyncio.to_thread(parts.router), asyncio.to_thread(parts.worker, "tiny", "--mock-speedup", "0.2")
-    )
-    await becomes(http)
     running = asyncio.create_task(served(http, max_tokens=150))
 
     async def runs() -> bool:
@@ -186,4 +213,4 @@ async def test_a_gateway_that_drains_is_not_ready_on_the_connections_that_it_sti
     answer = await http.get("/health/ready")
     assert (answer.status_code, answer.json()["reasons"]) == (503, [STOPPING])
     assert await running == 200
-    assert await asyncio.to_thread(parts.gateway.wait) == 0
+    assert await parts.ended(parts.gateway) == 0

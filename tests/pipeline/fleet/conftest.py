@@ -1,4 +1,4 @@
-"""One deployment whose processes the modules of this folder kill: two of each role, at a GPU's pace.
+"""One deployment whose processes the modules of this folder kill: two of each role, at half a GPU's pace.
 
 Whoever kills a process waits until its successor serves.
 """
@@ -17,9 +17,9 @@ shared_deployment = pytest.fixture(scope="package", name="shared_deployment")(de
 
 @pytest.fixture(scope="package")
 def fleet(shared_deployment: NewDeployment) -> Deployment:
-    """About 6 ms per token."""
-    flags = ("--mock-speedup", "1", "--workers", "2", "--gateways", "2", "--routers", "2", "--list-requests")
-    return shared_deployment(*flags, "--no-store-grace-s", "1")
+    """About 12 ms per token."""
+    flags = ("--mock-speedup", "0.5", "--workers", "2", "--gateways", "2", "--routers", "2", "--list-requests")
+    return shared_deployment(*flags, "--no-store-grace-s", "1", "--drain-s", "20")
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from tests.pipeline.support import Deployment, Oracle, until, words
 
 pytestmark = pytest.mark.timeout(180)
 
-LONG = 480  # tokens, which take 3 s
+LONG = 240  # tokens, which take 3 s
 
 
 @pytest.fixture

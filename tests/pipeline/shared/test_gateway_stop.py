@@ -1,20 +1,16 @@
 """Gateways that are stopped in order: answers that fit into the drain end as always, the others go on elsewhere."""
 
 import asyncio
-import contextlib
 import json
 import os
 import signal
 import time
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import httpx
 import pytest
 
-from infra.bus.connection import Bus, connect
-from infra.operate import drain, restart
-from schemas.fleet import State as WorkerState
+from infra.bus.connection import Bus
 from tests.pipeline.conftest import NewDeployment
 from tests.pipeline.shared.test_limits import request_of, sequences_run
 from tests.pipeline.support import (
@@ -27,7 +23,6 @@ from tests.pipeline.support import (
     free_port,
     joined,
     parse_sse,
-    registrations,
     samples,
     token_prompt,
     until,
@@ -186,68 +181,3 @@ async def test_a_gateway_ends_within_its_bound_when_the_broker_does_not_answer(n
         answer = await running
         assert parse_sse(answer.content)[-1].body["error"]["code"] == "shutting_down"
         assert (await waiting).status_code == 503
-
-
-@pytest.mark.timeout(180)
-async def test_draining_and_restarting_everything_fails_no_request(new_deployment: NewDeployment) -> None:
-    """Under load, on kept connections to the port that the gateways share: every answer comes whole.
-
-    A worker that is killed while it drains is no exception.
-    """
-    deployment = new_deployment(
-        *("--mock-speedup", "0.5", "--workers", "2", "--gateways", "2", "--routers", "2", "--drain-s", "20")
-    )
-    stop = asyncio.Event()
-    answered = 0
-
-    async def client(number: int) -> None:
-        nonlocal answered
-        async with httpx.AsyncClient(trust_env=False, timeout=60, base_url=deployment.state.http_url) as http:
-            while not stop.is_set():
-                asked = body(1_000 + number, max_tokens=25, stream=number % 2 == 0)
-                answer = await http.post(PATH, json=asked)
-                assert answer.status_code == 200, answer.text
-                if asked["stream"]:
-                    assert parse_sse(answer.content)[-1].data == "[DONE]"
-                    assert b'"error"' not in answer.content
-                answered += 1
-
-    async def command(run: Callable[[Sequence[str]], int], *argv: str) -> int:
-        return await asyncio.to_thread(run, [*argv, "--data-dir", str(deployment.data_dir)])
-
-    def pids() -> dict[str, int | None]:
-        return {process.name: process.pid for process in deployment.state.processes}
-
-    clients = [asyncio.create_task(client(number)) for number in range(6)]
-    before = pids()
-    assert await command(drain.run, "worker-0") == 0
-    assert pids()["worker-0"] is None, "it stays down"
-    assert await command(drain.run, "worker-1") == 1, "it is the last one"
-    assert await command(restart.run, "worker-0") == 0
-    assert await command(restart.run, "--rolling") == 0
-    after = pids()
-    assert before["nats"] == after["nats"]
-    assert all(after[name] not in (None, pid) for name, pid in before.items() if name != "nats")
-    killed = after["worker-0"]
-    assert killed is not None
-    restarting = asyncio.create_task(command(restart.run, "worker-0"))
-    state = deployment.state
-    async with await connect(state.nats_url, role="operator", name="test", namespace=state.namespace) as bus:
-
-        async def drains() -> bool:
-            return not any(
-                each.pid == killed and each.state is WorkerState.ready for each in (await registrations(bus)).values()
-            )
-
-        await until(drains, "worker-0 drains")
-    with contextlib.suppress(ProcessLookupError):  # it had nothing to finish
-        os.kill(killed, signal.SIGKILL)
-    assert await restarting == 0
-    count = answered
-
-    async def goes_on() -> bool:
-        return answered > count + 8 or any(task.done() for task in clients)
-
-    await until(goes_on, "requests are answered", 30)
-    stop.set()
-    await asyncio.gather(*clients)
