@@ -39,7 +39,7 @@ START_S = 60.0
 STOP_S = 30.0
 
 
-async def until(holds: Callable[[], Any], what: str, within_s: float = 15.0) -> Any:
+async def until(holds: Callable[[], Any], what: str, within_s: float = 30.0) -> Any:
     """What ``holds`` (a coroutine function) returns, once it is true."""
     found = None
     try:
@@ -297,7 +297,7 @@ def joined(events: Sequence[Event], choice: int = 0) -> str:
 # -- looking into a deployment ------------------------------------------------------------------------------------
 
 
-async def ending(bus: Bus, request_id: str, within_s: float = 15.0) -> tuple[RequestTimeline, Done]:
+async def ending(bus: Bus, request_id: str, within_s: float = 30.0) -> tuple[RequestTimeline, Done]:
     """The timeline of a request, once it has its terminal event; there must be exactly one."""
 
     async def ended() -> RequestTimeline | None:

@@ -113,7 +113,7 @@ async def http(parts: Parts) -> AsyncIterator[httpx.AsyncClient]:
         yield made
 
 
-async def becomes(http: httpx.AsyncClient, *reasons: str, within_s: float = 15.0) -> None:
+async def becomes(http: httpx.AsyncClient, *reasons: str, within_s: float = 30.0) -> None:
     """Wait until these are the reasons why the gateway is not ready; none: it is ready."""
     seen: list[Any] = []
 

@@ -68,7 +68,7 @@ async def ask(http: httpx.AsyncClient, asked: dict[str, Any], traceparent: str =
     return str(answer.headers["x-request-id"])
 
 
-async def arrived(collector: Collector, request_id: str, within_s: float = 20.0) -> list[Got]:
+async def arrived(collector: Collector, request_id: str, within_s: float = 30.0) -> list[Got]:
     async def come() -> list[Got]:
         return collector.of(request_id)
 

@@ -257,7 +257,7 @@ class Clients:
         found = [(entry.subject.rpartition(".")[2], jobs.decode(entry.data)) for entry in entries]
         return [(worker, message) for worker, message in found if isinstance(message, jobs.Revoke)]
 
-    async def placed(self, asked: GenerateRequest, attempt: int = 1, within_s: float = 15.0) -> tuple[str, Job]:
+    async def placed(self, asked: GenerateRequest, attempt: int = 1, within_s: float = 30.0) -> tuple[str, Job]:
         """The one job of an attempt, once it is there."""
         deadline = asyncio.get_running_loop().time() + within_s
         while True:

@@ -79,7 +79,7 @@ async def test_held_requests_are_published_again_and_block_no_others(
         await until(functools.partial(nothing_waits, clients))
 
 
-async def until(condition: Callable[[], Awaitable[bool]], within_s: float = 20.0) -> None:
+async def until(condition: Callable[[], Awaitable[bool]], within_s: float = 30.0) -> None:
     async with asyncio.timeout(within_s):
         while not await condition():  # noqa: ASYNC110 - asked of the server
             await asyncio.sleep(0.05)

@@ -490,7 +490,7 @@ async def test_what_a_killed_router_held_is_placed_within_two_seconds(
             await one.kill()
             killed = time.monotonic()
             two = two or await stack.enter_async_context(routing(broker, pipeline))
-            await eventually(lambda two=two: len(two.waiting) == 10, 5.0)
+            await eventually(lambda two=two: len(two.waiting) == 10)
             assert time.monotonic() - killed < ROUTER_ACK_WAIT_S + 1.5  # 0.5 s, and a slow machine
             worker = await clients.stub(f"w{kill}", slots=100)
             for each in asked:
@@ -511,7 +511,7 @@ async def test_a_copy_that_waited_here_does_not_end_a_request_that_ran_elsewhere
     await log.send_job("w9", asked)  # by another replica
     other = await clients.stub("w9", model="elsewhere")
     await other.finish(asked)
-    await eventually(lambda: one.waiting == [], 10)
+    await eventually(lambda: one.waiting == [])
     await clients.acknowledged(1)
     assert log.items == []
     await eventually(lambda: len(log.ends(asked)) == 1)

@@ -197,7 +197,7 @@ class LogClient:
     def ends(self, asked: GenerateRequest) -> list[done.Done]:
         return [event for event in self.done if event.request == asked.id]
 
-    async def end(self, asked: GenerateRequest, within_s: float = 15.0) -> done.Done:
+    async def end(self, asked: GenerateRequest, within_s: float = 30.0) -> done.Done:
         """The terminal event, and nothing after it in the token stream that a client would wait for."""
         await eventually(lambda: self.ends(asked), within_s)
         (event,) = self.ends(asked)

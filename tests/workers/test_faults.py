@@ -14,7 +14,7 @@ from tests.workers.test_disaggregation import PROMPT, Pair, pair, send_jobs
 
 __all__ = ["pair"]
 
-SOON_S = 5.0  # of deadlines of a minute
+SOON_S = 20.0  # of deadlines of a minute
 
 
 class Fault(Exception):

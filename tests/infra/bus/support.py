@@ -33,7 +33,7 @@ async def opened(server: EmbeddedNats, subjects: Subjects, **options: Any) -> As
     assert not ended
 
 
-async def eventually(condition: Callable[[], Any], within_s: float = 10.0) -> None:
+async def eventually(condition: Callable[[], Any], within_s: float = 30.0) -> None:
     """Wait until something holds.
 
     Raises:

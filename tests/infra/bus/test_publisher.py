@@ -103,7 +103,7 @@ async def test_closing_fails_who_still_waits_and_who_comes_later(bus: Bus) -> No
 async def test_who_stops_waiting_is_forgotten(bus: Bus, publisher: Publisher) -> None:
     future = await publisher.send(f"{bus.subjects.namespace}.nowhere", b"", "id")
     future.cancel()
-    await eventually(lambda: publisher.waiting == 0, 2)
+    await eventually(lambda: publisher.waiting == 0)
 
 
 async def test_each_message_is_stored_once_although_the_server_is_killed(
@@ -269,7 +269,7 @@ async def test_what_waits_at_its_gate_is_sent_when_that_opens(bus: Bus, publishe
     dropped.cancel()
     gate = True
     assert (await asyncio.wait_for(waiting, 5)).seq == 1
-    await eventually(lambda: publisher.waiting == 0, 2)
+    await eventually(lambda: publisher.waiting == 0)
     assert await stored(bus, "REQUESTS", subject) == [b"one"]
 
 

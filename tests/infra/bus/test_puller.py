@@ -214,12 +214,12 @@ async def test_without_its_consumer_it_asks_now_and_then_and_goes_on_when_it_is_
         await asyncio.wait_for(request_waits(bus), 5)
         await bus.js.delete_consumer(bus.subjects.stream("WORK"), CONSUMER)
     before = asked
-    await eventually(lambda: asked >= before + 2, 5)
+    await eventually(lambda: asked >= before + 2)
     assert asked <= before + 2
     await make_consumer(bus)
     await publish_jobs(bus, 1)
     began = time.monotonic()
-    await eventually(lambda: taker.seen == [b"1"], 5)
+    await eventually(lambda: taker.seen == [b"1"])
     assert time.monotonic() - began < 2
     await taker.puller.close()
 

@@ -123,7 +123,7 @@ async def test_a_member_that_renews_stays(bus: Bus, watched: Watched) -> None:
 async def test_the_servers_expiry_marker_counts_too(bus: Bus, watched: Watched) -> None:
     await register(bus, "short", ttl=1)
     await eventually(lambda: "short" in watched.watch.members)
-    await eventually(lambda: watched.left == [("short", "lease expired")], 5)
+    await eventually(lambda: watched.left == [("short", "lease expired")])
 
 
 async def test_who_left_may_come_again(bus: Bus, watched: Watched) -> None:
