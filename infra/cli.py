@@ -66,6 +66,11 @@ COMMANDS = {
     "gateway": Command("run a gateway (OpenAI API)", "gateway.main:run", "GatewaySettings"),
     "router": Command("run a router", "router.main:run", "RouterSettings"),
     "worker": Command("run a worker", "workers.main:run", "WorkerSettings"),
+    "rank-metrics": Command(
+        "serve the metrics of an engine's ranks on a machine that has no worker",
+        "workers.metrics.ranks:run",
+        "workers.metrics.ranks:RankMetricsSettings",
+    ),
     "chat": Command("talk to a model in the terminal", "infra.chat.command:run"),
     "run": Command("serve a model for one conversation: start, answer, stop", "infra.chat.run_command:run"),
     "requests": Command("list and search requests, running and ended", "infra.timeline.list_requests:run"),
@@ -193,7 +198,7 @@ COMMANDS = {
 # How ``penstock --help`` groups the commands, by their first words.
 SECTIONS = {
     "Talk": ("chat", "run"),
-    "Run": ("up", "nats", "gateway", "router", "worker", "recipe", "kubernetes", "monitoring"),
+    "Run": ("up", "nats", "gateway", "router", "worker", "rank-metrics", "recipe", "kubernetes", "monitoring"),
     "Find out": (
         "doctor",
         "health",

@@ -7,6 +7,7 @@
 #   HTTP_PORT          of the gateway                         default: 8000
 #   DATA_DIR           store and secrets of the broker        default: .penstock-example
 #   PENSTOCK_NATS_URL  a broker that runs already, with credentials; default: one is started here
+#   OTLP_ENDPOINT      OTLP URL to which traces of all requests are sent, such as http://127.0.0.1:4318/v1/traces; default: none
 #   PENSTOCK           the command                            default: penstock
 set -euo pipefail
 
@@ -19,6 +20,7 @@ HTTP_PORT=${HTTP_PORT:-8000}
 DATA_DIR=${DATA_DIR:-.penstock-example}
 NATS_PORT=${NATS_PORT:-4222}
 BLOCK_SIZE=${BLOCK_SIZE:-32}
+OTLP_ENDPOINT=${OTLP_ENDPOINT:-}
 STARTED=()
 
 # The first of our processes that ends takes the others with it; so does Ctrl-C.
@@ -62,8 +64,13 @@ frontend() {
   fi
   PENSTOCK_NATS_URL="${PENSTOCK_NATS_URL:-$(url operator)}" "$PENSTOCK" streams apply
   as router "$PENSTOCK" router --mode "${ROUTER_MODE:-kv}"
+  local traced=()
+  if [[ -n $OTLP_ENDPOINT ]]; then
+    traced=(--tracing all)
+    as operator "$PENSTOCK" trace --otlp-endpoint "$OTLP_ENDPOINT"
+  fi
   as gateway "$PENSTOCK" gateway --model "$MODEL_PATH" --served-model-name "$SERVED_MODEL_NAME" \
-    --http-port "$HTTP_PORT" --block-size "$BLOCK_SIZE"
+    --http-port "$HTTP_PORT" --block-size "$BLOCK_SIZE" ${traced[@]+"${traced[@]}"}
 }
 
 # worker ROLE [ENGINE_ARGS] [FLAG...]: one worker; only TensorRT-LLM and vLLM read the file.
@@ -74,6 +81,11 @@ worker() {
   flags+=(--block-size "$BLOCK_SIZE" "$@")
   if [[ ($ENGINE == trtllm || $ENGINE == vllm) && -n $file ]]; then
     flags+=(--extra-engine-args "$file")
+  fi
+  if [[ ($ENGINE == trtllm || $ENGINE == vllm) && $role != diffusion && -n $OTLP_ENDPOINT ]]; then
+    # the engine's own spans; engines take the URL for gRPC unless told otherwise
+    export OTEL_EXPORTER_OTLP_TRACES_PROTOCOL=${OTEL_EXPORTER_OTLP_TRACES_PROTOCOL:-http/protobuf}
+    flags+=(--otlp-endpoint "$OTLP_ENDPOINT")
   fi
   as worker "$PENSTOCK" worker "${flags[@]}"
 }

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from configs.flags import parse as parse_flags
-from configs.settings import GatewaySettings, RouterSettings, WorkerSettings
+from configs.settings import GatewaySettings, RouterSettings, TraceSettings, WorkerSettings
 from infra.engine_args import BadArguments, check
 from infra.engine_args.memory_estimate import GIB, estimate
 from infra.engine_args.tree import parse_yaml
@@ -415,6 +415,14 @@ def test_the_aggregated_script_starts_all_processes_with_its_defaults(launch) ->
     gateway = parse_flags(GatewaySettings, calls["gateway"][2], prog="gateway", environ={})
     assert (gateway.model, gateway.served_model_name, gateway.http_port) == (model, model, 8000)
     assert parse_flags(RouterSettings, calls["router"][2], prog="router", environ={}).mode == "kv"
+
+
+def test_one_variable_traces_every_request_and_the_engine(launch) -> None:  # type: ignore[no-untyped-def]
+    url = "http://127.0.0.1:4318/v1/traces"
+    calls = launch("aggregated.sh", PENSTOCK_NATS_URL="nats://x:1", OTLP_ENDPOINT=url).received(5)
+    assert parse_flags(TraceSettings, calls["trace"][2], prog="trace", environ={}).otlp_endpoint == url
+    assert parse_flags(GatewaySettings, calls["gateway"][2], prog="gateway", environ={}).tracing == "all"
+    assert parse_flags(WorkerSettings, calls["aggregated"][2], prog="worker", environ={}).otlp_endpoint == url
 
 
 def test_the_speculative_quick_start_runs_vllm_with_its_recipe_and_nothing_else(launch, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]

@@ -57,7 +57,7 @@ def own_directory(
     try:
         base.mkdir(parents=True, exist_ok=True)
         if environ.get(LAUNCHED):
-            _remove_dead_files(base, alive)
+            remove_dead_files(base, alive)
             yield base
             return
         for folder in base.glob(f"{FOLDER}*-*"):
@@ -78,7 +78,7 @@ def own_directory(
         shutil.rmtree(own, ignore_errors=True)
 
 
-def _remove_dead_files(path: Path, alive: Callable[[int], bool]) -> None:
+def remove_dead_files(path: Path, alive: Callable[[int], bool] = is_alive) -> None:
     """Remove the values of processes that have ended."""
     for file in path.glob("*.db"):
         if not _runs(file, alive):
@@ -114,4 +114,4 @@ class Merged(Collector):
         return iter(())
 
 
-__all__ = ["VARIABLE", "Merged", "is_alive", "own_directory"]
+__all__ = ["VARIABLE", "Merged", "is_alive", "own_directory", "remove_dead_files"]

@@ -116,10 +116,20 @@ instance() {
   options=("--nodes=$count" "--ntasks=$tasks" "--nodelist=$nodes")
   [[ -z $GRES ]] || options+=("--gres=$GRES")
   ((tasks == 1)) || options+=("--ntasks-per-node=$((tasks / count))" --mpi=pmix)
+  if [[ -n ${OTLP_ENDPOINT:-} && " $* " == *" --engine="@(trtllm|vllm)" "* ]]; then # the engine's own spans
+    export OTEL_EXPORTER_OTLP_TRACES_PROTOCOL=${OTEL_EXPORTER_OTLP_TRACES_PROTOCOL:-http/protobuf}
+    set -- "$@" "--otlp-endpoint=$OTLP_ENDPOINT"
+  fi
   [[ -z $devices ]] || command+=(env "CUDA_VISIBLE_DEVICES=$devices")
   [[ $BIND != numa ]] || command+=("$OWN/numa.sh")
-  ((tasks == 1)) || command+=(trtllm-llmapi-launch)
+  ((tasks == 1)) || command+=(env "PROMETHEUS_MULTIPROC_DIR=$WORK-$name" trtllm-llmapi-launch)
   PENSTOCK_NATS_URL=$(url worker) step "$name" "${options[@]}" -- "${command[@]}" "$@"
+}
+
+# ranks NAME NODE PORT: start the metrics page of that worker's ranks on another node than its first.
+ranks() {
+  step "$1-metrics-$2" --nodes=1 --ntasks=1 "--nodelist=$2" -- env "PROMETHEUS_MULTIPROC_DIR=$WORK-$1" \
+    "$PENSTOCK" rank-metrics --metrics-host=0.0.0.0 "--metrics-port=$3"
 }
 
 say "point $POINT on $SLURM_JOB_NODELIST"

@@ -112,7 +112,8 @@ def instances(placed: Sequence[Instance], point: JobPoint, first_port: int, *, d
         own = [f"--name={each.name}", "--metrics-host=0.0.0.0", f"--metrics-port={port}"]
         words = ["instance", each.name, nodes, str(len(each.nodes)), str(tasks), shown, point.penstock]
         lines.append(" ".join(map(shlex.quote, [*words, *point.argv[each.role], *own])))
-        metrics.append(shlex.quote(f"--metrics={point.name}=http://{each.nodes[0]}:{port}/metrics"))
+        lines += [f"ranks {each.name} {shlex.quote(node)} {port}" for node in each.nodes[1:]]
+        metrics += [shlex.quote(f"--metrics={point.name}=http://{node}:{port}/metrics") for node in each.nodes]
     return "\n".join([*lines, f"METRICS=({' '.join(metrics)})", ""])
 
 

@@ -12,6 +12,7 @@ from infra.broker.server import EmbeddedNats
 from schemas.subjects import Subjects
 from tests.pipeline.support import MODEL, Process, free_port, samples
 from workers.metrics.multiprocess import LAUNCHED, VARIABLE, own_directory
+from workers.metrics.ranks import RankMetricsSettings, served
 
 WRITES = """
 import sys
@@ -93,6 +94,27 @@ def test_a_worker_shows_the_sums_of_its_processes_and_none_of_a_dead_workers(
             writer.kill()
         assert process.stop() == 0
     assert not directory.exists()
+
+
+def test_the_ranks_of_another_machine_have_a_page_of_their_own(tmp_path: Path) -> None:
+    """Of two processes of an engine on two machines, one directory each, only the first one is a worker's."""
+    directory = tmp_path / "ranks"
+    directory.mkdir()
+    (directory / "gauge_livesum_4194304.db").touch()  # above the highest process id: of an engine that has ended
+    settings = RankMetricsSettings(metrics_port=free_port())
+    with served(settings, {VARIABLE: str(directory)}):
+        assert list(directory.iterdir()) == []
+        writers = [Writer(directory, amount) for amount in (3, 4)]
+        try:
+            found = scrape(settings.metrics_port)
+            assert (found["engine_steps_total"], found["engine_depth"]) == (7, 7)
+            assert "trtllm_own_total" not in found
+        finally:
+            for writer in writers:
+                writer.kill()
+    assert not directory.exists()
+    with pytest.raises(httpx.ConnectError):
+        scrape(settings.metrics_port)
 
 
 def test_without_the_variable_nothing_is_made() -> None:

@@ -6,6 +6,7 @@ import importlib
 import inspect
 import os
 from collections.abc import Callable, Iterator, Mapping
+from importlib import metadata
 from typing import Any
 
 import structlog
@@ -171,6 +172,14 @@ def notes(version: str) -> Iterator[str]:
         yield "1.2.0 gives wrong output with chunked prefill and block reuse (#12770); use 1.2.1"
     elif not version.startswith("1.2."):
         yield f"written for 1.2.1; {version} is used as far as its signatures agree"
+
+
+def container() -> str | None:
+    """The release of NVIDIA's runtime container around this process, by the Dynamo within it. None: there is none."""
+    try:
+        return metadata.version("ai-dynamo-runtime")
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def _version(package: Any) -> str:

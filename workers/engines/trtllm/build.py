@@ -229,6 +229,7 @@ def arguments(settings: WorkerSettings, wanted: EngineSettings, api: Api, path: 
         draft=_shape(Path(draft).expanduser()) if draft else None,
         missing=frozenset([draft] if local and not Path(draft).expanduser().is_dir() else ()),
         version=api.version,
+        container=apis.container(),
     )
     newer = api.arguments - frozenset(EngineArgs.__struct_fields__) if not api.version.startswith("1.2.") else ()
     return resolve(wanted, extra, settings.override_engine_args, newer=newer, known=api.autodeploy, context=context)

@@ -5,7 +5,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -71,7 +71,7 @@ class Cluster:
 
 
 @pytest.fixture
-def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cluster:
+def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
     made = Cluster(tmp_path)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", f"{install(tmp_path / 'slurm')}:{os.environ['PATH']}")
@@ -79,7 +79,9 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cluster:
     monkeypatch.setenv("STUB", str(made.stub))
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("POLL_S", "0.05")
-    return made
+    yield made
+    jobs = [path.stem for path in (tmp_path / "state").glob("*.job")]
+    subprocess.run(["scancel", *jobs], check=False, timeout=30)  # what a failed test has left
 
 
 def until(true: Callable[[], bool]) -> None:
@@ -110,6 +112,7 @@ def test_a_failed_point_is_submitted_again_and_a_complete_one_is_not(
     assert not cluster.left()
     (cluster.stub / "broken").unlink()
 
+    monkeypatch.setenv("OTLP_ENDPOINT", "http://127.0.0.1:4318/v1/traces")
     assert run(["submit", "sweep.yaml"]) == 0
     assert run(["submit", "sweep.yaml"]) == 0  # both are under way
     said = capsys.readouterr().out
@@ -131,6 +134,11 @@ def test_a_failed_point_is_submitted_again_and_a_complete_one_is_not(
     stopped = [line.split()[1:3] for line in calls if line.startswith("worker nats://")]
     assert sorted(gpu for _, gpu in stopped[-3:]) == ["0", "0", "1"]
     assert {url.rpartition(":")[0] for url, _ in stopped} == {"nats://worker:w@127.0.0.1"}
+    # Only the second submission had the variable that turns traces on.
+    assert [line for line in calls if line.startswith("trace --")] == [
+        "trace --otlp-endpoint=http://127.0.0.1:4318/v1/traces"
+    ] * 2
+    assert sum(line.startswith("gateway --") and "--tracing=all" in line for line in calls) == 2
     assert not cluster.left()
 
 

@@ -7,7 +7,8 @@ import pytest
 
 from infra.bench.slurm.command import write
 from infra.bench.slurm.engines import load_of, workers_of
-from infra.bench.slurm.script import BODY, NUMA, job
+from infra.bench.slurm.placement import Group, Node, place
+from infra.bench.slurm.script import BODY, NUMA, JobPoint, instances, job
 from infra.bench.slurm.sweep_file import BadSweep, deployment_of, name_of, parse, select
 from infra.engine_args.tree import Tree, parse_yaml
 from infra.recipes.model_shape import shape_at
@@ -149,6 +150,18 @@ def test_a_worker_is_bound_beside_its_first_gpu(tmp_path: Path) -> None:
     (device / "numa_node").write_text("-1\n")
     unbound = subprocess.run(["bash", NUMA, "echo", "x"], env=environ, capture_output=True, text=True, check=True)
     assert (unbound.stdout, "not bound" in unbound.stderr) == ("x\n", True)
+
+
+def test_an_engine_over_two_nodes_runs_under_its_launcher_and_the_second_node_shows_its_ranks_metrics() -> None:
+    point = JobPoint("p", "penstock", (Group("aggregated", 1, 4),), {"aggregated": ("worker", "--engine=trtllm")})
+    placed = place(point.groups, [Node("a", 2), Node("b", 2)])
+    assert instances(placed, point, 9100, devices=True).splitlines() == [
+        "WORKERS=1",
+        "instance worker-0 a,b 2 4 0,1 penstock worker --engine=trtllm --name=worker-0 --metrics-host=0.0.0.0 "
+        "--metrics-port=9100",
+        "ranks worker-0 b 9100",
+        "METRICS=(--metrics=p=http://a:9100/metrics --metrics=p=http://b:9100/metrics)",
+    ]
 
 
 def test_name_of_a_named_point_is_its_own() -> None:

@@ -407,8 +407,12 @@ def test_llama_4_decodes_on_two_gb200_trays_whose_leader_serves() -> None:
     args = decode(parse_yaml(found(trees, "ConfigMap", "demo-engine")["data"]["decode.yaml"]))
     assert args.gpus == 4 * body["size"]
     assert args.speculative_config is not None
-    # The others only compute: no broker, no metrics, no work of ours.
+    # The others only compute: no broker, no work of ours. Their metrics are on a page of each pod's own.
     assert container(ranks)["command"] == ["bash", "/etc/penstock/scripts/follow.sh"]
+    for template in (leader, ranks):
+        assert environment(template)["PROMETHEUS_MULTIPROC_DIR"]["value"] == "/tmp/metrics"
+        assert {port["name"] for port in container(template)["ports"]} >= {"metrics"}
+    assert environment(ranks)["METRICS_PORT"]["value"] == "9090"
     assert "PENSTOCK_NATS_URL" not in environment(ranks)
     for template in (leader, ranks):
         only = container(template)

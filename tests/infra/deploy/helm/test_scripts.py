@@ -85,7 +85,12 @@ async def test_a_follower_lets_the_leader_s_key_in_without_root(open_folder: Pat
     subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", key], check=True)  # noqa: ASYNC221
     key.with_name("ssh-privatekey.pub").rename(keys / "ssh-publickey")
     port = free_port()
-    environ = {"PATH": os.environ["PATH"], "HOME": str(home), "SSH_PORT": str(port), "SSH_KEYS": str(keys)}
+    (open_folder / "penstock").write_text(f'#!/bin/sh\necho "$@" > {home}/asked\n')
+    (open_folder / "penstock").chmod(0o755)
+    environ = {
+        "PATH": f"{open_folder}:{os.environ['PATH']}", "HOME": str(home), "SSH_PORT": str(port), "SSH_KEYS": str(keys),
+        "PROMETHEUS_MULTIPROC_DIR": "/tmp/metrics", "METRICS_PORT": "9191",
+    }  # fmt: skip
     with log.open("wb") as output:
         server = subprocess.Popen(  # noqa: ASYNC220
             ["bash", FILES / "follow.sh"], env=environ, user=somebody.pw_uid, group=somebody.pw_gid, extra_groups=[],
@@ -99,6 +104,7 @@ async def test_a_follower_lets_the_leader_s_key_in_without_root(open_folder: Pat
             [*ssh, f"{somebody.pw_name}@127.0.0.1", "id", "-u"], capture_output=True, text=True, check=False, timeout=30
         )
         assert told.stdout.strip() == str(somebody.pw_uid), told.stderr + log.read_text()
+        assert (home / "asked").read_text() == "rank-metrics --metrics-host=0.0.0.0 --metrics-port=9191\n"
     finally:
         server.terminate()
         server.wait(30)

@@ -276,6 +276,23 @@ def test_releases_with_a_warning(version: str, words: str) -> None:
     assert (words in said[0]) if words else not said
 
 
+def test_a_container_with_a_known_regression_is_warned_of_at_start(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    windows = f'{{"kv_cache_config": {{"max_attention_window": [{4 * BLOCK}, {LIMIT}]}}}}'
+    for release, warned in ((None, False), ("0.5.0", False), ("0.5.1", True)):
+        monkeypatch.setattr(api, "container", lambda release=release: release)
+        monkeypatch.setattr(build, "_shape", lambda path: None)  # the model has no windows, and a rule would say so
+        with capture_logs() as lines:
+            make(override_engine_args=windows)
+        said = [line for line in lines if line.get("rule") == "A61"]
+        assert [line["fix"] for line in said] == (["use 0.5.0, or a release from 0.6 on"] if warned else [])
+
+
+def test_a_container_is_known_by_the_dynamo_within_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert api.container() is None
+    monkeypatch.setattr(api.metadata, "version", {"ai-dynamo-runtime": "0.5.1"}.__getitem__)
+    assert api.container() == "0.5.1"
+
+
 class TestLater:
     """Release 1.3, as far as it is known."""
 

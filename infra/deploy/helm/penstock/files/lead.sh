@@ -28,5 +28,5 @@ install -m 600 "$keys/ssh-privatekey" ~/.ssh/penstock
 unchecked="-o StrictHostKeyChecking=no -o UserKnownHostsFile=/dev/null"
 exec mpirun --allow-run-as-root --bind-to none -np $((gpus * LWS_GROUP_SIZE)) --host "$hosts" \
   --mca plm_rsh_args "-p $port -i $HOME/.ssh/penstock $unchecked" \
-  -x PATH -x LD_LIBRARY_PATH -x HOME -x HF_HOME -x HF_TOKEN \
+  -x PATH -x LD_LIBRARY_PATH -x HOME -x HF_HOME -x HF_TOKEN -x PROMETHEUS_MULTIPROC_DIR \
   trtllm-llmapi-launch "$@"

@@ -174,6 +174,11 @@ spec:
         {{- if gt $pool.nodes 1 }}
         - {name: SSH_PORT, value: {{ include "penstock.ssh" . | quote }}}
         - {name: SSH_KEYS, value: /etc/penstock/ssh}
+        # the ranks' own metrics, of which each pod shows those of its ranks
+        - {name: PROMETHEUS_MULTIPROC_DIR, value: /tmp/metrics}
+        {{- if .follower }}
+        - {name: METRICS_PORT, value: {{ include "penstock.metrics" . | quote }}}
+        {{- end }}
         {{- end }}
         {{- with $pool.env }}
         {{- toYaml . | nindent 8 }}
@@ -181,9 +186,8 @@ spec:
       ports:
         {{- if .follower }}
         - {name: ssh, containerPort: {{ include "penstock.ssh" . }}}
-        {{- else }}
-        - {name: metrics, containerPort: {{ include "penstock.metrics" . }}}
         {{- end }}
+        - {name: metrics, containerPort: {{ include "penstock.metrics" . }}}
       {{- if .follower }}
       readinessProbe: {tcpSocket: {port: ssh}, periodSeconds: 10}
       {{- else }}
