@@ -14,6 +14,7 @@ from infra.bench.sweep.workload import Level
 TIMEOUT_S = 60.0
 _JOBS = "jobs"  # ids of a point's jobs, the last one at the end
 _ID = re.compile(r"\d+(_\d+)?", re.ASCII)
+_SAID = re.compile(r"\d\d:\d\d:\d\d (?!stopping|done, status)")
 _LAST_LINES = 3
 
 
@@ -151,7 +152,7 @@ def _why(own: Path, job: str) -> str:
             lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
         except OSError:
             continue
-        told = [line for line in lines if "stopping" not in line and " done, status " not in line]
+        told = [line[9:] for line in lines if _SAID.match(line)]  # ours; srun and the engines write there, too
         return told[-1] if told else ""
     return ""
 
