@@ -23,9 +23,13 @@ MISSING = f"structured output needs llguidance: pip install 'penstock[{EXTRA}]'"
 # Between the parts of JSON. Bounded, because models (above all small ones) may otherwise write white space for ever.
 WHITESPACE = r"(\x20|\n[\x20\t]{0,40})?"
 
+JSON_OPTIONS: dict[str, Any] = {"whitespace_pattern": WHITESPACE, "lenient": False}
+HEADER = "%llguidance {}\n"  # without it, readers of either syntax may take a grammar for GBNF
+
 MAX_MESSAGE = 500  # characters of an error, which may quote the client's text
 
 _PLACE = re.compile(r"^at \d+\(\d+\): ")  # in a grammar
+_ANSWER = re.compile(r'("(?:\\.|[^"\\])*"|/(?:\\.|[^/\\])+/)|@answer\b')  # outside literals and expressions
 
 _decode: Any = msgspec.json.Decoder(Annotated[list[str], msgspec.Meta(min_length=1)]).decode
 
@@ -51,17 +55,44 @@ def grammar(constraint: Constraint) -> str:
     kind, text = constraint.kind, constraint.text
     try:
         if kind == JSON_SCHEMA:
-            options = {"whitespace_pattern": WHITESPACE, "lenient": False}
-            return LLMatcher.grammar_from_json_schema(_schema(text), overrides=options)  # type: ignore[arg-type]
+            return LLMatcher.grammar_from_json_schema(_schema(text), overrides=JSON_OPTIONS)  # type: ignore[arg-type]
         if kind == REGEX:
             return LLMatcher.grammar_from_regex(text)
         if kind == CHOICE:
-            # A terminal: as alternatives of a rule, more than 2,000 are too many for a step of the parser.
-            return LLMatcher.grammar_from_lark("start: TEXT\nTEXT: " + " | ".join(map(quoted, _decode(text))))
+            return LLMatcher.grammar_from_lark(_choices(text))
         if kind == GRAMMAR:
             return grammar_from("grammar", text)
         if kind == LARK:
             return _with_clients_grammar(text) if text.startswith("{") else LLMatcher.grammar_from_lark(text)
+    except (ValueError, RecursionError) as error:
+        raise ConstraintError(str(error)) from None
+    raise ConstraintError(f"constraints of kind {kind!r} are unknown to this build")
+
+
+def as_lark(constraint: Constraint) -> str:
+    """One grammar in llguidance's dialect of Lark that allows the same texts as ``grammar``.
+
+    vLLM and TensorRT-LLM take their grammars in this form.
+
+    Raises:
+        ConstraintError: the kind is unknown, or the text is not what its kind says.
+        ModuleNotFoundError: llguidance is not installed.
+    """
+    from llguidance import regex_to_lark
+
+    kind, text = constraint.kind, constraint.text
+    try:
+        if kind == JSON_SCHEMA:
+            schema = msgspec.json.decode(_schema(text)) | {"x-guidance": JSON_OPTIONS}
+            return f"{HEADER}start: %json {msgspec.json.encode(schema).decode()}"
+        if kind == REGEX:
+            return f"{HEADER}start: /{regex_to_lark(text)}/"
+        if kind == CHOICE:
+            return HEADER + _choices(text)
+        if kind == GRAMMAR:
+            return _clients_lark(text)
+        if kind == LARK:
+            return HEADER + (_nested(text) if text.startswith("{") else text)
     except (ValueError, RecursionError) as error:
         raise ConstraintError(str(error)) from None
     raise ConstraintError(f"constraints of kind {kind!r} are unknown to this build")
@@ -122,13 +153,37 @@ def around(text: str, clients: str) -> str:
     return msgspec.json.encode({"grammars": grammars}).decode()
 
 
+def _choices(text: str) -> str:
+    # A terminal: as alternatives of a rule, more than 2,000 are too many for a step of the parser.
+    return "start: TEXT\nTEXT: " + " | ".join(map(quoted, _decode(text)))
+
+
+def _nested(text: str) -> str:
+    """One grammar for the result of ``around``."""
+    main, clients = (each["lark_grammar"] for each in msgspec.json.decode(_with_clients_grammar(text))["grammars"])
+    text = _ANSWER.sub(lambda match: match[1] or "clients_answer", main)
+    return f"{text}\nclients_answer: %lark {{\n{clients}\n}}\n"
+
+
 def _with_clients_grammar(text: str) -> str:
     """Inverse of ``around``, with the client's grammar in Lark."""
-    from llguidance.gbnf_to_lark import any_to_lark
-
     grammars = msgspec.json.decode(text)
-    grammars["grammars"][1]["lark_grammar"] = any_to_lark(grammars["grammars"][1]["lark_grammar"])
+    grammars["grammars"][1]["lark_grammar"] = _clients_lark(grammars["grammars"][1]["lark_grammar"])
     return msgspec.json.encode(grammars).decode()
+
+
+def _clients_lark(text: str) -> str:
+    """A grammar in Lark or GBNF, in Lark.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
+
+    try:
+        return any_to_lark(text)
+    except GbnfToLarkError as error:
+        raise ValueError(f"the grammar is neither Lark nor GBNF: {error}") from None
 
 
 def _schema(text: str) -> str:

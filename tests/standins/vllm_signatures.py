@@ -26,10 +26,10 @@ METHODS = (
 )
 DATA = {
     "vllm.engine.arg_utils": ("AsyncEngineArgs",),
-    "vllm.sampling_params": ("SamplingParams",),
+    "vllm.sampling_params": ("SamplingParams", "StructuredOutputsParams"),
     "vllm.outputs": ("CompletionOutput",),
     "vllm.logprobs": ("Logprob",),
-    "vllm.config": ("KVTransferConfig", "KVEventsConfig"),
+    "vllm.config": ("KVTransferConfig", "KVEventsConfig", "StructuredOutputsConfig"),
     "vllm.distributed.kv_events": ("BlockStored", "BlockRemoved", "AllBlocksCleared", "KVEventBatch"),
 }
 ERRORS = {

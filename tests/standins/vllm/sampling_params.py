@@ -1,6 +1,7 @@
 """As ``vllm.sampling_params``: fields, defaults and what is refused."""
 
 import math
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
@@ -12,6 +13,24 @@ class RequestOutputKind(Enum):
     CUMULATIVE = 0
     DELTA = 1
     FINAL_ONLY = 2
+
+
+@dataclass
+class StructuredOutputsParams:
+    json: str | dict[str, Any] | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    disable_any_whitespace: bool = False
+    disable_additional_properties: bool = False
+    whitespace_pattern: str | None = None
+    structural_tag: str | None = None
+
+    def __post_init__(self) -> None:
+        kinds = (self.json, self.regex, self.choice, self.grammar, self.json_object, self.structural_tag)
+        if sum(each is not None for each in kinds) != 1:
+            raise ValueError(f"You must use one kind of structured outputs constraint: {self.__dict__}")
 
 
 class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):
@@ -47,7 +66,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):
     _eos_token_id: int | None = None
     _all_stop_token_ids: set[int] = msgspec.field(default_factory=set)
     _watermarking_skipped: bool = False
-    structured_outputs: Any = None
+    structured_outputs: StructuredOutputsParams | None = None
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: list[int] | None = None
     extra_args: dict[str, Any] | None = None

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import math
+import re
 import threading
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -12,8 +13,10 @@ from typing import Any
 import pytest
 import torch
 
+from infra.model import modeldir
+from infra.model.constraints import CHOICE, LARK, REGEX
 from schemas.errors import Code
-from schemas.requests import Sampling
+from schemas.requests import CONSTRAINT, CONSTRAINT_LARK, Constraint, Sampling
 from schemas.tokens import Logprob
 from tests import standins
 from tests.workers.engines.contract import (
@@ -21,6 +24,7 @@ from tests.workers.engines.contract import (
     BIAS,
     BLOCK,
     BUDGET,
+    CONSTRAINTS,
     ENDING,
     EOS,
     HANDOFF,
@@ -163,6 +167,60 @@ def test_bias_forces_a_token(subject: Subject, shared: Driver) -> None:
     needs(subject, BIAS)
     biased = Sampling(temperature=0.0, logit_bias={77: 1000.0})
     assert shared.answer(ask(0, PROMPT, 4, biased)) == [77] * 4
+
+
+# -- constraints
+
+CALL = Constraint(
+    LARK,
+    'start: "<" WORD "> " %json {"type": "integer", "minimum": 100, "maximum": 999}\nWORD: /[a-z]{2,9}/',
+)
+SHAPES = {
+    "expression": (Constraint(REGEX, r"([a-z]{2}, ){2,4}[0-9]{3}"), r"([a-z]{2}, ){2,4}[0-9]{3}"),
+    "texts": (Constraint(CHOICE, '["maybe not", "certainly"]'), "maybe not|certainly"),
+    "the gateway's": (CALL, r"<[a-z]{2,9}> [0-9]{3}"),
+}
+
+
+def text_of(tokens: list[int]) -> str:
+    ends = modeldir.load(MODEL).eos_token_ids
+    return modeldir.load(MODEL).tokenizer.decode([token for token in tokens if token not in ends])
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_an_answer_matches_its_constraint_also_behind_tokens_of_another_worker(
+    subject: Subject, shared: Driver, shape: str
+) -> None:
+    needs(subject, CONSTRAINTS)
+    constraint, pattern = SHAPES[shape]
+    assert set(shared.engine.info.constraints) == {CONSTRAINT, CONSTRAINT_LARK}
+    stop = {"min_tokens": 90, "ignore_eos": True}  # the constraint says where an answer ends
+    seen = shared.run(ask(0, PROMPT, 200, constraint=constraint, stop=stop))
+    whole = seen.tokens()
+    assert (seen.failures, seen.outputs[-1].finish) == ([], "stop")
+    assert re.fullmatch(pattern, text_of(whole)), text_of(whole)
+    for cut in (1, len(whole) - 2):
+        rest = shared.answer(ask(0, PROMPT, 200, constraint=constraint, stop=stop, generated=whole[:cut]))
+        assert rest == whole[cut:] or shared.engine.info.name == "mock"
+        assert re.fullmatch(pattern, text_of(whole[:cut] + rest))
+
+
+def test_constrained_and_free_answers_run_together(subject: Subject, shared: Driver) -> None:
+    needs(subject, CONSTRAINTS)
+    free = shared.answer(ask(0, PROMPT, 12))
+    constraint, pattern = SHAPES["expression"]
+    seen = shared.run(ask("a", PROMPT, 12), ask("b", PROMPT, 99, constraint=constraint), ask("c", PROMPT, 12))
+    assert seen.tokens("a") == seen.tokens("c") == free
+    assert re.fullmatch(pattern, text_of(seen.tokens("b")))
+
+
+def test_what_cannot_match_is_refused_before_it_runs(subject: Subject, shared: Driver) -> None:
+    needs(subject, CONSTRAINTS)
+    with pytest.raises(RequestError) as caught:
+        shared.engine.submit(ask(0, PROMPT, constraint=Constraint(REGEX, "(")))
+    assert caught.value.code == Code.invalid_request
+    with pytest.raises(RequestError, match="do not match"):
+        shared.engine.submit(ask(0, PROMPT, constraint=SHAPES["texts"][0], generated=WORDS[:3]))
 
 
 # -- ends
@@ -647,6 +705,18 @@ def test_drawn_answers_go_on_elsewhere(subject: Subject, make: Make) -> None:
     held, first = prefilled(source, ask("h", PROMPT, 12, DRAWN))
     seen = carried_on(subject, source, target, held, ask(0, PROMPT, 12, DRAWN, generated=[first]))
     assert [first, *seen.tokens()] == whole
+
+
+def test_a_constraint_holds_across_a_handoff(subject: Subject, make: Make) -> None:
+    needs(subject, CONSTRAINTS)
+    needs(subject, HANDOFF)
+    source, target = make(model=MODEL, role="prefill"), make(model=MODEL, role="decode", kv_blocks=POOL - 10)
+    constraint, pattern = SHAPES["expression"]
+    held, first = prefilled(source, ask("h", PROMPT, 99, constraint=constraint))
+    request = ask(0, PROMPT, 99, constraint=constraint, generated=[first])
+    seen = carried_on(subject, source, target, held, request)
+    assert seen.failures == []
+    assert re.fullmatch(pattern, text_of([first, *seen.tokens()]))
 
 
 def test_an_answer_that_was_interrupted_is_handed_off_again(subject: Subject, make: Make) -> None:

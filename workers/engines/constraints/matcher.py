@@ -41,6 +41,12 @@ class Matcher:
         if new and not self.error and not self.matcher.consume_tokens(list(new)):
             self._fail()
 
+    def take(self, token: int) -> bool:
+        """Take in the next token, which another drew; returns whether the constraint allows it."""
+        if not self.error and not self.matcher.consume_token(token):
+            self._fail()
+        return not self.error
+
     def finish(self, mask: memoryview | bytearray) -> None:
         """Complete a mask that was computed for this matcher: see ``min_tokens`` and ``error``."""
         if not self.error and self.matcher.is_error():

@@ -11,6 +11,22 @@ NO_TEXT_MATCHES = "no text matches the constraint: a part of it, such as a $ref 
 TOO_COMPLEX = "the constraint is too complex: use fewer optional properties or alternatives, or shorter lengths"
 
 
+def matcher_of(request: SequenceRequest, grammars: ConstraintCompiler | None) -> Matcher:
+    """The state of a sequence's constraint, behind the tokens of earlier attempts.
+
+    Raises:
+        RequestError: the constraint cannot be compiled, or those tokens do not match it.
+    """
+    assert request.constraint is not None
+    if grammars is None:
+        raise RequestError(Code.unsupported, NO_CONSTRAINTS)
+    found = grammars.matcher(request.constraint, len(request.prompt), request.stop)
+    found.follow([*request.prompt, *request.generated])
+    if found.error:
+        raise RequestError(Code.engine_error, f"the tokens so far do not match the constraint: {found.error}")
+    return found
+
+
 class RunningConstraints:
     """Matchers by the key of their sequence."""
 
@@ -19,21 +35,6 @@ class RunningConstraints:
 
     def __bool__(self) -> bool:
         return bool(self._matchers)
-
-    def matcher(self, request: SequenceRequest, grammars: ConstraintCompiler | None) -> Matcher:
-        """The state of a sequence's constraint, behind the tokens of earlier attempts.
-
-        Raises:
-            RequestError: the constraint cannot be compiled, or those tokens do not match it.
-        """
-        assert request.constraint is not None
-        if grammars is None:
-            raise RequestError(Code.unsupported, NO_CONSTRAINTS)
-        found = grammars.matcher(request.constraint, len(request.prompt), request.stop)
-        found.follow([*request.prompt, *request.generated])
-        if found.error:
-            raise RequestError(Code.engine_error, f"the tokens so far do not match the constraint: {found.error}")
-        return found
 
     def add(self, key: object, matcher: Matcher) -> None:
         self._matchers[key] = matcher

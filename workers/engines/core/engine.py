@@ -10,7 +10,7 @@ from schemas.kv import KvEvent
 from schemas.transfer import Memory
 from workers.engines.base import EngineInfo, EngineStats, Failure, KvTransfer, RequestError, SequenceRequest, StepResult
 from workers.engines.constraints.compiler import ConstraintCompiler
-from workers.engines.constraints.running import RunningConstraints
+from workers.engines.constraints.running import RunningConstraints, matcher_of
 from workers.engines.core.embedding_pool import MISSING_EMBEDDINGS, TEXT_ONLY, EmbeddingPool
 from workers.engines.core.embeddings import VisionEncoder
 from workers.engines.core.offload import BlockCopier
@@ -94,7 +94,7 @@ class ScheduledEngine:
                 raise RequestError(Code.invalid_request, TEXT_ONLY)
             self.vision.check(request.media, len(request.prompt), adopted=request.reservation is not None)
             self._may_lack_embeddings = self._may_lack_embeddings or not all(span.slots for span in request.media)
-        matcher = self._constrained.matcher(request, self.grammars) if request.constraint is not None else None
+        matcher = matcher_of(request, self.grammars) if request.constraint is not None else None
         self._scheduler.submit(request, self._processors.chain(request), matcher)
         if matcher is not None:
             self._constrained.add(request.key, matcher)

@@ -35,6 +35,8 @@ from workers.engines.base import (
     StepResult,
     VisionEngine,
 )
+from workers.engines.constraints.compiler import ConstraintCompiler
+from workers.engines.external.constrained import ConstrainedOutputs
 from workers.engines.external.runtime import CLOSE_S, EngineFailed, EngineRuntime
 from workers.engines.external.sequences import ActiveSequence, SequenceUpdate
 
@@ -109,12 +111,20 @@ class ExternalEngine(Generic[C]):
 
     Args:
         runtime: closed with it.
+        grammars: of the model, if ``info`` says that the engine applies constraints.
     """
 
-    def __init__(self, info: EngineInfo, runtime: EngineRuntime[Any], adapter: Adapter[C]) -> None:
+    def __init__(
+        self,
+        info: EngineInfo,
+        runtime: EngineRuntime[Any],
+        adapter: Adapter[C],
+        grammars: ConstraintCompiler | None = None,
+    ) -> None:
         self.info = info
         self.kv_transfer: KvTransfer | None = None  # the engine moves its KV itself
-        self.grammars: Grammars | None = None  # the engine compiles constraints itself
+        self.grammars: Grammars | None = grammars
+        self._constrained = ConstrainedOutputs(grammars)
         self._adapter = adapter
         self._loop = runtime.loop
         self._resources = runtime.resources
@@ -143,6 +153,7 @@ class ExternalEngine(Generic[C]):
         if request.key in self._active:
             raise RequestError(Code.invalid_request, f"sequence {request.key!r} was submitted already")
         sequence = self._adapter.accept(request)
+        self._constrained.add(request)
         if not self._active:
             self._last_update = time.monotonic()
         self._active[request.key] = sequence
@@ -160,6 +171,7 @@ class ExternalEngine(Generic[C]):
 
     def _forget(self, sequence: ActiveSequence[C]) -> None:
         del self._active[sequence.key]
+        self._constrained.remove(sequence.key)
         self._running -= sequence.started
         if not self._active:
             self._ended_at = time.monotonic()
@@ -212,6 +224,10 @@ class ExternalEngine(Generic[C]):
         sequence, cached, tokens, failure, opaque, scored, values = update
         if self._active.get(sequence.key) is not sequence:
             return 0
+        tokens, mismatch = self._constrained.follow(sequence.key, tokens)
+        if mismatch is not None:
+            failure, opaque, sequence.cancelled = mismatch, None, True
+            self._loop.post(self._adapter.abort, sequence)
         self._last_update = time.monotonic()
         computed = len(tokens)
         if cached is not None:

@@ -2,6 +2,7 @@
 
 from schemas.errors import Code
 from workers.engines.base import EngineInfo, RequestError, SequenceRequest
+from workers.engines.constraints.running import NO_CONSTRAINTS
 from workers.engines.validation import check_length, check_vocabulary
 
 
@@ -15,7 +16,7 @@ def check(request: SequenceRequest, info: EngineInfo) -> None:
     check_vocabulary(request, info.vocab_size)
     if any(not 0 <= token < info.vocab_size for token in request.sampling.logit_bias):
         raise RequestError(Code.invalid_request, f"logit_bias names tokens outside the vocabulary of {info.vocab_size}")
-    if request.constraint is not None:
-        raise RequestError(Code.unsupported, "this worker's engine applies no constraints (structured output)")
+    if request.constraint is not None and not info.constraints:
+        raise RequestError(Code.unsupported, NO_CONSTRAINTS)
     if request.reservation is not None:
         raise RequestError(Code.transfer_failed, "this engine fetches KV itself; it cannot adopt transferred blocks")

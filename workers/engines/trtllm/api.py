@@ -60,6 +60,7 @@ class Api:
     """The classes that the adapter uses, and the capabilities of this release.
 
     Attributes:
+        guided: class of a grammar among the SamplingParams; None: this release has none.
         call: keyword arguments of ``generate_async``.
         arguments: keys of the PyTorch backend's arguments; empty: they cannot be read.
         autodeploy: keys of AutoDeploy's arguments; None: they cannot be read.
@@ -76,6 +77,7 @@ class Api:
     sparse: Callable[[dict[str, Any]], Any] | None
     collector: type[Any] | None
     shared_tensor: type[Any] | None
+    guided: type[Any] | None
     call: frozenset[str]
     arguments: frozenset[str]
     autodeploy: frozenset[str] | None
@@ -84,6 +86,17 @@ class Api:
     def capacity(self) -> bool:
         """Whether the engine reports its KV capacity (1.3)."""
         return hasattr(self.llm, "get_kv_cache_capacity")
+
+    def sampling_params(self, arguments: Mapping[str, Any]) -> Any:
+        """SamplingParams. ``guided_decoding`` is a mapping here.
+
+        Raises:
+            ValueError: an argument is invalid.
+        """
+        arguments = dict(arguments)
+        if "guided_decoding" in arguments and self.guided is not None:
+            arguments["guided_decoding"] = self.guided(**arguments["guided_decoding"])
+        return self.sampling(**arguments)
 
     def construct(self, model: str, tree: Mapping[str, Any]) -> Any:
         """Construct an engine; blocks until the weights are loaded.
@@ -145,6 +158,7 @@ def load() -> Api:
         speculative=_from_dict("DecodingBaseConfig"),
         sparse=_from_dict("BaseSparseAttentionConfig"),
         collector=_find("MetricsCollector", "tensorrt_llm.metrics", "tensorrt_llm.metrics.collector"),
+        guided=_find("GuidedDecodingParams", "tensorrt_llm.llmapi", "tensorrt_llm.sampling_params"),
         shared_tensor=_find("SharedTensorContainer", "tensorrt_llm._torch.shared_tensor"),
         call=frozenset(_parameters(llm.generate_async)),
         arguments=_fields(torch_args) if torch_args is not None else frozenset(),

@@ -36,6 +36,7 @@ _AUTODEPLOY_REFUSES: Mapping[str, tuple[Any, ...]] = {
     "device": (None,),
     "cache_transceiver_config": (None,),
 }
+GRAMMARS = "llguidance"  # the backend that takes the worker's grammars
 _SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size")
 
 # The worker sets these itself: they would change the tokens or their end.
@@ -70,6 +71,7 @@ class EngineSettings(NamedTuple):
         handoff_s: KV that was not fetched after this may be freed.
         images: the model takes images.
         otlp: where the engine exports its own spans; empty: nowhere.
+        constraints: the engine applies constraints (structured output), unless its other arguments exclude that.
     """
 
     role: str
@@ -86,6 +88,7 @@ class EngineSettings(NamedTuple):
     dtype: str = "auto"
     images: bool = False
     otlp: str = ""
+    constraints: bool = False
 
 
 class Resolved(NamedTuple):
@@ -167,6 +170,8 @@ def resolve(
     if isinstance(length, int) and length > 0:  # our defaults follow the user's length
         wanted = wanted._replace(max_model_len=length)
     tree = merge(defaults(wanted), user_args)
+    if wanted.constraints and _takes_grammars(tree, wanted):
+        tree = {"guided_decoding_backend": GRAMMARS} | tree
     tree = _drop_reserved(tree, wanted)
     if wanted.backend == "autodeploy":
         tree = prune(tree, known)
@@ -217,6 +222,11 @@ def layout(args: EngineArgs) -> str:
         windows = windows[:1]
     content = repr((kv.tokens_per_block, kv.dtype, windows, kv.sink_token_length or 0, args.dtype))
     return f"trtllm:{kv.tokens_per_block}:{kv.dtype}:{blake3(content.encode()).hexdigest(length=6)}"
+
+
+def _takes_grammars(tree: Tree, wanted: EngineSettings) -> bool:
+    """Whether guided decoding is known to work beside the other arguments."""
+    return wanted.backend == "pytorch" and not tree.get("enable_lora") and not tree.get("speculative_config")
 
 
 def _drop_reserved(tree: Tree, wanted: EngineSettings) -> Tree:

@@ -18,8 +18,10 @@ from infra.engine_args.tree import BadArguments
 from infra.model import modeldir
 from schemas import blocks
 from schemas.requests import Sampling, Stop
-from workers.engines.base import EngineError, EngineInfo, MediaSpan
+from workers.engines.base import EngineError, EngineInfo, MediaSpan, SequenceRequest
+from workers.engines.constraints.compiler import ALL_CONSTRAINTS, ConstraintCompiler, compiler
 from workers.engines.external import arguments as user_arguments
+from workers.engines.external.constrained import standard_tokenizer
 from workers.engines.external.engine import ExternalEngine
 from workers.engines.external.runtime import EngineRuntime, shut_down
 from workers.engines.loop import LoopThread
@@ -27,7 +29,7 @@ from workers.engines.trtllm import api as apis
 from workers.engines.trtllm import launch, sampling, stats
 from workers.engines.trtllm.adapter import TrtllmAdapter
 from workers.engines.trtllm.api import Api
-from workers.engines.trtllm.args import EngineSettings, Resolved, resolve
+from workers.engines.trtllm.args import GRAMMARS, EngineSettings, Resolved, resolve
 from workers.engines.trtllm.follower import Call, drained
 from workers.engines.trtllm.image_slots import ImageSlotStore, dtype_of, inputs
 from workers.engines.trtllm.log_watch import LogWatch
@@ -79,7 +81,7 @@ def from_settings(
         runtime = EngineRuntime(llm, plan.api, loop, undo.pop_all())
     adapter = TrtllmAdapter(info, runtime, options, metrics, image_slots)
     log.info("trtllm_ready", layout=options.layout, blocks=info.total_blocks, slots=info.slots, ranks=info.dp_size)
-    return ExternalEngine(info, runtime, adapter)
+    return ExternalEngine(info, runtime, adapter, plan.grammars if info.constraints else None)
 
 
 class _Plan(NamedTuple):
@@ -90,6 +92,7 @@ class _Plan(NamedTuple):
     model: modeldir.ModelDir
     wanted: EngineSettings
     resolved: Resolved
+    grammars: ConstraintCompiler | None = None
 
     @property
     def args(self) -> EngineArgs:
@@ -106,8 +109,10 @@ def _plan(settings: WorkerSettings, path: Path) -> _Plan:
     """
     api = apis.load()
     model = modeldir.load(path)
+    grammars = compiler(path) if api.guided is not None and standard_tokenizer(path) else None
     wanted = wanted_of(settings, model.max_model_len, images=_takes_images(model))
-    plan = _Plan(api, path, model, wanted, arguments(settings, wanted, api, path))
+    wanted = wanted._replace(constraints=grammars is not None)
+    plan = _Plan(api, path, model, wanted, arguments(settings, wanted, api, path), grammars)
     if reason := launch.problem(os.environ, plan.args.gpus):
         raise EngineError(reason)
     return plan
@@ -144,8 +149,18 @@ def _options(
         trace_headers=bool(args.otlp_traces_endpoint) and "trace_headers" in api.call,
         abort_hold_s=settings.handoff_lease_s,
         processors=processors,
+        continuing=_continuing(plan, info),
         image_inputs=_image_inputs(plan.model, image_slots),
     )
+
+
+def _continuing(plan: _Plan, info: EngineInfo) -> Callable[[SequenceRequest], Any] | None:
+    """Logits processors do not work in disaggregated serving."""
+    if not info.constraints or plan.wanted.role != "aggregated":
+        return None
+    from workers.engines.trtllm.constraint import Continuing  # imports torch
+
+    return Continuing(plan.path)
 
 
 def _metrics(plan: _Plan) -> NativeMetrics:
@@ -183,6 +198,7 @@ def info_of(
         dp_size=ranks,
         handoff_layout=resolved.layout if args.cache_transceiver_config is not None else "",
         logits_processors=logits_processors,
+        constraints=ALL_CONSTRAINTS if wanted.constraints and args.guided_decoding_backend == GRAMMARS else (),
         max_batched_tokens=args.max_num_tokens or 0,
     )
 

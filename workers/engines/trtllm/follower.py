@@ -76,7 +76,7 @@ class Follower:
         if sequence.cancelled or self._broken or prepared is None:
             return
         try:
-            params = self._api.sampling(**prepared.sampling)
+            params = self._api.sampling_params(prepared.sampling)
             sequence.call.result = self._llm.generate_async(sampling_params=params, **prepared.arguments)
         except Exception as error:
             self._failed(sequence, error, at_call=True)

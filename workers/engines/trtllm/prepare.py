@@ -9,12 +9,17 @@ import structlog
 from schemas.errors import Code
 from workers.engines.base import EngineInfo, MediaSpan, RequestError, SequenceRequest
 from workers.engines.external import requests
+from workers.engines.external.constrained import ends, grammar_text
 from workers.engines.external.handoff_state import ConsumedStates
 from workers.engines.external.sampling import stop_ids
 from workers.engines.trtllm import disagg, sampling
 from workers.engines.trtllm.output_cursor import OutputCursor
 
 log = structlog.get_logger("engine")
+
+NOT_CONTINUED = (
+    "an output with a constraint was lost with its worker: TensorRT-LLM cannot continue it in disaggregated serving"
+)
 
 
 class Options(NamedTuple):
@@ -30,6 +35,8 @@ class Options(NamedTuple):
         trace_headers: the engine exports spans and takes the headers of their parents.
         abort_hold_s: how long an abort waits for the fetch of the prompt's KV to end, seconds.
         processors: from a request to its logits processors.
+        continuing: from a sequence that another worker began to the processor that applies its constraint; None: the
+            engine runs no processors.
         image_inputs: from tokens and media to the ``inputs`` of ``generate_async``.
     """
 
@@ -42,6 +49,7 @@ class Options(NamedTuple):
     trace_headers: bool = False
     abort_hold_s: float = 30.0
     processors: Callable[[SequenceRequest], Any] | None = None
+    continuing: Callable[[SequenceRequest], Any] | None = None
     image_inputs: Callable[[Seq[int], Seq[MediaSpan]], dict[str, Any]] | None = None
 
 
@@ -84,9 +92,9 @@ def prepare(request: SequenceRequest, info: EngineInfo, options: Options, consum
         consumed: states of prefill engines that this engine has taken over; each can be taken over once.
 
     Raises:
-        RequestError: the engine cannot take its media.
+        RequestError: the engine cannot take its media, or not apply its constraint.
     """
-    stop, eos = request.stop, info.eos_token_ids
+    stop, eos = ends(request.stop, request.constraint), info.eos_token_ids
     takes_over = bool(request.opaque) and not request.score  # prompts that are scored are computed here
     params, repeated = _take_over(request, options, consumed) if takes_over else (None, 0)
     adopted = params is not None
@@ -111,8 +119,7 @@ def prepare(request: SequenceRequest, info: EngineInfo, options: Options, consum
     )
     if "embedding_bias" in parameters:
         parameters["embedding_bias"] = bias(parameters["embedding_bias"], info.vocab_size)
-    if options.processors is not None and (processors := options.processors(request)) is not None:
-        parameters["logits_processor"] = processors
+    parameters |= _edits(request, options, continues=before > 0)
     tokens = [*request.prompt, *request.generated[:before]]
     arguments: dict[str, Any] = {"inputs": tokens, "streaming": not request.hold}
     if request.media and not adopted and options.image_inputs is not None:
@@ -138,6 +145,29 @@ def prepare(request: SequenceRequest, info: EngineInfo, options: Options, consum
         top=request.sampling.logprobs,
     )
     return Prepared(cursor, parameters, arguments, tokens, adopted)
+
+
+def _edits(request: SequenceRequest, options: Options, *, continues: bool) -> dict[str, Any]:
+    """Arguments of SamplingParams that edit the logits.
+
+    Args:
+        continues: the prompt that the engine sees ends in tokens of the output.
+
+    Raises:
+        RequestError: the engine cannot apply them.
+    """
+    found: dict[str, Any] = {}
+    processors = None if options.processors is None else options.processors(request)
+    if request.constraint is not None and not continues:
+        found["guided_decoding"] = {"grammar": grammar_text(request.constraint)}
+    elif request.constraint is not None:
+        if options.continuing is None:
+            raise RequestError(Code.engine_error, NOT_CONTINUED)
+        constraint = options.continuing(request)
+        processors = constraint if processors is None else [processors, constraint]
+    if processors is not None:
+        found["logits_processor"] = processors
+    return found
 
 
 def _take_over(request: SequenceRequest, options: Options, consumed: ConsumedStates) -> tuple[Any, int]:

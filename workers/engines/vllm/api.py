@@ -41,6 +41,7 @@ _SAMPLING = frozenset(
         "logprobs",
         "output_kind",
         "extra_args",
+        "structured_outputs",
     ]
 )
 
@@ -51,6 +52,8 @@ class Api:
 
     Attributes:
         arguments: fields of AsyncEngineArgs.
+        configs: classes of arguments that are configurations of their own.
+        grammar: class of a grammar among the SamplingParams.
         refusals: exceptions of a request that is invalid.
         transient: exceptions of a request that failed, though it is valid.
         dead: exception of an engine that has ended.
@@ -66,8 +69,8 @@ class Api:
     refusals: tuple[type[BaseException], ...]
     transient: tuple[type[BaseException], ...]
     dead: type[BaseException]
-    transfer_config: type[Any]
-    events_config: type[Any]
+    configs: Mapping[str, type[Any]]
+    grammar: type[Any]
     cpu: bool = False
 
     def construct(self, model: str, tree: Tree, stat_loggers: list[Any]) -> Any:
@@ -78,10 +81,21 @@ class Api:
             Exception: anything else means that it did not start.
         """
         arguments = dict(tree)
-        for key, kind in (("kv_transfer_config", self.transfer_config), ("kv_events_config", self.events_config)):
+        for key, kind in self.configs.items():
             if isinstance(arguments.get(key), Mapping):
                 arguments[key] = kind(**arguments[key])
         return self.llm.from_engine_args(self.args(model=model, **arguments), stat_loggers=stat_loggers)
+
+    def sampling_params(self, arguments: Mapping[str, Any]) -> Any:
+        """SamplingParams whose outputs are deltas. ``structured_outputs`` is a mapping here.
+
+        Raises:
+            ValueError: an argument is invalid.
+        """
+        arguments = dict(arguments)
+        if "structured_outputs" in arguments:
+            arguments["structured_outputs"] = self.grammar(**arguments["structured_outputs"])
+        return self.sampling(output_kind=self.delta, **arguments)
 
     def nixl(self) -> bool:
         """Whether vLLM's connector finds NIXL; otherwise only the log of a subprocess would report it."""
@@ -123,8 +137,12 @@ def load() -> Api:
             refusals=(*_kinds(errors, "VLLMClientError"), ValueError, TypeError),
             transient=_kinds(errors, "GenerationError", "GracefulHTTPError"),
             dead=dead,
-            transfer_config=config.KVTransferConfig,
-            events_config=config.KVEventsConfig,
+            configs={
+                "kv_transfer_config": config.KVTransferConfig,
+                "kv_events_config": config.KVEventsConfig,
+                "structured_outputs_config": config.StructuredOutputsConfig,
+            },
+            grammar=params.StructuredOutputsParams,
             cpu=bool(importlib.import_module("vllm.platforms").current_platform.is_cpu()),
         )
     except (ImportError, AttributeError, OSError) as error:  # OSError: a CUDA library is missing

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from infra.engine_args.tree import BadArguments, Tree, merge
 
 EVENT_STEPS = 10_000  # KV event messages that are kept for replay
+GRAMMARS = "guidance"  # vLLM's name for llguidance
 CPU_BLOCK = 32  # tokens; vLLM's CPU attention kernel takes multiples of it
 
 # Connectors in the form of ``KVTransferConfig``.
@@ -63,6 +64,7 @@ class EngineSettings(NamedTuple):
         lease_s: KV that was not fetched after this may be freed.
         otlp: where the engine exports its own spans; empty: nowhere.
         cpu_bytes: size of the KV cache if vLLM computes on CPUs; 0: on an accelerator.
+        constraints: the engine applies constraints (structured output); it then reads the model's tokenizer.
     """
 
     role: str
@@ -81,6 +83,7 @@ class EngineSettings(NamedTuple):
     dtype: str = "auto"
     otlp: str = ""
     cpu_bytes: int = 0
+    constraints: bool = False
 
 
 class Resolved(NamedTuple):
@@ -151,7 +154,7 @@ def events(wanted: EngineSettings) -> Tree | None:
 def defaults(wanted: EngineSettings) -> Tree:
     """Our default arguments."""
     tree: Tree = {
-        "skip_tokenizer_init": True,  # it sees token ids only
+        "skip_tokenizer_init": not wanted.constraints,  # it sees token ids only; grammars need their texts
         "block_size": wanted.block_size,
         "max_num_seqs": wanted.max_running,
         "max_num_batched_tokens": wanted.max_batched_tokens,
@@ -166,6 +169,8 @@ def defaults(wanted: EngineSettings) -> Tree:
         tree["dtype"] = wanted.dtype
     if wanted.tensor_parallel_size:
         tree["tensor_parallel_size"] = wanted.tensor_parallel_size
+    if wanted.constraints:
+        tree["structured_outputs_config"] = {"backend": GRAMMARS}
     if wanted.otlp:
         tree["otlp_traces_endpoint"] = wanted.otlp
     moved = transfer(wanted.connectors, wanted.role, wanted.lease_s)
@@ -226,6 +231,11 @@ def _contradictions(tree: Tree, wanted: EngineSettings) -> list[str]:
         problems.append(f"kv_transfer_config: --role {wanted.role} needs NixlConnector in it")
     if isinstance(config, Mapping) and config.get("kv_connector") and config.get("kv_role") not in ("kv_both", None):
         problems.append("kv_transfer_config.kv_role: must be kv_both; --role sets what the worker does")
+    grammars = tree.get("structured_outputs_config") or {}
+    if wanted.constraints and grammars.get("backend") != GRAMMARS:
+        problems.append(f"structured_outputs_config.backend: must be {GRAMMARS}, which takes the worker's grammars")
+    if grammars.get("reasoning_parser"):
+        problems.append("structured_outputs_config.reasoning_parser: the gateway parses answers; --reasoning-parser")
     if tree["block_size"] != wanted.block_size:
         problems.append(f"block_size: {tree['block_size']}, the worker has {wanted.block_size}; use --block-size")
     if wanted.cpu_bytes and tree["block_size"] % CPU_BLOCK:

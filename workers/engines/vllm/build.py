@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import structlog
 
 from configs.settings import WorkerSettings
@@ -17,7 +18,9 @@ from infra.model import modeldir
 from schemas import blocks
 from workers.engines import memory_budget
 from workers.engines.base import EngineError, EngineInfo
+from workers.engines.constraints.compiler import ALL_CONSTRAINTS, compiler
 from workers.engines.external import arguments as user_arguments
+from workers.engines.external.constrained import standard_tokenizer
 from workers.engines.external.engine import ExternalEngine
 from workers.engines.external.event_streams import channels, subscribe
 from workers.engines.external.guard import Guard, children
@@ -25,6 +28,7 @@ from workers.engines.external.network import address, environ, free_ports, is_fr
 from workers.engines.external.runtime import CLOSE_S, EngineRuntime, Inbox, shut_down
 from workers.engines.loop import LoopThread
 from workers.engines.vllm import api as apis
+from workers.engines.vllm import plugin
 from workers.engines.vllm.adapter import VllmAdapter
 from workers.engines.vllm.api import Api
 from workers.engines.vllm.args import EngineSettings, Resolved, layout, resolve
@@ -58,6 +62,8 @@ def from_settings(settings: WorkerSettings, path: Path) -> ExternalEngine[Call]:
         undo.callback(shutil.rmtree, folder, ignore_errors=True)
         user_args = user_arguments.given(settings)
         wanted = wanted_of(settings, model.max_model_len, folder, user_args.get("data_parallel_size") or 1)
+        grammars = compiler(path) if standard_tokenizer(path) else None
+        wanted = wanted._replace(constraints=grammars is not None)
         variables = on_device(settings, api.cpu)
         if api.cpu:
             wanted = wanted._replace(cpu_bytes=cpu_bytes(wanted, user_args))
@@ -66,6 +72,8 @@ def from_settings(settings: WorkerSettings, path: Path) -> ExternalEngine[Call]:
             if not api.nixl():
                 raise EngineError("vLLM's NixlConnector needs the package nixl: pip install nixl")
             variables |= side_channel(settings.nats_url, resolved.ranks)
+        if grammars is not None:
+            variables |= {plugin.ACTIVE: "1"}
         inbox = Inbox()
         loop = LoopThread("vllm")
         undo.callback(loop.close)
@@ -86,11 +94,13 @@ def from_settings(settings: WorkerSettings, path: Path) -> ExternalEngine[Call]:
             raise EngineError(
                 f"vLLM chose blocks of {info.block_size} tokens for this model; use --block-size {info.block_size}"
             )
+        if grammars is not None:
+            info = msgspec.structs.replace(info, constraints=ALL_CONSTRAINTS)
         options = Options(blocks.root(model.revision), info.handoff_layout)
         runtime = EngineRuntime(llm, api, loop, undo.pop_all(), inbox)
         adapter = VllmAdapter(info, runtime, options, scheduler)
     log.info("vllm_ready", layout=info.handoff_layout, blocks=info.total_blocks, slots=info.slots, ranks=info.dp_size)
-    return ExternalEngine(info, runtime, adapter)
+    return ExternalEngine(info, runtime, adapter, grammars)
 
 
 def info_of(

@@ -68,7 +68,7 @@ class Follower:
             self._failed(sequence, error)
 
     async def _generate(self, sequence: ActiveSequence[Call], prepared: Prepared) -> None:
-        params = self._api.sampling(output_kind=self._api.delta, **prepared.sampling)
+        params = self._api.sampling_params(prepared.sampling)
         cursor = OutputCursor(known=prepared.known, top=sequence.call.logprobs, adopted=prepared.adopted)
         name = f"penstock-{next(self._numbers)}"
         stream = self._llm.generate(

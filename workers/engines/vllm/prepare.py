@@ -9,6 +9,7 @@ from workers.engines.base import EngineInfo, RequestError, SequenceRequest
 from workers.engines.external import requests
 from workers.engines.external.handoff_state import ConsumedStates
 from workers.engines.vllm import handoff, sampling
+from workers.engines.vllm.plugin import EARLIER
 
 log = structlog.get_logger("engine")
 
@@ -67,6 +68,9 @@ def prepare(request: SequenceRequest, info: EngineInfo, options: Options, consum
 
     Args:
         consumed: states of prefill engines that this engine has taken over; each can be taken over once.
+
+    Raises:
+        RequestError: its constraint cannot be compiled.
     """
     tokens = [*request.prompt, *request.generated]
     takes_over = bool(request.opaque) and not request.score  # prompts that are scored are computed here
@@ -84,12 +88,18 @@ def prepare(request: SequenceRequest, info: EngineInfo, options: Options, consum
         choice=request.choice,
         earlier=before,
         score=0 < request.score < len(request.prompt),
+        constraint=request.constraint,
     )
     computed = tuple(tokens[: len(tokens) - len(last_tokens)])
+    extra: dict[str, Any] = {}
     if request.hold:
-        parameters["extra_args"] = {"kv_transfer_params": dict(handoff.PRODUCE)}
+        extra["kv_transfer_params"] = dict(handoff.PRODUCE)
     elif params is not None:
-        parameters["extra_args"] = {"kv_transfer_params": params}
+        extra["kv_transfer_params"] = params
+    if request.constraint is not None and before:
+        extra[EARLIER] = list(before)
+    if extra:
+        parameters["extra_args"] = extra
     prompt: dict[str, Any] = {"prompt_token_ids": list(computed)}
     if request.root and request.root != options.root:
         prompt["cache_salt"] = request.root.hex()

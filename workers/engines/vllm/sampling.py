@@ -8,7 +8,8 @@ from collections import Counter
 from collections.abc import Sequence as Seq
 from typing import Any
 
-from schemas.requests import Sampling, Stop
+from schemas.requests import Constraint, Sampling, Stop
+from workers.engines.external.constrained import ends, grammar_text
 from workers.engines.external.sampling import greedy, seed_of, shape, stop_ids
 
 
@@ -22,6 +23,7 @@ def arguments(
     choice: int = 0,
     earlier: Seq[int] = (),
     score: bool = False,
+    constraint: Constraint | None = None,
 ) -> dict[str, Any]:
     """Keyword arguments of ``SamplingParams``. Those left out have defaults in the engine that mean the same.
 
@@ -31,7 +33,11 @@ def arguments(
             other penalties are passed as a bias: exact for ``frequency_penalty``, and for ``presence_penalty`` until
             one of the tokens is drawn again.
         score: return the prompt's log-probabilities; the engine then ignores cached blocks.
+
+    Raises:
+        RequestError: the constraint cannot be compiled.
     """
+    stop = ends(stop, constraint)
     parameters: dict[str, Any] = {
         "n": 1,
         "max_tokens": max_tokens,
@@ -40,7 +46,9 @@ def arguments(
         "stop_token_ids": sorted(stop_ids(stop, eos)),
         "seed": seed_of(sampling.seed, choice, len(earlier)),
     }
-    if min_tokens > 0:
+    if constraint is not None:
+        parameters["structured_outputs"] = {"grammar": grammar_text(constraint)}
+    elif min_tokens > 0:
         parameters["min_tokens"] = min(min_tokens, max_tokens)  # vLLM refuses more
     if greedy(sampling):
         parameters["temperature"] = 0.0

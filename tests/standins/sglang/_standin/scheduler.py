@@ -54,7 +54,7 @@ class Scheduler(Core):
                 max_num_batched_tokens=args.chunked_prefill_size or 8192, max_num_seqs=args.max_running_requests or 256
             ),
             kv_transfer_config=None,
-            model_config=SimpleNamespace(max_model_len=context),
+            model_config=SimpleNamespace(max_model_len=context, skip_tokenizer_init=True),
         )
         super().__init__(config, model)  # type: ignore[arg-type]
         self.pool = Pool(total + 1, size, caching=caching)

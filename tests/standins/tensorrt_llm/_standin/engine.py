@@ -13,10 +13,13 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import cached_property
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from llguidance import LLMatcher, LLTokenizer
 from tensorrt_llm._standin.cache import PRIORITY, Block, Cache, Events, Key
 from tensorrt_llm._standin.model import Model
 from tensorrt_llm._standin.sampling import pick, shaped
@@ -24,7 +27,8 @@ from tensorrt_llm._standin.transfer import Offer, TransferError, fetch, offer
 from tensorrt_llm._standin.variant import LATER, QUIRKS
 from tensorrt_llm.executor.result import ErrorResponse, Logprob, Response
 from tensorrt_llm.llmapi.llm_args import BaseLlmArgs, NGramDecodingConfig
-from tensorrt_llm.sampling_params import SamplingParams, check_processors
+from tensorrt_llm.sampling_params import GuidedDecodingParams, SamplingParams, check_processors
+from tokenizers import Tokenizer
 from torch import Tensor
 
 POLL_S = 0.005  # while KV waits to be fetched
@@ -66,6 +70,7 @@ class Run:
     max_tokens: int
     stops: list[tuple[int | str, list[int]]]
     processors: list[Any]
+    guide: LLMatcher | None = None
     generated: list[int] = field(default_factory=list)
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
     prompt_logprobs: list[dict[int, Logprob]] | None = None
@@ -301,7 +306,7 @@ class Engine:
         if params.guided_decoding is not None:
             if args.guided_decoding_backend is None:
                 raise Refused("Guided decoding is not enabled: set guided_decoding_backend")
-            raise Refused("this stand-in has no grammar library")
+            self._grammar(params.guided_decoding)  # one that cannot be compiled fails its request only
         processors = [] if params.logits_processor is None else check_processors(params.logits_processor)
         try:
             processors = pickle.loads(pickle.dumps(processors))  # they go to other processes
@@ -318,8 +323,22 @@ class Engine:
             if params.seed is None:
                 generator.seed()
             stops = [] if params.ignore_eos else params._get_stop_reasons_and_words()
-            runs.append(Run(job, index, generator, max_tokens, stops, processors))
+            guide = None if params.guided_decoding is None else self._grammar(params.guided_decoding)
+            runs.append(Run(job, index, generator, max_tokens, stops, processors, guide))
         return runs
+
+    def _grammar(self, guide: GuidedDecodingParams) -> LLMatcher:
+        if self._args.guided_decoding_backend != "llguidance" or guide.grammar is None:
+            raise Refused("the stand-in has no other guides than grammars of llguidance")
+        matcher = LLMatcher(self._vocabulary, LLMatcher.grammar_from_lark(guide.grammar), log_level=0)
+        if matcher.is_error():
+            raise Refused(f"LLGuidance matcher error: {matcher.get_error()}")
+        return matcher
+
+    @cached_property
+    def _vocabulary(self) -> LLTokenizer:
+        tokenizer = Tokenizer.from_file(str(Path(self._tokenizer) / "tokenizer.json"))
+        return LLTokenizer(tokenizer.to_str(), n_vocab=self._model.vocab, eos_token=self._model.eos[0])
 
     def _check_disaggregation(self, job: Job) -> None:
         if job.kind == "context_and_generation":
@@ -425,6 +444,8 @@ class Engine:
         run.computed = run.cached = len(job.prompt)
         self._store(rank, run, final=False)
         first = list(job.disagg.first_gen_tokens)
+        if run.guide is not None:
+            run.guide.consume_tokens(first)
         for token in first:
             run.generated.append(token)
             if job.params.logprobs:
@@ -518,6 +539,10 @@ class Engine:
     def _sample(self, run: Run, raw: Tensor) -> int:
         params = run.job.params
         logits = shaped(raw, params, run.job.prompt, run.generated)
+        if run.guide is not None:
+            mask = torch.frombuffer(bytearray(run.guide.compute_bitmask()), dtype=torch.uint8)
+            allowed = (mask[:, None] >> torch.arange(8) & 1).flatten()[: len(logits)]
+            logits = logits.masked_fill(allowed == 0, float("-inf"))
         for processor in run.processors:
             view = logits[None, None]
             try:
@@ -525,6 +550,8 @@ class Engine:
             except Exception as error:
                 raise Refused(f"the logits processor failed: {error!r}") from error
         token = pick(logits, params, run.generator)
+        if run.guide is not None and not run.guide.is_stopped():
+            run.guide.consume_token(token)
         if params.logprobs:
             run.logprobs.append(_logprobs(raw.log_softmax(-1), token, params.logprobs))
         return token

@@ -6,7 +6,7 @@ from tensorrt_llm.executor.result import CompletionOutput
 from tensorrt_llm.executor.utils import RequestError
 from tensorrt_llm.llmapi.llm import LLM, RequestOutput
 from tensorrt_llm.llmapi.llm_args import CacheTransceiverConfig, KvCacheConfig, TorchLlmArgs
-from tensorrt_llm.sampling_params import SamplingParams
+from tensorrt_llm.sampling_params import GuidedDecodingParams, SamplingParams
 from tensorrt_llm.scheduling_params import SchedulingParams
 
 __all__ = [
@@ -14,6 +14,7 @@ __all__ = [
     "CacheTransceiverConfig",
     "CompletionOutput",
     "DisaggregatedParams",
+    "GuidedDecodingParams",
     "KvCacheConfig",
     "RequestError",
     "RequestOutput",

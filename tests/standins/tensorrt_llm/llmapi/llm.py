@@ -9,6 +9,7 @@ import secrets
 import weakref
 from collections import deque
 from collections.abc import Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -71,19 +72,23 @@ class BaseLLM:
         if not (path / "config.json").is_file():
             raise OSError(f"{model} is neither a folder with a model nor in the Hugging Face cache")
         self._model = load(path.resolve())
-        self._tokenizer = None if skip_tokenizer_init else self._load_tokenizer(tokenizer, path)
+        self._tokenizer_of = None if skip_tokenizer_init else (tokenizer or path)
         self._standin: Engine = self._start()
         self._closed = False
         self._generated = False  # events and statistics exist from the first request on
         atexit.register(_shutdown, weakref.ref(self))
 
     def _start(self) -> Engine:
-        return Engine(self.args, self._model, self._tokenizer)
+        return Engine(self.args, self._model, self._tokenizer_of)
 
-    def _load_tokenizer(self, given: Any, path: Path) -> Any:
-        from transformers import AutoTokenizer  # late: adapters that give token ids do without
+    @cached_property
+    def _tokenizer(self) -> Any:
+        """Late: most adapters give token ids, and the import of transformers is most of an engine's start."""
+        if self._tokenizer_of is None:
+            return None
+        from transformers import AutoTokenizer
 
-        return AutoTokenizer.from_pretrained(given or path)
+        return AutoTokenizer.from_pretrained(self._tokenizer_of)
 
     @property
     def tokenizer(self) -> Any:
@@ -120,7 +125,7 @@ class BaseLLM:
             seed = "salt:" + hashlib.blake2b(cache_salt.encode()).hexdigest()[:16]
         text, tokens, embeds, media = self._read(prompt_inputs(inputs), params, disaggregated_params)
         self._check_arguments(tokens, params, kind == "generation_only")
-        result = RequestOutput(next(_ids), text, tokens, params, self._tokenizer)
+        result = RequestOutput(next(_ids), text, tokens, params, self._tokenizer if params.detokenize else None)
         engine = self._standin
         result._abort = engine.abort
         result.trace_headers = trace_headers

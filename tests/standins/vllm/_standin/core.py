@@ -19,6 +19,7 @@ from vllm._standin.blocks import Block, Pool, chain
 from vllm.config import VllmConfig
 from vllm.logprobs import Logprob
 from vllm.sampling_params import SamplingParams
+from vllm.v1.structured_output import GuidanceGrammar, StructuredOutputManager
 
 ENGINES: dict[str, Core] = {}  # by engine_id: what NIXL reaches through the side channel
 PULLS = ("NixlConnector", "NixlPullConnector")
@@ -52,6 +53,15 @@ class Request:
     fetching: bool = False
     scored: list[dict[int, Logprob] | None] = field(default_factory=lambda: [None])
     scores_sent: bool = False  # of ``scored``
+    grammar: GuidanceGrammar | None = None
+
+    @property
+    def request_id(self) -> str:
+        return self.id
+
+    @property
+    def sampling_params(self) -> SamplingParams:
+        return self.params
 
     @property
     def tokens(self) -> list[int]:
@@ -61,6 +71,7 @@ class Request:
 class Core:
     def __init__(self, config: VllmConfig, model: Model) -> None:
         self.config, self.model = config, model
+        self.grammars = StructuredOutputManager(config, model.vocab, model.eos)
         cache = config.cache_config
         self.pool = Pool(cache.num_gpu_blocks, cache.block_size, caching=cache.enable_prefix_caching)
         self.size = cache.block_size
@@ -253,6 +264,8 @@ class Core:
             return None
         token, logprobs = self._draw(request, logits)
         request.generated.append(token)
+        if request.grammar is not None:
+            request.grammar.accept_tokens(request.id, [token])
         piece = Piece(request, token, logprobs)
         if every and not request.scores_sent:
             request.scores_sent, piece.prompt_logprobs = True, request.scored
@@ -277,6 +290,8 @@ class Core:
 
     def _draw(self, request: Request, logits: Tensor) -> tuple[int, dict[int, Logprob] | None]:
         params = request.params
+        if request.grammar is not None:
+            logits = logits.masked_fill(request.grammar.barred()[: len(logits)], NEVER)
         bias = torch.zeros_like(logits)
         for token, value in (params.logit_bias or {}).items():
             bias[token] = value

@@ -1,4 +1,4 @@
-"""As ``vllm.config``: the two configurations that adapters write, and what they read of the rest."""
+"""As ``vllm.config``: the configurations that adapters write, and what they read of the rest."""
 
 import uuid
 from dataclasses import dataclass, field
@@ -47,6 +47,16 @@ class KVEventsConfig:
 
 
 @dataclass
+class StructuredOutputsConfig:
+    backend: Literal["auto", "xgrammar", "guidance", "outlines", "lm-format-enforcer"] = "auto"
+    disable_any_whitespace: bool = False
+    disable_additional_properties: bool = False
+    reasoning_parser: str = ""
+    reasoning_parser_plugin: str = ""
+    enable_in_reasoning: bool = False
+
+
+@dataclass
 class CacheConfig:
     block_size: int
     num_gpu_blocks: int
@@ -64,6 +74,7 @@ class ModelConfig:
     model: str
     max_model_len: int
     max_logprobs: int = 20
+    skip_tokenizer_init: bool = False
 
 
 @dataclass
@@ -73,6 +84,7 @@ class VllmConfig:
     scheduler_config: SchedulerConfig
     kv_transfer_config: KVTransferConfig | None
     kv_events_config: KVEventsConfig | None
+    structured_outputs_config: StructuredOutputsConfig
 
 
-__all__ = ["KVEventsConfig", "KVTransferConfig", "VllmConfig"]
+__all__ = ["KVEventsConfig", "KVTransferConfig", "StructuredOutputsConfig", "VllmConfig"]

@@ -7,7 +7,15 @@ from typing import Any
 
 from tensorrt_llm._standin.model import load
 from vllm._standin.fields import FIELDS
-from vllm.config import CacheConfig, KVEventsConfig, KVTransferConfig, ModelConfig, SchedulerConfig, VllmConfig
+from vllm.config import (
+    CacheConfig,
+    KVEventsConfig,
+    KVTransferConfig,
+    ModelConfig,
+    SchedulerConfig,
+    StructuredOutputsConfig,
+    VllmConfig,
+)
 from vllm.platforms import current_platform
 
 _DEFAULTS = {
@@ -35,8 +43,8 @@ class AsyncEngineArgs(_Fields):  # type: ignore[misc]
         length = self.max_model_len or model.max_positions
         if length > model.max_positions:
             raise ValueError(f"User-specified max_model_len ({length}) is greater than the derived max_model_len")
-        if not self.skip_tokenizer_init:
-            raise ValueError("the stand-in has no tokenizer")
+        if not self.skip_tokenizer_init and not (Path(self.model) / "tokenizer.json").is_file():
+            raise OSError(f"Can't load tokenizer for {self.model!r}")
         cpu = current_platform.is_cpu()
         size = self.block_size or (128 if cpu else 16)
         if size < 1:
@@ -47,7 +55,9 @@ class AsyncEngineArgs(_Fields):  # type: ignore[misc]
             raise ValueError(f"max_num_batched_tokens ({tokens}) is smaller than max_model_len ({length}).")
         if tokens < seqs:
             raise ValueError(f"max_num_batched_tokens ({tokens}) must be at least max_num_seqs ({seqs}).")
-        for given, kind in ((self.kv_transfer_config, KVTransferConfig), (self.kv_events_config, KVEventsConfig)):
+        outputs = self.structured_outputs_config
+        configs = (self.kv_transfer_config, self.kv_events_config, outputs)
+        for given, kind in zip(configs, (KVTransferConfig, KVEventsConfig, StructuredOutputsConfig), strict=True):
             if given is not None and not isinstance(given, kind):
                 raise ValueError(f"Input should be a dictionary or an instance of {kind.__name__}")
         caching = self.enable_prefix_caching is not False
@@ -57,11 +67,12 @@ class AsyncEngineArgs(_Fields):  # type: ignore[misc]
         if cpu and self.kv_cache_memory_bytes is None and "VLLM_CPU_KVCACHE_SPACE" not in os.environ:
             raise AssertionError("0.92 of the machine's memory would be taken: no test may ask for that")
         return VllmConfig(
-            ModelConfig(self.model, length, self.max_logprobs),
+            ModelConfig(self.model, length, self.max_logprobs, self.skip_tokenizer_init),
             CacheConfig(size, self.num_gpu_blocks_override or 2049, caching),
             SchedulerConfig(seqs, tokens),
             self.kv_transfer_config,
             events,
+            outputs or StructuredOutputsConfig(),
         )
 
 

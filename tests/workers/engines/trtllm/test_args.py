@@ -208,3 +208,16 @@ def test_what_does_not_change_a_block_does_not_change_the_fingerprint() -> None:
     assert one.layout == resolved("kv_cache_config: {max_attention_window: [4096, 4096]}").layout
     assert resolved("max_batch_size: 8", role="prefill").layout == resolved(role="decode").layout
     assert layout(one.args) == one.layout
+
+
+def test_grammars_are_read_where_nothing_excludes_them() -> None:
+    found = resolved(constraints=True)
+    assert (found.tree["guided_decoding_backend"], found.tree["skip_tokenizer_init"]) == ("llguidance", False)
+    assert resolved("guided_decoding_backend: xgrammar", constraints=True).args.guided_decoding_backend == "xgrammar"
+    for excluding in (
+        "enable_lora: true\ncuda_graph_config: null",
+        "speculative_config: {decoding_type: NGram, max_draft_len: 2, max_matching_ngram_size: 2}",
+    ):
+        found = resolved(excluding, constraints=True)
+        assert "guided_decoding_backend" not in found.tree
+        assert found.tree["skip_tokenizer_init"]

@@ -15,6 +15,7 @@ class _Params:
         stop_token_ids: Any = None, seed: Any = None, temperature: float = 1, top_p: float = 1, top_k: int = 0,
         min_p: float = 0, repetition_penalty: float = 1, presence_penalty: float = 0, frequency_penalty: float = 0,
         logit_bias: Any = None, logprobs: Any = None, output_kind: Any = None, extra_args: Any = None,
+        structured_outputs: Any = None,
     ) -> None: ...  # fmt: skip
 
 
@@ -41,9 +42,13 @@ def install(monkeypatch: pytest.MonkeyPatch, llm: type[Any] = _Llm, **errors: ty
         "vllm.v1.engine.exceptions": {"EngineDeadError": type("EngineDeadError", (Exception,), {})},
         "vllm.engine": {},
         "vllm.engine.arg_utils": {"AsyncEngineArgs": _Args},
-        "vllm.sampling_params": {"SamplingParams": _Params, "RequestOutputKind": SimpleNamespace(DELTA=1)},
+        "vllm.sampling_params": {
+            "SamplingParams": _Params,
+            "RequestOutputKind": SimpleNamespace(DELTA=1),
+            "StructuredOutputsParams": object,
+        },
         "vllm.exceptions": errors,
-        "vllm.config": {"KVTransferConfig": object, "KVEventsConfig": object},
+        "vllm.config": dict.fromkeys(("KVTransferConfig", "KVEventsConfig", "StructuredOutputsConfig"), object),
         "vllm.platforms": {"current_platform": SimpleNamespace(is_cpu=lambda: False)},
     }
     for name, values in contents.items():

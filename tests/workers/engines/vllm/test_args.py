@@ -298,3 +298,13 @@ def test_without_vllm_the_error_says_what_to_install() -> None:
         pytest.skip("vLLM is installed")
     with pytest.raises(EngineError, match="pip install"):
         api.load()
+
+
+def test_grammars_need_vllm_s_tokenizer_and_the_backend_that_takes_ours() -> None:
+    assert resolved().tree["skip_tokenizer_init"]
+    tree = resolved(constraints=True).tree
+    assert (tree["skip_tokenizer_init"], tree["structured_outputs_config"]) == (False, {"backend": "guidance"})
+    with pytest.raises(BadArguments, match="must be guidance"):
+        resolved({"structured_outputs_config": {"backend": "xgrammar"}}, constraints=True)
+    with pytest.raises(BadArguments, match="gateway parses"):
+        resolved({"structured_outputs_config": {"reasoning_parser": "qwen3"}})

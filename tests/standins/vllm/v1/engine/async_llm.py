@@ -20,6 +20,7 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.exceptions import GenerationError, VLLMClientError, VLLMValidationError
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.platforms import current_platform
+from vllm.plugins import load_general_plugins
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
@@ -84,6 +85,7 @@ class AsyncLLM:
         self.vllm_config = vllm_config
         self.model_config = vllm_config.model_config
         _initialise(vllm_config)
+        load_general_plugins()
         self._standin = Core(vllm_config, load(Path(vllm_config.model_config.model)))
         self._loggers = [factory(vllm_config, 0) for factory in stat_loggers or []]
         for logger in self._loggers:
@@ -251,6 +253,11 @@ class AsyncLLM:
             raise VLLMValidationError(f"The decoder prompt ({len(tokens)}) is longer than the maximum model length")
         if params.n != 1:
             raise VLLMValidationError("the stand-in answers once")
+        if params.structured_outputs is not None:
+            if self.model_config.skip_tokenizer_init:
+                raise VLLMValidationError("Structured outputs requires a tokenizer")
+            if self.vllm_config.structured_outputs_config.backend != "guidance":
+                raise VLLMValidationError("the stand-in has no other backend than guidance")
         if params.detokenize:
             raise VLLMValidationError("detokenize without a tokenizer")
         if (params.logprobs or 0) > self.model_config.max_logprobs:
@@ -275,7 +282,9 @@ class AsyncLLM:
         if transfer is not None and not isinstance(transfer, dict):
             raise VLLMValidationError("kv_transfer_params must be a dictionary")
         own = dict(transfer) if transfer is not None and core.engine_id else None
-        core.add(Request(request_id, list(tokens), params, salt, own, generator))
+        request = Request(request_id, list(tokens), params, salt, own, generator)
+        core.grammars.grammar_init(request)
+        core.add(request)
         collector = self._collectors[request_id] = Collector(params.output_kind)
         self._work.set()
         return collector

@@ -1,0 +1,8 @@
+"""As ``vllm.plugins``: what other packages load into the engine."""
+
+from importlib.metadata import entry_points
+
+
+def load_general_plugins() -> None:
+    for plugin in entry_points(group="vllm.general_plugins"):
+        plugin.load()()

@@ -1,0 +1,90 @@
+"""Constraints on the output of an external engine's sequences.
+
+The engine applies the grammar; this follows the tokens that it draws. A token that the grammar does not allow ends its
+sequence with a failure, whatever went wrong in the engine: a constraint is never ignored.
+"""
+
+import functools
+from collections.abc import Sequence as Seq
+from pathlib import Path
+
+import msgspec
+
+from infra.model import constraints
+from schemas.errors import Code
+from schemas.requests import Constraint, Stop
+from workers.engines.base import RequestError, SequenceRequest
+from workers.engines.constraints.compiler import ConstraintCompiler
+from workers.engines.constraints.matcher import Matcher
+from workers.engines.constraints.running import matcher_of
+from workers.engines.external.outputs import SequenceFailure, Token
+
+REMEMBERED = 256  # grammars as text
+
+
+class ConstrainedOutputs:
+    """
+    Args:
+        grammars: of the model; None: the engine takes no constraints.
+    """
+
+    def __init__(self, grammars: ConstraintCompiler | None) -> None:
+        self._grammars = grammars
+        self._matchers: dict[object, Matcher] = {}
+
+    def add(self, request: SequenceRequest) -> None:
+        """Follow a sequence, behind the tokens of earlier attempts.
+
+        Raises:
+            RequestError: its constraint cannot be compiled, or those tokens do not match it.
+        """
+        if request.constraint is not None:
+            self._matchers[request.key] = matcher_of(request, self._grammars)
+
+    def remove(self, key: object) -> None:
+        self._matchers.pop(key, None)
+
+    def follow(self, key: object, tokens: Seq[Token]) -> tuple[Seq[Token], SequenceFailure | None]:
+        """Follow new tokens of a sequence.
+
+        Returns: the tokens before the first that its constraint does not allow, and the failure if there is one.
+        """
+        matcher = self._matchers.get(key) if self._matchers else None
+        if matcher is None:
+            return tokens, None
+        for at, token in enumerate(tokens):
+            if not matcher.take(token.token):
+                reason = f"the engine drew a token that the constraint does not allow: {matcher.error}"
+                return tokens[:at], SequenceFailure(Code.engine_error, reason)
+        return tokens, None
+
+
+@functools.lru_cache(REMEMBERED)
+def grammar_text(constraint: Constraint) -> str:
+    """The grammar for engines that compile it themselves: one text in llguidance's dialect of Lark.
+
+    Raises:
+        RequestError: it cannot be compiled.
+    """
+    try:
+        return constraints.as_lark(constraint)
+    except constraints.ConstraintError as error:
+        raise RequestError(Code.invalid_request, f"the constraint cannot be compiled: {error}") from None
+
+
+def ends(stop: Stop, constraint: Constraint | None) -> Stop:
+    """Where an output may end: with a constraint, where its grammar says, whatever the client asks for."""
+    if constraint is None:
+        return stop
+    return Stop(stop.max_tokens, token_ids=stop.token_ids, strings=stop.strings)
+
+
+def standard_tokenizer(path: Path) -> bool:
+    """Whether an engine can read the model's tokenizer without code of the model's own."""
+    try:
+        config = msgspec.json.decode((path / "tokenizer_config.json").read_bytes())
+    except FileNotFoundError:
+        return True
+    except (OSError, ValueError):
+        return False
+    return isinstance(config, dict) and "auto_map" not in config
