@@ -5,28 +5,30 @@ import gc
 from collections.abc import Iterator
 from typing import BinaryIO
 
-from infra.replay.log_line import LogLine, encode_line
+from infra.replay.log_line import LogLine, append_line
 from infra.replay.media import media_of
 from infra.replay.redaction import Redactor
 from infra.replay.selection import Selection
 
-GROUP = 256  # lines per write
+WRITTEN_BYTES = 256 << 10  # together
 
 
 class LineWriter:
     """Writes the selected messages to a file.
 
+    Args:
+        file: None: keep the lines until ``taken``.
     Attributes:
         requests: ids of those written.
         left_out: messages that cannot be redacted.
         media: digests, in the order of the requests.
     """
 
-    def __init__(self, chosen: Selection, file: BinaryIO, redactor: Redactor | None) -> None:
+    def __init__(self, chosen: Selection, file: BinaryIO | None, redactor: Redactor | None) -> None:
         self._chosen = chosen
         self._file = file
         self._redactor = redactor
-        self._lines: list[bytes] = []
+        self._lines = bytearray()
         self.requests: set[str] = set()
         self.messages = 0
         self.left_out = 0
@@ -49,14 +51,20 @@ class LineWriter:
         self.write(part)
 
     def write(self, record: LogLine) -> None:
-        self._lines.append(encode_line(record))
+        append_line(record, self._lines)
         self.messages += 1
-        if len(self._lines) == GROUP:
+        if len(self._lines) >= WRITTEN_BYTES and self._file is not None:
             self.flush()
 
     def flush(self) -> None:
-        self._file.write(b"".join(self._lines))
-        self._lines.clear()
+        if self._file is not None:
+            self._file.write(self._lines)
+            self._lines.clear()
+
+    def taken(self) -> bytearray:
+        """The lines that were not written to a file. They are the caller's from now on."""
+        lines, self._lines = self._lines, bytearray()
+        return lines
 
 
 @contextlib.contextmanager

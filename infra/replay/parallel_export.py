@@ -5,7 +5,6 @@ and write them in turn too: only one at a time learns where its lines belong in 
 """
 
 import gzip
-import io
 import multiprocessing
 import os
 from collections.abc import Sequence
@@ -165,15 +164,13 @@ def _take_blocks(work: Sequence[Blocks], chosen: Selection, path: Path, shared: 
             blocks, index = pieces[number]
             if blocks.stream not in streams:
                 streams[blocks.stream] = StoredStream(blocks.folder)
-            lines = io.BytesIO()
-            writer = LineWriter(chosen, lines, None)
+            writer = LineWriter(chosen, None, None)
             data, places = streams[blocks.stream].block(index)
             for seq, time_ns, at in places:
                 if time_ns >= blocks.since_ns and (not blocks.until_ns or time_ns <= blocks.until_ns):
                     writer.add(record_of(blocks.stream, data, seq, time_ns, at))
-            writer.flush()
-            out = lines.getbuffer()
-            packed = gzip.compress(out, 1, mtime=0) if path.name.endswith(PACKED) and len(out) else out
+            lines = writer.taken()
+            packed = gzip.compress(lines, 1, mtime=0) if path.name.endswith(PACKED) and lines else lines
             offset = shared.reserve(number, len(packed))
             if offset is None:
                 break
@@ -187,7 +184,7 @@ def _take_blocks(work: Sequence[Blocks], chosen: Selection, path: Path, shared: 
     return Written(0, requests, messages, left_out, media)
 
 
-def _write_at(file: int, data: "bytes | memoryview", offset: int) -> None:
+def _write_at(file: int, data: bytes | bytearray, offset: int) -> None:
     rest = memoryview(data)
     while rest:
         size = os.pwrite(file, rest, offset)

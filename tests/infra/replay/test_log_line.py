@@ -13,6 +13,7 @@ from infra.replay.log_line import (
     BadLine,
     FileHeader,
     LogLine,
+    append_line,
     decode_line,
     encode_line,
     header_line,
@@ -59,7 +60,7 @@ def test_a_body_is_readable_and_its_request_too() -> None:
     assert line["body"]["decision"]["chosen"] == "w-1"
 
 
-@pytest.mark.parametrize("value", [math.inf, -math.inf, -0.1, 5e-324])
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan, -math.nan, -0.1, 5e-324])
 def test_log_probabilities_that_json_cannot_write_are_kept(value: float) -> None:
     logprobs = (Logprob(value, ((1, value),), 1),)
     item = TokenItem(samples.ID, 1, 0, 0, b"\1\0\0\0", Finish("stop"), logprobs)
@@ -94,3 +95,10 @@ def test_a_file_of_a_later_format_names_its_build() -> None:
         read_header(header_line(FileHeader(FORMAT, 2, "0.9", "", "ps")))
     with pytest.raises(BadLine, match="not the first line"):
         read_header(b'{"a":1}')
+
+
+def test_a_line_is_added_behind_others() -> None:
+    given = record("REQUESTS", encode(samples.request()))
+    lines = bytearray(b"before\n")
+    append_line(given, lines)
+    assert lines == b"before\n" + encode_line(given)
