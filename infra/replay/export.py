@@ -40,7 +40,7 @@ from infra.store.log import StoredLog
 from infra.timeline.find_requests import of_entry
 from infra.timeline.log_copy import MEDIA
 from infra.timeline.moments import moment_ns
-from infra.timeline.open_log import Log, Source, add_flags, open_log, run_command
+from infra.timeline.open_log import Log, Source, add_flags, add_verify_flag, open_log, run_command
 from schemas import fleet
 from schemas.errors import ServingError
 from schemas.ids import time_of
@@ -86,6 +86,7 @@ def run(argv: Sequence[str]) -> int:
         help="of --redact: ids are below (default: %(default)s)",
     )
     add_flags(parser)
+    add_verify_flag(parser)
     args = parser.parse_args(argv)
     return run_command("export", lambda: _run(args))
 
@@ -136,7 +137,7 @@ async def _run(args: argparse.Namespace) -> None:
             processes = processes_for(log.files, STREAMS)
         with new_file(args.output) if processes > 1 else writing(args.output) as file:
             if processes > 1 and log.files is not None:
-                exported = await _export_parallel(log.files, chosen, header, file, processes)
+                exported = await _export_parallel(log.files, chosen, header, file, processes, args.verify)
             else:
                 exported = await _export_messages(log, chosen, header, file, redactor)
             written = await _with_media(exported, log, Source.of(args), file, media_bytes)
@@ -201,7 +202,7 @@ async def _export_messages(
 
 
 async def _export_parallel(
-    log: StoredLog, chosen: Selection, header: FileHeader, file: BinaryIO, processes: int
+    log: StoredLog, chosen: Selection, header: FileHeader, file: BinaryIO, processes: int, verify: bool
 ) -> _Exported:
     began = time.perf_counter()
     path = Path(file.name)
@@ -214,7 +215,7 @@ async def _export_parallel(
         stored = log.stream(log.subjects.stream(stream))
         if stored is not None and limits.messages and (stream != "KV" or chosen.kv):
             since = 0 if stream == "KV" else since_ns
-            work.append(Blocks(stream, stored.folder, range(len(stored.blocks)), since, until_ns))
+            work.append(Blocks(stream, stored.folder, range(len(stored.blocks)), since, until_ns, verify))
     written = await asyncio.to_thread(export_blocks, work, chosen, path, file.tell(), processes)
     file.seek(written.end)
     seconds = time.perf_counter() - began

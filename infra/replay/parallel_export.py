@@ -28,13 +28,17 @@ END_S = 5.0
 
 
 class Blocks(NamedTuple):
-    """The blocks of one stream that may hold selected messages, and between which times (Unix, ns; 0: open)."""
+    """The blocks of one stream that may hold selected messages, and between which times (Unix, ns; 0: open).
+
+    ``verify``: leave out messages whose checksums are wrong.
+    """
 
     stream: str  # without the namespace
     folder: Path
     indices: range
     since_ns: int
     until_ns: int
+    verify: bool = False
 
 
 class Written(NamedTuple):
@@ -163,7 +167,7 @@ def _take_blocks(work: Sequence[Blocks], chosen: Selection, path: Path, shared: 
         while (number := shared.take()) < len(pieces):
             blocks, index = pieces[number]
             if blocks.stream not in streams:
-                streams[blocks.stream] = StoredStream(blocks.folder)
+                streams[blocks.stream] = StoredStream(blocks.folder, verify=blocks.verify)
             writer = LineWriter(chosen, None, None)
             data, places = streams[blocks.stream].block(index)
             for seq, time_ns, at in places:

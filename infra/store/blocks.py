@@ -9,7 +9,7 @@ A block is a row of records (nats-server ``filestore.go``, the same since 2.10):
              subject, [4 bytes: length of the headers, headers,] body
     8        checksum
 
-All numbers are little-endian. The checksums are not verified: that takes longer than everything else together.
+All numbers are little-endian. ``infra.store.verify`` verifies checksums, which takes longer than everything else.
 """
 
 import struct

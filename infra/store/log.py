@@ -18,6 +18,7 @@ class StoredLog:
         streams: the folder of the streams.
         names: which streams are read, with the namespace. Those that are not in the folder have no messages.
         check: called after each look at the files; raises if a broker has started on them.
+        verify: leave out messages whose checksums are wrong, and say so.
     Raises:
         Unsupported: a stream is encrypted or compressed.
         OSError, msgspec.MsgspecError: a stream cannot be read.
@@ -26,11 +27,17 @@ class StoredLog:
     clustered = False
 
     def __init__(
-        self, streams: Path, subjects: Subjects, names: Collection[str], check: Callable[[], None] = lambda: None
+        self,
+        streams: Path,
+        subjects: Subjects,
+        names: Collection[str],
+        check: Callable[[], None] = lambda: None,
+        *,
+        verify: bool = False,
     ) -> None:
         self.subjects = subjects
         self._streams = {
-            name: StoredStream(streams / name, check) if (streams / name / "meta.inf").exists() else None
+            name: StoredStream(streams / name, check, verify=verify) if (streams / name / "meta.inf").exists() else None
             for name in names
         }
 
@@ -43,6 +50,11 @@ class StoredLog:
         if name not in self._streams:
             raise ServingError(Code.broker_unavailable, f"stream {name} is not read from this folder")
         return self._streams[name]
+
+    def is_intact(self, entry: Entry, stream: str) -> bool:
+        """Whether a message that was read from a stream is as the broker stored it."""
+        stored = self.stream(stream)
+        return stored is None or stored.is_intact(entry.seq)
 
     def read(self, stream: str, subject: str, *, after: int, since_ns: int, until_seq: int | None) -> Iterator[Entry]:
         """As ``direct_get.read``."""

@@ -16,6 +16,7 @@ import msgspec
 import structlog
 
 from infra.store.blocks import CHECKSUM_BYTES, HAS_HEADERS, HEADER, LARGEST_GAP, Place, Records, records, subject_of
+from infra.store.verify import damaged, key_of
 
 log = structlog.get_logger("store")
 
@@ -58,18 +59,20 @@ class StoredStream:
     Args:
         folder: of the stream, with ``meta.inf`` and ``msgs``. It is only read.
         check: called after each look at the files; raises if a broker has started on them.
+        verify: leave out messages whose checksums are wrong, and say so.
     Raises:
         Unsupported: see there.
         OSError, msgspec.MsgspecError: it is no stream's folder, or cannot be read.
     """
 
-    def __init__(self, folder: Path, check: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, folder: Path, check: Callable[[], None] = lambda: None, *, verify: bool = False) -> None:
         config = msgspec.json.decode((folder / "meta.inf").read_bytes(), type=_Config)
         if (folder / "meta.key").exists() or config.compression not in ("", "none"):
             raise Unsupported(f"stream {folder.name} is encrypted or compressed")
         self.name = folder.name
         self.folder = folder
         self._check = check
+        self._verify = verify
         self.created = config.Created or config.created
         self.max_age_s = config.max_age / 1e9
         self.max_bytes = config.max_bytes
@@ -149,6 +152,13 @@ class StoredStream:
                 if (not before or seq < before) and (pattern is None or pattern.fullmatch(subject_of(data, at))):
                     yield Raw(seq, time_ns, data, at)
 
+    def is_intact(self, seq: int) -> bool:
+        """Whether the message of a sequence, which is stored, is as the broker wrote it."""
+        block = self._blocks[self._number_at(seq)]
+        data, rows = self._records(block)
+        at = rows.places[bisect_left(rows.places, (seq,))][2]
+        return not damaged(key_of(self.name, block.number), data, [at])
+
     def get(self, seq: int) -> Raw | None:
         """The message of a sequence."""
         for raw in self.forward(after=seq - 1) if seq > 1 else self.forward():
@@ -195,10 +205,20 @@ class StoredStream:
             rows = records(data)
             if rows.damaged:
                 log.warning("block_damaged", stream=self.name, file=block.path.name, bytes_left_out=rows.damaged)
+            if self._verify:
+                rows = self._intact(block, data, rows)
             kept = self._kept[block.number] = data, rows
             if len(self._kept) > KEPT_BLOCKS:
                 self._kept.popitem(last=False)
         return kept
+
+    def _intact(self, block: _Block, data: bytes, rows: Records) -> Records:
+        bad = set(damaged(key_of(self.name, block.number), data, [at for _, _, at in rows.places]))
+        if not bad:
+            return rows
+        seqs = [seq for seq, _, at in rows.places if at in bad]
+        log.warning("messages_damaged", stream=self.name, file=block.path.name, left_out=len(seqs), first=seqs[0])
+        return rows._replace(places=[place for place in rows.places if place[2] not in bad])
 
 
 def _begin(number: int, path: Path, deleted: list[int]) -> _Block | None:

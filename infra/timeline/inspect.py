@@ -13,7 +13,7 @@ from configs.flags import Parser
 from infra.terminal import reason, stdout
 from infra.timeline.inspection import Content, Inspection, inspect
 from infra.timeline.inspection_page import page
-from infra.timeline.open_log import REQUEST_STREAMS, Source, add_flags, open_log, run_command
+from infra.timeline.open_log import REQUEST_STREAMS, Source, add_flags, add_verify_flag, open_log, run_command
 from infra.timeline.read import read_timeline
 from infra.timeline.request_timeline import RequestTimeline
 from infra.timeline.show_inspection import show
@@ -50,6 +50,7 @@ def run(argv: Sequence[str]) -> int:
     parser.add_argument("--json", action="store_true", help="one JSON object")
     parser.add_argument("--html", default="", metavar="FILE", help="write one page that needs nothing else")
     add_flags(parser)
+    add_verify_flag(parser)
     args = parser.parse_args(argv)
     options = Options(not args.no_batches, args.text, args.tokens, args.json, args.html, args.model_path)
     request_id = args.request_id.removeprefix("chatcmpl-").removeprefix("cmpl-")

@@ -259,6 +259,8 @@ def _attempt(ticket: str) -> int:
 
 def _missing(timeline: RequestTimeline, with_tokens: bool) -> Iterator[str]:
     done = timeline.done
+    if timeline.damaged:
+        yield f"messages about it that are damaged on the disk are left out: {', '.join(timeline.damaged)}"
     if done is not None and timeline.request.no_store:
         yield (
             "it was made with no_store: what was said was never in its record, and its request, jobs and tokens are "
@@ -272,7 +274,9 @@ def _missing(timeline: RequestTimeline, with_tokens: bool) -> Iterator[str]:
             yield "its jobs are gone: WORK keeps them for a day (7 days with `penstock up --record`)"
         else:
             yield "no router placed it"
-    stored = any(isinstance(event, TokensStored) and event.count for event in timeline.events())
+    stored = sum(event.count for event in timeline.events() if isinstance(event, TokensStored))
+    if with_tokens and done is not None and 0 < stored < done.usage.completion:
+        yield f"some of its token batches are missing: they have {stored} of {done.usage.completion} tokens"
     if with_tokens and done is not None and done.usage.completion and not stored:
         yield "its token batches are gone: TOKENS keeps them for an hour (7 days with `penstock up --record`)"
     offers = {event.ticket for event in timeline.events() if isinstance(event, BlocksHandedOff)}

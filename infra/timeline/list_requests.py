@@ -17,7 +17,7 @@ from infra.bus.direct_get import Readable, get_last, read
 from infra.terminal import stdout
 from infra.timeline.find_requests import LoggedRequest, ended, of_entry, unfinished
 from infra.timeline.moments import duration_ns, moment_ns
-from infra.timeline.open_log import Log, Source, add_flags, open_log, run_command
+from infra.timeline.open_log import Log, Source, add_flags, add_verify_flag, open_log, run_command
 from infra.timeline.request_lines import RequestLine, lines
 from infra.timeline.summary_cache import cache_folder, summaries
 from infra.timeline.texts import Texts
@@ -74,6 +74,7 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--follow", "-f", action="store_true", help="then print requests as they end, until Ctrl-C")
     parser.add_argument("--json", action="store_true", help="one JSON object per line")
     add_flags(parser)
+    add_verify_flag(parser)
 
 
 def _options(args: argparse.Namespace) -> Options:
@@ -96,7 +97,7 @@ def _options(args: argparse.Namespace) -> Options:
         grep = re.compile(args.grep, re.IGNORECASE if args.ignore_case else 0) if args.grep else None
     except re.error as error:
         raise ValueError(f"--grep {args.grep!r} is not a regular expression: {error}") from error
-    cache = None if args.file else cache_folder(None if args.nats_url else Path(args.data_dir))
+    cache = None if args.file or args.verify else cache_folder(None if args.nats_url else Path(args.data_dir))
     return Options(criteria, args.limit, args.follow, args.json, grep, Texts(args.model_path), cache)
 
 

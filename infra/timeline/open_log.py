@@ -23,6 +23,7 @@ from infra.launch.state import State, read_state
 from infra.replay.files import open_export
 from infra.store.log import StoredLog
 from infra.store.stream import Unsupported
+from infra.store.verify import can_verify_much
 from infra.timeline.log_copy import STREAMS_DIR, CopyFailed, copy_streams, namespaces, stream_name
 from schemas.errors import ServingError
 from schemas.subjects import Subjects
@@ -74,7 +75,8 @@ def _logs_on_stderr() -> Iterator[None]:
 class Source(NamedTuple):
     """Which log to read. Empty: find it in the data folder.
 
-    ``file``: an export (``penstock export``), read instead of all others; ``skip_bad``: without its damaged lines.
+    ``file``: an export (``penstock export``), read instead of all others; ``skip_bad``: without its damaged lines;
+    ``verify``: leave out messages of a stopped deployment whose checksums are wrong.
     """
 
     data_dir: Path
@@ -82,11 +84,14 @@ class Source(NamedTuple):
     namespace: str = ""
     file: str = ""
     skip_bad: bool = False
+    verify: bool = False
 
     @classmethod
     def of(cls, args: argparse.Namespace) -> "Source":
         """The source that the flags of ``add_flags`` name."""
-        return cls(Path(args.data_dir), args.nats_url, args.namespace, args.file, args.skip_bad)
+        return cls(
+            Path(args.data_dir), args.nats_url, args.namespace, args.file, args.skip_bad, getattr(args, "verify", False)
+        )
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -103,6 +108,15 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--file", default="", metavar="FILE", help="an export (`penstock export`) instead of them")
     parser.add_argument("--skip-bad", action="store_true", help="of --file: leave damaged lines out")
+
+
+def add_verify_flag(parser: argparse.ArgumentParser) -> None:
+    """For commands that read with ``open_log(..., files=True)``."""
+    parser.add_argument(
+        "--verify",
+        action="store_true",
+        help="of a stopped deployment: verify the checksum of each message; damaged ones are named and left out",
+    )
 
 
 class Log(NamedTuple):
@@ -156,6 +170,7 @@ async def open_log(
         ValueError: there is no deployment, or several and no namespace was given; the file is damaged.
         CopyFailed, NoServerBinary, ServerFailed, OSError: the copy cannot be made or served.
     """
+    _check_verify(source)
     if source.file:
         async with _exported(source, name, role, streams, timeout_s, files) as log:
             yield log
@@ -170,7 +185,10 @@ async def open_log(
         try:
             namespace = _namespace(source, data_dir)
             names = [stream_name(Subjects(namespace), stream) for stream in streams]
-            if files and (stored := _stored(data_dir, namespace, names, NotStarted(lock.path))) is not None:
+            stored = _stored(data_dir, namespace, names, NotStarted(lock.path), source.verify) if files else None
+            if stored is None and source.verify:
+                raise ValueError("--verify: the streams are encrypted or compressed, so that only a broker reads them")
+            if stored is not None:
                 lock.release()
                 yield Log(stored, stopped=True)
                 return
@@ -183,8 +201,19 @@ async def open_log(
             lock.release()
         return
     url, namespace = running(source, data_dir)
+    if source.verify:
+        raise ValueError("--verify is for a stopped deployment; the broker verifies what it reads")
     async with await _connect(url, name, role, namespace, timeout_s) as bus:
         yield Log(bus, stopped=False, url=url)
+
+
+def _check_verify(source: Source) -> None:
+    if not source.verify:
+        return
+    if source.file or source.nats_url:
+        raise ValueError("--verify is for the data folder of a stopped deployment")
+    if not can_verify_much():
+        raise ValueError("--verify needs numpy: pip install 'penstock[router]'")
 
 
 @contextlib.asynccontextmanager
@@ -215,11 +244,15 @@ async def _exported(
 
 
 def _stored(
-    data_dir: Path, namespace: str, names: Sequence[str], check: Callable[[], None] = lambda: None
+    data_dir: Path,
+    namespace: str,
+    names: Sequence[str],
+    check: Callable[[], None] = lambda: None,
+    verify: bool = False,
 ) -> StoredLog | None:
     """The streams of a folder as files; None: only a broker can read them."""
     try:
-        return StoredLog(data_dir / STREAMS_DIR, Subjects(namespace), names, check)
+        return StoredLog(data_dir / STREAMS_DIR, Subjects(namespace), names, check, verify=verify)
     except Unsupported:
         return None
     except msgspec.MsgspecError as error:

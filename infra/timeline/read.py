@@ -12,6 +12,7 @@ import msgspec
 
 from infra.bus.connection import Bus
 from infra.bus.direct_get import Entry, Readable, get_last, read
+from infra.store.log import StoredLog
 from infra.timeline.request_timeline import RequestTimeline
 from schemas import done, jobs, requests, tokens
 from schemas.errors import ServingError
@@ -38,8 +39,12 @@ async def read_timeline(bus: Readable, request_id: str, *, with_tokens: bool = F
     """
     since = time_of(request_id) - CLOCK_SKEW_NS
     timeline = RequestTimeline(request_id)
-    last = await _record(bus, request_id, since)
-    request = await _request(bus, request_id, since, last)
+    last = await _record(bus, timeline, since)
+    request = await _request(bus, timeline, since, last)
+    if request is None and timeline.damaged:
+        raise ValueError(
+            f"what the log has about request {request_id} is damaged on the disk: {', '.join(timeline.damaged)}"
+        )
     if request is None:
         raise ValueError(f"no request {request_id} in the log; requests are kept for a day, their records for a week")
     timeline.add_request(request)
@@ -59,13 +64,35 @@ async def read_timeline(bus: Readable, request_id: str, *, with_tokens: bool = F
     return timeline
 
 
-async def _record(bus: Readable, request_id: str, since: int) -> Entry | None:
+async def _record(bus: Readable, timeline: RequestTimeline, since: int) -> Entry | None:
     """The request's record, of which there is at most one; None: it has not ended."""
-    stream, subject = bus.subjects.stream("DONE"), bus.subjects.done_of(request_id)
+    stream, subject = bus.subjects.stream("DONE"), bus.subjects.done_of(timeline.request_id)
     if isinstance(bus, Bus):
         return await get_last(bus, stream, subject)
     async with contextlib.aclosing(read(bus, stream, subject, since_ns=since)) as entries:
-        return await anext(entries, None)  # files have no index of subjects: it is soon behind the request
+        entry = await anext(entries, None)  # files have no index of subjects: it is soon behind the request
+    if entry is None:  # its subject may be damaged
+        entry = await _naming(bus, stream, timeline.request_id, since)
+    return entry if entry is not None and _is_intact(bus, timeline, "DONE", entry) else None
+
+
+async def _naming(bus: Readable, stream: str, request_id: str, since: int) -> Entry | None:
+    """The first message with this id among those that are not found under it."""
+    async with contextlib.aclosing(read(bus, stream, EVERYTHING, since_ns=since)) as entries:
+        async for entry in entries:
+            if entry.headers.get(HEADER_MSG_ID) == request_id:
+                return entry
+    return None
+
+
+def _is_intact(bus: Readable, timeline: RequestTimeline, name: str, entry: Entry) -> bool:
+    """Whether a message is as it was stored; if it is not, the timeline notes it. A broker verifies what it reads."""
+    if not isinstance(bus, StoredLog) or bus.is_intact(entry, bus.subjects.stream(name)):
+        return True
+    message = f"{name} {entry.seq}"
+    if message not in timeline.damaged:
+        timeline.damaged.append(message)
+    return False
 
 
 async def _window(
@@ -82,19 +109,20 @@ async def _window(
             yield entry
 
 
-async def _request(bus: Readable, request_id: str, since: int, last: Entry | None) -> GenerateRequest | None:
+async def _request(bus: Readable, timeline: RequestTimeline, since: int, last: Entry | None) -> GenerateRequest | None:
     """The request from its record, if it has ended, or from REQUESTS."""
+    request_id = timeline.request_id
     event = done.decode(last.data) if last is not None else None
     if isinstance(event, done.Done) and event.submitted and "prompt" not in event.left_out:
         return done.request_of(event)
     subjects = bus.subjects
     near = since + CLOCK_SKEW_NS - NEAR_NS
     async for entry in _window(bus, "REQUESTS", EVERYTHING, near, near + 3 * NEAR_NS):
-        if entry.headers.get(HEADER_MSG_ID) == request_id:
+        if entry.headers.get(HEADER_MSG_ID) == request_id and _is_intact(bus, timeline, "REQUESTS", entry):
             return requests.decode(entry.data)
     for subject in (subjects.shard_of(request_id), subjects.to_be_erased, subjects.unsharded):
         async for entry in read(bus, subjects.stream("REQUESTS"), subject, since_ns=since):
-            if entry.headers.get(HEADER_MSG_ID) == request_id:
+            if entry.headers.get(HEADER_MSG_ID) == request_id and _is_intact(bus, timeline, "REQUESTS", entry):
                 return requests.decode(entry.data)
     return done.request_of(event) if isinstance(event, done.Done) else None
 
@@ -115,7 +143,8 @@ async def _add_returns(bus: Readable, timeline: RequestTimeline, since: int, unt
     if timeline.done is not None and timeline.done.attempt == 1:
         return
     async for entry in _window(bus, "DONE", bus.subjects.all("returned"), since, until_ns):
-        if entry.headers.get(HEADER_MSG_ID, "").startswith(f"{timeline.request_id}:"):
+        of_it = entry.headers.get(HEADER_MSG_ID, "").startswith(f"{timeline.request_id}:")
+        if of_it and _is_intact(bus, timeline, "DONE", entry):
             timeline.add_end(done.decode(entry.data), entry.time_ns)
 
 
@@ -124,7 +153,7 @@ async def _add_work(bus: Readable, timeline: RequestTimeline, since: int, until_
     if await _add_only_attempt(bus, timeline):
         return
     async for entry in _window(bus, "WORK", bus.subjects.all("work"), since, until_ns):
-        if _is_work_of(timeline.request_id, entry):
+        if _is_work_of(timeline.request_id, entry) and _is_intact(bus, timeline, "WORK", entry):
             _add_job(timeline, entry)
 
 
@@ -137,14 +166,14 @@ async def _add_only_attempt(bus: Readable, timeline: RequestTimeline) -> bool:
     if event is None or event.attempt != 1 or not event.worker or not event.timings.routed_ns:
         return False
     times, entries = event.timings, dict[str, Entry]()
-    first = await _first_work(bus, timeline.request_id, entries, times.routed_ns, times.ended_ns)
+    first = await _first_work(bus, timeline, entries, times.routed_ns, times.ended_ns)
     if first is None:
         return False
     message = jobs.decode(first.data)
     route = message.decision.route if isinstance(message, jobs.Job) else ()
     for number in range(1, len(route)):  # the last stage's begins with the first token, those between before it
         since = times.first_token_ns if number == len(route) - 1 and times.first_token_ns else first.time_ns
-        if await _first_work(bus, timeline.request_id, entries, since, times.ended_ns) is None:
+        if await _first_work(bus, timeline, entries, since, times.ended_ns) is None:
             return False
     for entry in sorted(entries.values(), key=lambda each: each.seq):
         _add_job(timeline, entry)
@@ -152,14 +181,15 @@ async def _add_only_attempt(bus: Readable, timeline: RequestTimeline) -> bool:
 
 
 async def _first_work(
-    bus: Readable, request_id: str, jobs: dict[str, Entry], since_ns: int, until_ns: int
+    bus: Readable, timeline: RequestTimeline, jobs: dict[str, Entry], since_ns: int, until_ns: int
 ) -> Entry | None:
     """Find the first message about the request that is not in ``jobs``, and add it there. None: there is none."""
     since, until = since_ns - NEAR_NS, until_ns + NEAR_NS
     async with contextlib.aclosing(_window(bus, "WORK", bus.subjects.all("work"), since, until)) as entries:
         async for entry in entries:
             name = entry.headers.get(HEADER_MSG_ID, "")
-            if _is_work_of(request_id, entry) and name not in jobs:
+            wanted = _is_work_of(timeline.request_id, entry) and name not in jobs
+            if wanted and _is_intact(bus, timeline, "WORK", entry):
                 jobs[name] = entry
                 return entry
     return None
@@ -182,7 +212,7 @@ async def _ledger(bus: Readable, timeline: RequestTimeline, since: int, until_ns
         since, until_ns = event.timings.routed_ns - NEAR_NS, event.timings.ended_ns + NEAR_NS
     with contextlib.suppress(ServingError):
         async for entry in _window(bus, "HANDOFF", bus.subjects.all("handoff"), since, until_ns):
-            if name not in entry.data:
+            if name not in entry.data or not _is_intact(bus, timeline, "HANDOFF", entry):
                 continue
             with contextlib.suppress(msgspec.MsgspecError):
                 events = decode_ledger(entry.data).events
@@ -197,7 +227,7 @@ async def _add_tokens(bus: Readable, timeline: RequestTimeline, since: int, unti
         since, until_ns = event.timings.started_ns - NEAR_NS, event.timings.ended_ns + NEAR_NS
     subject = bus.subjects.tokens(timeline.request.token_address)
     async for entry in _window(bus, "TOKENS", subject, since, until_ns, TOKENS_BATCH):
-        if name not in entry.data:
+        if name not in entry.data or not _is_intact(bus, timeline, "TOKENS", entry):
             continue
         batch = tokens.decode(entry.data)
         for item in batch.items:

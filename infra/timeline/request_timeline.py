@@ -74,6 +74,7 @@ class RequestTimeline:
         routed: the routers' decisions, in the order of their messages.
         returned: attempts that a worker returned, by number.
         handoffs: the ledger's lines, in stream order.
+        damaged: messages about it that are left out, because they are not as they were stored: stream and sequence.
     """
 
     def __init__(self, request_id: str, *, compact: bool = False) -> None:
@@ -84,6 +85,7 @@ class RequestTimeline:
         self.routed: list[RequestRouted] = []
         self.returned: dict[int, AttemptReturned] = {}
         self.handoffs: list[Handoff] = []
+        self.damaged: list[str] = []
         self._compact = compact
         self._done_ns = 0
         self._work: list[tuple[int, TimelineEvent]] = []  # with the time at which its message was stored

@@ -16,7 +16,7 @@ from infra.counts import counted
 from infra.terminal import stdout
 from infra.timeline.find_requests import of_entry
 from infra.timeline.moments import clock, moment_ns, span
-from infra.timeline.open_log import Source, add_flags, open_log, run_command
+from infra.timeline.open_log import Source, add_flags, add_verify_flag, open_log, run_command
 from infra.whatif.change import Change, Redecided, redecide
 from infra.whatif.report import Distribution, Report, ms_per_token, report
 from router.decided_again import insufficient
@@ -52,6 +52,7 @@ def run(argv: Sequence[str]) -> int:
     parser.add_argument("--at", default="", metavar="TIME", help="of --kill, written like --since")
     parser.add_argument("--json", action="store_true", help="one JSON object")
     add_flags(parser)
+    add_verify_flag(parser)
     args = parser.parse_args(argv)
     if bool(args.kill) != bool(args.at):
         parser.error("--kill and --at go together")
