@@ -1,14 +1,15 @@
 """Streamed and whole messages, as the real client's own types read them."""
 
+from __future__ import annotations
+
 import json
-from typing import Any
+from functools import cache
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
-from anthropic.types import Message, RawMessageStreamEvent
 from hypothesis import given
 from hypothesis import strategies as st
-from pydantic import TypeAdapter
 
 from gateway.anthropic.objects import message_error, status_of
 from gateway.anthropic.render import ClientBody, MessageAggregator, MessageRenderer
@@ -18,7 +19,24 @@ from schemas.tokens import Finish, TokenItem
 from tests.gateway.answers import CALL, DETOKENIZER, ID, LENGTH, STOP, TEXTS, items, request
 from tests.properties import examples
 
-EVENT: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter
+
+
+@cache
+def event_type() -> TypeAdapter[Any]:
+    """The client's; it is imported late: this takes 1.5 s, in each process that collects tests."""
+    from anthropic.types import RawMessageStreamEvent
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(RawMessageStreamEvent)
+
+
+@cache
+def message_type() -> Any:
+    from anthropic.types import Message
+
+    return Message
 
 
 def asked(max_tokens: int = 1000) -> GenerateRequest:
@@ -59,8 +77,8 @@ def test_the_events_add_up_to_the_whole_message(text: str, finish: Finish) -> No
     events, body = streamed(made, given), whole(made, given)
     for event in events:
         if event["type"] != "ping":
-            EVENT.validate_python(event)
-    Message.model_validate(body, strict=True)
+            event_type().validate_python(event)
+    message_type().model_validate(body, strict=True)
     types = [event["type"] for event in events]
     assert types[:2] == ["message_start", "ping"]
     assert types[-2:] == ["message_delta", "message_stop"]

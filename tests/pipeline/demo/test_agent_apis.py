@@ -1,16 +1,20 @@
 """The Responses API and the Messages API with the clients that speak them, on the demo model."""
 
+from __future__ import annotations
+
 import json
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import anthropic
 import httpx
 import openai
 import pydantic
 import pytest
 
 from tests.pipeline.support import Deployment
+
+if TYPE_CHECKING:  # to import it takes 1.5 s, in each process that collects tests
+    import anthropic
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -30,6 +34,8 @@ async def asking(demo: Deployment) -> AsyncIterator[openai.AsyncOpenAI]:
 
 @pytest.fixture
 async def claude(demo: Deployment) -> AsyncIterator[anthropic.AsyncAnthropic]:
+    import anthropic
+
     async with anthropic.AsyncAnthropic(base_url=demo.urls[0], api_key="unused", max_retries=0) as client:
         yield client
 
@@ -138,6 +144,8 @@ async def test_a_stop_sequence_is_named(claude: anthropic.AsyncAnthropic) -> Non
 
 
 async def test_a_message_that_cannot_be_served_is_an_error_as_clients_expect(claude: anthropic.AsyncAnthropic) -> None:
+    import anthropic
+
     with pytest.raises(anthropic.NotFoundError) as caught:
         await claude.messages.create(model="claude", max_tokens=9, messages=[SUM])
     body: Any = caught.value.body

@@ -6,7 +6,6 @@ from functools import cache
 from typing import Any
 
 import jsonschema
-import kubernetes_validate
 import pytest
 import yaml
 
@@ -168,10 +167,14 @@ def test_every_object_is_valid_by_the_published_schemas(case: str) -> None:
 @cache
 def valid(tree: str) -> None:
     """Many objects are the same in several cases, and each takes a tenth of a second."""
+    import kubernetes_validate  # late: half a second, in each process that collects tests
+
     kubernetes_validate.validate(json.loads(tree), VERSION, strict=True)
 
 
 def test_the_schemas_find_what_is_wrong() -> None:
+    import kubernetes_validate
+
     tree = json.loads(json.dumps(found(manifests(), "Deployment", "demo-gateway")))
     tree["spec"]["template"]["spec"]["terminationGrace"] = 1
     with pytest.raises(kubernetes_validate.ValidationError, match="terminationGrace"):

@@ -4,6 +4,7 @@
 Measured figures are those of docs/benchmarks.md: the native engine alone unless the name says otherwise.
 """
 
+from functools import cache
 from typing import NamedTuple
 
 import msgspec
@@ -46,6 +47,7 @@ def throughput(own: Engine, streams: int, prompt: int, answer: int) -> float:
     return streams * answer / (prefill + sum(own.step_ms(streams, prompt + at) for at in range(1, answer))) * 1e3
 
 
+@cache
 def rows() -> list[Row]:
     big, small, mixture, fp8 = engine(LLAMA), engine(SMALL), engine(MIXTURE, **EXPERTS), engine(LLAMA, 8.0)
     itl = ((1, 4.0), (8, 4.8), (32, 5.5), (64, 6.1), (128, 7.8), (256, 12.7))
