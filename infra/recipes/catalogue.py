@@ -5,6 +5,7 @@ A recipe is a plain TensorRT-LLM options file, so it also works with ``trtllm-se
 
 import difflib
 from collections.abc import Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -151,6 +152,7 @@ def members(folder: Path = FOLDER) -> dict[str, RecipeEntry]:
     return members_by_path
 
 
+@lru_cache(maxsize=256)
 def entry_of(name: str, path: str, text: str) -> RecipeEntry | None:
     """A recipe of any engine; None: the file has no header.
 
