@@ -1,7 +1,7 @@
 """The files of the chart that come from the code: ``values.yaml``, its schema, and the broker's limits and accounts."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, get_origin, get_type_hints
 
@@ -11,7 +11,8 @@ import yaml
 from configs.flags import flags_of
 from infra.broker import config
 from infra.broker.config import USERS, ServerConfig
-from infra.deploy.helm.values import KINDS, SETTLED, Section, Values, WorkerDefaults, defaults
+from infra.deploy.helm.values import KINDS, SETTLED, SETTLED_OF_PLANNER, Section, Values, WorkerDefaults, defaults
+from infra.planner.command import Settings as PlannerSettings
 from schemas.subjects import Subjects
 
 CHART = Path(__file__).parent / "penstock"
@@ -131,7 +132,9 @@ def schema() -> dict[str, Any]:
     for part in parts.values():
         part.pop("required", None)  # what is left out is the chart's default
     for part, kind in (("Gateway", "gateway"), ("Router", "router"), ("WorkerDefaults", "worker")):
-        parts[part]["properties"]["settings"] |= _settings(kind)
+        parts[part]["properties"]["settings"] |= _settings(KINDS[kind], SETTLED)
+    taken = (SETTLED | SETTLED_OF_PLANNER) - {"model"}
+    parts["Planner"]["properties"]["settings"] |= _settings(PlannerSettings, taken)
     whole = parts.pop("Values")
     whole["properties"]["workers"]["additionalProperties"] = {"anyOf": [worker, {"type": "null"}]}
     whole["properties"]["global"] = {"type": "object"}
@@ -140,8 +143,8 @@ def schema() -> dict[str, Any]:
     return {"$schema": "http://json-schema.org/draft-07/schema#", **whole, "definitions": parts}
 
 
-def _settings(kind: str) -> dict[str, Any]:
-    free = {flag.field.replace("_", "-"): flag for flag in flags_of(KINDS[kind]) if flag.field not in SETTLED}
+def _settings(kind: type[msgspec.Struct], settled: Collection[str]) -> dict[str, Any]:
+    free = {flag.field.replace("_", "-"): flag for flag in flags_of(kind) if flag.field not in settled}
     properties = {}
     for name, flag in free.items():
         taken = msgspec.json.schema(flag.type)

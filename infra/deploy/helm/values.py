@@ -36,6 +36,11 @@ SETTLED = {
     ),
     *("role", "engine", "model", "served_model_name", "block_size", "extra_engine_args"),
 }
+# Of `penstock plan`, whose workloads follow from the pools.
+SETTLED_OF_PLANNER = {
+    *("connector", "data_dir", "history", "since", "json", "decisions"),
+    *("kubernetes_url", "kubernetes_namespace", "kubernetes_workloads"),
+}
 KINDS: Mapping[str, type[Common]] = {"gateway": GatewaySettings, "router": RouterSettings, "worker": WorkerSettings}
 
 
@@ -85,6 +90,23 @@ class Router(Placed, frozen=True, kw_only=True):
     cpu: Quantity = "2"
     memory: Annotated[Quantity, about("requested, and the limit")] = "4Gi"
     settings: Annotated[Tree, about("flags of `penstock router` without their dashes, as in `mode: kv`")] = {}
+
+
+class Planner(Placed, frozen=True, kw_only=True):
+    """Scales the pools of the language model by load and latency limits: `penstock plan`."""
+
+    enabled: bool = False
+    dry_run: Annotated[bool, about("decide and log, but change nothing")] = False
+    cpu: Quantity = "500m"
+    memory: Annotated[Quantity, about("requested, and the limit")] = "1Gi"
+    profiles: Annotated[
+        Mapping[PoolName, str],
+        about(
+            "what a worker can do, by role: text of the profile.json of `penstock profile endpoint`; default: "
+            "`settings.profile`"
+        ),
+    ] = {}
+    settings: Annotated[Tree, about("flags of `penstock plan` without their dashes, as in `ttft: 800`")] = {}
 
 
 class Service(Section, frozen=True, kw_only=True):
@@ -235,6 +257,7 @@ class Values(Section, frozen=True, kw_only=True):
     block_size: Annotated[Count, about("tokens per KV block, the same for all workers of the language model")] = 32
     gateway: Gateway = Gateway()
     router: Router = Router()
+    planner: Planner = Planner()
     workers: Annotated[
         Mapping[PoolName, Mapping[str, Any]],
         about("pools by name, with the keys of `workerDefaults`; default: one pool, aggregated"),

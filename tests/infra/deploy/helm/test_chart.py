@@ -14,6 +14,8 @@ from configs.settings import GatewaySettings, RouterSettings, WorkerSettings
 from infra.deploy.helm.generate import files
 from infra.deploy.monitoring.main import ALERTS, GRAFANA
 from infra.engine_args import decode, parse_yaml
+from infra.planner.command import Settings as PlannerSettings
+from infra.planner.connectors.kubernetes import scale_path
 from infra.recipes.catalogue import members
 from tests.infra.deploy.helm.support import (
     Tree,
@@ -77,7 +79,15 @@ broker: {urlsSecret: nats-urls}
 workers: {aggregated: {engine: mock}}
 networkPolicy: {enabled: false}
 """
+PLANNED = """
+planner:
+  enabled: true
+  profiles: {prefill: '{"a": 1}', decode: '{"b": 2}'}
+  settings: {ttft: 800, itl: 20, predictor: constant}
+workers: {prefill: {}, decode: {replicas: 3}, drafts: {role: encode}}
+"""
 CASES = {
+    "a planner": PLANNED,
     "the defaults": "",
     "everything on": EVERYTHING,
     "a NATS of one's own": OWN_NATS,
@@ -256,7 +266,8 @@ def test_every_budget_and_policy_selects_pods_and_every_pod_has_a_policy(case: s
     # At most one pod of a component is evicted at a time.
     budgets = [tree["spec"] for tree in trees if tree["kind"] == "PodDisruptionBudget"]
     assert all(budget["maxUnavailable"] == 1 for budget in budgets)
-    assert len(budgets) == 2 + len(named(trees, "Deployment")) - 2 + len(named(trees, "LeaderWorkerSet"))
+    scaled = [name for name in named(trees, "Deployment") if name != "demo-planner"]  # of which there is one
+    assert len(budgets) == len(scaled) + len(named(trees, "LeaderWorkerSet"))
 
 
 def test_policies_let_through_what_the_processes_need_and_only_that() -> None:
@@ -377,6 +388,66 @@ def test_prefill_and_decode_get_their_files_gpus_memory_and_volume() -> None:
         assert tree["spec"]["strategy"]["rollingUpdate"] == {"maxSurge": 0, "maxUnavailable": 1}
     assert found(trees, "Deployment", "demo-prefill")["spec"]["replicas"] == 2
     assert found(trees, "PersistentVolumeClaim", "demo-models")["spec"]["accessModes"] == ["ReadWriteMany"]
+
+
+def test_the_planner_may_scale_the_pools_that_it_plans_and_nothing_else() -> None:
+    trees = manifests(PLANNED)
+    (template,) = templates(found(trees, "Deployment", "demo-planner"))
+    assert template["spec"]["serviceAccountName"] == found(trees, "ServiceAccount", "demo-planner")["metadata"]["name"]
+    argv = command_of(template)
+    settings = parse(PlannerSettings, argv[1:], prog="plan", environ={})
+    assert (argv[0], settings.connector, settings.ttft, settings.itl) == ("plan", "kubernetes", 800, 20)
+    assert settings.predictor == "constant"
+    workloads = dict(each.split("=") for each in settings.kubernetes_workloads)
+    (rule,) = found(trees, "Role", "demo-planner")["rules"]
+    # What it asks of the API server is what its role allows.
+    for workload in workloads.values():
+        path = scale_path(settings.kubernetes_namespace, workload).split("/")
+        assert [path[1], path[2], path[5], path[8]] == ["apis", rule["apiGroups"][0], "serving", "scale"]
+        assert f"{path[6]}/scale" in rule["resources"]
+        assert path[7] in rule["resourceNames"]
+        assert "replicas" not in found(trees, "Deployment", path[7])["spec"]  # an upgrade would set it back
+    assert (set(workloads), rule["verbs"]) == ({"prefill", "decode"}, ["get", "patch"])
+    assert len(rule["resourceNames"]) == 2
+    binding = found(trees, "RoleBinding", "demo-planner")
+    assert binding["roleRef"]["name"] == "demo-planner"
+    assert [each["name"] for each in binding["subjects"]] == ["demo-planner"]
+    # Profiles are where --profile looks, prefill first.
+    (volume,) = (each for each in template["spec"]["volumes"] if each["name"] == "profiles")
+    data = found(trees, "ConfigMap", "demo-profiles")["data"]
+    texts = {item["path"]: data[item["key"]] for item in volume["configMap"]["items"]}
+    (mount,) = (each for each in container(template)["volumeMounts"] if each["name"] == "profiles")
+    folders = [folder.removeprefix(f"{mount['mountPath']}/") for folder in settings.profile]
+    assert [texts[f"{folder}/profile.json"] for folder in folders] == ['{"a": 1}', '{"b": 2}']
+    assert environment(template)["OPERATOR_PASSWORD"]["valueFrom"]["secretKeyRef"]["key"] == "operator"
+    # All other pods have no token.
+    others = [pod["spec"] for pod in pods(trees) if pod["spec"] is not template["spec"]]
+    assert not any(spec["automountServiceAccountToken"] for spec in others)
+
+
+def test_a_planner_of_several_nodes_scales_groups_and_a_dry_run_nothing() -> None:
+    values = yaml.safe_load(recipe_values("llama4-eagle-gb200"))
+    trees = manifests(values | {"planner": {"enabled": True, "dryRun": True}})
+    kinds = {rule["resources"][0]: rule["resourceNames"] for rule in found(trees, "Role", "demo-planner")["rules"]}
+    assert kinds == {"deployments/scale": ["demo-prefill"], "leaderworkersets/scale": ["demo-decode"]}
+    (template,) = templates(found(trees, "Deployment", "demo-planner"))
+    settings = parse(PlannerSettings, command_of(template)[1:], prog="plan", environ={})
+    assert (settings.connector, settings.profile) == ("dry-run", ("mock",))
+    assert found(trees, "LeaderWorkerSet", "demo-decode")["spec"]["replicas"] == 1
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ("planner: {enabled: true}\nworkers: {decode: {autoscaling: {enabled: true}}}", "disable one of the two"),
+        ("planner: {enabled: true}\nworkers: {decode: {}, more: {role: decode}}", "two pools have the role decode"),
+        ("planner: {enabled: true}\nworkers: {encode: {}}", "no pool has a role that it scales"),
+        ("planner: {settings: {ttfd: 1}}", "ttfd"),
+        ("planner: {settings: {kubernetes-url: x}}", "kubernetes-url"),
+    ],
+)
+def test_a_planner_that_could_not_work_is_refused(values: str, said: str) -> None:
+    assert said in refused(values)
 
 
 def test_a_change_of_engine_arguments_replaces_the_engines() -> None:

@@ -100,7 +100,10 @@ seccompProfile: {type: RuntimeDefault}
 {{- define "penstock.pod" -}}
 # A Service called penstock-nats would give every pod a variable PENSTOCK_NATS_PORT, which is a flag of ours.
 enableServiceLinks: false
-automountServiceAccountToken: false
+automountServiceAccountToken: {{ .serviceAccount | default "" | empty | not }}
+{{- with .serviceAccount }}
+serviceAccountName: {{ . }}
+{{- end }}
 {{- with .root.Values.imagePullSecrets }}
 imagePullSecrets: {{- toYaml . | nindent 2 }}
 {{- end }}
