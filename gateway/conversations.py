@@ -64,6 +64,27 @@ class Conversations:
         turns = await asyncio.to_thread(self._turns, [*chain, last])
         return History(turns, (*stored.ancestors, last.request.id), size)
 
+    async def remaining(self, ancestors: Sequence[str], sees: str | None = None) -> list[Turn]:
+        """Those of these earlier responses that can still be read, the oldest first.
+
+        Raises:
+            ServingError: the log cannot be read.
+        """
+
+        async def find(request_id: str) -> StoredRequest | None:
+            try:
+                return await self._find(request_id, request_id, sees)
+            except ServingError as error:
+                if error.code is not Code.invalid_request:
+                    raise
+                return None
+
+        chain: list[StoredRequest] = []
+        for at in range(0, len(ancestors), AT_ONCE):
+            found = await asyncio.gather(*(find(each) for each in ancestors[at : at + AT_ONCE]))
+            chain += [each for each in found if each is not None]
+        return await asyncio.to_thread(self._turns, chain)
+
     def _turns(self, chain: Sequence[StoredRequest]) -> list[Turn]:
         return [turn_of(each.request, each.record, self._detokenizer) for each in chain if each.record is not None]
 

@@ -239,8 +239,10 @@ class Gateway:
                 self.release(inflight)
             raise
         if ack.duplicate:  # a resend, a repeat, or a submission that another gateway had accepted before it crashed
-            stored, record = await self.look_up(request.id)
-            self.release(inflight)
+            try:
+                stored, record = await self.look_up(request.id)
+            finally:
+                self.release(inflight)
             return await self.attach(stored, record)
         return inflight
 

@@ -85,15 +85,26 @@ async def claim(bus: Bus, tenant: str, name: str, body: bytes | None, request_id
     raise _unavailable("its key is being claimed by others")
 
 
-async def reclaim(bus: Bus, tenant: str, name: str, body: bytes | None, request_id: str, claimed: Claim) -> Claim:
-    """Take over a claim whose request never reached the log: under its own id, or under a new one if that is old.
+async def reclaim(
+    bus: Bus,
+    tenant: str,
+    name: str,
+    body: bytes | None,
+    request_id: str,
+    claimed: Claim,
+    *,
+    deleted: bool = False,
+) -> Claim:
+    """Take over a claim whose request is not in the log: under its own id, or under a new one if that is old.
 
     An id says when its request was stored, so an old one would not be found again.
 
+    Args:
+        deleted: the request was in the log, which discards its id from then on: take a new one in any case.
     Raises:
         ServingError: idempotency_conflict; broker_unavailable.
     """
-    if time.time_ns() - time_of(claimed.request) < STALE_NS:
+    if not deleted and time.time_ns() - time_of(claimed.request) < STALE_NS:
         return claimed
     subject, digest = _subject(bus, tenant, name), _digest(body)
     made = await _write(bus, subject, Identity(request_id, digest), claimed.revision)

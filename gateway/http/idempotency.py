@@ -11,7 +11,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from gateway.admission.idempotency import Claim, claim, find_claim, reclaim
+from gateway.admission.idempotency import Claim, claim, find_claim
+from gateway.claimed_submission import submit_claimed
 from gateway.http.canonical_json import canonical_json
 from gateway.log.inflight import InflightRequest
 from gateway.log.lookup import StoredRequest
@@ -106,18 +107,17 @@ async def submit_once(
         if stored_claim.fresh:
             return prepared, await gateway.submit(prepared.request, owner=False)
     claimed = await _find(gateway, stored_claim, tenant)
-    if claimed is None:  # the gateway that claimed it crashed before the request was stored
+    if claimed is None:  # its gateway crashed before the request was stored, or the request was deleted
         prepared = await prepare()
         claimed_body = None if prepared.request.no_store else canonical
-        stored_claim = await reclaim(gateway.bus, tenant, name, claimed_body, prepared.request.id, stored_claim)
-        prepared = prepared._replace(request=msgspec.structs.replace(prepared.request, id=stored_claim.request))
-        return prepared, await gateway.submit(prepared.request, owner=False)
+        inflight = await submit_claimed(gateway, tenant, name, claimed_body, prepared.request, stored_claim)
+        return prepared._replace(request=inflight.request), inflight
     request, record = claimed
     form = await gateway.run_for(body, decode_body, _stream_fields, body)
     if form.stream and (request.echo or request.sampling.prompt_logprobs is not None):
         raise unsupported("stream", "prompt_logprobs and echo are not supported with stream: true")
     usage = form.stream_options is not None and bool(form.stream_options.include_usage)
-    prepared = PreparedRequest(request, len(request.prompt) // 4, bool(form.stream), usage)
+    prepared = PreparedRequest(request, len(request.prompt) // 4, bool(form.stream), usage, repeated=True)
     return prepared, await gateway.attach(request, record, ordered=prepared.stream)
 
 

@@ -53,7 +53,10 @@ async def answer_response(gateway: Gateway, accepted: AcceptedRequest) -> str:
     if accepted.prepared.stream or not read_stored(request.client_body).body.background:
         return await answer_text(gateway, accepted)
     gateway.release(accepted.inflight)
-    body = _json(ResponseBuilder(request, gateway.model.detokenizer).response("queued"))
+    if accepted.prepared.repeated:
+        body = _json(await current_response(gateway, await gateway.look_up(request.id, request.tenant)))
+    else:
+        body = _json(ResponseBuilder(request, gateway.model.detokenizer).response("queued"))
     headers = [JSON, (b"content-length", b"%d" % len(body)), *id_headers(request)]
     await accepted.send({"type": "http.response.start", "status": 200, "headers": headers})
     await accepted.send({"type": "http.response.body", "body": body})
@@ -72,7 +75,7 @@ class StoredResponses:
         try:
             found = await self._find(request)
             if request.query_params.get("stream") != "true":
-                await _reply(_json(await self._current(found)))(scope, receive, send)
+                await _reply(_json(await current_response(self._gateway, found)))(scope, receive, send)
                 return
             renderer = ResponseRenderer(found.request, self._gateway.model.detokenizer)
             after = request.query_params.get("starting_after") or request.headers.get("last-event-id")
@@ -91,16 +94,15 @@ class StoredResponses:
                 raise invalid(
                     "id", "only responses with background: true can be cancelled; to stop another, disconnect"
                 )
-            found = await self._stopped(found)
-        return _reply(_json(await self._current(found)))
+            found = await self._stopped(found, request)
+        return _reply(_json(await current_response(self._gateway, found)))
 
     async def delete(self, request: Request) -> Response:
         """Erase it; one that still runs is cancelled first."""
         found = await self._find(request)
         if found.record is None:
-            found = await self._stopped(found)
+            found = await self._stopped(found, request)
         if found.record is None:
-            await self._find(request)  # another DELETE may have erased it meanwhile
             raise ServingError(
                 Code.broker_unavailable, f"response {PREFIX}{found.request.id} is being cancelled; delete it again"
             )
@@ -108,14 +110,15 @@ class StoredResponses:
         return _reply(_json(DeletedResponse(PREFIX + found.request.id)))
 
     async def input_items(self, request: Request) -> Response:
-        """What the response was made from: its own input behind that and the output of those that it continues."""
+        """What the response was made from: its own input behind that and the output of those that it continues.
+
+        Responses that were deleted since, or have expired, are left out.
+        """
         found = await self._find(request)
         stored = read_stored(found.request.client_body)
-        history = await self._gateway.conversations.history(
-            stored.body.previous_response_id, caller_of(request.scope).sees
-        )
+        turns = await self._gateway.conversations.remaining(stored.ancestors, caller_of(request.scope).sees)
         items: list[InputItem] = []
-        for turn in history.turns:
+        for turn in turns:
             items += [*input_items(turn.id, turn.input), *turn.output]
         items += input_items(PREFIX + found.request.id, stored.body.input or ())
         return _reply(_json(_page(items, request)))
@@ -137,26 +140,32 @@ class StoredResponses:
             raise ServingError(Code.request_not_found, message, param="id")
         return found
 
-    async def _stopped(self, found: StoredRequest) -> StoredRequest:
-        """Cancel a response; returns when it has ended, or after ``CANCELLED_S``."""
+    async def _stopped(self, found: StoredRequest, request: Request) -> StoredRequest:
+        """Cancel a response; returns when it has ended, or after ``CANCELLED_S``.
+
+        Raises:
+            ServingError: request_not_found: it was deleted meanwhile.
+        """
         await self._gateway.cancel_surely(found.request.id, "cancelled by request")
         until = time.monotonic() + CANCELLED_S
         while found.record is None and time.monotonic() < until:
             await asyncio.sleep(LOOK_S)
-            found = found._replace(record=await self._gateway.records.find(found.request.id))
+            found = await self._find(request)
         return found
 
-    async def _current(self, found: StoredRequest) -> ResponseObject:
-        request, record = found
-        detokenizer = self._gateway.model.detokenizer
-        aggregator = ResponseAggregator(request, detokenizer)
-        if record is not None:
-            aggregator.push(done.items(record))
-            return aggregator.result(record.timings.ended_ns)
-        progress = await running_progress(self._gateway, request, aggregator)
-        if progress is None:
-            return aggregator.result()
-        return ResponseBuilder(request, detokenizer).response("in_progress" if progress.attempt > 0 else "queued")
+
+async def current_response(gateway: Gateway, found: StoredRequest) -> ResponseObject:
+    """A response as it is now, or as it ended."""
+    request, record = found
+    detokenizer = gateway.model.detokenizer
+    aggregator = ResponseAggregator(request, detokenizer)
+    if record is not None:
+        aggregator.push(done.items(record))
+        return aggregator.result(record.timings.ended_ns)
+    progress = await running_progress(gateway, request, aggregator)
+    if progress is None:
+        return aggregator.result()
+    return ResponseBuilder(request, detokenizer).response("in_progress" if progress.attempt > 0 else "queued")
 
 
 def _page(items: list[InputItem], request: Request) -> InputItemList:

@@ -4,7 +4,8 @@ from typing import Any
 
 import msgspec
 
-from gateway.admission.idempotency import claim, find_claim, reclaim
+from gateway.admission.idempotency import claim, find_claim
+from gateway.claimed_submission import submit_claimed
 from gateway.nats.delivery import AcceptedRequest, AnswerDelivery
 from gateway.nats.protocol import Origin, parse_headers, shape_of
 from gateway.openai.prepare import PreparedRequest
@@ -55,9 +56,9 @@ class RequestAcceptor:
                 except ServingError as error:
                     if error.code is not Code.request_not_found:
                         raise
-                # The gateway that claimed it crashed before it was stored. Two that find this at once use the same id.
-                claimed = await reclaim(self._gateway.bus, origin.tenant, name, claimed_body, request.id, claimed)
-                request = msgspec.structs.replace(request, id=claimed.request)
+                # The gateway that claimed it crashed before it was stored, or it was deleted.
+                inflight = await submit_claimed(self._gateway, origin.tenant, name, claimed_body, request, claimed)
+                return AcceptedRequest(inflight.request, inflight=inflight)
         inflight = await self._gateway.submit(request, owner=False)
         self._gateway.metrics.prompt.inc(prepared.prompt_tokens)
         return AcceptedRequest(inflight.request, inflight=inflight)

@@ -118,7 +118,7 @@ class AnswerAggregator:
         text = "".join(self._texts[choice.index])
         request = self._request
         parser = parser_for(request, choice.index) if request.parsing is not None else None
-        message = AnswerMessage(text) if parser is None else parser.parse(text)
+        message = AnswerMessage(text) if parser is None else parser.parse(text, limited=choice.limited)
         return ChatChoice(choice.index, message, choice.finish_reason(parser), self._choice_logprobs(choice))
 
     def _completion_choice(self, choice: ChoiceState) -> TextChoice:

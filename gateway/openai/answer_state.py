@@ -32,6 +32,11 @@ class ChoiceState:
         self.offset = 0
         self.finish: Finish | None = None
 
+    @property
+    def limited(self) -> bool:
+        """It was cut off by its length."""
+        return self.finish is not None and self.finish.reason == "length"
+
     def finish_reason(self, parser: AnswerParser | None = None) -> str:
         """The finish reason of an ended choice. ``parser``: of its text, if it was parsed."""
         assert self.finish is not None

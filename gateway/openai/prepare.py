@@ -25,6 +25,7 @@ class PreparedRequest(NamedTuple):
 
     Attributes:
         detached: it continues when its client disconnects.
+        repeated: it was made before, under the same key; the client asks again.
     """
 
     request: GenerateRequest
@@ -32,6 +33,7 @@ class PreparedRequest(NamedTuple):
     stream: bool
     include_usage: bool
     detached: bool = False
+    repeated: bool = False
 
 
 class PendingMediaRequest(NamedTuple):

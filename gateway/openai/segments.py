@@ -140,7 +140,7 @@ class SegmentedAnswer:
         if self._parser is None:
             if rest:
                 self._grow(out, "text", rest)
-        elif (delta := self._parser.finish(rest)) is not None:
+        elif (delta := self._parser.finish(rest, limited=cut_off)) is not None:
             self._delta(out, delta)
         # An answer that reached its limit ends within a segment, which is not complete.
         if not cut_off:

@@ -191,7 +191,7 @@ class StreamRenderer:
             return
         remaining = choice.state.stream.finish()
         if choice.parser is not None:
-            fields = _fields(choice.parser.finish(remaining))
+            fields = _fields(choice.parser.finish(remaining, limited=choice.state.limited))
             body = choice.prefix + (fields if fields or choice.sent else b'"content":""')
         elif self._state.is_chat and choice.sent and not remaining:
             body = choice.prefix.removesuffix(b'"content":')

@@ -66,20 +66,24 @@ class AnswerParser:
             self._step()
         return self._deltas.take()
 
-    def finish(self, text: str = "") -> Delta | None:
-        """Parse the last piece, and the text held back before it."""
+    def finish(self, text: str = "", *, limited: bool = False) -> Delta | None:
+        """Parse the last piece, and the text held back before it.
+
+        Args:
+            limited: the answer was cut off by its length: the beginning of a call is not shown as text.
+        """
         if self._steps is None:
             self._deltas.content(text)
         self._reader.feed(text)
-        self._reader.ended = True
+        self._reader.ended, self._reader.limited = True, limited
         if self._steps is not None:
             self._step()
         self._deltas.finish()
         return self._deltas.take()
 
-    def parse(self, text: str) -> AnswerMessage:
-        """The message that the deltas of the whole text add up to."""
-        message = self.finish(text)
+    def parse(self, text: str, *, limited: bool = False) -> AnswerMessage:
+        """The message that the deltas of the whole text add up to. ``limited``: as for ``finish``."""
+        message = self.finish(text, limited=limited)
         if message is None:
             return AnswerMessage("")
         calls = [

@@ -40,15 +40,24 @@ class Markers:
 
 
 class Reader:
-    """Attributes: ``ended``: no more text will follow."""
+    """
+    Attributes:
+        ended: no more text will follow.
+        limited: the text ends because it may not be longer, not because it is complete.
+    """
 
-    __slots__ = ("_at", "_recorded", "_text", "ended")
+    __slots__ = ("_at", "_recorded", "_text", "ended", "limited")
 
     def __init__(self) -> None:
         self._text = ""
         self._at = 0
         self._recorded: list[str] | None = None
-        self.ended = False
+        self.ended = self.limited = False
+
+    @property
+    def cut_short(self) -> bool:
+        """Everything was read, and there would have been more."""
+        return self.limited and not self.peek()
 
     def feed(self, text: str) -> None:
         self._text = self._text[self._at :] + text

@@ -58,14 +58,19 @@ def try_calls(
     opener: str,
     otherwise: Callable[[str], None],
 ) -> Steps[bool]:
-    """Read calls behind an opener. Text that is not a call goes to ``otherwise``. Returns: whether there was a call."""
+    """Read calls behind an opener. Text that is not a call goes to ``otherwise``. Returns: whether there was a call.
+
+    The beginning of a call whose rest a limit cut off is neither.
+    """
     before = deltas.calls
     reader.checkpoint(opener)
     try:
         yield from tools.calls(reader, deltas, texts)
         reader.commit()
     except MalformedCall:
-        otherwise(reader.rollback())
+        read = reader.rollback()
+        if not (opener and reader.cut_short):
+            otherwise(read)
     return deltas.calls > before
 
 

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import msgspec
 
 MAX_EVENT_BYTES = 8 << 20
+MAX_CHARS = 16 << 20  # of text, thoughts and arguments together: some 4 million tokens
 
 
 class _Function(msgspec.Struct):
@@ -85,6 +86,7 @@ class Answer:
         self.prompt_tokens = self.tokens = 0
         self.complete = False
         self._left = b""
+        self._chars = 0
 
     def feed(self, data: bytes) -> Iterator[Part]:
         """Bytes of the stream, in pieces of any length; yields what they add, also before an error in them.
@@ -135,9 +137,19 @@ class Answer:
         for call in delta.tool_calls or ():
             self._call(call)
         text, thought = delta.content or "", delta.reasoning_content or delta.reasoning or ""
+        self._count(text, thought)
         self.text += text
         self.thoughts += thought
         return Part(text, thought) if text or thought else None
+
+    def _count(self, *texts: str) -> None:
+        """
+        Raises:
+            ValueError: the answer has become too large to keep.
+        """
+        self._chars += sum(map(len, texts))
+        if self._chars > MAX_CHARS:
+            raise ValueError(f"the answer is longer than {MAX_CHARS >> 20} Mi characters; it ends here")
 
     def _call(self, delta: _ToolCall) -> None:
         index = max(0, min(delta.index, 127))
@@ -146,5 +158,6 @@ class Answer:
         call = self.calls[index]
         call.id = delta.id or call.id
         if delta.function is not None:
+            self._count(delta.function.name or "", delta.function.arguments or "")
             call.name += delta.function.name or ""
             call.arguments += delta.function.arguments or ""

@@ -143,8 +143,10 @@ def _extra(args: argparse.Namespace) -> dict[str, Any]:
     if args.tools:
         try:
             extra["tools"] = msgspec.json.decode(Path(args.tools).read_bytes(), type=list[dict[str, Any]])
+        except OSError as error:
+            raise ValueError(f"--tools {args.tools}: {error.strerror or error}") from error
         except msgspec.MsgspecError as error:
-            raise ValueError(f"{args.tools} is no JSON list of tools: {error}") from error
+            raise ValueError(f"--tools {args.tools} is no JSON list of tools: {error}") from error
     return extra
 
 

@@ -2,7 +2,10 @@
 
 import argparse
 import contextlib
+import os
+import shutil
 import signal
+import stat
 import subprocess
 import sys
 import tempfile
@@ -16,6 +19,7 @@ import msgspec
 from rich.console import Console
 
 from configs.flags import Parser
+from infra.broker.datadir import Lock, holder
 from infra.chat.client import BROKEN
 from infra.chat.command import INTERRUPTED, add_chat_flags, talk
 from infra.launch.deathsig import die_with_parent
@@ -26,6 +30,9 @@ from infra.terminal import visible
 
 READY_S = 3600.0  # larger models take minutes to load; `up` gives up earlier by its own --ready-s
 STOP_S = 60.0
+PREFIX = "penstock-run-"  # of the folders of conversations that are not kept
+NEW_S = 10.0  # a run may be about to take the lock of its folder
+CLAIM = "run.lock"  # in them, held while they are in use
 POLL_S = 0.1
 ANSWER_S = 5.0  # for the gateway to say that it is ready
 SHOWN_BYTES = 4000  # of the output of a start that failed
@@ -54,14 +61,31 @@ def run(argv: Sequence[str]) -> int:
             resolve(args.model, weights="mock" not in flags)  # downloads it here, where its progress is seen
             if args.data_dir:
                 return _serve(args, Path(args.data_dir), flags)
+            remove_left_behind()
             # If the deployment had to be killed, its processes may still write while the folder is deleted.
-            with tempfile.TemporaryDirectory(prefix="penstock-run-", ignore_cleanup_errors=True) as folder:
+            with tempfile.TemporaryDirectory(prefix=PREFIX, ignore_cleanup_errors=True) as folder:
+                claim = Lock(Path(folder) / CLAIM)
+                claim.acquire("penstock run")
                 return _serve(args, Path(folder), flags)
     except (ModelError, ValueError, OSError) as error:
         print(f"penstock run: {visible(str(error))}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return INTERRUPTED
+
+
+def remove_left_behind() -> None:
+    """Delete the folders of runs that were killed, so that they could not delete them."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+        with contextlib.suppress(OSError):
+            about = folder.lstat()
+            if about.st_uid != os.getuid() or not stat.S_ISDIR(about.st_mode):
+                continue
+            if time.time() - about.st_mtime < NEW_S:
+                continue
+            locks = [folder / CLAIM, folder / "up.lock"]  # the deployment ends a moment after its run
+            if locks[0].exists() and all(holder(lock) is None for lock in locks):
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextlib.contextmanager

@@ -28,6 +28,7 @@ class Conversation:
         self.messages: list[ChatMessage] = []
         self.places: dict[str, str] = {}
         self._open = False  # the last message is the assistant's, and may grow
+        self._calls: set[str] = set()  # ids
 
     def instruct(self, text: str) -> None:
         self._append(ChatMessage("system", text), "instructions", "instructions")
@@ -54,10 +55,14 @@ class Conversation:
                 name = self._names.shown(item.namespace, _needed(item.name, f"{at}.name"))
                 arguments = _needed(item.arguments, f"{at}.arguments")
                 call = ToolCall(FunctionCall(name, arguments), id=_needed(item.call_id, f"{at}.call_id"))
+                self._calls.add(call.id or "")
                 self._grow(at, ChatMessage("assistant", None, tool_calls=[call]))
             case "function_call_output":
                 content = _content(item.output, f"{at}.output")
                 call_id = _needed(item.call_id, f"{at}.call_id")
+                if call_id not in self._calls:
+                    known = "send its function_call too, or continue its response with previous_response_id"
+                    raise invalid(f"{at}.call_id", f"{at}.call_id {call_id[:80]!r} is of no call before it: {known}")
                 self._append(ChatMessage("tool", content, tool_call_id=call_id), at, f"{at}.output")
             case "reasoning":
                 parts = item.content if isinstance(item.content, list) else []

@@ -13,6 +13,7 @@ from tokenizers import AddedToken, Tokenizer
 from gateway.openai.aggregator import AnswerAggregator
 from gateway.openai.prepare import prepare_chat, prepare_completion
 from gateway.openai.prepare_context import PrepareContext
+from gateway.openai.segments import SegmentedAnswer
 from gateway.openai.stream_renderer import StreamRenderer
 from gateway.parsers.registry import ParserNames
 from infra.model import modeldir
@@ -158,6 +159,20 @@ def test_a_broken_off_call_is_shown_as_far_as_it_came(demo: PrepareContext, reas
     text = CALL[:20]
     message = added(chunks(StreamRenderer(request(demo), demo.model.detokenizer).push(answer(demo.model, text))))
     assert (message["content"], message["finish"]) == (text, "stop")
+
+
+@pytest.mark.parametrize("length", [11, 20, 36])
+def test_a_call_that_the_limit_cut_off_before_its_arguments_is_not_shown_as_text(
+    demo: PrepareContext, length: int
+) -> None:
+    items = answer(demo.model, "I look.\n" + CALL[:length], Finish("length"))
+    streamed = added(chunks(StreamRenderer(request(demo), demo.model.detokenizer).push(items)))
+    assert (streamed["content"], streamed["finish"]) == ("I look.\n", "length")
+    assert not streamed.get("tool_calls")
+    assert whole(request(demo), demo.model, items) == streamed
+    segments = SegmentedAnswer(request(demo), demo.model.detokenizer)
+    segments.push(items)
+    assert [(each.kind, each.content) for each in segments.segments] == [("text", "I look.\n")]
 
 
 def test_a_prompt_that_ends_in_thoughts_makes_the_answer_begin_in_them(demo: PrepareContext) -> None:

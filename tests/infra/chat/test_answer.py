@@ -66,6 +66,16 @@ def test_errors_in_a_stream_are_raised_with_their_cause(data: bytes, message: st
         list(Answer().feed(data))
 
 
+def test_an_answer_that_never_ends_is_not_kept_without_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("infra.chat.answer.MAX_CHARS", 10)
+    answer = Answer()
+    assert len(list(answer.feed(event("1", content="abc", reasoning_content="def")))) == 1
+    call = [{"index": 0, "function": {"name": "f", "arguments": "xyzuv"}}]
+    with pytest.raises(ValueError, match="the answer is longer than"):
+        list(answer.feed(event("2", tool_calls=call)))
+    assert (answer.text, answer.thoughts) == ("abc", "def")
+
+
 def test_what_came_with_an_error_is_yielded_before_it() -> None:
     parts = Answer().feed(event("1", content="a") + b'data: {"error": {"message": "the worker failed"}}\n\n')
     assert next(parts).text == "a"

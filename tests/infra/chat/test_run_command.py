@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from infra.broker.datadir import Lock
+from infra.chat import run_command
 from tests.workers.kv_transfer.support import until
 
 
@@ -28,3 +30,27 @@ def test_a_signal_leaves_neither_processes_nor_the_conversation(tmp_path: Path, 
     assert list(folder.iterdir()) == []
     with pytest.raises(ProcessLookupError):
         os.kill(broker, 0)
+
+
+def test_the_next_run_deletes_what_a_killed_one_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    killed, running, ending, new, other = (tmp_path / f"penstock-run-{name}" for name in "abcde")
+    locks = {}
+    for folder in (killed, running, ending, new):
+        folder.mkdir()
+        locks[folder] = Lock(folder / run_command.CLAIM)
+        locks[folder].acquire("penstock run")
+        (folder / "store").mkdir()
+    deployment = Lock(ending / "up.lock")
+    deployment.acquire("penstock up")
+    other.mkdir()  # nobody has claimed it
+    for folder in (killed, ending, new):
+        locks[folder].release()
+    for folder in (killed, running, ending, other):
+        os.utime(folder, (1, 1))
+    run_command.remove_left_behind()
+    assert sorted(tmp_path.iterdir()) == [running, ending, new, other]
+    deployment.release()
+    run_command.remove_left_behind()
+    assert not ending.exists()
+    locks[running].release()

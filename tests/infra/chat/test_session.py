@@ -179,3 +179,8 @@ def test_the_command_answers_one_question_and_goes_on_with_it_later(
     first, second = server.bodies
     assert (first["temperature"], first["messages"][0]) == (0, {"role": "system", "content": "Be brief."})
     assert [message["content"] for message in second["messages"]] == ["Be brief.", "12 + 5?", "17", "and now?"]
+
+
+def test_a_file_of_tools_that_cannot_be_read_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["--url", "http://127.0.0.1:1", "--tools", "/nonexistent", "hello"]) == 1
+    assert capsys.readouterr().err == "penstock chat: --tools /nonexistent: No such file or directory\n"

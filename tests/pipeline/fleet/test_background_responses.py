@@ -197,6 +197,8 @@ async def test_a_deleted_response_leaves_nothing_behind(
             await clients[0].responses.delete(response.id)
     assert secret.encode() not in on_disk(fleet)
     assert (await clients[0].responses.retrieve(second.id)).output_text == second.output_text
+    left = (await clients[0].responses.input_items.list(second.id)).data
+    assert [each.content[0].text for each in left] == ["Go on."], "of what it continued, nothing is left"  # type: ignore[union-attr]
     with pytest.raises(openai.BadRequestError, match="was deleted"):
         await clients[0].responses.create(**asked("Go on.", previous_response_id=second.id))
     again = await clients[0].responses.create(**asked("Hi."))
@@ -208,7 +210,15 @@ async def test_with_an_idempotency_key_a_background_response_is_made_once(client
     body = asked(words(10, 8), background=True)
     made = [await client.responses.create(**body, extra_headers=headers) for client in clients]
     assert made[0].id == made[1].id
-    assert {response.status for response in made} == {"queued"}
+    assert made[0].status == "queued"
+    over = await ended(clients[0], made[0].id)
+    again = await clients[1].responses.create(**body, extra_headers=headers)
+    assert (again.id, again.status, again.output_text) == (over.id, "incomplete", over.output_text)
+    await clients[0].responses.delete(over.id)
+    anew = await clients[1].responses.create(**body, extra_headers=headers)
+    assert anew.id != over.id, "the key stood for what was deleted"
+    assert (await ended(clients[0], anew.id)).output_text == over.output_text
+    assert (await clients[0].responses.create(**body, extra_headers=headers)).id == anew.id
 
 
 async def test_several_clients_continue_the_same_response(clients: list[openai.AsyncOpenAI], oracle: Oracle) -> None:

@@ -1,0 +1,32 @@
+"""Submits a request under a key whose earlier request is not in the log. Used by both APIs."""
+
+import msgspec
+
+from gateway.admission.idempotency import Claim, reclaim
+from gateway.log.inflight import InflightRequest
+from gateway.service import Gateway
+from schemas.errors import Code, ServingError
+from schemas.requests import GenerateRequest
+
+
+async def submit_claimed(
+    gateway: Gateway, tenant: str, name: str, body: bytes | None, request: GenerateRequest, claimed: Claim
+) -> InflightRequest:
+    """Run a request under a claim that another gateway made before it crashed, or whose request was deleted.
+
+    In the first case the claim's own id is used: two gateways that find this at once store it once. In the second the
+    log discards that id, and the request runs under its own.
+
+    Args:
+        name, body: as for ``claim``.
+    Raises:
+        ServingError: idempotency_conflict; or it could not be stored.
+    """
+    claim = await reclaim(gateway.bus, tenant, name, body, request.id, claimed)
+    try:
+        return await gateway.submit(msgspec.structs.replace(request, id=claim.request), owner=False)
+    except ServingError as error:
+        if error.code is not Code.request_not_found:
+            raise
+    claim = await reclaim(gateway.bus, tenant, name, body, request.id, claimed, deleted=True)
+    return await gateway.submit(msgspec.structs.replace(request, id=claim.request), owner=False)
