@@ -1,6 +1,6 @@
 """What fused kernels, dependent launches and shapes of kernels do to a decode step of an 8B Llama with random weights.
 
-python -m tests.gpu.fusions [sweep] [fp8]
+python -m tests.gpu.fusions [sweep] [fp8] [fp8-kv]
 
 The time is that of a captured graph, replayed: nothing of the host is in it.
 """
@@ -32,11 +32,11 @@ SIZES = (1, 2, 32, 128, 256)
 def step_ms(executor: Any, size: int) -> float:
     """Of one replay of a new graph for ``size`` rows; the places are those of the last decode step."""
     with torch.inference_mode():
-        executor._static(size)
+        executor._run_fixed(size)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            executor._static(size)
+            executor._run_fixed(size)
         for _ in range(3):
             graph.replay()
         found = []
@@ -68,15 +68,16 @@ def compare(engine: Any) -> None:
 
 def tiles(engine: Any) -> None:
     """Positions that attention takes at a time, and programs that it is split into."""
-    usual = paged.DECODE_TILE, paged.PROGRAMS
+    usual = paged.DECODE, paged.PROGRAMS
     for size, context in ((1, 512), (1, 3900), (8, 512), (32, 512)):
         drive(engine, ask(size, context, 64, 128256, 140 + size))
         line = []
-        for paged.DECODE_TILE in (32, 64, 128):
+        for tile in (32, 64, 128):
             for paged.PROGRAMS in (64, 128, 256):
-                line.append(f"{paged.DECODE_TILE}, {paged.PROGRAMS}: {step_ms(engine._ahead, size):.3f}")
+                paged.DECODE = usual[0]._replace(tile=tile)
+                line.append(f"{tile}, {paged.PROGRAMS}: {step_ms(engine._ahead, size):.3f}")
         print(f"{size} x {context} (positions, programs), ms:", "; ".join(line), flush=True)
-        paged.DECODE_TILE, paged.PROGRAMS = usual
+        paged.DECODE, paged.PROGRAMS = usual
 
 
 KINDS = {
@@ -117,8 +118,11 @@ def main() -> None:
     if "fp8" in sys.argv:
         print("layers of 8-bit floats:", quantize(made))
         prepare.ROUNDING_FP8 = 0.9  # noise of 8 bits grows from layer to layer if weights are random
-    engine = assemble(described, NativeOptions(max_running=256, max_model_len=4096, warm=False, kv_blocks=8192))
-    for measure in (compare, tiles, sweep) if "sweep" in sys.argv else (compare, tiles):
+    kv_dtype = "fp8" if "fp8-kv" in sys.argv else "auto"
+    engine = assemble(
+        described, NativeOptions(max_running=256, max_model_len=4096, warm=False, kv_blocks=8192, kv_dtype=kv_dtype)
+    )
+    for measure in (compare, tiles, sweep) if "sweep" in sys.argv else (compare,):
         try:
             measure(engine)
         except Exception:

@@ -16,7 +16,7 @@ import torch
 
 from workers.engines.native import quantize, sampler
 from workers.engines.native.attention import AttentionParams, ReferenceAttention, Span
-from workers.engines.native.cuda import chunks, dense, modules, rewrite, rows
+from workers.engines.native.cuda import chunks, dense, fp8, modules, rewrite, rows
 from workers.engines.native.cuda.chunks import LONG, Chunk
 from workers.engines.native.cuda.dense import DenseAttention
 from workers.engines.native.cuda.paged import Batch, PagedAttention, Scratch, tile_rows
@@ -34,14 +34,16 @@ class Case:
 
     def __init__(self, device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, dim: int, page: int = 8,
                  decodes: tuple[int, ...] = (1, 9, 70, 200), chunks: tuple[tuple[int, int], ...] = ((0, 40), (33, 150)),
-                 layers: int = 2, least: int = LONG) -> None:  # fmt: skip
+                 layers: int = 2, least: int = LONG, stored: torch.dtype | None = None) -> None:  # fmt: skip
         self.heads, self.kv_heads, self.dim, self.device, self.dtype = heads, kv_heads, dim, device, dtype
         ends = [*decodes, *(start + count for start, count in chunks)]
         blocks = sum(-(-end // page) for end in ends)
         ids = list(range(blocks))
         random.Random(3).shuffle(ids)
-        self.pool, self.twin = (Pool(KvShape(layers, kv_heads, dim), blocks, page, dtype, device) for _ in range(2))
-        self.pool.data.normal_()
+        self.pool, self.twin = (
+            Pool(KvShape(layers, kv_heads, dim), blocks, page, stored or dtype, device, dtype) for _ in range(2)
+        )
+        self.pool.data.copy_(torch.randn(self.pool.data.shape, device=device))
         self.twin.data.copy_(self.pool.data)
         width = max(-(-end // page) for end in ends) + 1
         tables = torch.zeros((len(ends), width), dtype=torch.int32)
@@ -108,7 +110,7 @@ class Case:
         exact.clear = kept  # type: ignore[method-assign]
         params = AttentionParams(self.dim**-0.5, window, softcap, None if sink is None else sink.float())
         expected = reference.attend(1, q.float(), k.float(), self.v.float(), params)
-        stored = apart(self.pool.data, exact.data)
+        stored = apart(self.pool.data.float(), exact.data)
         return apart(found, expected), stored
 
 
@@ -128,6 +130,13 @@ def check_attention(device: torch.device) -> None:
                     print(f"attention {dtype} {heads}/{kv_heads} x {dim} {'mixed' if prompts else 'decode'} "
                           f"rotate={rotate} window={window} cap={softcap} sinks={sinks}: {out:.1e}, "
                           f"stored {stored:.1e}" + ("" if good else "   WRONG"))  # fmt: skip
+    if device.type != "cpu":
+        for heads, kv_heads, dim in ((8, 2, 128), (4, 2, 16)):
+            case = Case(device, torch.bfloat16, heads, kv_heads, dim, stored=torch.float8_e4m3fn)
+            out, stored = case.compare(True, None, 0.0, False)
+            good = out < 0.03 and stored < 0.03
+            print(f"attention, 8-bit pool {heads}/{kv_heads} x {dim}: {out:.1e}, stored {stored:.1e}"
+                  + ("" if good else "   WRONG"))  # fmt: skip
     many = Case(device, torch.float32, 4, 2, 16, decodes=tuple(range(1, 20)), chunks=())
     out, stored = many.compare(True, None, 0.0, False)
     print(f"19 decodes: {out:.1e}, stored {stored:.1e}")
@@ -212,19 +221,61 @@ def check_fused(device: torch.device, dtype: torch.dtype) -> None:
 
 
 def check_narrow(device: torch.device) -> None:
-    """Layers of 8-bit floats: one row by our kernel, which leaves the input as it is; more by torch's product."""
-    inner, wide = 1024, 208
-    layer = torch.nn.Linear(inner, 2 * wide, bias=True, device=device, dtype=torch.bfloat16).requires_grad_(False)
-    narrow = quantize.Fp8Linear(layer)
-    linear = modules.Linear(narrow.weight, narrow.bias, narrow.scale)
-    weight = narrow.weight.double() * narrow.scale.double()
-    for count in (1, 5, 64):
-        x = torch.randn((1, count, inner), device=device, dtype=torch.bfloat16)
-        expected = torch.nn.functional.linear(x.double(), weight, narrow.bias.double())
-        print(f"8-bit {count} rows: {apart(linear(x), expected):.1e}, as before {apart(narrow(x), expected):.1e}")
-    low, high = torch.nn.functional.linear(x[:, :1].double(), weight, narrow.bias.double()).chunk(2, -1)
-    found = linear.gemv(x[:, :1].contiguous(), None, None, rows.SILU)
-    print(f"8-bit gate: {apart(found, torch.nn.functional.silu(low) * high):.1e}")
+    """Layers of 8-bit floats: one row by a kernel that leaves the input as it is; a few by another; more by torch."""
+    if device.type != "cpu":
+        inner, wide = 1024, 208
+        layer = torch.nn.Linear(inner, 2 * wide, bias=True, device=device, dtype=torch.bfloat16).requires_grad_(False)
+        narrow = quantize.Fp8Linear(layer)
+        linear = modules.Linear(narrow.weight, narrow.bias, narrow.scale)
+        weight = narrow.weight.double() * narrow.scale.double()
+        for count in (1, 5, 64, 80):
+            x = torch.randn((1, count, inner), device=device, dtype=torch.bfloat16)
+            expected = torch.nn.functional.linear(x.double(), weight, narrow.bias.double())
+            print(f"8-bit {count} rows: {apart(linear(x), expected):.1e}, as before {apart(narrow(x), expected):.1e}")
+        low, high = torch.nn.functional.linear(x[:, :1].double(), weight, narrow.bias.double()).chunk(2, -1)
+        found = linear.gemv(x[:, :1].contiguous(), None, None, rows.SILU)
+        print(f"8-bit gate: {apart(found, torch.nn.functional.silu(low) * high):.1e}")
+    check_narrow_rows(device)
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    for count, out, inner in (
+        (1, 80, 128),
+        (5, 136, 512),
+        (16, 64, 256),
+        (17, 200, 1024),
+        (40, 72, 512),
+        (64, 64, 512),
+    ):
+        x, weight = (fp8.Narrow(*quantize.narrowed(torch.randn((each, inner), device=device))) for each in (count, out))
+        bias, residual = (torch.randn(size, device=device).to(dtype) for size in ((out,), (count, out)))
+        counts, added = fp8.counters(out, device), residual.clone()
+        expected = residual.double() + torch.nn.functional.linear(
+            x.values.double() * x.scales.double(), weight.values.double() * weight.scales.double(), bias.double()
+        )
+        shape = fp8.shape_for(count, out, inner)
+        assert shape is not None
+        fp8.launch(shape, x, weight.values, weight.scales, bias, added, added, counts)
+        off, good = apart(added, expected), not counts.any()
+        print(f"8-bit product {shape}: {off:.1e}" + ("" if good and off < 2 * BOUND[torch.bfloat16] else "   WRONG"))
+
+
+def check_narrow_rows(device: torch.device) -> None:
+    """Rows that become 8-bit floats within the kernel before."""
+    dtype, bound = (torch.float32, 0.1) if device.type == "cpu" else (torch.bfloat16, 0.04)  # one truncates
+    for count, width in ((1, 64), (3, 1200), (70, 512)):
+        x, added = (torch.randn((1, count, width), device=device).to(dtype) for _ in range(2))
+        norm = modules.RmsNorm(torch.rand(width, device=device).to(dtype), 1e-6, rows.ROUNDED)
+        total = (x + added).double()
+        expected = total * (total.pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt() * norm.weight.double()
+        given = x.clone()
+        low, high = x.double().chunk(2, -1)
+        for name, narrow, wanted in (
+            ("row", fp8.narrowed(x), x.double()),
+            ("norm", fp8.normalised(given, norm, added), expected),
+            ("gate", fp8.gated(x, rows.SILU), torch.nn.functional.silu(low) * high),
+        ):
+            off = apart((narrow.values.double() * narrow.scales.double()), wanted)
+            print(f"8-bit {name} of {count} x {width}: {off:.1e}" + ("" if off < bound else "   WRONG"))
+        print(f"8-bit norm adds: {apart(given, total):.1e}")
 
 
 def gelu(x: torch.Tensor) -> torch.Tensor:

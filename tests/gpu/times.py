@@ -1,8 +1,13 @@
 """How long the native engine's kernels take, beside what torch offers: an 8B Llama's shapes in bfloat16.
 
-python -m tests.gpu.times
+python -m tests.gpu.times [quick | fp8]
+
+``fp8``: products of 8-bit floats by torch and by the kernel for few rows, in shapes that are chosen from; decodes over
+a pool of 8-bit floats.
 """
 
+import itertools
+import multiprocessing
 import sys
 import traceback
 from collections.abc import Callable
@@ -13,7 +18,9 @@ import triton
 
 from tests.gpu.kernels import Case
 from workers.engines.native.attention import AttentionParams
-from workers.engines.native.cuda import attend, modules, paged
+from workers.engines.native.cuda import attend, fp8, modules, paged
+from workers.engines.native.pool import Pool
+from workers.engines.native.quantize import FP8, narrowed
 
 SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
 DEVICE = torch.device("cuda")
@@ -128,9 +135,122 @@ def prefills() -> None:
         print(f"prefill {count} x {length}, TFLOP/s of (tile, warps, stages):", "; ".join(line))
 
 
+def variants(rows: int, columns: int, inner: int) -> list[fp8.Shape]:
+    """Shapes of the product of few rows that could be the fastest."""
+    found = []
+    for tile, depth, splits in itertools.product((64, 128), (128, 256), (1, 2, 4, 8, 16)):
+        programs = -(-columns // tile) * splits
+        if inner % (splits * depth) or not (120 <= programs <= 900):
+            continue
+        for stages in (3, 4, 6):
+            if 48_000 <= stages * (tile + rows) * depth <= 160_000:
+                found.append(fp8.Shape(rows, tile, depth, splits, 4, stages))
+    return found
+
+
+class Product:
+    """A product of few rows over several layers' weights, so that none is in the cache."""
+
+    def __init__(self, count: int, columns: int, inner: int, copies: int = 10) -> None:
+        self.copies = copies
+        self.x = fp8.narrowed(torch.randn((count, inner), device=DEVICE, dtype=torch.bfloat16))
+        self.weights = [torch.randint(0, 100, (columns, inner), device=DEVICE, dtype=torch.uint8).view(FP8)
+                        for _ in range(copies)]  # fmt: skip
+        self.scales = torch.rand((columns, 1), device=DEVICE)
+        self.counts = torch.zeros(4096, dtype=torch.int32, device=DEVICE)
+        self.out = torch.empty((count, columns), device=DEVICE, dtype=torch.bfloat16)
+
+    def ours(self, shape: fp8.Shape) -> float:
+        return timed(
+            lambda: [
+                fp8.launch(shape, self.x, weight, self.scales, None, None, self.out, self.counts)
+                for weight in self.weights
+            ],
+            self.copies,
+        )
+
+    def torchs(self) -> float:
+        return timed(
+            lambda: [
+                torch._scaled_mm(self.x.values, weight.t(), self.x.scales, self.scales.t(), out_dtype=torch.bfloat16,
+                                 use_fast_accum=True) for weight in self.weights
+            ],
+            self.copies,
+        )  # fmt: skip
+
+
+def _compile(case: tuple[int, int, int]) -> None:
+    """Fill Triton's cache, in a process of its own."""
+    product = Product(*case, copies=1)
+    for shape in variants(*case):
+        fp8.launch(shape, product.x, product.weights[0], product.scales, None, None, product.out, product.counts)
+
+
+def narrow_products() -> None:
+    counts = (16, 32, 64, 128)
+    with multiprocessing.get_context("spawn").Pool(12) as pool:
+        pool.map(_compile, [(count, *size) for count in counts for size in SHAPES.values()], chunksize=1)
+    for count in (8, *counts, 256, 512):
+        totals = [0.0, 0.0]
+        for name, size in SHAPES.items():
+            product = Product(count, *size)
+            usual = product.torchs()
+            found = {shape: product.ours(shape) for shape in variants(max(16, count), *size)} if count <= 128 else {}
+            best = sorted(found, key=lambda shape: found[shape])[:4]
+            text = "; ".join(f"{tuple(shape[1:])} {found[shape] * 1e3:.1f}" for shape in best)
+            floor = size[0] * size[1] / 4.1e6
+            print(f"{count:>4} rows, {name}, us: at 4.1 TB/s {floor:.1f}, torch {usual * 1e3:.1f}; {text}", flush=True)
+            totals[0] += usual
+            totals[1] += found[best[0]] if best else usual
+        print(f"{count:>4} rows, 32 layers: torch {totals[0] * 32:.2f} ms, ours {totals[1] * 32:.2f} ms", flush=True)
+
+
+def narrow_rows() -> None:
+    """Kernels that make rows of 8-bit floats."""
+    norm = modules.RmsNorm(torch.ones(4096, device=DEVICE, dtype=torch.bfloat16), 1e-5, 0)
+    for count in (16, 32, 64, 128, 256, 2048, 8192):
+        x, both = (torch.randn((count, width), device=DEVICE, dtype=torch.bfloat16) for width in (4096, 28672))
+        added = torch.randn_like(x)
+        times = {
+            "row": timed(lambda: [fp8.narrowed(x) for _ in range(8)], 8),
+            "norm": timed(lambda: [fp8.normalised(x, norm) for _ in range(8)], 8),
+            "norm of a sum": timed(lambda: [fp8.normalised(x, norm, added) for _ in range(8)], 8),
+            "gate": timed(lambda: [fp8.gated(both, 0) for _ in range(8)], 8),
+        }
+        print(f"{count:>4} rows, us:", ", ".join(f"{name} {ms * 1e3:.1f}" for name, ms in times.items()), flush=True)
+    assert narrowed(x)[0].dtype == FP8
+
+
+def narrow_decodes() -> None:
+    params, usual = AttentionParams(0.088), paged.DECODE_FP8
+    for count, context in ((1, 576), (8, 576), (32, 576), (128, 576), (256, 576), (64, 2112)):
+        case = Case(DEVICE, torch.bfloat16, 32, 8, 128, page=32, decodes=(context,) * count, chunks=(), layers=8)
+        read = count * context * 2 * 8 * 128
+        line = []
+        for kind in ("bfloat16", "8-bit"):
+            pool = case.pool
+            if kind == "8-bit":
+                pool = Pool(pool.shape, pool.blocks, pool.block_size, FP8, DEVICE, torch.bfloat16)
+            run = paged.PagedAttention(pool, case.scratch, modules.Rotation(), case.batch)
+            shapes = itertools.product((64, 128), (4, 8), (2, 3, 4)) if kind == "8-bit" else ((64, 4, 3),)
+            for shape in shapes:
+                paged.DECODE_FP8 = paged.DecodeShape(*shape)
+                ms = timed(lambda: [run.attend(n, case.q, case.k, case.v, params) for n in range(8)], 8)
+                line.append((ms * 1e3, f"{kind if kind != '8-bit' else shape} {ms * 1e3:.1f}"))
+        first, *others = line
+        print(f"decode {count} x {context}, us (8 bits at 4.1 TB/s {read / 4.1e6:.1f}):", first[1], "; ",
+              ", ".join(text for _, text in sorted(others)), flush=True)  # fmt: skip
+    paged.DECODE_FP8 = usual
+
+
 def main() -> None:
     print(torch.cuda.get_device_name(), torch.__version__, "triton", triton.__version__)
-    for measure in (decodes,) if "quick" in sys.argv else (decodes, prefills, products):
+    chosen: tuple[Callable[[], None], ...] = (decodes, prefills, products)
+    if "quick" in sys.argv:
+        chosen = (decodes,)
+    if "fp8" in sys.argv:
+        chosen = (narrow_products, narrow_rows, narrow_decodes)
+    for measure in chosen:
         try:
             measure()
         except Exception:

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from workers.engines.native.cuda import rows
+from workers.engines.native.cuda import fp8, rows
 from workers.engines.native.cuda.fusions import FUSIONS, dependent
 from workers.engines.native.cuda.products import invariant_product
 
@@ -72,10 +72,11 @@ def launch_options(pdl: bool) -> dict[str, Any]:
 class Linear(nn.Module):
     """A linear layer. Its weight is an 8-bit float if there is a ``scale``, (out, 1) float32.
 
-    ``residual`` and ``norm`` are set before a call and cleared by it.
+    ``residual``, ``norm`` and ``row_scales`` are set before a call and cleared by it.
 
     Attributes:
         residual: add the product to it, in place.
+        row_scales: those of an input of 8-bit floats; see ``fp8.Narrow``.
         norm: normalise the input by it first; only for inputs that ``takes_gemv`` accepts.
         invariant: a row's result must not depend on the number of rows. Stays set.
     """
@@ -87,6 +88,8 @@ class Linear(nn.Module):
         self.scale = None if scale is None else nn.Parameter(scale, requires_grad=False)
         self.out_features, self.in_features = weight.shape
         self.residual: Tensor | None = None
+        self.row_scales: Tensor | None = None
+        self._counters = None if scale is None else fp8.counters(self.out_features, weight.device)
         self.invariant = False
         self.__dict__["norm"] = None  # a module, but not a child: it belongs to the layer
 
@@ -102,7 +105,7 @@ class Linear(nn.Module):
     def takes_gemv(self, x: Tensor) -> bool:
         """Whether the kernel for a single row computes this input."""
         compute_dtype = x.dtype if self.scale is not None else self.weight.dtype
-        if self.invariant:
+        if self.invariant or x.itemsize == 1:
             return False
         return x.numel() == self.in_features and x.is_contiguous() and x.dtype == compute_dtype != torch.float32
 
@@ -114,8 +117,7 @@ class Linear(nn.Module):
         if self.invariant:
             return invariant_product(x, self.weight, self.bias, residual)
         if self.scale is not None:
-            out = self.fp8_forward(x, self.scale)
-            return out if residual is None else residual.add_(out)
+            return self.fp8_forward(x, self.scale, residual)
         if residual is None:
             return F.linear(x, self.weight, self.bias)
         if self.bias is not None:
@@ -124,24 +126,15 @@ class Linear(nn.Module):
         torch.addmm(flat, x.view(-1, self.in_features), self.weight.t(), out=flat)
         return residual
 
-    def fp8_forward(self, x: Tensor, scale: Tensor) -> Tensor:
+    def fp8_forward(self, x: Tensor, scale: Tensor, residual: Tensor | None) -> Tensor:
         """``forward`` with 8-bit floats, as ``workers.engines.native.quantize.Fp8Linear`` computes it."""
-        if not x.is_cuda or x.dtype != torch.bfloat16:
-            return F.linear(x, (self.weight.float() * scale).to(x.dtype), self.bias)
-        x_rows = x.reshape(-1, self.in_features)
-        count = len(x_rows)
-        quantized = torch.empty(x_rows.shape, dtype=self.weight.dtype, device=x.device)
-        scales = torch.empty((count, 1), dtype=torch.float32, device=x.device)
-        pdl, padded = dependent(x.device, count), 1 << (self.in_features - 1).bit_length()
-        rows.quantize_row[(count,)](
-            x_rows, quantized, scales, x_rows.stride(0), N=self.in_features, N_P=padded,
-            LARGEST=torch.finfo(self.weight.dtype).max, PDL=pdl, num_warps=max(1, min(8, padded // 512)),
-            **launch_options(pdl),
-        )  # fmt: skip
-        out = torch._scaled_mm(quantized, self.weight.t(), scales, scale.t(), out_dtype=x.dtype, use_fast_accum=True)
-        if self.bias is not None:
-            out += self.bias
-        return out.view(*x.shape[:-1], self.out_features)
+        row_scales, self.row_scales = self.row_scales, None
+        if row_scales is None and not fp8.suits(x):
+            out = F.linear(x, (self.weight.float() * scale).to(x.dtype), self.bias)
+            return out if residual is None else residual.add_(out)
+        assert self._counters is not None
+        narrow = fp8.narrowed(x) if row_scales is None else fp8.Narrow(x, row_scales)
+        return fp8.product(narrow, self.weight, scale, self.bias, residual, self._counters)
 
     def gemv(self, x: Tensor, residual: Tensor | None, norm: "RmsNorm | None" = None, act: int | None = None) -> Tensor:
         """``forward`` for a single row.
@@ -227,6 +220,10 @@ class GatedMlp(nn.Module):
         if norm is not None or (FUSIONS.products and self.gate_up.takes_gemv(x)):
             return self.down_proj(self.gate_up.gemv(x, None, norm, self._act))  # type: ignore[no-any-return]
         gate_up = self.gate_up(x)
+        if self.down_proj.scale is not None and fp8.suits(gate_up):
+            narrow = fp8.gated(gate_up, self._act)
+            self.down_proj.row_scales = narrow.scales
+            return self.down_proj(narrow.values)  # type: ignore[no-any-return]
         width = gate_up.shape[-1] // 2
         out = torch.empty((*gate_up.shape[:-1], width), dtype=gate_up.dtype, device=gate_up.device)
         block = min(2048, 1 << (width - 1).bit_length())

@@ -1,7 +1,7 @@
 """``Paged`` on CUDA: calls the kernels of ``attend`` for one batch. Decode rows come first, then prompts."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,7 +17,17 @@ from workers.engines.native.pool import Pool
 PROGRAMS = 256  # programs that a decode step's attention is split into: about two per multiprocessor
 MAX_SPLITS = 32
 FIXED_SPLITS = 8  # keeps results independent of the number of rows
-DECODE_TILE = 64
+
+
+class DecodeShape(NamedTuple):
+    """How a program of a decode step's attention reads keys: positions at a time; warps; stages of the pipeline."""
+
+    tile: int
+    warps: int
+    stages: int
+
+
+DECODE, DECODE_FP8, DECODE_FLOAT32 = DecodeShape(64, 4, 3), DecodeShape(64, 4, 3), DecodeShape(32, 4, 2)
 
 
 def next_power_of_2(value: int) -> int:
@@ -183,12 +193,12 @@ class PagedAttention:
             query, out, table_rows, positions = (each[first:] for each in (query, out, table_rows, positions))
         kv_heads, heads = common["KV_HEADS"], query.shape[1]
         split_count, pdl = batch.splits or scratch.num_splits(rows, kv_heads), dependent(query.device, rows)
+        shape = DECODE_FLOAT32 if query.element_size() == 4 else DECODE if not self._pool.limit else DECODE_FP8
         attend.decode[(rows, kv_heads, split_count)](
             query, self._pool.data, batch.tables, table_rows, positions, sinks, out,
             scratch.accumulators, scratch.maxima, scratch.sums, scratch.counters, layer, *scales, *strides,
             GROUP=heads // kv_heads, MEMBERS=next_power_of_2(heads // kv_heads), GROUP_P=scratch.padded_group,
-            TILE=DECODE_TILE if query.element_size() < 4 else 32,
-            SPLITS=split_count, PDL=pdl, num_warps=4, num_stages=3 if query.element_size() < 4 else 2, **common,
+            TILE=shape.tile, SPLITS=split_count, PDL=pdl, num_warps=shape.warps, num_stages=shape.stages, **common,
             **launch_options(pdl),
         )  # fmt: skip
 

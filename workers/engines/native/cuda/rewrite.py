@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from workers.engines.native.cuda import rows
+from workers.engines.native.cuda import fp8, rows
 from workers.engines.native.cuda.fusions import FUSIONS
 from workers.engines.native.cuda.modules import GatedMlp, Linear, MergedLinear, MergedLinearPart, RmsNorm, Rotation
 from workers.engines.native.quantize import Fp8Linear
@@ -183,12 +183,17 @@ def _fuse_residuals(layer: Any) -> int:
         type(norm) is RmsNorm for norm in norms
     )
 
+    scales = (layer.mlp.gate_up.scale, layer.self_attn.q_proj.linear.scale if fused else None)
+    narrow = all(scale is not None for scale in scales)
+
     def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         attn, mlp = self.self_attn, self.mlp
         if fused and FUSIONS.products and attn.q_proj.linear.takes_gemv(hidden_states):
             attn.q_proj.linear.__dict__["norm"] = self.input_layernorm
             mlp.__dict__["norm"] = self.post_attention_layernorm
             normal = hidden_states
+        elif narrow and fp8.suits(hidden_states) and hidden_states.is_contiguous():
+            return _narrow_layer(self, hidden_states, args, kwargs)
         else:
             normal = self.input_layernorm(hidden_states)
         attn.o_proj.residual = hidden_states
@@ -200,6 +205,23 @@ def _fuse_residuals(layer: Any) -> int:
     layer.forward = types.MethodType(forward, layer)
     layer._penstock_layer = True
     return 1
+
+
+def _narrow_layer(layer: Any, hidden_states: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """A layer whose norms return 8-bit floats, the inputs of its products."""
+    attn, mlp = layer.self_attn, layer.mlp
+    normal = fp8.normalised(hidden_states, layer.input_layernorm)
+    attn.q_proj.linear.row_scales = normal.scales
+    added = None
+    if hidden_states.numel() <= fp8.FEW * hidden_states.shape[-1]:
+        attn.o_proj.residual = hidden_states
+        attn(normal.values, *args, **kwargs)
+    else:
+        added = attn(normal.values, *args, **kwargs)[0]
+    normal = fp8.normalised(hidden_states, layer.post_attention_layernorm, added)
+    mlp.gate_up.row_scales = normal.scales
+    mlp.down_proj.residual = hidden_states
+    return mlp(normal.values)  # type: ignore[no-any-return]
 
 
 def _defer_rotation(module: Any, rotation: Rotation, generator: torch.Generator) -> int:

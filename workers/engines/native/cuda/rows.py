@@ -41,7 +41,7 @@ def rms_norm(
 
 
 @triton.jit
-def _activated(value, ACT: tl.constexpr):
+def activation(value, ACT: tl.constexpr):
     """The activation of a float32 value."""
     if ACT == 0:
         value = value / (1.0 + tl.exp(-value))
@@ -62,7 +62,7 @@ def gate(x, out, WIDTH: tl.constexpr, ACT: tl.constexpr, BLOCK: tl.constexpr, PD
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     loaded = tl.load(gate_ptrs, mask=mask, other=0.0)
-    value = _activated(loaded.to(tl.float32), ACT)
+    value = activation(loaded.to(tl.float32), ACT)
     up = tl.load(gate_ptrs + WIDTH, mask=mask, other=0.0).to(tl.float32)
     result = value.to(loaded.dtype).to(tl.float32) * up
     tl.store(out + row * WIDTH + columns, result.to(out.dtype.element_ty), mask=mask)
@@ -127,27 +127,11 @@ def gemv(
         if BIAS:
             up += tl.load(bias + N + columns, mask=column_mask, other=0.0).to(tl.float32)
         out_dtype = out.dtype.element_ty
-        activated = _activated(result.to(out_dtype).to(tl.float32), ACT).to(out_dtype).to(tl.float32)
+        activated = activation(result.to(out_dtype).to(tl.float32), ACT).to(out_dtype).to(tl.float32)
         result = activated * up.to(out_dtype).to(tl.float32)
     if ADDED:
         result += tl.load(added + columns, mask=column_mask, other=0.0).to(tl.float32)
     tl.store(out + columns, result.to(out.dtype.element_ty), mask=column_mask)
-
-
-@triton.jit
-def quantize_row(x, out, scales, stride, N: tl.constexpr, N_P: tl.constexpr, LARGEST: tl.constexpr, PDL: tl.constexpr):
-    """Program (row): the row in an 8-bit float type with maximum LARGEST, and its scale."""
-    row = tl.program_id(0).to(tl.int64)
-    dims = tl.arange(0, N_P)
-    dim_mask = dims < N
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-    values = tl.load(x + row * stride + dims, mask=dim_mask, other=0.0).to(tl.float32)
-    scale = tl.maximum(tl.max(tl.abs(values), 0) / LARGEST, 1e-12)
-    values = tl.minimum(tl.maximum(values / scale, -LARGEST), LARGEST)
-    tl.store(out + row * N + dims, values.to(out.dtype.element_ty), mask=dim_mask)
-    tl.store(scales + row, scale)
 
 
 @triton.jit(do_not_specialize=["count"])
