@@ -35,7 +35,7 @@ SPLIT = ("--prefill", 1, "--decode", 1)
 LAYOUTS: dict[str, tuple[object, ...]] = {
     "aggregated": ("--workers", 2),
     "chunked": ("--workers", 2),
-    "split": SPLIT,
+    "split": (*SPLIT, "--local-prefill-tokens", 256),
     "apart": (*SPLIT, "--local-prefill-tokens", 0),
 }
 CHUNK = 1024  # tokens per step of "chunked"
