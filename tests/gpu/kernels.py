@@ -16,7 +16,7 @@ import torch
 
 from workers.engines.native import quantize, sampler
 from workers.engines.native.attention import AttentionParams, ReferenceAttention, Span
-from workers.engines.native.cuda import chunks, dense, fp8, modules, rewrite, rows
+from workers.engines.native.cuda import chunks, dense, few_rows, fp8, modules, rewrite, rows
 from workers.engines.native.cuda.chunks import LONG, Chunk
 from workers.engines.native.cuda.dense import DenseAttention
 from workers.engines.native.cuda.paged import Batch, PagedAttention, Scratch, tile_rows
@@ -251,7 +251,7 @@ def check_narrow(device: torch.device) -> None:
         expected = residual.double() + torch.nn.functional.linear(
             x.values.double() * x.scales.double(), weight.values.double() * weight.scales.double(), bias.double()
         )
-        shape = fp8.shape_for(count, out, inner)
+        shape = few_rows.shape_for(count, out, inner)
         assert shape is not None
         fp8.launch(shape, x, weight.values, weight.scales, bias, added, added, counts)
         off, good = apart(added, expected), not counts.any()

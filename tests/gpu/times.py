@@ -18,7 +18,7 @@ import triton
 
 from tests.gpu.kernels import Case
 from workers.engines.native.attention import AttentionParams
-from workers.engines.native.cuda import attend, fp8, modules, paged
+from workers.engines.native.cuda import attend, few_rows, fp8, modules, paged
 from workers.engines.native.pool import Pool
 from workers.engines.native.quantize import FP8, narrowed
 
@@ -135,7 +135,7 @@ def prefills() -> None:
         print(f"prefill {count} x {length}, TFLOP/s of (tile, warps, stages):", "; ".join(line))
 
 
-def variants(rows: int, columns: int, inner: int) -> list[fp8.Shape]:
+def variants(rows: int, columns: int, inner: int) -> list[few_rows.Shape]:
     """Shapes of the product of few rows that could be the fastest."""
     found = []
     for tile, depth, splits in itertools.product((64, 128), (128, 256), (1, 2, 4, 8, 16)):
@@ -144,7 +144,7 @@ def variants(rows: int, columns: int, inner: int) -> list[fp8.Shape]:
             continue
         for stages in (3, 4, 6):
             if 48_000 <= stages * (tile + rows) * depth <= 160_000:
-                found.append(fp8.Shape(rows, tile, depth, splits, 4, stages))
+                found.append(few_rows.Shape(rows, tile, depth, splits, 4, stages))
     return found
 
 
@@ -160,7 +160,7 @@ class Product:
         self.counts = torch.zeros(4096, dtype=torch.int32, device=DEVICE)
         self.out = torch.empty((count, columns), device=DEVICE, dtype=torch.bfloat16)
 
-    def ours(self, shape: fp8.Shape) -> float:
+    def ours(self, shape: few_rows.Shape) -> float:
         return timed(
             lambda: [
                 fp8.launch(shape, self.x, weight, self.scales, None, None, self.out, self.counts)

@@ -79,6 +79,19 @@ def _computable(query, pool):
 
 
 @triton.jit
+def _widened(pairs):
+    """Two float16 tensors of an int16 one whose elements are pairs of 8-bit floats.
+
+    The tensor cores take values with their positions side by side. Those of 8 bits would be read from shared memory one
+    by one; pairs can be transposed while they are read.
+    """
+    return tl.inline_asm_elementwise(
+        "{ .reg .b32 both; cvt.rn.f16x2.e4m3x2 both, $2; mov.b32 {$0, $1}, both; }", "=h,=h,h", [pairs],
+        dtype=(tl.float16, tl.float16), is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
 def _capped(scores, scale, softcap, CAPPED: tl.constexpr):
     """Scores times log2(e), for exp2; capped by softcap * tanh(score / softcap)."""
     if CAPPED:
@@ -94,9 +107,12 @@ def decode(
     q_t, q_h, width, block_stride, layer_stride, part_stride,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, MEMBERS: tl.constexpr, GROUP_P: tl.constexpr, DIM: tl.constexpr,
     DIM_P: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr, WINDOW: tl.constexpr,
-    CAPPED: tl.constexpr, SINKS: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+    CAPPED: tl.constexpr, SINKS: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """Program (row, kv head, split): one token's queries over a part of its keys. The last split combines all."""
+    """Program (row, kv head, split): one token's queries over a part of its keys. The last split combines all.
+
+    PAIRS: the pool is of 8-bit floats, whose values are read in pairs; see ``_widened``.
+    """
     row, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     context_len = tl.load(positions + row) + 1
     window_start = 0
@@ -122,7 +138,8 @@ def decode(
     base = pool + layer * layer_stride + head * DIM
     running_max = tl.full((GROUP_P,), float("-inf"), tl.float32)
     running_sum = tl.zeros((GROUP_P,), tl.float32)
-    acc = tl.zeros((GROUP_P, DIM_P), tl.float32)
+    acc = tl.zeros((GROUP_P, DIM_P // 2 if PAIRS else DIM_P), tl.float32)
+    odd_acc = acc
     for tile_index in range(begin, end):
         key_positions = tile_index * TILE + tile_offsets
         visible = key_positions < context_len
@@ -132,7 +149,12 @@ def decode(
         offset = block * block_stride + (key_positions % PAGE) * (KV_HEADS * DIM)
         kv_mask = visible[:, None] & (dims < DIM)[None, :]
         keys = tl.load(base + offset[:, None] + dims[None, :], mask=kv_mask, other=0.0).to(query.dtype)
-        values = tl.load(base + part_stride + offset[:, None] + dims[None, :], mask=kv_mask, other=0.0).to(query.dtype)
+        if PAIRS:
+            pairs = tl.arange(0, DIM_P // 2)
+            pair_ptrs = (base + part_stride).to(tl.pointer_type(tl.int16)) + (offset // 2)[:, None] + pairs[None, :]
+            even, odd = _widened(tl.load(pair_ptrs, mask=visible[:, None] & (pairs < DIM // 2)[None, :], other=0))
+        else:
+            values = tl.load(base + part_stride + offset[:, None] + dims[None, :], mask=kv_mask, other=0.0)
         scores = tl.dot(query, tl.trans(keys), input_precision=PRECISION)
         scores = _capped(scores, scale, softcap, CAPPED)
         scores = tl.where(visible[None, :], scores, float("-inf"))
@@ -141,8 +163,14 @@ def decode(
         decay = tl.exp2(running_max - new_max)
         running_sum = running_sum * decay + tl.sum(weights, 1)
         acc = acc * decay[:, None]
-        acc = tl.dot(weights.to(query.dtype), values, acc, input_precision=PRECISION)
+        if PAIRS:
+            acc = tl.dot(weights.to(query.dtype), even, acc)
+            odd_acc = tl.dot(weights.to(query.dtype), odd, odd_acc * decay[:, None])
+        else:
+            acc = tl.dot(weights.to(query.dtype), values.to(query.dtype), acc, input_precision=PRECISION)
         running_max = new_max
+    if PAIRS:
+        acc = tl.interleave(acc, odd_acc)
     out_ptrs = out + (row.to(tl.int64) * KV_HEADS * GROUP + head * GROUP + padded_heads)[:, None] * DIM + dims[None, :]
     if SPLITS == 1:
         if SINKS:

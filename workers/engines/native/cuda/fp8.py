@@ -6,13 +6,9 @@ import torch
 from torch import Tensor
 
 from workers.engines.native.cuda import fp8_kernels
+from workers.engines.native.cuda.few_rows import COLUMNS, Shape, shape_for
 from workers.engines.native.cuda.fusions import dependent
 from workers.engines.native.quantize import FP8, LARGEST
-
-FEW = 64  # rows up to which a kernel of our own computes products
-PROGRAMS = 396  # that a product of few rows is split into: three per multiprocessor
-DEPTHS = (256, 128, 64)  # of the inner dimension that a program takes at a time
-MAX_SPLITS = 16
 
 
 class Narrow(NamedTuple):
@@ -25,17 +21,6 @@ class Narrow(NamedTuple):
 
     values: Tensor
     scales: Tensor
-
-
-class Shape(NamedTuple):
-    """How a product of few rows is computed: columns and depth of a program's tile, splits of the inner dimension."""
-
-    rows: int
-    columns: int
-    depth: int
-    splits: int
-    warps: int
-    stages: int
 
 
 def suits(x: Tensor) -> bool:
@@ -85,20 +70,9 @@ def _empty(x: Tensor, width: int) -> tuple[Narrow, dict[str, Any]]:
     return Narrow(values, torch.empty((count, 1), dtype=torch.float32, device=x.device)), options
 
 
-def shape_for(rows: int, columns: int, inner: int) -> Shape | None:
-    """How to compute a product of so many rows; None: by torch."""
-    depth = next((depth for depth in DEPTHS if inner % depth == 0), 0)
-    if rows > FEW or not depth:
-        return None
-    tiles, splits = -(-columns // 64), 1
-    while tiles * splits * 2 <= PROGRAMS and splits < MAX_SPLITS and inner % (2 * splits * depth) == 0:
-        splits *= 2
-    return Shape(max(16, 1 << (rows - 1).bit_length()), 64, depth, splits, 4, 4)
-
-
 def counters(columns: int, device: torch.device) -> Tensor:
     """What ``product`` needs for each layer; 0 between products."""
-    return torch.zeros(-(-columns // 64), dtype=torch.int32, device=device)
+    return torch.zeros(-(-columns // COLUMNS), dtype=torch.int32, device=device)
 
 
 def product(

@@ -13,6 +13,7 @@ from workers.engines.native.cuda.dense import DenseAttention
 from workers.engines.native.cuda.fusions import dependent
 from workers.engines.native.cuda.modules import Rotation, launch_options
 from workers.engines.native.pool import Pool
+from workers.engines.native.quantize import FP8
 
 PROGRAMS = 256  # programs that a decode step's attention is split into: about two per multiprocessor
 MAX_SPLITS = 32
@@ -27,7 +28,7 @@ class DecodeShape(NamedTuple):
     stages: int
 
 
-DECODE, DECODE_FP8, DECODE_FLOAT32 = DecodeShape(64, 4, 3), DecodeShape(64, 4, 3), DecodeShape(32, 4, 2)
+DECODE, DECODE_FP8, DECODE_FLOAT32 = DecodeShape(64, 4, 3), DecodeShape(128, 4, 2), DecodeShape(32, 4, 2)
 
 
 def next_power_of_2(value: int) -> int:
@@ -193,13 +194,15 @@ class PagedAttention:
             query, out, table_rows, positions = (each[first:] for each in (query, out, table_rows, positions))
         kv_heads, heads = common["KV_HEADS"], query.shape[1]
         split_count, pdl = batch.splits or scratch.num_splits(rows, kv_heads), dependent(query.device, rows)
-        shape = DECODE_FLOAT32 if query.element_size() == 4 else DECODE if not self._pool.limit else DECODE_FP8
+        shape, pairs = DECODE_FLOAT32 if query.element_size() == 4 else DECODE, False
+        if self._pool.data.dtype == FP8 and query.element_size() == 2:
+            shape, pairs = DECODE_FP8, common["DIM"] % 2 == 0 and scratch.padded_dim >= 32
         attend.decode[(rows, kv_heads, split_count)](
             query, self._pool.data, batch.tables, table_rows, positions, sinks, out,
             scratch.accumulators, scratch.maxima, scratch.sums, scratch.counters, layer, *scales, *strides,
             GROUP=heads // kv_heads, MEMBERS=next_power_of_2(heads // kv_heads), GROUP_P=scratch.padded_group,
-            TILE=shape.tile, SPLITS=split_count, PDL=pdl, num_warps=shape.warps, num_stages=shape.stages, **common,
-            **launch_options(pdl),
+            TILE=shape.tile, SPLITS=split_count, PDL=pdl, PAIRS=pairs,
+            num_warps=shape.warps, num_stages=shape.stages, **common, **launch_options(pdl),
         )  # fmt: skip
 
     def _store(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from workers.engines.native.cuda import fp8, rows
+from workers.engines.native.cuda import few_rows, fp8, rows
 from workers.engines.native.cuda.fusions import FUSIONS
 from workers.engines.native.cuda.modules import GatedMlp, Linear, MergedLinear, MergedLinearPart, RmsNorm, Rotation
 from workers.engines.native.quantize import Fp8Linear
@@ -212,8 +212,8 @@ def _narrow_layer(layer: Any, hidden_states: Tensor, args: tuple[Any, ...], kwar
     attn, mlp = layer.self_attn, layer.mlp
     normal = fp8.normalised(hidden_states, layer.input_layernorm)
     attn.q_proj.linear.row_scales = normal.scales
-    added = None
-    if hidden_states.numel() <= fp8.FEW * hidden_states.shape[-1]:
+    added, out = None, attn.o_proj
+    if few_rows.shape_for(len(normal.scales), out.out_features, out.in_features) is not None:
         attn.o_proj.residual = hidden_states
         attn(normal.values, *args, **kwargs)
     else:
