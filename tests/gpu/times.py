@@ -1,6 +1,6 @@
 """How long the native engine's kernels take, beside what torch offers: an 8B Llama's shapes in bfloat16.
 
-python -m tests.gpu.times [quick | fp8]
+python -m tests.gpu.times [quick] [fp8]
 
 ``fp8``: products of 8-bit floats by torch and by the kernel for few rows, in shapes that are chosen from; decodes over
 a pool of 8-bit floats.
@@ -249,7 +249,7 @@ def main() -> None:
     if "quick" in sys.argv:
         chosen = (decodes,)
     if "fp8" in sys.argv:
-        chosen = (narrow_products, narrow_rows, narrow_decodes)
+        chosen = (narrow_decodes,) if "quick" in sys.argv else (narrow_products, narrow_rows, narrow_decodes)
     for measure in chosen:
         try:
             measure()

@@ -70,10 +70,7 @@ def new_sequence(
         constraint=constraint,
         score=min(request.score or len(prompt), len(prompt)),
         length=len(tokens),
-        lockstep=processors is not None
-        or constraint is not None
-        or _penalised(request.sampling)
-        or bool(request.score),
+        lockstep=processors is not None or _penalised(request.sampling) or bool(request.score),
     )
 
 

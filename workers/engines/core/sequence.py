@@ -100,7 +100,8 @@ class OverlapExecutor(Protocol):
     """An executor that takes the next plan while it computes one. It computes them in order.
 
     A slot's last token may not be known yet when it is launched (``start + count > len(tokens)``): then it is the one
-    that the step before draws for the same sequence.
+    that the step before draws for the same sequence. A token with a ``constraint`` is drawn when the next step is
+    launched or the result is asked for: by then the tokens before it are known.
     """
 
     def launch(self, plan: list[Slot], scoring: Seq[Slot] = ()) -> PendingStep:

@@ -1,9 +1,10 @@
-"""Computes the token masks of a step's constrained sequences in a thread, while the model computes the step."""
+"""Computes the token masks of a step's constrained sequences, while the model computes the step."""
 
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
+from torch import Tensor
 
 from workers.engines.constraints.batch import BatchMasks
 from workers.engines.constraints.matcher import Matcher
@@ -27,6 +28,19 @@ class PendingMasks:
             bits = bits.pin_memory().to(device, non_blocking=True)
         return Allowed(place(self._rows, torch.int64, device), bits, self._every)
 
+    def by_row(self, count: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """As ``allowed``, for a kernel.
+
+        Returns: (count,) int32, the number of each row's mask, -1: it has none; (n, words) int32, the masks.
+        """
+        bits = torch.frombuffer(self._masks.result(), dtype=torch.int32)
+        both = torch.empty(count + len(bits), dtype=torch.int32, pin_memory=device.type == "cuda")
+        both[:count] = -1
+        both[self._rows] = torch.arange(len(self._rows), dtype=torch.int32)
+        both[count:] = bits
+        both = both.to(device, non_blocking=True)
+        return both[:count], both[count:].view(len(self._rows), -1)
+
 
 class TokenMasks:
     """Owns the thread; ``close`` it.
@@ -42,10 +56,13 @@ class TokenMasks:
     def start(self, drawing: Seq[Sequence]) -> PendingMasks | None:
         """
         Args:
-            drawing: the sequence of each row that is drawn from; their tokens are known and do not change meanwhile.
+            drawing: the sequence of each row that is drawn from; unless it has ended, its tokens are known and do not
+                change meanwhile.
         Returns: None if none of them is constrained.
         """
-        constrained = [(row, s, s.constraint) for row, s in enumerate(drawing) if s.constraint is not None]
+        constrained = [
+            (row, s, s.constraint) for row, s in enumerate(drawing) if s.constraint is not None and not s.ended
+        ]
         if not constrained:
             return None
         if self._thread is None:

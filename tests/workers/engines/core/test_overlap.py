@@ -1,6 +1,7 @@
 """Steps ahead: the next plan is made before the tokens of the one before are known, and nothing comes out different."""
 
 from collections.abc import Sequence
+from typing import cast
 
 import pytest
 from hypothesis import given
@@ -11,6 +12,7 @@ from schemas.transfer import Memory
 from tests.properties import examples
 from tests.workers.engines.core.support import ROOT, Mirror, PoolMemory, check_pool, request
 from workers.engines.base import EngineInfo, RequestError, StepResult
+from workers.engines.constraints.matcher import Matcher
 from workers.engines.core.blocks import BlockManager
 from workers.engines.core.config import SchedulerConfig
 from workers.engines.core.engine import ScheduledEngine
@@ -123,6 +125,24 @@ def test_an_answer_whose_end_is_known_by_its_length_is_not_computed_further() ->
     assert executor.unknown == 1
     assert not engine.has_work()
     assert scheduler.blocks.used_blocks == 0
+
+
+class Anything:
+    """A constraint that every text matches."""
+
+    error = ""
+
+    def follow(self, tokens: Sequence[int]) -> None: ...
+
+
+def test_a_constrained_answer_is_launched_ahead_like_any_other() -> None:
+    engine, executor, scheduler = ahead()
+    asked = request("a", [0, 1, 0], 6, root=ROOT)
+    scheduler.submit(asked, None, cast("Matcher", Anything()))
+    outputs = [output for _ in range(7) for output in engine.step().outputs]
+    assert [output.token for output in outputs] == expected_tokens([0, 1, 0], 6, WORDS)
+    assert executor.unknown == 5
+    assert not engine.has_work()
 
 
 def test_a_stop_token_is_learned_a_step_late_and_its_blocks_stay_until_that_step_is_done() -> None:

@@ -71,7 +71,8 @@ class DeviceSampler:
             self._latest.index_copy_(0, targets.to(torch.int64), chosen.tokens.to(torch.int32))
             return chosen
         temperatures, keys = (self._sampled, self._sampled) if parameters is None else parameters
-        self._launch(logits, targets, temperatures, keys, self._sampled, random=parameters is not None)
+        by_row = None if masks is None else masks.by_row(len(draws), self._device)
+        self._launch(logits, targets, temperatures, keys, self._sampled, by_row, random=parameters is not None)
         return self._sampled[: len(draws)]
 
     def sample_random(self, logits: Tensor, targets: Tensor, temperatures: Tensor, keys: Tensor, out: Tensor) -> None:
@@ -86,11 +87,21 @@ class DeviceSampler:
         self._launch(logits, targets, temperatures, keys, out, random=True)
 
     def _launch(
-        self, logits: Tensor, targets: Tensor, temperatures: Tensor, keys: Tensor, out: Tensor, *, random: bool
+        self,
+        logits: Tensor,
+        targets: Tensor,
+        temperatures: Tensor,
+        keys: Tensor,
+        out: Tensor,
+        allowed: tuple[Tensor, Tensor] | None = None,
+        *,
+        random: bool,
     ) -> None:
+        numbers, masks = (self._counters, self._counters[None]) if allowed is None else allowed
         rows.sample[(len(logits), self._chunks)](
             logits, keys, temperatures, targets, self._chunk_values, self._chunk_tokens, self._counters,
-            self._latest, out,
+            self._latest, out, numbers, masks,
             logits.shape[-1], logits.stride(0), CHUNKS=self._chunks, CHUNKS_P=1 << (self._chunks - 1).bit_length(),
-            CHUNK=CHUNK, BLOCK=BLOCK, RANDOM=random, num_warps=4,
+            CHUNK=CHUNK, BLOCK=BLOCK, RANDOM=random, MASKED=allowed is not None,
+            WORDS=masks.shape[1] if allowed is not None else 0, num_warps=4,
         )  # fmt: skip

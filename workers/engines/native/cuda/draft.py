@@ -2,10 +2,9 @@
 
 from collections.abc import Sequence as Seq
 
-from workers.engines.core.sequence import Slot
+from workers.engines.core.sequence import PendingStep, Slot
 from workers.engines.native.cuda.draft_loop import DraftLoop, Row
 from workers.engines.native.cuda.executor import CudaExecutor
-from workers.engines.native.cuda.pending import Pending
 from workers.engines.native.draft import progress_of
 
 
@@ -43,9 +42,9 @@ class CudaDraftModel:
             each.proposed = list(draft)
         return drafts
 
-    def _launch_each(self, plan: list[Slot], limits: Seq[int]) -> list[tuple[list[int], Pending]]:
+    def _launch_each(self, plan: list[Slot], limits: Seq[int]) -> list[tuple[list[int], PendingStep]]:
         """Launch the steps behind the first."""
-        launched = []
+        launched: list[tuple[list[int], PendingStep]] = []
         for count in range(2, max(limits, default=0) + 1):
             left = [number for number, limit in enumerate(limits) if limit >= count]
             slots = [Slot(plan[n].sequence, plan[n].start + plan[n].count + count - 2, 1, True) for n in left]
@@ -66,7 +65,7 @@ class CudaDraftModel:
         self._executor.close()
 
 
-def _take(drafts: list[list[int]], launched: list[tuple[list[int], Pending]]) -> None:
+def _take(drafts: list[list[int]], launched: Seq[tuple[list[int], PendingStep]]) -> None:
     """Wait for steps and append their tokens to the drafts that each has computed."""
     for left, pending in launched:
         if not left:  # a step of prompts alone

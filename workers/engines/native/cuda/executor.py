@@ -24,7 +24,7 @@ from workers.engines.native.cuda.device_sampler import DeviceSampler
 from workers.engines.native.cuda.modules import Linear, Rotation
 from workers.engines.native.cuda.packing import UNKNOWN, Draw, Packed, Packing
 from workers.engines.native.cuda.paged import Batch, PagedAttention, Scratch, tile_rows
-from workers.engines.native.cuda.pending import HostCopies, Pending, device_errors
+from workers.engines.native.cuda.pending import HostCopies, Late, Pending, device_errors
 from workers.engines.native.cuda.prompt_graphs import DECODES, SPLITS, Inputs, PromptGraphs
 from workers.engines.native.cuda.table_rows import TableRow, TableRows
 from workers.engines.native.cuda.upload import Upload
@@ -120,6 +120,7 @@ class CudaExecutor:
             self._upload, 4 * aligned, tile_rows(model.dtype), 0 if invariant else max_batched_tokens, max_rows
         )
         self._masks = TokenMasks(model.vocab_size)
+        self._late: Late | None = None
         self._sampler = DeviceSampler(model.vocab_size, max_rows, self._upload, self._latest)
         self._host_copies = HostCopies(max_rows, in_flight, device)
         self._most_tokens = max_batched_tokens
@@ -237,9 +238,12 @@ class CudaExecutor:
     def execute(self, plan: list[Slot], scoring: Seq[Slot] = ()) -> list[Sampled]:
         return self.launch(plan, scoring).result()
 
-    def launch(self, plan: list[Slot], scoring: Seq[Slot] = ()) -> Pending:
+    def launch(self, plan: list[Slot], scoring: Seq[Slot] = ()) -> Pending | Late:
         """Launch a step; the previous one may still be running. See ``OverlapExecutor``."""
         with device_errors(), torch.inference_mode():
+            if self._late is not None:
+                self._late.draw()
+                self._late = None
             if not scoring and len(plan) <= self._rows and all(_is_single_token(slot) for slot in plan):
                 return self._decode(self._pack_single(plan))
             packed = self._packing.pack(plan, scoring)
@@ -262,10 +266,9 @@ class CudaExecutor:
         packed.decodes = len(plan)
         return packed
 
-    def _decode(self, packed: Packed) -> Pending:
+    def _decode(self, packed: Packed) -> Pending | Late:
         """Compute a step without chunks of prompts."""
         count, draws = packed.decodes, packed.draws
-        masks = self._masks.start([draw.sequence for draw in draws])
         size = next((size for size in self._graph_sizes if size >= count), 0)
         padding = [0] * (size - count)
         upload = self._upload
@@ -286,25 +289,20 @@ class CudaExecutor:
             logits = self._forward(tokens, table_rows, positions, count)
         if sampled_rows is not None:
             logits = logits.index_select(0, sampled_rows)
-        sampled = self._sampler.sample(logits, draws, targets, parameters, masks) if draws else None
-        return self._host_copies.start(sampled, packed.order)
+        return self._drawn(logits, packed, targets, parameters)
 
-    def _replay_prompts(self, packed: Packed, size: int) -> Pending:
+    def _replay_prompts(self, packed: Packed, size: int) -> Pending | Late:
         """Compute a step with short prompts by the graph of so many rows."""
         upload, draws = self._upload, packed.draws
-        masks = self._masks.start([draw.sequence for draw in draws])
         upload.begin()
         self._prompt_graphs.put(packed, size)
         targets = upload.put([draw.target for draw in draws])
         parameters = self._sampler.parameters(draws)
         self._send()
-        logits = self._prompt_graphs.replay(size)
-        sampled = self._sampler.sample(logits[: len(draws)], draws, targets, parameters, masks) if draws else None
-        return self._host_copies.start(sampled, packed.order)
+        return self._drawn(self._prompt_graphs.replay(size), packed, targets, parameters)
 
-    def _mixed(self, packed: Packed, scoring: Seq[Slot]) -> Pending:
+    def _mixed(self, packed: Packed, scoring: Seq[Slot]) -> Pending | Late:
         upload, draws = self._upload, packed.draws
-        masks = self._masks.start([draw.sequence for draw in draws])
         upload.begin()
         tokens, table_rows, positions = (
             upload.put(values) for values in (packed.tokens, packed.table_rows, packed.positions)
@@ -318,10 +316,36 @@ class CudaExecutor:
         self._send()
         embeddings = self._embeddings(packed.media) if packed.media else None
         logits = self._forward(tokens, table_rows, positions, packed.decodes, tiles, wanted.to(torch.int64), embeddings)
-        sampled = self._sampler.sample(logits[: len(draws)], draws, targets, parameters, masks) if draws else None
-        return self._host_copies.start(
-            sampled, packed.order, _scores(logits[len(draws) :], scoring) if packed.scored else None
-        )
+        after = _scores(logits[len(draws) :], scoring) if packed.scored else None
+        return self._drawn(logits, packed, targets, parameters, after)
+
+    def _drawn(
+        self,
+        logits: Tensor,
+        packed: Packed,
+        targets: Tensor,
+        parameters: tuple[Tensor, Tensor] | None,
+        after: Callable[[], None] | None = None,
+    ) -> Pending | Late:
+        """Draw a step's tokens, at once or later, and copy them to the host.
+
+        Args:
+            logits: those of ``packed.draws`` first.
+            after: called when the step has ended.
+        """
+        draws = packed.draws
+        if not draws:
+            return self._host_copies.start(None, packed.order, after)
+
+        def draw() -> Pending:
+            masks = self._masks.start([draw.sequence for draw in draws])
+            sampled = self._sampler.sample(logits[: len(draws)], draws, targets, parameters, masks)
+            return self._host_copies.start(sampled, packed.order, after)
+
+        if all(draw.sequence.constraint is None for draw in draws):
+            return draw()
+        self._late = Late(draw)
+        return self._late
 
     def _put_tiles(self, tiles: list[tuple[int, int, int, int]]) -> Tensor | None:
         return self._upload.put([number for tile in tiles for number in tile]).view(-1, 4) if tiles else None

@@ -29,6 +29,32 @@ class Pending:
             return self._finish()
 
 
+class Late:
+    """A step whose tokens are drawn later; implements ``workers.engines.core.sequence.PendingStep``.
+
+    What a constraint allows depends on the tokens of the step before, which are not known when this one is launched.
+
+    Args:
+        draw: starts drawing the tokens.
+    """
+
+    def __init__(self, draw: Callable[[], Pending]) -> None:
+        self._draw = draw
+        self._drawn: Pending | None = None
+
+    def draw(self) -> Pending:
+        """Start drawing the tokens, unless that was done. It must be done before the next step is launched."""
+        if self._drawn is None:
+            self._drawn = self._draw()
+        return self._drawn
+
+    def result(self) -> list[Sampled]:
+        """As ``Pending.result``."""
+        with device_errors(), torch.inference_mode():
+            drawn = self.draw()
+        return drawn.result()
+
+
 @contextmanager
 def device_errors() -> Iterator[None]:
     """Raise failures of the device as ``EngineError``."""

@@ -164,19 +164,25 @@ def _mix(bits):
 
 @triton.jit
 def sample(
-    logits, keys, temperatures, table_rows, chunk_values, chunk_tokens, counters, latest, sampled, vocab, row_stride,
+    logits, keys, temperatures, table_rows, chunk_values, chunk_tokens, counters, latest, sampled, numbers,
+    masks, vocab, row_stride,
     CHUNKS: tl.constexpr, CHUNKS_P: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, RANDOM: tl.constexpr,
+    MASKED: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
     """Program (row, chunk of the vocabulary): the token with the largest logit, plus Gumbel noise above temperature 0.
 
     The last chunk of a row to finish writes the token to ``sampled[row]`` and, if the row has a table row, to
     ``latest[table_row]``.
+
+    MASKED: only tokens whose bit is set in the mask of this number are drawn, if it is at least 0.
     """
     row, chunk = tl.program_id(0), tl.program_id(1)
     row_logits = logits + row.to(tl.int64) * row_stride
     offsets = tl.arange(0, BLOCK)
     max_values = tl.full((BLOCK,), float("-inf"), tl.float32)
     max_ids = tl.full((BLOCK,), 0x7FFFFFFF, tl.int32)
+    if MASKED:
+        number = tl.load(numbers + row)
     temperature = 0.0
     key = tl.full((), 0, tl.uint64)
     if RANDOM:
@@ -185,6 +191,10 @@ def sample(
     for start in range(chunk * CHUNK, tl.minimum(chunk * CHUNK + CHUNK, vocab), BLOCK):
         token = start + offsets
         value = tl.load(row_logits + token, mask=token < vocab, other=float("-inf")).to(tl.float32)
+        if MASKED:
+            word_ptrs = masks + number.to(tl.int64) * WORDS + token // 32
+            words = tl.load(word_ptrs, mask=(token < vocab) & (number >= 0), other=-1)
+            value = tl.where((words >> (token % 32)) & 1 != 0, value, float("-inf"))
         if RANDOM:
             if temperature > 0:
                 bits = _mix(key + (token + 1).to(tl.uint64) * 0x9E3779B97F4A7C15)

@@ -8,7 +8,7 @@ class TableRow:
 
     Attributes:
         index: of the row.
-        plain: temperature is the only sampling parameter that changes the logits.
+        plain: temperature is the only sampling parameter that changes the logits. A constraint is none.
         random: tokens are sampled, not greedy.
     """
 
@@ -26,7 +26,6 @@ class TableRow:
         penalty = sampling.repetition_penalty != 1 or sampling.presence_penalty != 0 or sampling.frequency_penalty != 0
         truncated = self.random and (sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0)
         adjusted = sampling.logprobs is not None or bool(sampling.logit_bias) or sequence.processors is not None
-        adjusted = adjusted or sequence.constraint is not None
         self.plain = not (penalty or truncated or adjusted)
 
 

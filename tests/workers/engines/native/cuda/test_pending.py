@@ -1,0 +1,22 @@
+"""Steps whose tokens are drawn after they are launched."""
+
+from workers.engines.core.sequence import Sampled
+from workers.engines.native.cuda.pending import Late, Pending
+
+
+def test_tokens_are_drawn_once_at_the_latest_for_the_result() -> None:
+    drawn = []
+
+    def draw() -> Pending:
+        drawn.append(1)
+        return Pending(lambda: [Sampled(7)])
+
+    late = Late(draw)
+    assert not drawn
+    late.draw()
+    assert [late.result(), late.result()] == [[Sampled(7)], [Sampled(7)]]
+    assert drawn == [1]
+
+
+def test_the_result_alone_draws_them_too() -> None:
+    assert Late(lambda: Pending(lambda: [Sampled(3)])).result() == [Sampled(3)]
