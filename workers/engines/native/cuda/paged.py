@@ -28,7 +28,7 @@ class DecodeShape(NamedTuple):
     stages: int
 
 
-DECODE, DECODE_FP8, DECODE_FLOAT32 = DecodeShape(64, 4, 3), DecodeShape(128, 4, 2), DecodeShape(32, 4, 2)
+DECODE, DECODE_FP8, DECODE_FLOAT32 = DecodeShape(64, 4, 3), DecodeShape(128, 4, 3), DecodeShape(32, 4, 2)
 
 
 def next_power_of_2(value: int) -> int:
