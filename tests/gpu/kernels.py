@@ -142,7 +142,7 @@ def check_narrow_pool(device: torch.device) -> None:
     for heads, kv_heads, dim in ((8, 2, 128), (4, 4, 80), (4, 2, 16)):
         case = Case(device, torch.bfloat16, heads, kv_heads, dim, stored=torch.float8_e4m3fn)
         out, stored = case.compare(True, None, 0.0, False)
-        good = out < 0.03 and stored < 0.03
+        good = out < 0.05 and stored < 0.05
         print(f"attention, 8-bit pool {heads}/{kv_heads} x {dim}: {out:.1e}, stored {stored:.1e}"
               + ("" if good else "   WRONG"))  # fmt: skip
 
