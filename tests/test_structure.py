@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -61,20 +62,45 @@ def sources(folder: str) -> list[Path]:
     return sorted((ROOT / folder).rglob("*.py"))
 
 
+class Function(NamedTuple):
+    name: str
+    lines: int
+    positional: list[str]
+    is_kernel: bool
+
+
+class Module(NamedTuple):
+    """What the tests ask of a module. ``imports``: line, module ("" of ``import a``), names behind ``import``."""
+
+    docstring: bool
+    lines: int
+    imports: list[tuple[int, str, list[str]]]
+    functions: list[Function]
+
+
 @cache
-def imports(path: Path) -> list[tuple[int, str]]:
-    """Line and dotted name of everything a module imports, wherever in it."""
-    return list(_imports(path))
-
-
-def _imports(path: Path) -> Iterator[tuple[int, str]]:
+def module(path: Path) -> Module:
+    """Parsed once: there are hundreds, and their trees are large."""
+    text = path.read_text(encoding="utf-8")
+    tree = ast.parse(text)
     package = path.relative_to(ROOT).parent.parts
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    found = Module(ast.get_docstring(tree) is not None, text.count("\n"), [], [])
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            yield from ((node.lineno, alias.name) for alias in node.names)
+            found.imports.append((node.lineno, "", [alias.name for alias in node.names]))
         elif isinstance(node, ast.ImportFrom):
             base = package[: len(package) - node.level + 1] if node.level else ()
-            yield node.lineno, ".".join([*base, *([node.module] if node.module else [])])
+            name = ".".join([*base, *([node.module] if node.module else [])])
+            found.imports.append((node.lineno, name, [alias.name for alias in node.names]))
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            lines = (node.end_lineno or 0) - node.lineno + 1
+            found.functions.append(Function(node.name, lines, positional(node), is_kernel(node)))
+    return found
+
+
+def imports(path: Path) -> list[tuple[int, str]]:
+    """Line and dotted name of everything a module imports, wherever in it."""
+    return [(line, each) for line, name, names in module(path).imports for each in ([name] if name else names)]
 
 
 def where(path: Path, line: int, name: str) -> str:
@@ -127,13 +153,14 @@ def test_cores_and_schemas_touch_neither_broker_nor_clock() -> None:
 @pytest.mark.parametrize(
     "code",
     [
-        "import router.main",
-        "import gateway.main; from infra.model import modeldir; modeldir.load(modeldir.TINY)",
-        "import infra.launch.main",
+        "cli.import_structlog(); import router.main",
+        "cli.import_structlog(); import gateway.main; from infra.model import modeldir; modeldir.load(modeldir.TINY)",
+        "import infra.launch.main; sys.modules.pop('rich', None)",
     ],
 )
-def test_a_front_process_starts_without_torch(code: str) -> None:
-    code += "; import sys; print([name for name in ('torch', 'vllm', 'sglang', 'tensorrt_llm') if name in sys.modules])"
+def test_a_front_process_starts_without_torch_and_those_that_serve_without_rich(code: str) -> None:
+    heavy = ("torch", "vllm", "sglang", "tensorrt_llm", "rich")
+    code = f"import sys; from infra import cli; {code}; print([name for name in {heavy} if name in sys.modules])"
     run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert (run.returncode, run.stdout.strip()) == (0, "[]"), run.stderr
 
@@ -148,13 +175,8 @@ def test_the_command_line_itself_imports_nothing_heavy() -> None:
 
 
 def test_every_folder_is_a_package_and_says_what_it_is_for() -> None:
-    silent = [
-        str(path.relative_to(ROOT))
-        for folder in OURS
-        for path in sources(folder)
-        if path.read_text(encoding="utf-8").strip() and ast.get_docstring(ast.parse(path.read_text())) is None
-    ]
-    assert silent == []
+    paths = [path for folder in OURS for path in sources(folder)]
+    assert [str(path.relative_to(ROOT)) for path in paths if path.stat().st_size and not module(path).docstring] == []
 
 
 def test_modules_and_functions_are_short_and_take_few_parameters() -> None:
@@ -165,17 +187,15 @@ def test_modules_and_functions_are_short_and_take_few_parameters() -> None:
     too_large: list[str] = []
     lengths: list[int] = []
     for path in (path for folder in sorted(OURS) for path in sources(folder)):
-        name, text = path.relative_to(ROOT), path.read_text(encoding="utf-8")
-        lengths += [text.count("\n")] if text else []
-        if text.count("\n") > 450:
-            too_large.append(f"{name}: {text.count(chr(10))} lines")
-        for node in ast.walk(ast.parse(text)):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not is_kernel(node):
-                lines = (node.end_lineno or 0) - node.lineno + 1
-                if lines > 60:
-                    too_large.append(f"{name}: {node.name} has {lines} lines")
-                if len(positional(node)) > 8:
-                    too_large.append(f"{name}: {node.name} has {len(positional(node))} positional parameters")
+        name, made = path.relative_to(ROOT), module(path)
+        lengths += [made.lines] if path.stat().st_size else []
+        if made.lines > 450:
+            too_large.append(f"{name}: {made.lines} lines")
+        for function in made.functions:
+            if function.lines > 60 and not function.is_kernel:
+                too_large.append(f"{name}: {function.name} has {function.lines} lines")
+            if len(function.positional) > 8 and not function.is_kernel:
+                too_large.append(f"{name}: {function.name} has {len(function.positional)} positional parameters")
     assert too_large == []
     assert 80 <= statistics.median(lengths) <= 140
 
@@ -196,20 +216,17 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     modules = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for path in paths}
     graph: dict[str, set[str]] = {}
     for path in paths:
-        module = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
-        graph[module] = {target for target in imported_modules(path, modules) if target != module}
+        name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        graph[name] = {target for target in imported_modules(path, modules) if target != name}
     tuple(graphlib.TopologicalSorter(graph).static_order())  # raises CycleError, which names the modules
 
 
 def imported_modules(path: Path, modules: set[str]) -> Iterator[str]:
-    package = path.relative_to(ROOT).parent.parts
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names if alias.name in modules)
-        elif isinstance(node, ast.ImportFrom):
-            base = package[: len(package) - node.level + 1] if node.level else ()
-            name = ".".join([*base, *([node.module] if node.module else [])])
-            submodules = {f"{name}.{alias.name}" for alias in node.names} & modules
-            yield from submodules
-            if name in modules and len(submodules) < len(node.names):
-                yield name
+    for _, name, names in module(path).imports:
+        if not name:
+            yield from (each for each in names if each in modules)
+            continue
+        submodules = {f"{name}.{each}" for each in names} & modules
+        yield from submodules
+        if name in modules and len(submodules) < len(names):
+            yield name
