@@ -300,7 +300,8 @@ class TokenRunner:
 
     def _on_stats(self, stats: EngineStats) -> None:
         self._stats = stats  # in the engine thread; a reference assignment is atomic
-        self._context.metrics.observe(stats, self._context.outbox.unsent_bytes)
+        grammars = None if self._grammars is None else self._grammars.stats()
+        self._context.metrics.observe(stats, self._context.outbox.unsent_bytes, grammars)
 
     async def dump(self, page: int) -> kv.KvDump:
         return await self._dumper.page(page, self._context.bus.max_message // 2)

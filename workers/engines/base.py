@@ -242,8 +242,18 @@ class Engine(Protocol):
     def close(self) -> None: ...
 
 
+class GrammarStats(NamedTuple):
+    """Constraints since the engine's start: ``cached`` were compiled already; ``seconds``: spent compiling the rest."""
+
+    cached: int
+    compiled: int
+    seconds: float
+
+
 class Grammars(Protocol):
     """The additional interface of an engine that applies constraints. It may be called from any thread."""
+
+    def stats(self) -> GrammarStats: ...
 
     def compile(self, constraint: Constraint) -> None:
         """Prepare for sequences with this constraint, so that ``Engine.submit`` finds it compiled.

@@ -3,7 +3,7 @@
 from infra.metrics.scope import MetricScope
 from schemas.done import Done
 from schemas.transfer import Handoff
-from workers.engines.base import EngineInfo, EngineStats
+from workers.engines.base import EngineInfo, EngineStats, GrammarStats
 from workers.kv_transfer.base import CAUSES
 from workers.metrics.gpu import GpuMetrics, find_library
 from workers.metrics.kv import KvMetrics
@@ -60,6 +60,10 @@ class Metrics:
             scope.counter("spec_decode_num_accepted_tokens", "proposed tokens that were accepted")
         )
         self.logits_errors = Total(scope.counter("logits_errors", "calls of logits processors that failed"))
+        grammars = scope.counter("grammars", "constraints of sequences, compiled anew or cached", ["source"])
+        self.grammars_compiled = Total(grammars.labels("compiled"))
+        self.grammars_cached = Total(grammars.labels("cached"))
+        self.grammar_seconds = Total(scope.counter("grammar_compile_seconds", "time spent compiling constraints"))
         self.unsent = scope.gauge("unsent_bytes", "output not yet sent to the broker")
         self.tasks = scope.gauge("tasks", "asyncio tasks, counted when asked")
 
@@ -76,8 +80,8 @@ class Metrics:
             self.scope.register(gpus)
             self.gpus.set(gpus.count)
 
-    def observe(self, stats: EngineStats, unsent_bytes: int) -> None:
-        """The engine's statistics, as they are now."""
+    def observe(self, stats: EngineStats, unsent_bytes: int, grammars: GrammarStats | None = None) -> None:
+        """The engine's statistics, as they are now. ``grammars``: of an engine that applies constraints."""
         self.running.set(stats.running)
         self.waiting.set(stats.waiting)
         self.preempted.set(stats.preemptions)
@@ -89,6 +93,10 @@ class Metrics:
         self.logits_errors.set(stats.logits_errors)
         self.unsent.set(unsent_bytes)
         self.kv.observe(stats)
+        if grammars is not None:
+            self.grammars_compiled.set(grammars.compiled)
+            self.grammars_cached.set(grammars.cached)
+            self.grammar_seconds.set(grammars.seconds)
 
     def ended(self, event: Done, *, prefilled: bool = False) -> None:
         """A request's terminal event.

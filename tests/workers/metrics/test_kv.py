@@ -3,7 +3,7 @@
 from prometheus_client import Counter, Gauge
 
 from infra.metrics.scope import process_scope
-from workers.engines.base import EngineInfo, EngineStats
+from workers.engines.base import EngineInfo, EngineStats, GrammarStats
 from workers.metrics.worker import LABELS, Metrics
 
 
@@ -38,3 +38,14 @@ def test_a_total_that_begins_anew_is_counted_on() -> None:
         worker.observe(stats(hit_tokens=total), 0)
     labels = {"component": "worker"}
     assert worker.registry.get_sample_value("penstock_worker_prefix_hit_tokens_total", labels) == 30
+
+
+def test_compiled_and_cached_constraints_are_counted() -> None:
+    worker = metrics()
+    worker.observe(stats(), 0)
+    worker.observe(stats(), 0, GrammarStats(5, 2, 0.25))
+    for source, count in (("cached", 5), ("compiled", 2)):
+        labels = {"component": "worker", "source": source}
+        assert worker.registry.get_sample_value("penstock_worker_grammars_total", labels) == count
+    name = "penstock_worker_grammar_compile_seconds_total"
+    assert worker.registry.get_sample_value(name, {"component": "worker"}) == 0.25

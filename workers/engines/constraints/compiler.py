@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 from infra.model import constraints, modeldir
 from schemas.errors import Code
 from schemas.requests import CONSTRAINT, CONSTRAINT_LARK, Constraint, Stop
-from workers.engines.base import RequestError
+from workers.engines.base import GrammarStats, RequestError
 from workers.engines.constraints.matcher import Matcher
 
 if TYPE_CHECKING:
@@ -49,19 +49,19 @@ class ConstraintCompiler:
 
     Args:
         vocabulary: of the model. It may raise RequestError.
-    Attributes:
-        hits, misses: lookups in the cache, since start.
-        seconds: spent compiling, since start.
     """
 
     def __init__(self, vocabulary: Callable[[], ModelTokens]) -> None:
-        self.hits = self.misses = 0
-        self.seconds = 0.0
+        self._hits = self._misses = 0
+        self._seconds = 0.0
         self._vocabulary = vocabulary
         self._eos: tuple[int, ...] = ()
         self._tokenizer: LLTokenizer | None = None
         self._grammars: OrderedDict[Constraint, LLMatcher] = OrderedDict()
         self._lock = threading.Lock()  # one compiles at a time: the others need the processor, too
+
+    def stats(self) -> GrammarStats:
+        return GrammarStats(self._hits, self._misses, self._seconds)
 
     def compile(self, constraint: Constraint) -> None:
         """Enter a grammar into the cache.
@@ -85,9 +85,9 @@ class ConstraintCompiler:
             found = self._grammars.get(constraint)
             if found is not None:
                 self._grammars.move_to_end(constraint)
-                self.hits += 1
+                self._hits += 1
                 return found
-            self.misses += 1
+            self._misses += 1
             began = time.perf_counter()
             try:
                 found = constraints.compiled(constraint, self._llguidance_tokenizer())
@@ -96,7 +96,7 @@ class ConstraintCompiler:
             except ModuleNotFoundError:
                 raise RequestError(Code.unsupported, constraints.MISSING) from None
             finally:
-                self.seconds += time.perf_counter() - began
+                self._seconds += time.perf_counter() - began
             self._grammars[constraint] = found
             if len(self._grammars) > CACHED:
                 self._grammars.popitem(last=False)

@@ -204,10 +204,10 @@ def test_grammars_are_compiled_once_and_the_oldest_are_forgotten() -> None:
     for each in constraints:
         grammars.compile(each)
         grammars.compile(each)
-    assert (grammars.misses, grammars.hits) == (CACHED + 1, CACHED + 1)
+    assert (grammars.stats().compiled, grammars.stats().cached) == (CACHED + 1, CACHED + 1)
     grammars.compile(constraints[-1])
     grammars.compile(constraints[0])
-    assert grammars.misses == CACHED + 2
+    assert grammars.stats().compiled == CACHED + 2
 
 
 def test_a_model_without_end_tokens_takes_no_constraint() -> None:
