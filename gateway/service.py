@@ -13,6 +13,8 @@ from nats.errors import Error as NatsError
 from configs.settings import GatewaySettings
 from gateway.access.caller import ANYONE, Caller
 from gateway.access.guard import Guard
+from gateway.access.limiter import Limiter
+from gateway.access.payments import Payments
 from gateway.admission.erasure import ErasureCheck
 from gateway.admission.queue_monitor import QueueMonitor
 from gateway.admission.retention import Retention
@@ -88,6 +90,8 @@ class Gateway:
         self.fleet = FleetView(bus, model, self.id, self.names, settings, metrics)
         self.records = Records(bus)
         self._completion = Completion(self.records)
+        self.limiter = Limiter(bus, self.id)
+        self.payments = Payments(self.limiter, self.records, self.tasks)
         self._publisher = publisher
         self._subscriptions = TokenSubscriptions(bus, self.id, self.tasks)
         self._cancelling = 0
@@ -110,6 +114,7 @@ class Gateway:
         await self.progress.open()
         await self.fleet.open()
         await self.guard.open(self.tasks)
+        await self.limiter.open(self.tasks)
         with contextlib.suppress(NatsError, TimeoutError):
             await self._queue_monitor.poll()
         self.tasks.spawn(self._sweep(), name="sweep")
@@ -121,6 +126,7 @@ class Gateway:
         self._preparer.close()
         await self.fleet.close()
         await self.guard.close()
+        await self.limiter.close()
         await self._subscriptions.close()
 
     @property
@@ -218,6 +224,7 @@ class Gateway:
             subscription = await self._subscriptions.open(request.token_address)
         subscription.subscribe(inflight)  # before publishing: the first token may overtake the acknowledgement
         self._queue_monitor.accepted(request.priority)
+        self.payments.began(inflight)
         try:
             ack = await self._publisher.publish(
                 self.bus.subjects.request(
@@ -261,6 +268,8 @@ class Gateway:
     def release(self, inflight: InflightRequest) -> None:
         """Stop reading, without cancelling."""
         self._subscriptions.unsubscribe(inflight)
+        if inflight.paid is not None:
+            self.payments.ended(inflight)
 
     def stop(self) -> None:
         """Leave all requests to the pipeline: each open answer ends with the id from which it can be continued."""

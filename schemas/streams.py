@@ -126,6 +126,7 @@ def topology(s: Subjects, *, record: bool = False) -> Topology:
             followed("routers"),
             followed("tenants"),
             followed("keys"),
+            followed("budgets"),
             BucketSpec(s.bucket("idempotency")),
             BucketSpec(s.bucket("planners"), max_bytes=MIB),
         ),

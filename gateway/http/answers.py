@@ -17,6 +17,8 @@ import structlog
 from gateway.access.caller import caller_of
 from gateway.answer_shapes import Aggregator, Renderer, aggregator_for, renderer_for
 from gateway.http.connections import SCOPE, Connection
+from gateway.http.headers import Send as Send
+from gateway.http.headers import with_header, with_limits
 from gateway.http.idempotency import ClientIds, read_client_ids, submit_once, with_client_id
 from gateway.log.inflight import InflightRequest
 from gateway.metrics import Metrics
@@ -35,7 +37,6 @@ log = structlog.get_logger("gateway")
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 JSON = (b"content-type", b"application/json")
@@ -110,14 +111,19 @@ class Generations:
         gateway = self._gateway
         began = time.monotonic()
         code, accepted = "ok", ""
+        reserved: list[str] = []  # ids of requests that the caller's limits were asked for
+        key = caller_of(scope).key
         try:
+            if key is not None and key.limited:
+                send = with_limits(send, gateway.limiter, key)
+                gateway.limiter.check(key)
             body = await read_body(scope, receive, gateway.settings.max_body_bytes)
             gateway.metrics.request_bytes.inc(len(body))
             ignored = await gateway.run_for(body, unknown_options, self._endpoint, body)
             if ignored:
                 send = with_header(send, IGNORED_OPTIONS, listed(ignored).encode())
             names = read_client_ids(scope["headers"])
-            prepare_body = partial(self._prepare, scope, names)
+            prepare_body = partial(self._prepare, scope, names, reserved)
             if self._answer_batch and await self._answer_batch(gateway, body, names, prepare_body, scope, send):
                 return
             prepare = partial(prepare_body, body)
@@ -149,29 +155,23 @@ class Generations:
             with contextlib.suppress(RuntimeError):  # the answer had begun: all that is left is to end it
                 await self._send_error(send, INTERNAL, accepted)
         finally:
+            for request_id in reserved:
+                gateway.payments.abandon(request_id)
             gateway.metrics.requests.labels("http", code).inc()
             gateway.metrics.e2e.observe(time.monotonic() - began)
 
-    async def _prepare(self, scope: Scope, names: ClientIds, body: bytes) -> PreparedRequest:
+    async def _prepare(self, scope: Scope, names: ClientIds, reserved: list[str], body: bytes) -> PreparedRequest:
         """
         Raises:
-            ServingError: the body cannot be served, or the queue is full.
+            ServingError: the body cannot be served, the queue is full, or a limit of the caller's is reached.
         """
         caller = caller_of(scope)
         prepared = await self._gateway.prepare(self._endpoint, body, no_store=names.no_store, caller=caller)
+        if caller.key is not None:
+            reserved.append(prepared.request.id)
+            await self._gateway.payments.reserve(caller, prepared)
         prepared = with_client_id(prepared, names)
         return with_trace(prepared, from_http_headers(scope["headers"], self._gateway.settings.tracing))
-
-
-def with_header(send: Send, name: bytes, value: bytes) -> Send:
-    """``send`` with one more header in the answer."""
-
-    async def wrapped(message: MutableMapping[str, Any]) -> None:
-        if message["type"] == "http.response.start":
-            message = {**message, "headers": [*message["headers"], (name, value)]}
-        await send(message)
-
-    return wrapped
 
 
 async def answer_text(gateway: Gateway, accepted: AcceptedRequest) -> str:

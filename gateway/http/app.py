@@ -31,9 +31,9 @@ from gateway.http.answers import (
     answer_text,
     send_error,
     strip_id_prefix,
-    with_header,
 )
 from gateway.http.computed import Computed
+from gateway.http.headers import with_header
 from gateway.http.health import health_of
 from gateway.http.messages import send_message_error
 from gateway.http.prompt_batch import answer_prompts
@@ -65,6 +65,7 @@ def application(gateway: Gateway) -> App:
     )
 
     async def refuse(path: str, send: Send, error: ServingError) -> None:
+        gateway.metrics.requests.labels("http", error.code.value).inc()
         if error.code is Code.invalid_api_key:
             send = with_header(send, b"www-authenticate", b"Bearer")
         await (send_message_error if path.startswith("/v1/messages") else send_error)(send, error)

@@ -9,6 +9,7 @@ takes no further items: they are in the log, and are read from there once the cl
 import asyncio
 from collections.abc import Callable, Iterable, Iterator
 
+from gateway.access.limiter import Paid
 from schemas.errors import ServingError
 from schemas.reassembly import TokenReassembler
 from schemas.requests import GenerateRequest
@@ -31,6 +32,7 @@ class InflightRequest:
         seq: while behind, the sequence in the token stream up to which everything was fed; 0: nothing was.
         on_behind: requests the dropped items; set by the subscription that it is attached to.
         abort: closes the client's connection; set by the responder.
+        paid: what it took of its API key's limits, until it has ended; None: nothing.
     """
 
     __slots__ = (
@@ -50,6 +52,7 @@ class InflightRequest:
         "cancelling",
         "fold",
         "on_behind",
+        "paid",
         "request",
         "seq",
     )
@@ -67,6 +70,7 @@ class InflightRequest:
         self.cancel_sent = 0.0
         self.on_behind: Behind | None = None
         self.abort: Callable[[], None] | None = None
+        self.paid: Paid | None = None
         self._limit = limit_of(request) if bounded else 1 << 62
         self._items: list[TokenItem] = []
         self._more = False  # the last portion left items

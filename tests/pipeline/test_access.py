@@ -1,6 +1,7 @@
 """API keys on two gateways of one deployment: who gets what, and how soon a change holds."""
 
 import asyncio
+import contextlib
 import time
 from collections.abc import AsyncIterator
 from typing import Any
@@ -239,3 +240,64 @@ async def test_an_entry_that_is_not_a_key_admits_nobody(https: list[httpx.AsyncC
         await bus.js.publish(f"$KV.ps_keys.{name}", msgspec.msgpack.encode(harmful))
         for http in https:
             await until_status(http, text, 401)
+
+
+async def asked(https: list[httpx.AsyncClient], key: str, count: int, **options: Any) -> list[httpx.Response]:
+    """Chats, all at once, over the gateways in turn."""
+    body = {**CHAT, **options}
+    return await asyncio.gather(
+        *(https[n % 2].post("/v1/chat/completions", json=body, headers=bearer(key)) for n in range(count))
+    )
+
+
+async def test_requests_per_minute_hold_over_both_gateways(https: list[httpx.AsyncClient], bus: Bus) -> None:
+    key = await make(bus, https, requests_per_minute=7)
+    answers = await asked(https, key, 20)
+    assert sorted(answer.status_code for answer in answers) == [200] * 7 + [429] * 13
+    refused = next(answer for answer in answers if answer.status_code == 429)
+    assert refused.json()["error"]["code"] == "rate_limit_exceeded"
+    assert refused.json()["error"]["type"] == "rate_limit_error"
+    assert 1 <= int(refused.headers["retry-after"]) <= 63
+    again = (await asked(https, key, 1))[0]
+    assert {name: value for name, value in again.headers.items() if name.startswith("x-ratelimit-l")} == {
+        "x-ratelimit-limit-requests": "7"
+    }
+    assert again.headers["x-ratelimit-remaining-requests"] == "0"
+    assert again.headers["x-ratelimit-reset-requests"].endswith("s")
+    message = await https[0].post("/v1/messages", json=MESSAGE, headers={"x-api-key": key})
+    assert (message.status_code, message.json()["error"]["type"]) == (429, "rate_limit_error")
+
+
+async def test_tokens_per_minute_count_prompts_and_what_was_generated(https: list[httpx.AsyncClient], bus: Bus) -> None:
+    key = await make(bus, https, tokens_per_minute=1_000)
+    [first] = await asked(https, key, 1, max_tokens=900, stop=["e"])
+    assert first.status_code == 200, first.text
+    used = first.json()["usage"]["total_tokens"]
+    assert used < 500
+    [second] = await asked(https, key, 1, max_tokens=500)  # of the 900, most were given back
+    assert second.status_code == 200, second.text
+    [third] = await asked(https, key, 1, max_tokens=900)
+    assert third.status_code == 429
+    assert 0 <= int(third.headers["x-ratelimit-remaining-tokens"]) <= 1_000 - used - 500
+    [large] = await asked(https, key, 1, max_tokens=1_001)
+    assert (large.status_code, large.json()["error"]["param"]) == (429, "max_tokens")
+
+
+async def test_requests_at_a_time_hold_over_both_gateways_and_are_free_once_they_ended(
+    https: list[httpx.AsyncClient], bus: Bus
+) -> None:
+    key = await make(bus, https, max_concurrent=3)
+    for _ in range(2):
+        streams = []
+        async with contextlib.AsyncExitStack() as stack:
+            for number in range(3):
+                body = {**CHAT, "stream": True, "max_tokens": 100_000}
+                stream = https[number % 2].stream("POST", "/v1/chat/completions", json=body, headers=bearer(key))
+                streams.append(await stack.enter_async_context(stream))
+            assert [stream.status_code for stream in streams] == [200] * 3
+            assert [answer.status_code for answer in await asked(https, key, 4)] == [429] * 4
+        ended = time.monotonic()
+        while (await asked(https, key, 1))[0].status_code != 200:  # their clients have left
+            assert time.monotonic() - ended < 5
+            await asyncio.sleep(0.02)
+    assert [answer.status_code for answer in [(await asked(https, key, 1))[0] for _ in range(6)]] == [200] * 6

@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from schemas import control, done, fleet, jobs, keys, kv, plans, requests, routers, tenants, tokens, trace, transfer
+from schemas import budgets, control, done, fleet, jobs, keys, kv, plans, requests, routers, tenants, tokens, trace, transfer
 from schemas.wire import encode, pack_tokens
 
 REQUEST = requests.GenerateRequest(
@@ -245,6 +245,10 @@ SAMPLES: dict[str, tuple[Any, Callable[[bytes], Any]]] = {
     "tenant": (tenants.Limits(("tiny", "other"), 7), tenants.decode),
     "tenant_with_a_weight": (tenants.Limits(weight=2.5), tenants.decode),
     "tenant_that_shares_its_cache": (tenants.Limits(shared_cache=True), tenants.decode),
+    "budget": (
+        budgets.Ledger({1_700_000_000: 3}, {1_700_000_000: 900}, {"gw-1": budgets.Holder(2, 1_700_000_006)}),
+        budgets.decode,
+    ),
     "api_key": (
         keys.ApiKey(
             id="0a1b2c3d4e5f",

@@ -1,0 +1,212 @@
+"""One gateway's part of an API key's limits: units that it has taken from the ledger, and requests that use them.
+
+Pure. A request is usually paid from units at hand, without a message. Few are taken at once: what waiting requests
+need, and as many as were spent in the last seconds, but never more than a ``SPARE`` th of the limit beyond the need, so
+that those which lie idle at other gateways are few.
+"""
+
+from typing import NamedTuple
+
+from gateway.access.ledger import CHARGED_S, HOLD_NS, SPEND_S, Amount, charged, free, holding
+from schemas.budgets import Ledger
+
+SPARE = 16
+RENEW_NS = HOLD_NS // 3
+_S = 1_000_000_000
+
+
+class Reservation:
+    """What one request has been given; ``second``: to which it is given back, by the tokens' parts."""
+
+    __slots__ = ("requests", "slots", "tokens")
+
+    def __init__(self, requests: int, tokens: list[tuple[int, int]], slots: int) -> None:
+        self.requests = requests  # the second of its unit; 0: none
+        self.tokens = tokens  # (second, units)
+        self.slots = slots
+
+
+class Proposal(NamedTuple):
+    """A change of the ledger: what it would be, and what this gateway has once that is stored."""
+
+    ledger: Ledger
+    granted: Amount
+    now_s: int
+    refunds: tuple[dict[int, int], dict[int, int]]
+    slots: int
+    until_ns: int
+
+
+class Account:
+    """
+    Args:
+        limits: of the key; 0: none.
+    """
+
+    def __init__(self, key_id: str, gateway: str, limits: Amount) -> None:
+        self.key_id = key_id
+        self.flushing = False  # slots are about to be given up
+        self.gateway = gateway
+        self.limits = limits
+        self.running = 0  # requests that were paid and have not ended
+        self.open = 0  # of these, those that hold a slot
+        self.slots = 0
+        self.until_ns = 0  # when the slots end
+        self.waiting = Amount()  # needs of requests that wait for the ledger
+        self._lots: tuple[dict[int, int], dict[int, int]] = ({}, {})  # requests, tokens: unspent, by second
+        self._refunds: tuple[dict[int, int], dict[int, int]] = ({}, {})
+        self._spent = [0, 0]  # since the last sweep
+        self._pace = [0, 0]
+
+    # --- requests ---
+
+    def take(self, tokens: int, now_ns: int) -> Reservation | None:
+        """Pay for a request with units at hand; None: there are too few."""
+        limits, now_s = self.limits, now_ns // _S
+        lots_requests, lots_tokens = self._lots
+        if limits.slots and (self.open >= self.slots or now_ns >= self.until_ns):
+            return None
+        if limits.requests and not _unspent(lots_requests, now_s):
+            return None
+        if limits.tokens and _unspent(lots_tokens, now_s) < tokens:
+            return None
+        self.running += 1
+        self.open += bool(limits.slots)
+        second = _spend(lots_requests, 1, now_s)[0][0] if limits.requests else 0
+        parts = _spend(lots_tokens, tokens, now_s) if limits.tokens else []
+        self._spent[0] += 1
+        self._spent[1] += tokens
+        return Reservation(second, parts, 1 if limits.slots else 0)
+
+    def take_would_do(self, need: Amount, now_ns: int) -> bool:
+        """Whether so much is at hand."""
+        unspent = self.unspent(now_ns)
+        slots = not need.slots or (self.open < self.slots and now_ns < self.until_ns)
+        return slots and unspent.requests >= need.requests and unspent.tokens >= need.tokens
+
+    def settle(self, reservation: Reservation, used_tokens: int, now_ns: int) -> None:
+        """A request has ended: its slot is free, and tokens that it did not use can be spent again."""
+        self.running -= 1
+        self.open -= reservation.slots
+        reservation.slots = 0
+        over = sum(units for _, units in reservation.tokens) - used_tokens
+        for second, units in reversed(reservation.tokens):
+            back = min(units, over)
+            if back <= 0:
+                break
+            over -= back
+            self._back(1, second, back, now_ns // _S)
+        reservation.tokens = []
+
+    def undo(self, reservation: Reservation, now_ns: int) -> None:
+        """A request was not accepted after all."""
+        if reservation.requests:
+            self._back(0, reservation.requests, 1, now_ns // _S)
+            reservation.requests = 0
+        self.settle(reservation, 0, now_ns)
+
+    def _back(self, kind: int, second: int, units: int, now_s: int) -> None:
+        pool = self._lots[kind] if now_s < second + SPEND_S else self._refunds[kind]
+        pool[second] = pool.get(second, 0) + units
+
+    # --- the ledger ---
+
+    def propose(self, ledger: Ledger, now_ns: int) -> Proposal:
+        """The ledger with everything that this gateway gives back, and what it takes for the requests that wait.
+
+        What is not free is left out: ``granted`` may be less than ``waiting``.
+        """
+        now_s = now_ns // _S
+        self._expire(now_s)
+        refunds = (dict(self._refunds[0]), dict(self._refunds[1]))
+        given_back = Ledger(
+            charged(ledger.requests, now_s, 0, refunds[0]), charged(ledger.tokens, now_s, 0, refunds[1]), ledger.holders
+        )
+        at_most = free(given_back, self.limits, self.gateway, now_ns)
+        granted = Amount(
+            self._portion(0, self.waiting.requests, self.limits.requests, at_most.requests, now_s),
+            self._portion(1, self.waiting.tokens, self.limits.tokens, at_most.tokens, now_s),
+        )
+        slots = self._wanted_slots(at_most.slots)
+        return Proposal(
+            Ledger(
+                charged(given_back.requests, now_s, granted.requests, {}),
+                charged(given_back.tokens, now_s, granted.tokens, {}),
+                holding(ledger, self.gateway, slots, now_ns),
+            ),
+            granted,
+            now_s,
+            refunds,
+            slots,
+            now_ns + HOLD_NS,
+        )
+
+    def stored(self, proposal: Proposal) -> None:
+        """The proposal is the ledger now."""
+        for kind, units in ((0, proposal.granted.requests), (1, proposal.granted.tokens)):
+            if units:
+                lots = self._lots[kind]
+                lots[proposal.now_s] = lots.get(proposal.now_s, 0) + units
+            for second, back in proposal.refunds[kind].items():
+                left = self._refunds[kind].pop(second, back) - back
+                if left:
+                    self._refunds[kind][second] = left
+        self.slots, self.until_ns = proposal.slots, proposal.until_ns
+
+    def unspent(self, now_ns: int) -> Amount:
+        return Amount(_unspent(self._lots[0], now_ns // _S), _unspent(self._lots[1], now_ns // _S))
+
+    def sweep(self, now_ns: int) -> bool:
+        """Call it about every second; returns whether the ledger should be changed."""
+        self._pace, self._spent = self._spent, [0, 0]
+        self._expire(now_ns // _S)
+        renew = self.slots and now_ns > self.until_ns - HOLD_NS + RENEW_NS
+        return bool(self._refunds[0] or self._refunds[1] or renew) or self.gives_up_slots
+
+    @property
+    def gives_up_slots(self) -> bool:
+        """Whether it holds more slots than it should keep."""
+        return self.slots > self.open + self.limits.slots // SPARE
+
+    @property
+    def idle(self) -> bool:
+        return not (self.running or self.slots or any(self._lots) or any(self._refunds) or any(self._pace))
+
+    def _portion(self, kind: int, needed: int, limit: int, at_most: int, now_s: int) -> int:
+        needed -= _unspent(self._lots[kind], now_s)
+        if not limit or needed <= 0:
+            return 0
+        spare = min(limit // SPARE, max(self._pace[kind], self._spent[kind]), max(0, at_most - needed) // 2)
+        return min(needed + spare, at_most)
+
+    def _wanted_slots(self, at_most: int) -> int:
+        if not self.limits.slots:
+            return 0
+        wanted = self.open + self.waiting.slots
+        spare = self.limits.slots // SPARE if wanted else 0
+        # Requests that run are counted also when the share was lost meanwhile: no further one is admitted then.
+        return max(self.open, min(wanted + spare, at_most))
+
+    def _expire(self, now_s: int) -> None:
+        for lots, refunds in zip(self._lots, self._refunds, strict=True):
+            for second in [second for second in lots if now_s >= second + SPEND_S]:
+                units = lots.pop(second)
+                if units:
+                    refunds[second] = refunds.get(second, 0) + units
+            for second in [second for second in refunds if second <= now_s - CHARGED_S]:
+                del refunds[second]  # it no longer counts
+
+
+def _unspent(lots: dict[int, int], now_s: int) -> int:
+    return sum([units for second, units in lots.items() if now_s < second + SPEND_S])
+
+
+def _spend(lots: dict[int, int], units: int, now_s: int) -> list[tuple[int, int]]:
+    """Take units, the oldest first; by the second in which they were taken from the ledger."""
+    parts: list[tuple[int, int]] = []
+    for second in sorted(lots):
+        if units and now_s < second + SPEND_S and (part := min(units, lots[second])):
+            lots[second] -= part
+            units -= part
+            parts.append((second, part))
+    return parts

@@ -1,0 +1,299 @@
+"""The limits of API keys at this gateway: requests and tokens per minute, and requests at a time, over all gateways.
+
+A request is usually paid from what this gateway has at hand. Else one compare-and-set in the ``budgets`` bucket takes
+more, for all requests that wait. A refusal needs no message: the bucket is followed.
+"""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
+from typing import NamedTuple
+
+import msgspec
+import structlog
+from nats.errors import Error as NatsError
+
+from gateway.access.account import Account, Reservation
+from gateway.access.ledger import EMPTY, Amount, free, limits_of, seconds_until, seconds_until_reset
+from infra.bus.connection import Bus
+from infra.bus.direct_get import Entry, get_last
+from infra.bus.jetstream import WRONG_LAST_SEQUENCE, decode_publish_reply
+from infra.bus.log_tail import LogTail
+from infra.bus.tasks import Tasks
+from schemas.budgets import Ledger, decode
+from schemas.errors import Code, ServingError
+from schemas.keys import ApiKey
+from schemas.subjects import HEADER_LAST_ON_SUBJECT
+from schemas.wire import encode
+
+log = structlog.get_logger("gateway")
+
+SWEEP_S = 1.0
+WITHIN_S = 5.0
+TRIES = 20  # compare-and-sets of one request; each that fails means that another gateway's has succeeded
+KEEP_S = 300  # an entry that nobody changes expires
+
+_NONE = (EMPTY, 0)
+
+
+class Paid(NamedTuple):
+    """What a request has been given, and of which account."""
+
+    account: Account
+    reservation: Reservation
+
+
+class Standing(NamedTuple):
+    """How much of a limit is left; ``reset_s``: until nothing counts any more."""
+
+    limit: int
+    remaining: int
+    reset_s: int
+
+
+class Limiter:
+    """
+    Args:
+        gateway: id of this gateway.
+    """
+
+    def __init__(self, bus: Bus, gateway: str, clock: Callable[[], int] = time.time_ns) -> None:
+        bucket = bus.subjects.bucket("budgets")
+        self._stream, self._prefix = f"KV_{bucket}", f"$KV.{bucket}."
+        subject = f"{self._prefix}>"
+        self._tail = LogTail(bus, self._stream, subject, bus.subjects.live(subject), self._on_entry)
+        self._bus = bus
+        self._gateway = gateway
+        self._clock = clock
+        self._ledgers: dict[str, tuple[Ledger, int]] = {}  # and revision
+        self._accounts: dict[str, Account] = {}
+        self._locks: dict[str, asyncio.Lock] = {}
+        self._following = AsyncExitStack()
+        self._tasks: Tasks | None = None
+
+    async def open(self, tasks: Tasks) -> None:
+        """
+        Raises:
+            ServingError: the bucket cannot be read.
+        """
+        await self._following.enter_async_context(self._tail.following())
+        self._tasks = tasks
+        tasks.spawn(self._sweep(), name="sweep-budgets")
+
+    async def close(self) -> None:
+        await self._following.aclose()
+
+    # --- requests ---
+
+    async def reserve(self, key: ApiKey, tokens: int) -> Paid:
+        """Take a request, its tokens and its slot out of the key's limits.
+
+        Raises:
+            ServingError: rate_limit_exceeded; broker_unavailable: the limits cannot be checked.
+        """
+        if key.tokens_per_minute and tokens > key.tokens_per_minute:
+            raise ServingError(
+                Code.rate_limit_exceeded,
+                f"the request may take {tokens} tokens, prompt and max_tokens; the API key {key.prefix} has "
+                f"{key.tokens_per_minute} per minute: lower max_tokens",
+                param="max_tokens",
+            )
+        account = self._account(key)
+        reservation = account.take(tokens, self._clock())
+        if reservation is None:
+            reservation = await self._taken(key, account, tokens)
+        return Paid(account, reservation)
+
+    def check(self, key: ApiKey) -> None:
+        """Refuse early, before a body is read, what would be refused anyway.
+
+        Raises:
+            ServingError: rate_limit_exceeded.
+        """
+        account = self._accounts.get(key.id)
+        need = Amount(bool(key.requests_per_minute), bool(key.tokens_per_minute), bool(key.max_concurrent))
+        if account is None or account.take_would_do(need, self._clock()):
+            return
+        self._check_free(key, account, need)
+
+    def settle(self, paid: Paid, used_tokens: int) -> None:
+        """The request has ended; it took so many tokens, its prompt included."""
+        paid.account.settle(paid.reservation, used_tokens, self._clock())
+        self._give_up(paid.account)
+
+    def undo(self, paid: Paid) -> None:
+        """The request was not accepted after all."""
+        paid.account.undo(paid.reservation, self._clock())
+        self._give_up(paid.account)
+
+    def standing(self, key: ApiKey) -> tuple[Standing, Standing]:
+        """Of requests and of tokens per minute."""
+        now_ns = self._clock()
+        now_s = now_ns // 1_000_000_000
+        account, (ledger, _) = self._account(key), self._ledgers.get(key.id, _NONE)
+        unspent, left = account.unspent(now_ns), free(ledger, account.limits, self._gateway, now_ns)
+        return (
+            Standing(
+                key.requests_per_minute,
+                min(key.requests_per_minute, left.requests + unspent.requests),
+                seconds_until_reset(ledger.requests, now_s),
+            ),
+            Standing(
+                key.tokens_per_minute,
+                min(key.tokens_per_minute, left.tokens + unspent.tokens),
+                seconds_until_reset(ledger.tokens, now_s),
+            ),
+        )
+
+    # --- the bucket ---
+
+    async def _taken(self, key: ApiKey, account: Account, tokens: int) -> Reservation:
+        need = Amount(bool(key.requests_per_minute), tokens if key.tokens_per_minute else 0, bool(key.max_concurrent))
+        self._check_free(key, account, need)
+        _wait(account, need, 1)
+        try:
+            async with asyncio.timeout(WITHIN_S), self._lock(key.id):
+                for _ in range(TRIES):
+                    reservation = account.take(tokens, self._clock())
+                    if reservation is not None:
+                        return reservation
+                    self._check_free(key, account, need)
+                    await self._change(key.id, account)
+        except TimeoutError:
+            pass
+        finally:
+            _wait(account, need, -1)
+        message = f"the limits of the API key {key.prefix} cannot be checked now; try again"
+        raise ServingError(Code.broker_unavailable, message, retry_after=1.0)
+
+    def _check_free(self, key: ApiKey, account: Account, need: Amount) -> None:
+        """
+        Raises:
+            ServingError: rate_limit_exceeded: as the ledger is, this cannot be given.
+        """
+        now_ns = self._clock()
+        now_s = now_ns // 1_000_000_000
+        ledger, _ = self._ledgers.get(key.id, _NONE)
+        left, unspent, limits = (
+            free(ledger, account.limits, self._gateway, now_ns),
+            account.unspent(now_ns),
+            account.limits,
+        )
+        if left.slots < account.open + need.slots and limits.slots:
+            raise _refused(key, f"{limits.slots} requests at a time", 1)
+        for what, limit, had, needed, charges in (
+            ("requests", limits.requests, left.requests + unspent.requests, need.requests, ledger.requests),
+            ("tokens", limits.tokens, left.tokens + unspent.tokens, need.tokens, ledger.tokens),
+        ):
+            if limit and had < needed:
+                after_s = seconds_until(charges, limit, needed, now_s)
+                raise _refused(key, f"{limit} {what} per minute", max(1, after_s))
+
+    async def _change(self, key_id: str, account: Account) -> None:
+        """One compare-and-set. If another gateway was faster, the ledger is read, and nothing else changes.
+
+        Raises:
+            ServingError: the broker does not answer.
+        """
+        ledger, revision = self._ledgers.get(key_id, _NONE)
+        proposal = account.propose(ledger, self._clock())
+        headers = {"Nats-TTL": str(KEEP_S), HEADER_LAST_ON_SUBJECT: str(revision)}
+        subject = self._prefix + key_id
+        try:
+            message = await self._bus.nc.request(subject, encode(proposal.ledger), timeout=WITHIN_S, headers=headers)
+            reply = decode_publish_reply(message.data)
+        except (NatsError, TimeoutError, OSError, msgspec.MsgspecError) as error:
+            raise _unavailable(repr(error)) from None
+        if reply.error is None:
+            account.stored(proposal)
+            if reply.seq > self._ledgers.get(key_id, _NONE)[1]:
+                self._ledgers[key_id] = (proposal.ledger, reply.seq)
+            return
+        if reply.error.err_code != WRONG_LAST_SEQUENCE:
+            raise _unavailable(str(reply.error))
+        entry = await get_last(self._bus, self._stream, subject, newest=True, within_s=WITHIN_S)
+        self._ledgers.pop(key_id, None)
+        if entry is not None:
+            self._on_entry(entry)
+
+    def _on_entry(self, entry: Entry) -> None:
+        key_id = entry.subject.removeprefix(self._prefix)
+        if entry.seq <= self._ledgers.get(key_id, _NONE)[1]:
+            return
+        try:
+            self._ledgers[key_id] = (decode(entry.data) if entry.data else EMPTY, entry.seq)
+        except msgspec.MsgspecError as error:
+            log.warning("budget_unreadable", key=key_id, error=str(error))
+            self._ledgers[key_id] = (EMPTY, entry.seq)
+
+    # --- upkeep ---
+
+    async def _sweep(self) -> None:
+        while True:
+            await asyncio.sleep(SWEEP_S)
+            now_ns = self._clock()
+            for key_id, account in list(self._accounts.items()):
+                if account.sweep(now_ns):
+                    self._spawn(self._flush(key_id, account))
+                elif account.idle and not self._lock(key_id).locked():
+                    del self._accounts[key_id], self._locks[key_id]
+            for key_id in [key_id for key_id, (ledger, _) in self._ledgers.items() if ledger == EMPTY]:
+                if key_id not in self._accounts:
+                    del self._ledgers[key_id]
+
+    async def _flush(self, key_id: str, account: Account) -> None:
+        """Give back what is not used, and renew the share of requests at a time."""
+        try:
+            async with asyncio.timeout(WITHIN_S), self._lock(key_id):
+                for _ in range(TRIES):
+                    await self._change(key_id, account)
+                    if not account.gives_up_slots:
+                        return
+        except (ServingError, TimeoutError) as error:
+            log.debug("budget_not_given_back", key=key_id, error=repr(error))  # the next sweep tries again
+
+    def _give_up(self, account: Account) -> None:
+        if account.gives_up_slots and not account.flushing:
+            account.flushing = True
+            self._spawn(self._give_up_soon(account))
+
+    async def _give_up_soon(self, account: Account) -> None:
+        account.flushing = False
+        if account.gives_up_slots:
+            await self._flush(account.key_id, account)
+
+    def _spawn(self, work: Awaitable[None]) -> None:
+        assert self._tasks is not None
+        self._tasks.spawn(work, name="budgets")  # type: ignore[arg-type]
+
+    def _account(self, key: ApiKey) -> Account:
+        account = self._accounts.get(key.id)
+        if account is None:
+            account = self._accounts[key.id] = Account(key.id, self._gateway, limits_of(key))
+            self._locks[key.id] = asyncio.Lock()
+        return account
+
+    def _lock(self, key_id: str) -> asyncio.Lock:
+        return self._locks[key_id]
+
+
+def _wait(account: Account, need: Amount, sign: int) -> None:
+    waiting = account.waiting
+    account.waiting = Amount(
+        waiting.requests + sign * need.requests, waiting.tokens + sign * need.tokens, waiting.slots + sign * need.slots
+    )
+
+
+def _refused(key: ApiKey, limit: str, after_s: int) -> ServingError:
+    return ServingError(
+        Code.rate_limit_exceeded,
+        f"the API key {key.prefix} has reached its limit of {limit}; try again in {after_s} s",
+        retry_after=float(after_s),
+    )
+
+
+def _unavailable(why: str) -> ServingError:
+    return ServingError(
+        Code.broker_unavailable, f"the broker does not confirm the key's limits ({why}); try again", retry_after=1.0
+    )

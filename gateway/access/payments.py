@@ -1,0 +1,75 @@
+"""Requests that count against the limits of their API keys, from the reservation to their end.
+
+A request takes its prompt and the most that it may generate. When it has ended, what it did not generate is given back.
+It holds one of the requests at a time until it has ended, whether or not its client still waits.
+"""
+
+import asyncio
+import time
+
+from gateway.access.caller import Caller
+from gateway.access.limiter import Limiter, Paid
+from gateway.log.inflight import InflightRequest
+from gateway.log.records import Records
+from gateway.openai.prepare import PreparedRequest
+from infra.bus.tasks import Tasks
+from schemas.errors import ServingError
+from schemas.requests import GenerateRequest
+
+LOOK_S = 1.0
+GRACE_NS = 60_000_000_000  # beyond its deadline; by then a request has ended
+
+
+class Payments:
+    def __init__(self, limiter: Limiter, records: Records, tasks: Tasks) -> None:
+        self._limiter = limiter
+        self._records = records
+        self._tasks = tasks
+        self._reserved: dict[str, Paid] = {}  # of requests that are not in the log yet
+
+    async def reserve(self, caller: Caller, prepared: PreparedRequest) -> None:
+        """
+        Raises:
+            ServingError: rate_limit_exceeded; broker_unavailable.
+        """
+        if caller.key is None or not caller.key.limited:
+            return
+        request = prepared.request
+        output = 0 if request.diffusion is not None else request.n * request.stop.max_tokens
+        self._reserved[request.id] = await self._limiter.reserve(caller.key, prepared.prompt_tokens + output)
+
+    def began(self, inflight: InflightRequest) -> None:
+        """The request is being put into the log."""
+        if self._reserved:
+            inflight.paid = self._reserved.pop(inflight.request.id, None)
+
+    def abandon(self, request_id: str) -> None:
+        """A request was prepared; if it was not put into the log, it has cost nothing."""
+        paid = self._reserved.pop(request_id, None)
+        if paid is not None:
+            self._limiter.undo(paid)
+
+    def ended(self, inflight: InflightRequest) -> None:
+        """This gateway follows the request no longer. If it still runs, its record says when it has ended."""
+        paid, inflight.paid = inflight.paid, None
+        if paid is None:
+            return
+        request, fold = inflight.request, inflight.fold
+        if fold.open:
+            self._tasks.spawn(self._watch(paid, request), name="watch-paid")
+        else:
+            output = sum(map(fold.position, range(request.n))) if request.diffusion is None else 0
+            self._limiter.settle(paid, len(request.prompt) // 4 + output)
+
+    async def _watch(self, paid: Paid, request: GenerateRequest) -> None:
+        used = 1 << 62  # nothing is given back if it is never known
+        while time.time_ns() < request.deadline_ns + GRACE_NS:
+            await asyncio.sleep(LOOK_S)
+            try:
+                record = await self._records.find(request.id)
+            except ServingError:  # the broker is away
+                continue
+            if record is not None:
+                used = len(request.prompt) // 4 + record.usage.completion
+                break
+        self._limiter.settle(paid, used)

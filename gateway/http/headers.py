@@ -1,0 +1,44 @@
+"""Headers that are added to an answer when it begins, such as what an API key has left."""
+
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+from gateway.access.limiter import Limiter
+from schemas.keys import ApiKey
+
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+
+
+def with_header(send: Send, name: bytes, value: bytes) -> Send:
+    """``send`` with one more header in the answer."""
+
+    async def wrapped(message: MutableMapping[str, Any]) -> None:
+        if message["type"] == "http.response.start":
+            message = {**message, "headers": [*message["headers"], (name, value)]}
+        await send(message)
+
+    return wrapped
+
+
+def with_limits(send: Send, limiter: Limiter, key: ApiKey) -> Send:
+    """``send`` with the key's limits in the answer, as they are when it begins."""
+
+    async def wrapped(message: MutableMapping[str, Any]) -> None:
+        if message["type"] == "http.response.start":
+            message = {**message, "headers": [*message["headers"], *limit_headers(limiter, key)]}
+        await send(message)
+
+    return wrapped
+
+
+def limit_headers(limiter: Limiter, key: ApiKey) -> list[tuple[bytes, bytes]]:
+    """As OpenAI names them, of requests and tokens per minute: limit, rest, seconds until all of it is free again."""
+    headers: list[tuple[bytes, bytes]] = []
+    for name, standing in zip((b"requests", b"tokens"), limiter.standing(key), strict=True):
+        if standing.limit:
+            headers += [
+                (b"x-ratelimit-limit-" + name, b"%d" % standing.limit),
+                (b"x-ratelimit-remaining-" + name, b"%d" % standing.remaining),
+                (b"x-ratelimit-reset-" + name, b"%ds" % standing.reset_s),
+            ]
+    return headers
