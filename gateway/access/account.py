@@ -46,6 +46,7 @@ class Account:
     def __init__(self, key_id: str, gateway: str, limits: Amount) -> None:
         self.key_id = key_id
         self.flushing = False  # slots are about to be given up
+        self.looking = 0  # requests that wait for a slot to be given up
         self.gateway = gateway
         self.limits = limits
         self.running = 0  # requests that were paid and have not ended

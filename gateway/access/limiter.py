@@ -32,6 +32,9 @@ log = structlog.get_logger("gateway")
 SWEEP_S = 1.0
 WITHIN_S = 5.0
 TRIES = 20  # compare-and-sets of one request; each that fails means that another gateway's has succeeded
+SLOT_NS = 250_000_000  # how long a request waits for a slot that is being given up
+LOOK_S = 0.02
+MAX_LOOKING = 64  # such requests of one key
 KEEP_S = 300  # an entry that nobody changes expires
 
 _NONE = (EMPTY, 0)
@@ -112,7 +115,7 @@ class Limiter:
             ServingError: rate_limit_exceeded.
         """
         account = self._accounts.get(key.id)
-        need = Amount(bool(key.requests_per_minute), bool(key.tokens_per_minute), bool(key.max_concurrent))
+        need = Amount(bool(key.requests_per_minute), bool(key.tokens_per_minute))
         if account is None or account.take_would_do(need, self._clock()):
             return
         self._check_free(key, account, need)
@@ -150,6 +153,8 @@ class Limiter:
 
     async def _taken(self, key: ApiKey, account: Account, tokens: int) -> Reservation:
         need = Amount(bool(key.requests_per_minute), tokens if key.tokens_per_minute else 0, bool(key.max_concurrent))
+        if need.slots:
+            await self._slot(key, account)
         self._check_free(key, account, need)
         _wait(account, need, 1)
         try:
@@ -166,6 +171,21 @@ class Limiter:
             _wait(account, need, -1)
         message = f"the limits of the API key {key.prefix} cannot be checked now; try again"
         raise ServingError(Code.broker_unavailable, message, retry_after=1.0)
+
+    async def _slot(self, key: ApiKey, account: Account) -> None:
+        """Wait a moment if all slots are taken: another gateway gives a slot up only after its answer has ended."""
+        until = self._clock() + SLOT_NS
+        if self._slots_taken(key, account) and account.looking < min(key.max_concurrent, MAX_LOOKING):
+            account.looking += 1
+            try:
+                while self._slots_taken(key, account) and self._clock() < until:
+                    await asyncio.sleep(LOOK_S)
+            finally:
+                account.looking -= 1
+
+    def _slots_taken(self, key: ApiKey, account: Account) -> bool:
+        ledger, _ = self._ledgers.get(key.id, _NONE)
+        return free(ledger, account.limits, self._gateway, self._clock()).slots <= account.open
 
     def _check_free(self, key: ApiKey, account: Account, need: Amount) -> None:
         """

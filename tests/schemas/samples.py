@@ -5,7 +5,22 @@ from typing import Any
 
 import msgspec
 
-from schemas import budgets, control, done, fleet, jobs, keys, kv, plans, requests, routers, tenants, tokens, trace, transfer
+from schemas import (
+    budgets,
+    control,
+    done,
+    fleet,
+    jobs,
+    keys,
+    kv,
+    plans,
+    requests,
+    routers,
+    tenants,
+    tokens,
+    trace,
+    transfer,
+)
 from schemas.wire import encode, pack_tokens
 
 REQUEST = requests.GenerateRequest(
