@@ -178,7 +178,7 @@ class Limiter:
         if self._slots_taken(key, account) and account.looking < min(key.max_concurrent, MAX_LOOKING):
             account.looking += 1
             try:
-                while self._slots_taken(key, account) and self._clock() < until:
+                while self._slots_taken(key, account) and self._clock() < until:  # noqa: ASYNC110 - bounded
                     await asyncio.sleep(LOOK_S)
             finally:
                 account.looking -= 1
