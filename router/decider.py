@@ -80,8 +80,9 @@ class Decider:
             waited_s=waited_s,
         )
         if decision.how:  # there are workers for some stages only
-            workers = (tracker.worker(each.worker) for each in decision.candidates)
-            inputs = msgspec.structs.replace(inputs, links=links(workers))
+            workers = [tracker.worker(each.worker) for each in decision.candidates]
+            alone = tuple(at for at, each in enumerate(workers) if each is not None and each.pair_only)
+            inputs = msgspec.structs.replace(inputs, links=links(workers), pair_only=alone)
         return decision, inputs
 
     def sent(self, request: GenerateRequest, route: Sequence[Stage]) -> None:

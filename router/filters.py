@@ -12,7 +12,9 @@ from schemas.requests import CONSTRAINT, CONSTRAINT_LARK
 Requirement = Callable[[Registration], str]  # a further filter: returns a reason, or "" if the worker passes
 
 # Reasons that may pass. One of them is enough to let the request wait, whatever is wrong with the other workers.
-_TEMPORARY = ("full", "better_full", "prefill_full", "draining", "other_revision", "other_tokenizer", "no_encoder")
+_TEMPORARY = (
+    "full", "better_full", "prefill_full", "no_partner", "draining", "other_revision", "other_tokenizer", "no_encoder",
+)  # fmt: skip
 # Reasons that end the request.
 _PERMANENT = {
     "other_kind": (Code.invalid_request, "the named worker does not produce this kind of output"),
@@ -28,6 +30,7 @@ _PERMANENT = {
     "encode_only": (Code.invalid_request, "the named worker only encodes media"),
     "stores_output": (Code.unsupported, "no worker of this build: earlier ones store the answers of many together"),
     "unknown_worker": (Code.invalid_request, "the named worker is not registered"),
+    "pair_only": (Code.invalid_request, "the named worker runs requests only together with another one; name none"),
     "worker_not_named": (Code.invalid_request, "routing mode direct requires a worker name in the request"),
 }
 

@@ -32,6 +32,7 @@ class _Option(NamedTuple):
 class _Line(NamedTuple):
     at: Candidate
     link: Link
+    pair_only: bool
 
 
 class RecordedPools:
@@ -49,13 +50,19 @@ class RecordedPools:
         self._blocks = job.decision.prompt_blocks
         self._size = recorded_size(job, request)
         self._seed = job.inputs.seed
-        lines = map(_Line, job.decision.candidates, job.inputs.links)
+        alone = set(job.inputs.pair_only)
+        lines = [
+            _Line(at, link, number in alone)
+            for number, (at, link) in enumerate(zip(job.decision.candidates, job.inputs.links, strict=False))
+        ]
         self._lines = [each for each in lines if each.link.role != ENCODE and each.at.worker not in without]
         has_decode = self._exists("decode")
         targets = self._open("aggregated") + (self._open("decode") if has_decode else [])
         if request.worker or not has_decode:
             targets += self._open("prefill")
         pairs = has_decode and not request.worker and self._exists("prefill")
+        if not pairs:
+            targets = [each for each in targets if not each.pair_only]
         self._prefills = [(each.link, _Option(each.at, self._cost(each.at).prefill))
                           for each in self._open("prefill")] if pairs else []  # fmt: skip
         self._full = {each.link.kind for each in self._lines
@@ -95,12 +102,12 @@ class RecordedPools:
         return next((each for each in equal if each.id == recorded), equal[0])
 
     def _option(self, line: _Line, pairs: bool) -> _Option | None:
-        """None: only prefill workers that are full could compute its prompts."""
-        at, link = line
+        """None: only prefill workers that are full, or none at all, could compute its prompts."""
+        at, link, pair_only = line
         cost = self._cost(at)
         cached = min(at.overlap_blocks, self._blocks)
         uncached = self._size.tokens - cached * self._block_size
-        if pairs and link.role == "decode" and uncached > self._weights.local_prefill_tokens:
+        if pairs and link.role == "decode" and (pair_only or uncached > self._weights.local_prefill_tokens):
             step = self._weights.transfer * (self._blocks - cached) * self._block_size
             partners = [
                 _Option(partner.target, partner.cost + _distance(own, link) * step)
@@ -109,7 +116,7 @@ class RecordedPools:
             ]
             if partners:
                 return _Option(at, min(each.cost for each in partners) + cost.decode, partners)
-            if link.kind and link.kind in self._full:
+            if pair_only or (link.kind and link.kind in self._full):
                 return None
         return _Option(at, cost.whole)
 

@@ -1,8 +1,8 @@
 """Which targets a request goes to: filter, score, pick. A pure function of a ``RoutingContext``.
 
 An aggregated worker runs prefill and decode. A decode worker computes a prompt itself if few of its tokens are not
-cached, and is paired with a prefill worker otherwise. If one of these two pools is empty, the other runs both stages.
-Media go through an encode worker first, if there is one.
+cached, and is paired with a prefill worker otherwise. If one of these two pools is empty, the other runs both stages,
+unless its engines cannot (``Registration.pair_only``). Media go through an encode worker first, if there is one.
 
 In mode "kv" the score of a target is what the request costs there, in prompt tokens of work (``placement.cost``); the
 lowest wins. A pair costs its prefill stage, the transfer of the blocks (``pairs``) and its decode stage. A request that
@@ -75,6 +75,8 @@ def _decide_tokens(context: RoutingContext, requirement: Requirement | None = No
         prefills = None
     else:
         prefills = _prefill_pool(context, pools, costs)
+    if prefills is None:
+        targets = _whole(targets, pools.rejected, "pair_only" if context.request.worker else "no_partner")
     scored = _score(context, context.without_avoided(targets), prefills, pools.rejected, costs)
     if not scored.targets:
         return no_target(context, pools.rejected)
@@ -104,6 +106,12 @@ def _filter(context: RoutingContext, requirement: Requirement | None, costs: Map
         elif reason != "other_model":
             rejected.append((target, reason))
     return _Pools(available, rejected)
+
+
+def _whole(targets: list[RoutingTarget], rejected: Rejected, reason: str) -> list[RoutingTarget]:
+    """Targets that run a request alone; the others move to ``rejected``."""
+    rejected += [(target, reason) for target in targets if target.registration.pair_only]
+    return [target for target in targets if not target.registration.pair_only]
 
 
 def _waits_for_better(
@@ -147,14 +155,16 @@ def _score(
     scored = ScoredTargets([], [], [])
     for target in targets:
         overlap, transfer_blocks, cost = context.overlap(target), -1, None
-        if (
-            target.registration.role == "decode"
-            and uncached_tokens(request, target, overlap) > context.weights.local_prefill_tokens
-        ):
+        registration = target.registration
+        far = uncached_tokens(request, target, overlap) > context.weights.local_prefill_tokens
+        if registration.role == "decode" and (far or registration.pair_only):
             transfer_blocks = request.prompt_blocks - overlap
-            cost = prefills.cheapest(target.registration, transfer_blocks)
-            if cost is None and prefills.has_full_partner(target.registration):
+            cost = prefills.cheapest(registration, transfer_blocks)
+            if cost is None and prefills.has_full_partner(registration):
                 rejected.append((target, "prefill_full"))
+                continue
+            if cost is None and registration.pair_only:
+                rejected.append((target, "no_partner"))
                 continue
         if cost is None:
             transfer_blocks, cost = -1, costs[target.id].whole if costs else utilization(target)

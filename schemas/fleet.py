@@ -93,6 +93,7 @@ class Registration(msgspec.Struct, frozen=True, omit_defaults=True):
     silent_cache: bool = False  # reuses KV across requests without ``kv_events``: routers predict what it caches
     no_store: bool = False  # takes requests whose output goes to a subject of its own; False: an older build
     embedder: Embedder | None = None  # of role "embed"
+    pair_only: bool = False  # a prefill or decode worker whose engine cannot compute the other stage
 
     @property
     def output(self) -> str:

@@ -83,6 +83,7 @@ class DecisionInputs(msgspec.Struct, frozen=True, omit_defaults=True):
     shared_blocks: int = 0  # leading blocks of the prompt that many prompts begin with
     block_size: int = 0  # tokens
     links: tuple[Link, ...] = ()  # of each candidate; empty: all run whole requests, or an older build
+    pair_only: tuple[int, ...] = ()  # positions of the candidates that run a request only as one of a pair
     session: tuple[tuple[str, int], ...] = ()  # worker and rank of each stage of its session's last request
 
 

@@ -146,7 +146,7 @@ class DisaggCoordinator:
     # --- prefill ---
 
     async def send_prefilled(self, running: RunningRequest) -> None:
-        """All sequences have their first token: hand the prompt's KV to the decode worker."""
+        """All sequences have their first token, or leave it to the next engine: hand the KV to the decode worker."""
         stage, held = running.route[0], running.held
         assert self._owner is not None
         if held is None:
@@ -226,7 +226,7 @@ class DisaggCoordinator:
         running.first_token_ns = prefilled.first_token_ns
         if prefilled.opaque and self._reader is not None and time.time_ns() < prefilled.ticket.lease_ns:
             running.fetching = prefilled.ticket
-            for sequence in running.sequences:
+            for sequence in running.sequences if prefilled.started_ns else ():  # else handed over ahead of the prompt
                 sequence.adopted_cached = prefilled.cached
             self._submit(running, opaque=prefilled.opaque)
             return

@@ -145,9 +145,6 @@ def sequence_requests(
     if open_ and request.sampling.prompt_logprobs is not None and score < len(prompt) and not handed:
         scorer = open_[0]
     rank = rank_of(running.job) if running.job is not None else 0
-    trace = None
-    if running.stamp_times is not None and request.trace is not None:
-        trace = headers(request.id, request.trace, stage_name(running.attempt, role))
     return [
         SequenceRequest(
             key=sequence,
@@ -165,12 +162,20 @@ def sequence_requests(
             opaque=opaque,
             score=score if sequence is scorer else 0,
             rank=rank,
-            trace=trace,
+            trace=_trace(running, role),
             client_request_id=request.client_request_id,
             constraint=request.constraint,
+            handoff=ticket_id(running, running.route[0]) if running.route else "",
         )
         for sequence in open_
     ]
+
+
+def _trace(running: RunningRequest, role: str) -> dict[str, str] | None:
+    request = running.request
+    if running.stamp_times is None or request.trace is None:
+        return None
+    return headers(request.id, request.trace, stage_name(running.attempt, role))
 
 
 def _sampling(request: GenerateRequest) -> Sampling:

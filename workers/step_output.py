@@ -40,7 +40,7 @@ class StepOutput:
             began_ns: when the step began; Unix time.
         """
         sequence: Any
-        outputs, events, started, failures, computed, held, scored, other_ranks, measured = result
+        outputs, events, started, failures, computed, held, scored, other_ranks, measured, handed = result
         if events:
             self._events += events
         if other_ranks:
@@ -87,7 +87,10 @@ class StepOutput:
             if not sequence.dirty:
                 sequence.dirty = True
                 dirty.append(sequence)
-        return bool(computed or outputs or events or started or failures or held or scored or other_ranks or measured)
+        for sequence in handed:
+            self.ended.append(sequence)
+        reported = outputs or events or started or failures or held or scored or other_ranks or measured or handed
+        return bool(computed or reported)
 
     def take(self) -> Flush:
         """All that was collected since the last call."""

@@ -274,8 +274,9 @@ class TokenRunner:
             tool_call_parser=model.tool_call_parser,
             max_batched_tokens=info.max_batched_tokens,
             tokenizer=model.tokenizer,
-            silent_cache=settings.prefix_cache and not kv_events and settings.role != "encode",
+            silent_cache=settings.prefix_cache and not kv_events and settings.role != "encode" and not info.pair_only,
             no_store=True,
+            pair_only=info.pair_only,
         )
 
     def _endpoint(self) -> Endpoint | None:

@@ -147,7 +147,19 @@ def test_pairs_are_decided_again_as_the_policy_decides_them(
             f"a{number}", "nixl", pools={"kv": Memory(f"layout-{kind % 2}", 1, 9)}, host=host, rdma=rdma
         )
         tracker.put_worker(
-            Registration(f"w{number}", "m", role, "mock", 1, BLOCK, 60, 3, 1 << 20, transfer=endpoint if kind else None)
+            Registration(
+                f"w{number}",
+                "m",
+                role,
+                "mock",
+                1,
+                BLOCK,
+                60,
+                3,
+                1 << 20,
+                transfer=endpoint if kind else None,
+                pair_only=kind == 3 and role != "aggregated",
+            )
         )
     for number, (at, family, blocks) in enumerate(loads):
         load = LoadHeader(blocks * BLOCK + 5, 0, "", 1 << 62, "")
@@ -160,9 +172,10 @@ def test_pairs_are_decided_again_as_the_policy_decides_them(
     decision = Decisions(tracker, None, "kv", weights).decide(request, keys, overlaps, now_ns=1, seed=seed)
     if not decision.route:
         return
-    workers = links(tracker.worker(each.worker) for each in decision.candidates) if decision.how else ()
-    made = job(decision, blocks, DecisionInputs(seed, block_size=BLOCK, links=workers))
-    again = decide_again(made, weights)
+    registered = [tracker.worker(each.worker) for each in decision.candidates]
+    alone = tuple(at for at, each in enumerate(registered) if each is not None and each.pair_only)
+    inputs = DecisionInputs(seed, block_size=BLOCK, links=links(registered) if decision.how else (), pair_only=alone)
+    again = decide_again(job(decision, blocks, inputs), weights)
     assert again is not None
     assert again.route == tuple((stage.worker, stage.rank) for stage in decision.route)
     for line, score in zip(decision.candidates, again.scores, strict=True):

@@ -429,3 +429,40 @@ def test_an_overloaded_encode_worker_is_skipped_and_the_decision_says_so() -> No
     assert choice.route[0].worker == encoders.by_preference(IMAGE.medium, pool)[1].id[0]
     assert choice.how.endswith("since the preferred one is overloaded")
     assert utilization(loaded[0]) <= 9 / 50
+
+
+# -- engines that run a request only as one of a pair -------------------------------------------------------------
+
+
+SHORT = RoutingRequest("m", prompt_tokens=40, max_tokens=100, prompt_blocks=1)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_engines_that_need_a_partner_get_one_even_for_a_short_prompt(mode: RouterMode) -> None:
+    prefill, decode = member("p", "prefill", pair_only=True), member("d", "decode", pair_only=True)
+    assert names(decided(prefill, decode, ask=SHORT, mode=mode)) == ["prefill p", "decode d"]
+    assert names(decided(prefill, member("d", "decode"), ask=SHORT, mode=mode)) == ["decode d"]
+    cached = decided(prefill, decode, ask=SHORT, mode=mode, held={"d": 1})
+    assert names(cached) == ["prefill p", "decode d"]
+
+
+def test_without_a_partner_they_wait_and_others_are_taken() -> None:
+    prefill, decode = member("p", "prefill", pair_only=True), member("d", "decode", pair_only=True)
+    other = member("p2", "prefill", transfer=endpoint("h2", layout="another"))
+    for alone in ([prefill], [decode], [decode, other]):
+        choice = decided(*alone)
+        assert (choice.route, choice.reason, choice.code) == ((), "no_partner", None)
+    busy = decided(decode, member("p", "prefill", FULL, pair_only=True))
+    assert (busy.route, busy.code) == ((), None)
+    assert {line.excluded for line in busy.candidates} == {"full", "prefill_full"}
+    assert names(decided(prefill, decode, member("w", "aggregated"), ask=SHORT)) in (
+        ["aggregated w"],
+        ["prefill p", "decode d"],
+    )
+    assert names(decided(decode, member("w", "aggregated", Load(3, 3)))) == ["aggregated w"]
+
+
+def test_one_that_is_named_alone_is_refused() -> None:
+    ask = RoutingRequest("m", prompt_tokens=40, max_tokens=100, prompt_blocks=1, worker="d")
+    choice = decided(member("p", "prefill", pair_only=True), member("d", "decode", pair_only=True), ask=ask)
+    assert (choice.route, choice.reason, choice.code) == ((), "pair_only", Code.invalid_request)

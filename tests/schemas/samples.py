@@ -257,6 +257,16 @@ SAMPLES: dict[str, tuple[Any, Callable[[bytes], Any]]] = {
         fleet.Registration("w-1", "tiny", "decode", "native", 5, 16, 100, 8, 4096, no_store=True),
         fleet.decode,
     ),
+    "registration_of_a_pair_only": (
+        fleet.Registration("w", "tiny", "decode", "sglang", 1, 32, 100, 8, 4096, pair_only=True),
+        fleet.decode,
+    ),
+    "job_decided_among_pairs_only": (
+        msgspec.structs.replace(
+            JOB, inputs=jobs.DecisionInputs(1, 2, 3, block_size=64, links=(jobs.Link("decode", 1),), pair_only=(0,))
+        ),
+        jobs.decode,
+    ),
     "tenant": (tenants.Limits(("tiny", "other"), 7), tenants.decode),
     "tenant_with_a_weight": (tenants.Limits(weight=2.5), tenants.decode),
     "tenant_that_shares_its_cache": (tenants.Limits(shared_cache=True), tenants.decode),

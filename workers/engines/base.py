@@ -48,6 +48,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
     handoff_layout: str = ""  # of engines that move KV themselves; only engines with the same text can exchange KV
     logits_processors: tuple[str, ...] = ()  # names that ``Sampling.logits_processors`` may have
     max_batched_tokens: int = 0  # computed per step, on each rank; 0: unknown
+    pair_only: bool = False  # of a prefill or decode worker: it cannot compute the other stage
     constraints: tuple[str, ...] = ()  # marks of the constraints that it applies, see ``schemas.requests.Constraint``
 
 
@@ -101,6 +102,7 @@ class SequenceRequest(msgspec.Struct):
     trace: Mapping[str, str] | None = None  # W3C headers for the engine's own spans; None: it is not traced
     client_request_id: str = ""  # the client's own id for it
     constraint: Constraint | None = None  # what its whole output must match
+    handoff: str = ""  # of a prefill stage: names the handoff of the request in this attempt, for all its choices
 
 
 class Output(NamedTuple):
@@ -132,7 +134,11 @@ class Started(NamedTuple):
 
 
 class HeldPrompt(NamedTuple):
-    """A sequence with ``hold`` has ended: the blocks of its prompt, and their generations at this time."""
+    """A sequence with ``hold`` has ended: the blocks of its prompt, and their generations at this time.
+
+    An engine that computes a prompt while the next one waits for it reports this at the start, with the sequence and
+    the request's other choices among ``StepResult.handed``.
+    """
 
     key: object
     blocks: list[int]
@@ -170,6 +176,7 @@ class StepResult(NamedTuple):
     scored: Seq[Scored] = ()
     others: Mapping[int, list[KvEvent]] = {}  # events of the other ranks, by rank
     measured: Seq[Measured] = ()
+    handed: Seq[object] = ()  # keys of sequences of which the next worker's engine draws all tokens
 
 
 class EngineStats(msgspec.Struct, frozen=True):

@@ -112,7 +112,7 @@ SUPPORT: Mapping[str, Support] = {
         cpu="its CPU build",
     ),
     "sglang": Support(
-        prefill_decode=NO,
+        prefill_decode="its disaggregation over NIXL",
         encode=NO,
         kv_events="over ZMQ",
         resumed_draws="with enable_deterministic_inference",

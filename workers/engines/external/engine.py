@@ -132,6 +132,7 @@ class ExternalEngine(Generic[C]):
         self._active: dict[object, ActiveSequence[C]] = {}
         self._running = 0  # how many of them have started
         self._held: dict[object, int] = {}  # key -> blocks of its prompt
+        self._handed: dict[object, ActiveSequence[C]] = {}  # held, and perhaps still computing
         self._hit = self._prompt = 0
         self._closed = False
         self._last_update = self._ended_at = float("-inf")
@@ -197,14 +198,15 @@ class ExternalEngine(Generic[C]):
         scored: list[Scored] = []
         measured: list[Measured] = []
         others: dict[int, list[KvEvent]] = {}
-        result = StepResult([], [], [], [], 0, held, scored, others, measured)
+        handed: list[object] = []
+        result = StepResult([], [], [], [], 0, held, scored, others, measured, handed)
         computed = 0
         event = self._inbox.get(WAIT_S)
         if event is None:
             self._check_silence()
         while event is not None and not isinstance(event, EngineFailed):
             if isinstance(event, SequenceUpdate):
-                computed += self._apply(event, result, held, scored, measured)
+                computed += self._apply(event, result, held, scored, measured, handed)
             else:
                 for rank, events in self._adapter.kv_events(event).items():
                     (others.setdefault(rank, []) if rank else result.events).extend(events)
@@ -219,9 +221,10 @@ class ExternalEngine(Generic[C]):
         held: list[HeldPrompt],
         scores: list[Scored],
         measured: list[Measured],
+        handed: list[object],
     ) -> int:
         """Add an update to the results, unless its sequence was cancelled; returns the number of computed tokens."""
-        sequence, cached, tokens, failure, opaque, scored, values = update
+        sequence, cached, tokens, failure, opaque, scored, values, passed_on = update
         if self._active.get(sequence.key) is not sequence:
             return 0
         tokens, mismatch = self._constrained.follow(sequence.key, tokens)
@@ -229,6 +232,11 @@ class ExternalEngine(Generic[C]):
             failure, opaque, sequence.cancelled = mismatch, None, True
             self._loop.post(self._adapter.abort, sequence)
         self._last_update = time.monotonic()
+        if passed_on:
+            handed.append(sequence.key)
+            self._forget(sequence)
+            if opaque is not None:
+                self._handed[sequence.key] = sequence
         computed = len(tokens)
         if cached is not None:
             sequence.started = True
@@ -291,7 +299,10 @@ class ExternalEngine(Generic[C]):
 
     def release_held(self, key: object) -> bool:
         """Stop counting a held prompt. The engine frees its KV once it was fetched or the engine's own lease expired: a
-        transfer that may be in progress cannot be stopped safely."""
+        transfer that may be in progress cannot be stopped safely. One that was handed over ahead is aborted."""
+        sequence = self._handed.pop(key, None)
+        if sequence is not None:
+            self._loop.post(self._adapter.abort, sequence)
         return self._held.pop(key, None) is not None
 
     def close(self) -> None:

@@ -70,7 +70,7 @@ class ActiveSequence(Generic[C]):
 class SequenceUpdate(NamedTuple):
     """New outputs of one sequence. ``cached``: set on the first; ``opaque``: state for the next worker's engine.
 
-    ``measured``: set on the last, if the request is traced.
+    ``measured``: set on the last, if the request is traced. ``handed``: the next worker's engine draws its tokens.
     """
 
     sequence: ActiveSequence[Any]
@@ -80,3 +80,4 @@ class SequenceUpdate(NamedTuple):
     opaque: bytes | None = None
     scored: Scored | None = None
     measured: Mapping[str, float] | None = None
+    handed: bool = False

@@ -12,13 +12,14 @@ from schemas.transfer import Memory
 from workers.engines.base import EngineInfo, SequenceRequest, VisionEngine
 from workers.engines.external.engine import BlockCounts
 from workers.engines.external.event_streams import EventStreams, KvPayloads
+from workers.engines.external.handoff_state import ConsumedStates
 from workers.engines.external.runtime import EngineRuntime
 from workers.engines.external.sequences import ActiveSequence
 from workers.engines.sglang.api import Api
 from workers.engines.sglang.follower import Call, Follower
 from workers.engines.sglang.load import RankLoads
 from workers.engines.sglang.metrics import SglangSeries
-from workers.engines.sglang.prepare import Options, Prepared, check, prepare
+from workers.engines.sglang.prepare import Options, Prepared, check, meeting, offer, prepare
 from workers.engines.sglang.processes import Processes
 
 
@@ -47,18 +48,29 @@ class SglangAdapter:
         self._options = options
         self._loads = loads
         self._metrics = metrics
-        self._follower = Follower(runtime, loads, processes)
+        self._follower = Follower(runtime, loads, processes, info.slots, options)
+        self._consumed = ConsumedStates()
         self._streams = EventStreams(info.dp_size, info.block_size, options.root)
         loop = runtime.loop
         loop.post(lambda: loop.task(self._follower.watch(), "health"))
 
     def accept(self, request: SequenceRequest) -> ActiveSequence[Call]:
-        check(request, self._info, self._options)
+        info, options = self._info, self._options
+        check(request, info, options)
+        room, missing, offered = None, "", b""
+        if options.layout:
+            try:
+                room = meeting(request, info, options, self._consumed)
+            except ValueError as error:
+                missing = str(error)
+            if options.role == "prefill":
+                offered = offer(request, info, options)
 
         def next_call(said: Seq[int]) -> Prepared:
-            return prepare(request, self._info, self._options, said)
+            return prepare(request, info, options, said, room)
 
-        return ActiveSequence(request, Call(next_call, request.sampling.logprobs))
+        call = Call(next_call, request.sampling.logprobs, request.handoff, offered, missing)
+        return ActiveSequence(request, call)
 
     def launch(self, sequence: ActiveSequence[Call]) -> None:
         self._follower.launch(sequence)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib
+import importlib.util
 import inspect
 from typing import Any
 
@@ -26,6 +27,7 @@ _CALL = frozenset(
         "bootstrap_port",
         "bootstrap_room",
         "routed_dp_rank",
+        "disagg_prefill_dp_rank",
         "external_trace_header",
         "rid",
         "cache_salt",
@@ -69,6 +71,10 @@ class Api:
             Exception: anything else means that it did not start.
         """
         return self.llm(model_path=model, **tree)
+
+    def nixl(self) -> bool:
+        """Whether NIXL is there; otherwise only the log of a subprocess would report it."""
+        return importlib.util.find_spec("nixl") is not None
 
 
 def load() -> Api:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from infra.engine_args.tree import BadArguments, Tree, merge
 
+PAIR = ("prefill", "decode")  # roles whose engines work together on a request
 EVENT_STEPS = 10_000  # KV event messages that are kept for replay
 # SGLang keeps one token free of a sequence's context, and takes prompts only up to 6 tokens below it.
 CONTEXT_MARGIN = 6
@@ -66,6 +67,8 @@ class EngineSettings(NamedTuple):
         replay: endpoint of their replays.
         otlp: where the engine exports its own spans; empty: nowhere.
         device: "auto": the one that SGLang finds.
+        host: where a prefill engine's bootstrap server listens.
+        bootstrap_port: the port.
     """
 
     role: str
@@ -83,6 +86,8 @@ class EngineSettings(NamedTuple):
     device: str = "auto"
     otlp: str = ""
     log_level: str = "error"
+    host: str = "127.0.0.1"
+    bootstrap_port: int = 0
 
 
 class Resolved(NamedTuple):
@@ -98,6 +103,11 @@ class Resolved(NamedTuple):
     events: Tree | None
     ranks: int
     deterministic: bool
+
+    @property
+    def pair(self) -> bool:
+        """Whether it is one engine of a pair, which cannot run a request alone."""
+        return bool(self.tree["disaggregation_mode"] != "null")
 
 
 def publisher(wanted: EngineSettings) -> Tree | None:
@@ -125,7 +135,12 @@ def defaults(wanted: EngineSettings) -> Tree:
         "disable_radix_cache": not wanted.prefix_cache,
         "enable_metrics": wanted.publish,
         "log_level": wanted.log_level,
+        "disaggregation_mode": wanted.role if wanted.role in PAIR else "null",
     }
+    if wanted.role in PAIR:
+        tree["disaggregation_transfer_backend"] = "nixl"
+    if wanted.role == "prefill":
+        tree |= {"host": wanted.host, "disaggregation_bootstrap_port": wanted.bootstrap_port}
     if wanted.kv_blocks:
         tree["max_total_tokens"] = wanted.kv_blocks * wanted.block_size
     if wanted.dtype != "auto":
@@ -151,8 +166,6 @@ def resolve(wanted: EngineSettings, given: Mapping[str, Any], known: Collection[
     """
     if wanted.role == "encode":
         raise BadArguments(["--role encode: the SGLang adapter takes text only; use --engine native or trtllm"])
-    if wanted.role != "aggregated":
-        raise BadArguments([f"--role {wanted.role}: the SGLang adapter has no handoff of KV; use --role aggregated"])
     problems = [f"{key}: {_RESERVED[key]}" for key in given if key in _RESERVED]
     problems += [f"{key}: no such key{_hint(key, known)}" for key in given if key not in known and key not in _RESERVED]
     if problems:
@@ -162,8 +175,10 @@ def resolve(wanted: EngineSettings, given: Mapping[str, Any], known: Collection[
     if problems:
         raise BadArguments(problems)
     events = publisher(wanted)
-    if tree["disable_radix_cache"]:
-        events = None
+    if tree["disable_radix_cache"] or (
+        wanted.role == "decode" and not tree.get("disaggregation_decode_enable_radix_cache")
+    ):
+        events = None  # without a prefix cache there are none
     if events is not None:
         tree["kv_events_config"] = json.dumps(events)
     return Resolved(tree, events, ranks_of(tree), bool(tree.get("enable_deterministic_inference")))
@@ -181,6 +196,8 @@ def _contradictions(tree: Tree, wanted: EngineSettings) -> list[str]:
         problems.append(f"page_size: {tree['page_size']}, the worker has {wanted.block_size}; use --block-size")
     if tree["context_length"] != context:
         problems.append(f"context_length: {tree['context_length']}; use --max-model-len, which the worker registers")
+    if wanted.role in PAIR and tree["disaggregation_transfer_backend"] == "fake":
+        problems.append("disaggregation_transfer_backend: fake moves no KV; use nixl")
     if wanted.kv_blocks and tree["max_total_tokens"] != wanted.kv_blocks * wanted.block_size:
         problems.append(f"max_total_tokens: {tree['max_total_tokens']}; use --kv-blocks, or remove one of them")
     if tree["disable_radix_cache"] == wanted.prefix_cache:
@@ -193,3 +210,9 @@ def _hint(key: str, names: Collection[str]) -> str:
         return f"; SGLang's name is {_ALIASES[key]}"
     near = difflib.get_close_matches(key, names, n=1)
     return f"; did you mean {near[0]}?" if near else ""
+
+
+def layout(version: str, tree: Tree, revision: str) -> str:
+    """Fingerprint that two engines must share to hand off KV; SGLang checks their parallel sizes itself."""
+    backend, dtype = tree["disaggregation_transfer_backend"], tree.get("kv_cache_dtype", "auto")
+    return f"sglang-{version}/{backend}/{dtype}/{tree['page_size']}/{revision[:12]}"

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import structlog
 
 from configs.settings import WorkerSettings
@@ -21,15 +22,16 @@ from workers.engines.external.engine import ExternalEngine
 from workers.engines.external.event_streams import channels, subscribe
 from workers.engines.external.guard import Guard, children
 from workers.engines.external.metrics import MULTIPROCESS
-from workers.engines.external.network import environ
+from workers.engines.external.network import address, environ, free_ports
 from workers.engines.external.runtime import CLOSE_S, EngineRuntime, Inbox, shut_down
 from workers.engines.loop import LoopThread
 from workers.engines.sglang import api as apis
 from workers.engines.sglang import metrics
 from workers.engines.sglang.adapter import SglangAdapter
 from workers.engines.sglang.api import Api
-from workers.engines.sglang.args import EngineSettings, Resolved, ranks_of, resolve
+from workers.engines.sglang.args import EngineSettings, Resolved, layout, ranks_of, resolve
 from workers.engines.sglang.follower import Call
+from workers.engines.sglang.handoff import FAKE_HOST, Address, Room
 from workers.engines.sglang.load import RankLoads
 from workers.engines.sglang.prepare import Options
 from workers.engines.sglang.processes import Processes, stop_watchdog
@@ -60,6 +62,8 @@ def from_settings(settings: WorkerSettings, path: Path) -> ExternalEngine[Call]:
         user_args = user_arguments.given(settings)
         wanted = wanted_of(settings, model.max_model_len, folder, ranks_of(user_args))
         resolved = resolve(wanted, user_args, api.arguments)
+        if resolved.pair and not api.nixl():
+            raise EngineError("SGLang's handoff of KV needs the package nixl: pip install nixl")
         inbox, loads = Inbox(), RankLoads()
         loop = LoopThread("sglang")
         undo.callback(loop.close)
@@ -75,10 +79,20 @@ def from_settings(settings: WorkerSettings, path: Path) -> ExternalEngine[Call]:
         undo.callback(close, llm, loop)
         undo.push(early.pop_all())
         processes = Processes(llm)
-        warm_up(llm, loop, loads)
+        warm_up(llm, loop, loads, pair=resolved.pair)
         info = info_of(llm, settings, resolved, model, loads, load_seconds=time.perf_counter() - began)
+        if resolved.pair:
+            info = msgspec.structs.replace(
+                info, handoff_layout=layout(api.version, resolved.tree, model.revision), pair_only=True
+            )
         runtime = EngineRuntime(llm, api, loop, undo.pop_all(), inbox)
-        options = Options(blocks.root(model.revision))
+        options = Options(
+            blocks.root(model.revision),
+            settings.role,
+            info.handoff_layout,
+            Address(wanted.host, wanted.bootstrap_port),
+            settings.handoff_lease_s if settings.role == "decode" else 0.0,
+        )
         adapter = SglangAdapter(info, runtime, options, loads, processes, series)
     if not resolved.deterministic:
         log.info("sglang_seeds", note="seeds of requests have no effect without enable_deterministic_inference")
@@ -142,6 +156,8 @@ def wanted_of(settings: WorkerSettings, model_len: int, folder: Path, ranks: int
         device=settings.device,
         otlp=settings.otlp_endpoint,
         log_level=settings.log_level,
+        host=address(settings.nats_url),
+        bootstrap_port=free_ports(1) if settings.role == "prefill" else 0,
     )
 
 
@@ -176,12 +192,17 @@ def close(llm: Any, loop: LoopThread) -> None:
     shut_down(llm)
 
 
-def warm_up(llm: Any, loop: LoopThread, loads: RankLoads) -> None:
+def warm_up(llm: Any, loop: LoopThread, loads: RankLoads, *, pair: bool) -> None:
     """Compute one short request, and read the ranks' sizes.
+
+    Args:
+        pair: the engine runs requests together with another one only.
 
     Raises:
         EngineError: the request failed.
     """
+
+    alone = Room(Address(FAKE_HOST, 0), 0).arguments if pair else {}
 
     async def generate() -> None:
         stream = await llm.async_generate(
@@ -190,6 +211,7 @@ def warm_up(llm: Any, loop: LoopThread, loads: RankLoads) -> None:
             rid="penstock-warm-up",
             stream=True,
             cache_salt=secrets.token_hex(8),
+            **alone,
         )
         async for chunk in stream:
             reason = chunk["meta_info"].get("finish_reason")

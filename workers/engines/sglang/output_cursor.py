@@ -21,6 +21,7 @@ class OutputCursor:
     Args:
         top: alternatives per token; None: no log-probabilities.
         stops: token ids that end the output though the engine goes on.
+        least: tokens before which they do not.
         goes_on: reaching the call's limit does not end the sequence: another call follows.
         adopted: its prompt's KV was fetched from another engine.
 
@@ -29,11 +30,19 @@ class OutputCursor:
     """
 
     def __init__(
-        self, *, top: int | None = None, stops: Collection[int] = (), goes_on: bool = False, adopted: bool = False
+        self,
+        *,
+        top: int | None = None,
+        stops: Collection[int] = (),
+        least: int = 0,
+        goes_on: bool = False,
+        adopted: bool = False,
     ) -> None:
         self.finished = False
         self._top = top
         self._stops = frozenset(stops)
+        self._least = least
+        self._count = 0
         self._goes_on = goes_on
         self._adopted = adopted
 
@@ -48,7 +57,8 @@ class OutputCursor:
             return [], self._failure(reason)
         new = []
         for at, token in enumerate(chunk["output_ids"]):
-            stops = token in self._stops
+            stops = token in self._stops and self._count >= self._least
+            self._count += 1
             finish, stop_token = ("stop", token) if stops else ("", None)
             new.append(Token(token, finish, self._logprob(token, at, info), stop_token))
             if stops:

@@ -6,8 +6,10 @@ from typing import Any, NamedTuple
 from schemas.errors import Code
 from workers.engines.base import EngineInfo, RequestError, SequenceRequest
 from workers.engines.external import requests
+from workers.engines.external.handoff_state import ConsumedStates
 from workers.engines.external.sampling import stop_ids
-from workers.engines.sglang import sampling
+from workers.engines.sglang import handoff, sampling
+from workers.engines.sglang.handoff import Address, Room
 
 
 class Options(NamedTuple):
@@ -15,9 +17,17 @@ class Options(NamedTuple):
 
     Attributes:
         root: parent of the first block's name for prompts without tenant or adapter; other roots become a cache salt.
+        role: "prefill" or "decode": it runs sequences together with another engine only.
+        layout: fingerprint of engines that can; empty: it runs them alone.
+        address: of a prefill engine's bootstrap server.
+        wait_s: how long a decode engine waits for a prompt's KV.
     """
 
     root: bytes
+    role: str = "aggregated"
+    layout: str = ""
+    address: Address = Address("", 0)
+    wait_s: float = 0.0
 
 
 class Prepared(NamedTuple):
@@ -25,12 +35,13 @@ class Prepared(NamedTuple):
 
     Attributes:
         arguments: of ``async_generate``, without ``rid`` and ``stream``.
-        stops: token ids that end the sequence though the engine goes on.
+        stops: token ids that end the sequence though the engine goes on, after ``least`` tokens.
         goes_on: when the call reaches its limit, another one follows.
     """
 
     arguments: dict[str, Any]
     stops: frozenset[int] = frozenset()
+    least: int = 0
     goes_on: bool = False
 
 
@@ -44,15 +55,53 @@ def check(request: SequenceRequest, info: EngineInfo, options: Options) -> None:
         raise RequestError(Code.unsupported, "this worker's engine (SGLang) runs no logits processors")
     if request.media:
         raise RequestError(Code.unsupported, "this worker's engine takes text only; send the request without images")
-    if request.hold:
+    if request.hold and options.role != "prefill":
         raise RequestError(Code.unsupported, "this worker does not hand off KV; start it with --role prefill")
+    if options.layout and request.score and request.sampling.prompt_logprobs is not None:
+        raise RequestError(
+            Code.unsupported, "prompt_logprobs: not with separate prefill and decode workers on SGLang; start one whole"
+        )
 
 
-def prepare(request: SequenceRequest, info: EngineInfo, options: Options, said: Seq[int] = ()) -> Prepared:
+def meeting(request: SequenceRequest, info: EngineInfo, options: Options, consumed: ConsumedStates) -> Room:
+    """Where this engine meets the other one of its pair.
+
+    Args:
+        consumed: rooms that this engine has been to; both engines enter a room once.
+
+    Raises:
+        ValueError: there is no such place.
+    """
+    if options.role == "prefill":
+        if not request.handoff:
+            raise ValueError("this worker computes prompts for decode workers only")
+        return handoff.room(options.address, request.handoff, request.choice, _rank(request, info))
+    if not request.opaque:
+        raise ValueError("this worker generates behind prompts of prefill workers only")
+    found = handoff.unpack(request.opaque, options.layout, [*request.prompt, *request.generated], request.choice)
+    if not consumed.claim(found):
+        raise ValueError("it was used before")
+    return found
+
+
+def offer(request: SequenceRequest, info: EngineInfo, options: Options) -> bytes:
+    """What the decode worker's engine needs to meet this one."""
+    tokens = [*request.prompt, *request.generated]
+    return handoff.pack(options.address, request.handoff, options.layout, tokens, _rank(request, info))
+
+
+def _rank(request: SequenceRequest, info: EngineInfo) -> int | None:
+    return request.rank % info.dp_size if info.dp_size > 1 else None
+
+
+def prepare(
+    request: SequenceRequest, info: EngineInfo, options: Options, said: Seq[int] = (), room: Room | None = None
+) -> Prepared:
     """The next call for a sequence that has passed ``check``.
 
     Args:
         said: what earlier calls for it have generated.
+        room: where the pair meets. A sequence is then one call, so ending tokens may be drawn before ``min_tokens``.
     """
     earlier = [*request.generated, *said]
     tokens = [*request.prompt, *earlier]
@@ -60,9 +109,11 @@ def prepare(request: SequenceRequest, info: EngineInfo, options: Options, said: 
     ends = stop_ids(request.stop, info.eos_token_ids)
     goes_on, stops = False, frozenset[int]()
     least = min(request.stop.min_tokens - len(earlier), limit)
-    if least > 0 and ends:
+    if least > 0 and ends and room is None:
         ends_here, barred, goes_on = frozenset[int](), ends, least < limit
         limit = least
+    elif least > 0 and ends:
+        ends_here, barred, stops = frozenset(), frozenset(), ends
     elif request.stop.ignore_eos:  # the model's own end would end it, too
         ends_here, barred, stops = frozenset(), frozenset[int](), ends
     else:
@@ -85,8 +136,10 @@ def prepare(request: SequenceRequest, info: EngineInfo, options: Options, said: 
         arguments["logprob_start_len"] = request.score - 1 if scores else -1
     if request.root and request.root != options.root:
         arguments["cache_salt"] = request.root.hex()
-    if info.dp_size > 1:
-        arguments["routed_dp_rank"] = request.rank % info.dp_size
+    if (rank := _rank(request, info)) is not None:
+        arguments["routed_dp_rank"] = rank
     if request.trace is not None:
         arguments["external_trace_header"] = dict(request.trace)
-    return Prepared(arguments, stops, goes_on)
+    if room is not None:
+        arguments |= room.arguments
+    return Prepared(arguments, stops, max(0, least) if stops else 0, goes_on)

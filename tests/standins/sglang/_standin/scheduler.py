@@ -116,6 +116,8 @@ class Scheduler(Core):
             if everything or job.rid.startswith(rid):
                 if job.room is not None:
                     job.room.fail()
+                if job.first is not None:
+                    self.pool.release(job.first.request.blocks)
                 super().abort(job.rid)
                 self._abort_now(job, "Aborted", None)
 

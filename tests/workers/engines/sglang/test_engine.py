@@ -1,0 +1,199 @@
+"""The SGLang adapter over its stand-in: what the contract of all engines does not ask."""
+
+import asyncio
+import functools
+import os
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from infra.engine_args.tree import BadArguments
+from schemas.errors import Code
+from schemas.requests import Sampling
+from tests.workers.engines.contract import WORDS, Driver, ask, fold, names
+from tests.workers.engines.sglang.conftest import Make, inner, scheduler
+from workers.engines.base import EngineError
+
+PROMPT = WORDS[5:105]
+
+
+def in_loop(driver: Driver, work: Callable[[], Any]) -> Any:
+    engine: Any = driver.engine
+
+    async def run() -> Any:
+        found = work()
+        return await found if asyncio.iscoroutine(found) else found
+
+    return engine._loop.run(run(), 10.0)
+
+
+def test_a_scheduler_that_dies_is_an_engine_error_also_without_requests(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("workers.engines.sglang.follower.HEALTH_S", 0.02)
+    driver = make()
+    llm = inner(driver)
+    assert not llm.tokenizer_manager._subprocess_watchdog.running  # it would end this process
+    llm._processes[0].kill()
+    with pytest.raises(EngineError, match=f"pid {llm._processes[0].pid}"):
+        driver.until(lambda: False, "the error")
+    with pytest.raises(EngineError):
+        driver.engine.submit(ask(1, PROMPT))
+
+
+def test_the_death_of_one_rank_of_several_is_noticed(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("workers.engines.sglang.follower.HEALTH_S", 0.02)
+    driver = make(override_engine_args='{"dp_size": 2}')
+    driver.engine.submit(ask(0, PROMPT, 300, rank=0))
+    inner(driver)._processes[1].kill()
+    with pytest.raises(EngineError, match="has ended"):
+        driver.until(lambda: False, "the error")
+
+
+def test_ranks_have_caches_and_events_of_their_own(make: Make) -> None:
+    driver = make(override_engine_args='{"dp_size": 2}')
+    info = driver.engine.info
+    assert (info.dp_size, info.total_blocks, info.slots) == (2, 2 * 96, 2 * 4)
+    driver.answer(ask(0, PROMPT, 4, rank=1))
+    driver.until(lambda: set(names(PROMPT)) <= set(fold(driver.engine.dump(1))), "the events of rank 1")
+    assert (driver.fold(), driver.engine.dump(0)) == ({}, [])
+    assert driver.run(ask(1, PROMPT, 2, rank=1)).cached(1) > 0
+    assert driver.run(ask(2, PROMPT, 2, rank=0)).cached(2) == 0
+
+
+def test_a_cancelled_sequence_is_aborted_in_the_engine_and_no_other(make: Make) -> None:
+    """SGLang aborts all requests whose ids begin with the given one: the second of more than ten must not."""
+    driver = make(max_running=16)
+    for number in range(18):
+        driver.engine.submit(ask(number, WORDS[number : number + 20], 40))
+    driver.until(lambda: all(driver.seen.of(number) for number in range(12)), "first tokens")
+    assert driver.engine.cancel(1)
+    driver.until(lambda: len(driver.seen.ended()) == 17, "the end of the others")
+    assert driver.seen.failures == []
+    assert {len(driver.seen.of(number)) for number in range(18) if number != 1} == {40}
+    in_loop(driver, lambda: asyncio.sleep(0.01))
+    assert (scheduler(driver).running, scheduler(driver).pool.usage) == ([], 0.0)
+
+
+def test_seeds_count_only_in_deterministic_engines(make: Make) -> None:
+    drawn = Sampling(temperature=1.0, seed=3)
+    plain = make(override_engine_args="{}")
+    assert plain.answer(ask(0, PROMPT, 16, drawn)) != plain.answer(ask(1, PROMPT, 16, drawn))
+
+
+@pytest.mark.parametrize(
+    ("reason", "code"),
+    [
+        ({"type": "abort", "message": "too odd", "status_code": 400}, Code.invalid_request),
+        ({"type": "abort", "message": "NCCL", "status_code": 500}, Code.engine_error),
+        ({"type": "abort", "message": "Aborted", "status_code": None}, Code.cancelled),
+    ],
+)
+def test_an_error_of_one_request_is_its_own(make: Make, reason: dict[str, Any], code: Code) -> None:
+    driver = make()
+    whole = driver.answer(ask("other", PROMPT))
+    manager = inner(driver).tokenizer_manager
+    deliver = manager.deliver
+
+    def spoilt(rid: str, tokens: list[int], info: dict[str, Any]) -> None:
+        bad = rid.endswith("1")
+        deliver(rid, tokens, {"finish_reason": reason} if bad and info["completion_tokens"] > 2 else info)
+
+    scheduler(driver)._deliver = spoilt
+    seen = driver.run(ask("bad", PROMPT[::-1]), ask("other", PROMPT))
+    (failure,) = seen.failures
+    assert (failure.key, failure.code, failure.message) == ("bad", code, reason["message"])
+    assert len(seen.of("bad")) == 2  # the last chunk of an aborted request repeats a token
+    assert seen.tokens("other") == whole
+
+
+def test_a_reset_cache_is_reported(make: Make) -> None:
+    driver = make()
+    driver.answer(ask(0, PROMPT))
+    driver.remembers(PROMPT)
+    driver.idle()
+    assert in_loop(driver, lambda: inner(driver).tokenizer_manager.flush_cache()).success
+    driver.until(lambda: driver.fold() == {}, "the removal")
+    assert driver.engine.dump() == []
+
+
+def test_spans_of_sglang_s_own_are_below_the_worker_s(make: Make) -> None:
+    driver = make()
+    generate, given = inner(driver).async_generate, []
+
+    async def noted(**named: Any) -> Any:
+        given.append(named.get("external_trace_header"))
+        return await generate(**named)
+
+    inner(driver).async_generate = noted
+    headers = {"traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"}
+    for key, trace in (("a", headers), ("b", None)):
+        driver.run(ask(key, PROMPT, 2, trace=trace))
+    assert given == [headers, None]
+
+
+def test_preemptions_are_counted(make: Make) -> None:
+    driver = make(kv_blocks=14, max_model_len=208)
+    driver.run(*(ask(number, WORDS[number * 7 :][:120], 80) for number in range(4)))
+    assert driver.engine.stats().preemptions > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"override_engine_args": '{"page_sise": 1}'}, "did you mean page_size"),
+        ({"override_engine_args": '{"disaggregation_transfer_backend": "fake"}', "role": "decode"}, "use nixl"),
+        ({"max_model_len": 1 << 20}, "is too long"),
+    ],
+)
+def test_a_wrong_argument_ends_the_start_and_leaves_nothing(make: Make, options: dict[str, Any], words: str) -> None:
+    before = threading.active_count()
+    with pytest.raises(BadArguments, match=words):
+        make(**options)
+    assert threading.active_count() == before
+
+
+def test_what_the_package_refuses_is_said_with_its_version(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    import sglang.srt.entrypoints.engine as real  # type: ignore[import-not-found, unused-ignore]
+
+    def refuse(self: Any, **kwargs: Any) -> None:
+        raise ValueError("no such attention backend")
+
+    monkeypatch.setattr(real.Engine, "__init__", refuse)
+    with pytest.raises(BadArguments, match=r"SGLang 0\.5\.23 refuses its arguments: no such attention backend"):
+        make()
+
+
+def test_closing_ends_threads_files_and_processes(make: Make) -> None:
+    make().engine.close()  # what is opened once for all
+
+    def counts() -> tuple[int, int]:
+        return threading.active_count(), len(os.listdir("/proc/self/fd"))
+
+    before = counts()
+    driver = make()
+    processes = inner(driver)._processes
+    driver.engine.submit(ask(0, PROMPT, 200))
+    driver.step()
+    driver.engine.close()
+    driver.engine.close()
+    assert counts() == before
+    assert all(process.poll() is not None for process in processes)
+
+
+def test_the_engine_has_answered_once_before_it_is_ready(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    import sglang.srt.entrypoints.engine as real
+
+    generate, asked = real.Engine.async_generate, list[tuple[str, Any]]()
+
+    @functools.wraps(generate)
+    async def noted(self: Any, **named: Any) -> Any:
+        asked.append((named["rid"], named.get("bootstrap_host")))
+        return await generate(self, **named)
+
+    monkeypatch.setattr(real.Engine, "async_generate", noted)
+    assert not make().engine.has_work()
+    make(role="prefill")
+    assert asked == [("penstock-warm-up", None), ("penstock-warm-up", "2.2.2.2")]

@@ -1,0 +1,205 @@
+"""Prefill and decode on two SGLang engines that meet in a room, over the stand-in."""
+
+import msgspec
+import pytest
+
+from schemas.errors import Code
+from schemas.requests import Sampling
+from tests.workers.engines.contract import WORDS, Driver, Seen, ask
+from tests.workers.engines.sglang.conftest import Make, inner, scheduler
+from workers.engines.base import EngineError, HeldPrompt, RequestError, SequenceRequest
+from workers.engines.external import handoff_state
+from workers.engines.sglang import handoff
+from workers.engines.sglang.handoff import Address
+
+PROMPT = WORDS[5:105]
+WHOLE = dict[tuple[int, ...], list[int]]
+
+
+def offered(source: Driver, request: SequenceRequest, name: str = "request-1:1:decode") -> HeldPrompt:
+    """What a prefill worker hands over: at once, and without a token."""
+    first = msgspec.structs.replace(request, key=("held", name), hold=True, handoff=name)
+    source.engine.submit(first)
+    source.until(lambda: any(held.key == first.key for held in source.seen.held), "the offer")
+    (held,) = [held for held in source.seen.held if held.key == first.key]
+    assert held.opaque
+    assert source.seen.of(first.key) == []
+    return held
+
+
+def carried_on(source: Driver, target: Driver, request: SequenceRequest, name: str = "request-1:1:decode") -> Seen:
+    held = offered(source, request, name)
+    seen = target.run(msgspec.structs.replace(request, opaque=held.opaque))
+    assert source.engine.release_held(held.key)
+    return seen
+
+
+@pytest.fixture
+def pair(make: Make) -> tuple[Driver, Driver]:
+    return make(role="prefill"), make(role="decode")
+
+
+def test_an_answer_is_the_one_of_an_engine_alone(make: Make, pair: tuple[Driver, Driver]) -> None:
+    source, target = pair
+    alone = make()
+    drawn = Sampling(temperature=0.9, seed=11, logprobs=2)
+    for number, request in enumerate(
+        (
+            ask(0, PROMPT, 12),
+            ask(0, PROMPT, 12, drawn, generated=(5, 6)),  # a later attempt
+            ask(0, WORDS[:7], 1),
+        )
+    ):
+        whole = alone.run(request)
+        seen = carried_on(source, target, request, f"{number}:1:decode")
+        assert seen.failures == []
+        assert [o.token for o in seen.outputs] == [o.token for o in whole.outputs]
+        assert [o.finish for o in seen.outputs] == [o.finish for o in whole.outputs]
+        if request.sampling.logprobs is not None:
+            for one, other in zip(seen.outputs, whole.outputs, strict=True):
+                assert one.logprob is not None
+                assert other.logprob is not None
+                assert one.logprob.logprob == pytest.approx(other.logprob.logprob, abs=1e-3)
+    source.idle()
+    target.idle()
+    source.until(lambda: scheduler(source).pool.usage == 0.0, "the end of what was fetched")
+    assert scheduler(target).pool.usage == 0.0
+    assert source.engine.info.pair_only
+    assert source.engine.info.handoff_layout == target.engine.info.handoff_layout != ""
+
+
+def test_prompts_that_both_have_seen_come_from_the_prefill_engine_s_cache(pair: tuple[Driver, Driver]) -> None:
+    source, target = pair
+    assert carried_on(source, target, ask(0, PROMPT, 3), "a:1").cached() == 0
+    source.remembers(PROMPT)
+    assert carried_on(source, target, ask(0, PROMPT, 3), "b:1").cached() >= 64
+    assert not target.engine.info.kv_events  # SGLang's decode engine has no prefix cache by default
+
+
+def test_each_choice_has_a_room_of_its_own(make: Make, pair: tuple[Driver, Driver]) -> None:
+    source, target = pair
+    drawn = Sampling(temperature=1.0, seed=3)
+    alone = make()
+    wanted = [alone.answer(ask(0, PROMPT, 6, drawn, choice=choice)) for choice in range(2)]
+    for choice in (1, 0):
+        first = ask(("p", choice), PROMPT, 6, drawn, choice=choice, hold=not choice, handoff="n:1")
+        source.engine.submit(first)
+    source.until(lambda: bool(source.seen.held), "the offer")
+    (held,) = source.seen.held
+    both = [ask(choice, PROMPT, 6, drawn, choice=choice, opaque=held.opaque) for choice in range(2)]
+    seen = target.run(*both)
+    assert [seen.tokens(choice) for choice in range(2)] == wanted
+
+
+def test_ending_tokens_count_from_min_tokens_on(make: Make, pair: tuple[Driver, Driver]) -> None:
+    source, target = pair
+    whole = make().answer(ask(0, PROMPT, 12))
+    stop = next(token for token in whole[2:] if token not in whole[:2])
+    at = whole.index(stop)
+    for least in (0, at, at + 2):
+        rules = {"token_ids": (stop,), "min_tokens": least}
+        seen = carried_on(source, target, ask(0, PROMPT, 12, stop=rules), f"{least}:1")
+        assert seen.tokens() == whole[: len(seen.tokens())]
+        assert (len(seen.tokens()) == at + 1) == (least <= at)
+
+
+@pytest.mark.parametrize("opaque", [b"", b"garbage", b"{}"], ids=["none", "garbage", "empty"])
+def test_without_a_state_that_can_be_used_the_attempt_is_given_back(make: Make, opaque: bytes) -> None:
+    target = make(role="decode")
+    (failure,) = target.run(ask(0, PROMPT, opaque=opaque)).failures
+    assert failure.code == Code.transfer_failed
+    assert target.engine.stats().running == target.engine.stats().waiting == 0
+
+
+def test_a_state_is_good_once_and_for_its_own_tokens(pair: tuple[Driver, Driver]) -> None:
+    source, target = pair
+    held = offered(source, ask(0, PROMPT, 3))
+    for wrong in (ask(1, PROMPT[::-1], 3, opaque=held.opaque), ask(1, PROMPT, 3, generated=(7,), opaque=held.opaque)):
+        (failure,) = target.run(wrong).failures
+        assert (failure.code, "other tokens" in failure.message) == (Code.transfer_failed, True)
+    assert len(target.run(ask(1, PROMPT, 3, opaque=held.opaque)).tokens(1)) == 3
+    (failure,) = target.run(ask(1, PROMPT, 3, opaque=held.opaque)).failures
+    assert "used before" in failure.message
+
+
+def test_a_prefill_engine_that_is_gone_costs_the_attempt(pair: tuple[Driver, Driver]) -> None:
+    source, target = pair
+    held = offered(source, ask(0, PROMPT, 3))
+    source.engine.close()
+    (failure,) = target.run(ask(1, PROMPT, 3, opaque=held.opaque)).failures
+    assert failure.code == Code.transfer_failed
+
+
+def test_kv_that_does_not_come_in_time_costs_the_attempt(make: Make) -> None:
+    source, target = make(role="prefill"), make(role="decode", handoff_lease_s=0.1)
+    layout = source.engine.info.handoff_layout
+    port = source.engine._adapter._options.address.port  # type: ignore[attr-defined]
+    never = handoff.pack(Address("127.0.0.1", port), "never:1", layout, PROMPT)
+    (failure,) = target.run(ask(1, PROMPT, 3, opaque=never)).failures
+    assert (failure.code, failure.message) == (Code.transfer_failed, "no KV came from the prefill engine in 0.1 s")
+
+
+def test_a_prompt_that_nobody_fetches_is_dropped_with_its_lease(
+    pair: tuple[Driver, Driver], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The decode worker died: the lease ends, and with it the request of the prefill engine."""
+    monkeypatch.setattr("workers.engines.sglang.follower.RELEASED_S", 0.02)
+    source, _ = pair
+    held = offered(source, ask(0, PROMPT, 3))
+    assert source.engine.stats().pinned_blocks == 4
+    assert len(scheduler(source)._jobs) == 1
+    assert source.engine.release_held(held.key)
+    assert not source.engine.release_held(held.key)
+    source.until(lambda: not scheduler(source)._jobs, "the abort")
+    assert source.engine.stats().pinned_blocks == 0
+
+
+def test_prompts_beyond_the_slots_are_not_handed_over_yet(make: Make) -> None:
+    source, target = make(role="prefill", max_running=2), make(role="decode")
+    requests = [ask(number, WORDS[number : number + 40], 2) for number in range(3)]
+    for number, request in enumerate(requests):
+        first = msgspec.structs.replace(request, key=("p", number), hold=True, handoff=f"{number}:1")
+        source.engine.submit(first)
+    source.until(lambda: len(source.seen.held) == 2, "two offers")
+    assert source.engine.stats().waiting == 1
+    target.run(msgspec.structs.replace(requests[0], opaque=source.seen.held[0].opaque))
+    source.until(lambda: len(source.seen.held) == 3, "the third")
+
+
+def test_a_prefill_engine_runs_nothing_alone_and_scores_nothing(make: Make) -> None:
+    source = make(role="prefill")
+    (failure,) = source.run(ask(0, PROMPT, 3)).failures
+    assert failure.code == Code.transfer_failed
+    scored = ask(0, PROMPT, 3, Sampling(temperature=0.0, prompt_logprobs=1), score=1, hold=True, handoff="s:1")
+    with pytest.raises(RequestError, match="prompt_logprobs") as caught:
+        source.engine.submit(scored)
+    assert caught.value.code == Code.unsupported
+
+
+def test_without_nixl_a_handoff_is_refused_at_start(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("workers.engines.sglang.api.Api.nixl", lambda self: False)
+    with pytest.raises(EngineError, match="pip install nixl"):
+        make(role="decode")
+
+
+def test_rooms_are_equal_on_both_sides_and_of_one_handoff_each() -> None:
+    address = Address("10.0.0.1", 8998)
+    opaque = handoff.pack(address, "r:1:decode", "layout", [1, 2], rank=3)
+    mine = handoff.room(address, "r:1:decode", 5, 3)
+    assert handoff.unpack(opaque, "layout", [1, 2], 5) == mine
+    assert mine.arguments["disagg_prefill_dp_rank"] == 3
+    rooms = {handoff.room(address, f"r:{attempt}", choice).number for attempt in range(50) for choice in range(4)}
+    assert len(rooms) == 200
+    assert all(0 < number < 2**63 for number in rooms)
+    with pytest.raises(ValueError, match="KV is"):
+        handoff.unpack(opaque, "another", [1, 2], 5)
+    broken = handoff_state.pack({"host": 7}, "layout", [1, 2], [])
+    with pytest.raises(ValueError, match="no bootstrap server"):
+        handoff.unpack(broken, "layout", [1, 2], 5)
+
+
+def test_the_bootstrap_server_is_reachable_from_other_machines(make: Make) -> None:
+    args = inner(make(role="prefill", nats_url="nats://127.0.0.1:4222")).server_args
+    assert args.host == "127.0.0.1"  # this machine's address towards the broker
+    assert (args.disaggregation_mode, args.disaggregation_transfer_backend) == ("prefill", "nixl")
+    assert args.disaggregation_bootstrap_port > 0
