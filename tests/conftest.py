@@ -30,11 +30,19 @@ os.environ.setdefault("PENSTOCK_DASHBOARD_PORT", "-1")  # a process less for eve
 # torch when it is imported, also in the processes that tests start.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-TOGETHER = (
-    "tests/pipeline/shared/",
-    "tests/pipeline/fleet/",
-    "tests/pipeline/demo/",
-)  # whose modules share deployments
+# Folders whose modules share deployments.
+TOGETHER = ("tests/pipeline/shared/", "tests/pipeline/fleet/", "tests/pipeline/demo/")
+# Files that take long and folders that have some, in the order in which they are run; all others follow.
+LONGEST = (
+    *TOGETHER,
+    "tests/workers/engines/test_contract.py",
+    "tests/pipeline/",
+    "tests/chaos/",
+    "tests/workers/kv_transfer/",
+    "tests/workers/",
+    "tests/router/",
+    "tests/infra/",
+)
 
 T = TypeVar("T")
 Connect = Callable[..., Awaitable[Client]]
@@ -66,8 +74,11 @@ def pytest_collection(session: pytest.Session) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The longest first: short ones at the end keep all cores busy until then."""
-    items.sort(key=lambda item: not item.nodeid.startswith(("tests/pipeline/", "tests/chaos/")))
-    items.sort(key=lambda item: not item.nodeid.startswith(TOGETHER))
+
+    def place(item: pytest.Item) -> int:
+        return next((at for at, start in enumerate(LONGEST) if item.nodeid.startswith(start)), len(LONGEST))
+
+    items.sort(key=place)
 
 
 @pytest.hookimpl(optionalhook=True)

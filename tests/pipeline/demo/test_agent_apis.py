@@ -187,6 +187,15 @@ async def test_output_matches_its_schema(asking: openai.AsyncOpenAI, claude: ant
     Answer.model_validate_json(last.text)
 
 
+async def test_output_matches_its_schema_behind_thoughts_that_are_cut_off(asking: openai.AsyncOpenAI) -> None:
+    schema = {"type": "object", "properties": {"number": {"type": "integer"}}, "required": ["number"]}
+    form: Any = {"type": "json_schema", "json_schema": {"name": "sum", "strict": True, "schema": schema}}
+    answer = await asking.chat.completions.create(
+        model="demo", messages=[SUM], response_format=form, max_tokens=200, extra_body={"max_thinking_tokens": 4}
+    )
+    assert isinstance(json.loads(answer.choices[0].message.content or "")["number"], int)
+
+
 # -- both -------------------------------------------------------------------------------------------------------------
 
 
