@@ -24,11 +24,10 @@ from pathlib import Path
 from typing import Any
 
 from infra.bench import broker
+from infra.bench.deployment import READY_S, end_of, penstock, running
 from infra.bench.scale_report import ROLES, Figures, Point, Series, report, write
 from infra.launch.state import read_state
 
-READY_S = 60.0
-STOP_S = 20.0
 WARM_UP_S = 1.5
 START_S = 8.0  # that a point takes beside its duration, about
 BROKER_S = 3.0
@@ -112,22 +111,11 @@ def measure(point: Point, series: Series, args: argparse.Namespace) -> Figures:
     """
     with tempfile.TemporaryDirectory(prefix="scale-") as folder:
         base = Path(folder)
-        up = _penstock(
-            "up", "--engine=mock", f"--mock-speedup={args.mock_speedup:g}", f"--gateways={point.gateways}",
-            f"--routers={point.routers}", f"--workers={point.workers}", "--http-port=0", f"--data-dir={base}/data",
-            f"--max-running={args.max_running}", "--log-format=json", "--dashboard-port=-1",
-            log=base / "up.log",
-        )  # fmt: skip
-        try:
-            _wait_until_ready(up, base / "up.log")
+        with running(
+            base, "--engine=mock", f"--mock-speedup={args.mock_speedup:g}", f"--gateways={point.gateways}",
+            f"--routers={point.routers}", f"--workers={point.workers}", f"--max-running={args.max_running}",
+        ):  # fmt: skip
             return _load(point, series, args, base)
-        finally:
-            up.send_signal(signal.SIGTERM)
-            try:
-                up.wait(STOP_S)
-            except subprocess.TimeoutExpired:
-                up.kill()
-                up.wait()
 
 
 def _load(point: Point, series: Series, args: argparse.Namespace, base: Path) -> Figures:
@@ -135,7 +123,7 @@ def _load(point: Point, series: Series, args: argparse.Namespace, base: Path) ->
     urls = list(state.http_urls[: point.gateways]) * args.generators
     connections = -(-args.connections // args.generators)
     generators = [
-        _penstock(
+        penstock(
             "bench", "http", f"--url={url}", f"--model={state.model}", f"--concurrency={connections}",
             f"--duration-s={args.duration_s:g}", f"--warm-up-s={WARM_UP_S:g}", f"--prompt-words={series.words}",
             f"--output-tokens={series.tokens}", f"--seed={number}", f"--json={base}/{number}.json",
@@ -148,7 +136,7 @@ def _load(point: Point, series: Series, args: argparse.Namespace, base: Path) ->
     try:
         for number, generator in enumerate(generators, 1):
             if generator.wait(args.duration_s + READY_S) not in (0, 1) or not (base / f"{number}.json").exists():
-                raise RuntimeError(f"a load generator failed: {_end(base / f'{number}.log')}")
+                raise RuntimeError(f"a load generator failed: {end_of(base / f'{number}.log')}")
     finally:
         for generator in generators:
             if generator.poll() is None:
@@ -180,27 +168,6 @@ def figures(stages: list[dict[str, Any]], roles: dict[str, str]) -> Figures:
         busiest,
         max(stage["own_cpu_share"] for stage in stages),
     )
-
-
-def _wait_until_ready(up: "subprocess.Popen[bytes]", log: Path) -> None:
-    until = time.monotonic() + READY_S
-    while time.monotonic() < until and up.poll() is None:
-        if b'"event": "ready"' in log.read_bytes() or b'"event":"ready"' in log.read_bytes():
-            return
-        time.sleep(0.1)
-    raise RuntimeError(f"the deployment was not ready within {READY_S:g} s: {_end(log)}")
-
-
-def _penstock(*arguments: str, log: Path) -> "subprocess.Popen[bytes]":
-    with log.open("wb") as output:
-        return subprocess.Popen(
-            [sys.executable, "-m", "infra.cli", *arguments],
-            stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=dict(os.environ),
-        )  # fmt: skip
-
-
-def _end(log: Path) -> str:
-    return " | ".join(log.read_text(errors="replace").splitlines()[-5:])
 
 
 def _numbers(text: str) -> list[int]:

@@ -1,0 +1,194 @@
+"""What a large fleet costs the processes that follow it: CPU, event-loop lag and time of decisions.
+
+python -m infra.bench.registrations                              # 1,000 workers, 5,000 open streams: about a minute
+
+The workers are simulated: registrations under real leases, renewed over one connection as their owners would, of a
+model of their own, so that no request goes to them. The streams are answers of the slow mock engine, all open at once.
+Both run beside two gateways, two routers and two workers, which are measured for some seconds: without anything, with
+the registrations, and with the streams as well.
+"""
+
+import argparse
+import asyncio
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import AsyncExitStack, contextmanager
+from pathlib import Path
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from infra.bench.cpu import cpu_seconds
+from infra.bench.deployment import end_of, penstock, running
+from infra.bus.connection import Bus, connect
+from infra.launch.state import State, read_state
+from schemas.fleet import Registration
+from workers.lease import Lease
+
+GENERATORS = 2
+OPEN_S = 90.0  # until all streams are open
+TOKENS = 4_000  # of each answer: more than are written while it is measured
+ROLES = ("router", "gateway", "worker", "nats")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    args = _parser().parse_args(arguments)
+    with tempfile.TemporaryDirectory(prefix="registrations-") as folder:
+        base = Path(folder)
+        slots = -(-args.streams // 2)
+        try:
+            with running(
+                base, "--engine=mock", f"--mock-speedup={args.mock_speedup:g}", "--gateways=2", "--routers=2",
+                "--workers=2", f"--max-running={slots}", "--kv-blocks=400000",
+            ):  # fmt: skip
+                asyncio.run(_measure(base, args))
+        except (OSError, RuntimeError, TimeoutError) as error:
+            print(f"infra.bench.registrations: {error}", file=sys.stderr)
+            return 1
+    return 0
+
+
+async def _measure(base: Path, args: argparse.Namespace) -> None:
+    state = read_state(base / "data" / "state.json")
+    print(f"{'':34}{'share of a core':>36}{'worst lag, ms':>28}")
+    print(f"{'':34}{''.join(f'{role:>9}' for role in ROLES)}{''.join(f'{role:>9}' for role in ROLES[:3])}")
+    await _row("nothing", state, args.duration_s)
+    async with AsyncExitStack() as registered:
+        bus = await registered.enter_async_context(
+            await connect(state.nats_url, role="operator", name="registrations", namespace=state.namespace)
+        )
+        began = time.monotonic()
+        for first in range(0, args.workers, 100):
+            numbers = range(first, min(first + 100, args.workers))
+            leases = await asyncio.gather(*(_register(bus, number) for number in numbers))
+            for lease in leases:
+                registered.push_async_callback(lease.stop)
+        print(f"{args.workers} registrations in {time.monotonic() - began:.1f} s", file=sys.stderr)
+        await _row(f"{args.workers:,} registrations", state, args.duration_s)
+        with _streams(base, state, args.streams):
+            await _until_open(state, args.streams)
+            before = await asyncio.to_thread(_decisions, state)
+            await _row(f"and {args.streams:,} open streams", state, args.duration_s)
+            count, seconds = (now - then for now, then in zip(_decisions(state), before, strict=True))
+            if not count:
+                count, seconds = before
+            print(f"decisions: {count:.0f}, {seconds / max(count, 1) * 1e6:.0f} us each")
+
+
+async def _register(bus: Bus, number: int) -> Lease:
+    registration = Registration(
+        f"simulated-{number}", "simulated", "aggregated", "mock", time.time_ns(), 32, 8_000, 256, 32_768
+    )
+
+    async def regained() -> None:
+        return None
+
+    lease = Lease(bus, registration.worker, lambda: registration, lambda: None, regained)
+    await lease.acquire()
+    return lease
+
+
+@contextmanager
+def _streams(base: Path, state: State, count: int) -> Iterator[None]:
+    """Answers that are being written; their generators end with it."""
+    each = -(-count // GENERATORS)
+    generators = [
+        penstock(
+            "bench", "http", f"--url={state.http_urls[number % len(state.http_urls)]}", f"--model={state.model}",
+            f"--concurrency={each}", f"--requests={each}", "--prompt-words=8", f"--output-tokens={TOKENS}",
+            "--warm-up-s=0", f"--seed={number}", log=base / f"streams-{number}.log",
+        )
+        for number in range(GENERATORS)
+    ]  # fmt: skip
+    try:
+        yield
+        ended = [number for number, each in enumerate(generators) if each.poll() is not None]
+        if ended:
+            raise RuntimeError(f"a load generator ended early: {end_of(base / f'streams-{ended[0]}.log')}")
+    finally:
+        for generator in generators:
+            _end(generator)
+
+
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    if process.poll() is None:
+        process.kill()
+    process.wait()
+
+
+async def _until_open(state: State, count: int) -> None:
+    """
+    Raises:
+        TimeoutError: fewer streams were open after ``OPEN_S``.
+    """
+    until, open_streams = time.monotonic() + OPEN_S, 0.0
+    while time.monotonic() < until:
+        open_streams = await asyncio.to_thread(_sum, state, "worker", "penstock_worker_running")
+        if open_streams >= count:
+            return
+        await asyncio.sleep(0.5)
+    raise TimeoutError(f"{open_streams:.0f} of {count} streams were open after {OPEN_S:g} s")
+
+
+async def _row(name: str, state: State, seconds: float) -> None:
+    before = {process.name: cpu_seconds(process.pid or 0) for process in state.processes}
+    began = time.monotonic()
+    await asyncio.sleep(seconds)
+    spent = time.monotonic() - began
+    shares, lags = dict.fromkeys(ROLES, 0.0), dict.fromkeys(ROLES, 0.0)
+    for process in state.processes:
+        if process.role in shares:
+            share = (cpu_seconds(process.pid or 0) - before[process.name]) / spent
+            shares[process.role] = max(shares[process.role], share)
+    for role in ROLES[:3]:
+        lags[role] = max(await asyncio.to_thread(_values, state, role, f"penstock_{role}_loop_lag_seconds"), default=0)
+    print(
+        f"{name:34}{''.join(f'{100 * shares[role]:8.1f}%' for role in ROLES)}"
+        f"{''.join(f'{1e3 * lags[role]:9.1f}' for role in ROLES[:3])}",
+        flush=True,
+    )
+
+
+def _decisions(state: State) -> tuple[float, float]:
+    """How many there were, and the time that they took, s."""
+    name = "penstock_router_decision_seconds"
+    return _sum(state, "router", f"{name}_count"), _sum(state, "router", f"{name}_sum")
+
+
+def _sum(state: State, role: str, name: str) -> float:
+    return sum(_values(state, role, name))
+
+
+def _values(state: State, role: str, name: str) -> list[float]:
+    """Of a series, from every process of a role."""
+    if role == "gateway":
+        urls = [f"{url}/metrics" for url in state.http_urls[1:] or state.http_urls]
+    else:
+        urls = [process.metrics_url for process in state.processes if process.role == role and process.metrics_url]
+    found = []
+    for url in urls:
+        with urllib.request.urlopen(url, timeout=10) as answer:
+            families = text_string_to_metric_families(answer.read().decode())
+            found += [sample.value for family in families for sample in family.samples if sample.name == name]
+    return found
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m infra.bench.registrations",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--workers", type=int, default=1_000, metavar="N", help="simulated registrations (default: 1000)")
+    add("--streams", type=int, default=5_000, metavar="N", help="answers that are open at once (default: 5000)")
+    add("--mock-speedup", type=float, default=0.1, metavar="X", help="of the mock engine (default: 0.1)")
+    add("--duration-s", type=float, default=10.0, metavar="SECONDS", help="of each measurement (default: 10)")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
