@@ -44,6 +44,10 @@ class Renderer(_Answer, Protocol):
     @property
     def done(self) -> bool: ...
 
+    @property
+    def ping(self) -> bytes:
+        """An event that says nothing, to be sent while nothing else is; b"": the API has none."""
+
     def resume(self, last_event_id: str) -> None: ...
 
     def push(self, items: Iterable[TokenItem]) -> bytes: ...

@@ -30,6 +30,7 @@ from schemas.requests import GenerateRequest
 from schemas.tokens import TokenItem
 
 PREFIX = "msg_"
+PING = b'event: ping\ndata: {"type":"ping"}\n\n'
 
 _json = msgspec.json.Encoder().encode
 _object = msgspec.json.Decoder(dict[str, Any]).decode
@@ -110,6 +111,11 @@ class MessageRenderer:
     @property
     def error(self) -> ServingError | None:
         return self._answer.error
+
+    @property
+    def ping(self) -> bytes:
+        """Has no number: it is not part of the answer."""
+        return b"" if self.done else PING
 
     def resume(self, last_event_id: str) -> None:
         """Skip what the client has seen; then push all items from the first on.

@@ -49,6 +49,7 @@ REQUEST_ID = b"x-request-id"
 IGNORED_OPTIONS = b"x-penstock-ignored-options"
 PORTION = 262_144  # bytes of a large whole answer that are handed to the connection at once
 HEAD_CONSTRAINED_S = 5.0  # the same for constrained output: a worker may refuse what this gateway cannot check
+PING_S = 10.0  # between two signs of life of a stream whose API has them
 HEAD_S = 0.05  # how long a stream's header waits for the first token: an error by then gets its own status code
 
 _WRITER = ThreadPoolExecutor(1, "answer-writer")  # several would only compete for the interpreter
@@ -231,10 +232,12 @@ class StreamClock:
         self._bytes = 0
 
     def sends(self, items: Sequence[TokenItem], size: int) -> None:
-        """Something is about to be sent: ``size`` bytes, rendered from these items."""
+        """``size`` bytes are about to be sent, rendered from these items; from none: they are no part of the answer."""
+        self._bytes += size
+        if not items:
+            return
         now = time.monotonic()
         seconds, self._last = now - self._last, now
-        self._bytes += size
         if self._started:
             packed = len(items[0].tokens) if len(items) == 1 else sum([len(item.tokens) for item in items])
             if packed:
@@ -289,21 +292,21 @@ class Responder:
         """
         send, inflight = self._send, self._inflight
         started = False
-        head_s = HEAD_S if inflight.request.constraint is None else HEAD_CONSTRAINED_S
+        wait_s = HEAD_S if inflight.request.constraint is None else HEAD_CONSTRAINED_S
         clock = StreamClock(self._gateway.metrics, self._began)
         self.open()
         try:
             while True:
                 items: Sequence[TokenItem] = ()
                 try:
-                    items = await (inflight.take() if started else inflight.take_within(head_s))
-                    data = renderer.push(items)
+                    items = await (inflight.take_within(wait_s) if wait_s else inflight.take())
+                    data = renderer.push(items) or (renderer.ping if started and not items else b"")
                 except ServingError as error:
                     data = renderer.fail(error, finished=error.code is not Code.shutting_down)
                 if not started:
                     if renderer.error is not None:
                         raise renderer.error
-                    started = True
+                    started, wait_s = True, PING_S if renderer.ping else 0.0
                     await self.begin_stream()
                 if data or renderer.done:  # a client that has seen every event still gets the end of the body
                     clock.sends(items, len(data))

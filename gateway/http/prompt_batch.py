@@ -5,14 +5,25 @@ from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 
 from gateway.answer_shapes import Aggregator, aggregator_for
-from gateway.http.answers import DISCONNECTED, JSON, Scope, Send, encode_answer, id_headers
+from gateway.http.answers import (
+    DISCONNECTED,
+    HEAD_S,
+    JSON,
+    SSE_HEADERS,
+    Scope,
+    Send,
+    encode_answer,
+    id_headers,
+)
 from gateway.http.connections import SCOPE, Connection
 from gateway.http.idempotency import ClientIds
 from gateway.log.inflight import InflightRequest
 from gateway.openai.errors import unsupported
 from gateway.openai.prepare import PreparedRequest
-from gateway.openai.prompt_batch import merge_answers, split_prompts
+from gateway.openai.prompt_batch import BatchRenderer, merge_answers, split_prompts
+from gateway.openai.sse import error_event
 from gateway.service import Gateway
+from schemas.errors import Code, ServingError
 
 
 async def answer_prompts(
@@ -56,20 +67,85 @@ async def _answer(gateway: Gateway, prepared: Sequence[PreparedRequest], scope: 
         if connection.lost:
             gone()
         gateway.answering.update(inflights)
-        collectors = await _collected(gateway, inflights)
-        parts = [await encode_answer(collector) for collector in collectors]
-        whole = await asyncio.to_thread(merge_answers, parts)
-        headers = [JSON, (b"content-length", b"%d" % len(whole)), *id_headers(inflights[0].request)]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
-        await send({"type": "http.response.body", "body": whole})
-        for collector in collectors:
-            gateway.metrics.output.inc(collector.usage.completion_tokens)
-        gateway.metrics.response_bytes.inc(len(whole))
+        if prepared[0].stream:
+            await _PromptStream(gateway, inflights, send, include_usage=prepared[0].include_usage).run()
+        else:
+            await _whole(gateway, inflights, send)
     finally:
         connection.on_lost = None
         for inflight in inflights:
             gateway.answering.discard(inflight)
             gateway.cancel_unfinished(inflight)
+
+
+async def _whole(gateway: Gateway, inflights: Sequence[InflightRequest], send: Send) -> None:
+    """
+    Raises:
+        ServingError: of the first request that failed.
+    """
+    collectors = await _collected(gateway, inflights)
+    parts = [await encode_answer(collector) for collector in collectors]
+    whole = await asyncio.to_thread(merge_answers, parts)
+    headers = [JSON, (b"content-length", b"%d" % len(whole)), *id_headers(inflights[0].request)]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    await send({"type": "http.response.body", "body": whole})
+    for collector in collectors:
+        gateway.metrics.output.inc(collector.usage.completion_tokens)
+    gateway.metrics.response_bytes.inc(len(whole))
+
+
+class _PromptStream:
+    """Sends the events of several requests as they come."""
+
+    def __init__(
+        self, gateway: Gateway, inflights: Sequence[InflightRequest], send: Send, *, include_usage: bool
+    ) -> None:
+        self._gateway = gateway
+        self._inflights = inflights
+        self._send = send
+        requests = [inflight.request for inflight in inflights]
+        self._renderer = BatchRenderer(requests, gateway.model.detokenizer, include_usage=include_usage)
+        self._turn = asyncio.Lock()  # of the connection
+        self._bytes = 0
+
+    async def run(self) -> None:
+        """
+        Raises:
+            ServingError: a request failed before anything was sent, or the client went away.
+        """
+        # An error by then has a status code of its own.
+        begun = self._renderer.push(0, await self._inflights[0].take_within(HEAD_S))
+        headers = [*SSE_HEADERS, *id_headers(self._inflights[0].request)]
+        await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+        try:
+            await self._body(begun)
+            async with asyncio.TaskGroup() as group:
+                for place in range(len(self._inflights)):
+                    group.create_task(self._follow(place))
+            last = self._renderer.end()
+        except ExceptionGroup as failures:
+            error = failures.exceptions[0]
+            if not isinstance(error, ServingError) or error is DISCONNECTED:
+                raise error from None
+            last = error_event(error, finished=error.code is not Code.shutting_down)
+        await self._body(last, more=False)
+        self._gateway.metrics.output.inc(self._renderer.usage.completion_tokens)
+        self._gateway.metrics.response_bytes.inc(self._bytes)
+
+    async def _follow(self, place: int) -> None:
+        """
+        Raises:
+            ServingError: the request failed, or the client went away.
+        """
+        renderer, inflight = self._renderer, self._inflights[place]
+        while not renderer.ended(place):
+            await self._body(renderer.push(place, await inflight.take()))
+
+    async def _body(self, data: bytes, *, more: bool = True) -> None:
+        if data or not more:
+            self._bytes += len(data)
+            async with self._turn:
+                await self._send({"type": "http.response.body", "body": data, "more_body": more})
 
 
 async def _collected(gateway: Gateway, inflights: Sequence[InflightRequest]) -> list[Aggregator]:

@@ -204,9 +204,7 @@ class InflightRequest:
         while not self._items:
             if self._error is not None:
                 raise self._error
-            if self._paused and self.on_behind is not None:
-                self._paused = False
-                self.on_behind(self)
+            self._read_on()
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
         return self._taken()
@@ -214,6 +212,7 @@ class InflightRequest:
     async def take_within(self, seconds: float) -> list[TokenItem]:
         """As ``take``, but return an empty list if no item comes in time."""
         if not self._items and self._error is None:
+            self._read_on()
             loop = asyncio.get_running_loop()
             self._waiter = waiter = loop.create_future()
             timer = loop.call_later(seconds, _wake, waiter)
@@ -224,6 +223,12 @@ class InflightRequest:
             if not self._items and self._error is None:
                 return []
         return await self.take()
+
+    def _read_on(self) -> None:
+        """Everything buffered was taken: read what was dropped meanwhile from the log."""
+        if self._paused and self.on_behind is not None:
+            self._paused = False
+            self.on_behind(self)
 
     def _taken(self) -> list[TokenItem]:
         items = self._items

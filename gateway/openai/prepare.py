@@ -12,7 +12,7 @@ from gateway.openai.common import CHAT, COMPLETION, random_seed, resolve_deadlin
 from gateway.openai.errors import unsupported
 from gateway.openai.options import GenerationOptions, resolve_options
 from gateway.openai.prepare_context import PrepareContext
-from gateway.openai.prompt import Prompt, chat_prompt, completion_prompt, expand_media
+from gateway.openai.prompt import Prompt, chat_prompt, completion_prompt, expand_media, truncated
 from gateway.openai.requests import ChatCompletionRequest, CompletionRequest, parse_chat, parse_completion
 from schemas.blocks import chain, media_extra, root
 from schemas.ids import new_request_id
@@ -79,7 +79,7 @@ def prepare_chat_body(
         ServingError: the body cannot be served; names the field and the limit.
     """
     context.check_model(body.model)
-    prompt = chat_prompt(body, context)
+    prompt = truncated(chat_prompt(body, context), body, context)
     options = resolve_options(
         body, prompt.tokens, prompt.min_tokens, context, seed
     )  # before media are fetched for an invalid body
@@ -137,7 +137,7 @@ def prepare_completion(
     """
     body = parse_completion(data)
     context.check_model(body.model)
-    prompt = completion_prompt(body, context)
+    prompt = truncated(completion_prompt(body, context), body, context)
     options = resolve_options(body, prompt.tokens, prompt.min_tokens, context, seed)
     return _prepared(body, COMPLETION, prompt.tokens, options, context, now_ns=now_ns, request_id=request_id)
 

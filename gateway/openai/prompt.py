@@ -78,6 +78,31 @@ def completion_prompt(body: CompletionRequest, context: PrepareContext) -> Promp
     return Prompt(tokens, (), len(tokens))
 
 
+def truncated(prompt: Prompt, body: ChatCompletionRequest | CompletionRequest, context: PrepareContext) -> Prompt:
+    """The prompt's last tokens, if the body says how many to keep.
+
+    Raises:
+        ServingError: more than the context has, or images would lose their places.
+    """
+    keep = body.truncate_prompt_tokens
+    if keep is None:
+        return prompt
+    limit = context.max_model_len
+    if keep > limit:
+        raise invalid(
+            "truncate_prompt_tokens", f"truncate_prompt_tokens is {keep}; the model's context length is {limit}"
+        )
+    if keep < 0:
+        chat = isinstance(body, ChatCompletionRequest)
+        wanted = (body.max_completion_tokens if chat else None) or body.max_tokens or 1  # type: ignore[union-attr]
+        keep = max(1, limit - wanted)
+    if prompt.min_tokens <= keep:
+        return prompt
+    if prompt.media:
+        raise unsupported("truncate_prompt_tokens", "truncate_prompt_tokens is not supported with images")
+    return Prompt(prompt.tokens[-keep:], (), keep)
+
+
 def single_prompt(body: CompletionRequest) -> str | list[int]:
     """
     Raises:

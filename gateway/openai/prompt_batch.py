@@ -1,13 +1,19 @@
 """A completion of several prompts: a body each, and one answer made of theirs. Pure."""
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 from itertools import chain
 
 import msgspec
 from msgspec import Raw, Struct
 
-from gateway.openai.errors import invalid, unsupported
+from gateway.openai.errors import invalid
 from gateway.openai.responses import PromptTokensDetails, UsageBody
+from gateway.openai.sse import DONE
+from gateway.openai.stream_renderer import StreamRenderer
+from infra.model.detokenizer import Detokenizer
+from schemas.requests import GenerateRequest
+from schemas.tokens import TokenItem
 
 MAX_PROMPTS = 256
 
@@ -37,7 +43,7 @@ def split_prompts(data: bytes) -> Sequence[bytes]:
     """A body for each prompt; empty: there are not several, or the body is to be refused as a whole.
 
     Raises:
-        ServingError: several prompts with stream: true, or too many.
+        ServingError: too many.
     """
     try:
         prompt = bytes(_peek(data).prompt).lstrip()
@@ -51,8 +57,6 @@ def split_prompts(data: bytes) -> Sequence[bytes]:
         return ()
     if len(prompts) > MAX_PROMPTS:
         raise invalid("prompt", f"prompt has {len(prompts)} prompts; the limit is {MAX_PROMPTS}")
-    if bytes(fields.get("stream", b"")) == b"true":
-        raise unsupported("prompt", "several prompts are not supported with stream: true; send a request for each")
     return [_json(fields | {"prompt": each}) for each in prompts]
 
 
@@ -61,17 +65,71 @@ def merge_answers(bodies: Sequence[bytes]) -> bytes:
     answers = [_answer(body) for body in bodies]
     first = answers[0]
     choices = [_numbered(at, raw) for at, raw in enumerate(chain.from_iterable(each.choices for each in answers))]
-    usages = [each.usage for each in answers]
-    usage = UsageBody(
+    return _json(msgspec.structs.replace(first, choices=choices, usage=_sum([each.usage for each in answers])))
+
+
+def _sum(usages: Sequence[UsageBody]) -> UsageBody:
+    return UsageBody(
         sum(each.prompt_tokens for each in usages),
         sum(each.completion_tokens for each in usages),
         sum(each.total_tokens for each in usages),
         PromptTokensDetails(sum(each.prompt_tokens_details.cached_tokens for each in usages)),
     )
-    return _json(msgspec.structs.replace(first, choices=choices, usage=usage))
 
 
 def _numbered(index: int, choice: Raw) -> Raw:
     """A choice with another index, which is its first field."""
     encoded = bytes(choice)
     return Raw(b'{"index":%d' % index + encoded[encoded.index(b",") :])
+
+
+_EVENT_ID = re.compile(rb"(?m)^id: [^\n]*\n")
+
+
+class BatchRenderer:
+    """One stream of the answers of several prompts: their events as they come, with choices numbered on.
+
+    Events have no ids: no single request has the whole stream, so it cannot be continued elsewhere.
+
+    Args:
+        requests: of the prompts, in their order; each has as many choices as the others.
+    """
+
+    def __init__(
+        self, requests: Sequence[GenerateRequest], detokenizer: Detokenizer, *, include_usage: bool = False
+    ) -> None:
+        first = requests[0]
+        self._parts = [
+            StreamRenderer(request, detokenizer, include_usage=include_usage, part_of=first, offset=place * request.n)
+            for place, request in enumerate(requests)
+        ]
+        self._include_usage = include_usage
+        created = first.created_ns // 1_000_000_000
+        names = {"id": "cmpl-" + first.id, "object": "text_completion", "created": created, "model": first.model}
+        self._head = b"data: " + _json(names)[:-1]
+
+    @property
+    def usage(self) -> UsageBody:
+        return _sum([part.usage for part in self._parts])
+
+    def push(self, place: int, items: Iterable[TokenItem]) -> bytes:
+        """Events for these items of the prompt at ``place``.
+
+        Raises:
+            ServingError: its request failed.
+        """
+        part = self._parts[place]
+        data = part.push(items)
+        if part.error is not None:
+            raise part.error
+        return _EVENT_ID.sub(b"", data)
+
+    def ended(self, place: int) -> bool:
+        return self._parts[place].done
+
+    def end(self) -> bytes:
+        """The end of the stream, once every answer has ended."""
+        usage = b""
+        if self._include_usage:
+            usage = b'%b,"choices":[],"usage":%b}\n\n' % (self._head, _json(self.usage))
+        return usage + DONE

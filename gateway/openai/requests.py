@@ -100,6 +100,9 @@ class TextOptions(CommonOptions, frozen=True, kw_only=True):
         Annotated[Logprobs, Meta(description="log-probabilities of the prompt's tokens and of this many alternatives")]
         | None
     ) = None
+    truncate_prompt_tokens: (
+        Annotated[int, Meta(ge=-1, le=1 << 31, description="keep the prompt's last tokens; -1: as many as fit")] | None
+    ) = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: Annotated[Schema | None, Meta(description="older name of the option of structured_outputs")] = None
@@ -182,7 +185,7 @@ class CompletionRequest(TextOptions, frozen=True, kw_only=True):
 
     prompt: Annotated[
         str | list[TokenId | str | list[TokenId]],
-        Meta(description="text, token ids, or a list of these; over NATS and in streams, of one"),
+        Meta(description="text, token ids, or a list of these; over NATS, of one"),
     ]
     max_tokens: Annotated[int, Meta(ge=0, le=1 << 31, description="0: with echo, the prompt only")] | None = None
     logprobs: Logprobs | None = None
@@ -238,7 +241,7 @@ def parse_completion(data: bytes) -> CompletionRequest:
     if body.max_tokens == 0 and not body.echo:
         raise invalid("max_tokens", "max_tokens must be at least 1 unless echo is true")
     if body.suffix:
-        raise unsupported("suffix", "suffix is not supported")
+        raise unsupported("suffix", "suffix is not supported: put what surrounds the gap into the prompt")
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise unsupported("best_of", f"best_of is not supported unless it equals n ({body.n or 1})")
     _check_related(body, body.max_tokens)
@@ -268,6 +271,8 @@ def _check_related(body: TextOptions, max_tokens: int | None) -> None:
     """Limits between fields, which a schema does not express."""
     if max_tokens is not None and (body.min_tokens or 0) > max_tokens:
         raise invalid("min_tokens", f"min_tokens is {body.min_tokens}; it must not exceed max_tokens ({max_tokens})")
+    if body.truncate_prompt_tokens == 0:
+        raise invalid("truncate_prompt_tokens", "truncate_prompt_tokens is 0; use 1 or more, or -1: as many as fit")
     if body.stream_options is not None and not body.stream:
         raise invalid("stream_options", "stream_options requires stream: true")
     if body.stream and body.prompt_logprobs is not None:

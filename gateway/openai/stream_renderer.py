@@ -52,12 +52,28 @@ class StreamRenderer:
     the end the usage. A client that reconnects with it as Last-Event-ID gets what follows.
     """
 
-    def __init__(self, request: GenerateRequest, detokenizer: Detokenizer, *, include_usage: bool = False) -> None:
+    def __init__(
+        self,
+        request: GenerateRequest,
+        detokenizer: Detokenizer,
+        *,
+        include_usage: bool = False,
+        part_of: GenerateRequest | None = None,
+        offset: int = 0,
+    ) -> None:
+        """
+        Args:
+            part_of: the stream is of several requests, of which this is the first: it has its names, and whoever joins
+                them ends it.
+            offset: index of the first choice.
+        """
         self._state = state = AnswerState(request, detokenizer)
         self._logprobs = LogprobFormatter(detokenizer) if request.sampling.logprobs is not None else None
         self._skips_prompt = request.sampling.prompt_logprobs is not None
         kind = "chat.completion.chunk" if state.is_chat else "text_completion"
-        names = {"id": state.id, "object": kind, "created": state.created, "model": request.model}
+        first = state if part_of is None else AnswerState(part_of, detokenizer)
+        names = {"id": first.id, "object": kind, "created": first.created, "model": request.model}
+        self._ends = part_of is None
         self._head = b"\ndata: " + _json(names)[:-1]
         tail = b',"usage":null}\n\n' if include_usage else b"}\n\n"
         self._include_usage = include_usage
@@ -71,7 +87,7 @@ class StreamRenderer:
             _StreamedChoice(
                 choice,
                 parser_for(request, choice.index) if request.parsing is not None else None,
-                prefix=b'%b,"choices":[{"index":%d,%b' % (self._head, choice.index, text),
+                prefix=b'%b,"choices":[{"index":%d,%b' % (self._head, choice.index + offset, text),
                 suffix=suffix,
             )
             for choice in state.choices
@@ -91,6 +107,10 @@ class StreamRenderer:
 
     def hides_last(self, finish: Finish | None) -> bool:
         return self._state.hides_last(finish)
+
+    @property
+    def ping(self) -> bytes:
+        return b""
 
     def resume(self, last_event_id: str) -> None:
         """Skip what the client has seen; then push all items from the first on.
@@ -207,6 +227,8 @@ class StreamRenderer:
     def _close(self, out: list[bytes], finished: bool = True) -> None:
         if self._state.error is not None:
             out.append(error_event(self._state.error, finished=finished))
+            return
+        if not self._ends:
             return
         if self._include_usage:
             out.append(b'id: %bu%b,"choices":[],"usage":%b}\n\n' % (self._positions(), self._head, _json(self.usage)))

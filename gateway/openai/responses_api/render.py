@@ -89,6 +89,10 @@ class ResponseRenderer:
     def error(self) -> ServingError | None:
         return self._answer.error
 
+    @property
+    def ping(self) -> bytes:
+        return b""
+
     def resume(self, last_event_id: str) -> None:
         """Skip what the client has seen; then push all items from the first on.
 

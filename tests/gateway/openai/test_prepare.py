@@ -290,3 +290,21 @@ def test_a_body_that_is_prepared_on_the_event_loop_does_not_stall_it(long_contex
         prepare_chat(data, long_context, now_ns=NOW)
         best = min(best, time.thread_time() - start)
     assert best < 0.005
+
+
+def test_a_prompt_is_cut_to_its_last_tokens_where_the_body_says_so(context: PrepareContext) -> None:
+    whole = unpack_tokens(text(context, CORPUS).request.prompt)
+    limit = context.max_model_len
+    for keep in (1, 7, len(whole), len(whole) + 1):
+        cut = text(context, CORPUS, truncate_prompt_tokens=keep)
+        assert unpack_tokens(cut.request.prompt) == whole[-keep:]
+        assert cut.prompt_tokens == min(keep, len(whole))
+    long = [5] * (limit + 100)
+    assert refusal(text, context, long).code is Code.context_length_exceeded
+    fitting = text(context, long, truncate_prompt_tokens=-1, max_tokens=10)
+    assert fitting.prompt_tokens == limit - 10
+    asked = chat(context, CORPUS, truncate_prompt_tokens=5)
+    assert unpack_tokens(asked.request.prompt) == unpack_tokens(chat(context, CORPUS).request.prompt)[-5:]
+    for wrong, says in ((0, "use 1 or more"), (limit + 1, f"context length is {limit}"), (-2, ">= -1")):
+        error = refusal(text, context, truncate_prompt_tokens=wrong)
+        assert (error.param, says in error.message) == ("truncate_prompt_tokens", True)

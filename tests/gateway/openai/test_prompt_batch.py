@@ -3,12 +3,15 @@
 import json
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.openai.prompt_batch import MAX_PROMPTS, merge_answers, split_prompts
+from gateway.openai.prompt_batch import MAX_PROMPTS, BatchRenderer, merge_answers, split_prompts
 from schemas.errors import ServingError
+from schemas.tokens import Finish, TokenItem
+from tests.gateway.answers import DETOKENIZER, ID, STOP, items, request
 
 
 def body(prompt: Any, **options: Any) -> bytes:
@@ -33,13 +36,45 @@ def test_what_is_no_body_is_left_to_the_usual_way(data: bytes) -> None:
     assert split_prompts(data) == ()
 
 
-@pytest.mark.parametrize(
-    ("options", "prompts", "message"), [({"stream": True}, 2, "stream: true"), ({}, MAX_PROMPTS + 1, "limit is 256")]
-)
-def test_streams_and_too_many_prompts_are_refused(options: dict[str, Any], prompts: int, message: str) -> None:
-    with pytest.raises(ServingError, match=message) as caught:
-        split_prompts(body(["a"] * prompts, **options))
+def test_too_many_prompts_are_refused() -> None:
+    with pytest.raises(ServingError, match="limit is 256") as caught:
+        split_prompts(body(["a"] * (MAX_PROMPTS + 1)))
     assert caught.value.param == "prompt"
+
+
+def test_a_stream_has_each_prompts_choices_under_their_own_index_one_usage_and_one_end() -> None:
+    first = request("text", parsing=None)
+    requests = [msgspec.structs.replace(first, n=2), msgspec.structs.replace(first, id="other", n=2)]
+    renderer = BatchRenderer(requests, DETOKENIZER, include_usage=True)
+    data = b""
+    for place, choice in ((1, 0), (0, 1), (1, 1), (0, 0)):
+        assert not renderer.ended(place)
+        for item in items("one two", STOP):
+            data += renderer.push(place, [msgspec.structs.replace(item, choice=choice)])
+    assert renderer.ended(0)
+    assert renderer.ended(1)
+    data += renderer.end()
+    assert data.endswith(b"data: [DONE]\n\n")
+    assert b"id: " not in data, "no request has the whole stream"
+    *chunks, usage = [json.loads(line[6:]) for line in data.decode().split("\n") if line.startswith("data: {")]
+    assert {chunk["id"] for chunk in [*chunks, usage]} == {f"cmpl-{first.id}"}
+    assert all(chunk["usage"] is None for chunk in chunks)
+    texts = dict.fromkeys(range(4), "")
+    for chunk in chunks:
+        (choice_of,) = chunk["choices"]
+        texts[choice_of["index"]] += choice_of["text"]
+    assert texts == dict.fromkeys(range(4), "one two")
+    assert [chunk["choices"][0]["index"] for chunk in chunks if chunk["choices"][0]["finish_reason"]] == [2, 1, 3, 0]
+    assert usage["choices"] == []
+    assert usage["usage"]["prompt_tokens"] == 2 * (len(first.prompt) // 4)
+    assert usage["usage"]["completion_tokens"] == 4 * len(items("one two", STOP))
+
+
+def test_a_failed_prompt_ends_the_stream() -> None:
+    renderer = BatchRenderer([request("text", parsing=None)] * 2, DETOKENIZER)
+    failed = TokenItem(ID, 1, 0, 0, b"", Finish("error", None, 0, "worker_lost", "gone"))
+    with pytest.raises(ServingError, match="gone"):
+        renderer.push(1, [failed])
 
 
 def test_the_answers_become_one_with_numbered_choices_and_the_sum_of_their_usage() -> None:

@@ -382,6 +382,20 @@ def test_several_prompts_are_answered_in_order_as_each_would_be_alone(
     assert [choice.text for choice in answer.choices] == [text for text in alone for _ in range(2)]
     assert answer.usage is not None
     assert answer.usage.completion_tokens == 6 * 12
+    streamed = dict.fromkeys(range(6), "")
+    usages = []
+    with client.completions.create(
+        **TEXT | {"prompt": prompts, "n": 2, "stream": True, "stream_options": {"include_usage": True}}
+    ) as stream:
+        for chunk in stream:
+            usages += [chunk.usage] if chunk.usage is not None else []
+            for choice in chunk.choices:
+                streamed[choice.index] += choice.text
+    assert [*streamed.values()] == [text for text in alone for _ in range(2)]
+    assert [usage.completion_tokens for usage in usages] == [6 * 12]
+    for more in ({}, {"stream": True}):
+        gone = httpx.post(f"{fast.urls[0]}/v1/completions", json=TEXT | {"prompt": prompts, "timeout_s": 0.001, **more})
+        assert (gone.status_code, gone.json()["error"]["code"]) == (504, "deadline_exceeded")
     body = TEXT | {"prompt": [*prompts, "x" * 1_000_000]}
     refused = httpx.post(f"{fast.urls[0]}/v1/completions", json=body)
     assert (refused.status_code, refused.json()["error"]["code"]) == (400, "context_length_exceeded")
