@@ -85,6 +85,21 @@ class GatewaySettings(Common, frozen=True, kw_only=True):
         bool,
         about("refuse requests without an API key even before the first key is made; once there is one, always"),
     ] = False
+    tls_cert: Annotated[
+        str, about("PEM file with the certificate and its chain, to serve HTTPS; read again when it changes")
+    ] = ""
+    tls_key: Annotated[str, about("PEM file with the certificate's private key, without a password")] = ""
+    cors_origins: Annotated[
+        tuple[str, ...],
+        about("origins whose pages may use the API in a browser, comma-separated: https://app.example.com, or *"),
+    ] = ()
+    trusted_proxies: Annotated[
+        tuple[str, ...],
+        about(
+            "addresses or networks of proxies, comma-separated, whose X-Forwarded-For and X-Forwarded-Proto headers "
+            "name the client; --max-connections-per-address does not limit them"
+        ),
+    ] = ()
     insecure: Annotated[
         bool, about("listen on other addresses than loopback although there are no API keys: anyone may then ask")
     ] = False

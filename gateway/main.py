@@ -8,7 +8,7 @@ import socket
 import sys
 from collections.abc import Coroutine, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import structlog
 
@@ -17,7 +17,10 @@ from configs.settings import GatewaySettings
 from gateway.http.access_log import with_access_log
 from gateway.http.app import application
 from gateway.http.connections import Limits
+from gateway.http.cors import check_origins, with_cors
+from gateway.http.proxies import TrustedProxies, with_proxies
 from gateway.http.server import HttpServer
+from gateway.http.tls import BadCertificate, Certificate
 from gateway.metrics import Metrics
 from gateway.nats.api import NatsApi
 from gateway.service import Gateway
@@ -46,6 +49,26 @@ class Exposed(Exception):
     """The gateway would answer everyone who reaches its port."""
 
 
+class Front(NamedTuple):
+    """``certificate``: None: plain HTTP."""
+
+    certificate: Certificate | None
+    proxies: TrustedProxies
+
+
+def front_of(settings: GatewaySettings) -> Front:
+    """What connections need, checked before anything is opened.
+
+    Raises:
+        BadCertificate, ValueError: a flag is wrong.
+    """
+    if bool(settings.tls_cert) != bool(settings.tls_key):
+        raise ValueError("--tls-cert and --tls-key are needed together")
+    check_origins(settings.cors_origins)
+    certificate = Certificate(settings.tls_cert, settings.tls_key) if settings.tls_cert else None
+    return Front(certificate, TrustedProxies(settings.trusted_proxies))
+
+
 def run(settings: GatewaySettings) -> int:
     """Serve until SIGTERM; returns the exit code."""
     sys.setswitchinterval(0.001)  # the event loop must get its turn beside threads that compute in Python
@@ -63,7 +86,12 @@ def run(settings: GatewaySettings) -> int:
         log.error("start_failed", error=f"--allowed-local-media-path {folder}: not a folder")
         return EXIT_CONFIG
     try:
-        status: int = uvloop.run(_serve(settings, model))
+        front = front_of(settings)
+    except (BadCertificate, ValueError) as error:
+        log.error("start_failed", error=str(error))
+        return EXIT_CONFIG
+    try:
+        status: int = uvloop.run(_serve(settings, model, front))
         return status
     except Exposed as error:
         log.error("start_failed", error=str(error))
@@ -73,7 +101,7 @@ def run(settings: GatewaySettings) -> int:
         return EXIT_START
 
 
-async def _serve(settings: GatewaySettings, model: modeldir.ModelDir) -> int:
+async def _serve(settings: GatewaySettings, model: modeldir.ModelDir, front: Front) -> int:
     stop = Stop(bound_s=settings.drain_s + END_S)
     stop.on_signals()
     listeners = listening_sockets(settings)
@@ -96,8 +124,12 @@ async def _serve(settings: GatewaySettings, model: modeldir.ModelDir) -> int:
     gateway = Gateway(bus, publisher, model, settings, metrics)
     nats_api = NatsApi(gateway, bus.tasks.group("nats-api"))
     app = application(gateway)
+    if settings.cors_origins:
+        app = with_cors(app, settings.cors_origins)
+    if front.proxies:
+        app = with_proxies(app, front.proxies)
     app = with_access_log(app) if settings.access_log else app
-    server = HttpServer(app, listeners, limits_of(settings), bus.tasks)
+    server = HttpServer(app, listeners, limits_of(settings), bus.tasks, tls=front.certificate, proxies=front.proxies)
     metrics.connections.set_function(lambda: len(server.state.connections))
     try:
         await gateway.open()

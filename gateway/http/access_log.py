@@ -1,14 +1,18 @@
-"""One log line per HTTP request: method, path, status, duration and request id; no query, header or body."""
+"""One log line per HTTP request: who, method, path, status, duration and request id; no query, header or body."""
 
+import re
 import time
 from collections.abc import MutableMapping
 from typing import Any
 
 import structlog
 
+from gateway.access.caller import ANYONE, CALLER, Caller
 from gateway.http.answers import REQUEST_ID, App, Receive, Scope, Send
 
 log = structlog.get_logger("gateway.access")
+
+_KEY = re.compile("pst-[A-Za-z0-9-]+")  # in a path, where none belongs
 
 
 def with_access_log(app: App) -> App:
@@ -31,13 +35,18 @@ def with_access_log(app: App) -> App:
         try:
             await app(scope, receive, noted)
         finally:
+            caller: Caller = scope.get(CALLER, ANYONE)
+            key = caller.key
             log.info(
                 "http_request",
                 method=scope["method"],
-                path=scope["path"],
+                path=_KEY.sub("pst-…", scope["path"]),
                 status=status,
                 duration_ms=round(1e3 * (time.monotonic() - began), 1),
                 request_id=request_id,
+                client=scope["client"][0] if scope.get("client") else "",
+                tenant=caller.tenant if key is not None else "",
+                key=key.prefix if key is not None else "",
             )
 
     return logged

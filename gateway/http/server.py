@@ -14,6 +14,8 @@ import uvicorn
 from uvicorn.server import ServerState
 
 from gateway.http.connections import Connection, Limits
+from gateway.http.proxies import TrustedProxies
+from gateway.http.tls import HANDSHAKE_S, Certificate
 from infra.bus.tasks import Tasks, end
 from schemas.errors import Code, ServingError
 
@@ -35,8 +37,19 @@ class HttpServer:
         draining: no connection is kept behind its present answer.
     """
 
-    def __init__(self, app: Any, listeners: Sequence[socket.socket], limits: Limits, tasks: Tasks) -> None:
+    def __init__(
+        self,
+        app: Any,
+        listeners: Sequence[socket.socket],
+        limits: Limits,
+        tasks: Tasks,
+        *,
+        tls: Certificate | None = None,
+        proxies: TrustedProxies | None = None,
+    ) -> None:
         self.limits = limits
+        self._tls = tls
+        self._proxies = proxies
         self.state = ServerState()
         self.draining = False
         self.refused = 0
@@ -58,8 +71,14 @@ class HttpServer:
 
     async def start(self) -> None:
         loop = asyncio.get_running_loop()
+        secured: dict[str, Any] = {}
+        if self._tls is not None:
+            secured = {"ssl": self._tls.context, "ssl_handshake_timeout": HANDSHAKE_S}
+            self._tasks.spawn(self._tls.watch(), name="certificate")
         for listener in self._listeners:
-            self._servers.append(await loop.create_server(lambda: Connection(self), sock=listener, backlog=BACKLOG))
+            self._servers.append(
+                await loop.create_server(lambda: Connection(self), sock=listener, backlog=BACKLOG, **secured)
+            )
         self._tasks.spawn(self._check(), name="connections")
 
     @property
@@ -70,7 +89,7 @@ class HttpServer:
 
     def opened(self, connection: Connection) -> ServingError | None:
         limits, count = self.limits, len(self.state.connections)
-        if limits.per_address:
+        if limits.per_address and not (self._proxies and self._proxies.trusts(connection.address)):
             self._by_address[connection.address] += 1
             if self._by_address[connection.address] > limits.per_address:
                 return self._full(connection, f"{limits.per_address} from one address (--max-connections-per-address)")
@@ -79,7 +98,7 @@ class HttpServer:
         return None
 
     def closed(self, connection: Connection) -> None:
-        if self.limits.per_address:
+        if connection.address in self._by_address:
             self._by_address[connection.address] -= 1
             if self._by_address[connection.address] <= 0:
                 del self._by_address[connection.address]

@@ -33,6 +33,9 @@ async def test_a_request_is_logged_once_with_its_status_and_id_and_without_its_b
         "path": "/v1/completions",
         "status": 429,
         "request_id": "r1",
+        "client": "",
+        "tenant": "",
+        "key": "",
     }
 
 

@@ -1,0 +1,140 @@
+"""HTTPS on real sockets: what is served, and what happens when the certificate is replaced."""
+
+import asyncio
+import os
+import shutil
+import ssl
+import subprocess
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gateway.http.connections import Limits
+from gateway.http.server import HttpServer
+from gateway.http.tls import BadCertificate, Certificate
+from gateway.main import listen
+from infra.bus.tasks import Tasks
+from tests.gateway.http.test_connections import GET, Application
+
+pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl to make certificates")
+
+
+def issue(folder: Path, name: str) -> tuple[Path, Path]:
+    cert, key = folder / f"{name}.crt", folder / f"{name}.key"
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2",
+         "-subj", f"/CN={name}", "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", key, "-out", cert],
+        check=True, capture_output=True,
+    )  # fmt: skip
+    return cert, key
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Path]]:
+    folder = tmp_path_factory.mktemp("certificates")
+    return {name: issue(folder, name) for name in ("first", "second")}
+
+
+@pytest.fixture
+def pair(made: dict[str, tuple[Path, Path]], tmp_path: Path) -> tuple[Path, Path]:
+    """Files that a test may replace, with the first certificate."""
+    return put(made["first"], (tmp_path / "tls.crt", tmp_path / "tls.key"))
+
+
+def put(source: tuple[Path, Path], target: tuple[Path, Path]) -> tuple[Path, Path]:
+    for one, other in zip(source, target, strict=True):
+        copy = other.with_suffix(".new")
+        shutil.copy(one, copy)
+        copy.replace(other)
+    return target
+
+
+@pytest.fixture
+async def served(pair: tuple[Path, Path]) -> AsyncIterator[tuple[int, Certificate]]:
+    listener, tasks, certificate = listen("127.0.0.1", 0), Tasks("test"), Certificate(*map(str, pair))
+    server = HttpServer(Application(), [listener], Limits(), tasks, tls=certificate)
+    await server.start()
+    yield listener.getsockname()[1], certificate
+    await server.close()
+    await tasks.aclose()
+
+
+async def connected(port: int, trusted: Path) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    context = ssl.create_default_context(cafile=str(trusted))
+    return await asyncio.open_connection("127.0.0.1", port, ssl=context)
+
+
+async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
+    writer.write(GET)
+    head = await reader.readuntil(b"\r\n\r\n")
+    await reader.readexactly(1)
+    return head.split(b"\r\n")[0]
+
+
+async def closed(writer: asyncio.StreamWriter) -> None:
+    writer.close()
+    with suppress(OSError):
+        await writer.wait_closed()
+
+
+async def test_a_replaced_certificate_is_shown_to_new_connections_and_open_ones_go_on(
+    served: tuple[int, Certificate], pair: tuple[Path, Path], made: dict[str, tuple[Path, Path]]
+) -> None:
+    port, certificate = served
+    old = await connected(port, made["first"][0])
+    assert await answer(*old) == b"HTTP/1.1 200 OK"
+    assert not certificate.reload()
+    put(made["second"], pair)
+    assert certificate.reload()
+    with pytest.raises(ssl.SSLError):
+        await connected(port, made["first"][0])
+    new = await connected(port, made["second"][0])
+    for connection in (new, old):
+        assert await answer(*connection) == b"HTTP/1.1 200 OK"
+        await closed(connection[1])
+
+
+async def test_half_a_replacement_changes_nothing(
+    served: tuple[int, Certificate], pair: tuple[Path, Path], made: dict[str, tuple[Path, Path]]
+) -> None:
+    port, certificate = served
+    put((made["second"][0], made["first"][1]), pair)
+    assert not certificate.reload()
+    connection = await connected(port, made["first"][0])
+    assert await answer(*connection) == b"HTTP/1.1 200 OK"
+    await closed(connection[1])
+    os.unlink(pair[1])
+    assert not certificate.reload()
+    put(made["second"], pair)
+    assert certificate.reload()
+
+
+async def test_plain_http_is_not_answered(served: tuple[int, Certificate]) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", served[0])
+    writer.write(GET)
+    with suppress(ConnectionError):
+        assert b"HTTP/1.1 200" not in await asyncio.wait_for(reader.read(), 10)
+    await closed(writer)
+
+
+def test_files_that_cannot_be_used_are_refused_at_start(tmp_path: Path, made: dict[str, tuple[Path, Path]]) -> None:
+    first, second = made["first"], made["second"]
+    nothing = tmp_path / "nothing.pem"
+    nothing.write_text("nothing")
+    encrypted = tmp_path / "encrypted.key"
+    subprocess.run(
+        ["openssl", "ec", "-in", first[1], "-aes128", "-passout", "pass:secret", "-out", encrypted],
+        check=True, capture_output=True,
+    )  # fmt: skip
+    wrong: list[tuple[Any, Any, str]] = [
+        (first[0], second[1], "do not belong together"),
+        (first[0], encrypted, "without a password"),
+        (tmp_path / "absent", first[1], "No such file"),
+        (nothing, first[1], "PEM"),
+    ]
+    for cert, key, why in wrong:
+        with pytest.raises(BadCertificate, match=why):
+            Certificate(str(cert), str(key))
