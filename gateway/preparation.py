@@ -6,7 +6,7 @@ and takes about 40 ns per value: a body with far more values than the model's co
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
@@ -41,13 +41,18 @@ LARGE_BODY = 8_192  # bytes; larger ones are prepared in a thread: to tokenise 1
 LARGE_PROMPT = 8_192  # tokens; longer ones with images get their block names in a thread
 THREADS = 2  # each competes with the event loop for the interpreter
 FEW_VALUES = 65_536  # in a body; so many are decoded in 3 ms
+PRIVATE_S = 120.0  # for all media of a request with no_store: routers erase what nobody asked for later than that
 COUNT_BYTES = 1 << 18  # searched for commas at once
 
 T = TypeVar("T")
 
 
 class RequestPreparer:
-    """Owns the threads; ``close`` it."""
+    """Owns the threads; ``close`` it.
+
+    Args:
+        may_erase_media: raises if some router does not erase the media of requests with ``no_store``.
+    """
 
     def __init__(
         self,
@@ -56,12 +61,14 @@ class RequestPreparer:
         conversations: Conversations,
         gateway: str,
         settings: GatewaySettings,
+        may_erase_media: Callable[[], Awaitable[None]],
     ) -> None:
         self._fleet = fleet
         self._media_loader = media_loader
         self._conversations = conversations
         self._gateway = gateway
         self._settings = settings
+        self._may_erase_media = may_erase_media
         self._constraints = ConstraintCheck()
         self._threads = ThreadPoolExecutor(THREADS, "prepare")
 
@@ -213,7 +220,13 @@ class RequestPreparer:
         left_s = pending.deadline_s - (time.time_ns() - pending.now_ns) / 1e9
         try:
             async with asyncio.timeout(left_s):
-                media = await self._media_loader.load(pending.prompt.media, context.model.vision, left_s)
+                owner = ""
+                if pending.no_store:
+                    assert pending.request_id is not None
+                    owner = pending.request_id
+                    await self._may_erase_media()
+                async with asyncio.timeout(PRIVATE_S if owner else None):
+                    media = await self._media_loader.load(pending.prompt.media, context.model.vision, left_s, owner)
         except TimeoutError:
             raise ServingError(Code.deadline_exceeded, "the images did not arrive before the deadline") from None
         if len(pending.prompt.tokens) <= LARGE_PROMPT:

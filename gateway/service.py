@@ -98,7 +98,9 @@ class Gateway:
         self._lookup = RequestLookup(self.records, RequestFinder(bus, self.tasks))
         self.conversations = Conversations(self._lookup, model.detokenizer, settings.max_body_bytes)
         loader = MediaLoader(bus, settings, metrics)
-        self._preparer = RequestPreparer(self.fleet, loader, self.conversations, self.id, settings)
+        self._preparer = RequestPreparer(
+            self.fleet, loader, self.conversations, self.id, settings, self._may_erase_media
+        )
         self.progress = Progress(bus, self.id, self._subscriptions.readers_of)
         self.listing = RequestListing(bus, self.records, self.progress)
         self._retention = Retention(bus, metrics)
@@ -202,6 +204,9 @@ class Gateway:
         """Whether a submission should be taken now."""
         return not self.draining and self._queue_monitor.has_room
 
+    async def _may_erase_media(self) -> None:
+        await self._erasure.check(sharded=self._queue_monitor.sharded, media=True)
+
     async def submit(self, request: GenerateRequest, *, owner: bool = True) -> InflightRequest:
         """Put a request into the log; returns when it is durable.
 
@@ -220,7 +225,7 @@ class Gateway:
             )
         inflight, subscription = InflightRequest(request), self._own
         if request.no_store:
-            await self._erasure.check(sharded=self._queue_monitor.sharded)
+            await self._erasure.check(sharded=self._queue_monitor.sharded, media=bool(request.media))
             subscription = await self._subscriptions.open(request.token_address)
         subscription.subscribe(inflight)  # before publishing: the first token may overtake the acknowledgement
         self._queue_monitor.accepted(request.priority)

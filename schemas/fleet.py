@@ -94,6 +94,7 @@ class Registration(msgspec.Struct, frozen=True, omit_defaults=True):
     no_store: bool = False  # takes requests whose output goes to a subject of its own; False: an older build
     embedder: Embedder | None = None  # of role "embed"
     pair_only: bool = False  # a prefill or decode worker whose engine cannot compute the other stage
+    private_media: bool = False  # reads media that are stored for one request; False: an older build
 
     @property
     def output(self) -> str:

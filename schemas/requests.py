@@ -87,6 +87,7 @@ class Media(msgspec.Struct, frozen=True, omit_defaults=True):
     bytes: int
     position: int = 0
     tokens: int = 0
+    private: str = ""  # id of the request with ``no_store`` that it is stored for alone, and erased with
 
 
 class Diffusion(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -19,6 +19,7 @@ class Member(msgspec.Struct, frozen=True, omit_defaults=True):
         shares: of these, whose requests all routers place, because there are too many for one.
         server, connection: id of the server that it is connected to, and of its connection there.
         no_store: it erases requests that are not to be stored; False: an older build.
+        private_media: it erases their media, too; False: an older build.
     """
 
     router: str
@@ -28,6 +29,7 @@ class Member(msgspec.Struct, frozen=True, omit_defaults=True):
     connection: int = 0
     shares: tuple[str, ...] = ()
     no_store: bool = False
+    private_media: bool = False
 
 
 decode = decoder(Member)

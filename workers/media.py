@@ -8,6 +8,7 @@ from blake3 import blake3
 
 from infra.bus import object_store
 from infra.bus.connection import Bus
+from infra.bus.private_objects import get_private
 from schemas.errors import Code
 from schemas.requests import Media
 from workers.engines.base import RequestError, VisionEngine
@@ -35,7 +36,10 @@ class MediaLoader:
         return dict(zip(numbers, prepared, strict=True))
 
     async def _one(self, medium: Media) -> object:
-        raw = await object_store.get(self._bus, "media", medium.digest.hex(), limit=medium.bytes)
+        if medium.private:
+            raw = await get_private(self._bus, "media", medium.private, medium.digest, size=medium.bytes)
+        else:
+            raw = await object_store.get(self._bus, "media", medium.digest.hex(), limit=medium.bytes)
         return await asyncio.get_running_loop().run_in_executor(self._pool, self._prepare, raw, medium)
 
     def _prepare(self, raw: bytes, medium: Media) -> object:

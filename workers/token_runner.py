@@ -277,6 +277,7 @@ class TokenRunner:
             silent_cache=settings.prefix_cache and not kv_events and settings.role != "encode" and not info.pair_only,
             no_store=True,
             pair_only=info.pair_only,
+            private_media=True,
         )
 
     def _endpoint(self) -> Endpoint | None:

@@ -8,6 +8,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
+import msgspec
 from blake3 import blake3
 
 from configs.settings import GatewaySettings
@@ -18,6 +19,7 @@ from gateway.media.sources import MediaPart
 from gateway.metrics import Metrics
 from infra.bus.connection import Bus
 from infra.bus.object_store import put
+from infra.bus.private_objects import put_private
 from infra.model.modeldir import Vision
 from schemas.requests import Media
 
@@ -40,8 +42,11 @@ class MediaLoader:
         self._slots = asyncio.Semaphore(SLOTS)
         self._known: OrderedDict[str, tuple[float, float]] = OrderedDict()  # name -> (checked, expires), monotonic
 
-    async def load(self, parts: Sequence[MediaPart], vision: Vision, keep_s: float) -> list[Media]:
+    async def load(self, parts: Sequence[MediaPart], vision: Vision, keep_s: float, owner: str = "") -> list[Media]:
         """Load and store media for at least ``keep_s`` seconds. Equal URLs are fetched once.
+
+        Args:
+            owner: id of the request for which alone they are stored; "": for every request.
 
         Returns: in the order of ``parts``; positions are not set.
 
@@ -54,12 +59,12 @@ class MediaLoader:
                 for part in parts:
                     key = part.url, part.embedding
                     if key not in tasks:
-                        tasks[key] = group.create_task(self._load_one(part, vision, keep_s), name="medium")
+                        tasks[key] = group.create_task(self._load_one(part, vision, keep_s, owner), name="medium")
         except ExceptionGroup as failed:
             raise failed.exceptions[0] from None
         return [tasks[part.url, part.embedding].result() for part in parts]
 
-    async def _load_one(self, part: MediaPart, vision: Vision, keep_s: float) -> Media:
+    async def _load_one(self, part: MediaPart, vision: Vision, keep_s: float, owner: str) -> Media:
         async with self._slots:
             try:
                 data = await self._fetcher.fetch(part.url)
@@ -70,6 +75,9 @@ class MediaLoader:
             except MediaRejected as rejected:
                 raise rejected.to_error(part.field) from None
             self._metrics.media.labels(medium.kind).inc()
+            if owner:
+                await put_private(self._bus, BUCKET, owner, medium.digest, data)
+                return msgspec.structs.replace(medium, private=owner)
             await self._store(medium.digest.hex(), data, keep_s)
             return medium
 

@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from gateway.openai.common import CHAT, COMPLETION, random_seed, resolve_deadline_s, resolve_priority
-from gateway.openai.errors import unsupported
 from gateway.openai.options import GenerationOptions, resolve_options
 from gateway.openai.prepare_context import PrepareContext
 from gateway.openai.prompt import Prompt, chat_prompt, completion_prompt, expand_media, truncated
@@ -48,6 +47,7 @@ class PendingMediaRequest(NamedTuple):
     deadline_s: float
     now_ns: int
     request_id: str | None
+    no_store: bool = False
 
 
 def prepare_chat(
@@ -84,10 +84,11 @@ def prepare_chat_body(
         body, prompt.tokens, prompt.min_tokens, context, seed
     )  # before media are fetched for an invalid body
     if prompt.media:
-        if context.no_store or body.no_store:
-            raise unsupported("no_store", "no_store is not supported with images: media are stored for many requests")
         deadline_s = resolve_deadline_s(body, context.default_deadline_s)
-        return PendingMediaRequest(body, prompt, deadline_s, now_ns, request_id)
+        no_store = context.no_store or bool(body.no_store)
+        if no_store and request_id is None:  # its images are stored under it
+            request_id = new_request_id(now_ns)
+        return PendingMediaRequest(body, prompt, deadline_s, now_ns, request_id, no_store)
     return _prepared(body, CHAT, prompt.tokens, options, context, now_ns=now_ns, request_id=request_id)
 
 
@@ -114,7 +115,7 @@ def attach_media(
     Raises:
         ServingError: with all tokens of its media, the prompt is too long.
     """
-    body, prompt, _, now_ns, request_id = pending
+    body, prompt, _, now_ns, request_id, _ = pending
     vision = context.model.vision
     assert vision is not None
     length = len(prompt.tokens) - len(media) + sum(medium.tokens for medium in media)

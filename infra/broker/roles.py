@@ -137,11 +137,12 @@ def _router(s: Subjects) -> tuple[Right, ...]:
         Right("ask workers for their blocks, and cancel", (s.all("ctl"), s.cancel), (s.cancel,)),
         Right("fence a dead worker", (f"$KV.{s.bucket('workers')}.*",)),
         Right("erase requests that must not be stored, and those that gateways ask to delete",
-              tuple(f"$JS.API.STREAM.MSG.DELETE.{s.stream(n)}" for n in ("REQUESTS", "WORK", "TOKENS", "DONE")),
+              (*(f"$JS.API.STREAM.MSG.DELETE.{s.stream(n)}" for n in ("REQUESTS", "WORK", "TOKENS", "DONE")),
+               f"$JS.API.STREAM.MSG.DELETE.OBJ_{s.bucket('media')}"),
               (s.erase,)),
         Right("follow the log", (), (s.all("live"),)),
         _reads(*(s.stream(name) for name in ("REQUESTS", "WORK", "TOKENS", "KV", "DONE"))),
-        _reads(*_buckets(s, "workers", "routers", "tenants")),
+        _reads(*_buckets(s, "workers", "routers", "tenants"), f"OBJ_{s.bucket('media')}"),
         _stores(s.bucket("snapshots")),
     )  # fmt: skip
 

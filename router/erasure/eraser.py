@@ -4,13 +4,14 @@ The task itself is in the log, so no process can lose it: such requests have the
 there until everything else about them is erased. A router that starts reads that subject and erases ended requests,
 whichever router or worker died before.
 
-Order: jobs, tokens, the request. A router that starts in between finds no job without its end, and the record in DONE
-has no content (``done.without_content``).
+Order: jobs, tokens, media, the request. A router that starts in between finds no job without its end, and the record
+in DONE has no content (``done.without_content``).
 """
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from typing import Any
 
 import msgspec
@@ -20,6 +21,7 @@ from nats.errors import Error as NatsError
 from infra.bus.connection import Bus
 from infra.bus.direct_get import Entry, get_last, get_last_of, read
 from infra.bus.erase import erase
+from infra.bus.private_objects import private_owners, private_sequences
 from infra.bus.publisher import Publisher
 from infra.bus.tasks import Tasks
 from router.erasure.ledger import Due, ErasureLedger
@@ -33,6 +35,8 @@ from schemas.subjects import HEADER_MSG_ID, token
 log = structlog.get_logger("router")
 
 TICK_S = 0.25
+MEDIA = "media"
+UNACCEPTED_NS = 600 * 10**9  # media of a request that REQUESTS does not have so long after it was made are erased
 SCAN_S = 30.0  # between two scans for requests that no message announced
 RETRY_S = 2.0
 TOGETHER = 64  # requests erased in one round
@@ -127,6 +131,10 @@ class Eraser:
             ]
             for record in await get_last_of(self._bus, subjects.stream("DONE"), subjects_of_ends):
                 self._add(record)
+        try:
+            await self._erase_unaccepted_media(stored, time.time_ns())
+        except (ServingError, NatsError, OSError, TimeoutError) as error:  # as with rights of an earlier release
+            log.warning("media_not_erased", error=str(error) or repr(error))
 
     async def _with_tokens(self) -> set[str]:
         """Requests with messages on a token subject of their own."""
@@ -196,13 +204,26 @@ class Eraser:
             if name not in names:
                 continue
             if request is not None:
+                if request.media:
+                    await self._erase_media(name)
                 remains = wire.encode(done.without_text(request))
                 await self._publisher.publish(subjects.erased, remains, f"{name}:erased", timeout=5.0)
             seqs.append(entry.seq)
         await self._erase_all("REQUESTS", seqs)
 
+    async def _erase_media(self, request: str) -> None:
+        await self._erase_all("", await private_sequences(self._bus, MEDIA, request))
+
+    async def _erase_unaccepted_media(self, accepted: Container[str], now_ns: int) -> None:
+        """Erase media of requests that were never accepted: their gateway died, or refused them."""
+        for request in await private_owners(self._bus, MEDIA):
+            with contextlib.suppress(ValueError):
+                if request not in accepted and time_of(request) + UNACCEPTED_NS < now_ns:
+                    await self._erase_media(request)
+                    log.info("media_erased", request=request)
+
     async def _erase_all(self, name: str, seqs: Iterable[int]) -> None:
-        stream = self._bus.subjects.stream(name)
+        stream = self._bus.subjects.stream(name) if name else f"OBJ_{self._bus.subjects.bucket(MEDIA)}"
 
         async def one(seq: int) -> None:
             async with self._slots:

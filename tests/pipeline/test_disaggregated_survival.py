@@ -8,6 +8,7 @@ import signal
 import time
 from collections import Counter
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -36,6 +37,7 @@ def fleet(new_deployment: NewDeployment) -> Deployment:
     return new_deployment(
         *("--mock-speedup", "1", "--prefill", "2", "--decode", "3", "--encode", "1", "--routers", "2"),
         *("--model", "demo-vision", "--local-prefill-tokens", "64", "--handoff-lease-s", "10"),
+        *("--no-store-grace-s", "1"),
     )
 
 
@@ -163,3 +165,30 @@ async def test_cancelled_prefills_do_not_delay_the_next_request(fleet: Deploymen
         waited = time.monotonic() - began
         assert answer.json()["choices"][0]["text"] == oracle.answer(short, 2)
         assert waited < 1.0
+
+
+async def test_images_of_a_request_with_no_store_are_erased_though_a_router_dies(
+    fleet: Deployment, oracle: Oracle
+) -> None:
+    asked = picture(77)
+    url = asked["messages"][0]["content"][0]["image_url"]["url"]
+    raw = base64.b64decode(url.partition(",")[2])
+    wanted = [raw[at : at + 16] for at in range(64, len(raw) - 16, 32)]
+    routers = {process.pid for process in fleet.state.processes if process.name.startswith("router-")}
+
+    async def gone() -> bool:
+        return not on_disk(fleet.data_dir, wanted)
+
+    async with httpx.AsyncClient(base_url=fleet.urls[0], trust_env=False, timeout=60) as http:
+        _, said = await ask(http, asked | {"no_store": True})
+        assert len(on_disk(fleet.data_dir, wanted)) == len(wanted), "until the grace is over"
+        os.kill(next(pid for pid in routers if pid is not None), signal.SIGKILL)
+        await until(gone, "erasure of the image")
+        assert (await ask(http, asked))[1] == said
+        assert on_disk(fleet.data_dir, wanted), "one that is stored stays"
+
+
+def on_disk(folder: Path, wanted: list[bytes]) -> list[bytes]:
+    """Those that some file of the broker contains."""
+    stored = b"\0\0".join(path.read_bytes() for path in folder.rglob("*.blk"))
+    return [each for each in wanted if each in stored]

@@ -240,6 +240,17 @@ SAMPLES: dict[str, tuple[Any, Callable[[bytes], Any]]] = {
         routers.decode,
     ),
     "router_that_erases": (routers.Member("router-2", 1, no_store=True), routers.decode),
+    "router_that_erases_media": (routers.Member("router-2", 1, no_store=True, private_media=True), routers.decode),
+    "registration_that_reads_private_media": (
+        fleet.Registration("w-1", "tiny", "decode", "native", 5, 16, 100, 8, 4096, no_store=True, private_media=True),
+        fleet.decode,
+    ),
+    "request_with_private_media": (
+        msgspec.structs.replace(
+            REQUEST, no_store=True, media=(requests.Media(b"\x11" * 32, "image/png", 5, 1, 2, private=REQUEST.id),)
+        ),
+        requests.decode,
+    ),
     "request_not_to_store": (
         requests.GenerateRequest(
             "0197a3f2-5c00-7abc-8def-0123456789ab",

@@ -5,18 +5,22 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
+from blake3 import blake3
 
 from infra.broker.server import EmbeddedNats
 from infra.bus.connection import Bus
 from infra.bus.direct_get import get_last, read
+from infra.bus.private_objects import private_owners, put_private
 from infra.bus.publisher import Publisher
 from infra.metrics.scope import MetricScope
-from router.erasure.eraser import Eraser
+from router.erasure.eraser import UNACCEPTED_NS, Eraser
 from router.erasure.ledger import SECOND_LOOK_S, ErasureLedger
 from router.metrics import Metrics
 from schemas import done, requests
-from schemas.requests import GenerateRequest
+from schemas.ids import new_request_id
+from schemas.requests import GenerateRequest, Media
 from schemas.subjects import HEADER_MSG_ID, HEADER_NO_STORE, Subjects
 from schemas.tokens import TokenBatch, TokenItem
 from schemas.wire import encode, pack_tokens
@@ -74,6 +78,42 @@ async def stored(bus: Bus, request_id: str) -> list[str]:
             if request_id in entry.headers.get(HEADER_MSG_ID, ""):
                 found.append("erased" if entry.subject == bus.subjects.erased else name)
     return found
+
+
+async def test_media_are_erased_with_the_request_that_they_were_stored_for(
+    bus: Bus, publisher: Publisher, broker: EmbeddedNats
+) -> None:
+    since = time.time_ns()
+    ledger = ErasureLedger(grace_s=0)
+    images = [bytes([40 + number]) * 3000 + b"picture" for number in range(3)]
+    media = tuple(Media(blake3(image).digest(), "image/png", len(image)) for image in images)
+    request = await private(bus, media=tuple(msgspec.structs.replace(each, private="its id") for each in media[:2]))
+    other = new_request_id(since)
+    for owner, medium, image in zip((request.id, request.id, other), media, images, strict=True):
+        await put_private(bus, "media", owner, medium.digest, image)
+    await ended(bus, request)
+    own = eraser(bus, publisher, ledger, since_ns=since)
+    await own.scan()
+    assert on_disk(broker.data_dir, *images) == images
+    await own.erase_due(time.time_ns())
+    assert await stored(bus, request.id) == ["erased", "DONE"]
+    assert on_disk(broker.data_dir, *images) == images[2:]
+    assert await private_owners(bus, "media") == {other}
+
+
+async def test_media_of_a_request_that_was_never_accepted_are_erased(
+    bus: Bus, publisher: Publisher, broker: EmbeddedNats
+) -> None:
+    """Their gateway died before it could publish the request, or even in the middle of an upload."""
+    now = time.time_ns()
+    early, late = new_request_id(now - UNACCEPTED_NS - 10**9), new_request_id(now)
+    waiting = await accept(bus, model="never", no_store=True, id=new_request_id(now - UNACCEPTED_NS - 10**9))
+    images = [bytes([60 + number]) * 3000 for number in range(3)]
+    for owner, image in zip((early, late, waiting.id), images, strict=True):
+        await put_private(bus, "media", owner, blake3(image).digest(), image)
+    await eraser(bus, publisher, ErasureLedger(grace_s=0), since_ns=now).scan()
+    assert on_disk(broker.data_dir, *images) == images[1:]
+    assert await private_owners(bus, "media") == {late, waiting.id}
 
 
 def on_disk(folder: Path, *texts: bytes) -> list[bytes]:
