@@ -14,7 +14,7 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 PIP   := $(BIN)/python -m pip --disable-pip-version-check --quiet
 TORCH := $(shell sed -n 's/^ *"\(torch[^"]*\)",.*/\1/p' pyproject.toml)
 
-.PHONY: help up test test-long types pytest test-trtllm test-vllm docs bench chaos chaos-mixed lint clean
+.PHONY: help up test test-long types pytest test-trtllm test-vllm test-sglang docs bench chaos chaos-mixed lint clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -54,6 +54,12 @@ test-vllm:  ## the same on the real vLLM, and workers on it in the real pipeline
 	PENSTOCK_CONTRACT_REAL=vllm PENSTOCK_CONTRACT_BOUND_S=120 \
 	  $(BIN)/python -m pytest tests/workers/engines/test_contract.py tests/workers/engines/vllm/test_real.py \
 	  tests/pipeline/test_vllm.py tests/standins/test_vllm.py -k vllm \
+	  -W default --timeout 900 $(ARGS)
+
+# A process has one SGLang engine at a time: tests with engines of their own are left to the stand-in.
+test-sglang:  ## the same on the real SGLang, with a GPU (VENV=where it is installed)
+	PENSTOCK_CONTRACT_REAL=sglang PENSTOCK_CONTRACT_BOUND_S=120 \
+	  $(BIN)/python -m pytest tests/workers/engines/test_contract.py tests/standins/test_sglang.py -k sglang \
 	  -W default --timeout 900 $(ARGS)
 
 lint: $(VENV)/.installed-dev  ## fix and format

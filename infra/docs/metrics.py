@@ -23,7 +23,7 @@ Every process serves Prometheus metrics: a gateway at `/metrics` of its HTTP por
 Every series has the labels of its process, which are set automatically: `namespace`, `component` (gateway, router or
 worker), `process` (its `--name`), `model` (gateways and workers) and `role` (workers).
 
-Engines add metrics of their own to a worker's page (`vllm:*`, `trtllm_*`), and so can your own code
+Engines add metrics of their own to a worker's page (`vllm:*`, `sglang:*`, `trtllm_*`), and so can your own code
 (`user_*`, see [Engines](engines.md#logits-processors)). Series of GPUs (`penstock_worker_gpu_memory_used_bytes`,
 `…_gpu_memory_bytes`, `…_gpu_utilization_ratio`, by `gpu`) need the package `nvidia-ml-py`. A label of an engine's
 that is set automatically too is kept as `exported_NAME`. With `PROMETHEUS_MULTIPROC_DIR`, a local

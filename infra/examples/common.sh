@@ -2,7 +2,7 @@
 #
 #   MODEL_PATH         model directory or Hugging Face id     default: set by the script
 #   SERVED_MODEL_NAME  name that clients use                  default: MODEL_PATH
-#   ENGINE             trtllm, vllm, native, mock             default: trtllm
+#   ENGINE             trtllm, vllm, sglang, native, mock     default: trtllm
 #   MODALITY           text, multimodal, video_diffusion      default: text
 #   HTTP_PORT          of the gateway                         default: 8000
 #   DATA_DIR           store and secrets of the broker        default: .penstock-example
@@ -79,10 +79,10 @@ worker() {
   shift $(($# > 1 ? 2 : 1))
   local flags=(--engine "$ENGINE" --role "$role" --model "$MODEL_PATH" --served-model-name "$SERVED_MODEL_NAME")
   flags+=(--block-size "$BLOCK_SIZE" "$@")
-  if [[ ($ENGINE == trtllm || $ENGINE == vllm) && -n $file ]]; then
+  if [[ ($ENGINE == trtllm || $ENGINE == vllm || $ENGINE == sglang) && -n $file ]]; then
     flags+=(--extra-engine-args "$file")
   fi
-  if [[ ($ENGINE == trtllm || $ENGINE == vllm) && $role != diffusion && -n $OTLP_ENDPOINT ]]; then
+  if [[ ($ENGINE == trtllm || $ENGINE == vllm || $ENGINE == sglang) && $role != diffusion && -n $OTLP_ENDPOINT ]]; then
     # the engine's own spans; engines take the URL for gRPC unless told otherwise
     export OTEL_EXPORTER_OTLP_TRACES_PROTOCOL=${OTEL_EXPORTER_OTLP_TRACES_PROTOCOL:-http/protobuf}
     flags+=(--otlp-endpoint "$OTLP_ENDPOINT")

@@ -1,7 +1,7 @@
 """An event loop in a thread of its own, open as long as its engine.
 
-Asynchronous engines (TensorRT-LLM, vLLM) bind their results, events and statistics to the loop that runs when they are
-requested, and their threads refuse to deliver to a loop that has stopped. One loop therefore serves all of it.
+Asynchronous engines (TensorRT-LLM, vLLM, SGLang) bind their results, events and statistics to the loop that runs when
+they are requested, and their threads refuse to deliver to a loop that has stopped. One loop therefore serves all of it.
 """
 
 import asyncio

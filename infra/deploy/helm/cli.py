@@ -72,7 +72,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--served-model-name", default="", metavar="NAME", help="name that clients use")
     parser.add_argument("--image", default="", help="of gateways, routers and mock workers; see docs/containers.md")
     parser.add_argument("--native-image", default="", metavar="IMAGE", help="of native workers")
-    parser.add_argument("--engine-image", default="", metavar="IMAGE", help="of workers with trtllm or vllm")
+    parser.add_argument("--engine-image", default="", metavar="IMAGE", help="of workers with trtllm, vllm or sglang")
     parser.add_argument("--hub-secret", default="", metavar="SECRET", help="Secret with a Hugging Face token")
     parser.add_argument(
         "--urls-secret", default="", metavar="SECRET", help="Secret with the URLs of a NATS of your own (default: none)"

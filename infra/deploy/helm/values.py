@@ -18,7 +18,7 @@ Quantity = Annotated[str, Meta(pattern=r"^[0-9]+(\.[0-9]+)?(m|[kKMGTPE]i?)?$")]
 Seconds = Annotated[int, Meta(ge=1, le=7 * 86_400)]
 Metric = Annotated[str, Meta(pattern="^penstock_[a-z_]+$")]
 Role = Literal["aggregated", "prefill", "decode", "encode", "diffusion", "embed"]
-Engine = Literal["native", "mock", "trtllm", "vllm"]
+Engine = Literal["native", "mock", "trtllm", "vllm", "sglang"]
 Tree = Mapping[str, Any]  # as Kubernetes has it
 
 # What probes, services, volumes and the other processes rely on: the chart sets it, and ``settings`` must not.
@@ -152,7 +152,7 @@ class WorkerDefaults(Placed, frozen=True, kw_only=True):
         about("of each pod; default: what the engine arguments ask for over all nodes, 1 for native, 0 for mock"),
     ] = None
     nodes: Annotated[Count, about("pods that together are one engine; more than one: trtllm, by LeaderWorkerSet")] = 1
-    engine_args: Annotated[str, about("trtllm, vllm: text of the engine arguments")] = ""
+    engine_args: Annotated[str, about("trtllm, vllm, sglang: text of the engine arguments")] = ""
     settings: Annotated[Tree, about("flags of `penstock worker` without their dashes, as in `max-running: 64`")] = {}
     drain_seconds: Annotated[Seconds, about("that running requests may take to finish")] = 30
     load_seconds: Annotated[Seconds, about("that weights may take to load")] = 3600
@@ -161,7 +161,7 @@ class WorkerDefaults(Placed, frozen=True, kw_only=True):
     shared_memory: Annotated[Quantity, about("size of /dev/shm, which counts as memory")] = "16Gi"
     resources: Annotated[Mapping[str, int | str], about("further ones of each pod, such as `rdma/ib: 1`")] = {}
     read_only_root_filesystem: Annotated[
-        bool | None, about("default: yes for native and mock, no for trtllm and vllm, which compile at run time")
+        bool | None, about("default: yes for native and mock, no for the others, which compile at run time")
     ] = None
     nvlink_domain: Annotated[
         bool, about("the pods of an engine share memory over NVLink across nodes (GB200): needs NVIDIA's DRA driver")
@@ -247,7 +247,7 @@ class Values(Section, frozen=True, kw_only=True):
     native_image: Annotated[str, about("of workers with the native engine, also of images and videos")] = (
         "registry.example.com/penstock-native:0.1.0"
     )
-    engine_image: Annotated[str, about("of workers with trtllm or vllm")] = ""
+    engine_image: Annotated[str, about("of workers with trtllm, vllm or sglang")] = ""
     image_pull_policy: Literal["IfNotPresent", "Always", "Never"] = "IfNotPresent"
     image_pull_secrets: tuple[Tree, ...] = ()
     namespace: Annotated[Namespace, about("prefix of all NATS subjects and streams")] = "ps"

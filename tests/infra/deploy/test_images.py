@@ -25,7 +25,7 @@ FILE = ROOT / "infra" / "deploy" / "images" / "Containerfile"
 TEXT = FILE.read_text(encoding="utf-8")
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 ROLES = {"gateway": "gateway", "router": "router"} | dict.fromkeys(
-    ("worker-native", "worker-trtllm", "worker-vllm"), "worker"
+    ("worker-native", "worker-trtllm", "worker-vllm", "worker-sglang"), "worker"
 )
 
 
@@ -75,7 +75,7 @@ def test_every_base_is_named_with_its_version() -> None:
         assert re.search(r":v?\d+\.\d+\.\d+", line), line
     known = stages()
     for begins, _ in known.values():
-        assert begins in known or begins in ("${PYTHON}", "${ENGINE_TRTLLM}", "${ENGINE_VLLM}")
+        assert begins in known or begins in ("${PYTHON}", "${ENGINE_TRTLLM}", "${ENGINE_VLLM}", "${ENGINE_SGLANG}")
 
 
 def test_every_package_is_copied_and_let_through() -> None:

@@ -68,6 +68,7 @@ class Subject:
         package: what it needs besides ours.
         on_real: settings for the real package.
         variant: settings besides, of an engine that is here more than once.
+        single: a process can have one engine of the real package at a time; the suite's shared one then.
     """
 
     name: str
@@ -77,6 +78,7 @@ class Subject:
     package: str = ""
     on_real: Mapping[str, Any] = field(default_factory=dict)
     variant: Mapping[str, Any] = field(default_factory=dict)
+    single: bool = False
 
     def settings(self, **options: Any) -> WorkerSettings:
         defaults: dict[str, Any] = {
@@ -190,7 +192,9 @@ ALL = (
             HANDOFF: "SGLang's prefill engine reports no token before a decode engine has taken its KV",
         },
         "sglang",
-        variant={"override_engine_args": '{"enable_deterministic_inference": true}'},
+        {"dtype": "float32"},
+        {"override_engine_args": '{"enable_deterministic_inference": true}'},
+        single=True,
     ),
 )
 SUBJECTS = tuple(subject for subject in ALL if importlib.util.find_spec(f"workers.engines.{subject.name}"))

@@ -84,6 +84,8 @@ def shared(subject: Subject) -> Iterator[Driver]:
 @pytest.fixture
 def make(subject: Subject) -> Iterator[Make]:
     """An engine of the test's own."""
+    if subject.single and subject.real:
+        pytest.skip("a process has one engine of this package at a time")
     with contextlib.ExitStack() as open_ones:
         yield lambda **options: open_ones.enter_context(made(subject, **options))
 

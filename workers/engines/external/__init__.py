@@ -1,4 +1,4 @@
-"""Shared parts of the adapters for asynchronous third-party engines (TensorRT-LLM, vLLM).
+"""Shared parts of the adapters for asynchronous third-party engines (TensorRT-LLM, vLLM, SGLang).
 
 Such an engine computes in threads or processes of its own, keeps its own KV cache with its own block names, and moves
 KV between workers itself. ``engine`` implements our engine protocol for all of them and owns an ``Adapter``, which is

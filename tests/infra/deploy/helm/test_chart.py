@@ -591,7 +591,7 @@ def test_dashboards_and_alerts_are_those_of_the_monitoring_folder() -> None:
         ("workers: {prefill: {engine: trtllm}}", "engineImage: name the image with penstock and trtllm"),
         ("engineImage: e\nworkers: {prefill: {engine: trtllm}}", "workers.prefill.model: name a directory"),
         ("workers: {draw: {role: diffusion}}", "workers.draw.model: name a directory"),
-        ("workers: {decode: {engineArgs: 'a: 1'}}", "read by trtllm and vllm, not by native"),
+        ("workers: {decode: {engineArgs: 'a: 1'}}", "read by trtllm, vllm and sglang, not by native"),
         ("workers: {decode: {nodes: 2}}", "only trtllm runs one engine over several nodes"),
         ("workers: {decode: {nvlinkDomain: true}}", "are for engines of several nodes"),
         ("workers: {decode: {}, prefill: {model: other}}", "one language model per release"),

@@ -13,7 +13,7 @@ GPUs come from the engine arguments, as the engines count them.
 {{- $roles := list "aggregated" "prefill" "decode" "encode" "diffusion" "embed" -}}
 {{- $role := $pool.role | default (ternary $name "aggregated" (has $name $roles)) -}}
 {{- $apart := has $role (list "diffusion" "embed") -}}
-{{- $external := has $pool.engine (list "trtllm" "vllm") -}}
+{{- $external := has $pool.engine (list "trtllm" "vllm" "sglang") -}}
 {{- $images := dict "mock" $root.Values.image "native" $root.Values.nativeImage -}}
 {{- $image := $pool.image | default (get $images $pool.engine) | default $root.Values.engineImage -}}
 {{- if not $image -}}
@@ -27,7 +27,7 @@ GPUs come from the engine arguments, as the engines count them.
 {{- fail (printf "workers.%s.model: one language model per release; set model: %s" $name $pool.model) -}}
 {{- end -}}
 {{- if and $pool.engineArgs (not $external) -}}
-{{- fail (printf "workers.%s.engineArgs: read by trtllm and vllm, not by %s" $name $pool.engine) -}}
+{{- fail (printf "workers.%s.engineArgs: read by trtllm, vllm and sglang, not by %s" $name $pool.engine) -}}
 {{- end -}}
 {{- $nodes := int $pool.nodes -}}
 {{- if and (gt $nodes 1) (ne $pool.engine "trtllm") -}}
@@ -40,8 +40,12 @@ GPUs come from the engine arguments, as the engines count them.
 {{- if hasKey $arguments "Error" -}}
 {{- fail (printf "workers.%s.engineArgs: %s" $name $arguments.Error) -}}
 {{- end -}}
-{{- $arguments = mergeOverwrite (dict "tensor_parallel_size" (get $pool.settings "tensor-parallel-size" | default 1)) $arguments -}}
-{{- $sizes := ternary (list "tensor_parallel_size" "pipeline_parallel_size" "data_parallel_size") (list "tensor_parallel_size" "pipeline_parallel_size" "context_parallel_size" "world_size") (eq $pool.engine "vllm") -}}
+{{- $parallel := dict -}}
+{{- $_ := set $parallel "trtllm" (list "tensor_parallel_size" "pipeline_parallel_size" "context_parallel_size" "world_size") -}}
+{{- $_ := set $parallel "vllm" (list "tensor_parallel_size" "pipeline_parallel_size" "data_parallel_size") -}}
+{{- $_ := set $parallel "sglang" (list "tp_size" "pp_size" "dp_size") -}}
+{{- $sizes := get $parallel $pool.engine -}}
+{{- $arguments = mergeOverwrite (dict (first $sizes) (get $pool.settings "tensor-parallel-size" | default 1)) $arguments -}}
 {{- range $sizes -}}
 {{- $total = mul $total (get $arguments . | default 1 | int) -}}
 {{- end -}}

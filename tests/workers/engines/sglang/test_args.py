@@ -1,0 +1,116 @@
+"""The arguments of SGLang: defaults, what is laid over them, and what is refused with its fix."""
+
+import json
+from typing import Any
+
+import pytest
+
+from infra.engine_args.tree import BadArguments
+from tests.standins.sglang_signatures import recorded
+from workers.engines.sglang.args import CONTEXT_MARGIN, EngineSettings, Resolved, layout, ranks_of, resolve
+
+KNOWN = frozenset(recorded()["ServerArgs"])
+WANTED = EngineSettings("aggregated", 32, 8, 64, 512, events="ipc:///tmp/e", replay="ipc:///tmp/r")
+
+
+def resolved(wanted: EngineSettings = WANTED, **given: Any) -> Resolved:
+    return resolve(wanted, given, KNOWN)
+
+
+def test_defaults_are_the_worker_s_settings_under_sglang_s_names() -> None:
+    tree = resolved(WANTED._replace(kv_blocks=10, dtype="bfloat16", device="cuda", tensor_parallel_size=2)).tree
+    assert set(tree) <= KNOWN
+    assert (tree["page_size"], tree["max_running_requests"], tree["chunked_prefill_size"]) == (32, 8, 64)
+    assert (tree["max_total_tokens"], tree["context_length"]) == (320, 512 + CONTEXT_MARGIN)
+    assert (tree["dtype"], tree["device"], tree["tp_size"]) == ("bfloat16", "cuda", 2)
+    assert tree["incremental_streaming_output"]
+    assert tree["disaggregation_mode"] == "null"
+    spans = resolved(WANTED._replace(otlp="http://c:4317")).tree
+    assert (spans["enable_trace"], spans["otlp_traces_endpoint"]) == (True, "http://c:4317")
+
+
+def test_what_the_user_gives_goes_over_the_defaults() -> None:
+    tree = resolved(mem_fraction_static=0.7, log_level="info", max_running_requests=4).tree
+    assert (tree["mem_fraction_static"], tree["log_level"], tree["max_running_requests"]) == (0.7, "info", 4)
+    assert resolved(enable_deterministic_inference=True).deterministic
+    assert not resolved().deterministic
+
+
+@pytest.mark.parametrize(
+    ("wanted", "given", "there"),
+    [
+        ({}, {}, True),
+        ({"publish": False}, {}, False),
+        ({"prefix_cache": False}, {}, False),
+        ({"events": ""}, {}, False),
+        ({"role": "prefill"}, {}, True),
+        ({"role": "decode"}, {}, False),
+        ({"role": "decode"}, {"disaggregation_decode_enable_radix_cache": True}, True),
+    ],
+)
+def test_kv_events_are_published_wherever_there_is_a_prefix_cache(
+    wanted: dict[str, Any], given: dict[str, Any], there: bool
+) -> None:
+    found = resolved(WANTED._replace(**wanted), **given)
+    assert (found.events is not None) == there == ("kv_events_config" in found.tree)
+    if there:
+        config = json.loads(found.tree["kv_events_config"])
+        assert config == found.events
+        assert (config["publisher"], config["endpoint"], config["replay_endpoint"]) == (
+            "zmq",
+            "ipc:///tmp/e",
+            "ipc:///tmp/r",
+        )
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"mem_fraction_statik": 1}, "did you mean mem_fraction_static"),
+        ({"tensor_parallel_size": 2}, "SGLang's name is tp_size"),
+        ({"model_path": "x"}, "use --model"),
+        ({"schedule_policy": "lpm"}, "the router orders requests"),
+        ({"enable_lora": True}, "not supported"),
+        ({"nnodes": 2}, "one process of one machine"),
+        ({"page_size": 1}, "use --block-size"),
+        ({"context_length": 4096}, "use --max-model-len"),
+        ({"disable_radix_cache": True}, "use --no-prefix-cache"),
+        ({"kv_events_config": "{}"}, "--no-use-kv-events"),
+    ],
+)
+def test_what_contradicts_the_worker_is_refused_with_its_fix(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(BadArguments, match=words):
+        resolved(**given)
+
+
+def test_sizes_of_the_pool_that_differ_and_encode_workers_are_refused() -> None:
+    with pytest.raises(BadArguments, match="use --kv-blocks"):
+        resolved(WANTED._replace(kv_blocks=10), max_total_tokens=64)
+    with pytest.raises(BadArguments, match="takes text only"):
+        resolved(WANTED._replace(role="encode"))
+
+
+def test_every_name_that_is_reserved_exists() -> None:
+    from workers.engines.sglang.args import _ALIASES, _RESERVED
+
+    assert set(_RESERVED) <= KNOWN
+    assert set(_ALIASES.values()) <= KNOWN
+    assert not set(_ALIASES) & KNOWN
+
+
+def test_ranks_are_replicas_or_attention_groups() -> None:
+    assert [ranks_of(tree) for tree in ({}, {"dp_size": 4}, {"attn_dp_size": 2, "tp_size": 4})] == [1, 4, 2]
+
+
+def test_only_engines_with_the_same_kv_can_hand_it_over() -> None:
+    tree = resolved(WANTED._replace(role="decode")).tree
+    base = layout("0.5.23", tree, "a" * 40)
+    assert base == layout("0.5.23", dict(tree), "a" * 40)
+    others = [
+        layout("0.5.24", tree, "a" * 40),
+        layout("0.5.23", tree | {"kv_cache_dtype": "fp8_e4m3"}, "a" * 40),
+        layout("0.5.23", tree | {"page_size": 64}, "a" * 40),
+        layout("0.5.23", tree | {"disaggregation_transfer_backend": "mooncake"}, "a" * 40),
+        layout("0.5.23", tree, "b" * 40),
+    ]
+    assert base not in others

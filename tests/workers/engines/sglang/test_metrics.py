@@ -1,0 +1,62 @@
+"""SGLang's own series: of its schedulers' files and of this process, each once."""
+
+import json
+from pathlib import Path
+
+import pytest
+from prometheus_client import CollectorRegistry, Counter
+from prometheus_client.mmap_dict import MmapedDict
+
+from workers.engines.external.metrics import MULTIPROCESS
+from workers.engines.sglang.load import RankLoads
+from workers.engines.sglang.metrics import SglangSeries, series
+
+
+def written(folder: Path, pid: int, name: str, value: float) -> None:
+    """What prometheus_client writes in another process."""
+    values = MmapedDict(str(folder / f"counter_{pid}.db"))
+    values.write_value(json.dumps([name, f"{name}_total", {}, "of SGLang"]), value, 0.0)
+    values.close()
+
+
+@pytest.fixture
+def own() -> CollectorRegistry:
+    registry = CollectorRegistry()
+    Counter("sglang:e2e", "of SGLang", registry=registry).inc(3)
+    Counter("other", "of others", registry=registry).inc()
+    return registry
+
+
+def test_series_of_schedulers_and_of_this_process_are_merged(tmp_path: Path, own: CollectorRegistry) -> None:
+    written(tmp_path, 11, "sglang:prompt_tokens", 2)
+    written(tmp_path, 12, "sglang:prompt_tokens", 5)
+    written(tmp_path, 13, "penstock_other", 1)
+    ours = CollectorRegistry()
+    ours.register(SglangSeries(str(tmp_path), own))
+    assert {metric.name for metric in ours.collect()} == {"sglang:prompt_tokens", "sglang:e2e"}
+    assert ours.get_sample_value("sglang:prompt_tokens_total") == 7
+    assert ours.get_sample_value("sglang:e2e_total") == 3
+
+
+def test_a_folder_that_is_gone_is_no_error(tmp_path: Path, own: CollectorRegistry) -> None:
+    ours = CollectorRegistry()
+    ours.register(SglangSeries(str(tmp_path / "gone"), own))
+    assert ours.get_sample_value("sglang:e2e_total") == 3
+
+
+def test_the_variable_that_sglang_sets_is_not_left_to_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(MULTIPROCESS, str(tmp_path))
+    assert series(str(tmp_path))._registry is None  # this process writes files, too
+    import os
+
+    assert os.environ[MULTIPROCESS] == str(tmp_path)
+    made = series(None)
+    assert (made._folder, MULTIPROCESS in os.environ) == (str(tmp_path), False)
+
+
+def test_loads_of_ranks_are_summed() -> None:
+    loads = RankLoads()
+    fields = {"num_running_reqs": 1, "max_running_requests": 4}
+    for rank, tokens in ((0, 33), (1, 64), (0, 1)):
+        loads.take([type("Load", (), fields | {"dp_rank": rank, "num_used_tokens": tokens})()])
+    assert (loads.used_blocks(32), sum(loads.slots.values()), loads.running) == (3, 8, {0: 1, 1: 1})
