@@ -14,7 +14,7 @@ from schemas.tenants import Limits
 
 # Open to everyone: they show no request and no tenant. Whatever is not here needs a key, also what does not exist.
 OPEN_PATHS = frozenset(
-    {"/health", "/health/live", "/health/ready", "/ping", "/version", "/metrics", "/openapi.json", "/docs"}
+    {"/health", "/health/live", "/health/ready", "/ping", "/version", "/metrics", "/openapi.json", "/docs", "/"}
 )
 
 

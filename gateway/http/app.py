@@ -35,6 +35,7 @@ from gateway.http.answers import (
 from gateway.http.computed import Computed
 from gateway.http.headers import with_header
 from gateway.http.health import health_of
+from gateway.http.home import Home
 from gateway.http.messages import send_message_error
 from gateway.http.prompt_batch import answer_prompts
 from gateway.http.responses import StoredResponses, answer_response
@@ -140,6 +141,7 @@ def routes_of(gateway: Gateway) -> list[Route]:
         Route("/metrics", api.metrics),
         Route("/openapi.json", openapi_json),
         Route("/docs", docs),
+        Route("/", Home().get),
     ]
 
 

@@ -106,6 +106,7 @@ Penstock serves {state.model} on {state.http_url} (ready after {seconds:.1f} s)
   {curl_line(state.http_url, state.model, state.makes)}
 
   OpenAI base URL   {state.http_url}/v1
+  in the browser    {state.http_url}
   NATS              {state.nats_url.rpartition("@")[2]}, namespace {state.namespace}
   dashboard         {state.dashboard_url or "none (--dashboard-port -1)"}
   logs              {data_dir / "logs"}

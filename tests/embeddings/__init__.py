@@ -1,0 +1,1 @@
+"""Measures embeddings against the same computed with plain transformers."""
