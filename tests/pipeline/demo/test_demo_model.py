@@ -196,8 +196,7 @@ async def test_a_call_that_is_cut_off_is_shown_as_far_as_it_came(asking: openai.
             assert arguments.startswith(call.function.arguments)  # type: ignore[union-attr]
             shown.add(call.function.arguments)  # type: ignore[union-attr]
         if not choice.message.tool_calls:
-            assert choice.message.content
-            assert choice.message.content.startswith("<tool_call>")
+            assert not choice.message.content, "the beginning of a call is no text"
     assert len(shown) > 2
 
 

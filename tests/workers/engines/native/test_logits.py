@@ -96,10 +96,11 @@ def test_a_mask_of_digits_leaves_only_digits(demo: ScheduledEngine, temperature:
 
 def test_the_temperature_processor_is_the_option_of_that_name(demo: ScheduledEngine) -> None:
     def answers(*processors: LogitsProcessor, temperature: float) -> list[list[int]]:
-        asked = [
-            ask(*processors, temperature=temperature, seed=seed, question="Tell me something.") for seed in range(6)
-        ]
-        return [answer(demo, each) for each in asked]
+        told = "Tell me something."
+        outputs = run(
+            demo, [ask(*processors, temperature=temperature, seed=seed, key=seed, question=told) for seed in range(6)]
+        )
+        return [ids(outputs[seed]) for seed in range(6)]
 
     option = answers(temperature=2.5)
     assert option == answers(chosen("temperature", temperature=2.5), temperature=1.0)
