@@ -158,8 +158,13 @@ class RouterSettings(Common, frozen=True, kw_only=True):
         float, Meta(ge=0, description="cost of moving KV between workers; 0: moving is free")
     ] = 1.0
     local_prefill_tokens: Annotated[
-        int, Meta(ge=0, description="uncached prompt tokens up to which a decode worker computes the prompt itself")
-    ] = 256
+        int,
+        Meta(
+            ge=-1,
+            description="uncached prompt tokens up to which a decode worker computes the prompt itself; "
+            "-1: 0 if its KV is in a GPU's memory, otherwise 256",
+        ),
+    ] = -1
     max_pending: Annotated[
         Positive, about("requests per priority that the router holds while no worker can take them")
     ] = 512

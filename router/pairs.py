@@ -55,7 +55,7 @@ def links(registrations: Iterable[Registration | None]) -> tuple[Link, ...]:
             links.append(Link(role))
             continue
         host = hosts.setdefault(endpoint.host, len(hosts) + 1) if endpoint.host else 0
-        links.append(Link(role, kinds.setdefault(kind, len(kinds) + 1), host, endpoint.rdma))
+        links.append(Link(role, kinds.setdefault(kind, len(kinds) + 1), host, endpoint.rdma, endpoint.gpu))
     return tuple(links)
 
 

@@ -107,7 +107,8 @@ class RecordedPools:
         cost = self._cost(at)
         cached = min(at.overlap_blocks, self._blocks)
         uncached = self._size.tokens - cached * self._block_size
-        if pairs and link.role == "decode" and (pair_only or uncached > self._weights.local_prefill_tokens):
+        limit = self._weights.local_tokens(gpu=link.gpu)
+        if pairs and link.role == "decode" and (pair_only or uncached > limit):
             step = self._weights.transfer * (self._blocks - cached) * self._block_size
             partners = [
                 _Option(partner.target, partner.cost + _distance(own, link) * step)

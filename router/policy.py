@@ -156,7 +156,7 @@ def _score(
     for target in targets:
         overlap, transfer_blocks, cost = context.overlap(target), -1, None
         registration = target.registration
-        far = uncached_tokens(request, target, overlap) > context.weights.local_prefill_tokens
+        far = uncached_tokens(request, target, overlap) > _local_tokens(context, target)
         if registration.role == "decode" and (far or registration.pair_only):
             transfer_blocks = request.prompt_blocks - overlap
             cost = prefills.cheapest(registration, transfer_blocks)
@@ -228,10 +228,15 @@ def _explain_single(context: RoutingContext, at: int, scored: ScoredTargets, poo
     if not has_prefill:
         return "no prefill worker"
     tokens = uncached_tokens(context.request, scored.targets[at], context.overlap(scored.targets[at]))
-    limit = context.weights.local_prefill_tokens
+    limit = _local_tokens(context, scored.targets[at])
     if tokens <= limit:
         return f"local: {tokens} tokens to compute, limit {limit}"
     return "no prefill worker with a compatible KV transfer"
+
+
+def _local_tokens(context: RoutingContext, target: RoutingTarget) -> int:
+    endpoint = target.registration.transfer
+    return context.weights.local_tokens(gpu=endpoint is not None and endpoint.gpu)
 
 
 # Media

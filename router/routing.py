@@ -17,7 +17,7 @@ from schemas.errors import Code
 from schemas.fleet import Registration
 from schemas.jobs import Candidate, Stage
 
-LOCAL_PREFILL_TOKENS = 256
+LOCAL_PREFILL_TOKENS = 256  # of a decode worker without a GPU, unless a limit is set
 TIE = 1e-6  # scores closer than this are equal
 PATIENCE_S = 0.004  # per prompt token that a better target saves: for so long a held request waits for it
 
@@ -54,14 +54,23 @@ class Weights(msgspec.Struct, frozen=True):
 
     Attributes:
         temperature: 0 takes the lowest score; above 0 draws by softmax over the scores, scaled to 0..1.
-        local_prefill_tokens: a decode worker computes up to this many prompt tokens itself.
+        local_prefill_tokens: a decode worker computes up to this many prompt tokens itself; -1: see ``local_tokens``.
     """
 
     overlap: float = 1.0
     prefill: float = 1.0
     temperature: float = 0.0
     transfer: float = 1.0
-    local_prefill_tokens: int = LOCAL_PREFILL_TOKENS
+    local_prefill_tokens: int = -1
+
+    def local_tokens(self, *, gpu: bool) -> int:
+        """Prompt tokens up to which a decode worker computes a prompt itself.
+
+        Unless a limit is set, none on a GPU: there a prompt delays the answers beside it by more than a transfer does.
+        """
+        if self.local_prefill_tokens >= 0:
+            return self.local_prefill_tokens
+        return 0 if gpu else LOCAL_PREFILL_TOKENS
 
 
 class RoutingContext(msgspec.Struct, frozen=True):

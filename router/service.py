@@ -41,7 +41,7 @@ from router.pending import PendingRequest
 from router.placement.held_order import HeldOrder
 from router.recovery import Recovery
 from router.resteering import resteer
-from router.routing import RoutingDecision
+from router.routing import LOCAL_PREFILL_TOKENS, RoutingDecision
 from router.tenant_weights import TenantWeights
 from router.terminal_publisher import TerminalPublisher
 from router.watchdog import watch
@@ -126,7 +126,8 @@ class Router:
             by_size=settings.mode == "kv",
             weights=self._tenants.weights,
         )
-        return HeldRequests(settings.max_pending, settings.local_prefill_tokens, order)
+        limit = settings.local_prefill_tokens
+        return HeldRequests(settings.max_pending, LOCAL_PREFILL_TOKENS if limit < 0 else limit, order)
 
     def _make_intake(self) -> Intake:
         return Intake(

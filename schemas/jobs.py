@@ -65,12 +65,14 @@ class Link(msgspec.Struct, frozen=True, array_like=True):
     Attributes:
         kind: workers with the same one can hand KV to each other; 0: with none.
         host: workers with the same one are on one host; 0: unknown.
+        gpu: its KV is in the memory of a GPU.
     """
 
     role: str
     kind: int = 0
     host: int = 0
     rdma: bool = False
+    gpu: bool = False
 
 
 class DecisionInputs(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -35,6 +35,11 @@ class Endpoint(msgspec.Struct, frozen=True, omit_defaults=True):
     rdma: bool = False
     address: str = ""  # host name, for people
 
+    @property
+    def gpu(self) -> bool:
+        """Whether KV is known to be in the memory of a GPU."""
+        return "kv" in self.pools and self.pools["kv"].kind == "cuda"
+
 
 class Ticket(msgspec.Struct, frozen=True, omit_defaults=True):
     """Pinned blocks of one request. Void once the lease has ended or a block's generation has changed."""

@@ -57,8 +57,9 @@ def run(argv: Sequence[str]) -> int:
     if bool(args.kill) != bool(args.at):
         parser.error("--kill and --at go together")
     for flag in ("overlap_weight", "prefill_weight", "transfer_weight", "local_prefill_tokens"):
-        if not 0 <= getattr(args, flag) < math.inf:
-            parser.error(f"--{flag.replace('_', '-')}: give a number from 0 on")
+        least = -1 if flag == "local_prefill_tokens" else 0
+        if not least <= getattr(args, flag) < math.inf:
+            parser.error(f"--{flag.replace('_', '-')}: give a number from {least} on")
     return run_command("whatif", lambda: _run(args, stdout()))
 
 

@@ -210,6 +210,15 @@ def test_prompts_up_to_the_local_limit_stay_on_a_decode_worker() -> None:
     assert names(decided(D, P, weights=Weights(local_prefill_tokens=4000))) == ["decode d"]
 
 
+def test_without_a_limit_decode_workers_on_gpus_compute_no_prompt_while_a_prefill_worker_is_there() -> None:
+    on_gpu = endpoint("h1", kv=Memory(0, 100, 1000, "cuda"))
+    gpu, prefill = member("g", "decode", transfer=on_gpu), member("p", "prefill", transfer=on_gpu)
+    short = RoutingRequest("m", 250, 10, 7)
+    assert names(decided(gpu, prefill, ask=short)) == ["prefill p", "decode g"]
+    assert names(decided(gpu, prefill, ask=short, weights=Weights(local_prefill_tokens=250))) == ["decode g"]
+    assert names(decided(gpu, ask=short)) == ["decode g"]
+
+
 def test_one_decode_worker_that_holds_the_prompt_is_better_than_another_with_a_transfer() -> None:
     warm, cold = member("warm", "decode", Load(1, 1, 80)), member("cold", "decode")
     assert names(decided(warm, cold, P, held={"warm": 120})) == ["decode warm"]
@@ -340,7 +349,7 @@ def test_a_route_is_one_that_its_workers_can_go_and_is_explained(
         source, target = stages[-2].registration, stages[-1].registration
         assert transfer_kind(source) is not None
         assert transfer_kind(source) == transfer_kind(target)
-        assert 4000 - 32 * overlaps.get(stages[-1].id, 0) > weights.local_prefill_tokens
+        assert 4000 - 32 * overlaps.get(stages[-1].id, 0) > weights.local_tokens(gpu=False)
     assert choice.overlap_blocks == overlaps.get(stages[-len(roles)].id, 0)
 
 

@@ -225,7 +225,7 @@ SAMPLES: dict[str, tuple[Any, Callable[[bytes], Any]]] = {
     "job_with_inputs": (msgspec.structs.replace(JOB, inputs=jobs.DecisionInputs(1, 2, 3, 4)), jobs.decode),
     "job_of_a_pair_to_decide_again": (
         msgspec.structs.replace(
-            JOB, inputs=jobs.DecisionInputs(1, 2, 3, 4, 5, 64, links=(jobs.Link("prefill", 1, 2, True),))
+            JOB, inputs=jobs.DecisionInputs(1, 2, 3, 4, 5, 64, links=(jobs.Link("prefill", 1, 2, True, True),))
         ),
         jobs.decode,
     ),

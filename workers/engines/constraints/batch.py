@@ -10,7 +10,7 @@ from workers.engines.constraints.matcher import Matcher
 if TYPE_CHECKING:
     from llguidance import LLExecutor
 
-THREADS = 8  # at most; a mask takes 1 to 50 microseconds
+THREADS = 2  # at most: a mask takes 1 to 50 microseconds, and more threads took longer to begin than they saved
 FEW = 4  # masks that one thread computes sooner than several could begin
 
 
