@@ -1,7 +1,7 @@
 """Admits requests: the first thing that happens to a request over HTTP."""
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from gateway.access.caller import ANYONE, Caller
 from gateway.access.credentials import presented
@@ -28,8 +28,15 @@ class Guard:
         closed: requests need a key. Never becomes false again: a bucket that was emptied must not open the gateway.
     """
 
-    def __init__(self, bus: Bus, tenants: Mapping[str, Limits], *, always: bool = False) -> None:
-        self._table = KeyTable(bus, self._changed)
+    def __init__(
+        self,
+        bus: Bus,
+        tenants: Mapping[str, Limits],
+        *,
+        always: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._table = KeyTable(bus, self._changed, clock)
         self._tenants = tenants
         self._callers: dict[str, Caller | ServingError] = {}
         self.closed = always

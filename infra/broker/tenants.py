@@ -29,10 +29,11 @@ class Tenant(msgspec.Struct, frozen=True, kw_only=True):
     models: tuple[str, ...] = ()
     max_pending: int = MAX_PENDING
     weight: float = 1.0
+    shared_cache: bool = False
 
     @property
     def limits(self) -> Limits:
-        return Limits(self.models, self.max_pending, self.weight)
+        return Limits(self.models, self.max_pending, self.weight, self.shared_cache)
 
 
 Tenants = dict[str, Tenant]

@@ -68,7 +68,9 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _parser() -> Parser:
-    parser = Parser(prog="penstock tenants", description="manage tenants of the NATS API and their limits")
+    parser = Parser(
+        prog="penstock tenants", description="manage tenants of both APIs, their limits and their passwords for NATS"
+    )
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="{add,list,rotate,remove}")
     for verb, about in (
         ("add", "add a tenant or change its limits, and write its credentials"),
@@ -93,6 +95,12 @@ def _parser() -> Parser:
                 type=_weight,
                 metavar="X",
                 help="share of the work while requests wait, against tenants with 1; default: as it was, or 1",
+            )
+            one.add_argument(
+                "--shared-cache",
+                action=argparse.BooleanOptionalAction,
+                default=None,
+                help="share KV with the default tenant and others that share; default: as it was, or not",
             )
         one.add_argument(
             "--data-dir",
@@ -178,7 +186,12 @@ def _named_limits(args: argparse.Namespace) -> dict[str, Any]:
     if args.verb != "add":
         return {}
     models = None if args.models is None else tuple(model for model in args.models.split(",") if model)
-    limits = {"models": models, "max_pending": args.max_pending, "weight": args.weight}
+    limits = {
+        "models": models,
+        "max_pending": args.max_pending,
+        "weight": args.weight,
+        "shared_cache": args.shared_cache,
+    }
     return {name: value for name, value in limits.items() if value is not None}
 
 
@@ -203,6 +216,7 @@ async def _forget(nc: Client, subjects: Subjects, name: str) -> None:
 
 
 def _list(existing: Tenants) -> None:
-    print(f"{'tenant':<32}  {'max-pending':>11}  {'weight':>6}  models")
+    print(f"{'tenant':<32}  {'max-pending':>11}  {'weight':>6}  {'cache':<6}  models")
     for name, tenant in sorted(existing.items()):
-        print(f"{name:<32}  {tenant.max_pending:>11}  {tenant.weight:>6g}  {','.join(tenant.models) or 'all'}")
+        cache, models = "shared" if tenant.shared_cache else "own", ",".join(tenant.models) or "all"
+        print(f"{name:<32}  {tenant.max_pending:>11}  {tenant.weight:>6g}  {cache:<6}  {models}")

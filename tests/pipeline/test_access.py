@@ -2,8 +2,10 @@
 
 import asyncio
 import contextlib
+import tarfile
 import time
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -21,11 +23,13 @@ from tests.pipeline.support import MODEL_NAME, Deployment
 CHAT = {"model": MODEL_NAME, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
 MESSAGE = {"model": MODEL_NAME, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
 SOON_S = 1.0
+MADE: list[str] = []  # every key of this module
 
 
 @pytest.fixture(scope="module")
 def deployment(new_deployment: NewDeployment) -> Deployment:
-    return new_deployment("--mock-speedup", "0", "--gateways", "2", "--served-model-name", f"{MODEL_NAME},other")
+    flags = ("--mock-speedup", "0", "--gateways", "2", "--served-model-name", f"{MODEL_NAME},other")
+    return new_deployment(*flags, PENSTOCK_ACCESS_LOG="true")
 
 
 def keys(deployment: Deployment, *args: str) -> int:
@@ -66,6 +70,7 @@ def bearer(key: str) -> dict[str, str]:
 async def make(bus: Bus, https: list[httpx.AsyncClient], **fields: Any) -> str:
     """A new key, known to every gateway unless it is not valid."""
     name, text = new_key()
+    MADE.append(text)
     key = ApiKey(name, digest_of(text.encode()), created_ns=time.time_ns(), **fields)
     await key_store.add(bus, key)
     if not key.revoked_ns and not key.expires_ns:
@@ -91,6 +96,7 @@ async def test_without_keys_everyone_is_served_and_with_the_first_one_nobody_els
     assert await asyncio.to_thread(keys, deployment, "create", "--rpm", "100", "--about", "the first") == 0
     printed = capsys.readouterr()
     text = printed.out.strip()
+    MADE.append(text)
     assert "from now on, every request" in printed.err
     for http in https:
         await until_status(http, text, 200)
@@ -103,6 +109,7 @@ async def test_without_keys_everyone_is_served_and_with_the_first_one_nobody_els
         assert (await http.post("/v1/chat/completions", json=CHAT, headers=bearer(text))).status_code == 200
         assert (await http.post("/v1/messages", json=MESSAGE, headers={"x-api-key": text})).status_code == 200
         assert (await http.get("/v1/models", params={"api_key": text})).status_code == 401
+        assert (await http.get(f"/v1/requests/{text}", headers=bearer(text))).status_code == 404
     prefix = text.rpartition("-")[0]
     assert await asyncio.to_thread(keys, deployment, "list") == 0
     assert await asyncio.to_thread(keys, deployment, "show", prefix) == 0
@@ -304,3 +311,56 @@ async def test_requests_at_a_time_hold_over_both_gateways_and_are_free_once_they
     for number in range(6):  # one after the other, at both gateways in turn
         answer = await https[number % 2].post("/v1/chat/completions", json=CHAT, headers=bearer(alone))
         assert answer.status_code == 200, answer.text
+
+
+async def cached_tokens(http: httpx.AsyncClient, key: str, content: str, **options: Any) -> int:
+    body = {**CHAT, "messages": [{"role": "user", "content": content}], **options}
+    answer = await http.post("/v1/chat/completions", json=body, headers=bearer(key))
+    return int(answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+
+@pytest.mark.usefixtures("tenants")
+async def test_tenants_share_no_cached_prompt_unless_it_is_wanted(
+    deployment: Deployment, https: list[httpx.AsyncClient], http: httpx.AsyncClient, bus: Bus
+) -> None:
+    text = " ".join(f"word{number}" for number in range(200))
+    acme, zenith, default = [
+        await make(bus, https, **fields) for fields in ({"tenant": "acme"}, {"tenant": "zenith"}, {})
+    ]
+    assert await cached_tokens(http, acme, text) == 0
+    assert await cached_tokens(http, zenith, text) == 0
+    assert await cached_tokens(http, default, text) == 0
+    # Whoever chooses a salt cannot choose a tenant's.
+    for salt in ("tenant/acme/", "tenant/acme", "acme"):
+        assert await cached_tokens(http, zenith, text, cache_salt=salt) == 0
+        assert await cached_tokens(http, default, text, cache_salt=salt) == 0
+    for key in (acme, zenith, default):
+        assert await cached_tokens(http, key, text) > 0
+    arguments = ["tenants", "add", "zenith", "--data-dir", str(deployment.data_dir)]
+    assert await asyncio.to_thread(main, [*arguments, "--shared-cache"]) == 0
+    other = text.replace("word", "other")
+    assert await cached_tokens(http, default, other) == 0
+    began = time.monotonic()
+    while await cached_tokens(http, zenith, other) == 0:  # the gateway has yet to hear of it
+        assert time.monotonic() - began < 5
+        other += " more"
+        await cached_tokens(http, default, other)
+    assert await cached_tokens(http, acme, other) == 0
+    assert await asyncio.to_thread(main, [*arguments, "--no-shared-cache"]) == 0
+
+
+def test_no_secret_is_in_logs_the_store_exports_or_bundles(deployment: Deployment, tmp_path: Path) -> None:
+    data = ("--data-dir", str(deployment.data_dir))
+    bundle = tmp_path / "bundle.tar.gz"
+    assert main(["export", "--all", "--output", str(tmp_path / "export.jsonl"), *data]) == 0
+    main(["doctor", "--bundle", str(bundle), *data])
+    with tarfile.open(bundle) as archive:
+        archive.extractall(tmp_path / "bundle", filter="data")
+    files = [path for folder in (deployment.home, tmp_path) for path in folder.rglob("*") if path.is_file()]
+    found = {path: path.read_bytes() for path in files}
+    assert len(MADE) > 10
+    for text in MADE:
+        prefix, _, secret = text.rpartition("-")
+        assert any(prefix.removeprefix("pst-").encode() in content for content in found.values())
+        assert [path for path, content in found.items() if secret.encode() in content] == []
+    assert "/v1/requests/pst-…" in deployment.logs("gateway-")

@@ -1,0 +1,117 @@
+"""The guard on a real broker: what it knows of keys, and what it does when it cannot know."""
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from gateway.access import table
+from gateway.access.caller import ANYONE
+from gateway.access.guard import Guard
+from gateway.access.table import STALE_S
+from gateway.main import Exposed, check_loopback, listen
+from infra.broker.server import EmbeddedNats
+from infra.bus.connection import Bus
+from infra.bus.tasks import Tasks
+from infra.operate import key_store
+from schemas.errors import Code, ServingError
+from schemas.keys import ApiKey, digest_of, new_key
+from schemas.subjects import Subjects
+from tests.infra.bus.support import eventually, opened
+
+PATH = "/v1/models"
+
+
+class Guarded:
+    def __init__(self, bus: Bus, **options: Any) -> None:
+        self.now = 1000.0
+        self.bus = bus
+        self.tasks = Tasks("test")
+        self.guard = Guard(bus, {}, clock=lambda: self.now, **options)
+
+    def refusal(self, key: str) -> Code | None:
+        try:
+            self.guard.admit(PATH, [(b"x-api-key", key.encode())])
+        except ServingError as error:
+            return error.code
+        return None
+
+    async def add(self) -> str:
+        name, text = new_key()
+        await key_store.add(self.bus, ApiKey(name, digest_of(text.encode())))
+        await eventually(lambda: self.guard.closed and self.refusal(text) is None)
+        return text
+
+
+@pytest.fixture
+async def bus(broker: EmbeddedNats, pipeline: Subjects) -> AsyncIterator[Bus]:
+    async with opened(broker, pipeline) as made:
+        yield made
+
+
+@pytest.fixture
+async def guarded(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Guarded]:
+    monkeypatch.setattr(table, "CONFIRM_S", 0.01)
+    made = Guarded(bus)
+    await made.guard.open(made.tasks)
+    yield made
+    await made.tasks.aclose()
+    await made.guard.close()
+
+
+async def test_the_first_key_closes_the_gateway_for_good(guarded: Guarded) -> None:
+    assert guarded.guard.admit(PATH, []) is ANYONE
+    text = await guarded.add()
+    assert guarded.refusal("pst-") is Code.invalid_api_key
+    name = text.split("-")[1]
+    bucket = guarded.bus.subjects.bucket("keys")
+    await guarded.bus.js.publish(f"$KV.{bucket}.{name}", b"", headers={"KV-Operation": "PURGE"})
+    await eventually(lambda: guarded.refusal(text) is Code.invalid_api_key)  # not open, as without any key
+    assert guarded.guard.closed
+
+
+async def test_keys_are_refused_while_it_is_not_known_which_are_valid(guarded: Guarded) -> None:
+    text = await guarded.add()
+    await guarded.tasks.aclose()  # the broker does not answer any more
+    guarded.now += STALE_S - 0.01
+    assert guarded.refusal(text) is None
+    guarded.now += 0.02
+    assert guarded.refusal(text) is Code.broker_unavailable
+    assert guarded.refusal("pst-") is Code.invalid_api_key
+    assert guarded.guard.admit("/health", []) is ANYONE
+
+
+async def test_a_revocation_is_found_also_if_the_watch_is_broken(guarded: Guarded) -> None:
+    text = await guarded.add()
+    tail = guarded.guard._table._tail
+    await tail._sub.unsubscribe()
+    tail._sub = None
+    await key_store.revoke(guarded.bus, text.split("-")[1])
+    await eventually(lambda: guarded.refusal(text) is Code.invalid_api_key)
+
+
+async def test_a_key_is_revoked_once_and_the_record_says_by_whom(guarded: Guarded) -> None:
+    name = (await guarded.add()).split("-")[1]
+    key, was_valid = await key_store.revoke(guarded.bus, name)
+    assert was_valid
+    assert key.revoked_by == key_store.operator()
+    assert (await key_store.revoke(guarded.bus, name)) == (key, False)
+    with pytest.raises(key_store.KeyProblem, match="no key"):
+        await key_store.revoke(guarded.bus, "0" * 12)
+    with pytest.raises(key_store.KeyProblem, match="id exists"):
+        await key_store.add(guarded.bus, key)
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::"])
+def test_a_port_that_others_reach_is_named_with_what_to_do(host: str) -> None:
+    with listen(host, 0) as listener, pytest.raises(Exposed) as caught:
+        check_loopback([listener])
+    for what in ("penstock keys create", "--require-keys", "--insecure"):
+        assert what in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2", "::1", "localhost"])
+def test_loopback_needs_no_keys(host: str) -> None:
+    with listen(host, 0) as listener:
+        check_loopback([listener])
