@@ -123,6 +123,10 @@ class UpSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     max_running: Annotated[int, _OF_WORKER] = _WORKER.max_running
     max_queue: Annotated[int, _OF_GATEWAY] = _GATEWAY.max_queue
     list_requests: Annotated[bool, _OF_GATEWAY] = _GATEWAY.list_requests
+    tls_cert: Annotated[str, _OF_GATEWAY] = _GATEWAY.tls_cert
+    tls_key: Annotated[str, _OF_GATEWAY] = _GATEWAY.tls_key
+    cors_origins: Annotated[tuple[str, ...], _OF_GATEWAY] = _GATEWAY.cors_origins
+    trusted_proxies: Annotated[tuple[str, ...], _OF_GATEWAY] = _GATEWAY.trusted_proxies
     require_keys: Annotated[bool, _OF_GATEWAY] = _GATEWAY.require_keys
     insecure: Annotated[bool, _OF_GATEWAY] = _GATEWAY.insecure
     always_no_store: Annotated[bool, _OF_GATEWAY] = _GATEWAY.always_no_store

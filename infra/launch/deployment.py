@@ -102,7 +102,7 @@ class Deployment:
         self._keepers: list[Keeper] = []
         self._model = settings.served_model_name.partition(",")[0]
         self._makes = "text"
-        self._listeners = Listeners(settings.http_host)
+        self._listeners = Listeners(settings.http_host, tls=bool(settings.tls_cert))
         self._board = Board(quiet=settings.log_format == "json")
         self._failed: asyncio.Future[None] | None = None
         self._ready = False
@@ -218,8 +218,8 @@ class Deployment:
         names = [planned.name for planned in self._planned]
         workers = [planned.name for planned in self._planned if planned.role == "worker"]
         gateways = [planned.name for planned in self._planned if planned.role == "gateway"]
-        addresses = dict(zip(gateways, self._listeners.addresses, strict=True))
-        readiness = Readiness(workers, addresses, self._board.ready)
+        urls = dict(zip(gateways, self._listeners.urls, strict=True))
+        readiness = Readiness(workers, urls, self._board.ready)
         nc = await connect_operator(self._state().nats_url)
         try:
             while readiness.waiting:
@@ -237,7 +237,7 @@ class Deployment:
             await nc.close()
         for name in names:
             self._board.ready(name)
-        self._model, self._makes = await first_model(*self._listeners.addresses[0], not self._fleet.model) or (
+        self._model, self._makes = await first_model(self._listeners.urls[0], not self._fleet.model) or (
             self._model,
             "text",
         )

@@ -3,7 +3,7 @@
 import contextlib
 import socket
 
-from infra.launch.http import base_url, reachable
+from infra.launch.http import base_url
 from infra.launch.sockets import CannotListen, listening, own_ports
 
 
@@ -15,8 +15,9 @@ class Listeners:
     by one.
     """
 
-    def __init__(self, host: str) -> None:
+    def __init__(self, host: str, *, tls: bool = False) -> None:
         self._host = host
+        self._tls = tls
         self._shared: socket.socket | None = None
         self.port = 0
         self.ports: list[int] = []  # one per gateway
@@ -41,17 +42,12 @@ class Listeners:
 
     @property
     def url(self) -> str:
-        return base_url(self._host, self.port)
+        return base_url(self._host, self.port, tls=self._tls)
 
     @property
     def urls(self) -> tuple[str, ...]:
         """The URL of each gateway's own port."""
-        return tuple(base_url(self._host, port) for port in self.ports)
-
-    @property
-    def addresses(self) -> list[tuple[str, int]]:
-        """Host and port to connect to, of each gateway."""
-        return [(reachable(self._host), port) for port in self.ports]
+        return tuple(base_url(self._host, port, tls=self._tls) for port in self.ports)
 
     def close(self) -> None:
         """Gateways that have inherited the socket still accept from it."""

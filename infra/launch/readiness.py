@@ -7,7 +7,7 @@ import msgspec
 from nats.aio.client import Client
 
 from infra.launch.fleet import registered
-from infra.launch.http import get
+from infra.launch.http import get_url
 from schemas.subjects import Subjects
 
 
@@ -16,14 +16,14 @@ class Readiness:
 
     Args:
         workers: names of the workers to wait for.
-        gateways: host and port by the name of the gateway.
+        gateways: the URL of each, by its name.
         ready: called once for each process that is.
     """
 
     def __init__(
         self,
         workers: list[str],
-        gateways: Mapping[str, tuple[str, int]],
+        gateways: Mapping[str, str],
         ready: Callable[[str], None],
     ) -> None:
         self.waiting = dict.fromkeys(gateways, "does not answer yet")
@@ -37,10 +37,10 @@ class Readiness:
         if missing := self._workers & self.waiting.keys():
             for name in await registered(nc, subjects) & missing:
                 self._done(name)
-        for name, (host, port) in self._gateways.items():
+        for name, url in self._gateways.items():
             if name not in self.waiting:
                 continue
-            status, body = await get(host, port, "/health/ready")
+            status, body = await get_url(url, "/health/ready")
             # Without workers of our own, others' may come later: gateways then only have to answer.
             if status == 200 or (status and not self._workers):
                 self._done(name)
@@ -52,7 +52,7 @@ class Readiness:
         self._ready(name)
 
 
-async def first_model(host: str, port: int, apart: bool) -> tuple[str, str] | None:
+async def first_model(url: str, apart: bool) -> tuple[str, str] | None:
     """A model that is served, and what it makes: "text", "image", "video" or "embedding"; not text with ``apart``."""
 
     class Model(msgspec.Struct):
@@ -62,7 +62,7 @@ async def first_model(host: str, port: int, apart: bool) -> tuple[str, str] | No
     class Models(msgspec.Struct):
         data: list[Model]
 
-    status, body = await get(host, port, "/v1/models")
+    status, body = await get_url(url, "/v1/models")
     if status == 200:
         with contextlib.suppress(msgspec.DecodeError):
             for model in msgspec.json.decode(body, type=Models).data:

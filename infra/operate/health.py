@@ -4,6 +4,7 @@ import argparse
 import http.client
 import json
 import os
+import ssl
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -46,15 +47,23 @@ def url_of(role: str, environ: Mapping[str, str], *, ready: bool = False, listed
     port = environ.get(PREFIX + variable, default)
     if role == "gateway" and (ready or listed):
         path = "/health" if listed else "/health/ready"
-    return f"http://127.0.0.1:{port}{path}"
+    scheme = "https" if role == "gateway" and environ.get(PREFIX + "TLS_CERT") else "http"
+    return f"{scheme}://127.0.0.1:{port}{path}"
 
 
 def problem_at(url: str, timeout_s: float, workers: int = 0) -> str:
     """Why a GET of this URL is not answered with a status below 400, or with too few ready workers; "": it is."""
     parts = urlsplit(url)
-    if parts.scheme != "http" or not parts.hostname:
+    if parts.scheme not in ("http", "https") or not parts.hostname:
         return f"{url} is not an http URL"
-    connection = http.client.HTTPConnection(parts.hostname, parts.port, timeout=timeout_s)
+    connection: http.client.HTTPConnection
+    if parts.scheme == "https":
+        # A process of this machine, whose certificate is made for its clients' name of it.
+        context = ssl.create_default_context()
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+        connection = http.client.HTTPSConnection(parts.hostname, parts.port, timeout=timeout_s, context=context)
+    else:
+        connection = http.client.HTTPConnection(parts.hostname, parts.port, timeout=timeout_s)
     try:
         connection.request("GET", parts.path or "/")
         answer = connection.getresponse()

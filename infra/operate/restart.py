@@ -8,7 +8,6 @@ import signal
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import msgspec
 from rich.console import Console
@@ -16,7 +15,7 @@ from rich.console import Console
 from configs.flags import Parser
 from infra.broker.datadir import holder
 from infra.bus.connection import Bus
-from infra.launch.http import get
+from infra.launch.http import get_url
 from infra.launch.signals import RESUME
 from infra.launch.state import Running, State, read_state, write_resume
 from infra.operate.workers import registrations
@@ -135,6 +134,4 @@ async def _ready(bus: Bus, data_dir: Path, name: str, old: int | None) -> bool:
 
 
 async def _answers(url: str) -> bool:
-    parts = urlsplit(url)
-    status, _ = await get(parts.hostname or "", parts.port or 80, parts.path)
-    return status == 200
+    return (await get_url(url))[0] == 200

@@ -1,5 +1,6 @@
 """Checks of what runs: gateways, routers, workers, and the way of KV events from an engine to the routers' index."""
 
+import ipaddress
 import re
 from collections import defaultdict
 from collections.abc import Sequence
@@ -10,7 +11,7 @@ import msgspec
 from infra.broker.jetstream_api import request
 from infra.bus.connection import Bus
 from infra.counts import counted
-from infra.launch.http import get
+from infra.launch.http import get, get_url
 from infra.launch.state import Running, State
 from infra.operate.doctor.finding import Finding, ok, problem, warning
 from infra.operate.observe import CLASSES
@@ -45,7 +46,10 @@ async def check_gateways(urls: Sequence[str]) -> list[Finding]:
     findings = []
     for url in urls:
         parts = urlsplit(url)
-        status, body = await get(parts.hostname or "", parts.port or 80, "/health/ready")
+        status, body = await get_url(url, "/health/ready")
+        if status and not is_loopback(parts.hostname or "") and (await get_url(url, "/v1/models"))[0] == 200:
+            fix = "make API keys (`penstock keys create`), or let it listen on loopback"
+            findings.append(warning("gateway", f"{url} answers everyone who reaches it, without an API key", fix))
         if status == 200:
             findings.append(ok("gateway", f"{url} is ready"))
         elif not status:
@@ -59,6 +63,14 @@ async def check_gateways(urls: Sequence[str]) -> list[Finding]:
             text = "; ".join(reasons) or body.decode(errors="replace")[:200]
             findings.append(problem("gateway", f"{url} is not ready: {text}", "mend what it names"))
     return findings
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches a host."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost" or host.endswith(".localhost")
 
 
 async def check_fleet(bus: Bus, state: State | None) -> list[Finding]:

@@ -15,11 +15,12 @@ from infra.broker.server import EmbeddedNats
 from infra.bus.connection import Bus
 from infra.launch.http import get
 from infra.launch.state import Running, State, write_state
+from infra.operate.doctor import fleet as fleet_checks
 from infra.operate.doctor import machine
 from infra.operate.doctor.broker import check_address, check_broker
 from infra.operate.doctor.bundle import redacted, write_bundle
 from infra.operate.doctor.finding import Finding, Status
-from infra.operate.doctor.fleet import check_fleet, check_gateways, check_processes, check_workers
+from infra.operate.doctor.fleet import check_fleet, check_gateways, check_processes, check_workers, is_loopback
 from infra.operate.doctor.logs import check_logs
 from infra.operate.doctor.main import run
 from schemas import wire
@@ -158,6 +159,32 @@ async def test_a_gateway_that_does_not_answer_is_a_problem(listening: socket.soc
     [finding] = await check_gateways([f"http://127.0.0.1:{port}"])
     assert (finding.check, finding.status) == ("gateway", Status.problem)
     assert (await get("127.0.0.1", port, "/"))[0] == 0
+
+
+async def test_a_gateway_that_answers_others_without_a_key_is_named(
+    listening: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = {"/health/ready": 200, "/v1/models": 200}
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        path = (await reader.readline()).split()[1].decode()
+        writer.write(f"HTTP/1.0 {answers[path]} -\r\n\r\n".encode())
+        writer.close()
+
+    url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+    async with await asyncio.start_server(answer, sock=listening):
+        assert [finding.status for finding in await check_gateways([url])] == [Status.ok]
+        monkeypatch.setattr(fleet_checks, "is_loopback", lambda host: False)
+        found = await check_gateways([url])
+        assert "penstock keys create" in found[0].fix
+        assert [finding.status for finding in found] == [Status.warning, Status.ok]
+        answers["/v1/models"] = 401
+        assert [finding.status for finding in await check_gateways([url])] == [Status.ok]
+
+
+def test_loopback_is_what_only_this_machine_reaches() -> None:
+    assert all(map(is_loopback, ("127.0.0.1", "127.8.8.8", "::1", "localhost")))
+    assert not any(map(is_loopback, ("0.0.0.0", "10.0.0.1", "example.com", "localhost.example.com", "")))
 
 
 async def test_a_deployment_without_routers_and_workers_names_what_to_start(bus: Bus) -> None:
