@@ -105,7 +105,7 @@ def _times(report: Report) -> str:
             f"<td>{_ratio(old, new, label)}</td></tr>"
             for label in ("p50", "p90", "p99", "max")
         )
-        table = f"<table><tr><th></th><th>recorded</th><th>replayed</th><th></th></tr>{rows}</table>"
+        table = f"<table><tr><td></td><th>recorded</th><th>replayed</th><th>change</th></tr>{rows}</table>"
         panels.append(f"<figure><figcaption>{title}</figcaption>{plot}{table}</figure>")
     legend = '<p class="legend"><i class="recorded"></i>recorded <i class="replayed"></i>replayed</p>'
     return f'<section><h2>Times</h2>{legend}<div class="panels">{"".join(panels)}</div></section>'
@@ -195,7 +195,7 @@ def _routes(report: Report) -> str:
     )
     return (
         f'<section><h2>Routes</h2><p>{text}</p><div class="wide"><table class="routes">'
-        f"<tr><th>recorded</th><th>replayed</th><th></th><th>requests</th></tr>{rows}</table></div>{more}</section>"
+        f"<tr><th>recorded</th><th>replayed</th><th>share</th><th>requests</th></tr>{rows}</table></div>{more}</section>"
     )
 
 

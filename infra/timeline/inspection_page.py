@@ -60,7 +60,7 @@ def _body(inspection: Inspection) -> Iterator[str]:
     yield from _waterfall(inspection)
     yield "</div><h2>What happened</h2>"
     yield '<div class="scroll"><table><thead><tr><th class="n">after</th><th class="n">attempt</th><th>event</th>'
-    yield "<th></th></tr></thead><tbody>"
+    yield "<th>details</th></tr></thead><tbody>"
     for entry in inspection.events:
         yield _event(entry, request.created_ns)
     yield "</tbody></table></div>"
@@ -101,7 +101,7 @@ def _waterfall(inspection: Inspection) -> Iterator[str]:
             f'<div class="row" role="row" title="{title}"><span role="cell" class="name" '
             f'style="padding-left:{phase.depth * 0.9:.1f}rem">{escape(phase.name)}{attempt} '
             f"<small>{escape(phase.where)}</small></span>"
-            f'<span role="cell" class="lane"><i style="left:{left:.3f}%;width:{width:.3f}%;'
+            f'<span role="cell" class="lane" aria-label="from {start}"><i style="left:{left:.3f}%;width:{width:.3f}%;'
             f'background:var(--{_colour(phase)})"></i></span><span role="cell" class="took">{took}</span></div>'
         )
 

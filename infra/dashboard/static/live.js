@@ -1,5 +1,6 @@
 // Replaces the live sections of the page with what the server renders, once per look.
 const link = document.getElementById("link");
+const lost = document.getElementById("lost"); // read out by screen readers; the time of each update is not
 const pause = document.getElementById("pause");
 let paused = false;
 
@@ -13,11 +14,12 @@ const events = new EventSource("/live");
 events.addEventListener("live", (event) => {
   const now = JSON.parse(event.data);
   link.textContent = "live, " + now.clock;
+  if (lost.textContent) lost.textContent = "";
   if (paused) return;
   for (const [id, html] of Object.entries(now.sections)) {
     const element = document.getElementById(id);
     // What the keyboard is in stays as it is, and so does a selection.
-    if (!element || element.contains(document.activeElement)) continue;
+    if (!element || (element !== document.activeElement && element.contains(document.activeElement))) continue;
     const selection = getSelection();
     if (!selection.isCollapsed && element.contains(selection.anchorNode)) continue;
     if (element.dataset.html !== html) {
@@ -26,4 +28,7 @@ events.addEventListener("live", (event) => {
     }
   }
 });
-events.onerror = () => { link.textContent = "the dashboard does not answer; trying again"; };
+events.onerror = () => {
+  link.textContent = "";
+  lost.textContent = "the dashboard does not answer; trying again";
+};
