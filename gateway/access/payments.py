@@ -35,8 +35,8 @@ class Payments:
         if caller.key is None or not caller.key.limited:
             return
         request = prepared.request
-        output = 0 if request.diffusion is not None else request.n * request.stop.max_tokens
-        self._reserved[request.id] = await self._limiter.reserve(caller.key, prepared.prompt_tokens + output)
+        output = 0 if request.output else request.n * request.stop.max_tokens
+        self._reserved[request.id] = await self._limiter.reserve(caller.key, prompt_tokens(request) + output)
 
     def began(self, inflight: InflightRequest) -> None:
         """The request is being put into the log."""
@@ -58,8 +58,8 @@ class Payments:
         if fold.open:
             self._tasks.spawn(self._watch(paid, request), name="watch-paid")
         else:
-            output = sum(map(fold.position, range(request.n))) if request.diffusion is None else 0
-            self._limiter.settle(paid, len(request.prompt) // 4 + output)
+            output = sum(map(fold.position, range(request.n))) if not request.output else 0
+            self._limiter.settle(paid, prompt_tokens(request) + output)
 
     async def _watch(self, paid: Paid, request: GenerateRequest) -> None:
         used = 1 << 62  # nothing is given back if it is never known
@@ -70,6 +70,12 @@ class Payments:
             except ServingError:  # the broker is away
                 continue
             if record is not None:
-                used = len(request.prompt) // 4 + record.usage.completion
+                used = prompt_tokens(request) + record.usage.completion
                 break
         self._limiter.settle(paid, used)
+
+
+def prompt_tokens(request: GenerateRequest) -> int:
+    """What a request's prompt is charged for. Of texts that its worker makes tokens of, one for every 4 bytes."""
+    texts = request.embedding.texts if request.embedding is not None else ()
+    return len(request.prompt) // 4 + sum(-(-len(text.encode()) // 4) for text in texts)

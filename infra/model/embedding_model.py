@@ -79,6 +79,8 @@ def describe(path: Path) -> EmbeddingModel:
         ModelError: a file is missing or malformed, or asks for what is not supported.
     """
     config = _read(path / "config.json", needed=True)
+    if isinstance(nested := config.get("text_config"), dict):  # a model of images and text
+        config = {**nested, **config}
     causal = config.get("model_type") not in ENCODERS
     pooling, normalize = "lasttoken" if causal else "mean", True
     if (path / MODULES).is_file():

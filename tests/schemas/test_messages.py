@@ -11,9 +11,9 @@ import pytest
 
 import schemas
 from schemas import done
-from schemas.requests import Priority
+from schemas.requests import Embedding, Priority
 from schemas.summary import RequestSummary, of_done, of_encoded_done
-from schemas.wire import encode
+from schemas.wire import encode, pack_tokens
 from tests.infra.timeline.tracing import samples
 from tests.schemas.samples import SAMPLES
 
@@ -179,3 +179,19 @@ def test_a_record_is_summarised_the_same_with_and_without_its_tokens_decoded(nam
 
 def test_no_summary_is_made_of_a_returned_attempt() -> None:
     assert of_encoded_done(encode(SAMPLES["returned"][0]), RequestSummary) is None
+
+
+def test_a_record_without_content_has_none_of_an_embeddings_requests_texts() -> None:
+    asked, _ = SAMPLES["request_for_vectors"]
+    asked = msgspec.structs.replace(asked, embedding=Embedding(2, texts=("sesame",)), no_store=True)
+    output = pack_tokens([3, 1, 2])
+    event = done.Done(
+        asked.id, "tiny", 1, choices=(done.Outcome(output, "stop"),), usage=done.usage_of(asked, [output]),
+        submitted=encode(asked),
+    )  # fmt: skip
+    assert b"sesame" in encode(event)
+    left = done.without_content(event)
+    assert b"sesame" not in encode(left)
+    assert left.choices == (done.Outcome(reason="stop"),)
+    assert left.usage == done.Usage(prompt=3)
+    assert b"sesame" not in done.encode_within(event, 200)

@@ -82,6 +82,19 @@ async def test_the_answer_is_in_the_log_and_can_be_read_again(served: httpx.Asyn
     assert "2 vectors of 64" in told
 
 
+async def test_with_an_idempotency_key_every_gateway_gives_the_answer_of_one_request(
+    served: httpx.AsyncClient, fast: Deployment
+) -> None:
+    body = {"model": "vec", "input": "once"}
+    ids = set()
+    for url in fast.urls:
+        async with httpx.AsyncClient(base_url=url, trust_env=False, timeout=30) as client:
+            answer = await client.post(PATH, json=body, headers={"Idempotency-Key": "vectors-1"})
+            assert answer.status_code == 200, answer.text
+            ids.add(answer.json()["id"])
+    assert len(ids) == 1
+
+
 async def test_models_are_listed_and_asked_at_their_own_endpoint(served: httpx.AsyncClient) -> None:
     card = (await served.get("/v1/models/vectors")).json()
     assert (card["output_modalities"], card["dimensions"]) == (["embedding"], 64)

@@ -61,6 +61,7 @@ workers:
   decode: {replicas: 3, autoscaling: {enabled: true}, settings: {logits-processor: ["a=b:C", "d=e:F"]}}
   draw: {role: diffusion, model: /models/painter, resources: {rdma/ib: 1}, nodeSelector: {gpu: h100}}
   drafts: {role: decode, engine: mock, cpu: 500m}
+  embed: {model: /models/minilm, gpus: 0}
 networkPolicy:
   clients: [{namespaceSelector: {matchLabels: {team: front}}}]
   monitoring: [{namespaceSelector: {matchLabels: {name: monitoring}}}]
@@ -285,7 +286,7 @@ def test_policies_let_through_what_the_processes_need_and_only_that() -> None:
     assert [rule["ports"] for rule in policy["router"]["ingress"]] == [[{"port": "metrics"}]]
     among = policy["decode"]["ingress"][1]["from"][0]["podSelector"]
     seen = {pod["metadata"]["labels"]["app.kubernetes.io/component"] for pod in pods(trees) if selects(among, pod)}
-    assert seen == {"prefill", "decode", "draw", "drafts"}  # KV moves among workers; nobody else reaches them
+    assert seen == {"prefill", "decode", "draw", "drafts", "embed"}  # KV moves among workers; nobody else reaches them
     for one in policy.values():
         to_broker = [rule for rule in one["egress"] if rule.get("ports") == [{"port": 4222}]]
         assert to_broker[0]["to"][0]["podSelector"]["matchLabels"]["app.kubernetes.io/name"] == "nats"
@@ -356,6 +357,7 @@ def test_a_pool_takes_its_role_from_its_name_or_says_it() -> None:
         "demo-decode": ("decode", "native", "/models/llama", "1"),
         "demo-draw": ("diffusion", "native", "/models/painter", "1"),
         "demo-drafts": ("decode", "mock", "/models/llama", "0"),
+        "demo-embed": ("embed", "native", "/models/minilm", "0"),
     }
     (template,) = templates(found(trees, "Deployment", "demo-draw"))
     assert container(template)["resources"]["limits"]["rdma/ib"] == "1"
