@@ -1,11 +1,12 @@
 """What the bytes of a medium are: an image, or an embedding file of a known shape. Nothing is decoded."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from gateway.media.image_header import NotAnImage, kind_of, size_of
 from gateway.media.limits import MediaLimits, MediaRejected
+from gateway.media.orientation import lies_on_its_side
 from schemas.errors import Code
 
 EMBEDDING = "embedding"
@@ -14,8 +15,16 @@ MAX_HEADER = 64 * 1024  # bytes; of a safetensors file with one tensor
 _FLOATS = {"F32": 4, "F16": 2, "BF16": 2}  # dtype -> bytes per element
 
 
-def check_image(data: bytes, limits: MediaLimits) -> str:
-    """The media type of an image, from its bytes alone.
+class ImageHeader(NamedTuple):
+    """``kind``: the media type. Height and width are those of the upright image, in pixels."""
+
+    kind: str
+    height: int
+    width: int
+
+
+def check_image(data: bytes, limits: MediaLimits) -> ImageHeader:
+    """What an image is, from its bytes alone.
 
     Raises:
         MediaRejected: not an image of a known format, or too many pixels.
@@ -28,7 +37,10 @@ def check_image(data: bytes, limits: MediaLimits) -> str:
         raise MediaRejected(
             f"is an image of {width} x {height} pixels; the limit is {limits.max_pixels} (--max-image-pixels)"
         )
-    return kind_of(data)
+    kind = kind_of(data)
+    if kind == "image/jpeg" and lies_on_its_side(data):
+        height, width = width, height
+    return ImageHeader(kind, height, width)
 
 
 class _Tensor(msgspec.Struct):

@@ -101,4 +101,5 @@ def inspect_medium(data: bytes, part: MediaPart, vision: Vision, limits: MediaLi
     digest = blake3(data).digest()
     if part.embedding:
         return Media(digest, EMBEDDING, len(data), tokens=embedding_tokens(data, vision.hidden))
-    return Media(digest, check_image(data, limits), len(data), tokens=vision.image_tokens)
+    kind, height, width = check_image(data, limits)
+    return Media(digest, kind, len(data), tokens=vision.tokens_of(height, width))

@@ -12,6 +12,7 @@ from tokenizers import Tokenizer
 import configs
 from infra.model.chat_template import ChatTemplate, TemplateError
 from infra.model.detokenizer import Detokenizer
+from infra.model.image_tiles import BadTiles, Tiles, tiles_of
 from infra.model.plain_text import PlainText
 from infra.model.weight_files import weight_files
 from schemas.requests import Sampling
@@ -45,14 +46,20 @@ class Vision:
     Attributes:
         image_token: text that the chat template writes once per image.
         image_token_id: its id; the prompt contains it once per embedding.
-        image_tokens: embeddings per image of any size.
+        image_tokens: embeddings per image of any size; with ``tiles`` no image has fewer.
         hidden: width of an embedding; 0: config.json leaves it to the architecture's default.
+        tiles: None: all images take equally many.
     """
 
     image_token: str
     image_token_id: int
     image_tokens: int
     hidden: int
+    tiles: Tiles | None = None
+
+    def tokens_of(self, height: int, width: int) -> int:
+        """Embeddings of an image of this size in pixels."""
+        return self.image_tokens if self.tiles is None else self.tiles.tokens(height, width)
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,13 +318,13 @@ class _NoVision(Exception):
 
 
 def _vision(path: Path, config: Mapping[str, Any], special: Mapping[str, Any], tokenizer: Tokenizer) -> Vision:
-    """The images of LLaVA models: each becomes the same number of embeddings, without tokens around them.
+    """The images of LLaVA and LLaVA-NeXT models: they become embeddings, without tokens around them.
 
     Raises:
         _NoVision: it is another kind of model, or its files contradict each other.
     """
     kind, tower = config.get("model_type"), config.get("vision_config")
-    if kind != "llava":
+    if kind not in ("llava", "llava_next"):
         description = (
             "is a vision model that Penstock does not support" if tower or "vision" in str(kind) else "takes no images"
         )
@@ -331,7 +338,19 @@ def _vision(path: Path, config: Mapping[str, Any], special: Mapping[str, Any], t
     text = text or (tokenizer.id_to_token(token_id) if token_id >= 0 else None)
     if text is None or tokenizer.token_to_id(text) != token_id:
         raise _NoVision(f"image token {text!r} and its id {token_id} in config.json do not match tokenizer.json")
-    return Vision(text, token_id, tokens, int(_of_text(config, "hidden_size") or 0))
+    hidden = int(_of_text(config, "hidden_size") or 0)
+    return Vision(text, token_id, tokens, hidden, _tiles(path, config, tokens) if kind == "llava_next" else None)
+
+
+def _tiles(path: Path, config: Mapping[str, Any], base: int) -> Tiles:
+    try:
+        tiles = tiles_of(config, base)
+    except BadTiles as error:
+        raise _NoVision(str(error)) from None
+    cut = _json(path / "preprocessor_config.json").get("image_grid_pinpoints")
+    if cut is not None and {tuple(each) for each in cut} != set(tiles.canvases):
+        raise _NoVision("config.json and preprocessor_config.json have different image_grid_pinpoints")
+    return tiles
 
 
 def _image_tokens(path: Path, config: Mapping[str, Any], tower: Mapping[str, Any], processor: Mapping[str, Any]) -> int:

@@ -6,6 +6,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from infra.model.image_tiles import Tiles
 from schemas.errors import Code
 from schemas.transfer import Memory
 from workers.engines.base import RequestError
@@ -18,6 +19,7 @@ class EmbeddingSlots:
     Args:
         slot_tokens: rows of a slot.
         hidden: size of a row.
+        tiles: of a model whose images take different numbers of tokens; None: all take ``slot_tokens``.
 
     Attributes:
         data: (slots, slot_tokens, hidden).
@@ -26,8 +28,17 @@ class EmbeddingSlots:
         EngineError: there is no memory for the pool.
     """
 
-    def __init__(self, slots: int, slot_tokens: int, hidden: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        slots: int,
+        slot_tokens: int,
+        hidden: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        tiles: Tiles | None = None,
+    ) -> None:
         self.slot_tokens = slot_tokens
+        self._tiles = tiles
         self.data = zeros((slots, slot_tokens, hidden), dtype, device)
 
     def decode(self, raw: bytes, kind: str) -> Image.Image | media.Rows:
@@ -40,7 +51,8 @@ class EmbeddingSlots:
             RequestError: it is broken, too large, or of another kind or shape.
         """
         if kind in media.IMAGES:
-            return media.first_frame(raw)
+            # Gateways count the tokens of an image by its upright size, and read the orientation of JPEGs only.
+            return media.first_frame(raw) if self._tiles is None else media.first_frame(raw, ("JPEG",))
         if kind == media.EMBEDDING:
             return media.rows(raw, self.data.shape[2], self.data.dtype)
         kinds = ", ".join(sorted(media.IMAGES))
@@ -48,7 +60,15 @@ class EmbeddingSlots:
 
     def tokens(self, prepared: object) -> int:
         """Placeholder tokens that a decoded medium takes."""
-        return len(prepared.data) if isinstance(prepared, media.Rows) else self.slot_tokens
+        if isinstance(prepared, media.Rows):
+            return len(prepared.data)
+        if self._tiles is None:
+            return self.slot_tokens
+        if isinstance(prepared, Image.Image):
+            return self._tiles.tokens(prepared.height, prepared.width)
+        assert isinstance(prepared, media.Pixels)
+        assert prepared.size is not None
+        return self._tiles.tokens(*prepared.size)
 
     def write(self, slots: Seq[int], rows: Tensor) -> None:
         """Copy (tokens, hidden) into the slots, in order."""

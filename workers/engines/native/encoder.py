@@ -33,7 +33,7 @@ def build_encoder(model: str, options: NativeOptions = DEFAULTS) -> EncodeEngine
     where = find_device(options.device)
     set_threads(options.threads, where)
     try:
-        tower = weights(vision.LlavaTower, model, config, device=where, dtype=options.dtype)
+        tower = weights(vision.tower_of(config), model, config, device=where, dtype=options.dtype)
         encoder = vision_encoder(model, tower, options.embed_slots)
     except torch.OutOfMemoryError as error:
         raise EngineError(out_of_memory(error)) from error

@@ -1,6 +1,8 @@
 """Decodes one medium into the input of a vision tower. The bytes are untrusted: every size is bounded."""
 
+import contextlib
 import io
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,9 +23,15 @@ MAX_ASPECT = 100  # an image of one row would be resized to an enormous width
 
 @dataclass(frozen=True, slots=True)
 class Pixels:
-    """An image as input of the vision tower."""
+    """An image as input of the vision tower.
 
-    data: Tensor  # (channels, height, width) float32
+    Attributes:
+        data: (channels, height, width) float32; for a model that cuts images into tiles (tiles, channels, ...).
+        size: height and width of the image itself, for such a model.
+    """
+
+    data: Tensor
+    size: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +41,11 @@ class Rows:
     data: Tensor  # (tokens, hidden) in the model's dtype
 
 
-def first_frame(raw: bytes) -> Image.Image:
+def first_frame(raw: bytes, turned: Collection[str] = FORMATS) -> Image.Image:
     """The first frame of an image file, upright, as RGB.
+
+    Args:
+        turned: formats whose orientation is read.
 
     Raises:
         RequestError: it is not an image, is truncated, or is too large.
@@ -51,10 +62,9 @@ def first_frame(raw: bytes) -> Image.Image:
         reason = str(error) if isinstance(error, OSError) and "truncated" in str(error) else "it cannot be decoded"
         raise _refused(f"an image is not a readable PNG, JPEG, WebP or GIF file: {reason}") from error
     image: Image.Image = file
-    try:
-        image = ImageOps.exif_transpose(file)
-    except Exception:
-        pass  # the image may be fine although its EXIF block is broken
+    if file.format in turned:
+        with contextlib.suppress(Exception):  # the image may be fine although its EXIF block is broken
+            image = ImageOps.exif_transpose(file)
     try:
         if "transparency" in image.info:  # straight to RGB, some palettes cause a warning
             image = image.convert("RGBA")
@@ -72,8 +82,11 @@ def _check_size(width: int, height: int) -> None:
 
 def pixels(image: Image.Image, processor: Any) -> Pixels:
     """The output of the model's image processor."""
-    data: Tensor = processor(images=image, return_tensors="pt")["pixel_values"][0]
-    return Pixels(data)
+    made = processor(images=image, return_tensors="pt")
+    if "image_sizes" not in made:
+        return Pixels(made["pixel_values"][0])
+    height, width = (int(size) for size in made["image_sizes"][0])
+    return Pixels(made["pixel_values"][0], (height, width))
 
 
 def rows(raw: bytes, hidden: int, dtype: torch.dtype) -> Rows:

@@ -1,6 +1,7 @@
 """The vision encoder of a model: image processor, vision tower, projector, and the pool of their embeddings.
 
-How many tokens an image takes is not read from the configuration: the model is run on a blank image.
+How many tokens an image takes is not read from the configuration: the model is run on blank images. Where the number
+depends on an image's size (LLaVA-NeXT), these check the formula.
 """
 
 from collections.abc import Sequence as Seq
@@ -9,8 +10,14 @@ from typing import Any
 import torch
 from PIL import Image
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoImageProcessor, LlavaForConditionalGeneration
+from transformers import (
+    AutoConfig,
+    AutoImageProcessor,
+    LlavaForConditionalGeneration,
+    LlavaNextForConditionalGeneration,
+)
 
+from infra.model.image_tiles import Tiles, tiles_of
 from schemas.errors import Code
 from schemas.transfer import Memory
 from workers.engines.base import EngineError, RequestError
@@ -18,11 +25,12 @@ from workers.engines.native import media
 from workers.engines.native.embedding_slots import EmbeddingSlots
 from workers.engines.native.pool import free_bytes, out_of_memory
 
-KINDS = frozenset({"llava"})  # model types whose images we embed
+KINDS = frozenset({"llava", "llava_next"})  # model types whose images we embed
 TOWERS = frozenset({"clip_vision_model", "siglip_vision_model"})  # fixed image size, so a fixed number of tokens
 DEFAULT_SLOTS = 256
 MEMORY_SHARE = 0.1  # of what is free
-BATCH = 16  # images in one pass through the tower
+BATCH = 16  # images, or tiles of them, in one pass through the tower
+BLANKS = ((64, 64), (90, 40))  # width, height
 
 
 class VisionUnsupported(Exception):
@@ -49,9 +57,9 @@ class TorchVisionEncoder:
         self._processor = processor
         self._dtype: torch.dtype = model.dtype
         self._device: torch.device = model.device
-        self._shape, features = self._blank()
-        self.slot_tokens, hidden = (int(size) for size in features.shape)
-        slot_bytes = features.numel() * self._dtype.itemsize
+        self._tiles: Tiles | None = None
+        self._shape, self.slot_tokens, hidden = self._blank()
+        slot_bytes = self.slot_tokens * hidden * self._dtype.itemsize
         free = free_bytes(self._device)
         self.slots = slots or max(1, min(DEFAULT_SLOTS, int(free * MEMORY_SHARE) // slot_bytes))
         if self.slots * slot_bytes > free:
@@ -59,26 +67,44 @@ class TorchVisionEncoder:
                 f"no memory is left for {self.slots} embedding slots of {slot_bytes} bytes on {self._device}; "
                 "lower embed_slots"
             )
-        self.pool = EmbeddingSlots(self.slots, self.slot_tokens, hidden, self._dtype, self._device)
+        self.pool = EmbeddingSlots(self.slots, self.slot_tokens, hidden, self._dtype, self._device, self._tiles)
 
-    def _blank(self) -> tuple[torch.Size, Tensor]:
-        """The tower's input shape, which must be the same for all images, and the embeddings of a blank image."""
+    def _blank(self) -> tuple[torch.Size, int, int]:
+        """The tower's input shape, which must be the same for all images; tokens of a slot; size of an embedding."""
         try:
-            blanks = [media.pixels(Image.new("RGB", size), self._processor) for size in ((64, 64), (90, 40))]
+            blanks = [media.pixels(Image.new("RGB", size), self._processor) for size in BLANKS]
             with torch.inference_mode():
-                features, _ = self._features(blanks)
+                features = self._features(blanks)
+            if blanks[0].size is not None:
+                self._tiles = self._cut([len(rows) for rows in features])
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
             raise VisionUnsupported(f"its image processor or vision tower fails on a blank image: {error}") from error
-        if features.dim() != 2:
-            raise VisionUnsupported(f"it embeds an image as a {tuple(features.shape)} tensor, not (tokens, hidden)")
-        return blanks[0].data.shape, features
+        if features[0].dim() != 2:
+            raise VisionUnsupported(f"it embeds an image as a {tuple(features[0].shape)} tensor, not (tokens, hidden)")
+        tokens, hidden = (int(size) for size in features[0].shape)
+        if self._tiles is None:
+            return blanks[0].data.shape, tokens, hidden
+        return blanks[0].data.shape[1:], self._tiles.base, hidden
+
+    def _cut(self, found: list[int]) -> Tiles:
+        """How the model cuts images, given the tokens of the blank ones."""
+        config = self._model.config.to_dict()
+        (width, height), *_ = BLANKS
+        tiles = tiles_of(config, found[0] - tiles_of(config, 0).tokens(height, width))
+        if any(tiles.tokens(height, width) != tokens for (width, height), tokens in zip(BLANKS, found, strict=True)):
+            raise VisionUnsupported(f"its blank images have {found} embeddings, by its configuration others")
+        return tiles
 
     def _features(self, images: list[media.Pixels]) -> list[Tensor]:
         """One (tokens, hidden) each."""
-        pixels = torch.stack([image.data for image in images]).to(self._device, self._dtype)
-        return list(self._model.get_image_features(pixel_values=pixels).pooler_output)
+        if images[0].size is None:
+            pixels = torch.stack([image.data for image in images]).to(self._device, self._dtype)
+            return list(self._model.get_image_features(pixel_values=pixels).pooler_output)
+        pixels = torch.cat([image.data for image in images]).to(self._device, self._dtype)
+        sizes = torch.tensor([image.size for image in images])
+        return list(self._model.get_image_features(pixel_values=pixels, image_sizes=sizes).pooler_output)
 
     def prepare(self, raw: bytes, kind: str) -> object:
         """Decode one medium.
@@ -93,7 +119,7 @@ class TorchVisionEncoder:
         if isinstance(medium, media.Rows):
             return medium
         pixels = media.pixels(medium, self._processor)
-        if pixels.data.shape != self._shape:  # in the tower it would fail the whole batch
+        if pixels.data.shape[-3:] != self._shape:  # in the tower it would fail the whole batch
             raise RequestError(
                 Code.invalid_request,
                 f"an image became a tensor of {tuple(pixels.data.shape)}, this model takes {tuple(self._shape)}",
@@ -115,8 +141,10 @@ class TorchVisionEncoder:
                 for slots, medium in batch:
                     if isinstance(medium, media.Rows):
                         self.pool.write(slots, medium.data)
-                for at in range(0, len(images), BATCH):
-                    part = images[at : at + BATCH]
+                each = 1 if self._tiles is None else 1 + max((len(medium.data) for _, medium in images), default=1)
+                step = max(1, BATCH // each)
+                for at in range(0, len(images), step):
+                    part = images[at : at + step]
                     features = self._features([medium for _, medium in part])
                     for (slots, _), one in zip(part, features, strict=True):
                         self.pool.write(slots, one)
@@ -167,6 +195,11 @@ def processor(model: str) -> Any:
         raise VisionUnsupported(f"no usable preprocessor_config.json: {error}") from error
 
 
+def tower_of(config: Any) -> type:
+    """The class of the model's vision part."""
+    return LlavaNextTower if config.model_type == "llava_next" else LlavaTower
+
+
 class LlavaTower(LlavaForConditionalGeneration):  # type: ignore[misc]  # transformers is not followed by mypy
     """Vision tower and projector of a LLaVA checkpoint, without its language model."""
 
@@ -175,5 +208,17 @@ class LlavaTower(LlavaForConditionalGeneration):  # type: ignore[misc]  # transf
 
     def __init__(self, config: AutoConfig) -> None:
         super().__init__(config)  # without memory: from_pretrained does it on the "meta" device
+        self.model.language_model = nn.Identity()
+        self.lm_head = nn.Identity()
+
+
+class LlavaNextTower(LlavaNextForConditionalGeneration):  # type: ignore[misc]
+    """The same of a LLaVA-NeXT checkpoint."""
+
+    _tied_weights_keys: dict[str, str] = {}
+    _keys_to_ignore_on_load_unexpected = [r"language_model", r"lm_head"]
+
+    def __init__(self, config: AutoConfig) -> None:
+        super().__init__(config)
         self.model.language_model = nn.Identity()
         self.lm_head = nn.Identity()

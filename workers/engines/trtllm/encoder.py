@@ -43,7 +43,7 @@ class TrtllmVisionEncoder:
     Args:
         encoder: TensorRT-LLM's ``MultimodalEncoder``.
         open_handle: from the handle of a shared tensor to a view of it.
-        image_token: the placeholder of an image in text.
+        vision: of the model.
 
     Attributes:
         pool: the embeddings.
@@ -52,16 +52,17 @@ class TrtllmVisionEncoder:
         EngineError: it does not embed a blank image.
     """
 
-    def __init__(self, encoder: Any, open_handle: Open, image_token: str, slots: int = 0) -> None:
+    def __init__(self, encoder: Any, open_handle: Open, vision: modeldir.Vision, slots: int = 0) -> None:
         self.resources = contextlib.ExitStack()  # closed with it
         self._encoder = encoder
         self._open_handle = open_handle
-        self._text = image_token
+        self._text = vision.image_token
         features = self._embed([Image.new("RGB", (64, 64))])[0]
         self.slots = slots or DEFAULT_SLOTS
-        self.slot_tokens, hidden = (int(size) for size in features.shape)
+        tokens, hidden = (int(size) for size in features.shape)
+        self.slot_tokens = tokens if vision.tiles is None else vision.image_tokens
         self._device = features.device
-        self.pool = EmbeddingSlots(self.slots, self.slot_tokens, hidden, features.dtype, features.device)
+        self.pool = EmbeddingSlots(self.slots, self.slot_tokens, hidden, features.dtype, features.device, vision.tiles)
 
     def _embed(self, images: Seq[Image.Image]) -> list[Tensor]:
         """One (tokens, hidden) each.
@@ -153,7 +154,7 @@ def from_settings(settings: WorkerSettings, path: Path) -> EncodeEngine:
         encoder = TrtllmVisionEncoder(
             encoder,
             lambda handle: shared.from_dict(handle).get_local_view(),
-            model.vision.image_token,
+            model.vision,
             settings.embed_slots,
         )
         encoder.resources = undo.pop_all()

@@ -34,7 +34,9 @@ class ImageSlotStore:
     def __init__(self, vision: Vision, slots: int, dtype: torch.dtype) -> None:
         self.slots = slots or DEFAULT_SLOTS
         self.slot_tokens = vision.image_tokens
-        self.pool = EmbeddingSlots(self.slots, self.slot_tokens, vision.hidden, dtype, torch.device("cpu"))
+        self.pool = EmbeddingSlots(
+            self.slots, self.slot_tokens, vision.hidden, dtype, torch.device("cpu"), vision.tiles
+        )
         self._images: dict[int, Image.Image] = {}  # by their first slot
 
     def prepare(self, raw: bytes, kind: str) -> object:

@@ -56,7 +56,7 @@ class Model:
         for file in weight_files(path):
             found |= {name.removeprefix("language_model."): each.float() for name, each in load_file(file).items()}
         self._weights = found
-        self.sees = config["model_type"] == "llava"
+        self.sees = config["model_type"] in ("llava", "llava_next")
         self.vocab = int(text["vocab_size"])
         self.max_positions = int(text["max_position_embeddings"])
         self.layers = int(text["num_hidden_layers"])
@@ -130,9 +130,9 @@ class Model:
 
     @cached_property
     def _tower(self) -> tuple[Any, Any]:
-        from transformers import AutoImageProcessor, LlavaForConditionalGeneration
+        from transformers import AutoImageProcessor, AutoModelForImageTextToText
 
-        tower: Any = LlavaForConditionalGeneration.from_pretrained(
+        tower: Any = AutoModelForImageTextToText.from_pretrained(
             self.path, dtype=torch.float32, key_mapping=dict(key_mapping(self.path)) or None
         )
         return tower.eval(), AutoImageProcessor.from_pretrained(self.path, backend="pil")
@@ -140,9 +140,9 @@ class Model:
     def embed(self, images: list[Any]) -> list[Tensor]:
         """One (tokens, hidden) per image."""
         tower, processor = self._tower
-        pixels = processor(images=images, return_tensors="pt")["pixel_values"]
+        pixels = processor(images=images, return_tensors="pt")
         with torch.inference_mode():
-            return [each.clone() for each in tower.get_image_features(pixel_values=pixels).pooler_output]
+            return [each.clone() for each in tower.get_image_features(**pixels).pooler_output]
 
 
 @cache

@@ -201,7 +201,7 @@ class BaseLLM:
             words = disagg.multimodal_hashes
             hashes = [_hex(each) for each in words] if words else [secrets.token_hex(32) for _ in tensors]
             tokens = self._encode(text, params)
-            return (text, *self._expand(tokens, torch.cat(tensors), hashes[0]))
+            return (text, *self._expand(tokens, tensors, hashes[0]))
         data = inputs.get("multi_modal_data")
         if not text and ids and data and self._model.sees:
             text, ids = self._tokenizer.decode(ids), None
@@ -230,7 +230,7 @@ class BaseLLM:
             images = data["image"] if isinstance(data["image"], list) else [data["image"]]
             features = self._model.embed(images)
             digest = image_hash(images)
-        return (text, *self._expand(tokens, torch.cat(features), digest))
+        return (text, *self._expand(tokens, features, digest))
 
     def _encode(self, text: str, params: SamplingParams) -> list[int]:
         if self._tokenizer is None:
@@ -239,14 +239,16 @@ class BaseLLM:
         return tokens
 
     def _expand(
-        self, tokens: list[int], features: torch.Tensor, digest: str
+        self, tokens: list[int], features: list[torch.Tensor], digest: str
     ) -> tuple[list[int], list[tuple[int, torch.Tensor]], list[tuple[int, int, str]]]:
         """One placeholder per image in the text becomes as many as it has embeddings."""
         places = tokens.count(self._model.image_token)
-        if not places or len(features) % places:
-            raise ValueError(f"{places} image placeholders in the prompt, {len(features)} embeddings")
-        each = len(features) // places
-        if each < 2:
+        if len(features) != places:  # one tensor for images of equal size
+            whole = torch.cat(features)
+            if not places or len(whole) % places:
+                raise ValueError(f"{places} image placeholders in the prompt, {len(whole)} embeddings")
+            features = list(whole.split(len(whole) // places))
+        if any(len(each) < 2 for each in features):
             raise ValueError("give one placeholder per image: they are expanded here")
         out: list[int] = []
         embeds, media = [], []
@@ -254,10 +256,10 @@ class BaseLLM:
             if token != self._model.image_token:
                 out.append(token)
                 continue
-            number = len(embeds)
-            embeds.append((len(out), features[number * each : (number + 1) * each]))
-            media.append((len(out), each, digest))
-            out += [token] * each
+            rows = features[len(embeds)]
+            embeds.append((len(out), rows))
+            media.append((len(out), len(rows), digest))
+            out += [token] * len(rows)
         return out, embeds, media
 
     # -- events and statistics

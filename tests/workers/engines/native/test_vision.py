@@ -253,8 +253,8 @@ def changed(path: Path, name: str, **values: Any) -> str:
     [
         (
             "config.json",
-            {"model_type": "llava_next"},
-            "images of llava_next models are not supported, only those of llava",
+            {"model_type": "llava_onevision"},
+            "images of llava_onevision models are not supported, only those of llava, llava_next",
         ),
         ("config.json", {"vision_config": {"model_type": "pixtral"}}, "a pixtral vision tower is not supported"),
         ("preprocessor_config.json", {"do_center_crop": False, "size": {"shortest_edge": 96}}, "cannot be used.*blank"),
