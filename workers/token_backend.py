@@ -1,6 +1,8 @@
 """The backend of a worker that generates tokens: an engine in its thread, and the transport to other workers."""
 
 import asyncio
+import signal
+import threading
 import time
 from pathlib import Path
 
@@ -14,7 +16,7 @@ from infra.model.weight_files import elsewhere
 from schemas import blocks
 from schemas.transfer import Endpoint
 from workers.engine_thread import EngineThread
-from workers.engines.base import Engine, EngineInfo, Grammars, VisionEngine
+from workers.engines.base import Engine, EngineError, EngineInfo, Grammars, VisionEngine
 from workers.kv_transfer.base import Transport, TransportUnavailable
 from workers.metrics.worker import Metrics
 from workers.process import ProcessEvents
@@ -63,6 +65,10 @@ class TokenBackend:
         def failed(error: BaseException) -> None:
             self._loop.call_soon_threadsafe(self._events.engine_failed, error)
 
+        if settings.engine == "sglang" and threading.current_thread() is threading.main_thread():
+            # SGLang's processes send it when they fail; unhandled, it ends this process with all its requests.
+            error = EngineError("a process of SGLang has failed; the log above has its error")
+            self._loop.add_signal_handler(signal.SIGQUIT, self._events.engine_failed, error)
         thread = self._thread = EngineThread(build, self._deliver, failed)
         thread.start()
 

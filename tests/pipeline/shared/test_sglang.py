@@ -14,7 +14,7 @@ from infra.model.modeldir import TINY
 from infra.timeline.leases import leases
 from schemas.wire import unpack_tokens
 from tests import standins
-from tests.pipeline.support import ROOT, Deployment, Process, ending, idle_workers, stopped, until
+from tests.pipeline.support import ROOT, Deployment, Process, ending, idle_workers, until
 
 FLAGS = ("--engine", "sglang", "--model", str(TINY), "--max-model-len", "512", "--max-running", "4", "--threads", "1")
 NIXL = standins.FOLDER / "sglang" / "_standin" / "path"
@@ -89,4 +89,6 @@ async def test_a_request_runs_on_both_and_none_alone(
         os.kill(pair["prefill"].pid, signal.SIGKILL)
         left = await http.post("/v1/completions", json=body | {"timeout_s": 3})
         assert left.status_code in (503, 504), left.text  # nobody is there who could compute a prompt
-    assert await stopped([pair["decode"]]) == [0]
+    os.kill(pair["decode"].pid, signal.SIGQUIT)  # what SGLang's processes send when they fail
+    assert pair["decode"].wait() == 70
+    assert "a process of SGLang has failed" in pair["decode"].log.read_text(errors="replace")

@@ -188,7 +188,6 @@ ALL = (
         "",
         {
             RANKS: "SGLang reports no rank of a prompt's token that is not among the best",
-            CONSTRAINTS: "constraints of SGLang are not passed on yet",
             HANDOFF: "SGLang's prefill engine reports no token before a decode engine has taken its KV",
         },
         "sglang",

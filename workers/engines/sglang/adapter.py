@@ -69,6 +69,8 @@ class SglangAdapter:
         def next_call(said: Seq[int]) -> Prepared:
             return prepare(request, info, options, said, room)
 
+        if request.constraint is not None:
+            next_call(())  # refuses one that cannot be compiled
         call = Call(next_call, request.sampling.logprobs, request.handoff, offered, missing)
         return ActiveSequence(request, call)
 

@@ -47,6 +47,7 @@ _SAMPLING = frozenset(
         "ignore_eos",
         "logit_bias",
         "sampling_seed",
+        "ebnf",
     ]
 )
 

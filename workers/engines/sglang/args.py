@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from infra.engine_args.tree import BadArguments, Tree, merge
 
 PAIR = ("prefill", "decode")  # roles whose engines work together on a request
+GRAMMARS = "llguidance"
 EVENT_STEPS = 10_000  # KV event messages that are kept for replay
 # SGLang keeps one token free of a sequence's context, and takes prompts only up to 6 tokens below it.
 CONTEXT_MARGIN = 6
@@ -69,6 +70,7 @@ class EngineSettings(NamedTuple):
         device: "auto": the one that SGLang finds.
         host: where a prefill engine's bootstrap server listens.
         bootstrap_port: the port.
+        constraints: the engine applies constraints (structured output); it then reads the model's tokenizer.
     """
 
     role: str
@@ -88,6 +90,7 @@ class EngineSettings(NamedTuple):
     log_level: str = "error"
     host: str = "127.0.0.1"
     bootstrap_port: int = 0
+    constraints: bool = False
 
 
 class Resolved(NamedTuple):
@@ -109,6 +112,11 @@ class Resolved(NamedTuple):
         """Whether it is one engine of a pair, which cannot run a request alone."""
         return bool(self.tree["disaggregation_mode"] != "null")
 
+    @property
+    def constraints(self) -> bool:
+        """Whether it applies constraints."""
+        return self.tree.get("grammar_backend") == GRAMMARS and not self.tree["skip_tokenizer_init"]
+
 
 def publisher(wanted: EngineSettings) -> Tree | None:
     """``kv_events_config``: over ZMQ, if the worker reads them."""
@@ -126,7 +134,7 @@ def publisher(wanted: EngineSettings) -> Tree | None:
 def defaults(wanted: EngineSettings) -> Tree:
     """Our default arguments."""
     tree: Tree = {
-        "skip_tokenizer_init": True,  # it sees token ids only
+        "skip_tokenizer_init": not wanted.constraints,  # it sees token ids only; grammars need their texts
         "incremental_streaming_output": True,
         "page_size": wanted.block_size,
         "max_running_requests": wanted.max_running,
@@ -141,6 +149,8 @@ def defaults(wanted: EngineSettings) -> Tree:
         tree["disaggregation_transfer_backend"] = "nixl"
     if wanted.role == "prefill":
         tree |= {"host": wanted.host, "disaggregation_bootstrap_port": wanted.bootstrap_port}
+    if wanted.constraints:
+        tree["grammar_backend"] = GRAMMARS
     if wanted.kv_blocks:
         tree["max_total_tokens"] = wanted.kv_blocks * wanted.block_size
     if wanted.dtype != "auto":

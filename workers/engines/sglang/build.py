@@ -17,7 +17,9 @@ from infra.engine_args.tree import BadArguments, Tree
 from infra.model import modeldir
 from schemas import blocks
 from workers.engines.base import EngineError, EngineInfo
+from workers.engines.constraints.compiler import ALL_CONSTRAINTS, compiler
 from workers.engines.external import arguments as user_arguments
+from workers.engines.external.constrained import standard_tokenizer
 from workers.engines.external.engine import ExternalEngine
 from workers.engines.external.event_streams import channels, subscribe
 from workers.engines.external.guard import Guard, children
@@ -26,7 +28,7 @@ from workers.engines.external.network import address, environ, free_ports
 from workers.engines.external.runtime import CLOSE_S, EngineRuntime, Inbox, shut_down
 from workers.engines.loop import LoopThread
 from workers.engines.sglang import api as apis
-from workers.engines.sglang import metrics
+from workers.engines.sglang import metrics, plugin
 from workers.engines.sglang.adapter import SglangAdapter
 from workers.engines.sglang.api import Api
 from workers.engines.sglang.args import EngineSettings, Resolved, layout, ranks_of, resolve
@@ -61,6 +63,8 @@ def from_settings(settings: WorkerSettings, path: Path) -> ExternalEngine[Call]:
         undo.callback(shutil.rmtree, folder, ignore_errors=True)
         user_args = user_arguments.given(settings)
         wanted = wanted_of(settings, model.max_model_len, folder, ranks_of(user_args))
+        grammars = compiler(path) if standard_tokenizer(path) else None
+        wanted = wanted._replace(constraints=grammars is not None)
         resolved = resolve(wanted, user_args, api.arguments)
         if resolved.pair and not api.nixl():
             raise EngineError("SGLang's handoff of KV needs the package nixl: pip install nixl")
@@ -72,7 +76,9 @@ def from_settings(settings: WorkerSettings, path: Path) -> ExternalEngine[Call]:
             for rank in range(resolved.ranks):
                 early.callback(subscribe(resolved.events, rank, inbox).close)
         before, multiprocess = children(), os.environ.get(MULTIPROCESS)
-        with environ(_VARIABLES):
+        if not resolved.constraints:
+            grammars = None
+        with environ(_VARIABLES | ({plugin.ACTIVE: "1"} if grammars is not None else {})):
             llm = construct(api, str(path), resolved.tree, loop)
         series = metrics.series(multiprocess)
         undo.callback(Guard(children() - before).close)
@@ -81,6 +87,8 @@ def from_settings(settings: WorkerSettings, path: Path) -> ExternalEngine[Call]:
         processes = Processes(llm)
         warm_up(llm, loop, loads, pair=resolved.pair)
         info = info_of(llm, settings, resolved, model, loads, load_seconds=time.perf_counter() - began)
+        if grammars is not None:
+            info = msgspec.structs.replace(info, constraints=ALL_CONSTRAINTS)
         if resolved.pair:
             info = msgspec.structs.replace(
                 info, handoff_layout=layout(api.version, resolved.tree, model.revision), pair_only=True
@@ -97,7 +105,7 @@ def from_settings(settings: WorkerSettings, path: Path) -> ExternalEngine[Call]:
     if not resolved.deterministic:
         log.info("sglang_seeds", note="seeds of requests have no effect without enable_deterministic_inference")
     log.info("sglang_ready", blocks=info.total_blocks, slots=info.slots, ranks=info.dp_size)
-    return ExternalEngine(info, runtime, adapter)
+    return ExternalEngine(info, runtime, adapter, grammars)
 
 
 def info_of(

@@ -5,11 +5,12 @@ from typing import Any, NamedTuple
 
 from schemas.errors import Code
 from workers.engines.base import EngineInfo, RequestError, SequenceRequest
-from workers.engines.external import requests
+from workers.engines.external import constrained, requests
 from workers.engines.external.handoff_state import ConsumedStates
 from workers.engines.external.sampling import stop_ids
 from workers.engines.sglang import handoff, sampling
 from workers.engines.sglang.handoff import Address, Room
+from workers.engines.sglang.plugin import behind
 
 
 class Options(NamedTuple):
@@ -102,19 +103,24 @@ def prepare(
     Args:
         said: what earlier calls for it have generated.
         room: where the pair meets. A sequence is then one call, so ending tokens may be drawn before ``min_tokens``.
+
+    Raises:
+        RequestError: its constraint cannot be compiled.
     """
     earlier = [*request.generated, *said]
     tokens = [*request.prompt, *earlier]
     limit = min(request.stop.max_tokens, info.max_model_len - len(request.prompt)) - len(earlier)
-    ends = stop_ids(request.stop, info.eos_token_ids)
+    rules = constrained.ends(request.stop, request.constraint)
+    ends = stop_ids(rules, info.eos_token_ids)
     goes_on, stops = False, frozenset[int]()
-    least = min(request.stop.min_tokens - len(earlier), limit)
+    least = min(rules.min_tokens - len(earlier), limit)
+    grammar = "" if request.constraint is None else behind(constrained.grammar_text(request.constraint), earlier)
     if least > 0 and ends and room is None:
         ends_here, barred, goes_on = frozenset[int](), ends, least < limit
         limit = least
     elif least > 0 and ends:
         ends_here, barred, stops = frozenset(), frozenset(), ends
-    elif request.stop.ignore_eos:  # the model's own end would end it, too
+    elif rules.ignore_eos:  # the model's own end would end it, too
         ends_here, barred, stops = frozenset(), frozenset[int](), ends
     else:
         ends_here, barred = ends, frozenset()
@@ -127,6 +133,7 @@ def prepare(
             earlier=earlier,
             ends=ends_here,
             barred=barred,
+            grammar=grammar,
         ),
     }
     scores = 0 < request.score < len(request.prompt) and not said

@@ -27,6 +27,7 @@ def arguments(
     earlier: Seq[int] = (),
     ends: Collection[int] = (),
     barred: Collection[int] = (),
+    grammar: str = "",
 ) -> dict[str, Any]:
     """Fields of ``SamplingParams``. Those left out have defaults in the engine that mean the same.
 
@@ -37,6 +38,7 @@ def arguments(
             one of the tokens is drawn again, and not at all for ``repetition_penalty``.
         ends: token ids that end the output, besides the model's own; empty: nothing does.
         barred: token ids that are not drawn.
+        grammar: what the output matches, in llguidance's dialect of Lark.
     """
     parameters: dict[str, Any] = {
         "max_new_tokens": max_tokens,
@@ -45,6 +47,8 @@ def arguments(
     }
     if ends:
         parameters["stop_token_ids"] = sorted(ends)
+    if grammar:
+        parameters["ebnf"] = grammar
     if greedy(sampling):
         parameters["temperature"] = 0.0
     shaped = shape(sampling)

@@ -6,17 +6,20 @@ import asyncio
 import os
 import time
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from sglang._standin.disaggregation import Bootstrap, Room
 from sglang._standin.pool import Pool
+from sglang.srt.constrained.llguidance_backend import GuidanceBackend, InvalidGrammarObject
 from sglang.srt.disaggregation.kv_events import KVEventBatch, publisher
 from sglang.srt.managers.load_snapshot import LoadSnapshot
 from sglang.srt.sampling.sampling_params import TOP_K_ALL, SamplingParams
 from tensorrt_llm._standin.model import Model
 from tensorrt_llm._standin.sampling import pick, shaped
+from tokenizers import Tokenizer
 from vllm._standin.core import Core, Piece, Request, _logprobs
 
 FAKE_BOOTSTRAP_HOST = "2.2.2.2"
@@ -66,6 +69,11 @@ class Scheduler(Core):
         self._jobs: dict[str, Job] = {}
         self._meeting: list[Job] = []  # wait for the other engine
         self._work = asyncio.Event()
+        self._compiled: dict[str, Any] = {}
+        self._grammars: GuidanceBackend | None = None
+        if not args.skip_tokenizer_init and args.grammar_backend == "llguidance":
+            tokenizer = Tokenizer.from_file(str(Path(args.model_path) / "tokenizer.json"))
+            self._grammars = GuidanceBackend(tokenizer, model.vocab, model.eos)
         self._publisher = publisher(args.kv_events_config, rank) if caching else None
         self._deliver: Deliver = lambda rid, tokens, info: None
 
@@ -108,8 +116,19 @@ class Scheduler(Core):
         request = Request(job.rid, job.tokens, wanted, job.salt, transfer, None)  # type: ignore[arg-type]
         request.generated = list(generated)
         wanted.of = params
+        if params.ebnf:
+            assert self._grammars is not None
+            if params.ebnf not in self._compiled:
+                self._compiled[params.ebnf] = self._grammars.dispatch_ebnf(params.ebnf)
+            template = self._compiled[params.ebnf]
+            if isinstance(template, InvalidGrammarObject):
+                return self._abort_now(job, f"Failed to compile ebnf grammar: {template.error_message}", 400)
+            request.grammar = template.copy()
+            for token in generated:
+                request.grammar.accept_token(token)
         self.add(request)
         self._work.set()
+        return None
 
     def abort(self, rid: str, everything: bool) -> None:
         for job in list(self._jobs.values()):
@@ -226,6 +245,8 @@ class Scheduler(Core):
 
     def _draw(self, request: Request, logits: Any) -> tuple[int, Any]:
         params: Any = request.params.of  # type: ignore[attr-defined]
+        if request.grammar is not None:
+            logits = logits.masked_fill(request.grammar.barred()[: len(logits)], float("-inf"))
         bias = torch.zeros_like(logits)
         for token, value in (params.logit_bias or {}).items():
             bias[int(token)] = value

@@ -1,10 +1,14 @@
 """Prefill and decode on two SGLang engines that meet in a room, over the stand-in."""
 
+import re
+
 import msgspec
 import pytest
 
+from infra.model.constraints import REGEX
+from infra.model.modeldir import TINY, load
 from schemas.errors import Code
-from schemas.requests import Sampling
+from schemas.requests import Constraint, Sampling
 from tests.workers.engines.contract import WORDS, Driver, Seen, ask
 from tests.workers.engines.sglang.conftest import Make, inner, scheduler
 from workers.engines.base import EngineError, HeldPrompt, RequestError, SequenceRequest
@@ -101,6 +105,16 @@ def test_ending_tokens_count_from_min_tokens_on(make: Make, pair: tuple[Driver, 
         seen = carried_on(source, target, ask(0, PROMPT, 12, stop=rules), f"{least}:1")
         assert seen.tokens() == whole[: len(seen.tokens())]
         assert (len(seen.tokens()) == at + 1) == (least <= at)
+
+
+def test_a_constraint_holds_on_both_engines(pair: tuple[Driver, Driver]) -> None:
+    source, target = pair
+    constraint = Constraint(REGEX, "[0-9]{6}")
+    seen = carried_on(source, target, ask(0, PROMPT, 60, constraint=constraint))
+    assert (seen.failures, seen.outputs[-1].finish) == ([], "stop")
+    ends = source.engine.info.eos_token_ids
+    said = load(TINY).tokenizer.decode([token for token in seen.tokens() if token not in ends])
+    assert re.fullmatch("[0-9]{6}", said)
 
 
 @pytest.mark.parametrize("opaque", [b"", b"garbage", b"{}"], ids=["none", "garbage", "empty"])

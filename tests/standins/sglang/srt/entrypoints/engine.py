@@ -13,6 +13,7 @@ from typing import Any
 from sglang._standin.disaggregation import Bootstrap
 from sglang._standin.scheduler import Scheduler
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
+from sglang.srt.plugins import load_plugins
 from sglang.srt.server_args import ServerArgs
 from tensorrt_llm._standin.model import load
 
@@ -37,6 +38,7 @@ class Engine:
     server_args_class = ServerArgs
 
     def __init__(self, **kwargs: Any) -> None:
+        load_plugins()
         args = self.server_args = self.server_args_class(**kwargs)
         if args.disaggregation_mode not in ("null", "prefill", "decode"):
             raise ValueError(f"disaggregation_mode: {args.disaggregation_mode}")
