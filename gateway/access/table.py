@@ -37,6 +37,7 @@ class KeyTable:
         self._bus = bus
         self._changed = changed
         self._clock = clock
+        self._read = False  # everything was read that was there at the start
         self._confirmed = 0.0  # when the comparison began that found this table current
         self._following = AsyncExitStack()
         self.keys: dict[str, ApiKey] = {}
@@ -48,7 +49,8 @@ class KeyTable:
         """
         began = self._clock()
         await self._following.enter_async_context(self._tail.following())
-        self._confirmed = began
+        self._read, self._confirmed = True, began
+        log.info("keys_read", keys=len(self.keys))
         tasks.spawn(self._confirm(), name="confirm-keys")
 
     async def stop(self) -> None:
@@ -90,6 +92,7 @@ class KeyTable:
             self.keys.pop(name, None)  # rather refused than admitted by what it said before
         else:
             before, self.keys[name] = self.keys.get(name), key
-            event = "key_added" if before is None else "key_changed"
-            log.info("key_revoked" if key.revoked_ns else event, key=key.prefix, tenant=key.tenant, by=key.made_by)
+            if self._read:
+                event = "key_added" if before is None else "key_changed"
+                log.info("key_revoked" if key.revoked_ns else event, key=key.prefix, tenant=key.tenant, by=key.made_by)
         self._changed(name)

@@ -53,6 +53,8 @@ class Operation(Struct, frozen=True):
 
 
 _GENERATE = (
+    Code.invalid_api_key,
+    Code.rate_limit_exceeded,
     Code.invalid_request,
     Code.context_length_exceeded,
     Code.unsupported,
@@ -301,7 +303,15 @@ def document(version: str, operations: Sequence[Operation] = OPERATIONS) -> dict
             "description": "OpenAI-compatible serving on NATS JetStream. Errors have a code and say what to do.",
         },
         "paths": paths,
-        "components": {"schemas": components},
+        # An API key is needed as soon as the deployment has one; see docs/access.md.
+        "security": [{"bearer": []}, {"x-api-key": []}, {}],
+        "components": {
+            "schemas": components,
+            "securitySchemes": {
+                "bearer": {"type": "http", "scheme": "bearer"},
+                "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+            },
+        },
     }
 
 
