@@ -5,6 +5,8 @@ from contextlib import AsyncExitStack
 import structlog
 
 from configs.settings import GatewaySettings
+from gateway.embeddings.prepare import PATH as EMBEDDINGS
+from gateway.images.prepare import PATHS as IMAGE_PATHS
 from gateway.metrics import Metrics
 from gateway.openai.prepare_context import PrepareContext
 from gateway.parsers.registry import ParserNames, agreed_parsers
@@ -156,4 +158,6 @@ class FleetView:
             parsers=parsers if any(parsers) else None,
             special_tokens_as_text=settings.special_tokens_in_messages == "text",
             no_store=settings.always_no_store,
+            elsewhere={name: IMAGE_PATHS[model.kind] for name, model in self.diffusion_models.known.items()}
+            | dict.fromkeys(self.embedding_models.known, EMBEDDINGS),
         )

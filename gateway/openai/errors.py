@@ -32,11 +32,14 @@ def prompt_too_long(amount: str, max_model_len: int) -> ServingError:
     )
 
 
-def model_not_found(model: str, served: Sequence[str]) -> ServingError:
+def model_not_found(model: str, served: Sequence[str], path: str = "") -> ServingError:
+    """
+    Args:
+        path: where this model is asked instead; "": nowhere.
+    """
     names = ", ".join(map(repr, served))
-    return ServingError(
-        Code.model_not_found, f"model {model[:200]!r} is not served here; served: {names}", param="model"
-    )
+    instead = f"generates no text; use POST {path}" if path else "is not served here"
+    return ServingError(Code.model_not_found, f"model {model[:200]!r} {instead}; served: {names}", param="model")
 
 
 def decode_body(decode: Any, data: bytes) -> Any:

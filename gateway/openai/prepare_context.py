@@ -1,6 +1,6 @@
 """What a body is prepared for: the model, the gateway's defaults, and what its workers have in common."""
 
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from typing import NamedTuple
 
 from gateway.openai.errors import model_not_found
@@ -30,6 +30,7 @@ class PrepareContext(NamedTuple):
         allowed: names of models that it may use; None: all.
         priority: its class if the body names none, and the highest that it may have; None: the body decides.
         own_cache: tenants share no KV; False: this one shares it with the default tenant.
+        elsewhere: models that generate no text, and the path to ask them at.
     """
 
     model: ModelDir
@@ -49,6 +50,7 @@ class PrepareContext(NamedTuple):
     allowed: Set[str] | None = None
     priority: Priority | None = None
     own_cache: bool = True
+    elsewhere: Mapping[str, str] = {}
 
     def check_model(self, name: str) -> None:
         """
@@ -57,7 +59,8 @@ class PrepareContext(NamedTuple):
         """
         if name not in self.names or (self.allowed is not None and name not in self.allowed):
             allowed = self.allowed
-            raise model_not_found(name, [each for each in self.names if allowed is None or each in allowed])
+            path = self.elsewhere.get(name, "") if allowed is None or name in allowed else ""
+            raise model_not_found(name, [each for each in self.names if allowed is None or each in allowed], path)
 
     def salt(self, chosen: str) -> str:
         """The cache salt of a request for which its client chose this one: tenants cannot choose each other's."""

@@ -103,6 +103,7 @@ async def test_models_are_listed_and_asked_at_their_own_endpoint(served: httpx.A
     chat = {"model": "vectors", "messages": [{"role": "user", "content": "hello"}]}
     refused = await served.post("/v1/chat/completions", json=chat)
     assert refused.json()["error"]["code"] == "model_not_found"
+    assert "generates no text; use POST /v1/embeddings" in refused.json()["error"]["message"]
     text = await served.post("/v1/completions", json={"model": "tiny", "prompt": "hello", "max_tokens": 3})
     assert text.json()["usage"]["completion_tokens"] == 3
     too_long = await served.post(PATH, json={"model": "vec", "input": ["a", "word " * 140_000]})
