@@ -12,10 +12,12 @@ import httpx
 import pytest
 
 from infra.bus.connection import Bus, connect
+from infra.bus.direct_get import read
 from infra.cli import main
 from schemas.done import Done
+from schemas.subjects import HEADER_MSG_ID
 from tests.pipeline.conftest import NewDeployment
-from tests.pipeline.support import Deployment, ending, registrations, until, words
+from tests.pipeline.support import Deployment, Process, ending, registrations, until, words
 
 TOKENS = 40
 
@@ -131,6 +133,33 @@ async def test_a_worker_that_is_killed_during_a_replay_changes_no_answer(
     assert (status, found["outcomes"]["same"], found["compared_tokens"]) == (0, 8, 8 * TOKENS)
     again = await ended(recorded, [each["replay_id"] for each in found["comparisons"]])
     assert max(end.attempt for end in again) == 2, "nothing was under way at the killed worker"
+
+
+async def test_a_replay_that_is_killed_leaves_whole_answers_and_is_run_again(
+    recorded: Deployment, recorded_bus: Bus, tmp_path: Path
+) -> None:
+    async with httpx.AsyncClient(base_url=recorded.urls[0], trust_env=False, timeout=30) as client:
+        ids = await asyncio.gather(*(ask(client, number) for number in range(500, 506)))
+    await ended(recorded, ids)
+    tokens, requests = (recorded_bus.subjects.stream(name) for name in ("TOKENS", "REQUESTS"))
+    before = (await recorded_bus.js.stream_info(tokens)).state.messages
+    last = (await recorded_bus.js.stream_info(requests)).state.last_seq
+    argv = [*ids, "--data-dir", str(recorded.data_dir), "--speed", "max"]
+    report = tmp_path / "killed.json"
+    replaying = Process(tmp_path / "replay.log", "replay", *argv, "--json", str(report))
+
+    async def flowing() -> bool:
+        return (await recorded_bus.js.stream_info(tokens)).state.messages > before + 6
+
+    await until(flowing, "tokens of the replay")
+    os.kill(replaying.pid, signal.SIGKILL)
+    assert await asyncio.to_thread(replaying.wait) == -signal.SIGKILL
+    published = [entry.headers[HEADER_MSG_ID] async for entry in read(recorded_bus, requests, ">", after=last)]
+    assert 0 < len(published) <= len(ids)
+    assert {(end.code, end.usage.completion) for end in await ended(recorded, published)} == {("", TOKENS)}
+    assert not report.exists()
+    status, found = await replay(*argv, report=report)
+    assert (status, found["outcomes"]["same"], found["compared_tokens"]) == (0, 6, 6 * TOKENS)
 
 
 async def test_the_recorded_pace_is_kept_and_can_be_faster(fresh: Deployment, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ import contextlib
 import os
 import signal
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -13,7 +14,7 @@ import pytest
 from infra.bus.connection import Bus
 from infra.operate import drain, restart
 from schemas.fleet import State as WorkerState
-from tests.pipeline.support import Deployment, parse_sse, registrations, token_prompt, until
+from tests.pipeline.support import Deployment, Process, parse_sse, registrations, token_prompt, until
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -26,10 +27,35 @@ def body(number: int, **more: Any) -> dict[str, Any]:
     return {"model": "tiny", "prompt": prompt, "temperature": 0, "max_tokens": 60, "ignore_eos": True, **more}
 
 
-async def test_draining_and_restarting_everything_fails_no_request(fleet: Deployment, fleet_bus: Bus) -> None:
+async def kill_restart(fleet: Deployment, folder: Path) -> None:
+    """Kill the command while the first process that it restarts drains; that one starts again nevertheless."""
+    first = next(process for process in fleet.state.processes if process.role == "worker")
+    argv = ("restart", "--rolling", "--data-dir", str(fleet.data_dir))
+    restarting = Process(folder / "restart.log", *argv)
+
+    def now() -> int | None:
+        return next(process.pid for process in fleet.state.processes if process.name == first.name)
+
+    async def stops() -> bool:
+        return now() != first.pid
+
+    await until(stops, "the first process stops")
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(restarting.pid, signal.SIGKILL)
+    assert await asyncio.to_thread(restarting.wait) == -signal.SIGKILL, restarting.log.read_text()
+
+    async def starts() -> bool:
+        return now() not in (None, first.pid)
+
+    await until(starts, "the first process starts again", 30)
+
+
+async def test_draining_and_restarting_everything_fails_no_request(
+    fleet: Deployment, fleet_bus: Bus, tmp_path: Path
+) -> None:
     """Under load, on kept connections to the port that the gateways share: every answer comes whole.
 
-    A worker that is killed while it drains is no exception.
+    A worker that is killed while it drains is no exception, nor is a command that is killed.
     """
     stop = asyncio.Event()
     answered = 0
@@ -58,6 +84,7 @@ async def test_draining_and_restarting_everything_fails_no_request(fleet: Deploy
     assert pids()["worker-0"] is None, "it stays down"
     assert await command(drain.run, "worker-1") == 1, "it is the last one"
     assert await command(restart.run, "worker-0") == 0
+    await kill_restart(fleet, tmp_path)
     assert await command(restart.run, "--rolling") == 0
     after = pids()
     assert before["nats"] == after["nats"]
