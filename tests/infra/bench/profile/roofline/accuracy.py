@@ -62,11 +62,11 @@ def rows() -> list[Row]:
     loads = ((1, 512, 242), (32, 512, 3868), (128, 512, 6583), (256, 512, 7152), (512, 128, 18127), (64, 2048, 1921))
     for streams, tokens, rate in loads:
         found.append(Row(f"8B, {streams} × {tokens} → 128, tokens/s", throughput(big, streams, tokens, 128), rate))
-    for streams, rate in ((1, 349), (32, 4692), (128, 9177), (256, 10327)):
+    for streams, rate in ((1, 364), (32, 5632), (128, 9914), (256, 10835)):
         found.append(Row(f"8B fp8, {streams} × 512 → 128, tokens/s", throughput(fp8, streams, 512, 128), rate))
     for streams, ms in ((1, 0.5), (32, 0.9), (128, 1.5), (256, 2.2)):
         found.append(Row(f"0.3B, {streams} × 512 → 128, ITL ms", small.step_ms(streams, 576), ms))
-    for streams, rate in ((1, 243), (32, 2158), (128, 5801), (256, 8366)):
+    for streams, rate in ((1, 250), (32, 2177), (128, 5843), (256, 8417)):
         what = f"Qwen3-30B-A3B's shape, half, {streams} × 512 → 128, tokens/s"
         found.append(Row(what, throughput(mixture, streams, 512, 128), rate))
     return found
