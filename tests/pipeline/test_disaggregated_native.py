@@ -5,6 +5,7 @@ The reference for each answer is the same request given to the prefill worker by
 
 import asyncio
 import base64
+import io
 import time
 from collections.abc import AsyncIterator
 from random import Random
@@ -13,6 +14,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from PIL import Image
 
 from infra.bus.connection import Bus, connect
 from infra.demo_model import vision
@@ -172,6 +174,35 @@ async def test_images_share_cached_blocks_with_themselves_only(http: httpx.Async
         return bool(again["usage"]["prompt_tokens_details"]["cached_tokens"] >= 64)
 
     await until(from_the_cache, "the second time it comes from the cache")
+
+
+async def test_a_large_image_is_stored_once_and_nothing_that_is_made_of_it_passes_the_broker(
+    http: httpx.AsyncClient, apart_bus: Bus
+) -> None:
+    """Images become part of an accepted request when they are stored; embeddings and KV go from worker to worker."""
+    noise = io.BytesIO()
+    Image.frombytes("RGB", (700, 560), Random(5).randbytes(3 * 700 * 560)).save(noise, "PNG")
+    raw = noise.getvalue()
+    assert len(raw) > 1 << 20
+    url = "data:image/png;base64," + base64.b64encode(raw).decode()
+    pictures = [url, *(picture(number) for number in range(40, 47))]
+
+    async def stored() -> tuple[int, int]:
+        """Bytes in the bucket of media, and in all other streams."""
+        found = {each.config.name: each.state.bytes for each in await apart_bus.js.streams_info()}
+        media = sum(size for name, size in found.items() if name.endswith("_media"))
+        return media, sum(found.values()) - media
+
+    media, other = await stored()
+    request, _ = await ask(http, body(*pictures, "What do you see?"))
+    timeline, _ = await ending(apart_bus, request)
+    assert roles(timeline.routed[0].decision.route) == ["encode", "prefill", "decode"]
+    media_once, other_once = await stored()
+    assert len(raw) < media_once - media < len(raw) + (256 << 10)
+    # 8 x 64 embeddings and the KV of their tokens are more than 4 MiB.
+    assert other_once - other < 128 << 10
+    await ask(http, body(*pictures, "What do you see now?"))
+    assert (await stored())[0] == media_once
 
 
 async def test_prefix_hits_on_either_side_or_both_change_nothing(http: httpx.AsyncClient, apart_bus: Bus) -> None:

@@ -1,15 +1,19 @@
 """Dashboards and alert rules ask for series that exist. A real Prometheus is in tests/pipeline/test_prometheus.py."""
 
+import io
+import json
 import re
 import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qs, urlsplit
 
 import msgspec
 import pytest
 import yaml
 
+from infra.deploy.monitoring import pictures
 from infra.deploy.monitoring.dashboards import DASHBOARDS
 from infra.deploy.monitoring.main import ALERTS, run, targets_of, wrong_url
 from infra.deploy.monitoring.panels import Panel
@@ -100,3 +104,25 @@ def test_promtool_accepts_the_files(tmp_path: Path) -> None:
     for arguments in (["check", "rules", str(ALERTS)], ["test", "rules", str(ALERTS.with_name("alerts_test.yml"))]):
         done = subprocess.run(["promtool", *arguments], capture_output=True, text=True, check=False, timeout=60)
         assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_dashboards_are_drawn_without_grafana_from_what_prometheus_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One query of the handoff dashboard has data; its variables are filled in as Grafana does."""
+    pytest.importorskip("matplotlib")
+    asked: list[str] = []
+
+    def answer(url: str, timeout: float) -> io.BytesIO:
+        query = parse_qs(urlsplit(url).query)
+        asked.append(query["query"][0])
+        values = [[float(query["start"][0]) + step, str(step)] for step in (0, 60)]
+        found = [{"metric": {"role": "decode"}, "values": values}] if len(asked) == 1 else []
+        return io.BytesIO(json.dumps({"data": {"result": found}}).encode())
+
+    monkeypatch.setattr("urllib.request.urlopen", answer)
+    assert pictures.run(["--out", str(tmp_path), "handoff"]) == 0
+    assert (tmp_path / "dashboard-handoff.png").read_bytes().startswith(b"\x89PNG")
+    assert "1 of 7 panels have data" in capsys.readouterr().out
+    assert not any("$" in query for query in asked)
+    assert pictures.named("{{role}} P95", {"role": "decode"}) == "decode P95"
