@@ -67,10 +67,14 @@ class TokenBackend:
 
         if settings.engine == "sglang" and threading.current_thread() is threading.main_thread():
             # SGLang's processes send it when they fail; unhandled, it ends this process with all its requests.
-            error = EngineError("a process of SGLang has failed; the log above has its error")
-            self._loop.add_signal_handler(signal.SIGQUIT, self._events.engine_failed, error)
+            self._loop.add_signal_handler(signal.SIGQUIT, self._on_quit)
         thread = self._thread = EngineThread(build, self._deliver, failed)
         thread.start()
+
+    def _on_quit(self) -> None:
+        error = EngineError("a process of SGLang has failed; the log above has its error")
+        log.error("engine_failed", error=str(error))
+        self._events.engine_failed(error)
 
     async def open(self, connection: str) -> ServedModel:
         """
