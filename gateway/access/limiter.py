@@ -15,7 +15,7 @@ import structlog
 from nats.errors import Error as NatsError
 
 from gateway.access.account import Account, Reservation
-from gateway.access.ledger import EMPTY, Amount, free, limits_of, seconds_until, seconds_until_reset
+from gateway.access.ledger import EMPTY, Amount, free, limits_of, seconds_until, seconds_until_reset, taken
 from infra.bus.connection import Bus
 from infra.bus.direct_get import Entry, get_last
 from infra.bus.jetstream import WRONG_LAST_SEQUENCE, decode_publish_reply
@@ -55,6 +55,17 @@ class Standing(NamedTuple):
     reset_s: int
 
 
+class _Totals(NamedTuple):
+    """Of one revision of a ledger in one second: what counts, and until nothing does."""
+
+    revision: int
+    second: int
+    requests: int
+    tokens: int
+    requests_s: int
+    tokens_s: int
+
+
 class Limiter:
     """
     Args:
@@ -70,6 +81,7 @@ class Limiter:
         self._gateway = gateway
         self._clock = clock
         self._ledgers: dict[str, tuple[Ledger, int]] = {}  # and revision
+        self._totals: dict[str, _Totals] = {}
         self._accounts: dict[str, Account] = {}
         self._locks: dict[str, asyncio.Lock] = {}
         self._following = AsyncExitStack()
@@ -134,19 +146,14 @@ class Limiter:
         """Of requests and of tokens per minute."""
         now_ns = self._clock()
         now_s = now_ns // 1_000_000_000
-        account, (ledger, _) = self._account(key), self._ledgers.get(key.id, _NONE)
-        unspent, left = account.unspent(now_ns), free(ledger, account.limits, self._gateway, now_ns)
+        account, (ledger, revision) = self._account(key), self._ledgers.get(key.id, _NONE)
+        totals = self._totals.get(key.id)
+        if totals is None or totals.revision != revision or totals.second != now_s:
+            totals = self._totals[key.id] = _totals(ledger, revision, now_s)
+        unspent, requests, tokens = account.unspent(now_ns), key.requests_per_minute, key.tokens_per_minute
         return (
-            Standing(
-                key.requests_per_minute,
-                min(key.requests_per_minute, left.requests + unspent.requests),
-                seconds_until_reset(ledger.requests, now_s),
-            ),
-            Standing(
-                key.tokens_per_minute,
-                min(key.tokens_per_minute, left.tokens + unspent.tokens),
-                seconds_until_reset(ledger.tokens, now_s),
-            ),
+            Standing(requests, min(requests, max(0, requests - totals.requests) + unspent.requests), totals.requests_s),
+            Standing(tokens, min(tokens, max(0, tokens - totals.tokens) + unspent.tokens), totals.tokens_s),
         )
 
     # --- the bucket ---
@@ -258,6 +265,7 @@ class Limiter:
                     self._spawn(self._flush(key_id, account))
                 elif account.idle and not self._lock(key_id).locked():
                     del self._accounts[key_id], self._locks[key_id]
+                    self._totals.pop(key_id, None)
             for key_id in [key_id for key_id, (ledger, _) in self._ledgers.items() if ledger == EMPTY]:
                 if key_id not in self._accounts:
                     del self._ledgers[key_id]
@@ -296,6 +304,17 @@ class Limiter:
 
     def _lock(self, key_id: str) -> asyncio.Lock:
         return self._locks[key_id]
+
+
+def _totals(ledger: Ledger, revision: int, now_s: int) -> _Totals:
+    return _Totals(
+        revision,
+        now_s,
+        taken(ledger.requests, now_s),
+        taken(ledger.tokens, now_s),
+        seconds_until_reset(ledger.requests, now_s),
+        seconds_until_reset(ledger.tokens, now_s),
+    )
 
 
 def _wait(account: Account, need: Amount, sign: int) -> None:
