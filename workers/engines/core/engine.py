@@ -15,7 +15,7 @@ from workers.engines.core.embedding_pool import MISSING_EMBEDDINGS, TEXT_ONLY, E
 from workers.engines.core.embeddings import VisionEncoder
 from workers.engines.core.offload import BlockCopier
 from workers.engines.core.scheduler import Scheduler
-from workers.engines.core.sequence import Executor, OverlapExecutor, PendingStep, Sampled, Slot
+from workers.engines.core.sequence import Executor, OverlapExecutor, PendingStep, Sampled, ScheduledSequence
 from workers.engines.core.speculation import Speculation
 from workers.engines.core.stats import scheduler_stats
 from workers.engines.logits.registry import Registry
@@ -25,8 +25,8 @@ from workers.engines.validation import check_vocabulary
 class InflightStep(NamedTuple):
     """A step that was launched and not yet committed."""
 
-    plan: list[Slot]
-    scoring: list[Slot]
+    plan: list[ScheduledSequence]
+    scoring: list[ScheduledSequence]
     failures: list[Failure]
     launched: PendingStep
 
@@ -44,7 +44,7 @@ class ScheduledEngine:
         grammars: compiles constraints; None: requests with one are refused.
         copier: of blocks to and from host memory, if the scheduler's ``blocks.host`` plans copies.
     Attributes:
-        hold: which slots of a plan are to wait for a later step; None: none. Not with ``ahead``.
+        hold: which sequences of a plan are to wait for a later step; None: none. Not with ``ahead``.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class ScheduledEngine:
     ) -> None:
         assert speculation is None or executor is not None
         assert (copier is None) == (scheduler.blocks.host is None)
-        self.hold: Callable[[list[Slot]], list[Slot]] | None = None
+        self.hold: Callable[[list[ScheduledSequence]], list[ScheduledSequence]] | None = None
         self._speculation = speculation
         self._copier = copier
         self.info = info
@@ -115,14 +115,16 @@ class ScheduledEngine:
         scheduler = self._scheduler
         plan = scheduler.schedule()
         failures: list[Failure] = []
-        scoring = scheduler.scoring.slots
-        if self._may_lack_embeddings and (missing := [slot for slot in plan if _lacks_embeddings(slot)]):
+        scoring = scheduler.scoring.sequences
+        if self._may_lack_embeddings and (missing := [scheduled for scheduled in plan if _lacks_embeddings(scheduled)]):
             plan = scheduler.unschedule(plan, missing)
-            scoring = [slot for slot in scoring if slot not in missing]
-            failures = [Failure(slot.sequence.key, Code.transfer_failed, MISSING_EMBEDDINGS) for slot in missing]
+            scoring = [scheduled for scheduled in scoring if scheduled not in missing]
+            failures = [
+                Failure(scheduled.sequence.key, Code.transfer_failed, MISSING_EMBEDDINGS) for scheduled in missing
+            ]
         if self.hold is not None and plan and (waiting := self.hold(plan)):
             plan = scheduler.postpone(plan, waiting)
-            scoring = [slot for slot in scoring if slot not in waiting]
+            scoring = [scheduled for scheduled in scoring if scheduled not in waiting]
         if self._copier is not None and plan:
             self._copy(self._copier)
         if self._executor is None:
@@ -151,7 +153,9 @@ class ScheduledEngine:
         if copies is not None:
             copier.copy(copies)
 
-    def _step_overlapped(self, plan: list[Slot], scoring: list[Slot], failures: list[Failure]) -> StepResult:
+    def _step_overlapped(
+        self, plan: list[ScheduledSequence], scoring: list[ScheduledSequence], failures: list[Failure]
+    ) -> StepResult:
         """Launch this plan, then wait for the previous one and commit it."""
         assert self._ahead is not None
         done, self._inflight = self._inflight, None
@@ -196,10 +200,10 @@ class ScheduledEngine:
             self.vision.close()
 
 
-def _lacks_embeddings(slot: Slot) -> bool:
+def _lacks_embeddings(scheduled: ScheduledSequence) -> bool:
     """Whether the KV of its media came from elsewhere and was lost to a preemption: it cannot be computed here."""
-    end = slot.start + slot.count
+    end = scheduled.start + scheduled.count
     return any(
-        not slots and position < end and position + tokens > slot.start
-        for position, tokens, _, slots in slot.sequence.media
+        not slots and position < end and position + tokens > scheduled.start
+        for position, tokens, _, slots in scheduled.sequence.media
     )

@@ -2,7 +2,7 @@
 
 from workers.engines.core.blocks import BlockManager
 from workers.engines.core.naming import name_blocks
-from workers.engines.core.sequence import Sequence, Slot
+from workers.engines.core.sequence import ScheduledSequence, Sequence
 from workers.engines.core.windows import WindowRows
 
 
@@ -51,9 +51,9 @@ class KvCacheManager:
             self.windows.cover(sequence, start + covered)
         return covered
 
-    def draft_room(self, slot: Slot, wanted: int) -> int:
+    def draft_room(self, scheduled: ScheduledSequence, wanted: int) -> int:
         """Allocate for up to ``wanted`` proposed tokens behind a planned one; returns for how many."""
-        sequence, start, count, samples = slot
+        sequence, start, count, samples = scheduled
         if count != 1 or not samples or sequence.lockstep:
             return 0
         wanted = min(wanted, sequence.limit - start - 2)  # one more token is drawn than proposed

@@ -6,7 +6,7 @@ Prompt lookup decoding, as vLLM's method "ngram": the longest match of ``shortes
 from array import array
 from collections.abc import Sequence as Seq
 
-from workers.engines.core.sequence import Sequence, Slot
+from workers.engines.core.sequence import ScheduledSequence, Sequence
 
 CANDIDATES = 8  # occurrences that are compared for the longest match
 
@@ -33,8 +33,10 @@ class NgramDrafter:
             raise ValueError(f"prompt_lookup_min must be 1 to prompt_lookup_max ({longest}), not {shortest}")
         self._shortest, self._longest = shortest, longest
 
-    def propose(self, plan: list[Slot], limits: Seq[int]) -> list[list[int]]:
-        return [self._of(slot.sequence, limit) if limit else [] for slot, limit in zip(plan, limits, strict=True)]
+    def propose(self, plan: list[ScheduledSequence], limits: Seq[int]) -> list[list[int]]:
+        return [
+            self._of(scheduled.sequence, limit) if limit else [] for scheduled, limit in zip(plan, limits, strict=True)
+        ]
 
     def _of(self, sequence: Sequence, limit: int) -> list[int]:
         tokens, index = sequence.tokens, sequence.drafter_state

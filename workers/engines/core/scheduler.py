@@ -33,7 +33,7 @@ from workers.engines.core.requests import new_sequence
 from workers.engines.core.reservations import HeldBlocks, Reservations
 from workers.engines.core.running import RunningSequences
 from workers.engines.core.scoring import PromptScoring, collect
-from workers.engines.core.sequence import Sampled, Sequence, Slot
+from workers.engines.core.sequence import Sampled, ScheduledSequence, Sequence
 from workers.engines.core.windows import WindowRows
 
 if TYPE_CHECKING:
@@ -120,9 +120,9 @@ class Scheduler:
 
     # -- schedule --------------------------------------------------------------------------------------------
 
-    def schedule(self) -> list[Slot]:
-        """The plan of the next step, in admission order. Blocks of every slot are allocated."""
-        plan: list[Slot] = []
+    def schedule(self) -> list[ScheduledSequence]:
+        """The plan of the next step, in admission order. Blocks of each sequence are allocated."""
+        plan: list[ScheduledSequence] = []
         self.scoring.begin()
         running, overlapped = self.running, bool(self._inflight)
         if overlapped and running.starved:
@@ -135,7 +135,7 @@ class Scheduler:
             self._inflight.made += 1
         return plan
 
-    def _schedule_running(self, plan: list[Slot], budget: int, overlapped: bool) -> int:
+    def _schedule_running(self, plan: list[ScheduledSequence], budget: int, overlapped: bool) -> int:
         """Plan the running sequences. Returns the remaining ``budget`` (tokens)."""
         size, running = self._block_size, self.running
         number, must_wait = self._inflight.made + 1, self._inflight.must_wait
@@ -148,7 +148,7 @@ class Scheduler:
             if sequence.length - start == 1:
                 if not start % size and not running.allocate(sequence, start):
                     continue
-                plan.append(_tuple(Slot, (sequence, start, 1, True)))
+                plan.append(_tuple(ScheduledSequence, (sequence, start, 1, True)))
                 sequence.computed = start + 1
                 sequence.length += 1
                 sequence.step = number
@@ -157,7 +157,7 @@ class Scheduler:
                 budget -= self._schedule_chunk(plan, sequence, budget)
         return budget
 
-    def _schedule_waiting(self, plan: list[Slot], budget: int) -> None:
+    def _schedule_waiting(self, plan: list[ScheduledSequence], budget: int) -> None:
         """Admit waiting sequences while there are tokens, slots and blocks for them."""
         while self.queue and budget and len(self.running) < self._max_running:
             admission = self.queue.next(self.running.sequences)
@@ -170,7 +170,7 @@ class Scheduler:
                 return
             budget -= planned
 
-    def _schedule_chunk(self, plan: list[Slot], sequence: Sequence, budget: int) -> int:
+    def _schedule_chunk(self, plan: list[ScheduledSequence], sequence: Sequence, budget: int) -> int:
         """Plan the next chunk of a sequence's known tokens; returns its size, 0 if it must wait."""
         start = sequence.computed
         count = sequence.length - start
@@ -178,43 +178,45 @@ class Scheduler:
         if now:
             now = self.running.cover(sequence, start, now)
         if now:
-            slot = Slot(sequence, start, now, now == count)
-            plan.append(slot)
+            scheduled = ScheduledSequence(sequence, start, now, now == count)
+            plan.append(scheduled)
             sequence.computed = start + now
-            sequence.length += slot.samples
+            sequence.length += scheduled.samples
             sequence.step = self._inflight.made + 1
-            self.scoring.add(slot)
+            self.scoring.add(scheduled)
         return now
 
-    def unschedule(self, plan: list[Slot], slots: list[Slot]) -> list[Slot]:
-        """Remove slots from the last plan and cancel their sequences."""
-        kept = self.postpone(plan, slots)
-        for slot in slots:
-            self.cancel(slot.sequence.key)
+    def unschedule(self, plan: list[ScheduledSequence], removed: list[ScheduledSequence]) -> list[ScheduledSequence]:
+        """Remove sequences from the last plan and cancel them."""
+        kept = self.postpone(plan, removed)
+        for scheduled in removed:
+            self.cancel(scheduled.sequence.key)
         return kept
 
-    def postpone(self, plan: list[Slot], slots: list[Slot]) -> list[Slot]:
-        """Remove slots from the last plan; their sequences are in the next again."""
+    def postpone(self, plan: list[ScheduledSequence], removed: list[ScheduledSequence]) -> list[ScheduledSequence]:
+        """Remove sequences from the last plan; they are in the next again."""
         left = set()
-        for sequence, start, _, samples in slots:
+        for sequence, start, _, samples in removed:
             sequence.computed = start
             sequence.length -= samples
             sequence.step = self._inflight.made - 1  # it may be in the previous plan, which may be in flight
             left.add(id(sequence))
-        kept = [slot for slot in plan if id(slot.sequence) not in left]
+        kept = [scheduled for scheduled in plan if id(scheduled.sequence) not in left]
         if not kept:
             self._inflight.made -= 1
         return kept
 
     # -- commit ----------------------------------------------------------------------------------------------
 
-    def commit(self, plan: list[Slot], sampled: Seq[Sampled], scoring: list[Slot] | None = None) -> StepResult:
+    def commit(
+        self, plan: list[ScheduledSequence], sampled: Seq[Sampled], scoring: list[ScheduledSequence] | None = None
+    ) -> StepResult:
         """Apply the results of a computed plan.
 
         Args:
             plan: the oldest plan that was not committed.
-            sampled: one per slot with ``samples``, in plan order.
-            scoring: ``scoring.slots`` of this plan; None: the current ones.
+            sampled: one per sequence with ``samples``, in plan order.
+            scoring: ``scoring.sequences`` of this plan; None: the current ones.
         """
         outputs: list[Output] = []
         total, ended = 0, False
@@ -251,8 +253,8 @@ class Scheduler:
         if ended:
             self.running.remove_ended()
         started, failures, measured = self.report.take()
-        slots = self.scoring.slots if scoring is None else scoring
-        scored = collect(slots) if slots else ()
+        scoring = self.scoring.sequences if scoring is None else scoring
+        scored = collect(scoring) if scoring else ()
         events = self.blocks.take_events()
         held = self.held.take_new()
         return StepResult(outputs, events, started, failures, total, held, scored, measured=measured)

@@ -7,7 +7,7 @@ their number per step is bounded.
 from collections.abc import Sequence as Seq
 
 from workers.engines.base import Scored
-from workers.engines.core.sequence import Sequence, Slot
+from workers.engines.core.sequence import ScheduledSequence, Sequence
 
 MAX_SCORED_TOKENS = 512  # per step
 
@@ -18,7 +18,7 @@ def wants_scores(sequence: Sequence) -> bool:
 
 
 class PromptScoring:
-    """The scoring slots of the step that is being planned.
+    """The sequences to be scored in the step that is being planned.
 
     Args:
         max_tokens: prompt tokens per step of sequences whose prompts are scored.
@@ -26,28 +26,28 @@ class PromptScoring:
 
     def __init__(self, max_tokens: int = MAX_SCORED_TOKENS) -> None:
         self.max_tokens = max_tokens
-        self.slots: list[Slot] = []
+        self.sequences: list[ScheduledSequence] = []
 
     def begin(self) -> None:
-        """Start planning a step; the slots of the last one stay with their plan."""
-        self.slots = []
+        """Start planning a step; those of the last one stay with their plan."""
+        self.sequences = []
 
     def limit(self, sequence: Sequence, count: int) -> int:
         """How many of ``count`` tokens may be computed in this step; 0: wait for the next."""
         if not wants_scores(sequence):
             return count
-        return min(count, self.max_tokens - sum(slot.count for slot in self.slots))
+        return min(count, self.max_tokens - sum(scheduled.count for scheduled in self.sequences))
 
-    def add(self, slot: Slot) -> None:
-        if wants_scores(slot.sequence):
-            self.slots.append(slot)
+    def add(self, scheduled: ScheduledSequence) -> None:
+        if wants_scores(scheduled.sequence):
+            self.sequences.append(scheduled)
 
 
-def collect(slots: Seq[Slot]) -> list[Scored]:
+def collect(sequences: Seq[ScheduledSequence]) -> list[Scored]:
     """Take the scores that the executor has stored in the sequences of a step."""
     scores = []
-    for slot in slots:
-        sequence = slot.sequence
+    for scheduled in sequences:
+        sequence = scheduled.sequence
         if sequence.scores:
             scores.append(Scored(sequence.key, sequence.score, sequence.scores))
             sequence.score += len(sequence.scores)

@@ -61,7 +61,7 @@ class Sequence(msgspec.Struct, eq=False):
         return len(self.tokens) - self.prompt_len
 
 
-class Slot(NamedTuple):
+class ScheduledSequence(NamedTuple):
     """``count`` tokens of ``sequence`` from position ``start`` are computed in this step.
 
     ``samples``: the last of them is the newest known token, so the next token is drawn from its logits. With
@@ -75,9 +75,9 @@ class Slot(NamedTuple):
     samples: bool
 
 
-def scored_to(slot: Slot) -> int:
-    """The prompt position behind the last whose log-probability follows from a slot's logits."""
-    return min(slot.start + slot.count + 1, slot.sequence.prompt_len)
+def scored_to(scheduled: ScheduledSequence) -> int:
+    """The prompt position behind the last whose log-probability follows from a scheduled sequence's logits."""
+    return min(scheduled.start + scheduled.count + 1, scheduled.sequence.prompt_len)
 
 
 class Sampled(NamedTuple):
@@ -99,12 +99,12 @@ class PendingStep(Protocol):
 class OverlapExecutor(Protocol):
     """An executor that takes the next plan while it computes one. It computes them in order.
 
-    A slot's last token may not be known yet when it is launched (``start + count > len(tokens)``): then it is the one
-    that the step before draws for the same sequence. A token with a ``constraint`` is drawn when the next step is
-    launched or the result is asked for: by then the tokens before it are known.
+    A sequence's last token may not be known yet when it is launched (``start + count > len(tokens)``): then it is the
+    one that the step before draws for it. A token with a ``constraint`` is drawn when the next step is launched or the
+    result is asked for: by then the tokens before it are known.
     """
 
-    def launch(self, plan: list[Slot], scoring: Seq[Slot] = ()) -> PendingStep:
+    def launch(self, plan: list[ScheduledSequence], scoring: Seq[ScheduledSequence] = ()) -> PendingStep:
         """Begin a step; for the arguments and errors see ``Executor.execute``."""
 
     def memory(self) -> dict[str, Memory]: ...
@@ -115,11 +115,11 @@ class OverlapExecutor(Protocol):
 class Executor(Protocol):
     """The model side of an engine: computes a plan, keeps KV in pool blocks 0 .. total_blocks - 1."""
 
-    def execute(self, plan: list[Slot], scoring: Seq[Slot] = ()) -> list[Sampled]:
-        """Compute every slot; one ``Sampled`` per slot with ``samples``, in plan order, and one per proposed token.
+    def execute(self, plan: list[ScheduledSequence], scoring: Seq[ScheduledSequence] = ()) -> list[Sampled]:
+        """Compute every sequence; one ``Sampled`` for each with ``samples``, in plan order, and one per proposed token.
 
         Args:
-            scoring: slots of the plan whose sequences get ``scores``, of positions ``score`` .. ``scored_to(slot)``.
+            scoring: those of the plan that get ``scores``, of positions ``score`` .. ``scored_to(scheduled)``.
         Raises:
             EngineError: the device is lost.
         """

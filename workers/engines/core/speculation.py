@@ -9,13 +9,13 @@ from collections.abc import Sequence as Seq
 from typing import Protocol
 
 from workers.engines.core.scheduler import Scheduler
-from workers.engines.core.sequence import Slot
+from workers.engines.core.sequence import ScheduledSequence
 
 
 class Drafter(Protocol):
-    """Proposes tokens that are likely to come next. Called once per step, with all slots of its plan."""
+    """Proposes tokens that are likely to come next. Called once per step, with all sequences of its plan."""
 
-    def propose(self, plan: list[Slot], limits: Seq[int]) -> list[list[int]]:
+    def propose(self, plan: list[ScheduledSequence], limits: Seq[int]) -> list[list[int]]:
         """Up to ``limits[i]`` tokens behind the known ones of ``plan[i]``; their blocks are allocated.
 
         Raises:
@@ -38,17 +38,17 @@ class Speculation:
         self.drafter = drafter
         self._tokens = tokens
 
-    def extend(self, plan: list[Slot], scheduler: Scheduler) -> list[Slot]:
+    def extend(self, plan: list[ScheduledSequence], scheduler: Scheduler) -> list[ScheduledSequence]:
         """The plan with proposed tokens behind single ones; they are in ``sequence.draft`` until it is committed."""
-        budget = scheduler.max_batched_tokens - sum(slot.count for slot in plan)
+        budget = scheduler.max_batched_tokens - sum(scheduled.count for scheduled in plan)
         limits = []
-        for slot in plan:
+        for scheduled in plan:
             # What a constraint allows behind a proposed token is known only once that token is.
-            most = 0 if slot.sequence.constraint is not None else min(self._tokens, budget)
-            limits.append(scheduler.kv_cache.draft_room(slot, most))
+            most = 0 if scheduled.sequence.constraint is not None else min(self._tokens, budget)
+            limits.append(scheduler.kv_cache.draft_room(scheduled, most))
             budget -= limits[-1]
         extended = []
-        for slot, draft in zip(plan, self.drafter.propose(plan, limits), strict=True):
-            slot.sequence.draft = draft
-            extended.append(slot._replace(count=slot.count + len(draft)) if draft else slot)
+        for scheduled, draft in zip(plan, self.drafter.propose(plan, limits), strict=True):
+            scheduled.sequence.draft = draft
+            extended.append(scheduled._replace(count=scheduled.count + len(draft)) if draft else scheduled)
         return extended

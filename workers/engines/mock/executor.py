@@ -16,7 +16,7 @@ from schemas.requests import Sampling
 from schemas.tokens import Logprob
 from schemas.transfer import Memory
 from schemas.wire import pack_tokens
-from workers.engines.core.sequence import Sampled, Sequence, Slot, scored_to
+from workers.engines.core.sequence import Sampled, ScheduledSequence, Sequence, scored_to
 from workers.engines.mock.constrained import ConstrainedDraws
 from workers.engines.mock.memory import MockBlocks, MockVisionEncoder, seen
 from workers.engines.mock.play import is_played, recorded_token
@@ -157,15 +157,15 @@ class MockExecutor:
         self._speedup = speedup
         self._sleep = sleep
 
-    def execute(self, plan: list[Slot], scoring: Seq[Slot] = ()) -> list[Sampled]:
+    def execute(self, plan: list[ScheduledSequence], scoring: Seq[ScheduledSequence] = ()) -> list[Sampled]:
         if self._speedup:
-            simulated = [slot for slot in plan if not is_played(slot)] if self.plays else plan
+            simulated = [scheduled for scheduled in plan if not is_played(scheduled)] if self.plays else plan
             if simulated:
                 self._sleep(step_seconds(simulated, self._capacity) / self._speedup)
         if self._blocks is not None:
             self._remember(self._blocks, plan)
-        for slot in scoring:
-            self._score(slot)
+        for scheduled in scoring:
+            self._score(scheduled)
         sampled: list[Sampled] = []
         allowed = self._vocabulary.allowed
         count = len(allowed)
@@ -194,18 +194,23 @@ class MockExecutor:
             sampled.append(_tuple(Sampled, (token, logprob)))
         return sampled
 
-    def _score(self, slot: Slot) -> None:
+    def _score(self, scheduled: ScheduledSequence) -> None:
         """Score a prompt's tokens against those that the mock would draw greedily, ignoring images."""
-        sequence = slot.sequence
+        sequence = scheduled.sequence
         tokens, first = sequence.tokens, sequence.score
         wanted = sequence.sampling.prompt_logprobs or 0
         state = crc32(pack_tokens(tokens[:first]))
-        for token in tokens[first : scored_to(slot)]:
+        for token in tokens[first : scored_to(scheduled)]:
             sequence.scores.append(self._vocabulary.score(state, token, wanted))
             state = crc32(_pack(token), state)
 
-    def _remember(self, blocks: MockBlocks, plan: list[Slot]) -> None:
-        for sequence, start, _, _ in plan:  # all reads come before the writes: no slot may read what this step writes
+    def _remember(self, blocks: MockBlocks, plan: list[ScheduledSequence]) -> None:
+        for (
+            sequence,
+            start,
+            _,
+            _,
+        ) in plan:  # before all writes: no sequence may read what this step writes
             if sequence.arrived >= self._admitted:
                 self._admitted = sequence.arrived + 1
                 if start:

@@ -13,7 +13,7 @@ from blake3 import blake3
 
 from schemas.tokens import Logprob
 from schemas.wire import pack_tokens
-from workers.engines.core.sequence import Sequence, Slot
+from workers.engines.core.sequence import ScheduledSequence, Sequence
 
 LONGEST_WAIT_S = 0.005  # then new requests are looked at
 
@@ -67,22 +67,22 @@ class Player:
             self._by_prompt.setdefault(_digest(each.prompt), []).append(each)
             self._by_id[each.id] = each
 
-    def hold(self, plan: Seq[Slot]) -> list[Slot]:
-        """The slots of a plan whose token is not due yet. If those are all, it waits for the first, or a while."""
+    def hold(self, plan: Seq[ScheduledSequence]) -> list[ScheduledSequence]:
+        """The sequences of a plan whose token is not due yet. If those are all, it waits for the first, or a while."""
         now = self._clock()
-        waiting: list[Slot] = []
+        waiting: list[ScheduledSequence] = []
         first = LONGEST_WAIT_S
-        for slot in plan:
-            sequence = slot.sequence
+        for scheduled in plan:
+            sequence = scheduled.sequence
             playing = sequence.playing
             if not isinstance(playing, Playing):
                 playing = sequence.playing = self._begin(sequence, now)
             answer, position = playing.answer, sequence.output_len
-            if answer is None or not slot.samples or not self._speedup or position >= len(answer.tokens):
+            if answer is None or not scheduled.samples or not self._speedup or position >= len(answer.tokens):
                 continue
             left = playing.began + answer.due_s[position] / self._speedup - now
             if left > 0:
-                waiting.append(slot)
+                waiting.append(scheduled)
                 first = min(first, left)
         if waiting and len(waiting) == len(plan):
             self._sleep(first)
@@ -124,9 +124,9 @@ def recorded_token(sequence: Sequence) -> tuple[int, Logprob | None] | None:
     return answer.tokens[position], answer.logprobs[position] if position < len(answer.logprobs) else None
 
 
-def is_played(slot: Slot) -> bool:
+def is_played(scheduled: ScheduledSequence) -> bool:
     """Whether the recording says how long its step takes."""
-    playing = slot.sequence.playing
+    playing = scheduled.sequence.playing
     return isinstance(playing, Playing) and playing.answer is not None
 
 

@@ -5,7 +5,7 @@ Fitted there to a vLLM-like engine; the coefficients agree with the results of a
 
 from collections.abc import Iterable
 
-from workers.engines.core.sequence import Slot
+from workers.engines.core.sequence import ScheduledSequence
 
 
 def prefill_seconds(sequences: int, before: int, now: int) -> float:
@@ -37,7 +37,7 @@ def decode_seconds(context: int, capacity: int) -> float:
     return max(1.0, -25.74 * share * share + 54.01 * share + 5.74) / 1e3
 
 
-def step_seconds(plan: Iterable[Slot], capacity: int) -> float:
+def step_seconds(plan: Iterable[ScheduledSequence], capacity: int) -> float:
     """The duration of one step.
 
     A sequence's first token comes from its prefill; generated tokens that are computed again cost only a decode.

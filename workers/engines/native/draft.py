@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from workers.engines.core.sequence import Sequence, Slot
+from workers.engines.core.sequence import ScheduledSequence, Sequence
 from workers.engines.native.attention import ReferenceAttention, Span
 from workers.engines.native.executor import device_errors
 from workers.engines.native.loading import load
@@ -53,18 +53,18 @@ class DraftModel:
         self._model: Model | None = model
         self._pool: Pool | None = pool
 
-    def propose(self, plan: list[Slot], limits: Seq[int]) -> list[list[int]]:
+    def propose(self, plan: list[ScheduledSequence], limits: Seq[int]) -> list[list[int]]:
         assert self._model is not None, "closed"
         with device_errors(self._model.device), torch.inference_mode():
             return self._propose(plan, limits)
 
-    def _propose(self, plan: list[Slot], limits: Seq[int]) -> list[list[int]]:
+    def _propose(self, plan: list[ScheduledSequence], limits: Seq[int]) -> list[list[int]]:
         drafts: list[list[int]] = [[] for _ in plan]
-        progress = [progress_of(slot) for slot in plan]
+        progress = [progress_of(scheduled) for scheduled in plan]
         runs = []
-        for slot, each in zip(plan, progress, strict=True):
-            end = slot.start + slot.count
-            runs.append(_Run(slot.sequence, each.computed, slot.sequence.tokens[each.computed : end]))
+        for scheduled, each in zip(plan, progress, strict=True):
+            end = scheduled.start + scheduled.count
+            runs.append(_Run(scheduled.sequence, each.computed, scheduled.sequence.tokens[each.computed : end]))
             each.computed = end
         left = list(range(len(plan)))  # by run: its number in the plan
         for count in range(1, max(limits, default=0) + 1):
@@ -110,14 +110,16 @@ class DraftModel:
         self._model = self._pool = None
 
 
-def progress_of(slot: Slot) -> Progress:
-    """Of a slot's sequence, before its tokens are computed."""
-    sequence = slot.sequence
+def progress_of(scheduled: ScheduledSequence) -> Progress:
+    """Of a scheduled sequence, before its tokens are computed."""
+    sequence = scheduled.sequence
     progress = sequence.drafter_state
     if not isinstance(progress, Progress) or progress.blocks is not sequence.blocks:
-        progress = sequence.drafter_state = Progress(sequence.blocks, slot.start, [])
+        progress = sequence.drafter_state = Progress(sequence.blocks, scheduled.start, [])
     progress.settle(sequence.tokens)
-    progress.computed = min(progress.computed, slot.start + slot.count - 1)  # the last token's logits are needed
+    progress.computed = min(
+        progress.computed, scheduled.start + scheduled.count - 1
+    )  # the last token's logits are needed
     return progress
 
 

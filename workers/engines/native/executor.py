@@ -1,4 +1,4 @@
-"""Computes a planned step in plain torch: one packed batch, one forward pass, one draw per sampling slot."""
+"""Computes a planned step in plain torch: one packed batch, one forward pass, one draw per sampling sequence."""
 
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from schemas.transfer import Memory
 from workers.engines.base import EngineError
-from workers.engines.core.sequence import Sampled, Sequence, Slot, scored_to
+from workers.engines.core.sequence import Sampled, ScheduledSequence, Sequence, scored_to
 from workers.engines.native.attention import Paged, ReferenceAttention, Span
 from workers.engines.native.masks import TokenMasks
 from workers.engines.native.model import Embeddings, Model
@@ -53,12 +53,12 @@ class TorchExecutor:
         self._sliding = sliding
         self._masks = TokenMasks(model.vocab_size)
 
-    def execute(self, plan: list[Slot], scoring: Seq[Slot] = ()) -> list[Sampled]:
+    def execute(self, plan: list[ScheduledSequence], scoring: Seq[ScheduledSequence] = ()) -> list[Sampled]:
         assert self._model is not None, "closed"
         with device_errors(self._model.device), torch.inference_mode():
             return self._execute(plan, scoring)
 
-    def _execute(self, plan: list[Slot], scoring: Seq[Slot]) -> list[Sampled]:
+    def _execute(self, plan: list[ScheduledSequence], scoring: Seq[ScheduledSequence]) -> list[Sampled]:
         assert self._model is not None
         assert self._pool is not None
         tokens: list[int] = []
@@ -68,27 +68,27 @@ class TorchExecutor:
         lengths: list[int] = []
         scored: list[int] = []  # rows of prompt tokens to be scored, at most ``Scheduler.max_scored_tokens``
         seen: list[tuple[int, int]] = []
-        for slot in plan:
-            end = slot.start + slot.count
-            if slot.sequence.media:
+        for scheduled in plan:
+            end = scheduled.start + scheduled.count
+            if scheduled.sequence.media:
                 assert self._encoder is not None
-                seen += media_rows(slot, len(tokens), self._encoder.slot_tokens)
-            if scoring and slot in scoring:
-                first = len(tokens) - slot.start - 1
-                scored += range(first + slot.sequence.score, first + scored_to(slot))
-            tokens += slot.sequence.tokens[slot.start : end]
-            tokens += slot.sequence.draft
-            positions += range(slot.start, end)
-            if slot.samples:
-                rows += range(len(tokens) - 1 - len(slot.sequence.draft), len(tokens))
-                drawing += [slot.sequence] * (1 + len(slot.sequence.draft))
-                lengths += range(end - len(slot.sequence.draft), end + 1)
+                seen += media_rows(scheduled, len(tokens), self._encoder.slot_tokens)
+            if scoring and scheduled in scoring:
+                first = len(tokens) - scheduled.start - 1
+                scored += range(first + scheduled.sequence.score, first + scored_to(scheduled))
+            tokens += scheduled.sequence.tokens[scheduled.start : end]
+            tokens += scheduled.sequence.draft
+            positions += range(scheduled.start, end)
+            if scheduled.samples:
+                rows += range(len(tokens) - 1 - len(scheduled.sequence.draft), len(tokens))
+                drawing += [scheduled.sequence] * (1 + len(scheduled.sequence.draft))
+                lengths += range(end - len(scheduled.sequence.draft), end + 1)
         wanted = rows + scored or [0]
         masks = self._masks.start(drawing)
         inputs, places, last = (torch.tensor(n, device=self._model.device) for n in (tokens, positions, wanted))
         logits = self._model.logits(inputs, places, last, self._paged(plan), self._embeddings(seen) if seen else None)
         if scored:
-            score_slots(logits[len(rows) :], scoring)
+            set_scores(logits[len(rows) :], scoring)
         if rows:  # copying the tokens to the host waits for the KV writes, too
             allowed = masks.allowed(self._model.device) if masks is not None else None
             return choose(logits[: len(rows)], drawing, lengths, allowed).sampled()
@@ -96,12 +96,12 @@ class TorchExecutor:
             torch.cuda.synchronize(self._model.device)
         return []
 
-    def _paged(self, plan: list[Slot]) -> Paged:
+    def _paged(self, plan: list[ScheduledSequence]) -> Paged:
         assert self._pool is not None
-        full = ReferenceAttention(self._pool, _spans(plan, [slot.sequence.blocks for slot in plan]))
+        full = ReferenceAttention(self._pool, _spans(plan, [scheduled.sequence.blocks for scheduled in plan]))
         if self._sliding is None:
             return full
-        rows = _spans(plan, [slot.sequence.rows for slot in plan])
+        rows = _spans(plan, [scheduled.sequence.rows for scheduled in plan])
         return HybridAttention(self._sliding.layers, full, ReferenceAttention(self._sliding.pool, rows))
 
     def _embeddings(self, seen: list[tuple[int, int]]) -> Embeddings:
@@ -121,31 +121,31 @@ class TorchExecutor:
         self._masks.close()
 
 
-def media_rows(slot: Slot, row: int, size: int) -> Iterator[tuple[int, int]]:
-    """For each placeholder token of a slot: its row in the batch (from ``row`` on) and its row in the embedding pool.
+def media_rows(scheduled: ScheduledSequence, row: int, size: int) -> Iterator[tuple[int, int]]:
+    """Per placeholder token of a sequence: its row in the batch (from ``row`` on) and its row in the embedding pool.
 
     Args:
         size: tokens of a slot of the embedding pool.
     """
-    end = slot.start + slot.count
-    for position, tokens, _, slots in slot.sequence.media:
-        for at in range(max(position, slot.start), min(position + tokens, end)):
+    end = scheduled.start + scheduled.count
+    for position, tokens, _, slots in scheduled.sequence.media:
+        for at in range(max(position, scheduled.start), min(position + tokens, end)):
             part, offset = divmod(at - position, size)
-            yield row + at - slot.start, slots[part] * size + offset
+            yield row + at - scheduled.start, slots[part] * size + offset
 
 
-def score_slots(logits: Tensor, scoring: Seq[Slot]) -> None:
+def set_scores(logits: Tensor, scoring: Seq[ScheduledSequence]) -> None:
     """Store the scores in the sequences of ``scoring``; ``logits``: (positions of all of them, vocab), in order."""
     at = 0
-    for slot in scoring:
-        sequence = slot.sequence
-        tokens = sequence.tokens[sequence.score : scored_to(slot)]
+    for scheduled in scoring:
+        sequence = scheduled.sequence
+        tokens = sequence.tokens[sequence.score : scored_to(scheduled)]
         sequence.scores += score(logits[at : at + len(tokens)], tokens, sequence.sampling.prompt_logprobs or 0)
         at += len(tokens)
 
 
-def _spans(plan: list[Slot], tables: list[list[int]]) -> Iterator[Span]:
+def _spans(plan: list[ScheduledSequence], tables: list[list[int]]) -> Iterator[Span]:
     row = 0
-    for slot, table in zip(plan, tables, strict=True):
-        yield Span(row, slot.start, slot.count, table)
-        row += slot.count
+    for scheduled, table in zip(plan, tables, strict=True):
+        yield Span(row, scheduled.start, scheduled.count, table)
+        row += scheduled.count

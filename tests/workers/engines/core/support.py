@@ -10,7 +10,7 @@ from workers.engines.base import Failure, Output, SequenceRequest, StepResult
 from workers.engines.core.blocks import BlockManager
 from workers.engines.core.config import SchedulerConfig
 from workers.engines.core.scheduler import Scheduler
-from workers.engines.core.sequence import Executor, Sampled, Slot
+from workers.engines.core.sequence import Executor, Sampled, ScheduledSequence
 
 GREEDY = Sampling(temperature=0.0)
 ROOT = root("weights")
@@ -39,7 +39,7 @@ class Bench:
         max_model_len: int = 1000,
         prefix_cache: bool = True,
         no_evict: bool = False,
-        token: Callable[[Slot], int] = lambda slot: 100 + len(slot.sequence.tokens),
+        token: Callable[[ScheduledSequence], int] = lambda scheduled: 100 + len(scheduled.sequence.tokens),
     ) -> None:
         self.blocks = BlockManager(total_blocks, prefix_cache=prefix_cache)
         self.scheduler = Scheduler(
@@ -54,13 +54,15 @@ class Bench:
             ),
         )
         self.token = token
-        self.plan: list[Slot] = []
+        self.plan: list[ScheduledSequence] = []
 
     def step(self) -> StepResult:
         self.plan = self.scheduler.schedule()
         # Seen by the test as it was when planned.
-        self.shape = [(slot.sequence.key, slot.start, slot.count, slot.samples) for slot in self.plan]
-        return self.scheduler.commit(self.plan, [Sampled(self.token(slot)) for slot in self.plan if slot.samples])
+        self.shape = [
+            (scheduled.sequence.key, scheduled.start, scheduled.count, scheduled.samples) for scheduled in self.plan
+        ]
+        return self.scheduler.commit(self.plan, [Sampled(self.token(each)) for each in self.plan if each.samples])
 
     def finish(self, steps: int = 200) -> dict[object, list[Output | Failure]]:
         """Step until nothing is left; what each sequence got."""
@@ -130,9 +132,9 @@ class PoolMemory:
     def __init__(self, inner: Executor, block_size: int, root: bytes) -> None:
         self.inner, self.size, self.root = inner, block_size, root
         self.content: dict[tuple[int, int], tuple[int, ...]] = {}
-        self.plans: list[list[Slot]] = []
+        self.plans: list[list[ScheduledSequence]] = []
 
-    def execute(self, plan: list[Slot], scoring: Sequence[Slot] = ()) -> list[Sampled]:
+    def execute(self, plan: list[ScheduledSequence], scoring: Sequence[ScheduledSequence] = ()) -> list[Sampled]:
         self.plans.append(plan)
         for sequence, start, count, samples in plan:
             tokens = sequence.tokens

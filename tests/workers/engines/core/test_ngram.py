@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from schemas.requests import Sampling, Stop
 from workers.engines.core.ngram import CANDIDATES, NgramDrafter
-from workers.engines.core.sequence import Sequence, Slot
+from workers.engines.core.sequence import ScheduledSequence, Sequence
 
 
 def sequence(tokens: list[int]) -> Sequence:
@@ -14,7 +14,7 @@ def sequence(tokens: list[int]) -> Sequence:
 
 
 def proposed(drafter: NgramDrafter, one: Sequence, limit: int) -> list[int]:
-    (draft,) = drafter.propose([Slot(one, len(one.tokens) - 1, 1, True)], [limit])
+    (draft,) = drafter.propose([ScheduledSequence(one, len(one.tokens) - 1, 1, True)], [limit])
     return draft
 
 

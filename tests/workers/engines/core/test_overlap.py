@@ -17,7 +17,7 @@ from workers.engines.core.blocks import BlockManager
 from workers.engines.core.config import SchedulerConfig
 from workers.engines.core.engine import ScheduledEngine
 from workers.engines.core.scheduler import Scheduler
-from workers.engines.core.sequence import Sampled, Slot
+from workers.engines.core.sequence import Sampled, ScheduledSequence
 from workers.engines.core.sequence import Sequence as Running
 from workers.engines.core.stats import scheduler_stats
 from workers.engines.mock.executor import MockExecutor, Vocabulary, expected_tokens
@@ -47,7 +47,7 @@ class Late:
         self._drawn: dict[Running, int] = {}
         self.unknown = 0
 
-    def launch(self, plan: list[Slot], scoring: Sequence[Slot] = ()) -> Step:
+    def launch(self, plan: list[ScheduledSequence], scoring: Sequence[ScheduledSequence] = ()) -> Step:
         drawn, content, size = {}, self.pool.content, self._size
         for sequence, start, count, samples in plan:
             tokens = list(sequence.tokens)
@@ -65,7 +65,7 @@ class Late:
             if samples:
                 (drawn[sequence],) = expected_tokens(tokens, 1, WORDS)
         self._drawn = drawn
-        return Step([Sampled(drawn[slot.sequence]) for slot in plan if slot.samples])
+        return Step([Sampled(drawn[scheduled.sequence]) for scheduled in plan if scheduled.samples])
 
     def memory(self) -> dict[str, Memory]:
         return {}
@@ -99,7 +99,7 @@ def ahead(
 
 def check(engine: ScheduledEngine, executor: Late, scheduler: Scheduler) -> None:
     flight = engine._inflight
-    ended = [slot.sequence for slot in flight.plan if slot.sequence.ended] if flight else []
+    ended = [scheduled.sequence for scheduled in flight.plan if scheduled.sequence.ended] if flight else []
     check_pool(scheduler.blocks, [sequence.blocks for sequence in (*scheduler.running, *ended)])
     if scheduler.blocks.prefix_cache:
         executor.pool.check_names(scheduler.blocks)

@@ -19,7 +19,7 @@ from workers.engines.core.config import SchedulerConfig
 from workers.engines.core.engine import ScheduledEngine
 from workers.engines.core.naming import block_digests
 from workers.engines.core.scheduler import Scheduler
-from workers.engines.core.sequence import Slot, scored_to
+from workers.engines.core.sequence import ScheduledSequence, scored_to
 from workers.engines.mock.executor import MockExecutor, Vocabulary
 
 ROOT = root("weights")
@@ -35,8 +35,8 @@ class Watched(PoolMemory):
         self.most = 0
 
     def execute(self, plan, scoring=()):  # type: ignore[no-untyped-def]
-        assert all(slot in plan for slot in scoring)
-        self.most = max(self.most, sum(slot.count for slot in scoring))
+        assert all(scheduled in plan for scheduled in scoring)
+        self.most = max(self.most, sum(scheduled.count for scheduled in scoring))
         return super().execute(plan, scoring)
 
 
@@ -136,7 +136,7 @@ def test_rows_of_logits_are_bounded_and_others_go_on_beside() -> None:
     shapes = []
     while "b" not in bench.answers:
         bench.step()
-        shapes.append({slot.sequence.key: slot.count for slot in bench.executor.plans[-1]})
+        shapes.append({scheduled.sequence.key: scheduled.count for scheduled in bench.executor.plans[-1]})
     assert bench.executor.most == 6
     assert shapes[0] == {"plain": 8, "a": 6, "late": 27}
     assert [shape.get("a") for shape in shapes[:7]] == [6, 6, 6, 6, 6, 6, 4]
@@ -150,7 +150,7 @@ def test_a_request_that_does_not_ask_plans_nothing() -> None:
     bench.submit(request("a", PROMPT))
     while bench.engine.has_work():
         result = bench.step()
-        assert (result.scored, bench.scheduler.scoring.slots) == ((), [])
+        assert (result.scored, bench.scheduler.scoring.sequences) == ((), [])
 
 
 def test_a_reservation_is_let_go_of_and_the_prompt_computed() -> None:
@@ -206,6 +206,6 @@ def test_any_history_scores_each_position_once(data: st.DataObject) -> None:
 def test_a_slot_scores_up_to_the_token_behind_it_but_none_of_the_answer() -> None:
     bench = Bench()
     bench.submit(request("a", PROMPT, sampling=ASKED, score=1, generated=[1, 2, 3]))
-    (slot,) = bench.scheduler.schedule()
-    assert scored_to(Slot(slot.sequence, 0, 5, False)) == 6
-    assert scored_to(slot) == 40
+    (scheduled,) = bench.scheduler.schedule()
+    assert scored_to(ScheduledSequence(scheduled.sequence, 0, 5, False)) == 6
+    assert scored_to(scheduled) == 40

@@ -18,7 +18,7 @@ from workers.engines.core.drafts import accepted
 from workers.engines.core.engine import ScheduledEngine
 from workers.engines.core.ngram import NgramDrafter
 from workers.engines.core.scheduler import Scheduler
-from workers.engines.core.sequence import Sampled, Slot
+from workers.engines.core.sequence import Sampled, ScheduledSequence
 from workers.engines.core.speculation import Drafter, Speculation
 from workers.engines.core.windows import WindowRows
 from workers.engines.mock.executor import MockExecutor, Vocabulary, expected_tokens
@@ -33,7 +33,7 @@ class Verifier(PoolMemory):
     def __init__(self) -> None:
         super().__init__(MockExecutor(WORDS, 1, speedup=0), SIZE, ROOT)
 
-    def execute(self, plan: list[Slot], scoring: Seq[Slot] = ()) -> list[Sampled]:
+    def execute(self, plan: list[ScheduledSequence], scoring: Seq[ScheduledSequence] = ()) -> list[Sampled]:
         self.plans.append(plan)
         found = []
         for sequence, start, count, samples in plan:
@@ -61,11 +61,11 @@ class Guess:
         self._wrong = wrong
         self.closed = False
 
-    def propose(self, plan: list[Slot], limits: Seq[int]) -> list[list[int]]:
+    def propose(self, plan: list[ScheduledSequence], limits: Seq[int]) -> list[list[int]]:
         drafts = []
-        for slot, limit in zip(plan, limits, strict=True):
-            right = expected_tokens(slot.sequence.tokens, limit, WORDS)
-            assert slot.start + slot.count + limit <= len(slot.sequence.blocks) * SIZE
+        for scheduled, limit in zip(plan, limits, strict=True):
+            right = expected_tokens(scheduled.sequence.tokens, limit, WORDS)
+            assert scheduled.start + scheduled.count + limit <= len(scheduled.sequence.blocks) * SIZE
             drafts.append([0 if self._random.random() < self._wrong else token for token in right])
         return drafts
 
@@ -139,7 +139,7 @@ def test_proposals_never_pass_the_limit_of_an_output_or_the_budget_of_a_step() -
     rig = Rig(Guess(1, 0.0), 30, budget=9)
     outputs = rig.run(*(request(n, prompt(5, n), 13, ignore_eos=True, root=ROOT) for n in range(3)))
     assert {len(each) for each in outputs.values()} == {13}
-    assert max(sum(slot.count for slot in plan) for plan in rig.memory.plans) <= 9
+    assert max(sum(scheduled.count for scheduled in plan) for plan in rig.memory.plans) <= 9
 
 
 def test_penalties_and_processors_are_sampled_one_token_at_a_time() -> None:

@@ -13,7 +13,7 @@ from workers.engines.core.blocks import BlockManager
 from workers.engines.core.config import SchedulerConfig
 from workers.engines.core.engine import ScheduledEngine
 from workers.engines.core.scheduler import Scheduler
-from workers.engines.core.sequence import Sampled, Slot
+from workers.engines.core.sequence import Sampled, ScheduledSequence
 from workers.engines.core.windows import WindowRows
 from workers.engines.mock.executor import MockExecutor, Vocabulary, expected_tokens
 
@@ -29,7 +29,7 @@ class WindowMemory(PoolMemory):
         self.window = window
         self.rows: dict[tuple[int, int], tuple[int, ...]] = {}
 
-    def execute(self, plan: list[Slot], scoring: Sequence[Slot] = ()) -> list[Sampled]:
+    def execute(self, plan: list[ScheduledSequence], scoring: Sequence[ScheduledSequence] = ()) -> list[Sampled]:
         written = [
             (sequence.rows[position // SIZE], position % SIZE)
             for sequence, start, count, _ in plan

@@ -2,17 +2,17 @@ import pytest
 
 from schemas.requests import Sampling, Stop
 from workers.engines.base import SequenceRequest
-from workers.engines.core.sequence import Sequence, Slot
+from workers.engines.core.sequence import ScheduledSequence, Sequence
 from workers.engines.mock import MockOptions, build
 from workers.engines.mock.timing import decode_seconds, prefill_seconds, step_seconds
 
 CAPACITY = 16_384 * 64
 
 
-def slot(prompt: int, start: int, count: int, known: int | None = None) -> Slot:
+def scheduled(prompt: int, start: int, count: int, known: int | None = None) -> ScheduledSequence:
     known = prompt if known is None else known
     sequence = Sequence("k", [1] * known, prompt, Sampling(), Stop(99), 0, [], b"")
-    return Slot(sequence, start, count, start + count == known)
+    return ScheduledSequence(sequence, start, count, start + count == known)
 
 
 @pytest.mark.parametrize(("tokens", "milliseconds"), [(8192, 169.14), (64, 17.5)])
@@ -36,7 +36,7 @@ def test_nothing_to_do_takes_no_time() -> None:
 
 
 def test_a_step_is_its_prefill_and_its_decode() -> None:
-    chunk, last, decode = slot(500, 0, 300), slot(500, 300, 200), slot(50, 60, 1, known=61)
+    chunk, last, decode = scheduled(500, 0, 300), scheduled(500, 300, 200), scheduled(50, 60, 1, known=61)
     assert step_seconds([chunk], CAPACITY) == prefill_seconds(1, 0, 300)
     assert step_seconds([last], CAPACITY) == prefill_seconds(1, 300, 200), "the first token comes out of the prefill"
     assert step_seconds([decode], CAPACITY) == decode_seconds(61, CAPACITY)
@@ -44,7 +44,7 @@ def test_a_step_is_its_prefill_and_its_decode() -> None:
 
 
 def test_generated_tokens_computed_again_cost_no_prefill() -> None:
-    resumed = slot(50, 32, 29, known=61)  # 18 prompt tokens, 11 generated ones
+    resumed = scheduled(50, 32, 29, known=61)  # 18 prompt tokens, 11 generated ones
     assert step_seconds([resumed], CAPACITY) == prefill_seconds(1, 32, 18) + decode_seconds(61, CAPACITY)
 
 

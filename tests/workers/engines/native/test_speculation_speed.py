@@ -8,7 +8,7 @@ from workers.engines.base import EngineInfo
 from workers.engines.core.blocks import BlockManager
 from workers.engines.core.config import SchedulerConfig
 from workers.engines.core.scheduler import Scheduler
-from workers.engines.core.sequence import PendingStep, Sampled, Slot
+from workers.engines.core.sequence import PendingStep, Sampled, ScheduledSequence
 from workers.engines.core.speculation import Speculation
 from workers.engines.native import speculation_speed
 from workers.engines.native.speculation_speed import can_pay
@@ -35,11 +35,11 @@ class Clocked:
         self._step_s, self._drafting_s = step_s, drafting_s
         self.closed = False
 
-    def execute(self, plan: list[Slot], scoring: Seq[Slot] = ()) -> list[Sampled]:
+    def execute(self, plan: list[ScheduledSequence], scoring: Seq[ScheduledSequence] = ()) -> list[Sampled]:
         self.now += self._step_s
-        return [Sampled(7) for slot in plan if slot.samples for _ in range(1 + len(slot.sequence.draft))]
+        return [Sampled(7) for scheduled in plan if scheduled.samples for _ in range(1 + len(scheduled.sequence.draft))]
 
-    def launch(self, plan: list[Slot], scoring: Seq[Slot] = ()) -> PendingStep:
+    def launch(self, plan: list[ScheduledSequence], scoring: Seq[ScheduledSequence] = ()) -> PendingStep:
         found = self.execute(plan, scoring)
 
         class Done:
@@ -48,7 +48,7 @@ class Clocked:
 
         return Done()
 
-    def propose(self, plan: list[Slot], limits: Seq[int]) -> list[list[int]]:
+    def propose(self, plan: list[ScheduledSequence], limits: Seq[int]) -> list[list[int]]:
         self.now += self._drafting_s
         return [[7] * limit for limit in limits]
 

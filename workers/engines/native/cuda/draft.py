@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence as Seq
 
-from workers.engines.core.sequence import PendingStep, Slot
+from workers.engines.core.sequence import PendingStep, ScheduledSequence
 from workers.engines.native.cuda.draft_loop import DraftLoop, Row
 from workers.engines.native.cuda.executor import CudaExecutor
 from workers.engines.native.draft import progress_of
@@ -20,15 +20,15 @@ class CudaDraftModel:
     def __init__(self, executor: CudaExecutor, loop: DraftLoop | None = None) -> None:
         self._executor, self._loop = executor, loop
 
-    def propose(self, plan: list[Slot], limits: Seq[int]) -> list[list[int]]:
+    def propose(self, plan: list[ScheduledSequence], limits: Seq[int]) -> list[list[int]]:
         drafts: list[list[int]] = [[] for _ in plan]
-        progress = [progress_of(slot) for slot in plan]
-        slots = []
-        for slot, each, limit in zip(plan, progress, limits, strict=True):
-            end = slot.start + slot.count
-            slots.append(Slot(slot.sequence, each.computed, end - each.computed, limit > 0))
+        progress = [progress_of(scheduled) for scheduled in plan]
+        plans = []
+        for scheduled, each, limit in zip(plan, progress, limits, strict=True):
+            end = scheduled.start + scheduled.count
+            plans.append(ScheduledSequence(scheduled.sequence, each.computed, end - each.computed, limit > 0))
             each.computed = end
-        launched = [([n for n, limit in enumerate(limits) if limit], self._executor.launch(slots))]
+        launched = [([n for n, limit in enumerate(limits) if limit], self._executor.launch(plans))]
         rows = self._rows(plan, limits)
         loop = self._loop
         if loop is not None and rows and loop.suits(list(rows.values())):
@@ -42,20 +42,27 @@ class CudaDraftModel:
             each.proposed = list(draft)
         return drafts
 
-    def _launch_each(self, plan: list[Slot], limits: Seq[int]) -> list[tuple[list[int], PendingStep]]:
+    def _launch_each(self, plan: list[ScheduledSequence], limits: Seq[int]) -> list[tuple[list[int], PendingStep]]:
         """Launch the steps behind the first."""
         launched: list[tuple[list[int], PendingStep]] = []
         for count in range(2, max(limits, default=0) + 1):
             left = [number for number, limit in enumerate(limits) if limit >= count]
-            slots = [Slot(plan[n].sequence, plan[n].start + plan[n].count + count - 2, 1, True) for n in left]
-            launched.append((left, self._executor.launch(slots)))
+            plans = [
+                ScheduledSequence(plan[n].sequence, plan[n].start + plan[n].count + count - 2, 1, True) for n in left
+            ]
+            launched.append((left, self._executor.launch(plans)))
         return launched
 
-    def _rows(self, plan: list[Slot], limits: Seq[int]) -> dict[int, Row]:
+    def _rows(self, plan: list[ScheduledSequence], limits: Seq[int]) -> dict[int, Row]:
         """The sequences for which more than one token is proposed, by their numbers in the plan."""
         return {
-            number: Row(slot.sequence, self._executor.table_row(slot.sequence), slot.start + slot.count, limit - 1)
-            for number, (slot, limit) in enumerate(zip(plan, limits, strict=True))
+            number: Row(
+                scheduled.sequence,
+                self._executor.table_row(scheduled.sequence),
+                scheduled.start + scheduled.count,
+                limit - 1,
+            )
+            for number, (scheduled, limit) in enumerate(zip(plan, limits, strict=True))
             if limit > 1
         }
 

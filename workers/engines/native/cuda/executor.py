@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from schemas.transfer import Memory
-from workers.engines.core.sequence import Sampled, Sequence, Slot
+from workers.engines.core.sequence import Sampled, ScheduledSequence, Sequence
 from workers.engines.native import sampler
 from workers.engines.native.attention import Paged
 from workers.engines.native.cuda import rows
@@ -28,7 +28,7 @@ from workers.engines.native.cuda.pending import HostCopies, Late, Pending, devic
 from workers.engines.native.cuda.prompt_graphs import DECODES, SPLITS, Inputs, PromptGraphs
 from workers.engines.native.cuda.table_rows import TableRow, TableRows
 from workers.engines.native.cuda.upload import Upload
-from workers.engines.native.executor import score_slots
+from workers.engines.native.executor import set_scores
 from workers.engines.native.masks import TokenMasks
 from workers.engines.native.model import Embeddings, Model
 from workers.engines.native.pool import Pool
@@ -235,16 +235,16 @@ class CudaExecutor:
 
     # -- one step --------------------------------------------------------------------------------------------
 
-    def execute(self, plan: list[Slot], scoring: Seq[Slot] = ()) -> list[Sampled]:
+    def execute(self, plan: list[ScheduledSequence], scoring: Seq[ScheduledSequence] = ()) -> list[Sampled]:
         return self.launch(plan, scoring).result()
 
-    def launch(self, plan: list[Slot], scoring: Seq[Slot] = ()) -> Pending | Late:
+    def launch(self, plan: list[ScheduledSequence], scoring: Seq[ScheduledSequence] = ()) -> Pending | Late:
         """Launch a step; the previous one may still be running. See ``OverlapExecutor``."""
         with device_errors(), torch.inference_mode():
             if self._late is not None:
                 self._late.draw()
                 self._late = None
-            if not scoring and len(plan) <= self._rows and all(_is_single_token(slot) for slot in plan):
+            if not scoring and len(plan) <= self._rows and all(_is_single_token(scheduled) for scheduled in plan):
                 return self._decode(self._pack_single(plan))
             packed = self._packing.pack(plan, scoring)
             if packed.single and len(packed.tokens) <= self._rows:
@@ -253,7 +253,7 @@ class CudaExecutor:
                 return self._replay_prompts(packed, size)
             return self._mixed(packed, scoring)
 
-    def _pack_single(self, plan: list[Slot]) -> Packed:
+    def _pack_single(self, plan: list[ScheduledSequence]) -> Packed:
         """``Packing.pack`` for a plan of single tokens, but faster: with small models the GPU waits for it."""
         packed = Packed()
         for sequence, start, _, _ in plan:
@@ -301,7 +301,7 @@ class CudaExecutor:
         self._send()
         return self._drawn(self._prompt_graphs.replay(size), packed, targets, parameters)
 
-    def _mixed(self, packed: Packed, scoring: Seq[Slot]) -> Pending | Late:
+    def _mixed(self, packed: Packed, scoring: Seq[ScheduledSequence]) -> Pending | Late:
         upload, draws = self._upload, packed.draws
         upload.begin()
         tokens, table_rows, positions = (
@@ -389,14 +389,14 @@ def layer_weights(model: Model) -> int:
     return sum(part.weight.numel() for part in body.modules() if isinstance(part, Linear)) // model.shape.layers
 
 
-def _is_single_token(slot: Slot) -> bool:
-    sequence = slot.sequence
-    return slot.count == 1 and slot.samples and not sequence.media and slot.start >= sequence.prompt_len
+def _is_single_token(scheduled: ScheduledSequence) -> bool:
+    sequence = scheduled.sequence
+    return scheduled.count == 1 and scheduled.samples and not sequence.media and scheduled.start >= sequence.prompt_len
 
 
-def _scores(logits: Tensor, scoring: Seq[Slot]) -> Callable[[], None]:
+def _scores(logits: Tensor, scoring: Seq[ScheduledSequence]) -> Callable[[], None]:
     def finish() -> None:
         with torch.inference_mode():
-            score_slots(logits, scoring)
+            set_scores(logits, scoring)
 
     return finish

@@ -4,7 +4,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from workers.engines.core.sequence import Sequence, Slot, scored_to
+from workers.engines.core.sequence import ScheduledSequence, Sequence, scored_to
 from workers.engines.native.cuda.chunks import LONG, Chunk, Group, groups
 from workers.engines.native.cuda.table_rows import TableRow, TableRows
 from workers.engines.native.executor import media_rows
@@ -70,8 +70,8 @@ class Packing:
 
     Args:
         tile_rows: maximum number of rows per tile.
-        singles: slots of up to this many tokens are decoded row by row.
-        spare: a target that no step reads, for draws in slots with proposed tokens.
+        singles: sequences with up to this many scheduled tokens are decoded row by row.
+        spare: a target that no step reads, for draws of sequences with proposed tokens.
         media_tokens: embeddings per slot of the embedding pool.
         by_position: decode all generated tokens row by row and put all prompt tokens into tiles, however many a step
             computes. The kernel used for a token then does not depend on the rest of the batch.
@@ -92,49 +92,49 @@ class Packing:
         self._table_rows, self._tile_rows, self._singles, self._spare = table_rows, tile_rows, singles, spare
         self._media_tokens, self._by_position, self._least = media_tokens, by_position, least
 
-    def pack(self, plan: Seq[Slot], scoring: Seq[Slot] = ()) -> Packed:
+    def pack(self, plan: Seq[ScheduledSequence], scoring: Seq[ScheduledSequence] = ()) -> Packed:
         """
         Args:
-            scoring: slots of the plan whose prompt tokens need scores.
+            scoring: sequences of the plan whose prompt tokens need scores.
         """
         packed = Packed()
         tiled = []
-        for slot in plan:
-            count = self._tiled_tokens(slot)
+        for scheduled in plan:
+            count = self._tiled_tokens(scheduled)
             if count:
-                tiled.append((slot, count))
-            if count < slot.count:
+                tiled.append((scheduled, count))
+            if count < scheduled.count:
                 if not count:
-                    self._add_media_and_scores(packed, slot, len(packed.tokens), scoring)
-                self._add_rows(packed, slot, slot.start + count, slot.start + slot.count)
+                    self._add_media_and_scores(packed, scheduled, len(packed.tokens), scoring)
+                self._add_rows(packed, scheduled, scheduled.start + count, scheduled.start + scheduled.count)
         packed.decodes = len(packed.tokens)
         chunks = []
-        for slot, count in tiled:
+        for scheduled, count in tiled:
             row = len(packed.tokens)
-            self._add_media_and_scores(packed, slot, row, scoring)
-            table_row = self._add_rows(packed, slot, slot.start, slot.start + count)
-            chunks.append(Chunk(row, slot.start, count, table_row.index))
+            self._add_media_and_scores(packed, scheduled, row, scoring)
+            table_row = self._add_rows(packed, scheduled, scheduled.start, scheduled.start + count)
+            chunks.append(Chunk(row, scheduled.start, count, table_row.index))
             for offset in range(0, count, self._tile_rows):
                 packed.tiles.append(
-                    (row + offset, slot.start + offset, min(self._tile_rows, count - offset), table_row.index)
+                    (row + offset, scheduled.start + offset, min(self._tile_rows, count - offset), table_row.index)
                 )
         packed.tiles.sort(key=lambda tile: -tile[1])  # the longest first
         if not self._by_position:
             packed.long = groups(chunks, self._least)
-        plan_index = {slot.sequence: number for number, slot in enumerate(plan)}
+        plan_index = {scheduled.sequence: number for number, scheduled in enumerate(plan)}
         draws = packed.draws
         packed.order = sorted(range(len(draws)), key=lambda n: (plan_index[draws[n].sequence], draws[n].length))
         return packed
 
-    def _tiled_tokens(self, slot: Slot) -> int:
-        """How many of a slot's leading tokens belong in tiles."""
+    def _tiled_tokens(self, scheduled: ScheduledSequence) -> int:
+        """How many of the leading scheduled tokens belong in tiles."""
         if self._by_position:
-            return min(max(slot.sequence.prompt_len - slot.start, 0), slot.count)
-        return 0 if slot.count <= self._singles or slot.sequence.draft else slot.count
+            return min(max(scheduled.sequence.prompt_len - scheduled.start, 0), scheduled.count)
+        return 0 if scheduled.count <= self._singles or scheduled.sequence.draft else scheduled.count
 
-    def _add_rows(self, packed: Packed, slot: Slot, start: int, stop: int) -> TableRow:
-        """Add rows for a slot's tokens from position ``start`` to ``stop``, and the draws from their logits."""
-        sequence, end, row = slot.sequence, slot.start + slot.count, len(packed.tokens)
+    def _add_rows(self, packed: Packed, scheduled: ScheduledSequence, start: int, stop: int) -> TableRow:
+        """Add rows for a sequence's tokens from position ``start`` to ``stop``, and the draws from their logits."""
+        sequence, end, row = scheduled.sequence, scheduled.start + scheduled.count, len(packed.tokens)
         draft_start = end - len(sequence.draft)  # where the proposed tokens begin
         table_row = self._table_rows.of(sequence)
         packed.tokens += sequence.tokens[start : min(stop, draft_start)]
@@ -142,17 +142,19 @@ class Packing:
         packed.tokens += [UNKNOWN] * (row + stop - start - len(packed.tokens))
         packed.table_rows += [table_row.index] * (stop - start)
         packed.positions += range(start, stop)
-        if slot.samples:
+        if scheduled.samples:
             for position in range(max(start, draft_start - 1), stop):
                 target = self._spare if sequence.draft else table_row.index
                 packed.drawn.append(row + position - start)
                 packed.draws.append(Draw(sequence, table_row, position + 1, target))
         return table_row
 
-    def _add_media_and_scores(self, packed: Packed, slot: Slot, row: int, scoring: Seq[Slot]) -> None:
-        """Add the embeddings and scores of a slot whose first token is in ``row``."""
-        if slot.sequence.media and self._media_tokens:
-            packed.media += media_rows(slot, row, self._media_tokens)
-        if scoring and slot in scoring:
-            first = row - slot.start - 1
-            packed.scored += range(first + slot.sequence.score, first + scored_to(slot))
+    def _add_media_and_scores(
+        self, packed: Packed, scheduled: ScheduledSequence, row: int, scoring: Seq[ScheduledSequence]
+    ) -> None:
+        """Add the embeddings and scores of a sequence whose first token is in ``row``."""
+        if scheduled.sequence.media and self._media_tokens:
+            packed.media += media_rows(scheduled, row, self._media_tokens)
+        if scoring and scheduled in scoring:
+            first = row - scheduled.start - 1
+            packed.scored += range(first + scheduled.sequence.score, first + scored_to(scheduled))

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from schemas.requests import Sampling, Stop
 from tests.properties import examples
 from workers.engines.base import MediaSpan
-from workers.engines.core.sequence import Sequence, Slot
+from workers.engines.core.sequence import ScheduledSequence, Sequence
 from workers.engines.native.cuda.packing import UNKNOWN, Packed, Packing
 from workers.engines.native.cuda.table_rows import TableRows
 
@@ -43,7 +43,7 @@ def tiled(packed: Packed) -> list[tuple[int, int, int]]:
 
 def test_single_tokens_come_before_chunks_of_prompts() -> None:
     prompt, running = sequence(1, 6, 6), sequence(2, 4, 3)
-    packed = packing().pack([Slot(prompt, 0, 6, True), Slot(running, 3, 1, True)])
+    packed = packing().pack([ScheduledSequence(prompt, 0, 6, True), ScheduledSequence(running, 3, 1, True)])
     assert packed.tokens == [203, 100, 101, 102, 103, 104, 105]
     assert packed.positions == [3, 0, 1, 2, 3, 4, 5]
     assert packed.decodes == 1
@@ -56,7 +56,7 @@ def test_single_tokens_come_before_chunks_of_prompts() -> None:
 
 def test_a_token_that_the_step_before_draws_is_left_to_the_device() -> None:
     running = sequence(1, 4, 3)
-    packed = packing().pack([Slot(running, 4, 1, True)])
+    packed = packing().pack([ScheduledSequence(running, 4, 1, True)])
     assert packed.tokens == [UNKNOWN]
     assert packed.single
     assert packed.draws[0].length == 5
@@ -64,7 +64,7 @@ def test_a_token_that_the_step_before_draws_is_left_to_the_device() -> None:
 
 def test_a_token_is_drawn_behind_each_proposed_one_and_none_is_kept_for_the_next_step() -> None:
     running, plain = sequence(1, 4, 3, draft=[7, 8]), sequence(2, 5, 3)
-    packed = packing().pack([Slot(running, 3, 3, True), Slot(plain, 4, 1, True)])
+    packed = packing().pack([ScheduledSequence(running, 3, 3, True), ScheduledSequence(plain, 4, 1, True)])
     assert packed.single
     assert packed.tokens == [103, 7, 8, 204]
     assert packed.positions == [3, 4, 5, 4]
@@ -75,7 +75,7 @@ def test_a_token_is_drawn_behind_each_proposed_one_and_none_is_kept_for_the_next
 
 def test_a_draft_model_catches_up_without_a_tile() -> None:
     running = sequence(1, 5, 3)
-    packed = packing(singles=2).pack([Slot(running, 3, 2, True)])
+    packed = packing(singles=2).pack([ScheduledSequence(running, 3, 2, True)])
     assert packed.single
     assert packed.drawn == [1]
 
@@ -84,7 +84,7 @@ def test_images_and_scores_find_their_rows() -> None:
     seen, scored = sequence(1, 6, 6), sequence(2, 5, 5)
     seen.media = (MediaSpan(2, 3, b"", (5,)),)
     scored.score = 2
-    plan = [Slot(seen, 0, 6, True), Slot(scored, 0, 5, True)]
+    plan = [ScheduledSequence(seen, 0, 6, True), ScheduledSequence(scored, 0, 5, True)]
     packed = packing(media_tokens=4).pack(plan, scoring=[plan[1]])
     assert packed.media == [(2, 20), (3, 21), (4, 22)]
     assert [packed.positions[row] for row in packed.scored] == [1, 2, 3], "a row scores the token behind it"
@@ -94,14 +94,16 @@ def test_images_and_scores_find_their_rows() -> None:
 
 def test_by_position_the_last_token_of_a_prompt_goes_to_a_tile_and_recomputed_answers_do_not() -> None:
     last, preempted = sequence(1, 6, 6), sequence(2, 7, 4)
-    packed = packing(by_position=True).pack([Slot(last, 5, 1, True), Slot(preempted, 0, 7, True)])
+    packed = packing(by_position=True).pack(
+        [ScheduledSequence(last, 5, 1, True), ScheduledSequence(preempted, 0, 7, True)]
+    )
     assert packed.positions[: packed.decodes] == [4, 5, 6]
     assert [position for _, position, _ in tiled(packed)] == [5, 0, 1, 2, 3]
     assert [packed.positions[packed.drawn[n]] for n in packed.order] == [5, 6]
 
 
 @st.composite
-def plans(draw: st.DrawFn) -> list[Slot]:
+def plans(draw: st.DrawFn) -> list[ScheduledSequence]:
     plan = []
     for key in range(1, draw(st.integers(1, 5)) + 1):
         prompt = draw(st.integers(1, 12))
@@ -113,16 +115,18 @@ def plans(draw: st.DrawFn) -> list[Slot]:
         if samples and count == 1:
             draft = draw(st.lists(st.integers(900, 999), max_size=3))
         made = sequence(key, known, prompt, draft)
-        plan.append(Slot(made, start, count + len(draft), samples))
+        plan.append(ScheduledSequence(made, start, count + len(draft), samples))
     return plan
 
 
 @examples(120)
 @given(plans(), st.booleans())
-def test_each_token_has_one_row_and_each_draw_follows_its_token(plan: list[Slot], by_position: bool) -> None:
+def test_each_token_has_one_row_and_each_draw_follows_its_token(
+    plan: list[ScheduledSequence], by_position: bool
+) -> None:
     made = packing(by_position=by_position)
     packed = made.pack(plan)
-    table_rows = {slot.sequence: made._table_rows.of(slot.sequence).index for slot in plan}
+    table_rows = {scheduled.sequence: made._table_rows.of(scheduled.sequence).index for scheduled in plan}
     rows = sorted(zip(packed.table_rows, packed.positions, packed.tokens, strict=True))
     wanted = []
     for sequence_, start, count, _ in plan:
@@ -133,10 +137,10 @@ def test_each_token_has_one_row_and_each_draw_follows_its_token(plan: list[Slot]
     assert tiled(packed) == covered, "tiles cover what is not decoded, and nothing else"
     drawn = [(packed.draws[n].sequence, packed.draws[n].length) for n in packed.order]
     asked = [
-        (slot.sequence, slot.start + slot.count - back)
-        for slot in plan
-        if slot.samples
-        for back in range(len(slot.sequence.draft), -1, -1)
+        (scheduled.sequence, scheduled.start + scheduled.count - back)
+        for scheduled in plan
+        if scheduled.samples
+        for back in range(len(scheduled.sequence.draft), -1, -1)
     ]
     assert drawn == asked
     for row, draw in zip(packed.drawn, packed.draws, strict=True):
