@@ -25,14 +25,15 @@ SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", 
 SHAPES = {
     "8b": (128256, 4096, 14336, 32, 32, 8),
     "0.3b": (32768, 1024, 4096, 16, 16, 8),
-    "moe": (151936, 2048, 768, 24, 32, 4),
-}  # half of the layers of Qwen3-30B-A3B
+    "moe": (151936, 2048, 768, 24, 32, 4),  # half of the layers of Qwen3-30B-A3B
+    "gpt-oss": (201088, 2880, 2880, 24, 64, 8),  # 20B
+}
 
 Run = Callable[[int, int, int, int], float]  # streams, tokens of a prompt, of an answer, seed -> seconds
 
 
 def config(shape: str) -> Any:
-    from transformers import LlamaConfig, Qwen3MoeConfig
+    from transformers import GptOssConfig, LlamaConfig, Qwen3MoeConfig
 
     common: dict[str, Any] = dict(zip(SIZES, SHAPES[shape], strict=True)) | {
         "max_position_embeddings": LONGEST, "rope_theta": 500000.0, "tie_word_embeddings": False,
@@ -43,6 +44,8 @@ def config(shape: str) -> Any:
             **common, head_dim=128, moe_intermediate_size=common["intermediate_size"], num_experts=128,
             num_experts_per_tok=8, norm_topk_prob=True, decoder_sparse_step=1, architectures=["Qwen3MoeForCausalLM"],
         )  # fmt: skip
+    if shape == "gpt-oss":
+        return GptOssConfig(**common, head_dim=64, num_local_experts=32, architectures=["GptOssForCausalLM"])
     return LlamaConfig(**common, architectures=["LlamaForCausalLM"])
 
 

@@ -91,7 +91,7 @@ def whole() -> None:
     from tests.gpu.beside import config
     from tests.gpu.native import ask, drive, large
     from workers.engines.native.build import assemble
-    from workers.engines.native.model import describe
+    from workers.engines.native.loading import describe
     from workers.engines.native.options import NativeOptions
 
     shape = config("8b")
