@@ -14,7 +14,7 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 PIP   := $(BIN)/python -m pip --disable-pip-version-check --quiet
 TORCH := $(shell sed -n 's/^ *"\(torch[^"]*\)",.*/\1/p' pyproject.toml)
 
-.PHONY: help up test test-long types pytest test-trtllm test-vllm test-sglang docs bench chaos chaos-mixed lint clean
+.PHONY: help up test test-long types pytest test-trtllm test-vllm test-sglang test-clients docs bench chaos chaos-mixed lint clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -62,6 +62,9 @@ test-sglang:  ## the same on the real SGLang, with a GPU (VENV=where it is insta
 	  $(BIN)/python -m pytest tests/workers/engines/test_contract.py tests/standins/test_sglang.py -k sglang \
 	  -W default --timeout 900 $(ARGS)
 
+test-clients: $(VENV)/.installed-dev  ## real clients on the demo model, and the table in docs/clients.md (ARGS="openai codex": these alone)
+	$(BIN)/python -m tests.clients run $(ARGS)
+
 lint: $(VENV)/.installed-dev  ## fix and format
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
@@ -79,7 +82,7 @@ chaos-mixed: $(VENV)/.installed-dev  ## the same with every other process of an 
 	@$(BIN)/python -m tests.chaos --other-build $(OTHER) $(ARGS)
 
 clean:  ## remove the virtual environment and caches
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache build dist site *.egg-info
+	rm -rf $(VENV) .venv-clients .mypy_cache .ruff_cache .pytest_cache build dist site *.egg-info
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)

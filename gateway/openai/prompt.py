@@ -184,6 +184,17 @@ def _escaped_template_tokens(
     return [token for piece in text.split(mark) for token in encode(piece, context, special=False)]
 
 
+def _told_tools(tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Tools as the model is told of them: ``strict`` is about how the answer is decoded."""
+    return [_told_tool(tool, tool.get("function")) for tool in tools]
+
+
+def _told_tool(tool: dict[str, Any], function: Any) -> dict[str, Any]:
+    if not isinstance(function, dict) or "strict" not in function:
+        return tool
+    return {**tool, "function": {key: value for key, value in function.items() if key != "strict"}}
+
+
 def _render_template(body: ChatCompletionRequest, messages: list[dict[str, Any]], model: ModelDir) -> str:
     if model.template is None:
         raise unsupported(
@@ -196,7 +207,7 @@ def _render_template(body: ChatCompletionRequest, messages: list[dict[str, Any]]
         variables = {"reasoning_effort": body.reasoning_effort, **variables}
     if reserved := model.template.own_variables & variables.keys():
         raise invalid("chat_template_kwargs", f"chat_template_kwargs must not set {', '.join(sorted(reserved))}")
-    tools = body.tools if body.tool_choice != "none" else None
+    tools = _told_tools(body.tools) if body.tools and body.tool_choice != "none" else None
     if not model.template.knows_developer:
         messages = [{**each, "role": "system"} if each["role"] == "developer" else each for each in messages]
     ends = PromptEnd.generation if body.add_generation_prompt is not False else PromptEnd.last_message

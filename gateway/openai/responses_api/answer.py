@@ -84,7 +84,10 @@ class ResponseBuilder:
             temperature=request.sampling.temperature,
             text=text,
             tool_choice=asked.tool_choice or "auto",
-            tools=[{"strict": False, "parameters": None, **tool} for tool in asked.tools or ()],
+            tools=[
+                {"strict": False, "parameters": None, **tool} if tool.get("type") == "function" else tool
+                for tool in asked.tools or ()
+            ],
             top_logprobs=asked.top_logprobs or 0,
             top_p=request.sampling.top_p,
             truncation=asked.truncation or "disabled",

@@ -52,10 +52,10 @@ def chat_tools(tools: Sequence[dict[str, Any]], names: ToolNames) -> tuple[list[
     made: list[dict[str, Any]] = []
     places: dict[str, str] = {}
     for found in _functions(tools):
-        function = {key: value for key in ("description", "parameters", "strict")
+        function = {key: value for key in ("name", "description", "parameters", "strict")
                     if (value := found.tool.get(key)) is not None}  # fmt: skip
-        if (name := found.tool.get("name")) is not None:
-            function["name"] = names.shown(found.namespace, name) if isinstance(name, str) else name
+        if isinstance(name := function.get("name"), str):
+            function["name"] = names.shown(found.namespace, name)
         places[f"tools[{len(made)}].function"] = found.place
         made.append({"type": FUNCTION, "function": function})
     return made, places

@@ -123,3 +123,12 @@ def test_tools_that_may_be_called_freely_cost_nothing(calling: PrepareContext) -
     request = chat(calling, tools=TOOLS).request
     assert request.constraint is None
     assert msgspec.structs.asdict(request.sampling)["logits_processors"] == ()
+
+
+def test_strict_is_not_part_of_the_prompt(calling: PrepareContext) -> None:
+    function = {"name": "f", "parameters": {"type": "object", "properties": {"strict": {"type": "string"}}}}
+    prompts = [
+        chat(calling, tools=[{"type": "function", "function": function | strict}]).request.prompt
+        for strict in ({}, {"strict": True}, {"strict": False})
+    ]
+    assert len(set(prompts)) == 1

@@ -20,6 +20,7 @@ def test_a_function_of_a_namespace_keeps_its_name_unless_another_has_it() -> Non
     made, places = chat_tools(tools, names)
     assert [tool["function"]["name"] for tool in made] == ["run", "a__find", "a__run", "b__find"]
     assert places["tools[2].function"] == "tools[1].tools[1]"
+    assert list(made[1]["function"]) == ["name", "parameters"]  # a template prints them in this order
     for namespace, name in (("", "run"), ("a", "find"), ("a", "run"), ("b", "find")):
         assert names.own(names.shown(namespace, name)) == (namespace, name)
     assert ToolNames([space("a", function("find"))]).shown("a", "find") == "find"
