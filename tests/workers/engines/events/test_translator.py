@@ -154,3 +154,23 @@ def test_the_stand_in_s_encoding_is_read() -> None:
     results = Translator(SIZE, ROOT).feed(wire.decode_raw(payload))
     assert results == [Stored(name), Removed(name)]
     assert fold(results) == {}
+
+
+def test_a_payload_of_sglang_s_own_encoder_is_read() -> None:
+    """Made with sglang 0.5.23: a block of a tenant is stored and removed, then all are."""
+    payload = bytes.fromhex(
+        "93cb3ff00000000000009388a474797065ab426c6f636b53746f726564ac626c6f636b5f68617368657391fbb1706172656e745f626c6f63"
+        "6b5f68617368c0a9746f6b656e5f6964739401020304aa626c6f636b5f73697a6504a76c6f72615f6964c0a66d656469756da3475055aa63"
+        "616368655f73616c74b06162616261626162616261626162616283a474797065ac426c6f636b52656d6f766564ac626c6f636b5f68617368"
+        "657391fba66d656469756da347505581a474797065b0416c6c426c6f636b73436c6561726564c0"
+    )
+    first, *rest = wire.decode_raw(payload)
+    translator = Translator(SIZE, ROOT)
+    tenant = bytes.fromhex("ab" * 8)
+    assert translator.feed([first]) == [Stored(names([1, 2, 3, 4], tenant)[0])]
+    child = first | {"block_hashes": [9], "parent_block_hash": -5, "token_ids": [5, 6, 7, 8]}
+    assert translator.feed([child]) == [Stored(names(range(1, 9), tenant)[1], names([1, 2, 3, 4], tenant)[0])]
+    translator.feed([{**child, "medium": "CPU_PINNED"}])
+    assert translator.counts.malformed == 0
+    translator.feed(rest)
+    assert [event.tier for event in translator.dump() if not isinstance(event, Cleared)] == [1]
