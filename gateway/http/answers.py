@@ -18,7 +18,7 @@ from gateway.access.caller import caller_of
 from gateway.answer_shapes import Aggregator, Renderer, aggregator_for, renderer_for
 from gateway.http.connections import SCOPE, Connection
 from gateway.http.headers import Send as Send
-from gateway.http.headers import with_header, with_limits
+from gateway.http.headers import show_limits, with_header
 from gateway.http.idempotency import ClientIds, read_client_ids, submit_once, with_client_id
 from gateway.log.inflight import InflightRequest
 from gateway.metrics import Metrics
@@ -116,7 +116,6 @@ class Generations:
         key = caller_of(scope).key
         try:
             if key is not None and key.limited:
-                send = with_limits(send, gateway.limiter, key)
                 gateway.limiter.check(key)
             body = await read_body(scope, receive, gateway.settings.max_body_bytes)
             gateway.metrics.request_bytes.inc(len(body))
@@ -143,6 +142,8 @@ class Generations:
             code = await self._answer(gateway, accepted_request)
         except ServingError as error:
             code = error.code.value
+            if error.code is Code.rate_limit_exceeded and key is not None and len(reserved) < 2:
+                show_limits(scope, gateway.limiter, key)
             await self._send_error(send, error, accepted)
         except ClientDisconnected:
             code = Code.cancelled.value
@@ -171,6 +172,8 @@ class Generations:
         if caller.key is not None:
             reserved.append(prepared.request.id)
             await self._gateway.payments.reserve(caller, prepared)
+            if caller.key.limited and len(reserved) == 1:
+                show_limits(scope, self._gateway.limiter, caller.key)
         prepared = with_client_id(prepared, names)
         return with_trace(prepared, from_http_headers(scope["headers"], self._gateway.settings.tracing))
 

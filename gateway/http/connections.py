@@ -22,6 +22,7 @@ from gateway.openai.responses import error_body
 from schemas.errors import Code, ServingError
 
 SCOPE = "penstock.connection"  # the connection, in the ASGI scope of each of its requests
+CYCLE = "penstock.cycle"  # the exchange, in its ASGI scope
 LINGER_S = 2.0  # for a client that is refused while it still sends, to read why
 SLOWEST = 16_384  # bytes per second of a body, beyond the time that every body has
 MAX_LINE = 8_192  # bytes of one header, or of the request line
@@ -196,6 +197,7 @@ class Connection(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._answered = cycle
+        cycle.scope[CYCLE] = cycle  # type: ignore[literal-required]
         super()._start_asgi_task(cycle, app)
 
     def send_400_response(self, msg: str) -> None:

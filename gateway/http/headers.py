@@ -4,6 +4,7 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 from gateway.access.limiter import Limiter
+from gateway.http.connections import CYCLE
 from schemas.keys import ApiKey
 
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
@@ -20,15 +21,11 @@ def with_header(send: Send, name: bytes, value: bytes) -> Send:
     return wrapped
 
 
-def with_limits(send: Send, limiter: Limiter, key: ApiKey) -> Send:
-    """``send`` with the key's limits in the answer, as they are when it begins."""
-
-    async def wrapped(message: MutableMapping[str, Any]) -> None:
-        if message["type"] == "http.response.start":
-            message = {**message, "headers": [*message["headers"], *limit_headers(limiter, key)]}
-        await send(message)
-
-    return wrapped
+def show_limits(scope: MutableMapping[str, Any], limiter: Limiter, key: ApiKey) -> None:
+    """Have the answer say what the key has left. Without a layer around ``send``, which every event would pass."""
+    cycle = scope.get(CYCLE)
+    if cycle is not None:
+        cycle.default_headers = [*cycle.default_headers, *limit_headers(limiter, key)]
 
 
 def limit_headers(limiter: Limiter, key: ApiKey) -> list[tuple[bytes, bytes]]:
