@@ -22,7 +22,6 @@ from gateway.openai.responses import error_body
 from schemas.errors import Code, ServingError
 
 SCOPE = "penstock.connection"  # the connection, in the ASGI scope of each of its requests
-CYCLE = "penstock.cycle"  # the exchange, in its ASGI scope
 LINGER_S = 2.0  # for a client that is refused while it still sends, to read why
 SLOWEST = 16_384  # bytes per second of a body, beyond the time that every body has
 MAX_LINE = 8_192  # bytes of one header, or of the request line
@@ -197,8 +196,12 @@ class Connection(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._answered = cycle
-        cycle.scope[CYCLE] = cycle  # type: ignore[literal-required]
         super()._start_asgi_task(cycle, app)
+
+    def add_headers(self, headers: list[tuple[bytes, bytes]]) -> None:
+        """Have the answer that the application is about to begin carry these headers, too."""
+        if self._answered is not None:
+            self._answered.default_headers = [*self._answered.default_headers, *headers]
 
     def send_400_response(self, msg: str) -> None:
         self.refuse(ServingError(Code.invalid_request, msg))

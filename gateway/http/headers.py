@@ -4,7 +4,7 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 from gateway.access.limiter import Limiter
-from gateway.http.connections import CYCLE
+from gateway.http.connections import SCOPE, Connection
 from schemas.keys import ApiKey
 
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
@@ -23,9 +23,8 @@ def with_header(send: Send, name: bytes, value: bytes) -> Send:
 
 def show_limits(scope: MutableMapping[str, Any], limiter: Limiter, key: ApiKey) -> None:
     """Have the answer say what the key has left. Without a layer around ``send``, which every event would pass."""
-    cycle = scope.get(CYCLE)
-    if cycle is not None:
-        cycle.default_headers = [*cycle.default_headers, *limit_headers(limiter, key)]
+    connection: Connection = scope[SCOPE]
+    connection.add_headers(limit_headers(limiter, key))
 
 
 def limit_headers(limiter: Limiter, key: ApiKey) -> list[tuple[bytes, bytes]]:
