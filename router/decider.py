@@ -10,7 +10,7 @@ from configs.settings import RouterSettings
 from router.cluster_state import ClusterState
 from router.load import ENCODE
 from router.metrics import Metrics
-from router.pairs import links
+from router.pairs import with_pairs
 from router.pending import PendingRequest, required_revision, routing_request
 from router.placement.decisions import Decisions, array_decisions
 from router.placement.sessions import SessionId
@@ -81,8 +81,7 @@ class Decider:
         )
         if decision.how:  # there are workers for some stages only
             workers = [tracker.worker(each.worker) for each in decision.candidates]
-            alone = tuple(at for at, each in enumerate(workers) if each is not None and each.pair_only)
-            inputs = msgspec.structs.replace(inputs, links=links(workers), pair_only=alone)
+            inputs = with_pairs(inputs, workers)
         return decision, inputs
 
     def sent(self, request: GenerateRequest, route: Sequence[Stage]) -> None:

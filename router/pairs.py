@@ -8,9 +8,11 @@ its host, the best with RDMA, or the best of all: one pass over the prefill work
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
+import msgspec
+
 from router.load import RoutingTarget
 from schemas.fleet import Registration
-from schemas.jobs import Link
+from schemas.jobs import DecisionInputs, Link
 
 NEAR, MEDIUM, FAR = 0.02, 0.1, 0.5  # cost of moving a token, as a share of computing it
 _PATHS = {NEAR: "on the same host", MEDIUM: "over RDMA", FAR: "over the network"}
@@ -55,8 +57,19 @@ def links(registrations: Iterable[Registration | None]) -> tuple[Link, ...]:
             links.append(Link(role))
             continue
         host = hosts.setdefault(endpoint.host, len(hosts) + 1) if endpoint.host else 0
-        links.append(Link(role, kinds.setdefault(kind, len(kinds) + 1), host, endpoint.rdma, endpoint.gpu))
+        links.append(Link(role, kinds.setdefault(kind, len(kinds) + 1), host, endpoint.rdma))
     return tuple(links)
+
+
+def with_pairs(inputs: DecisionInputs, registrations: Sequence[Registration | None]) -> DecisionInputs:
+    """The inputs of a decision with what decides about pairs, for the workers of its score table."""
+    present = [(at, each) for at, each in enumerate(registrations) if each is not None]
+    return msgspec.structs.replace(
+        inputs,
+        links=links(registrations),
+        pair_only=tuple(at for at, each in present if each.pair_only),
+        on_gpu=tuple(at for at, each in present if each.transfer is not None and each.transfer.gpu),
+    )
 
 
 class _Cheapest:

@@ -33,6 +33,7 @@ class _Line(NamedTuple):
     at: Candidate
     link: Link
     pair_only: bool
+    on_gpu: bool
 
 
 class RecordedPools:
@@ -50,9 +51,9 @@ class RecordedPools:
         self._blocks = job.decision.prompt_blocks
         self._size = recorded_size(job, request)
         self._seed = job.inputs.seed
-        alone = set(job.inputs.pair_only)
+        alone, on_gpu = set(job.inputs.pair_only), set(job.inputs.on_gpu)
         lines = [
-            _Line(at, link, number in alone)
+            _Line(at, link, number in alone, number in on_gpu)
             for number, (at, link) in enumerate(zip(job.decision.candidates, job.inputs.links, strict=False))
         ]
         self._lines = [each for each in lines if each.link.role != ENCODE and each.at.worker not in without]
@@ -103,11 +104,11 @@ class RecordedPools:
 
     def _option(self, line: _Line, pairs: bool) -> _Option | None:
         """None: only prefill workers that are full, or none at all, could compute its prompts."""
-        at, link, pair_only = line
+        at, link, pair_only, on_gpu = line
         cost = self._cost(at)
         cached = min(at.overlap_blocks, self._blocks)
         uncached = self._size.tokens - cached * self._block_size
-        limit = self._weights.local_tokens(gpu=link.gpu)
+        limit = self._weights.local_tokens(gpu=on_gpu)
         if pairs and link.role == "decode" and (pair_only or uncached > limit):
             step = self._weights.transfer * (self._blocks - cached) * self._block_size
             partners = [

@@ -62,17 +62,17 @@ class Decision(msgspec.Struct, frozen=True, omit_defaults=True):
 class Link(msgspec.Struct, frozen=True, array_like=True):
     """What a worker of a score table can do besides running whole requests. Numbers are of this table only.
 
+    An array has all its fields, defaults too: a field added here would change the bytes of recorded jobs.
+
     Attributes:
         kind: workers with the same one can hand KV to each other; 0: with none.
         host: workers with the same one are on one host; 0: unknown.
-        gpu: its KV is in the memory of a GPU.
     """
 
     role: str
     kind: int = 0
     host: int = 0
     rdma: bool = False
-    gpu: bool = False
 
 
 class DecisionInputs(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -87,6 +87,7 @@ class DecisionInputs(msgspec.Struct, frozen=True, omit_defaults=True):
     links: tuple[Link, ...] = ()  # of each candidate; empty: all run whole requests, or an older build
     pair_only: tuple[int, ...] = ()  # positions of the candidates that run a request only as one of a pair
     session: tuple[tuple[str, int], ...] = ()  # worker and rank of each stage of its session's last request
+    on_gpu: tuple[int, ...] = ()  # positions of the candidates whose KV is in the memory of a GPU
 
 
 class Job(msgspec.Struct, frozen=True, omit_defaults=True, tag="job"):

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from router.decided_again import WITHOUT_LINKS, candidates_of, decide_again, insufficient
 from router.depths import TargetId
 from router.load_tracker import LoadTracker
-from router.pairs import links
+from router.pairs import links, with_pairs
 from router.placement.decisions import Decisions, array_decisions
 from router.routing import RoutingDecision, RoutingRequest, Weights
 from schemas.fleet import Registration
@@ -128,7 +128,7 @@ _PLACES = st.lists(
         Weights,
         overlap=st.sampled_from([0.5, 1.0]),
         transfer=st.sampled_from([0.0, 0.5, 1.0]),
-        local_prefill_tokens=st.sampled_from([0, 2 * BLOCK, 500]),
+        local_prefill_tokens=st.sampled_from([-1, 0, 2 * BLOCK, 500]),
     ),
     seed=st.integers(0, 99),
 )
@@ -143,9 +143,8 @@ def test_pairs_are_decided_again_as_the_policy_decides_them(
 ) -> None:
     tracker = LoadTracker()
     for number, (role, (host, rdma, kind)) in enumerate(zip(roles, places, strict=False)):
-        endpoint = Endpoint(
-            f"a{number}", "nixl", pools={"kv": Memory(f"layout-{kind % 2}", 1, 9)}, host=host, rdma=rdma
-        )
+        pool = Memory(0, 1, 9, "cuda" if number % 3 else "cpu", layout=f"layout-{kind % 2}")
+        endpoint = Endpoint(f"a{number}", "nixl", pools={"kv": pool}, host=host, rdma=rdma)
         tracker.put_worker(
             Registration(
                 f"w{number}",
@@ -173,8 +172,9 @@ def test_pairs_are_decided_again_as_the_policy_decides_them(
     if not decision.route:
         return
     registered = [tracker.worker(each.worker) for each in decision.candidates]
-    alone = tuple(at for at, each in enumerate(registered) if each is not None and each.pair_only)
-    inputs = DecisionInputs(seed, block_size=BLOCK, links=links(registered) if decision.how else (), pair_only=alone)
+    inputs = DecisionInputs(seed, block_size=BLOCK)
+    if decision.how:
+        inputs = with_pairs(inputs, registered)
     again = decide_again(job(decision, blocks, inputs), weights)
     assert again is not None
     assert again.route == tuple((stage.worker, stage.rank) for stage in decision.route)

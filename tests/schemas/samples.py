@@ -225,7 +225,7 @@ SAMPLES: dict[str, tuple[Any, Callable[[bytes], Any]]] = {
     "job_with_inputs": (msgspec.structs.replace(JOB, inputs=jobs.DecisionInputs(1, 2, 3, 4)), jobs.decode),
     "job_of_a_pair_to_decide_again": (
         msgspec.structs.replace(
-            JOB, inputs=jobs.DecisionInputs(1, 2, 3, 4, 5, 64, links=(jobs.Link("prefill", 1, 2, True, True),))
+            JOB, inputs=jobs.DecisionInputs(1, 2, 3, 4, 5, 64, links=(jobs.Link("prefill", 1, 2, True),))
         ),
         jobs.decode,
     ),
@@ -275,6 +275,12 @@ SAMPLES: dict[str, tuple[Any, Callable[[bytes], Any]]] = {
     "job_decided_among_pairs_only": (
         msgspec.structs.replace(
             JOB, inputs=jobs.DecisionInputs(1, 2, 3, block_size=64, links=(jobs.Link("decode", 1),), pair_only=(0,))
+        ),
+        jobs.decode,
+    ),
+    "job_decided_among_gpus": (
+        msgspec.structs.replace(
+            JOB, inputs=jobs.DecisionInputs(1, 2, 3, block_size=64, links=(jobs.Link("decode", 1),), on_gpu=(0,))
         ),
         jobs.decode,
     ),
