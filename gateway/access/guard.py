@@ -25,7 +25,8 @@ class Guard:
         always: keys are needed even while there are none.
 
     Attributes:
-        closed: requests need a key. Never becomes false again: a bucket that was emptied must not open the gateway.
+        closed: requests need a key. Never becomes false again: a bucket that was emptied must not open the gateway,
+            and neither must one whose entries cannot be read.
     """
 
     def __init__(
@@ -77,5 +78,4 @@ class Guard:
 
     def _changed(self, key_id: str) -> None:
         self._callers.pop(key_id, None)
-        if self._table.keys:
-            self.closed = True
+        self.closed = True  # there is an entry, whatever it says

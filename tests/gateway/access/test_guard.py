@@ -70,6 +70,18 @@ async def test_the_first_key_closes_the_gateway_for_good(guarded: Guarded) -> No
     assert guarded.guard.closed
 
 
+async def test_a_first_key_that_cannot_be_read_opens_nothing(bus: Bus) -> None:
+    name, text = new_key()
+    await bus.js.publish(f"$KV.{bus.subjects.bucket('keys')}.{name}", b"\xff damaged")
+    guarded = Guarded(bus)
+    await guarded.guard.open(guarded.tasks)
+    try:
+        assert guarded.refusal(text) is Code.invalid_api_key
+    finally:
+        await guarded.tasks.aclose()
+        await guarded.guard.close()
+
+
 async def test_keys_are_refused_while_it_is_not_known_which_are_valid(guarded: Guarded) -> None:
     text = await guarded.add()
     await guarded.tasks.aclose()  # the broker does not answer any more
