@@ -129,6 +129,7 @@ class Account:
             self._portion(1, self.waiting.tokens, self.limits.tokens, at_most.tokens, now_s),
         )
         slots = self._wanted_slots(at_most.slots)
+        self.slots = min(self.slots, slots)  # those given up may be another gateway's from now on
         return Proposal(
             Ledger(
                 charged(given_back.requests, now_s, granted.requests, {}),
@@ -148,11 +149,16 @@ class Account:
             if units:
                 lots = self._lots[kind]
                 lots[proposal.now_s] = lots.get(proposal.now_s, 0) + units
-            for second, back in proposal.refunds[kind].items():
-                left = self._refunds[kind].pop(second, back) - back
-                if left:
-                    self._refunds[kind][second] = left
+        self.gave_back(proposal)
         self.slots, self.until_ns = proposal.slots, proposal.until_ns
+
+    def gave_back(self, proposal: Proposal) -> None:
+        """The proposal is or may be the ledger now: what it gives back must not be given back again."""
+        for mine, theirs in zip(self._refunds, proposal.refunds, strict=True):
+            for second, back in theirs.items():
+                left = mine.pop(second, back) - back
+                if left:
+                    mine[second] = left
 
     def unspent(self, now_ns: int) -> Amount:
         return Amount(_unspent(self._lots[0], now_ns // _S), _unspent(self._lots[1], now_ns // _S))
@@ -171,7 +177,8 @@ class Account:
 
     @property
     def idle(self) -> bool:
-        return not (self.running or self.slots or any(self._lots) or any(self._refunds) or any(self._pace))
+        waits = self.looking or self.waiting != Amount()
+        return not (waits or self.running or self.slots or any(self._lots) or any(self._refunds) or any(self._pace))
 
     def _portion(self, kind: int, needed: int, limit: int, at_most: int, now_s: int) -> int:
         needed -= _unspent(self._lots[kind], now_s)

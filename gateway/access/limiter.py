@@ -217,9 +217,10 @@ class Limiter:
                 after_s = seconds_until(charges, limit, needed, now_s)
                 raise _refused(key, f"{limit} {what} per minute", max(1, after_s))
 
-    async def _change(self, key_id: str, account: Account) -> None:
+    async def _change(self, key_id: str, account: Account) -> bool:
         """One compare-and-set. If another gateway was faster, the ledger is read, and nothing else changes.
 
+        Returns: whether it was stored.
         Raises:
             ServingError: the broker does not answer.
         """
@@ -231,18 +232,23 @@ class Limiter:
             message = await self._bus.nc.request(subject, encode(proposal.ledger), timeout=WITHIN_S, headers=headers)
             reply = decode_publish_reply(message.data)
         except (NatsError, TimeoutError, OSError, msgspec.MsgspecError) as error:
+            account.gave_back(proposal)  # it may be stored nevertheless
             raise _unavailable(repr(error)) from None
+        except asyncio.CancelledError:
+            account.gave_back(proposal)
+            raise
         if reply.error is None:
             account.stored(proposal)
             if reply.seq > self._ledgers.get(key_id, _NONE)[1]:
                 self._ledgers[key_id] = (proposal.ledger, reply.seq)
-            return
+            return True
         if reply.error.err_code != WRONG_LAST_SEQUENCE:
             raise _unavailable(str(reply.error))
         entry = await get_last(self._bus, self._stream, subject, newest=True, within_s=WITHIN_S)
         self._ledgers.pop(key_id, None)
         if entry is not None:
             self._on_entry(entry)
+        return False
 
     def _on_entry(self, entry: Entry) -> None:
         key_id = entry.subject.removeprefix(self._prefix)
@@ -275,8 +281,7 @@ class Limiter:
         try:
             async with asyncio.timeout(WITHIN_S), self._lock(key_id):
                 for _ in range(TRIES):
-                    await self._change(key_id, account)
-                    if not account.gives_up_slots:
+                    if await self._change(key_id, account) and not account.gives_up_slots:
                         return
         except (ServingError, TimeoutError) as error:
             log.debug("budget_not_given_back", key=key_id, error=repr(error))  # the next sweep tries again

@@ -70,11 +70,12 @@ class Replica:
         self.open.append(found)
         return found
 
-    def sweep(self, shared: Shared, now_ns: int) -> None:
+    def sweep(self, shared: Shared, now_ns: int, *, answered: bool = True, reached: bool = True) -> None:
+        """``answered``: the broker's answer arrives; ``reached``: if it does not, the ledger has changed."""
         if self.account.sweep(now_ns + self.skew_ns):
             proposal = self.account.propose(shared.ledger, now_ns + self.skew_ns)
-            assert shared.swap(proposal.ledger, shared.revision)
-            self.account.stored(proposal)
+            assert not (answered or reached) or shared.swap(proposal.ledger, shared.revision)
+            (self.account.stored if answered else self.account.gave_back)(proposal)
 
 
 def replicas(count: int, limits: Amount, skews: list[int]) -> list[Replica]:
@@ -116,7 +117,7 @@ def test_in_no_minute_do_gateways_together_spend_more_than_the_limit(
                 of[id(found)] = [now, 1, need]
                 spent.append(of[id(found)])
         elif action == "sweep":
-            replica.sweep(shared, now)
+            replica.sweep(shared, now, answered=draw.random() < 0.7, reached=draw.random() < 0.5)
         elif replica.open:
             ended = replica.open.pop(draw.randrange(len(replica.open)))
             entry = of.pop(id(ended))
@@ -189,6 +190,43 @@ def test_nothing_of_a_limit_is_lost(steps: list[tuple[int, int, int, int, str, i
         for _ in range(3):
             replica.sweep(shared, now)
         assert replica.account.idle
+
+
+def test_what_was_given_back_without_an_answer_is_not_given_back_again() -> None:
+    shared, now = Shared(), START
+    first, second = replicas(2, Amount(0, 100, 0), [0])
+    kept, ended = first.ask(shared, 40, now), first.ask(shared, 60, now)
+    assert kept is not None
+    assert ended is not None
+    first.account.undo(ended, now)
+    first.sweep(shared, now + 3 * S, answered=False)
+    first.sweep(shared, now + 4 * S)
+    assert second.ask(shared, 61, now + 5 * S) is None
+
+
+def test_slots_are_given_up_before_others_can_have_them() -> None:
+    shared, now = Shared(), START
+    first, second = replicas(2, Amount(0, 0, 4), [0])
+    running = [first.ask(shared, 0, now) for _ in range(4)]
+    for ended in running[1:]:
+        assert ended is not None
+        first.account.settle(ended, 0, now)
+    proposal = first.account.propose(shared.ledger, now)
+    assert shared.swap(proposal.ledger, shared.revision)  # and its answer is under way
+    taken_by_others = [second.ask(shared, 0, now) for _ in range(4)]
+    assert [each is not None for each in taken_by_others] == [True, True, True, False]
+    assert first.account.take(0, now) is None
+    first.account.stored(proposal)
+    assert first.account.take(0, now) is None
+
+
+def test_an_account_for_whose_slots_a_request_waits_is_not_idle() -> None:
+    account = Account("k", "g", Amount(0, 0, 1))
+    assert account.idle
+    account.looking = 1
+    assert not account.idle
+    account.looking, account.waiting = 0, Amount(slots=1)
+    assert not account.idle
 
 
 def test_a_busy_gateway_asks_for_the_ledger_far_less_often_than_it_is_asked() -> None:
