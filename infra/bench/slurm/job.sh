@@ -26,14 +26,15 @@ fail() {
   exit 1
 }
 
-# The exit status is kept beside the results: not every cluster has accounting. Steps get SIGTERM and 40 s.
+# The exit status is kept beside the results: not every cluster has accounting. Steps get SIGTERM and 40 s. They are
+# signalled by ID: SLURM_JOB_ID of an array's last job is the whole array's.
 finish() {
   local status=$? step
   trap - EXIT
   trap '' INT TERM
   say "stopping"
   if ((${#STEPS[@]})); then
-    scancel --signal=TERM "$SLURM_JOB_ID" 2> /dev/null || true
+    scancel --signal=TERM "$ID" 2> /dev/null || true
     for _ in $(seq 80); do
       alive || break
       sleep "$POLL_S"

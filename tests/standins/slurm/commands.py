@@ -73,6 +73,7 @@ def sbatch(options: dict[str, str], rest: list[str]) -> int:
         output = options["output"].replace("%j", own).replace("%A_%a", own)
         after = options.get("dependency", "").removeprefix("afterany:")
         words = [own, str(script), output, options.get("nodes", "1"), options.get("ntasks-per-node", "1"), after]
+        words.append(str(number if index == int(last) else number * 100 + index))  # the last one has the array's
         subprocess.Popen(
             [sys.executable, "-I", "-S", __file__, "_job", *words],
             start_new_session=True,
@@ -84,7 +85,7 @@ def sbatch(options: dict[str, str], rest: list[str]) -> int:
     return 0
 
 
-def job(own: str, script: str, output: str, nodes: str, tasks: str, after: str) -> int:
+def job(own: str, script: str, output: str, nodes: str, tasks: str, after: str, job_id: str) -> int:
     """Run a job to its end; its state is in a file."""
     state = STATE / f"{own}.job"
     while after and state_of(after) in ("PENDING", "RUNNING"):
@@ -94,7 +95,7 @@ def job(own: str, script: str, output: str, nodes: str, tasks: str, after: str) 
     chosen = hosts()[: int(nodes)]
     number, _, index = own.partition("_")
     environ = os.environ | {
-        "SLURM_JOB_ID": str(int(number) * 100 + int(index or 0)) if index else number,
+        "SLURM_JOB_ID": job_id,
         "SLURM_JOB_NODELIST": ",".join(chosen),
         "SLURM_TASKS_PER_NODE": f"{tasks}(x{nodes})" if int(nodes) > 1 else tasks,
         "SLURMD_NODENAME": chosen[0],
@@ -168,7 +169,7 @@ def scancel(options: dict[str, str], rest: list[str]) -> int:
     for asked in rest:
         for path in STATE.glob("*.job"):
             number, _, index = path.stem.partition("_")
-            if asked not in (path.stem, str(int(number) * 100 + int(index)) if index else number):
+            if asked not in (path.stem, number, str(int(number) * 100 + int(index)) if index else number):
                 continue
             for step in STATE.glob(f"{path.stem}.*.step"):
                 for pid in step.read_text().split():

@@ -161,6 +161,8 @@ def test_a_cancelled_array_leaves_nothing_running_and_no_folder(
     assert "whole 1_0 RUNNING 0/1" in said
     assert run(["cancel", "sweep.yaml"]) == 0
     until(lambda: not cluster.left())
+    # The steps of the first were its own to stop, though the id of the array's last job is that of the whole array.
+    assert "has ended" not in (cluster.folder / "results/slurm/job-1_0.out").read_text()
 
 
 def test_a_job_with_too_few_nodes_says_so_before_it_starts_anything(cluster: Cluster) -> None:
