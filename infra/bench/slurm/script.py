@@ -1,5 +1,6 @@
 """The text of job scripts: what they ask Slurm for, the settings of their point, and ``job.sh``. Pure."""
 
+import re
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ BODY = Path(__file__).parent / "job.sh"
 NUMA = Path(__file__).parent / "numa.sh"
 FOLDER = "slurm"  # in the point's own, beside its levels
 BEFORE_END_S = 120  # of the time limit, for stopping in order
+_PLAIN = re.compile(r"[\w./:=%+,@-]+", re.ASCII)
 
 
 class JobPoint(Struct, frozen=True):
@@ -60,7 +62,7 @@ def job(sweep: SweepFile, point: Point, nodes: int, load: Sequence[str], out: Pa
         *(f"export {name}={shlex.quote(value)}" for name, value in environment.items()),
         *(f"{name}={shlex.quote(value)}" for name, value in values.items()),
         *(f"{name}=({' '.join(map(shlex.quote, words))})" for name, words in arrays.items()),
-        f"OTLP_ENDPOINT=${{OTLP_ENDPOINT:-{sweep.otlp_endpoint}}}",
+        f"OTLP_ENDPOINT=${{OTLP_ENDPOINT:-{shlex.quote(sweep.otlp_endpoint)}}}",
         "",
         body,
     ]
@@ -79,11 +81,19 @@ def directives(cluster: Cluster, name: str, nodes: int, own: Path, *, array: str
         "time": cluster.time,
         "signal": f"B:TERM@{BEFORE_END_S}",
         "array": array,
-        "output": str(own / ("job-%A_%a.out" if array else "job-%j.out")),
+        "output": str(own).replace("%", "%%") + ("/job-%A_%a.out" if array else "/job-%j.out"),
     }
-    lines = [f"#SBATCH --{key}={value}" for key, value in options.items() if value]
+    lines = [f"#SBATCH --{key}={_quoted(value)}" for key, value in options.items() if value]
     lines += ["#SBATCH --exclusive"] if cluster.exclusive else []
     return ["#!/usr/bin/env bash", *lines, *(f"#SBATCH {each}" for each in cluster.options)]
+
+
+def _quoted(value: str) -> str:
+    """As sbatch reads it: a backslash escapes within quotes of both kinds."""
+    if _PLAIN.fullmatch(value):
+        return value
+    escaped = value.replace("\\", "\\\\").replace('"', '\\"')
+    return f'"{escaped}"'
 
 
 def array(cluster: Cluster, name: str, nodes: int, scripts: Sequence[Path], folder: Path) -> str:

@@ -16,6 +16,7 @@ Count = Annotated[int, Meta(ge=0)]
 Role = Literal["aggregated", "prefill", "decode", "encode"]
 Flags = dict[str, str | int | float | bool | list[str | int | float]]
 _TIME = re.compile(r"(\d+-)?\d+(:\d+){0,2}", re.ASCII)
+_VARIABLE = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 _LINE = re.compile(r"[^\n\r\0]*")
 _GPUS = re.compile(r"(\d+)gpus?", re.ASCII)
 
@@ -178,6 +179,11 @@ def _wrong_cluster(sweep: SweepFile) -> list[str]:
     if not _TIME.fullmatch(cluster.time):
         problems.append(f"slurm.time: {cluster.time!r} is not a time of Slurm, such as 04:00:00")
     lines = {"partition": (cluster.partition,), "account": (cluster.account,), "job-name": (cluster.job_name,)}
+    if not _LINE.fullmatch(sweep.out):
+        problems.append("out: one line is expected")
+    problems += [
+        f"environment: {key!r} is no name of a variable" for key in sweep.environment if not _VARIABLE.fullmatch(key)
+    ]
     for key, values in (lines | {"gres": (cluster.gres,), "options": cluster.options}).items():
         problems += [f"slurm.{key}: one line is expected" for each in values if not _LINE.fullmatch(each)]
     if any(not each.startswith("--") for each in cluster.options):

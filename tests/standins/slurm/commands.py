@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -58,7 +59,7 @@ def sbatch(options: dict[str, str], rest: list[str]) -> int:
     lines = script.read_text().splitlines()
     if not lines[0].startswith("#!"):
         sys.exit("sbatch: error: This does not look like a batch script.")
-    asked = [line.removeprefix("#SBATCH ") for line in lines if line.startswith("#SBATCH ")]
+    asked = [word for line in lines if line.startswith("#SBATCH ") for word in shlex.split(line[8:])]
     options = parse("sbatch", asked)[0] | options
     if int(options.get("nodes", 1)) > len(hosts()):
         sys.exit("sbatch: error: Batch job submission failed: Node count specification invalid")
@@ -70,7 +71,7 @@ def sbatch(options: dict[str, str], rest: list[str]) -> int:
     for index in range(int(first), int(last) + 1):
         own = f"{number}_{index}" if "array" in options else str(number)
         (STATE / f"{own}.job").write_text("PENDING")
-        output = options["output"].replace("%j", own).replace("%A_%a", own)
+        output = options["output"].replace("%j", own).replace("%A_%a", own).replace("%%", "%")
         after = options.get("dependency", "").removeprefix("afterany:")
         words = [own, str(script), output, options.get("nodes", "1"), options.get("ntasks-per-node", "1"), after]
         words.append(str(number if index == int(last) else number * 100 + index))  # the last one has the array's

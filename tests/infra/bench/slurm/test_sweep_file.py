@@ -1,5 +1,7 @@
 """The sweep file, its points and what becomes of them: engine arguments, flags and job scripts."""
 
+import json
+import shlex
 import subprocess
 from pathlib import Path
 
@@ -64,6 +66,8 @@ def test_a_name_tells_the_point_and_words_choose_points() -> None:
         (("account: team", "time: tomorrow"), "slurm.time"),
         (("--qos=high", "qos=high"), "write each as --NAME=VALUE"),
         (("partition: batch", 'partition: "a\\nb"'), "slurm.partition: one line"),
+        (("gpu: GB200", 'gpu: GB200\nout: "a\\nrm -r b"'), "out: one line"),
+        (("gpu: GB200", 'gpu: GB200\nenvironment: {"A;rm -r b": x}'), "'A;rm -r b' is no name of a variable"),
     ],
 )
 def test_what_is_wrong_in_the_file_is_named(change: tuple[str, str], said: str) -> None:
@@ -133,6 +137,27 @@ def test_a_script_asks_for_what_the_file_says(tmp_path: Path) -> None:
     assert "RUNTIME=pyxis\nIMAGE=/images/penstock.sqsh" in text
     for script in (BODY, NUMA):
         subprocess.run(["bash", "-n", script], check=True)
+
+
+def test_text_of_the_file_is_never_read_as_shell_or_as_further_options(tmp_path: Path) -> None:
+    nasty = f"a b'\"\\ $(touch {tmp_path}/ran) `touch {tmp_path}/ran` }} # ;"
+    yaml = json.dumps(nasty)
+    sweep = parse(
+        f"{{engine: mock, points: [{{name: p, workers: 1}}], otlp-endpoint: {yaml}, environment: {{TOKEN: {yaml}}},"
+        f" model: {yaml}, penstock: {yaml}, slurm: {{partition: {yaml}}}, router: {{model: {yaml}}}}}"
+    )
+    body = 'printf "%s\\0" "$OTLP_ENDPOINT" "$TOKEN" "$PENSTOCK" "$OUT" "${GATEWAY[@]}" "${ROUTER[@]}"'
+    text = job(sweep, sweep.points[0], 1, [], tmp_path / "a b" / "100%", body)
+    (tmp_path / "job.sh").write_text(text)
+    run = subprocess.run(["bash", tmp_path / "job.sh"], env={}, capture_output=True, check=True)
+    told = [nasty, nasty, nasty, str(tmp_path / "a b" / "100%"), f"--model={nasty}", f"--model={nasty}"]
+    assert run.stdout.decode().split("\0")[:-1] == told
+    assert not run.stderr
+    assert not (tmp_path / "ran").exists()
+    # sbatch reads these lines as shlex does; "%%" is a percent sign in the name of a file.
+    asked = [shlex.split(line.removeprefix("#SBATCH ")) for line in text.splitlines() if line.startswith("#SBATCH ")]
+    assert [f"--partition={nasty}"] in asked
+    assert [f"--output={tmp_path}/a b/100%%/p/slurm/job-%j.out"] in asked
 
 
 def test_a_worker_is_bound_beside_its_first_gpu(tmp_path: Path) -> None:
