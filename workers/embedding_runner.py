@@ -8,7 +8,8 @@ import os
 import socket
 import time
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import structlog
@@ -22,7 +23,7 @@ from schemas.requests import Embedding
 from schemas.tokens import Finish, TokenItem
 from schemas.wire import pack_tokens, unpack_tokens
 from workers.engines.base import RequestError
-from workers.engines.embed.base import EmbeddingEngine, shortened
+from workers.engines.embed.base import EmbeddingEngine, shortened, window
 from workers.engines.embed.inputs import Input, InputQueue
 from workers.pipeline_thread import PipelineThread
 from workers.request_runner import SessionContext, StageInput
@@ -31,6 +32,7 @@ from workers.requests import RunningRequest, admit
 log = structlog.get_logger("worker")
 
 MESSAGE_BYTES = 1 << 19  # of vectors in one message; most answers take one
+CHUNK = 1 << 18  # characters that are tokenized at a time
 
 
 class _Vectors:
@@ -268,21 +270,44 @@ def inputs_of(engine: EmbeddingEngine, embedding: Embedding, prompt: bytes) -> l
             Code.invalid_request, f"dimensions is {embedding.dimensions}; this model's vectors have {known.dimensions}"
         )
     limit = min(embedding.truncate, known.max_tokens) if embedding.truncate else known.max_tokens
+    inputs: list[list[int]] = []
     if embedding.lengths:
-        inputs, at = [], 0
         tokens: array[int] = unpack_tokens(prompt)
-        for length in embedding.lengths:
-            inputs.append(tokens[at : at + length].tolist())
-            at += length
-    else:
-        inputs = engine.tokenize(embedding.texts, limit if embedding.truncate else 0)
-    for index, each in enumerate(inputs):
-        if not each:
-            raise RequestError(Code.invalid_request, f"input[{index}] has no tokens")
-        if len(each) > limit:
-            raise RequestError(
-                Code.context_length_exceeded,
-                f"input[{index}] has {len(each)} tokens; this model takes {limit}. Shorten it, or set "
-                "truncate_prompt_tokens to -1",
-            )
+        for end, length in zip(accumulate(embedding.lengths), embedding.lengths, strict=True):
+            inputs.append(tokens[end - length : end].tolist())
+            _check(len(inputs) - 1, inputs[-1], limit)
+        return inputs
+    for texts in _chunks(embedding.texts):
+        for text, each in zip(texts, engine.tokenize(texts, limit if embedding.truncate else 0), strict=True):
+            _check(len(inputs), each, limit, whole=len(text) <= window(known.max_tokens))
+            inputs.append(each)
     return inputs
+
+
+def _chunks(texts: Sequence[str]) -> Iterator[list[str]]:
+    """Texts of about ``CHUNK`` characters at a time: tokenizing takes hundreds of times their size of memory."""
+    chunk: list[str] = []
+    size = 0
+    for text in texts:
+        chunk.append(text)
+        size += len(text)
+        if size >= CHUNK:
+            yield chunk
+            chunk, size = [], 0
+    if chunk:
+        yield chunk
+
+
+def _check(index: int, tokens: Sequence[int], limit: int, *, whole: bool = True) -> None:
+    """
+    Raises:
+        RequestError: an input is too long or empty.
+    """
+    if not tokens:
+        raise RequestError(Code.invalid_request, f"input[{index}] has no tokens")
+    if len(tokens) > limit:
+        raise RequestError(
+            Code.context_length_exceeded,
+            f"input[{index}] has {'' if whole else 'at least '}{len(tokens)} tokens; this model takes {limit}. "
+            "Shorten it, or set truncate_prompt_tokens to -1",
+        )

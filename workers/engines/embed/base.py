@@ -11,6 +11,9 @@ from schemas.fleet import Embedder
 
 TokenIds = Sequence[int]
 
+CHARACTERS = 8  # of a token, more than in most texts
+MARGIN = 64  # tokens at the end of what was read of a text, which may differ from those of the whole text
+
 
 class EmbeddingEngine(Protocol):
     """``tokenize`` may be called in any thread, everything else in the one that built the engine.
@@ -28,7 +31,8 @@ class EmbeddingEngine(Protocol):
     embedder: Embedder
 
     def tokenize(self, texts: Sequence[str], longest: int = 0) -> list[list[int]]:
-        """Token ids of each text, with the special tokens that the model wants.
+        """Token ids of each text, with the special tokens that the model wants; of a text with far more tokens than the
+        model takes, those of its beginning.
 
         Args:
             longest: longer texts are cut to so many tokens; 0: none is.
@@ -44,17 +48,29 @@ class EmbeddingEngine(Protocol):
     def close(self) -> None: ...
 
 
-def tokenized(tokenizer: Tokenizer, texts: Sequence[str], longest: int) -> list[list[int]]:
-    """See ``EmbeddingEngine.tokenize``. What is cut still has the special tokens at its end."""
-    encodings = tokenizer.encode_batch(list(texts))
-    if longest:
-        room = max(0, longest - tokenizer.num_special_tokens_to_add(is_pair=False))
-        for at, encoding in enumerate(encodings):
-            if len(encoding) > longest:
-                plain = tokenizer.encode(texts[at], add_special_tokens=False)
-                plain.truncate(room)
-                encodings[at] = tokenizer.post_process(plain, None, add_special_tokens=True)
+def tokenized(tokenizer: Tokenizer, texts: Sequence[str], longest: int, limit: int) -> list[list[int]]:
+    """See ``EmbeddingEngine.tokenize``. What is cut still has the special tokens at its end.
+
+    Args:
+        limit: tokens that the model takes. Of a text with far more, only the beginning is read.
+    """
+    size = window(limit)
+    heads = [text[:size] for text in texts]
+    encodings = tokenizer.encode_batch(heads)  # unlike ``encode``, it lets other threads run
+    for at, text in enumerate(texts):
+        while len(heads[at]) < len(text) and len(encodings[at]) <= limit + MARGIN:
+            heads[at] = text[: 2 * len(heads[at])]
+            encodings[at] = tokenizer.encode_batch([heads[at]])[0]
+        if longest and len(encodings[at]) > longest:
+            plain = tokenizer.encode_batch([heads[at]], add_special_tokens=False)[0]
+            plain.truncate(max(0, longest - tokenizer.num_special_tokens_to_add(is_pair=False)))
+            encodings[at] = tokenizer.post_process(plain, None, add_special_tokens=True)
     return [encoding.ids[: longest or None] for encoding in encodings]
+
+
+def window(limit: int) -> int:
+    """Characters of a text that are read at first: a token takes up to 450 bytes of memory until it is a number."""
+    return CHARACTERS * (limit + MARGIN)
 
 
 def shortened(vector: bytes, dimensions: int) -> bytes:

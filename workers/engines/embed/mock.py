@@ -33,7 +33,7 @@ class MockEmbeddingEngine:
         self.embedder = Embedder(DIMENSIONS, limit, described.vocab_size, "mock")
 
     def tokenize(self, texts: Sequence[str], longest: int = 0) -> list[list[int]]:
-        return tokenized(self._tokenizer, texts, longest)
+        return tokenized(self._tokenizer, texts, longest, self.embedder.max_tokens)
 
     def embed(self, batch: Sequence[TokenIds]) -> list[bytes]:
         time.sleep(self._seconds_per_token * sum(map(len, batch)))

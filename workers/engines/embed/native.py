@@ -61,7 +61,7 @@ class NativeEmbeddingEngine:
     def tokenize(self, texts: Sequence[str], longest: int = 0) -> list[list[int]]:
         if self._described.lower_case:
             texts = [text.lower() for text in texts]
-        return tokenized(self._tokenizer, texts, longest)
+        return tokenized(self._tokenizer, texts, longest, self.embedder.max_tokens)
 
     def embed(self, batch: Sequence[TokenIds]) -> list[bytes]:
         return [row.numpy().tobytes() for row in self._vectors(batch)]

@@ -14,9 +14,10 @@ from infra.model.modeldir import ModelError
 from schemas.requests import Embedding
 from schemas.wire import pack_tokens
 from tests import tiny_model
+from workers import embedding_runner
 from workers.embedding_runner import inputs_of
 from workers.engines.base import RequestError
-from workers.engines.embed.base import shortened
+from workers.engines.embed.base import MARGIN, shortened
 from workers.engines.embed.native import NativeEmbeddingEngine
 
 TEXTS = ["The router reads the log.", "A worker", "streams one token after another to the gateway, again and again."]
@@ -117,6 +118,60 @@ def test_texts_that_are_too_long_are_refused_or_cut_before_their_last_special_to
     (cut,) = inputs_of(made, Embedding(32, texts=(text,), truncate=12), b"")
     assert cut == [*whole[:11], whole[-1]]
     assert len(made.embed([cut])[0]) == 4 * 32
+
+
+def test_of_a_text_that_is_far_too_long_only_the_beginning_is_tokenized(
+    encoder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = engine(encoder)
+    text = "a worker takes the prompt " * 4000
+    whole = made._tokenizer.encode(text).ids
+    read: list[int] = []
+    counting = Counting(made._tokenizer, read)
+    monkeypatch.setattr(made, "_tokenizer", counting)
+    for truncate in (40, 12):
+        (cut,) = inputs_of(made, Embedding(32, texts=(text,), truncate=truncate), b"")
+        assert cut == [*whole[: truncate - 1], whole[-1]]
+    with pytest.raises(RequestError, match=r"input\[0\] has at least \d+ tokens; this model takes 40"):
+        inputs_of(made, Embedding(32, texts=(text,)), b"")
+    assert sum(read) < len(text) / 10
+
+
+def test_a_text_whose_beginning_has_few_tokens_is_read_on(encoder: Path) -> None:
+    made = engine(encoder)
+    text = "<|im_end|>" * 200 + "a worker"  # 10 characters each
+    whole = made._tokenizer.encode(text).ids
+    assert made.tokenize([text, "a"], 40)[0] == [*whole[:39], whole[-1]]
+    assert len(made.tokenize([text])[0]) > 40 + MARGIN
+
+
+def test_many_long_texts_are_tokenized_a_few_at_a_time(encoder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = engine(encoder)
+    read: list[int] = []
+    monkeypatch.setattr(made, "_tokenizer", Counting(made._tokenizer, read))
+    monkeypatch.setattr(embedding_runner, "CHUNK", 100)
+    texts = tuple(f"{number} a worker" for number in range(50))
+    inputs = inputs_of(made, Embedding(32, texts=texts), b"")
+    assert inputs == made.tokenize(texts)
+    assert max(read[:-1]) < 120
+
+
+class Counting:
+    """A tokenizer that notes how many characters it is given at once."""
+
+    def __init__(self, tokenizer: Any, read: list[int]) -> None:
+        self._tokenizer = tokenizer
+        self._read = read
+
+    def encode_batch(self, texts: list[str], **options: Any) -> Any:
+        self._read.append(sum(map(len, texts)))
+        return self._tokenizer.encode_batch(texts, **options)
+
+    def encode(self, text: str, **options: Any) -> Any:
+        raise AssertionError("it keeps the interpreter's lock, so that the worker loses its lease")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
 
 
 def test_token_ids_are_taken_as_they_are(encoder: Path) -> None:
