@@ -31,7 +31,7 @@ os.environ.setdefault("PENSTOCK_DASHBOARD_PORT", "-1")  # a process less for eve
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Folders whose modules share deployments.
-TOGETHER = ("tests/pipeline/shared/", "tests/pipeline/fleet/", "tests/pipeline/demo/")
+TOGETHER = ("tests/pipeline/shared/", "tests/pipeline/fleet/", "tests/pipeline/demo/", "tests/pipeline/pairs/")
 # Files that take long and folders that have some, in the order in which they are run; all others follow.
 LONGEST = (
     *TOGETHER,

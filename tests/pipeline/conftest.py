@@ -1,6 +1,6 @@
 """Deployments of the real processes on a real nats-server.
 
-``new_deployment`` starts one for a module. What has no need of its own is in ``shared/`` and ``demo/``.
+``new_deployment`` starts one for a module. What has no need of its own is in ``shared/``, ``demo/`` and ``pairs/``.
 """
 
 from collections.abc import Callable, Iterator

@@ -9,8 +9,8 @@ import pytest
 
 from infra.bus.connection import Bus, connect
 from tests.pipeline.conftest import NewDeployment
+from tests.pipeline.pairs.test_disaggregated import nothing_held, stages
 from tests.pipeline.support import MODEL, Deployment, Oracle, Process, stopped, token_prompt, until
-from tests.pipeline.test_disaggregated import nothing_held, stages
 
 AT_ONCE = 7
 REQUESTS = 8

@@ -54,29 +54,6 @@ async def test_every_decision_is_made_again_as_it_was_and_with_a_change(
     assert nobody["waiting"] == REQUESTS
 
 
-async def test_pairs_are_decided_again_with_other_workers_and_policies(
-    new_deployment: NewDeployment, capsys: pytest.CaptureFixture[str]
-) -> None:
-    pairs = new_deployment("--mock-speedup", "0", "--prefill", "2", "--decode", "2")
-    async with httpx.AsyncClient(base_url=pairs.urls[0], trust_env=False, timeout=30) as http:
-        for number in range(REQUESTS):
-            prompt = token_prompt(400, number % 5) + token_prompt(300 * (number % 3), 100 + number)
-            answer = await http.post("/v1/completions", json={"model": "tiny", "prompt": prompt, "max_tokens": 4})
-            assert answer.status_code == 200, answer.text
-    same = await output(main.run, pairs, capsys)
-    assert same["decisions"] == same["usable"] == same["reproduced"] == REQUESTS
-    assert same["recorded"] == same["then"]
-    assert (split := sum(same["recorded"]["decoded_by"].values())) > REQUESTS // 3
-    without = await output(main.run, pairs, capsys, "--without", "prefill-0", "--without", "decode-1")
-    assert not any(name.startswith(("prefill-0-", "decode-1-")) for name in without["then"]["by_worker"])
-    assert all(name.startswith("decode-0-") for name in without["then"]["decoded_by"])
-    killed = await output(main.run, pairs, capsys, "--kill", "decode-0", "--kill", "decode-1", "--at", "1h")
-    assert (killed["waiting"], killed["then"]["decoded_by"]) == (0, {})  # prefill workers run everything
-    local = await output(main.run, pairs, capsys, "--local-prefill-tokens", "100000")
-    assert local["then"]["decoded_by"] == {}
-    assert local["moved"] == split
-
-
 async def test_the_index_of_each_router_is_what_the_log_leads_to(
     recorded: Deployment, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,4 +1,6 @@
-"""Dashboards and alert rules ask for series that exist. A real Prometheus is in tests/pipeline/test_prometheus.py."""
+"""Dashboards and alert rules ask for series that exist. A real Prometheus is in
+tests/pipeline/pairs/test_prometheus.py.
+"""
 
 import io
 import json

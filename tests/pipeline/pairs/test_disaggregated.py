@@ -5,14 +5,13 @@ The mock engine checks every block that it did not compute itself, so a right an
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
 from typing import Any
 from zlib import crc32
 
 import httpx
 import pytest
 
-from infra.bus.connection import Bus, connect
+from infra.bus.connection import Bus
 from infra.bus.direct_get import read
 from infra.timeline.leases import leases
 from infra.timeline.ticket_lease import TicketLease
@@ -22,30 +21,10 @@ from schemas.subjects import HEADER_MSG_ID
 from schemas.tokens import PROMPT, TokenItem
 from schemas.tokens import decode as decode_tokens
 from schemas.transfer import Prefilled
-from tests.pipeline.conftest import NewDeployment
-from tests.pipeline.support import Deployment, Oracle, described, ending, idle_workers, parse_sse, token_prompt, until
+from tests.pipeline.support import Oracle, described, ending, idle_workers, parse_sse, token_prompt, until
 
 BLOCK = 32
 pytestmark = pytest.mark.timeout(120)
-
-
-@pytest.fixture(scope="module")
-def split(new_deployment: NewDeployment) -> Deployment:
-    """One prefill and two decode workers; prompts above 64 tokens are worth a transfer."""
-    return new_deployment("--mock-speedup", "0", "--prefill", "1", "--decode", "2", "--local-prefill-tokens", "64")
-
-
-@pytest.fixture
-async def split_bus(split: Deployment) -> AsyncIterator[Bus]:
-    bus = await connect(split.state.nats_url, role="client", name="test")
-    yield bus
-    await bus.close()
-
-
-@pytest.fixture
-async def split_http(split: Deployment) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(base_url=split.urls[0], trust_env=False, timeout=30) as made:
-        yield made
 
 
 def body(prompt: list[int], **more: Any) -> dict[str, Any]:
@@ -93,13 +72,13 @@ def request_id(answer: httpx.Response) -> str:
 
 @pytest.mark.parametrize("tokens", [65, 96, 97, 127, 128, 129, 1000])
 async def test_the_answer_is_that_of_one_worker_wherever_the_prompt_ends_in_its_last_block(
-    split_http: httpx.AsyncClient, split_bus: Bus, oracle: Oracle, tokens: int
+    http: httpx.AsyncClient, bus: Bus, oracle: Oracle, tokens: int
 ) -> None:
     asked = body(token_prompt(tokens, 5000 + tokens))
-    answer = await ask(split_http, asked)
+    answer = await ask(http, asked)
     assert answer.json()["choices"][0]["text"] == oracle.answer(asked, 6)
-    assert await stages(split_bus, request_id(answer)) == ["prefill", "decode"]
-    lease = await read_ticket(split_bus, request_id(answer))
+    assert await stages(bus, request_id(answer)) == ["prefill", "decode"]
+    lease = await read_ticket(bus, request_id(answer))
     assert lease.offer.blocks == -(-tokens // BLOCK)
 
 
@@ -116,10 +95,10 @@ async def test_the_answer_is_that_of_one_worker_wherever_the_prompt_ends_in_its_
     ids=str,
 )
 async def test_every_option_gives_the_same_as_on_one_worker(
-    split_http: httpx.AsyncClient, split_bus: Bus, oracle: Oracle, more: dict[str, Any]
+    http: httpx.AsyncClient, bus: Bus, oracle: Oracle, more: dict[str, Any]
 ) -> None:
     asked = body(token_prompt(300, crc32(str(more).encode())), **more)
-    answer = (await ask(split_http, asked)).json()
+    answer = (await ask(http, asked)).json()
     assert len(answer["choices"]) == more.get("n", 1)
     for choice in answer["choices"]:
         assert choice["text"] == oracle.answer(asked, asked["max_tokens"], choice["index"])
@@ -135,21 +114,21 @@ async def test_every_option_gives_the_same_as_on_one_worker(
 
 @pytest.mark.parametrize("more", [{}, {"n": 3, "temperature": 1.0, "seed": 4}], ids=["one", "three"])
 async def test_a_prompt_is_scored_once_by_whoever_computes_it(
-    split_http: httpx.AsyncClient, split_bus: Bus, oracle: Oracle, more: dict[str, Any]
+    http: httpx.AsyncClient, bus: Bus, oracle: Oracle, more: dict[str, Any]
 ) -> None:
     prompt = token_prompt(700, 84)
     asked = body(prompt, prompt_logprobs=2, **more)
-    await ask(split_http, body(prompt, **more))  # cached at both workers, which must not matter
-    answer = await ask(split_http, asked)
-    assert await stages(split_bus, request_id(answer)) == ["prefill", "decode"]
+    await ask(http, body(prompt, **more))  # cached at both workers, which must not matter
+    answer = await ask(http, asked)
+    assert await stages(bus, request_id(answer)) == ["prefill", "decode"]
     for choice in answer.json()["choices"]:
         assert choice["text"] == oracle.answer(asked, 6, choice["index"])
         assert described(choice["prompt_logprobs"], prompt, 2) == oracle.scores(asked, 2)
-    items = await token_items(split_bus, request_id(answer))
+    items = await token_items(bus, request_id(answer))
     assert [item.first for item in items if item.choice == PROMPT] == positions(items)
     short = body(token_prompt(50, 85), prompt_logprobs=0, max_tokens=3)
-    local = await ask(split_http, short)
-    assert await stages(split_bus, request_id(local)) == ["decode"]
+    local = await ask(http, short)
+    assert await stages(bus, request_id(local)) == ["decode"]
     entries = local.json()["choices"][0]["prompt_logprobs"]
     assert described(entries, short["prompt"], 0) == oracle.scores(short, 0)
 
@@ -174,71 +153,71 @@ def positions(items: list[TokenItem]) -> list[int]:
 
 
 async def test_a_stop_string_that_begins_in_the_first_token_ends_the_answer(
-    split_http: httpx.AsyncClient, oracle: Oracle
+    http: httpx.AsyncClient, oracle: Oracle
 ) -> None:
     prompt = token_prompt(200, 77)
     text = oracle.answer(body(prompt), 12)
     for start, stop in ((0, text[: len(text) // 3]), (2, text[2 : len(text) // 2])):
-        answer = (await ask(split_http, body(prompt, max_tokens=12, stop=[stop]))).json()
+        answer = (await ask(http, body(prompt, max_tokens=12, stop=[stop]))).json()
         assert answer["choices"][0]["text"] == text[: text.index(stop)]
         assert answer["choices"][0]["finish_reason"] == "stop", start
 
 
 async def test_a_stream_has_every_token_once_and_the_first_comes_from_prefill(
-    split_http: httpx.AsyncClient, split_bus: Bus, oracle: Oracle
+    http: httpx.AsyncClient, bus: Bus, oracle: Oracle
 ) -> None:
     asked = body(token_prompt(500, 78), stream=True, max_tokens=20)
-    answer = await ask(split_http, asked)
+    answer = await ask(http, asked)
     text = "".join(event.body["choices"][0]["text"] for event in parse_sse(answer.content) if event.data != "[DONE]")
     assert text == oracle.answer(asked, 20)
-    _, done = await ending(split_bus, request_id(answer))
+    _, done = await ending(bus, request_id(answer))
     assert done.worker.startswith("decode")
     assert done.timings.created_ns < done.timings.started_ns < done.timings.first_token_ns < done.timings.ended_ns
 
 
 async def test_prompts_with_little_to_compute_stay_on_their_decode_worker(
-    split_http: httpx.AsyncClient, split_bus: Bus, oracle: Oracle
+    http: httpx.AsyncClient, bus: Bus, oracle: Oracle
 ) -> None:
-    short = await ask(split_http, body(token_prompt(60, 79)))
-    assert await stages(split_bus, request_id(short)) == ["decode"]
+    short = await ask(http, body(token_prompt(60, 79)))
+    assert await stages(bus, request_id(short)) == ["decode"]
     asked = body(token_prompt(600, 80))
-    first = await ask(split_http, asked)
-    assert await stages(split_bus, request_id(first)) == ["prefill", "decode"]
+    first = await ask(http, asked)
+    assert await stages(bus, request_id(first)) == ["prefill", "decode"]
 
     async def local() -> bool:
-        again = await ask(split_http, asked)
+        again = await ask(http, asked)
         assert again.json()["choices"][0]["text"] == oracle.answer(asked, 6)
-        return await stages(split_bus, request_id(again)) == ["decode"]
+        return await stages(bus, request_id(again)) == ["decode"]
 
     await until(local, "the decode worker is known to hold the adopted prompt")
 
 
 async def test_only_blocks_that_the_decode_worker_lacks_are_read(
-    split_http: httpx.AsyncClient, split_bus: Bus, oracle: Oracle
+    http: httpx.AsyncClient, bus: Bus, oracle: Oracle
 ) -> None:
     prompt = token_prompt(640, 81)
-    first = await ask(split_http, body(prompt[:320]))
-    timeline, _ = await ending(split_bus, request_id(first))
+    first = await ask(http, body(prompt[:320]))
+    timeline, _ = await ending(bus, request_id(first))
     decode = timeline.routed[0].decision.route[-1].worker
 
     async def partly() -> bool:
-        longer = await ask(split_http, body(prompt + token_prompt(64, int(time.time_ns() % 1_000_000))))
-        timeline, _ = await ending(split_bus, request_id(longer))
+        longer = await ask(http, body(prompt + token_prompt(64, int(time.time_ns() % 1_000_000))))
+        timeline, _ = await ending(bus, request_id(longer))
         if not timeline.routed[0].decision.route or timeline.routed[0].decision.route[-1].worker != decode:
             return False
-        lease = await read_ticket(split_bus, request_id(longer))
+        lease = await read_ticket(bus, request_id(longer))
         assert lease.last.state == "released"
         return lease.offer.blocks == 22
 
     await until(partly, "a longer prompt goes to the same pair")
 
 
-async def test_the_bulk_does_not_pass_the_broker(split_http: httpx.AsyncClient, split_bus: Bus) -> None:
-    answer = await ask(split_http, body(token_prompt(3000, 82)))
-    lease = await read_ticket(split_bus, request_id(answer))
+async def test_the_bulk_does_not_pass_the_broker(http: httpx.AsyncClient, bus: Bus) -> None:
+    answer = await ask(http, body(token_prompt(3000, 82)))
+    lease = await read_ticket(bus, request_id(answer))
     assert lease.offer.bytes == lease.offer.blocks * 64
-    subjects = split_bus.subjects
-    async for entry in read(split_bus, subjects.stream("WORK"), subjects.all("work")):
+    subjects = bus.subjects
+    async for entry in read(bus, subjects.stream("WORK"), subjects.all("work")):
         if entry.headers.get(HEADER_MSG_ID, "") == f"{request_id(answer)}:1:decode":
             message = jobs.decode(entry.data)
             assert isinstance(message, Prefilled)
@@ -253,25 +232,22 @@ async def test_the_bulk_does_not_pass_the_broker(split_http: httpx.AsyncClient, 
 
 
 async def test_many_at_once_all_end_right_and_leave_nothing_behind(
-    split_http: httpx.AsyncClient, split_bus: Bus, oracle: Oracle
+    http: httpx.AsyncClient, bus: Bus, oracle: Oracle
 ) -> None:
     asked = [body(token_prompt(70 + 13 * number, 9000 + number), max_tokens=10) for number in range(60)]
-    answers = await asyncio.gather(*(ask(split_http, each) for each in asked))
+    answers = await asyncio.gather(*(ask(http, each) for each in asked))
     for each, answer in zip(asked, answers, strict=True):
         assert answer.json()["choices"][0]["text"] == oracle.answer(each, 10)
-    await until(lambda: nothing_held(split_bus), "all blocks are free and all leases closed")
+    await until(lambda: nothing_held(bus), "all blocks are free and all leases closed")
 
 
-async def test_a_cancelled_request_frees_both_sides(split: Deployment, split_bus: Bus) -> None:
+async def test_a_cancelled_request_frees_both_sides(http: httpx.AsyncClient, bus: Bus) -> None:
     asked = body(token_prompt(2000, 83), max_tokens=20_000, stream=True, ignore_eos=True)
-    async with (
-        httpx.AsyncClient(base_url=split.urls[0], trust_env=False, timeout=30) as http,
-        http.stream("POST", "/v1/completions", json=asked) as answer,
-    ):
+    async with http.stream("POST", "/v1/completions", json=asked) as answer:
         lines = answer.aiter_lines()
         for _ in range(8):
             await anext(lines)
         name = request_id(answer)  # type: ignore[arg-type]
-    _, done = await ending(split_bus, name)
+    _, done = await ending(bus, name)
     assert done.code == "cancelled"
-    await until(lambda: nothing_held(split_bus), "all blocks are free and all leases closed")
+    await until(lambda: nothing_held(bus), "all blocks are free and all leases closed")

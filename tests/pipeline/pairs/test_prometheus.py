@@ -17,7 +17,6 @@ import yaml
 
 from infra.deploy.monitoring.dashboards import DASHBOARDS
 from infra.deploy.monitoring.main import ALERTS, run
-from tests.pipeline.conftest import NewDeployment
 from tests.pipeline.support import Deployment, free_port, until
 
 pytestmark = [
@@ -93,19 +92,14 @@ async def load(url: str) -> None:
         await asyncio.gather(*map(ask, range(8)))
 
 
-@pytest.fixture(scope="module")
-def split(new_deployment: NewDeployment) -> Deployment:
-    return new_deployment("--prefill", "1", "--decode", "1", "--routers", "2", "--local-prefill-tokens", "64")
-
-
-async def test_every_panel_and_alert_has_data_on_a_loaded_deployment(split: Deployment, tmp_path: Path) -> None:
-    assert run(["--state", str(split.data_dir / "state.json"), "--out", str(tmp_path)]) == 0
+async def test_every_panel_and_alert_has_data_on_a_loaded_deployment(pairs: Deployment, tmp_path: Path) -> None:
+    assert run(["--state", str(pairs.data_dir / "state.json"), "--out", str(tmp_path)]) == 0
     async with prometheus(tmp_path) as http:
         await until(lambda: value(http, "min(count_over_time(up[1m])) >= 2"), "two scrapes of each process")
         missing = list(expected())
 
         async def all_have_data() -> bool:
-            await load(split.urls[0])
+            await load(pairs.urls[0])
             missing[:] = [expr for expr in missing if not await value(http, expr)]
             return not missing
 

@@ -5,53 +5,22 @@ import json
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import httpx
 import nats
 import pytest
 
-from infra.bus.connection import Bus, connect
+from infra.bus.connection import Bus
 from infra.timeline.read import read_timeline
 from schemas.subjects import HEADER_FINAL, HEADER_REPLY_TO, HEADER_REQUEST
 from tests.infra.timeline.tracing.collector import Collector, Got
-from tests.pipeline.conftest import NewDeployment
-from tests.pipeline.support import ROOT, Deployment, ending, parse_sse, token_prompt, until
+from tests.pipeline.support import ROOT, Deployment, ending, parse_sse, registrations, token_prompt, until
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+STAGES = ["decode", "decode", "prefill", "prefill"]
 TRACE, SPAN = PARENT[3:35], PARENT[36:52]
 pytestmark = pytest.mark.timeout(120)
-
-
-@pytest.fixture(scope="module")
-def collector() -> Iterator[Collector]:
-    made = Collector()
-    made.start()
-    yield made
-    made.stop()
-
-
-@pytest.fixture(scope="module")
-def traced(new_deployment: NewDeployment, collector: Collector) -> Deployment:
-    """One prefill and two decode workers at a GPU's pace; prompts above 64 tokens are worth a transfer."""
-    return new_deployment(
-        *("--mock-speedup", "1", "--prefill", "1", "--decode", "2", "--local-prefill-tokens", "64"),
-        *("--otlp-endpoint", collector.url),
-    )
-
-
-@pytest.fixture
-async def bus(traced: Deployment) -> AsyncIterator[Bus]:
-    made = await connect(traced.state.nats_url, role="operator", name="test")
-    yield made
-    await made.close()
-
-
-@pytest.fixture
-async def http(traced: Deployment) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(base_url=traced.urls[0], trust_env=False, timeout=30) as made:
-        yield made
 
 
 def body(seed: int, tokens: int = 300, **more: Any) -> dict[str, Any]:
@@ -112,7 +81,7 @@ def pid_of(deployment: Deployment, name: str) -> int:
 async def test_one_trace_goes_through_gateway_router_prefill_and_decode_below_the_clients_span(
     collector: Collector, http: httpx.AsyncClient
 ) -> None:
-    request_id = await ask(http, body(9001), PARENT, tracestate="vendor=1")
+    request_id = await ask(http, body(60_001), PARENT, tracestate="vendor=1")
     spans = await arrived(collector, request_id)
     check(spans)
     assert {span.trace_id for span in spans} == {TRACE}
@@ -130,7 +99,7 @@ async def test_one_trace_goes_through_gateway_router_prefill_and_decode_below_th
         ("penstock-worker", "decode"),
     ]
     route, prefill, decode = stages
-    assert prefill.instance.startswith("prefill-0-")
+    assert prefill.instance.startswith("prefill-")
     assert route.attributes["penstock.router.route"] == [f"prefill {prefill.instance}", f"decode {decode.instance}"]
     assert decode.links == (prefill.span_id,)
     transfer = named(spans, "transfer")
@@ -149,7 +118,7 @@ async def test_one_trace_goes_through_gateway_router_prefill_and_decode_below_th
 async def test_a_request_without_a_caller_has_its_own_id_as_trace_id(
     collector: Collector, http: httpx.AsyncClient
 ) -> None:
-    request_id = await ask(http, body(9002, 20))
+    request_id = await ask(http, body(60_002, 20))
     spans = await arrived(collector, request_id)
     check(spans)
     assert spans[0].trace_id == request_id.replace("-", "")
@@ -158,19 +127,19 @@ async def test_a_request_without_a_caller_has_its_own_id_as_trace_id(
 
 
 async def test_what_the_client_does_not_want_sampled_is_not_sent(collector: Collector, http: httpx.AsyncClient) -> None:
-    unsampled = await ask(http, body(9003, 20), PARENT[:-1] + "0")
-    await arrived(collector, await ask(http, body(9004, 20)))
+    unsampled = await ask(http, body(60_003, 20), PARENT[:-1] + "0")
+    await arrived(collector, await ask(http, body(60_004, 20)))
     assert collector.of(unsampled) == []
 
 
-async def test_nats_takes_the_same_headers(traced: Deployment, collector: Collector) -> None:
+async def test_nats_takes_the_same_headers(pairs: Deployment, collector: Collector) -> None:
     parent = PARENT.replace(TRACE, "1" * 32)
-    nc = await nats.connect(traced.state.client_nats_url)
+    nc = await nats.connect(pairs.state.client_nats_url)
     try:
         answers: asyncio.Queue[Any] = asyncio.Queue()
         inbox = nc.new_inbox()
         await nc.subscribe(inbox, cb=answers.put)
-        asked = json.dumps(body(9005, 20)).encode()
+        asked = json.dumps(body(60_005, 20)).encode()
         headers = {HEADER_REPLY_TO: inbox, "traceparent": parent}
         await nc.jetstream().publish("ps.submit.tiny", asked, headers=headers)
         answer = await asyncio.wait_for(answers.get(), 20)
@@ -183,9 +152,9 @@ async def test_nats_takes_the_same_headers(traced: Deployment, collector: Collec
 
 
 async def test_a_killed_workers_attempt_is_a_span_with_an_error(
-    traced: Deployment, collector: Collector, http: httpx.AsyncClient, bus: Bus
+    pairs: Deployment, collector: Collector, http: httpx.AsyncClient, bus: Bus
 ) -> None:
-    asked = body(9006, stream=True, max_tokens=250)
+    asked = body(60_006, stream=True, max_tokens=250)
     async with http.stream("POST", "/v1/completions", json=asked) as answer:
         request_id = answer.headers["x-request-id"]
         raw, killed = b"", ""
@@ -194,7 +163,7 @@ async def test_a_killed_workers_attempt_is_a_span_with_an_error(
             if not killed and raw.count(b"\n\n") > 5:
                 (job,) = (await read_timeline(bus, request_id)).routed
                 killed = job.decision.route[-1].worker
-                os.kill(pid_of(traced, killed.rpartition("-")[0]), signal.SIGKILL)
+                os.kill(pid_of(pairs, killed.rpartition("-")[0]), signal.SIGKILL)
     assert parse_sse(raw)[-1].data == "[DONE]"
     _, end = await ending(bus, request_id)
     assert end.attempt == 2
@@ -210,29 +179,35 @@ async def test_a_killed_workers_attempt_is_a_span_with_an_error(
     assert lost.span_id in retried.links
     assert retried.attributes["penstock.router.reason"] == "worker_lost"
 
+    async def all_serve() -> bool:
+        found = await registrations(bus)
+        return killed not in found and sorted(each.role for each in found.values()) == STAGES
+
+    await until(all_serve, "a successor of the killed worker is registered")
+
 
 async def test_a_killed_exporter_goes_on_where_it_was(
-    traced: Deployment, collector: Collector, http: httpx.AsyncClient
+    pairs: Deployment, collector: Collector, http: httpx.AsyncClient
 ) -> None:
-    await arrived(collector, await ask(http, body(9010, 20)))
-    os.kill(pid_of(traced, "trace-0"), signal.SIGKILL)
-    missed = [await ask(http, body(9011 + number, 20)) for number in range(5)]
+    await arrived(collector, await ask(http, body(60_010, 20)))
+    os.kill(pid_of(pairs, "trace-0"), signal.SIGKILL)
+    missed = [await ask(http, body(60_011 + number, 20)) for number in range(5)]
     for request_id in missed:
         check(await arrived(collector, request_id))
 
 
 async def test_while_the_collector_is_away_requests_run_and_their_traces_come_later(
-    traced: Deployment, collector: Collector, http: httpx.AsyncClient
+    pairs: Deployment, collector: Collector, http: httpx.AsyncClient
 ) -> None:
     with collector.away():
-        missed = [await ask(http, body(9020 + number, 20)) for number in range(3)]
+        missed = [await ask(http, body(60_020 + number, 20)) for number in range(3)]
 
         async def noticed() -> bool:
-            return "span_export_failed" in traced.logs("trace")
+            return "span_export_failed" in pairs.logs("trace")
 
         await until(noticed, "the exporter finds nobody", 25)
     with collector.answering(503):
-        missed += [await ask(http, body(9030, 20))]
+        missed += [await ask(http, body(60_030, 20))]
 
         async def refused() -> bool:
             return collector.refused > 0
@@ -243,23 +218,23 @@ async def test_while_the_collector_is_away_requests_run_and_their_traces_come_la
 
 
 async def test_a_trace_is_printed_and_sent_again_with_the_same_ids(
-    traced: Deployment, collector: Collector, http: httpx.AsyncClient
+    pairs: Deployment, collector: Collector, http: httpx.AsyncClient
 ) -> None:
-    request_id = await ask(http, body(9040))
+    request_id = await ask(http, body(60_040))
     first = await arrived(collector, request_id)
-    text = await trace(traced, "--request", f"cmpl-{request_id}")
+    text = await trace(pairs, "--request", f"cmpl-{request_id}")
     lines = [line.strip().split("  ")[0] for line in text.splitlines()]
     assert lines[2:] == [
         *("text_completion tiny", "route", "prefill", "wait", "prompt"),
         *("decode", "transfer", "wait", "first token", "generate"),
     ]
-    printed = json.loads(await trace(traced, "--request", request_id, "--json"))
+    printed = json.loads(await trace(pairs, "--request", request_id, "--json"))
     ids = {s["spanId"] for r in printed["resourceSpans"] for scope in r["scopeSpans"] for s in scope["spans"]}
     assert ids == {span.span_id for span in first}
     other = Collector()
     other.start()
     try:
-        await trace(traced, "--otlp-endpoint", other.url, "--since", "10m", "--once", "--name", "again")
+        await trace(pairs, "--otlp-endpoint", other.url, "--since", "10m", "--once", "--name", "again")
     finally:
         other.stop()
     assert sorted(other.of(request_id)) == sorted(first)
