@@ -1,8 +1,9 @@
 """``penstock slurm``: measure the deployments of a sweep file as jobs of a Slurm cluster."""
 
+import shlex
 import sys
 from argparse import ArgumentParser, Namespace
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 
@@ -15,7 +16,18 @@ from infra.bench.pareto import command as pareto
 from infra.bench.pareto import deployment
 from infra.bench.slurm import script
 from infra.bench.slurm.engines import Worker, load_of, workers_of
-from infra.bench.slurm.jobs import SlurmFailed, State, remember, sbatch, scancel, states
+from infra.bench.slurm.jobs import (
+    QUEUED,
+    SlurmFailed,
+    State,
+    argv_of_sbatch,
+    jobs_of,
+    queue,
+    remember,
+    sbatch,
+    scancel,
+    states,
+)
 from infra.bench.slurm.placement import BadAllocation, node_count
 from infra.bench.slurm.script import FOLDER
 from infra.bench.slurm.sweep_file import BadSweep, Point, SweepFile, deployment_of, parse, select
@@ -44,24 +56,41 @@ def run(argv: Sequence[str]) -> int:
 def _submit(args: Namespace) -> int:
     sweep = _read(args.sweep)
     out = Path(sweep.out).resolve()
-    points = _chosen(sweep, out, args)
-    made = {point.name: write(sweep, point, out) for point in points}
+    found = {state.point: state for state in _states(sweep, out, sweep.points)}
+    points = _wanted(_chosen(sweep, out, args), found, again=args.again)
+    made = {point.name: write(sweep, point, out) for point in points}  # a job that waits reads its own files
     for workers, _ in made.values():
         for warning in (warning for each in workers for warning in each.warnings):
             print(warning, file=sys.stderr)
     nodes = {name: count for name, (_, count) in made.items()}
+    scripts = _scripts(sweep, points, nodes, out)
+    running = [state.job for state in found.values() if state.running]
+    before = max(running, key=_number) if running and sweep.slurm.order == "chain" else ""
     if args.dry_run:
-        for path, _ in _scripts(sweep, points, nodes, out):
-            print(f"sbatch {path}{_tested(path) if args.test else ''}")
-        return 0
+        for path, _ in scripts:
+            print(f"{shlex.join(argv_of_sbatch(path, after=before))}{_tested(path) if args.test else ''}")
+            before = "JOB" if sweep.slurm.order == "chain" else ""
+    else:
+        _send(sweep, scripts, out, before)
+    if not scripts:
+        print("nothing to submit")
+    return 0
+
+
+def _wanted(points: Sequence[Point], found: Mapping[str, State], *, again: bool) -> list[Point]:
+    """Those to submit. Of the others it is said why they are not."""
     wanted = []
-    for point, state in zip(points, _states(sweep, out, points), strict=True):
-        if args.again or not (state.complete or state.running):
+    for point in points:
+        state = found[point.name]
+        if again or not (state.complete or state.running):
             wanted.append(point)
         else:
             print(f"{point.name}: {'complete' if state.complete else f'job {state.job} is {state.state.lower()}'}")
-    _send(sweep, _scripts(sweep, wanted, nodes, out), out)
-    return 0
+    return wanted
+
+
+def _number(job: str) -> int:
+    return int(job.partition("_")[0])
 
 
 def _tested(path: Path) -> str:
@@ -88,17 +117,18 @@ def _scripts(
     return scripts
 
 
-def _send(sweep: SweepFile, scripts: Sequence[tuple[Path, list[Point]]], out: Path) -> None:
-    before = ""
+def _send(sweep: SweepFile, scripts: Sequence[tuple[Path, list[Point]]], out: Path, before: str) -> None:
+    """
+    Args:
+        before: job of the sweep that the first of a chain waits for; "": none.
+    """
     for path, points in scripts:
-        job = sbatch(path, after=before if sweep.slurm.order == "chain" else "")
-        before = job
+        job = sbatch(path, after=before)
+        before = job if sweep.slurm.order == "chain" else ""
         for index, point in enumerate(points):
             own = f"{job}_{index}" if sweep.slurm.order == "array" else job
             remember(out / point.name / FOLDER, own)
             print(f"{point.name}: job {own}")
-    if not scripts:
-        print("nothing to submit")
 
 
 def write(sweep: SweepFile, point: Point, out: Path) -> tuple[list[Worker], int]:
@@ -113,6 +143,7 @@ def write(sweep: SweepFile, point: Point, out: Path) -> tuple[list[Worker], int]
     nodes = node_count(groups, sweep.slurm.tasks_per_node)
     load = load_of(sweep, point)
     own.mkdir(parents=True, exist_ok=True)
+    own.chmod(0o700)  # variables and flags may be secret
     for each in workers:
         if each.arguments:
             (own / f"{each.group.role}.yaml").write_text(each.arguments, encoding="utf-8")
@@ -164,9 +195,10 @@ def _cancel(args: Namespace) -> int:
     sweep = _read(args.sweep)
     out = Path(sweep.out).resolve()
     points = _chosen(sweep, out, args)
-    running = [each for each in _states(sweep, out, points) if each.running]
-    scancel([each.job for each in running])
-    print("\n".join(f"{each.point}: job {each.job} is cancelled" for each in running) or "no job is running or waiting")
+    jobs = {job: point.name for point in points for job in jobs_of(out / point.name / FOLDER)}
+    running = [job for job, (state, _) in queue(list(jobs)).items() if job in jobs and state in QUEUED]
+    scancel(running)
+    print("\n".join(f"{jobs[job]}: job {job} is cancelled" for job in running) or "no job is running or waiting")
     return 0
 
 

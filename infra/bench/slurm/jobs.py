@@ -12,6 +12,11 @@ from infra.bench.sweep.results import load
 from infra.bench.sweep.workload import Level
 
 TIMEOUT_S = 60.0
+# States of jobs that Slurm still has.
+QUEUED = (
+    "PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "RESIZING", "SIGNALING", "STAGE_OUT",
+    "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD", "SPECIAL_EXIT",
+)  # fmt: skip
 _JOBS = "jobs"  # ids of a point's jobs, the last one at the end
 _ID = re.compile(r"\d+(_\d+)?", re.ASCII)
 _SAID = re.compile(r"\d\d:\d\d:\d\d (?!stopping|done, status)")
@@ -45,7 +50,7 @@ class State(NamedTuple):
     @property
     def running(self) -> bool:
         """Whether Slurm still has it."""
-        return self.state in ("PENDING", "RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED", "REQUEUED")
+        return self.state in QUEUED
 
 
 def sbatch(script: Path, *, after: str = "", test_only: bool = False) -> str:
@@ -58,11 +63,15 @@ def sbatch(script: Path, *, after: str = "", test_only: bool = False) -> str:
     Raises:
         SlurmFailed: it is refused, or there is no sbatch.
     """
+    said = _run(argv_of_sbatch(script, after=after, test_only=test_only))
+    return "" if test_only else said.strip().partition(";")[0]
+
+
+def argv_of_sbatch(script: Path, *, after: str = "", test_only: bool = False) -> list[str]:
     argv = ["sbatch", "--parsable"]
     argv += [f"--dependency=afterany:{after}"] if after else []
     argv += ["--test-only"] if test_only else []
-    said = _run([*argv, str(script)])
-    return "" if test_only else said.strip().partition(";")[0]
+    return [*argv, str(script)]
 
 
 def scancel(ids: Sequence[str]) -> None:
@@ -81,13 +90,13 @@ def remember(own: Path, job: str) -> None:
         file.write(f"{job}\n")
 
 
-def job_of(own: Path) -> str:
-    """The point's last job; "": it has none."""
+def jobs_of(own: Path) -> list[str]:
+    """The point's jobs, the last one at the end."""
     try:
         lines = (own / _JOBS).read_text(encoding="utf-8").split()
     except OSError:
-        return ""
-    return next((line for line in reversed(lines) if _ID.fullmatch(line)), "")
+        return []
+    return [line for line in lines if _ID.fullmatch(line)]
 
 
 def states(out: Path, points: Sequence[Point], levels: Mapping[str, Sequence[Level]], repeat: int) -> list[State]:
@@ -97,7 +106,7 @@ def states(out: Path, points: Sequence[Point], levels: Mapping[str, Sequence[Lev
         SlurmFailed: squeue does not answer.
         BadResults: a result is damaged.
     """
-    jobs = {point.name: job_of(out / point.name / FOLDER) for point in points}
+    jobs = {point.name: (jobs_of(out / point.name / FOLDER) or [""])[-1] for point in points}
     queued = queue([job for job in jobs.values() if job])
     found = []
     for point in points:

@@ -142,6 +142,36 @@ def test_a_failed_point_is_submitted_again_and_a_complete_one_is_not(
     assert not cluster.left()
 
 
+def test_a_second_submission_leaves_waiting_jobs_alone_and_a_chain_goes_on_behind_them(
+    cluster: Cluster, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cluster.write("chain")
+    (cluster.stub / "slow").touch()
+    assert run(["submit", "sweep.yaml", "--points", "whole"]) == 0
+    until(lambda: any("bench sweep" in line for line in cluster.calls()))
+    script = cluster.folder / "results/whole/slurm/job.sh"
+    assert script.parent.stat().st_mode & 0o777 == 0o700  # variables of the sweep may be secret
+    before = script.stat().st_mtime_ns
+    capsys.readouterr()
+    assert run(["submit", "sweep.yaml", "--dry-run"]) == 0
+    split = cluster.folder / "results/split/slurm/job.sh"
+    said = f"whole: job 1 is running\nsbatch --parsable --dependency=afterany:1 {split}\n"
+    assert capsys.readouterr().out == said
+    assert script.stat().st_mtime_ns == before
+    assert run(["submit", "sweep.yaml"]) == 0
+    assert run(["submit", "sweep.yaml", "--again", "--points", "whole"]) == 0
+    assert run(["status", "sweep.yaml"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "whole 3 PENDING 0/1 Dependency" in said
+    assert "split 2 PENDING 0/1 Dependency" in said
+    assert run(["cancel", "sweep.yaml"]) == 0  # the first job of "whole", too
+    said = capsys.readouterr().out
+    assert sorted(said.splitlines()) == [
+        "split: job 2 is cancelled", "whole: job 1 is cancelled", "whole: job 3 is cancelled",
+    ]  # fmt: skip
+    until(lambda: not cluster.left())
+
+
 def test_a_cancelled_array_leaves_nothing_running_and_no_folder(
     cluster: Cluster, capsys: pytest.CaptureFixture[str]
 ) -> None:
