@@ -8,6 +8,7 @@ from router.holders import keys_view
 from router.pending import PendingRequest, lane, routing_request
 from router.placement.held_order import Held, HeldOrder
 from schemas.requests import Priority
+from schemas.routers import HeldByTenant, held_by_tenant
 
 PASSED_ON = 2  # times the space: what other routers pass on comes on top
 
@@ -28,6 +29,7 @@ class HeldRequests:
         self._queue = order.queue
         self._held = dict.fromkeys(Priority, 0)
         self._shares: Counter[tuple[Priority, str]] = Counter()
+        self._tenants: dict[Priority, Counter[str]] = {priority: Counter() for priority in Priority}
         self._deferred: dict[str, str] = {}  # request -> reply, of requests that the broker will deliver again
 
     def __len__(self) -> int:
@@ -42,6 +44,10 @@ class HeldRequests:
     def space(self, priority: Priority) -> int:
         """Further requests of a class that may be read from the log."""
         return max(0, self._max_pending - self._held[priority])
+
+    def by_tenant(self) -> tuple[HeldByTenant, ...]:
+        """How many requests are held, by class and tenant."""
+        return tuple(held_by_tenant(priority.value, counts) for priority, counts in self._tenants.items() if counts)
 
     def hold(self, pending: PendingRequest, serving: int, registered: int, now_ns: int = 0) -> bool:
         """Hold a request; False: its model has its share of the space, or others passed on more than there is space
@@ -72,6 +78,7 @@ class HeldRequests:
         if entered:
             self._held[request.priority] += 1
             self._shares[request.priority, pending.share] += 1
+            self._tenants[request.priority][request.tenant] += 1
         return True
 
     def delivered_again(self, request_id: str, reply: str) -> bool:
@@ -148,4 +155,8 @@ class HeldRequests:
         priority = pending.request.priority
         self._held[priority] -= 1
         self._shares[priority, pending.share] -= 1
+        counts, tenant = self._tenants[priority], pending.request.tenant
+        counts[tenant] -= 1
+        if not counts[tenant]:
+            del counts[tenant]
         return pending

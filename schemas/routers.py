@@ -1,5 +1,8 @@
 """A router's registration: its lease, and the models that it owns. The key is the router id, its TTL ``TTL_S``."""
 
+import heapq
+from collections.abc import Mapping
+
 import msgspec
 
 from schemas.wire import decoder
@@ -7,6 +10,20 @@ from schemas.wire import decoder
 LEASE_S = 0.9  # by the clock of each reader
 RENEW_S = 0.25
 TTL_S = 1  # of the key: the shortest that NATS has
+TENANTS = 8  # named per class; a lease stays small, however many tenants there are
+
+
+class HeldByTenant(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The requests of one class that a router holds, counted by tenant.
+
+    Attributes:
+        tenants: names and counts of the ``TENANTS`` that have most, most first.
+        others: requests of all other tenants.
+    """
+
+    priority: str  # of ``Priority``; as text, so that a router reads leases of builds with other classes
+    tenants: tuple[tuple[str, int], ...] = ()
+    others: int = 0
 
 
 class Member(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -20,6 +37,7 @@ class Member(msgspec.Struct, frozen=True, omit_defaults=True):
         server, connection: id of the server that it is connected to, and of its connection there.
         no_store: it erases requests that are not to be stored; False: an older build.
         private_media: it erases their media, too; False: an older build.
+        held: what it holds, of each class of which it holds something; for operators, no router reads it.
     """
 
     router: str
@@ -30,6 +48,13 @@ class Member(msgspec.Struct, frozen=True, omit_defaults=True):
     shares: tuple[str, ...] = ()
     no_store: bool = False
     private_media: bool = False
+    held: tuple[HeldByTenant, ...] = ()
+
+
+def held_by_tenant(priority: str, counts: Mapping[str, int], others: int = 0) -> HeldByTenant:
+    """The tenants with the highest counts by name, equal ones by their names; the rest is added to ``others``."""
+    most = heapq.nsmallest(TENANTS, counts.items(), key=lambda each: (-each[1], each[0]))
+    return HeldByTenant(priority, tuple(most), others + sum(counts.values()) - sum(count for _, count in most))
 
 
 decode = decoder(Member)

@@ -11,7 +11,7 @@ from markupsafe import Markup
 from infra.dashboard.charts import sparkline
 from infra.dashboard.live import Moment
 from infra.dashboard.reports import ReportFile
-from infra.operate.observe import Snapshot
+from infra.operate.observe import Snapshot, tenant_rows
 from infra.sizes import show_size
 from infra.timeline.find_requests import LoggedRequest
 from infra.timeline.moments import clock, show_duration, span
@@ -68,6 +68,7 @@ def live_sections(moment: Moment) -> dict[str, str]:
     """The HTML of the parts of the overview that change, by the id of their element."""
     latest = moment.history[-1]
     values: dict[str, Any] = {"seen": latest, "rates": latest.rates, "charts": charts(moment.history)}
+    values["tenants"] = tenant_rows(latest.queues)
     sections = {name: _render(f"live/{name}.html", **values) for name in _LIVE}
     return sections | {"problem": _render("live/problem.html", problem=moment.problem)}
 

@@ -6,7 +6,7 @@ Rates come from the sequences of streams. Times, hit rates and failures come fro
 
 import asyncio
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 
 import msgspec
@@ -16,11 +16,13 @@ from infra.broker import retention
 from infra.broker.retention import StreamUse
 from infra.bus.connection import Bus
 from infra.bus.direct_get import get_last, read
+from infra.operate.routers import routers
 from infra.operate.workers import registrations
 from infra.quantile import quantile
 from infra.timeline.find_requests import of_entry
 from schemas.errors import Code, ServingError
 from schemas.fleet import Registration
+from schemas.routers import TENANTS, HeldByTenant, Member, held_by_tenant
 from schemas.streams import topology
 from schemas.summary import FAILED, RequestSummary
 
@@ -56,11 +58,19 @@ class WorkerView(msgspec.Struct, frozen=True):
 
 
 class QueueView(msgspec.Struct, frozen=True):
-    """Requests of one priority class that no worker has: ``unread`` by any router, ``held`` by one."""
+    """Requests of one priority class that no worker has: ``unread`` by any router, ``held`` by one.
+
+    Attributes:
+        tenants: names and held requests of the tenants that have most, as routers reported them with their last
+            lease; what is unread has no tenant, since only its body names one.
+        others: held requests of all other tenants.
+    """
 
     priority: str
     unread: int
     held: int
+    tenants: tuple[tuple[str, int], ...] = ()
+    others: int = 0
 
 
 class Rates(msgspec.Struct, frozen=True):
@@ -131,7 +141,7 @@ class Observer:
             time.time_ns(),
             self._bus.subjects.namespace,
             tuple(workers(await registrations(self._bus), self._recent, now.output_tokens_per_s)),
-            tuple(await self._queues()),
+            tuple(await self._queues(streams)),
             now,
             streams,
             tuple(reversed(self._recent)),
@@ -159,9 +169,12 @@ class Observer:
                 self._recent.append(summary.summary)
         self._recent = [each for each in self._recent if each.ended_ns >= since_ns][-SAMPLED:]
 
-    async def _queues(self) -> list[QueueView]:
+    async def _queues(self, streams: Sequence[StreamUse]) -> list[QueueView]:
         views = []
         stream = self._bus.subjects.stream("REQUESTS")
+        leases = f"KV_{self._bus.subjects.bucket('routers')}"  # older brokers have none before `penstock streams apply`
+        members = await routers(self._bus) if any(use.name == leases for use in streams) else []
+        held = held_by_class(members)
         for priority in CLASSES:
             try:
                 info = await self._bus.js.consumer_info(stream, f"router-{priority}")
@@ -169,8 +182,35 @@ class Observer:
                 raise ServingError(
                     Code.broker_unavailable, f"the queue of class {priority} cannot be read ({error!r})"
                 ) from error
-            views.append(QueueView(priority, info.num_pending or 0, info.num_ack_pending or 0))
+            tenants = held[priority]
+            waiting = (info.num_pending or 0, info.num_ack_pending or 0)
+            views.append(QueueView(priority, *waiting, tenants.tenants, tenants.others))
         return views
+
+
+def held_by_class(members: Iterable[Member]) -> dict[str, HeldByTenant]:
+    """What all routers hold, by class."""
+    counts: dict[str, Counter[str]] = {name: Counter() for name in CLASSES}
+    others: Counter[str] = Counter()
+    for held in (held for member in members for held in member.held if held.priority in counts):
+        counts[held.priority].update(dict(held.tenants))
+        others[held.priority] += held.others
+    return {name: held_by_tenant(name, counts[name], others[name]) for name in CLASSES}
+
+
+def tenant_rows(queues: Sequence[QueueView]) -> list[tuple[str, tuple[int, ...]]]:
+    """Names and held requests by class of at most ``TENANTS`` tenants, those that have most of all classes first; the
+    last row, "", is of all others. 0: none, or too few to be named in this class."""
+    rows: dict[str, list[int]] = {}
+    for at, queue in enumerate(queues):
+        for tenant, held in queue.tenants:
+            rows.setdefault(tenant, [0] * len(queues))[at] = held
+    named = sorted(rows, key=lambda tenant: (-sum(rows[tenant]), tenant))[:TENANTS]
+    shown = [(tenant, tuple(rows[tenant])) for tenant in named]
+    others = tuple(
+        queue.others + sum(held for tenant, held in queue.tenants if tenant not in named) for queue in queues
+    )
+    return [*shown, ("", others)] if any(others) else shown
 
 
 def workers(

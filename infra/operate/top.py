@@ -13,7 +13,7 @@ from rich.text import Text
 from configs.flags import Parser
 from infra.broker.jetstream_api import BrokerProblem
 from infra.fitting_table import Column, fitting_table
-from infra.operate.observe import Observer, QueueView, Rates, Snapshot, WorkerView
+from infra.operate.observe import Observer, QueueView, Rates, Snapshot, WorkerView, tenant_rows
 from infra.sizes import show_size
 from infra.terminal import escape, stdout
 from infra.timeline.moments import clock, duration_ns, show_duration, span
@@ -120,7 +120,6 @@ _WORKERS = (
     Column("tokens/s", 4, right=True),
     Column("cached", 6, right=True),
 )
-_QUEUES = (Column("queue"), Column("held", right=True), Column("unread", right=True))
 _STREAMS = (
     Column("stream"),
     Column("messages", right=True),
@@ -158,7 +157,13 @@ def _workers(workers: Sequence[WorkerView], width: int) -> Table:
 
 
 def _queues(queues: Sequence[QueueView], width: int) -> Table:
-    return fitting_table(_QUEUES, [(each.priority, str(each.held), str(each.unread)) for each in queues], width)
+    """A column for each class."""
+    columns = (Column("queue"), *(Column(queue.priority, right=True) for queue in queues))
+    rows = [("held", *(str(queue.held) for queue in queues))]
+    for tenant, held in tenant_rows(queues):
+        rows.append((f"  {escape(tenant) or 'others'}", *(str(count or "-") for count in held)))
+    rows.append(("unread", *(str(queue.unread) for queue in queues)))
+    return fitting_table(columns, rows, width)
 
 
 def _streams(snapshot: Snapshot, width: int) -> Table:

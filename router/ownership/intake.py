@@ -87,7 +87,14 @@ class Intake:
         self._stream = bus.subjects.stream("REQUESTS")
         self._names: Mapping[str, str] = {}
         self._version = -1
-        self.membership = Membership(bus, router, models=self._model_names, gained=self._on_gained, lost=self._on_lost)
+        self.membership = Membership(
+            bus,
+            router,
+            models=self._model_names,
+            held=held.by_tenant,
+            gained=self._on_gained,
+            lost=self._on_lost,
+        )
         self.pullers: dict[Priority, Puller] = {}
         for priority in Priority:
             self.pullers[priority] = Puller(

@@ -28,7 +28,7 @@ from infra.bus.tasks import Tasks
 from router.ownership.assignment import assign, default_owner
 from schemas import routers, wire
 from schemas.errors import ServingError
-from schemas.routers import Member
+from schemas.routers import HeldByTenant, Member
 
 log = structlog.get_logger("router")
 
@@ -63,6 +63,7 @@ class Membership:
     Args:
         router: its id, as a subject token.
         models: the names (as subject tokens) of models with workers: each name and alias, and the model's own name.
+        held: what this router holds, for operators.
         gained: called when this router owns or places more than before; True: of something that a lost router had.
         lost: called when this router owns or places less.
 
@@ -76,12 +77,14 @@ class Membership:
         router: str,
         *,
         models: Callable[[], Mapping[str, str]],
+        held: Callable[[], tuple[HeldByTenant, ...]],
         gained: Callable[[bool], None],
         lost: Callable[[], None],
     ) -> None:
         self._bus = bus
         self._id = router
         self._models = models
+        self._held = held
         self._gained = gained
         self._lost = lost
         bucket = bus.subjects.bucket("routers")
@@ -208,7 +211,8 @@ class Membership:
             self._since_ns = time.time_ns()
             self._update()
         self._renewed, self._changed = now, False
-        await self._bus.nc.publish(self._key, wire.encode(self._member()), headers={"Nats-TTL": str(routers.TTL_S)})
+        member = msgspec.structs.replace(self._member(), held=self._held())
+        await self._bus.nc.publish(self._key, wire.encode(member), headers={"Nats-TTL": str(routers.TTL_S)})
 
     async def _store(self) -> None:
         """Store the first registration: only a stored key can be followed."""

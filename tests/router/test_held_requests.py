@@ -8,6 +8,7 @@ from router.pending import PendingRequest
 from router.placement.decisions import array_decisions
 from router.placement.held_order import HeldOrder
 from schemas.requests import Priority
+from schemas.routers import TENANTS, HeldByTenant
 from tests.workers.support import MODEL, request
 
 STANDARD = Priority.standard
@@ -46,6 +47,31 @@ def test_a_later_attempt_is_held_beyond_the_share_of_its_model() -> None:
     held = made(4)
     assert fill(held, "missing", 2, serving=0, registered=3) == 1
     assert held.hold(pending("missing", reply=""), 0, 3)
+
+
+def test_requests_are_counted_by_class_and_tenant_however_they_leave() -> None:
+    held = made(100)
+    gone = [pending(tenant="acme", deadline_s=-1.0), pending(tenant="acme"), pending(tenant="zoe")]
+    for each in [*gone, pending(tenant="acme"), pending(tenant="ann", priority=Priority.batch)]:
+        assert held.hold(each, 1, 1)
+    assert held.by_tenant() == (
+        HeldByTenant("standard", (("acme", 3), ("zoe", 1))),
+        HeldByTenant("batch", (("ann", 1),)),
+    )
+    held.expired(gone[0].request.created_ns)
+    held.remove(gone[1].request.id)
+    held.take(gone[2].request.id)
+    assert held.by_tenant() == (HeldByTenant("standard", (("acme", 1),)), HeldByTenant("batch", (("ann", 1),)))
+
+
+def test_the_tenants_that_have_most_are_named_and_the_others_counted_together() -> None:
+    held = made(100)
+    for number in range(TENANTS + 3):
+        for _ in range(2 if number == TENANTS + 1 else 1):
+            held.hold(pending(tenant=f"t-{number:02}"), 1, 1)
+    (counts,) = held.by_tenant()
+    assert counts.tenants[0] == ("t-09", 2)
+    assert (len(counts.tenants), counts.others) == (TENANTS, 3)
 
 
 def test_space_is_free_again_however_a_request_leaves() -> None:

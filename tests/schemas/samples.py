@@ -240,6 +240,10 @@ SAMPLES: dict[str, tuple[Any, Callable[[bytes], Any]]] = {
         routers.decode,
     ),
     "router_that_erases": (routers.Member("router-2", 1, no_store=True), routers.decode),
+    "router_that_holds": (
+        routers.Member("router-2", 1, held=(routers.HeldByTenant("batch", (("acme", 3), ("ann", 1)), 2),)),
+        routers.decode,
+    ),
     "router_that_erases_media": (routers.Member("router-2", 1, no_store=True, private_media=True), routers.decode),
     "registration_that_reads_private_media": (
         fleet.Registration("w-1", "tiny", "decode", "native", 5, 16, 100, 8, 4096, no_store=True, private_media=True),

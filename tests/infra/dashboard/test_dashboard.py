@@ -28,6 +28,7 @@ from schemas.transfer import Handoff, Handoffs
 from tests.infra.bus.support import opened
 from tests.infra.dashboard import browser
 from tests.infra.dashboard.browser import CHROMIUM
+from tests.infra.operate.support import holds
 from tests.infra.timeline.support import accept, assign, end
 from tests.infra.timeline.test_stopped import stored
 
@@ -131,6 +132,19 @@ async def test_a_request_has_a_page_and_an_unknown_one_an_answer(bus: Bus) -> No
         assert "is not a request id" in unknown.text
         found = await here.client.get("/find", params={"id": request.id})
         assert found.headers["location"] == f"/requests/{request.id}"
+
+
+async def test_queues_are_shown_by_class_and_tenant(bus: Bus) -> None:
+    await holds(bus, ("<b>acme", 7), others=2)
+    async with serving(bus) as here, asyncio.timeout(20), here.client.stream("GET", "/live") as answer:
+        text = ""
+        async for part in answer.aiter_text():
+            text += part
+            if "event: live" in text and text.endswith("\n\n"):
+                break
+    none = '<td class=\\"n\\">–</td>' * 2
+    assert f'&lt;b&gt;acme</th>{none}<td class=\\"n\\">7' in text
+    assert f'others</i></th>{none}<td class=\\"n\\">2' in text
 
 
 async def test_changes_are_streamed_only_while_somebody_watches(bus: Bus) -> None:

@@ -11,13 +11,15 @@ from rich.console import Console
 
 from infra.broker.server import EmbeddedNats
 from infra.bus.connection import Bus
-from infra.operate.observe import Count, Observer, hit_rate, rates, workers
+from infra.operate.observe import Count, Observer, QueueView, held_by_class, hit_rate, rates, tenant_rows, workers
 from infra.operate.top import bar, picture, run
 from schemas import wire
 from schemas.fleet import Load, Registration
+from schemas.routers import TENANTS, HeldByTenant, Member
 from schemas.subjects import Subjects
 from schemas.summary import RequestSummary
 from tests.infra.bus.support import opened
+from tests.infra.operate.support import holds
 from tests.infra.timeline.support import accept, end
 
 
@@ -67,9 +69,29 @@ def test_a_bar_of_nothing_is_a_dash_and_none_is_longer_than_full() -> None:
     assert "100%" in bar(30, 10)
 
 
+def test_what_routers_hold_is_added_up_by_class_and_tenant() -> None:
+    many = tuple((f"t-{number}", 9) for number in range(TENANTS))
+    one = Member("r-1", 1, held=(HeldByTenant("standard", (*many[1:], ("ann", 5)), 2), HeldByTenant("later", ())))
+    two = Member("r-2", 1, held=(HeldByTenant("standard", (("ann", 5), *many[:1])), HeldByTenant("batch", (), 4)))
+    held = held_by_class([one, two])
+    assert held["standard"] == HeldByTenant("standard", (("ann", 10), *many[:-1]), 2 + 9)
+    assert held["batch"] == HeldByTenant("batch", (), 4)
+    assert held["interactive"] == HeldByTenant("interactive")
+
+
+def test_a_row_for_each_of_the_tenants_that_have_most_of_all_classes() -> None:
+    one = QueueView("interactive", 0, 9, (("ann", 5), ("zoe", 1)), 1)
+    many = tuple((f"t-{number}", 4) for number in range(TENANTS - 1))
+    rows = tenant_rows([one, QueueView("batch", 0, 9, (("bob", 9), *many), 2)])
+    assert rows[:3] == [("bob", (0, 9)), ("ann", (5, 0)), ("t-0", (0, 4))]
+    assert (len(rows), rows[-1]) == (TENANTS + 1, ("", (2, 6))), "zoe and one more are among the others"
+    assert tenant_rows([QueueView("batch", 3, 0)]) == []
+
+
 async def test_a_look_sees_workers_queues_and_what_ended(bus: Bus) -> None:
     me = registration("w-1", load=Load(running=3, used_blocks=40))
     await bus.js.publish(bus.subjects.lease("w-1"), wire.encode(me))
+    await holds(bus, ("acme", 7), others=2)
     observer = Observer(bus)
     await observer.look()
     waiting, over = await accept(bus), await accept(bus)
@@ -78,12 +100,13 @@ async def test_a_look_sees_workers_queues_and_what_ended(bus: Bus) -> None:
     (worker,) = seen.workers
     assert (worker.running, worker.used_blocks, worker.state) == (3, 40, "ready")
     assert {queue.priority: queue.unread for queue in seen.queues}[waiting.priority.value] == 2
+    assert {queue.priority: (queue.tenants, queue.others) for queue in seen.queues}["batch"] == ((("acme", 7),), 2)
     assert [each.id for each in seen.recent] == [over.id]
     assert seen.rates.failed_share == 1.0
     assert seen.rates.accepted_per_s > seen.rates.ended_per_s > 0
     text = io.StringIO()
     Console(file=text, width=150).print(picture(seen, 150))
-    for part in ("w-1", "1 of 1 workers ready", "invalid_request", "REQUESTS", "failed 100%"):
+    for part in ("w-1", "1 of 1 workers ready", "invalid_request", "REQUESTS", "failed 100%", "acme", "others"):
         assert part in text.getvalue()
 
 

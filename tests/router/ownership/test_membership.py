@@ -14,7 +14,7 @@ from router.ownership import intake, membership
 from router.ownership.membership import Link, Membership
 from router.ownership.takeover import redeliver
 from schemas import routers, wire
-from schemas.routers import Member
+from schemas.routers import HeldByTenant, Member
 from schemas.subjects import Subjects
 from tests.infra.bus.support import eventually
 from tests.router.support import Clients, Routing, routing
@@ -68,6 +68,10 @@ async def test_only_the_owner_reads_and_holds_requests(
         assert not member_of(standby).reads
         assert standby.waiting == []
         assert {job.decision.router for _, job in await clients.work()} == {owner.router.id}
+        lease = member_of(standby)._seen
+        await eventually(
+            lambda: [each.member.held for each in lease.values()] == [(HeldByTenant("standard", (("default", 9),)),)]
+        )
 
 
 async def test_models_are_spread_and_each_request_reaches_the_owner_of_its_model(
