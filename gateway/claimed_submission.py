@@ -24,9 +24,18 @@ async def submit_claimed(
     """
     claim = await reclaim(gateway.bus, tenant, name, body, request.id, claimed)
     try:
-        return await gateway.submit(msgspec.structs.replace(request, id=claim.request), owner=False)
+        return await _submit_as(gateway, request, claim.request)
     except ServingError as error:
         if error.code is not Code.request_not_found:
             raise
     claim = await reclaim(gateway.bus, tenant, name, body, request.id, claimed, deleted=True)
-    return await gateway.submit(msgspec.structs.replace(request, id=claim.request), owner=False)
+    return await _submit_as(gateway, request, claim.request)
+
+
+async def _submit_as(gateway: Gateway, request: GenerateRequest, request_id: str) -> InflightRequest:
+    """Submit a request under another id, which is paid by what was reserved for its own."""
+    gateway.payments.rename(request.id, request_id)
+    try:
+        return await gateway.submit(msgspec.structs.replace(request, id=request_id), owner=False)
+    finally:
+        gateway.payments.rename(request_id, request.id)  # if it was not submitted

@@ -91,11 +91,12 @@ class Gateway:
         self.records = Records(bus)
         self._completion = Completion(self.records)
         self.limiter = Limiter(bus, self.id)
-        self.payments = Payments(self.limiter, self.records, self.tasks)
+        finder = RequestFinder(bus, self.tasks)
+        self.payments = Payments(self.limiter, self.records, finder, self.tasks)
         self._publisher = publisher
         self._subscriptions = TokenSubscriptions(bus, self.id, self.tasks)
         self._cancelling = 0
-        self._lookup = RequestLookup(self.records, RequestFinder(bus, self.tasks))
+        self._lookup = RequestLookup(self.records, finder)
         self.conversations = Conversations(self._lookup, model.detokenizer, settings.max_body_bytes)
         loader = MediaLoader(bus, settings, metrics)
         self._preparer = RequestPreparer(
@@ -251,6 +252,7 @@ class Gateway:
                 self.release(inflight)
             raise
         if ack.duplicate:  # a resend, a repeat, or a submission that another gateway had accepted before it crashed
+            self.payments.repeated(inflight)
             try:
                 stored, record = await self.look_up(request.id)
             finally:

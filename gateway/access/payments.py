@@ -9,21 +9,24 @@ import time
 
 from gateway.access.caller import Caller
 from gateway.access.limiter import Limiter, Paid
+from gateway.log.find import RequestFinder
 from gateway.log.inflight import InflightRequest
 from gateway.log.records import Records
 from gateway.openai.prepare import PreparedRequest
 from infra.bus.tasks import Tasks
-from schemas.errors import ServingError
+from schemas.errors import Code, ServingError
 from schemas.requests import GenerateRequest
 
 LOOK_S = 1.0
+MISSED = 3  # times that the log has neither a request nor its record: it was deleted, or never stored
 GRACE_NS = 60_000_000_000  # beyond its deadline; by then a request has ended
 
 
 class Payments:
-    def __init__(self, limiter: Limiter, records: Records, tasks: Tasks) -> None:
+    def __init__(self, limiter: Limiter, records: Records, finder: RequestFinder, tasks: Tasks) -> None:
         self._limiter = limiter
         self._records = records
+        self._finder = finder
         self._tasks = tasks
         self._reserved: dict[str, Paid] = {}  # of requests that are not in the log yet
 
@@ -49,6 +52,18 @@ class Payments:
         if paid is not None:
             self._limiter.undo(paid)
 
+    def rename(self, request_id: str, new: str) -> None:
+        """A reserved request gets another id."""
+        paid = self._reserved.pop(request_id, None)
+        if paid is not None:
+            self._reserved[new] = paid
+
+    def repeated(self, inflight: InflightRequest) -> None:
+        """The log had the request already, so nothing runs for what this one has taken: it is reserved again."""
+        paid, inflight.paid = inflight.paid, None
+        if paid is not None:
+            self._reserved[inflight.request.id] = paid
+
     def ended(self, inflight: InflightRequest) -> None:
         """This gateway follows the request no longer. If it still runs, its record says when it has ended."""
         paid, inflight.paid = inflight.paid, None
@@ -62,17 +77,27 @@ class Payments:
             self._limiter.settle(paid, prompt_tokens(request) + output)
 
     async def _watch(self, paid: Paid, request: GenerateRequest) -> None:
-        used = 1 << 62  # nothing is given back if it is never known
-        while time.time_ns() < request.deadline_ns + GRACE_NS:
+        used, missed = 1 << 62, 0  # nothing is given back if it is never known
+        while missed < MISSED and time.time_ns() < request.deadline_ns + GRACE_NS:
             await asyncio.sleep(LOOK_S)
             try:
                 record = await self._records.find(request.id)
+                missed = missed + 1 if record is None and not await self._is_stored(request.id) else 0
             except ServingError:  # the broker is away
                 continue
             if record is not None:
                 used = prompt_tokens(request) + record.usage.completion
                 break
         self._limiter.settle(paid, used)
+
+    async def _is_stored(self, request_id: str) -> bool:
+        try:
+            await self._finder.find(request_id)
+        except ServingError as error:
+            if error.code is Code.request_not_found:
+                return False
+            raise
+        return True
 
 
 def prompt_tokens(request: GenerateRequest) -> int:

@@ -1,8 +1,124 @@
 """What requests are charged for, against the limits of their API keys."""
 
-from gateway.access.payments import prompt_tokens
+import time
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from gateway.access import payments
+from gateway.access.caller import Caller
+from gateway.access.payments import Payments, prompt_tokens
+from gateway.admission.idempotency import Claim
+from gateway.claimed_submission import submit_claimed
+from gateway.log.find import unknown
+from gateway.log.inflight import InflightRequest
+from infra.bus.tasks import Tasks
+from schemas.done import Done, Usage
+from schemas.errors import Code, ServingError
+from schemas.ids import new_request_id
+from schemas.keys import ApiKey
 from schemas.requests import Embedding, GenerateRequest, Stop
 from schemas.wire import pack_tokens
+from tests.infra.bus.support import eventually
+
+KEY = ApiKey("k" * 12, b"", max_concurrent=1)
+
+
+class Till:
+    """A limiter that notes what is paid, and a log that has what it is told."""
+
+    def __init__(self) -> None:
+        self.settled: list[int] = []
+        self.undone = 0
+        self.looked = 0
+        self.stored = True
+        self.record: Done | None = None
+        self.tasks = Tasks("test")
+        self.payments = Payments(
+            cast(Any, self), cast(Any, SimpleNamespace(find=self._find)), cast(Any, self), self.tasks
+        )
+
+    async def reserve(self, key: ApiKey, tokens: int) -> Any:
+        return object()
+
+    def settle(self, paid: object, used: int) -> None:
+        self.settled.append(used)
+
+    def undo(self, paid: object) -> None:
+        self.undone += 1
+
+    async def _find(self, request_id: str) -> Done | None:
+        self.looked += 1
+        return self.record
+
+    async def find(self, request_id: str) -> GenerateRequest:
+        if not self.stored:
+            raise unknown(request_id)
+        return request_named(request_id)
+
+    async def begun(self) -> InflightRequest:
+        inflight = InflightRequest(request_named(new_request_id(time.time_ns())))
+        await self.payments.reserve(Caller("t", "t", key=KEY), cast(Any, SimpleNamespace(request=inflight.request)))
+        self.payments.began(inflight)
+        assert inflight.paid is not None
+        return inflight
+
+
+def request_named(name: str) -> GenerateRequest:
+    now_ns = time.time_ns()
+    return GenerateRequest(name, "m", "g", pack_tokens([1] * 4), Stop(10), now_ns, now_ns + 600 * 10**9)
+
+
+@pytest.fixture
+def till(monkeypatch: pytest.MonkeyPatch) -> Till:
+    monkeypatch.setattr(payments, "LOOK_S", 0.001)
+    return Till()
+
+
+async def test_a_request_that_runs_without_its_client_pays_until_its_record_is_there(till: Till) -> None:
+    till.payments.ended(await till.begun())
+    await eventually(lambda: till.looked > 2 * payments.MISSED)
+    assert not till.settled
+    till.record = Done("r", "m", 1, usage=Usage(4, 3))
+    await eventually(lambda: till.settled == [4 + 3])
+
+
+async def test_a_request_that_was_deleted_or_never_stored_holds_no_slot_until_its_deadline(till: Till) -> None:
+    till.stored = False
+    till.payments.ended(await till.begun())
+    await eventually(lambda: len(till.settled) == 1)
+    assert till.settled[0] > 10**9  # what it has used is not known, so nothing is given back
+
+
+async def test_a_repeat_of_what_the_log_has_is_not_paid_twice(till: Till) -> None:
+    inflight = await till.begun()
+    till.payments.repeated(inflight)
+    till.payments.ended(inflight)
+    till.payments.abandon(inflight.request.id)
+    assert (till.settled, till.undone) == ([], 1)
+
+
+@pytest.mark.parametrize("error", [None, ServingError(Code.queue_full, "full")])
+async def test_a_request_under_the_id_of_an_earlier_claim_is_paid(till: Till, error: ServingError | None) -> None:
+    request, earlier = (request_named(new_request_id(time.time_ns())) for _ in range(2))
+    paid: list[bool] = []
+
+    async def submit(request: GenerateRequest, *, owner: bool) -> InflightRequest:
+        if error is not None:
+            raise error
+        inflight = InflightRequest(request)
+        till.payments.began(inflight)
+        paid.append(inflight.paid is not None)
+        return inflight
+
+    gateway = cast(Any, SimpleNamespace(bus=None, payments=till.payments, submit=submit))
+    await till.payments.reserve(Caller("t", "t", key=KEY), cast(Any, SimpleNamespace(request=request)))
+    with pytest.raises(ServingError, match="full") if error is not None else nullcontext():
+        await submit_claimed(gateway, "t", "key:x", b"", request, Claim(earlier.id, False, 1))
+    till.payments.abandon(request.id)
+    assert (paid, till.undone) == (([], 1) if error is not None else ([True], 0))
 
 
 def test_texts_whose_tokens_only_a_worker_counts_are_charged_by_their_bytes() -> None:
