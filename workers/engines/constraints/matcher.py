@@ -8,7 +8,12 @@ if TYPE_CHECKING:
 
 # Beginnings of llguidance's errors about constraints that compile, but cannot be followed.
 NO_TEXT = "NoExtensionBias"  # in a state that no token leaves
-TOO_COMPLEX = ("Parser Error: Current row has ", "lexer error: too many ", "Parser Error: lexer error: too many ")
+TOO_COMPLEX = (
+    "Parser Error: Current row has ",
+    "lexer error: too many ",
+    "Parser Error: lexer error: too many ",
+    "parser error: Too many items ",  # also of a rule that never ends
+)
 
 
 class Matcher:
@@ -43,9 +48,19 @@ class Matcher:
 
     def take(self, token: int) -> bool:
         """Take in the next token, which another drew; returns whether the constraint allows it."""
+        if not self.error and not self.matcher.validate_tokens([token]):
+            self.mask()  # whether any token can follow is lost once one was refused
         if not self.error and not self.matcher.consume_token(token):
             self._fail()
         return not self.error
+
+    def look_ahead(self) -> None:
+        """Set ``error`` if no output can go on from here. No token can be taken in afterwards."""
+        mask = self.mask()
+        byte = next((at for at, bits in enumerate(mask) if bits), 0)
+        token = 8 * byte + (mask[byte] & -mask[byte]).bit_length() - 1
+        if not self.error and any(mask) and not self.matcher.consume_token(token):
+            self._fail()
 
     def finish(self, mask: memoryview | bytearray) -> None:
         """Complete a mask that was computed for this matcher: see ``min_tokens`` and ``error``."""

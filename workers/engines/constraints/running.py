@@ -56,8 +56,14 @@ class RunningConstraints:
 
 
 def _failure(key: object, matcher: Matcher) -> Failure:
-    if matcher.no_text:
-        return Failure(key, Code.invalid_request, NO_TEXT_MATCHES)
-    if matcher.too_complex:
-        return Failure(key, Code.invalid_request, f"{TOO_COMPLEX} ({matcher.error})")
+    reason = clients_error(matcher)
+    if reason:
+        return Failure(key, Code.invalid_request, reason)
     return Failure(key, Code.engine_error, f"the constraint cannot be applied: {matcher.error}")
+
+
+def clients_error(matcher: Matcher) -> str:
+    """Why a constraint cannot be followed, if that is the constraint's own fault; "": it is not."""
+    if matcher.no_text:
+        return NO_TEXT_MATCHES
+    return f"{TOO_COMPLEX} ({matcher.error})" if matcher.too_complex else ""

@@ -16,7 +16,7 @@ from schemas.requests import Constraint, Stop
 from workers.engines.base import RequestError, SequenceRequest
 from workers.engines.constraints.compiler import ConstraintCompiler
 from workers.engines.constraints.matcher import Matcher
-from workers.engines.constraints.running import matcher_of
+from workers.engines.constraints.running import clients_error, matcher_of
 from workers.engines.external.outputs import SequenceFailure, Token
 
 REMEMBERED = 256  # grammars as text
@@ -44,19 +44,33 @@ class ConstrainedOutputs:
     def remove(self, key: object) -> None:
         self._matchers.pop(key, None)
 
-    def follow(self, key: object, tokens: Seq[Token]) -> tuple[Seq[Token], SequenceFailure | None]:
+    def follow(
+        self, key: object, tokens: Seq[Token], failure: SequenceFailure | None = None
+    ) -> tuple[Seq[Token], SequenceFailure | None]:
         """Follow new tokens of a sequence.
 
-        Returns: the tokens before the first that its constraint does not allow, and the failure if there is one.
+        Args:
+            failure: of the engine, after them.
+        Returns: the tokens before the first that its constraint does not allow, and the failure if there is one. Where
+            a constraint cannot be followed by anyone, it says so.
         """
         matcher = self._matchers.get(key) if self._matchers else None
         if matcher is None:
-            return tokens, None
+            return tokens, failure
         for at, token in enumerate(tokens):
             if not matcher.take(token.token):
-                reason = f"the engine drew a token that the constraint does not allow: {matcher.error}"
-                return tokens[:at], SequenceFailure(Code.engine_error, reason)
-        return tokens, None
+                return tokens[:at], _clients(matcher) or SequenceFailure(
+                    Code.engine_error, f"the engine drew a token that the constraint does not allow: {matcher.error}"
+                )
+        if failure is not None and failure.code == Code.engine_error:
+            matcher.look_ahead()
+            failure = _clients(matcher) or failure
+        return tokens, failure
+
+
+def _clients(matcher: Matcher) -> SequenceFailure | None:
+    reason = clients_error(matcher)
+    return SequenceFailure(Code.invalid_request, reason) if reason else None
 
 
 @functools.lru_cache(REMEMBERED)

@@ -227,9 +227,9 @@ class ExternalEngine(Generic[C]):
         sequence, cached, tokens, failure, opaque, scored, values, passed_on = update
         if self._active.get(sequence.key) is not sequence:
             return 0
-        tokens, mismatch = self._constrained.follow(sequence.key, tokens)
-        if mismatch is not None:
-            failure, opaque, sequence.cancelled = mismatch, None, True
+        tokens, found = self._constrained.follow(sequence.key, tokens, failure)
+        if found is not failure:
+            failure, opaque, sequence.cancelled = found, None, True
             self._loop.post(self._adapter.abort, sequence)
         self._last_update = time.monotonic()
         if passed_on:

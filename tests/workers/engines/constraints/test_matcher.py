@@ -162,6 +162,16 @@ def test_a_constraint_that_no_text_matches_is_the_clients_error(constraint: Cons
     assert not running
 
 
+def test_a_grammar_that_never_ends_is_the_clients_error() -> None:
+    running = RunningConstraints()
+    matcher = GRAMMARS.matcher(Constraint("grammar", 'start: a\na: "x" a'), len(PROMPT), STOP)
+    running.add("key", matcher)
+    matcher.mask()
+    matcher.follow([*PROMPT, *MODEL.tokenizer.encode("x", add_special_tokens=False).ids])
+    (failure,) = running.ended(StepResult([], [], [], [], 0))
+    assert failure.code == Code.invalid_request
+
+
 def test_every_one_of_many_choices_can_be_written() -> None:
     texts = [f"value {number}" for number in range(4096)]
     constraint = Constraint("choice", json.dumps(texts))

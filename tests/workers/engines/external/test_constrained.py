@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 
 from infra.model import modeldir
-from infra.model.constraints import GRAMMAR, REGEX
+from infra.model.constraints import GRAMMAR, JSON_SCHEMA, REGEX
 from schemas.errors import Code
 from schemas.requests import Constraint, Sampling, Stop
 from workers.engines.base import RequestError, SequenceRequest
 from workers.engines.constraints.compiler import compiler
 from workers.engines.external.constrained import ConstrainedOutputs, ends, grammar_text, standard_tokenizer
-from workers.engines.external.outputs import Token
+from workers.engines.external.outputs import SequenceFailure, Token
 
 DIGITS = Constraint(REGEX, "[0-9]{2,4}")
 TOKENIZER = modeldir.load(modeldir.DEMO).tokenizer
@@ -46,6 +46,28 @@ def test_an_end_before_the_constraint_allows_it_is_a_failure() -> None:
     outputs = following(DIGITS, "1")
     (end, *_) = modeldir.load(modeldir.DEMO).eos_token_ids
     assert outputs.follow("k", [Token(end, "stop")])[1] is not None
+
+
+def test_a_constraint_that_no_text_matches_is_the_clients_error_whatever_the_engine_draws() -> None:
+    kept, failure = following(Constraint(JSON_SCHEMA, '{"$ref": "#"}')).follow("k", tokens_of("12"))
+    assert not kept
+    assert failure is not None
+    assert failure.code == Code.invalid_request
+    assert "no text matches the constraint" in failure.message
+
+
+def test_an_engine_that_gives_up_a_constraint_beyond_its_limits_leaves_the_client_an_error_of_its_own() -> None:
+    outputs = following(Constraint(GRAMMAR, 'start: a\na: "x" a'))
+    _, failure = outputs.follow("k", tokens_of("x"), SequenceFailure(Code.engine_error, "see its log"))
+    assert failure is not None
+    assert failure.code == Code.invalid_request
+    assert "too complex" in failure.message
+
+
+def test_a_failure_that_is_not_the_constraints_stays_as_it_is() -> None:
+    failed = SequenceFailure(Code.engine_error, "out of memory")
+    assert following(DIGITS).follow("k", tokens_of("12"), failed) == (tokens_of("12"), failed)
+    assert following(None).follow("k", [], failed) == ([], failed)
 
 
 def test_free_and_removed_sequences_are_not_followed() -> None:
