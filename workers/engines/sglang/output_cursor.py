@@ -55,6 +55,10 @@ class OutputCursor:
         if reason is not None and reason["type"] not in ("stop", "length"):
             self.finished = True
             return [], self._failure(reason)
+        if reason is not None and isinstance(reason.get("matched"), str):
+            # It is given no strings to stop at: so it ends an output whose logits are no numbers.
+            self.finished = True
+            return [], SequenceFailure(Code.engine_error, f"the engine ended the output: {reason['matched']}")
         new = []
         for at, token in enumerate(chunk["output_ids"]):
             stops = token in self._stops and self._count >= self._least

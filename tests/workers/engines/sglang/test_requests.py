@@ -137,6 +137,13 @@ def test_an_abort_says_whose_fault_it_is_and_its_repeated_token_is_dropped(
     assert cursor.take(chunk(1, reason=reason)) == ([], SequenceFailure(code, "m"))
 
 
+def test_logits_that_are_no_numbers_are_a_failure() -> None:
+    """What 0.5.23 says of them; the last token is one of the request's stop ids."""
+    nan = {"type": "stop", "matched": "NaN happened"}
+    failure = SequenceFailure(Code.engine_error, "the engine ended the output: NaN happened")
+    assert OutputCursor(stops=(2,)).take(chunk(2, reason=nan)) == ([], failure)
+
+
 def test_an_end_without_a_token_is_a_failure() -> None:
     _, failure = OutputCursor().take(chunk(reason={"type": "stop", "matched": 2}))
     assert failure is not None
