@@ -16,6 +16,7 @@ from gateway.openai.requests import MAX_MESSAGES, Bias, Count, Penalty, StopText
 MAX_TOOLS = 512
 KEEP_THOUGHTS = "clear_thinking_20251015"
 THREAD = "thread"
+_ALL = ("all", {"type": "all"})
 
 
 class ImageSource(Struct, frozen=True):
@@ -86,7 +87,7 @@ class OutputConfig(Struct, frozen=True):
 
 
 class ContextEdit(Struct, frozen=True):
-    """``type``: "clear_thinking_20251015", whose ``keep`` must be "all": nothing is removed."""
+    """``type``: "clear_thinking_20251015", whose ``keep`` must be "all" or ``{"type": "all"}``: nothing is removed."""
 
     type: str
     keep: Any = None
@@ -161,7 +162,7 @@ def parse_message(data: bytes) -> MessagesRequest:
     if body.thread is not None:
         raise unsupported(THREAD, "thread is not supported; send the whole conversation")
     for number, edit in enumerate(body.context_management.edits if body.context_management is not None else ()):
-        if edit.type != KEEP_THOUGHTS or edit.keep != "all":
+        if edit.type != KEEP_THOUGHTS or edit.keep not in _ALL:
             at = f"context_management.edits[{number}]"
             message = f"{at} {edit.type[:40]!r} is not supported; only {KEEP_THOUGHTS!r} with keep 'all' is"
             raise unsupported(at, message)

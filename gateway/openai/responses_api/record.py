@@ -10,6 +10,7 @@ import msgspec
 from gateway.openai.errors import decode_body, invalid
 from gateway.openai.responses_api.chat import Turn
 from gateway.openai.responses_api.requests import InputItem, InputPart, ResponsesRequest
+from gateway.openai.responses_api.tools import ToolNames
 from gateway.openai.segments import SegmentedAnswer
 from infra.model.detokenizer import Detokenizer
 from schemas import done
@@ -77,11 +78,19 @@ def turn_of(request: GenerateRequest, record: done.Done, detokenizer: Detokenize
     answer = SegmentedAnswer(request, detokenizer)
     answer.push(done.items(record))
     stored = read_stored(request.client_body)
-    return Turn(PREFIX + request.id, stored.body.input or (), output_items(request.id, answer))
+    return Turn(
+        PREFIX + request.id,
+        stored.body.input or (),
+        output_items(request.id, answer, ToolNames(stored.body.tools or ())),
+    )
 
 
-def output_items(request_id: str, answer: SegmentedAnswer) -> list[InputItem]:
-    """The output as input. A call that was cut off is left out: its arguments are no JSON."""
+def output_items(request_id: str, answer: SegmentedAnswer, names: ToolNames) -> list[InputItem]:
+    """The output as input. A call that was cut off is left out: its arguments are no JSON.
+
+    Args:
+        names: of the tools that the request offered.
+    """
     items = []
     for segment in answer.segments:
         name = item_id(request_id, segment.kind, segment.index)
@@ -94,14 +103,16 @@ def output_items(request_id: str, answer: SegmentedAnswer) -> list[InputItem]:
                 part = InputPart("reasoning_text", text=segment.content)
                 items.append(InputItem("reasoning", name, content=[part], summary=[], status=status))
             case "call" if segment.closed:
+                namespace, called = names.own(segment.name)
                 items.append(
                     InputItem(
                         "function_call",
                         name,
                         call_id=segment.call_id,
-                        name=segment.name,
+                        name=called,
                         arguments=segment.content or "{}",
                         status=status,
+                        namespace=namespace or None,
                     )
                 )
     return items

@@ -12,8 +12,7 @@ from msgspec import Meta, Struct
 from gateway.openai.common import CommonOptions, Name
 from gateway.openai.errors import decode_body, invalid, unsupported
 from gateway.openai.requests import MAX_MESSAGES, Bias, Count, Logprobs, Penalty, StopText, TokenId
-
-MAX_TOOLS = 512
+from gateway.openai.responses_api.tools import MAX_TOOLS
 
 _WORD = r"^[A-Za-z0-9_-]{1,64}(?![\s\S])"
 

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from gateway.openai.errors import invalid, unsupported
 
+MAX_TOOLS = 512  # also with those of namespaces
 FUNCTION, NAMESPACE = "function", "namespace"
 # Beside functions they are left out, and named in a header: an agent offers them with every request.
 LEFT_OUT = ("web_search", "web_search_2025_08_26", "web_search_preview", "web_search_preview_2025_03_11")
@@ -28,8 +29,14 @@ class ToolNames:
         self._shown: dict[tuple[str, str], str] = {}
         found = [(each.namespace, each.name) for each in _functions(tools)]
         count = Counter(name for _, name in set(found))
-        for namespace, name in found:
-            shown = f"{namespace}__{name}" if namespace and count[name] > 1 else name
+        taken = {name for namespace, name in found if not namespace or count[name] == 1}
+        for namespace, name in dict.fromkeys(found):
+            shown = name
+            if namespace and count[name] > 1:
+                shown = f"{namespace}__{name}"
+                while shown in taken:
+                    shown += "_"
+                taken.add(shown)
             self._shown[namespace, name] = shown
             self._own[shown] = (namespace, name)
 
@@ -49,6 +56,11 @@ def chat_tools(tools: Sequence[dict[str, Any]], names: ToolNames) -> tuple[list[
         ServingError: a tool is not supported; names it.
     """
     _check(tools)
+    count = sum(1 for _ in _functions(tools))
+    if count > MAX_TOOLS:
+        raise invalid(
+            "tools", f"tools have {count} functions with those of namespaces; at most {MAX_TOOLS} are allowed"
+        )
     made: list[dict[str, Any]] = []
     places: dict[str, str] = {}
     for found in _functions(tools):

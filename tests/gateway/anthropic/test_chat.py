@@ -207,7 +207,7 @@ def test_an_error_in_a_tool_behind_a_deferred_one_names_the_clients_place() -> N
 
 def test_thoughts_are_kept_if_that_is_asked_and_other_edits_are_refused() -> None:
     kept = {"type": "clear_thinking_20251015", "keep": "all"}
-    assert chat(context_management={"edits": [kept]}).messages
+    assert chat(context_management={"edits": [kept, kept | {"keep": {"type": "all"}}]}).messages
     for edit in ({**kept, "keep": {"type": "thinking_turns", "value": 1}}, {"type": "clear_tool_uses_20250919"}):
         with pytest.raises(ServingError, match="edits\\[1\\]"):
             parse_message(encoded(context_management={"edits": [kept, edit]}))

@@ -37,6 +37,22 @@ def test_an_ended_response_is_a_turn_of_a_later_one() -> None:
     assert [call.function.arguments for call in messages[1].tool_calls or ()] == ['{"city": "Oslo"}']
 
 
+def test_a_call_of_a_namespace_is_continued_with_other_tools_by_its_own_name() -> None:
+    def tools(*namespaces: str) -> list[dict[str, object]]:
+        inner = {"type": "function", "name": "get_weather", "parameters": {"type": "object"}}
+        return [{"type": "namespace", "name": name, "tools": [inner]} for name in namespaces]
+
+    first = msgspec.structs.replace(BODY, tools=tools("a", "b"))
+    turn = turn_of(
+        request("response", encode_stored(first)), ended(CALL.replace("get_weather", "b__get_weather")), DETOKENIZER
+    )
+    assert [(item.namespace, item.name) for item in turn.output] == [("b", "get_weather")]
+    for offered, shown in ((("a", "b"), "b__get_weather"), (("b",), "get_weather"), (("b", "c"), "b__get_weather")):
+        later = msgspec.structs.replace(BODY, input="go on", tools=tools(*offered))
+        calls = chat_of(later, [turn]).body.messages[1].tool_calls or ()
+        assert [call.function.name for call in calls] == [shown]
+
+
 def test_a_call_that_was_cut_off_is_not_continued() -> None:
     turn = turn_of(request("response", encode_stored(BODY)), ended(f"Look:{CALL[:50]}", "length"), DETOKENIZER)
     assert [item.type for item in turn.output] == ["message"]

@@ -26,6 +26,26 @@ def test_a_function_of_a_namespace_keeps_its_name_unless_another_has_it() -> Non
     assert ToolNames([space("a", function("find"))]).shown("a", "find") == "find"
 
 
+def test_no_two_functions_have_one_name_whatever_namespaces_are_called() -> None:
+    tools = [
+        function("a__find"), space("a", function("find"), function("b__x")), space("b", function("find")),
+        space("a__b", function("x")), space("c", function("x"), function("b__x")),
+    ]  # fmt: skip
+    names = ToolNames(tools)
+    made, _ = chat_tools(tools, names)
+    shown = [tool["function"]["name"] for tool in made]
+    assert len(set(shown)) == len(shown) == 7
+    for namespace, name in (("", "a__find"), ("a", "find"), ("a", "b__x"), ("a__b", "x"), ("c", "x")):
+        assert names.own(names.shown(namespace, name)) == (namespace, name)
+
+
+def test_functions_of_namespaces_count_like_others() -> None:
+    tools = [space("a", *[function(f"f{number}") for number in range(513)])]
+    with pytest.raises(ServingError, match="513 functions with those of namespaces; at most 512") as refused:
+        chat_tools(tools, ToolNames(tools))
+    assert refused.value.param == "tools"
+
+
 def test_a_call_in_the_history_of_a_tool_that_is_gone_keeps_its_name() -> None:
     names = ToolNames([function("run")])
     assert names.shown("a", "find") == "find"
