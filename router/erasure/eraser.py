@@ -11,7 +11,7 @@ in DONE has no content (``done.without_content``).
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import msgspec
@@ -204,8 +204,8 @@ class Eraser:
             if name not in names:
                 continue
             if request is not None:
-                if request.media:
-                    await self._erase_media(name)
+                for owner in _owners(request):
+                    await self._erase_media(owner)
                 remains = wire.encode(done.without_text(request))
                 await self._publisher.publish(subjects.erased, remains, f"{name}:erased", timeout=5.0)
             seqs.append(entry.seq)
@@ -214,13 +214,19 @@ class Eraser:
     async def _erase_media(self, request: str) -> None:
         await self._erase_all("", await private_sequences(self._bus, MEDIA, request))
 
-    async def _erase_unaccepted_media(self, accepted: Container[str], now_ns: int) -> None:
+    async def _erase_unaccepted_media(self, accepted: Mapping[str, Entry], now_ns: int) -> None:
         """Erase media of requests that were never accepted: their gateway died, or refused them."""
-        for request in await private_owners(self._bus, MEDIA):
+        owners = await private_owners(self._bus, MEDIA)
+        if not owners:
+            return
+        for entry in accepted.values():
+            request = _decoded(entry)
+            owners -= _owners(request) if request is not None else set()
+        for owner in owners.difference(accepted):
             with contextlib.suppress(ValueError):
-                if request not in accepted and time_of(request) + UNACCEPTED_NS < now_ns:
-                    await self._erase_media(request)
-                    log.info("media_erased", request=request)
+                if time_of(owner) + UNACCEPTED_NS < now_ns:
+                    await self._erase_media(owner)
+                    log.info("media_erased", request=owner)
 
     async def _erase_all(self, name: str, seqs: Iterable[int]) -> None:
         stream = self._bus.subjects.stream(name) if name else f"OBJ_{self._bus.subjects.bucket(MEDIA)}"
@@ -233,6 +239,11 @@ class Eraser:
         for result in results:
             if isinstance(result, BaseException):
                 raise result
+
+
+def _owners(request: requests.GenerateRequest) -> set[str]:
+    """Under which ids its media are stored: another than its own, if it took the id of an idempotency key's claim."""
+    return {request.id, *(medium.private for medium in request.media if medium.private)} if request.media else set()
 
 
 def _model(entry: Entry) -> str:

@@ -87,9 +87,11 @@ async def test_media_are_erased_with_the_request_that_they_were_stored_for(
     ledger = ErasureLedger(grace_s=0)
     images = [bytes([40 + number]) * 3000 + b"picture" for number in range(3)]
     media = tuple(Media(blake3(image).digest(), "image/png", len(image)) for image in images)
-    request = await private(bus, media=tuple(msgspec.structs.replace(each, private="its id") for each in media[:2]))
+    # Prepared under one id, long ago, and accepted under that of an idempotency key's claim.
+    before = new_request_id(since - UNACCEPTED_NS - 10**9)
+    request = await private(bus, media=tuple(msgspec.structs.replace(each, private=before) for each in media[:2]))
     other = new_request_id(since)
-    for owner, medium, image in zip((request.id, request.id, other), media, images, strict=True):
+    for owner, medium, image in zip((request.id, before, other), media, images, strict=True):
         await put_private(bus, "media", owner, medium.digest, image)
     await ended(bus, request)
     own = eraser(bus, publisher, ledger, since_ns=since)
