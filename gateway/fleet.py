@@ -49,6 +49,7 @@ class FleetView:
         self._following = AsyncExitStack()
         self._selection: WorkerSelection | None = None
         self._context: PrepareContext | None = None
+        self._has_generated = False  # a worker has been ready for the language model
         self._conflicts: set[frozenset[ParserNames]] = set()  # that were logged
 
     async def open(self) -> None:
@@ -92,9 +93,12 @@ class FleetView:
 
     @property
     def listed_names(self) -> tuple[str, ...]:
-        """Names of the language model; none where none was configured and no worker generates text."""
-        alone = not self._settings.model and self._ready_apart() and not self._select().ready
-        return () if alone else self.names
+        """Names of the language model; none where none was configured and no worker has generated text.
+
+        Requests for it are then refused: they would wait for a worker that nobody starts.
+        """
+        expected = self._settings.model or self._select().ready or self._has_generated
+        return () if not expected and self._ready_apart() else self.names
 
     def _ready_apart(self) -> bool:
         """Whether a worker takes requests for images or vectors."""
@@ -135,6 +139,7 @@ class FleetView:
         if self._selection is None:
             serving = (member.registration for member in self.watch.members.values() if self._serves(member))
             self._selection = self._roster.select(serving)
+            self._has_generated |= self._selection.ready
         return self._selection
 
     def _make_context(self) -> PrepareContext:
@@ -146,7 +151,7 @@ class FleetView:
         settings = self._settings
         return PrepareContext(
             self._model,
-            self.names,
+            self.listed_names,
             self._gateway,
             block_size=workers[0].block_size if workers else settings.block_size,
             default_max_tokens=settings.default_max_tokens,

@@ -37,7 +37,7 @@ def model_not_found(model: str, served: Sequence[str], path: str = "") -> Servin
     Args:
         path: where this model is asked instead; "": nowhere.
     """
-    names = ", ".join(map(repr, served))
+    names = ", ".join(map(repr, served)) or "no model that generates text"
     instead = f"generates no text; use POST {path}" if path else "is not served here"
     return ServingError(Code.model_not_found, f"model {model[:200]!r} {instead}; served: {names}", param="model")
 

@@ -64,6 +64,9 @@ async def test_pictures_alone_make_a_ready_deployment(new_deployment: NewDeploym
         assert [(card["id"], card["output_modalities"]) for card in listed] == [("painter", ["image"])]
         refused = await http.post("/v1/chat/completions", json={"model": "painter", "messages": []})
         assert refused.status_code in (400, 404)
+        chat = {"model": "demo", "messages": [{"role": "user", "content": "hi"}]}
+        nobody = await http.post("/v1/chat/completions", json=chat)  # it would wait for a worker that nobody starts
+        assert (nobody.status_code, nobody.json()["error"]["code"]) == (404, "model_not_found")
     assert (await measured(deployment))["diffusion-0"]['penstock_worker_pictures_total{kind="image"}'] == 1
 
 
