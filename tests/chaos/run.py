@@ -70,13 +70,18 @@ async def run(home: Path, options: Options, say: Callable[[str], None]) -> Repor
     """A whole run on a deployment of its own below ``home``."""
     system = await System.started(home, TOPOLOGIES[options.topology], say, options.other, options.share)
     try:
-        bus = await connect(system.deployment.state.nats_url, role="client", name="chaos")
-        try:
-            return await _Run(system, bus, options, say).whole()
-        finally:
-            await bus.close()
+        return await run_on(system, options, say)
     finally:
         await system.stop()
+
+
+async def run_on(system: System, options: Options, say: Callable[[str], None]) -> Report:
+    """A run on a deployment that stays."""
+    bus = await connect(system.deployment.state.nats_url, role="client", name="chaos")
+    try:
+        return await _Run(system, bus, options, say).whole()
+    finally:
+        await bus.close()
 
 
 class _Run:

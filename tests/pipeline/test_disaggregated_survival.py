@@ -1,4 +1,4 @@
-"""Workers of all roles under load, one of them killed every two seconds: nothing is lost, nothing stays held."""
+"""Processes of all roles are killed and stopped under load: nothing is lost, nothing stays held."""
 
 import asyncio
 import base64
@@ -15,30 +15,29 @@ import httpx
 import pytest
 
 from infra.bus.connection import Bus, connect
-from infra.bus.direct_get import read
 from infra.demo_model import vision
 from infra.model.modeldir import MODELS
 from infra.timeline.leases import leases
-from schemas import done
+from tests.chaos.log import ends_since
+from tests.chaos.plan import BROKER, Act, plan
+from tests.chaos.run import Options, run_on
+from tests.chaos.system import System
+from tests.chaos.topology import TOPOLOGIES
 from tests.pipeline.conftest import NewDeployment
-from tests.pipeline.support import Deployment, Oracle, idle_workers, joined, parse_sse, token_prompt, until
+from tests.pipeline.support import Deployment, Oracle, joined, parse_sse, token_prompt, until
 
 pytestmark = pytest.mark.timeout(240)
 
-CLIENTS = 4
-KILL_EACH_S = 2.0
-STRUCK = ("prefill", "decode", "encode", "prefill", "decode")  # the stages whose workers are killed
-MORE = 8  # further kills at most
+LEASE_S = 3.0
+TOPOLOGY = TOPOLOGIES["pd"]
+# Eight kills, restarts and stops in 12 s; the seed is one that draws a kill of every role, of other processes each.
+OPTIONS = Options(seconds=12.0, seed=18239, topology="pd", clients=6, every_s=1.5, each=1)
 TOKENS = 40
 
 
 @pytest.fixture(scope="module")
 def fleet(new_deployment: NewDeployment) -> Deployment:
-    return new_deployment(
-        *("--mock-speedup", "1", "--prefill", "2", "--decode", "3", "--encode", "1", "--routers", "2"),
-        *("--model", "demo-vision", "--local-prefill-tokens", "64", "--handoff-lease-s", "10"),
-        *("--no-store-grace-s", "1"),
-    )
+    return new_deployment(*TOPOLOGY.flags, "--no-store-grace-s", "1")
 
 
 @pytest.fixture(scope="module")
@@ -75,79 +74,22 @@ async def ask(http: httpx.AsyncClient, question: dict[str, Any]) -> tuple[str, s
     return answer.headers["x-request-id"], joined(parse_sse(answer.content))
 
 
-async def client(
-    fleet: Deployment, answers: list[tuple[dict[str, Any], str]], number: int, over: asyncio.Event, ended: list[str]
+async def test_kills_and_stops_of_every_stage_break_no_promise(
+    fleet: Deployment, fleet_bus: Bus, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Ask one question after another; each answer must be the undisturbed one."""
-    rng = random.Random(number)
-    async with httpx.AsyncClient(base_url=fleet.urls[0], trust_env=False, timeout=60) as http:
-        while not over.is_set():
-            question, undisturbed = rng.choice(answers)
-            request, said = await ask(http, question)
-            assert said == undisturbed, request
-            ended.append(request)
-
-
-async def killer(fleet: Deployment, bus: Bus, over: asyncio.Event) -> None:
-    """SIGKILL a worker of one stage after the other every two seconds, then end the load.
-
-    If all of them were idle when they were killed, decode workers follow until a request was disturbed.
-    """
-    rng = random.Random(7)
-    for number, stage in enumerate((*STRUCK, *["decode"] * MORE)):
-        if number >= len(STRUCK) and any(event.attempt > 1 for event in await endings(bus)):
-            break
-
-        def alive(stage: str = stage) -> list[int]:
-            found = fleet.state.processes
-            return [process.pid for process in found if process.name.startswith(stage) and process.pid is not None]
-
-        async def runs() -> bool:
-            return bool(alive())
-
-        await asyncio.sleep(KILL_EACH_S)
-        await until(runs, f"a {stage} worker runs")
-        os.kill(rng.choice(alive()), signal.SIGKILL)
-    await asyncio.sleep(KILL_EACH_S)
-    over.set()
-
-
-async def endings(bus: Bus) -> list[done.Done]:
-    """The terminal events of all requests."""
-    stream, subject = bus.subjects.stream("DONE"), bus.subjects.all("done")
-    found = [done.decode(entry.data) async for entry in read(bus, stream, subject)]
-    return [event for event in found if isinstance(event, done.Done)]
-
-
-async def test_kills_of_every_stage_lose_no_request_and_leave_nothing_held(
-    fleet: Deployment, fleet_bus: Bus, oracle: Oracle
-) -> None:
-    questions = [text(tokens, seed) for tokens in (40, 90, 160, 320, 500) for seed in range(5)]
-    answers = [(question, oracle.answer({**question, "temperature": 0}, TOKENS)) for question in questions]
-    ended: list[str] = []
-    async with httpx.AsyncClient(base_url=fleet.urls[0], trust_env=False, timeout=60) as http:
-        for question in map(picture, range(6)):
-            request, said = await ask(http, question)
-            ended.append(request)
-            answers.append((question, said))
-    assert len({said for _, said in answers[-6:]}) == 6, "the answer depends on the picture"
-    over = asyncio.Event()
-    async with asyncio.TaskGroup() as group:
-        for number in range(CLIENTS):
-            group.create_task(client(fleet, answers, number, over, ended))
-        group.create_task(killer(fleet, fleet_bus, over))
-    assert len(ended) > 40
-    events = await endings(fleet_bus)
-    assert sorted(event.request for event in events) == sorted(ended), "each ended once"
-    assert {event.code for event in events} == {""}
-    assert any(event.attempt > 1 for event in events), "nobody was disturbed"
-
-    async def nothing_held() -> bool:
-        now = time.time_ns()
-        held = [lease for lease in (await leases(fleet_bus, now)).values() if lease.is_open(now)]
-        return not held and await idle_workers(fleet_bus)
-
-    await until(nothing_held, "all blocks are free and the ledger is empty", within_s=30)
+    """A slice of ``make chaos``: all its kinds of clients, and its audit of what they and the log saw."""
+    disturbances = plan(OPTIONS.seed, OPTIONS.seconds, TOPOLOGY.targets, every_s=OPTIONS.every_s)
+    done = {(each.act, each.target) for each in disturbances}
+    assert done >= {(Act.kill, role) for role in TOPOLOGY.targets if role != BROKER}
+    assert any(each.hold_s > LEASE_S for each in disturbances), "a stopped worker loses its lease"
+    began_ns = time.time_ns()
+    system = System(lambda: pytest.fail("nothing starts it again"), fleet, None, TOPOLOGY, print)
+    report = await run_on(system, OPTIONS, print)
+    assert report.clean, capsys.readouterr().out + report.text
+    assert len(system.hits) == len(disturbances)
+    assert sum(row["asked"] for row in report.judgement.rows.values()) > 40
+    attempts = [end.attempt for end in await ends_since(fleet_bus, began_ns)]
+    assert max(attempts) > 1, "nobody was disturbed"
     lines = Counter([lease.last.state for lease in (await leases(fleet_bus, time.time_ns())).values()])
     assert lines["released"] > 20, lines
 
@@ -180,6 +122,8 @@ async def test_images_of_a_request_with_no_store_are_erased_though_a_router_dies
         return not on_disk(fleet.data_dir, wanted)
 
     async with httpx.AsyncClient(base_url=fleet.urls[0], trust_env=False, timeout=60) as http:
+        answers = await asyncio.gather(*(ask(http, picture(number)) for number in range(6)))
+        assert len({said for _, said in answers}) == 6, "the answer depends on the picture"
         _, said = await ask(http, asked | {"no_store": True})
         assert len(on_disk(fleet.data_dir, wanted)) == len(wanted), "until the grace is over"
         os.kill(next(pid for pid in routers if pid is not None), signal.SIGKILL)
