@@ -208,8 +208,10 @@ class RequestPreparer:
         """
         if len(body) <= LARGE_BODY:
             return work(*args, **options)
-        limit = max(FEW_VALUES, 2 * self._fleet.prepare_context.max_model_len)
-        return await self._in_thread(_checked, body, limit, partial(work, *args, **options))
+        limit, meaning = max(FEW_VALUES, 2 * self._fleet.prepare_context.max_model_len), _TWICE
+        if limit < MAX_VALUES and self._fleet.embedding_models.known:  # what is asked for is not known yet
+            limit, meaning = MAX_VALUES, "the most that embeddings take"
+        return await self._in_thread(_checked, body, limit, partial(work, *args, **options), meaning)
 
     async def _in_thread(self, work: Callable[..., T], *args: Any, **options: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, partial(work, *args, **options))

@@ -18,6 +18,8 @@ class Fleet:
     def __init__(self, context: PrepareContext) -> None:
         self.prepare_context = context
 
+        self.embedding_models = SimpleNamespace(known={})
+
     class diffusion_models:
         known: dict[str, Any] = {}
 
@@ -65,6 +67,19 @@ async def test_a_body_with_far_more_values_than_the_context_has_tokens_is_refuse
         await asyncio.wait_for(preparer.prepare("text", body), 10)
     assert refusal.value.code is Code.context_length_exceeded
     assert not decoded
+
+
+@pytest.mark.parametrize("tokens", [70_000, 300_000])
+async def test_lists_of_token_ids_pass_up_to_the_limit_of_embeddings_where_a_worker_makes_them(
+    preparer: RequestPreparer, tokens: int
+) -> None:
+    body = json.dumps({"model": "vectors", "input": [[1] * tokens]}).encode()
+    with pytest.raises(ServingError, match="more than 65536 values"):
+        await preparer.run_for(body, len, body)
+    preparer._fleet.embedding_models.known["vectors"] = object()  # type: ignore[index]
+    assert await preparer.run_for(body, len, body) == len(body)
+    with pytest.raises(ServingError, match="the most that embeddings take"):
+        await preparer.run_for(b"," * 400_000, len, body)
 
 
 def test_commas_are_counted_across_the_slices() -> None:
