@@ -23,7 +23,7 @@ from schemas.requests import Embedding
 from schemas.tokens import Finish, TokenItem
 from schemas.wire import pack_tokens, unpack_tokens
 from workers.engines.base import RequestError
-from workers.engines.embed.base import EmbeddingEngine, shortened, window
+from workers.engines.embed.base import EmbeddingEngine, finite, shortened, window
 from workers.engines.embed.inputs import Input, InputQueue
 from workers.pipeline_thread import PipelineThread
 from workers.request_runner import SessionContext, StageInput
@@ -32,6 +32,9 @@ from workers.requests import RunningRequest, admit
 log = structlog.get_logger("worker")
 
 MESSAGE_BYTES = 1 << 19  # of vectors in one message; most answers take one
+NOT_FINITE = (
+    "the vector of input[{}] is not finite: this model's numbers overflow in the worker's data type; --dtype float32"
+)
 CHUNK = 1 << 18  # characters that are tokenized at a time
 
 
@@ -153,8 +156,13 @@ class EmbeddingRunner:
 
     def _deliver(self, batch: _Batch) -> None:
         for (key, index, _), vector in zip(batch.inputs, batch.vectors, strict=True):
-            entry = self._open.get(key)  # None: it was cancelled meanwhile
-            if entry is not None and entry.put(index, vector):
+            entry = self._open.get(key)
+            if entry is None:  # it was cancelled, or failed
+                continue
+            if not finite(vector):
+                self._drop(entry.running)
+                self._terminal.spawn(self._terminal.end(entry.running, Code.engine_error, NOT_FINITE.format(index)))
+            elif entry.put(index, vector):
                 del self._open[key]
                 self._terminal.spawn(self._finish(entry))
 

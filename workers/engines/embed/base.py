@@ -73,6 +73,11 @@ def window(limit: int) -> int:
     return CHARACTERS * (limit + MARGIN)
 
 
+def finite(vector: bytes) -> bool:
+    """Whether all its values are numbers: others have no place in JSON."""
+    return math.isfinite(sum(array("f", vector)))
+
+
 def shortened(vector: bytes, dimensions: int) -> bytes:
     """The first ``dimensions`` values of a vector, scaled to length 1; the vector itself if it has no more."""
     if len(vector) <= 4 * dimensions:

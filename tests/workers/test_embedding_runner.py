@@ -1,0 +1,54 @@
+"""What becomes of the vectors of a batch."""
+
+from array import array
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from schemas.errors import Code
+from schemas.requests import Embedding
+from workers.embedding_runner import EmbeddingRunner, _Batch, _Vectors
+from workers.engines.embed.inputs import Input
+
+
+class Terminal:
+    """Notes how requests end."""
+
+    def __init__(self) -> None:
+        self.ended: list[tuple[Any, Code, str]] = []
+
+    def spawn(self, work: Any) -> None:
+        if work is not None:
+            work.close()
+
+    def end(self, running: Any, code: Code, message: str) -> None:
+        self.ended.append((running.request.id, code, message))
+
+
+def runner(terminal: Terminal) -> EmbeddingRunner:
+    settings = SimpleNamespace(max_running=4, max_batched_tokens=64)
+    context: Any = SimpleNamespace(settings=settings, requests=None, terminal=terminal)
+    nothing: Any = None
+    return EmbeddingRunner(context, nothing, nothing, nothing)
+
+
+def vectors(request_id: str, count: int) -> _Vectors:
+    running: Any = SimpleNamespace(request=SimpleNamespace(id=request_id))
+    return _Vectors(running, Embedding(2, texts=("a",) * count), [[1]] * count)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_a_vector_with_numbers_that_json_lacks_fails_its_request_once_and_no_other(bad: float) -> None:
+    terminal = Terminal()
+    made = runner(terminal)
+    made._open = {"bad": vectors("bad", 4), "good": vectors("good", 1)}
+    made._inputs.add("bad", [[1]] * 4)
+    good = array("f", [0.5, 1.0]).tobytes()
+    inputs = [Input("bad", 0, [1]), Input("bad", 1, [1]), Input("bad", 2, [1]), Input("good", 0, [1])]
+    made._deliver(_Batch(inputs, [good, array("f", [1.0, bad]).tobytes(), array("f", [bad, -bad]).tobytes(), good]))
+    ((request_id, code, message),) = terminal.ended
+    assert (request_id, code) == ("bad", Code.engine_error)
+    assert "input[1] is not finite" in message
+    assert not made._open
+    assert not len(made._inputs), "what waits of it is not computed"
