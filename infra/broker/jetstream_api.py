@@ -26,11 +26,17 @@ class BrokerProblem(Exception):
 
 async def existing_config(nc: Client, verb: str, not_found: int) -> Config | None:
     """The configuration of a stream or consumer; None: there is none."""
+    info = await existing_info(nc, verb, not_found)
+    config: Config | None = None if info is None else info["config"]
+    return config
+
+
+async def existing_info(nc: Client, verb: str, not_found: int) -> Config | None:
+    """The configuration and state of a stream or consumer; None: there is none."""
     answer = await _ask(nc, verb, {})
     if isinstance(answer, ApiError) and answer.err_code == not_found:
         return None
-    config: Config = _accepted(verb, answer)["config"]
-    return config
+    return _accepted(verb, answer)
 
 
 async def request(nc: Client, verb: str, body: Config) -> Config:

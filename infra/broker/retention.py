@@ -9,7 +9,7 @@ import msgspec
 from nats.aio.client import Client
 
 from infra.broker.apply import SET_BY_OPERATOR
-from infra.broker.jetstream_api import BrokerProblem, Config, existing_config, request
+from infra.broker.jetstream_api import BrokerProblem, Config, existing_config, existing_info, request
 from infra.bus.connection import Bus
 from infra.bus.direct_get import parse_time, read
 from infra.bus.jetstream import STREAM_NOT_FOUND
@@ -30,6 +30,7 @@ class StreamUse(msgspec.Struct, frozen=True):
     Attributes:
         oldest_s: age of its first message; 0 if it is empty.
         operator_set: limits that the operator has set: "max_age", "max_bytes".
+        last_seq: of its newest message, also if that is deleted; 0: it never had one.
     """
 
     name: str
@@ -41,6 +42,7 @@ class StreamUse(msgspec.Struct, frozen=True):
     max_age_s: float
     consumers: int
     operator_set: tuple[str, ...] = ()
+    last_seq: int = 0
 
 
 class Loss(msgspec.Struct, frozen=True):
@@ -68,10 +70,9 @@ async def uses(bus: Bus, topology: Topology) -> list[StreamUse]:
     usages = []
     now_s = time.time()
     for name in names:
-        if await existing_config(bus.nc, f"STREAM.INFO.{name}", STREAM_NOT_FOUND) is None:
-            continue
-        info = await request(bus.nc, f"STREAM.INFO.{name}", {})
-        usages.append(_use(info, descriptions.get(name, ""), now_s))
+        info = await existing_info(bus.nc, f"STREAM.INFO.{name}", STREAM_NOT_FOUND)
+        if info is not None:
+            usages.append(_use(info, descriptions.get(name, ""), now_s))
     return usages
 
 
@@ -88,6 +89,7 @@ def _use(info: Config, description: str, now_s: float) -> StreamUse:
         config["max_age"] / _NS,
         state["consumer_count"],
         tuple(config.get("metadata", {}).get(SET_BY_OPERATOR, "").split()),
+        state["last_seq"],
     )
 
 

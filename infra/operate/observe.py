@@ -15,7 +15,7 @@ from nats.errors import Error as NatsError
 from infra.broker import retention
 from infra.broker.retention import StreamUse
 from infra.bus.connection import Bus
-from infra.bus.direct_get import get_last, read
+from infra.bus.direct_get import read
 from infra.operate.routers import routers
 from infra.operate.workers import registrations
 from infra.quantile import quantile
@@ -134,7 +134,7 @@ class Observer:
 
     async def _look(self) -> Snapshot:
         streams = tuple(await retention.uses(self._bus, self._topology))
-        await self._count()
+        self._count(streams)
         await self._read_records()
         now = rates(self._counts, self._recent)
         return Snapshot(
@@ -147,13 +147,11 @@ class Observer:
             tuple(reversed(self._recent)),
         )
 
-    async def _count(self) -> None:
-        now = time.monotonic()
-        ends = []
-        for name, kind in (("REQUESTS", "request"), ("DONE", "done")):
-            last = await get_last(self._bus, self._bus.subjects.stream(name), self._bus.subjects.all(kind))
-            ends.append(last.seq if last is not None else 0)
-        self._counts.append(Count(now, *ends))
+    def _count(self, streams: Sequence[StreamUse]) -> None:
+        # Asking for the last message of a wildcard would make the broker look through the subjects of all records.
+        now, last = time.monotonic(), {use.name: use.last_seq for use in streams}
+        stream = self._bus.subjects.stream
+        self._counts.append(Count(now, last.get(stream("REQUESTS"), 0), last.get(stream("DONE"), 0)))
         # One count from before the window stays, for its beginning.
         while len(self._counts) > 2 and self._counts[1].at_s < now - WINDOW_S:
             self._counts.pop(0)

@@ -39,7 +39,7 @@ async def test_streams_are_listed_with_what_they_hold_and_their_limits(
 ) -> None:
     await accept(bus)
     use = (await listed(bus, broker, capsys))["REQUESTS"]
-    assert (use["messages"], use["max_age_s"], use["max_bytes"]) == (1, DAY, 4 * GIB)
+    assert (use["messages"], use["last_seq"], use["max_age_s"], use["max_bytes"]) == (1, 1, DAY, 4 * GIB)
     assert 0 < use["oldest_s"] < 60
     assert await asyncio.to_thread(run_list, where(bus, broker)) == 0
     shown = capsys.readouterr().out
