@@ -73,6 +73,11 @@ class FleetView:
             return True
         return self._select().ready
 
+    @property
+    def lacks(self) -> str:
+        """The role of a worker without which those that are there run no request; "": none."""
+        return self._select().lacks
+
     def workers(self) -> list[tuple[Registration, str]]:
         """All workers, by name, each with why it takes no requests of this gateway; "": it takes them."""
         used = {worker.worker for worker in self._select().used}
@@ -143,7 +148,7 @@ class FleetView:
         return self._selection
 
     def _make_context(self) -> PrepareContext:
-        workers, revision, _ = self._select()
+        workers, revision = self._select()[:2]
         parsers, named = agreed_parsers(workers)
         if len(named) > 1 and named not in self._conflicts:
             self._conflicts.add(named)

@@ -11,18 +11,33 @@ from typing import NamedTuple
 import structlog
 
 from gateway.metrics import Metrics
-from infra.bus.revisions import reads, revisions
-from schemas.fleet import Registration
+from infra.bus.revisions import NO_TOKENS, reads, revisions
+from schemas.fleet import Registration, State
 
 log = structlog.get_logger("gateway")
 
 
 class WorkerSelection(NamedTuple):
-    """``revision`` "": no worker is there, or none names its revision. ``ready``: one takes requests."""
+    """
+    Attributes:
+        revision: "": no worker is there, or none names its revision.
+        ready: one takes requests, alone or together with another.
+        lacks: the role of a worker without which those that are there run no request; "": none.
+    """
 
     used: list[Registration]
     revision: str
     ready: bool
+    lacks: str = ""
+
+
+def lacking(workers: Iterable[Registration]) -> str:
+    """The role of the worker that workers of pairs need to run requests; "": some run them, or none is ready."""
+    ready = [each for each in workers if each.state is State.ready and each.role not in NO_TOKENS]
+    alone = {each.role for each in ready if each.pair_only}
+    if len(alone) != 1 or not all(each.pair_only for each in ready):
+        return ""
+    return "decode" if "prefill" in alone else "prefill"
 
 
 class Roster:
@@ -50,7 +65,8 @@ class Roster:
         self._refuse(refused)
         self._report_revisions(serving, candidates.present, compatible)
         used = [worker for worker in compatible if worker.revision == serving]
-        return WorkerSelection(used or compatible, serving or "", candidates.serving is not None)
+        lacks = lacking(used)
+        return WorkerSelection(used or compatible, serving or "", candidates.serving is not None and not lacks, lacks)
 
     def _refuse(self, refused: list[Registration]) -> None:
         gauge = self._metrics.refused

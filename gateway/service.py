@@ -152,7 +152,9 @@ class Gateway:
             return [*reasons, "the broker is not connected"]
         if not self._queue_monitor.has_routers:
             reasons.append("no router takes requests; start one with 'penstock router'")
-        if not self.fleet.has_worker():
+        if lacks := self.fleet.lacks:
+            reasons.append(f"no {lacks} worker is there, without which the others run no request; start one")
+        elif not self.fleet.has_worker():
             reasons.append(f"no worker serves {self.names[0]!r}; start one with 'penstock worker'")
         return reasons
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from schemas.fleet import EMBED, Registration, State
 
-_NO_TOKENS = ("encode", EMBED)  # roles whose workers may serve a language model's name and generate nothing
+NO_TOKENS = ("encode", EMBED)  # roles whose workers may serve a language model's name and generate nothing
 
 
 class Revisions(NamedTuple):
@@ -36,6 +36,6 @@ def revisions(workers: Iterable[Registration], tokenizer: str) -> Revisions:
         workers: of one model.
         tokenizer: digest of the tokenizer that made the prompts; "": unknown.
     """
-    ready = [w for w in workers if w.state is State.ready and w.role not in _NO_TOKENS and reads(w, tokenizer)]
+    ready = [w for w in workers if w.state is State.ready and w.role not in NO_TOKENS and reads(w, tokenizer)]
     first = min(ready, key=lambda worker: (worker.epoch, worker.worker), default=None)
     return Revisions(first.revision if first is not None else None, frozenset(w.revision for w in ready))
