@@ -12,7 +12,6 @@ SRUN=(srun --overlap --input=none --cpu-bind=none --kill-on-bad-exit=1)
 POLL_S=${POLL_S:-0.5}
 STEPS=() NAMES=() ALONE=()
 mkdir -p "$LOGS"
-mkdir -m 700 "$WORK"
 
 case $RUNTIME in
   pyxis) SRUN+=("--container-image=$IMAGE" "--container-mounts=$MOUNTS") ;;
@@ -44,7 +43,7 @@ finish() {
       wait "$step" 2> /dev/null || true
     done
   fi
-  rm -rf "$WORK"
+  rm -rf "$WORK" || true
   echo "$status" > "$OWN/exit-$ID"
   say "done, status $status"
   exit "$status"
@@ -52,6 +51,8 @@ finish() {
 trap finish EXIT
 trap 'say interrupted; exit 130' INT
 trap 'say "terminated: cancelled, or out of time"; exit 143' TERM
+rm -rf "$WORK" # a job that Slurm queued again after its node had failed has the same id
+mkdir -m 700 "$WORK"
 
 alive() {
   local step

@@ -103,6 +103,7 @@ def test_a_failed_point_is_submitted_again_and_a_complete_one_is_not(
     monkeypatch.setattr("infra.bench.sweep.plot_command.run", lambda argv: plotted.append(argv) or 0)
     cluster.write("chain")
     (cluster.stub / "broken").touch()
+    (cluster.folder / "local/penstock-1/store").mkdir(parents=True)  # of the same job, before its node failed
     assert run(["submit", "sweep.yaml", "--points", "whole"]) == 0
     until(lambda: ended(cluster))
     assert run(["status", "sweep.yaml"]) == 0
