@@ -73,7 +73,7 @@ def from_settings(settings: WorkerSettings, path: Path) -> ExternalEngine[Call]:
                 raise EngineError("vLLM's NixlConnector needs the package nixl: pip install nixl")
             variables |= side_channel(settings.nats_url, resolved.ranks)
         if grammars is not None:
-            variables |= {plugin.ACTIVE: "1"}
+            variables |= plugin.variables(os.environ)
         inbox = Inbox()
         loop = LoopThread("vllm")
         undo.callback(loop.close)

@@ -6,10 +6,22 @@ here, so its grammar is moved behind those tokens before the first new one is dr
 
 import importlib
 import os
+from collections.abc import Mapping
 from typing import Any
 
+NAME = "penstock"  # of the entry point
+ALLOWED = "VLLM_PLUGINS"  # names of the plugins that vLLM loads, comma-separated; not set: all
 ACTIVE = "PENSTOCK_VLLM_PLUGIN"  # set for the engine's processes; elsewhere vLLM is left as it is
 EARLIER = "penstock_earlier_tokens"  # in ``SamplingParams.extra_args``: the tokens of the answer so far
+
+
+def variables(current: Mapping[str, str]) -> dict[str, str]:
+    """Environment variables with which the engine's processes load this plugin, also where a user names others."""
+    found = {ACTIVE: "1"}
+    if ALLOWED in current:  # then vLLM loads no other, not even with an empty list
+        names = [name for name in current[ALLOWED].split(",") if name]
+        found[ALLOWED] = ",".join(dict.fromkeys((*names, NAME)))
+    return found
 
 
 def register() -> None:
