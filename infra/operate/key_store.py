@@ -3,7 +3,7 @@
 import getpass
 import socket
 import time
-from contextlib import suppress
+from collections.abc import Callable
 
 import msgspec
 from nats.errors import Error as NatsError
@@ -23,12 +23,19 @@ class KeyProblem(ValueError):
     """A key cannot be made or changed; the text says why."""
 
 
-async def all_keys(bus: Bus) -> list[ApiKey]:
-    """Every key, revoked ones too, the newest last. Entries that cannot be read are left out."""
+async def all_keys(bus: Bus, unreadable: Callable[[str], None] = lambda key_id: None) -> list[ApiKey]:
+    """Every key, revoked ones too, the newest last.
+
+    Args:
+        unreadable: called with the id of each entry that cannot be read; it is left out.
+    """
     found: list[ApiKey] = []
     async for entry in read(bus, f"KV_{bus.subjects.bucket('keys')}", f"$KV.{bus.subjects.bucket('keys')}.>"):
-        with suppress(msgspec.MsgspecError):
+        try:
             found.append(decode(entry.data))
+        except msgspec.MsgspecError:
+            if entry.data:
+                unreadable(entry.subject.rpartition(".")[2])
     return sorted(found, key=lambda key: key.created_ns)
 
 
@@ -58,12 +65,17 @@ async def find(bus: Bus, key_id: str) -> tuple[ApiKey, int]:
     """A key and its revision.
 
     Raises:
-        KeyProblem: there is none.
+        KeyProblem: there is none, or it cannot be read.
     """
     entry = await get_last(bus, f"KV_{bus.subjects.bucket('keys')}", _subject(bus, key_id), newest=True)
     if entry is None or not entry.data:
         raise KeyProblem(f"no key pst-{key_id}; `penstock keys list --all` shows all keys")
-    return decode(entry.data), entry.seq
+    try:
+        return decode(entry.data), entry.seq
+    except msgspec.MsgspecError as error:
+        raise KeyProblem(
+            f"the entry of pst-{key_id} cannot be read ({error}); no gateway admits anyone with it"
+        ) from None
 
 
 async def revoke(bus: Bus, key_id: str) -> tuple[ApiKey, bool]:

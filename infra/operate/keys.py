@@ -173,9 +173,14 @@ async def _create(args: argparse.Namespace, console: Console) -> None:
         print("It is the first key: from now on, every request to this deployment needs one.", file=sys.stderr)
 
 
+def _unreadable(key_id: str) -> None:
+    text = f"the entry of pst-{key_id} cannot be read: no gateway admits anyone with it, nor anyone without a key"
+    print(text, file=sys.stderr)
+
+
 async def _keys(args: argparse.Namespace) -> list[ApiKey]:
     async with open_log(_source(args), name="keys", role="operator", streams=()) as log:
-        return await key_store.all_keys(_running(log.stopped, log.bus))
+        return await key_store.all_keys(_running(log.stopped, log.bus), _unreadable)
 
 
 async def _list(args: argparse.Namespace, console: Console) -> None:

@@ -77,6 +77,11 @@ async def test_a_first_key_that_cannot_be_read_opens_nothing(bus: Bus) -> None:
     await guarded.guard.open(guarded.tasks)
     try:
         assert guarded.refusal(text) is Code.invalid_api_key
+        unreadable: list[str] = []
+        assert await key_store.all_keys(bus, unreadable.append) == []
+        assert unreadable == [name]  # so that an operator learns why nobody is admitted
+        with pytest.raises(key_store.KeyProblem, match=f"the entry of pst-{name} cannot be read"):
+            await key_store.revoke(bus, name)
     finally:
         await guarded.tasks.aclose()
         await guarded.guard.close()
