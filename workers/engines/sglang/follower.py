@@ -204,7 +204,7 @@ class Follower:
         code, message = Code.engine_error, str(error) or type(error).__name__
         if isinstance(error, TimeoutError):
             code, message = Code.transfer_failed, f"no KV came from the prefill engine in {self._options.wait_s:g} s"
-        elif isinstance(error, ValueError | TypeError):
+        elif isinstance(error, ValueError | TypeError) and not sequence.responded:  # it refuses the request
             code = Code.invalid_request
         self._emit(SequenceUpdate(sequence, failure=SequenceFailure(code, message)))
 

@@ -1,5 +1,7 @@
 """One sequence as calls of SGLang, and its chunks as tokens."""
 
+import asyncio
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,8 +12,11 @@ from tests.workers.engines.contract import ask
 from workers.engines.base import EngineInfo, MediaSpan, RequestError
 from workers.engines.external.handoff_state import ConsumedStates
 from workers.engines.external.outputs import MISSING, SequenceFailure, Token
+from workers.engines.external.sequences import ActiveSequence, SequenceUpdate
+from workers.engines.sglang.follower import Call, Follower
+from workers.engines.sglang.load import RankLoads
 from workers.engines.sglang.output_cursor import OutputCursor, prompt_scores
-from workers.engines.sglang.prepare import Options, check, meeting, prepare
+from workers.engines.sglang.prepare import Options, Prepared, check, meeting, prepare
 from workers.engines.sglang.sampling import BARRED
 
 INFO = EngineInfo("sglang", 32, 96, 4, 512, 1280, (2,), True)
@@ -142,6 +147,24 @@ def test_logits_that_are_no_numbers_are_a_failure() -> None:
     nan = {"type": "stop", "matched": "NaN happened"}
     failure = SequenceFailure(Code.engine_error, "the engine ended the output: NaN happened")
     assert OutputCursor(stops=(2,)).take(chunk(2, reason=nan)) == ([], failure)
+
+
+@pytest.mark.parametrize(("responded", "code"), [(False, Code.invalid_request), (True, Code.engine_error)])
+def test_what_the_engine_refuses_is_the_clients_error_and_what_fails_later_is_not(responded: bool, code: Code) -> None:
+    async def refuse(**_: object) -> None:
+        raise ValueError("m")
+
+    async def follow() -> None:
+        follower = Follower(runtime, RankLoads(), None, 1, OPTIONS)  # type: ignore[arg-type]
+        await follower._follow(sequence)
+
+    sent: list[SequenceUpdate] = []
+    llm, inbox = SimpleNamespace(async_generate=refuse), SimpleNamespace(put=sent.append)
+    runtime: Any = SimpleNamespace(llm=llm, loop=None, inbox=inbox)
+    sequence = ActiveSequence(ask(0, PROMPT), Call(lambda _: Prepared({}), None))
+    sequence.responded = responded  # behind the tokens of the first of several calls
+    asyncio.run(follow())
+    assert [update.failure for update in sent] == [SequenceFailure(code, "m")]
 
 
 def test_an_end_without_a_token_is_a_failure() -> None:
