@@ -1,4 +1,4 @@
-"""`penstock up` with each engine: stand-ins of TensorRT-LLM and vLLM, tiny diffusers pipelines, in real processes."""
+"""`penstock up` with each engine: stand-ins of TensorRT-LLM and vLLM, in real processes."""
 
 import asyncio
 import contextlib
@@ -12,24 +12,13 @@ import pytest
 from infra.launch.deathsig import die_with_parent
 from infra.launch.http import get
 from infra.model.modeldir import DEMO
-from tests.pipeline.conftest import NewDeployment
-from tests.pipeline.support import ROOT, START_S, Deployment, Process, free_port, samples, until
+from tests.pipeline.support import ROOT, START_S, Process, free_port, until
 from tests.standins import FOLDER, VARIANT, real
 
 pytestmark = pytest.mark.timeout(180)
 
 STANDINS = {"PYTHONPATH": f"{FOLDER}:{ROOT}", VARIANT: "1.2.1"}
 SMALL = ("--model", str(DEMO), "--max-model-len", "2048", "--max-running", "8")
-
-
-async def measured(deployment: Deployment) -> dict[str, dict[str, float]]:
-    """What workers and routers count, from the addresses in state.json."""
-    found = {}
-    async with httpx.AsyncClient(trust_env=False, timeout=10) as http:
-        for process in deployment.state.processes:
-            if process.metrics_url:
-                found[process.name] = samples((await http.get(process.metrics_url)).text)
-    return found
 
 
 def test_an_engine_that_is_not_installed_ends_the_start_with_the_line_that_installs_it(tmp_path: Path) -> None:
@@ -44,30 +33,6 @@ def test_an_engine_that_is_not_installed_ends_the_start_with_the_line_that_insta
     assert "worker-0 exited with status 2 at start" in said
     assert "restart" not in said
     assert "--extra-index-url https://pypi.nvidia.com" in said
-
-
-async def test_pictures_alone_make_a_ready_deployment(new_deployment: NewDeployment, tmp_path: Path) -> None:
-    from tests.workers.engines.diffusion import pipelines  # late: it imports diffusers
-
-    painter = pipelines.image(tmp_path / "painter")
-    deployment = new_deployment(
-        *("--engine", "auto", "--diffusion", "1", "--diffusion-model", str(painter), "--threads", "1"),
-    )
-    state = deployment.state
-    assert (state.model, state.makes) == ("painter", "image")
-    assert "images/generations" in (deployment.home / "up.log").read_text()
-    body = {"model": "painter", "prompt": "a red cube", "size": "32x32", "num_inference_steps": 2}
-    async with httpx.AsyncClient(base_url=deployment.urls[0], trust_env=False, timeout=60) as http:
-        made = await http.post("/v1/images/generations", json=body)
-        assert made.status_code == 200, made.text
-        listed = (await http.get("/v1/models")).json()["data"]
-        assert [(card["id"], card["output_modalities"]) for card in listed] == [("painter", ["image"])]
-        refused = await http.post("/v1/chat/completions", json={"model": "painter", "messages": []})
-        assert refused.status_code in (400, 404)
-        chat = {"model": "demo", "messages": [{"role": "user", "content": "hi"}]}
-        nobody = await http.post("/v1/chat/completions", json=chat)  # it would wait for a worker that nobody starts
-        assert (nobody.status_code, nobody.json()["error"]["code"]) == (404, "model_not_found")
-    assert (await measured(deployment))["diffusion-0"]['penstock_worker_pictures_total{kind="image"}'] == 1
 
 
 async def test_the_quick_start_script_of_vllm_with_a_draft_serves(tmp_path: Path) -> None:

@@ -23,19 +23,26 @@ from infra.timeline.read import read_timeline
 from infra.timeline.show_inspection import show
 from schemas import fleet
 from schemas.subjects import HEADER_REPLY_TO
-from tests.pipeline.support import Deployment, Process, accepted, ending, parse_sse, until
+from tests.pipeline.conftest import NewDeployment
+from tests.pipeline.support import Deployment, Process, accepted, ending, metrics, parse_sse, until
 
 IMAGES = "/v1/images/generations"
 VIDEOS = "/v1/videos/generations"
 
 
 @pytest.fixture(scope="module")
-def workers(fast: Deployment, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Process]]:
-    """Two that make images and one that makes videos, beside the workers of a language model."""
+def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """One of images and one of videos."""
     from tests.workers.engines.diffusion import pipelines  # late: it imports diffusers
 
     folder: Path = tmp_path_factory.mktemp("pipelines")
-    painter, filmer = pipelines.image(folder / "painter"), pipelines.video(folder / "filmer")
+    return pipelines.image(folder / "painter"), pipelines.video(folder / "filmer")
+
+
+@pytest.fixture(scope="module")
+def workers(fast: Deployment, models: tuple[Path, Path]) -> Iterator[list[Process]]:
+    """Two that make images and one that makes videos, beside the workers of a language model."""
+    painter, filmer = models
     common = ("--role", "diffusion", "--threads", "1", "--drain-s", "1")
     started = [
         fast.also("worker", *common, "--model", str(painter), "--served-model-name", "painter,artist"),
@@ -262,3 +269,26 @@ async def test_a_killed_workers_request_is_made_by_another_one(studio: httpx.Asy
     image = await fetched(studio, answer.json()["data"][0])
     direct = await studio.post(IMAGES, json=short | {"user": ""})
     assert (await fetched(studio, direct.json()["data"][0])).tobytes() == image.tobytes()
+
+
+async def test_pictures_alone_make_a_ready_deployment(new_deployment: NewDeployment, models: tuple[Path, Path]) -> None:
+    deployment = new_deployment(
+        *("--engine", "auto", "--diffusion", "1", "--diffusion-model", str(models[0]), "--threads", "1"),
+    )
+    state = deployment.state
+    assert (state.model, state.makes) == ("painter", "image")
+    assert "images/generations" in (deployment.home / "up.log").read_text()
+    body = {"model": "painter", "prompt": "a red cube", "size": "32x32", "num_inference_steps": 2}
+    async with httpx.AsyncClient(base_url=deployment.urls[0], trust_env=False, timeout=60) as http:
+        made = await http.post("/v1/images/generations", json=body)
+        assert made.status_code == 200, made.text
+        listed = (await http.get("/v1/models")).json()["data"]
+        assert [(card["id"], card["output_modalities"]) for card in listed] == [("painter", ["image"])]
+        refused = await http.post("/v1/chat/completions", json={"model": "painter", "messages": []})
+        assert refused.status_code in (400, 404)
+        chat = {"model": "demo", "messages": [{"role": "user", "content": "hi"}]}
+        nobody = await http.post("/v1/chat/completions", json=chat)  # it would wait for a worker that nobody starts
+        assert (nobody.status_code, nobody.json()["error"]["code"]) == (404, "model_not_found")
+    [worker] = [process for process in state.processes if process.name == "diffusion-0"]
+    counted = await metrics(worker.metrics_url.removesuffix("/metrics"))
+    assert counted['penstock_worker_pictures_total{kind="image"}'] == 1
