@@ -12,7 +12,7 @@ log = structlog.get_logger("gateway")
 LOOK_S = 2.0
 HANDSHAKE_S = 10.0
 
-_Stamp = tuple[tuple[int, int, int], ...]
+_Stamp = tuple[tuple[int, ...], ...]
 
 
 class BadCertificate(Exception):
@@ -71,12 +71,12 @@ class Certificate:
         return context
 
     def _stamped(self) -> _Stamp:
-        """What differs when a file is replaced or written, through links as Kubernetes makes them."""
+        """What differs when a file is replaced, written or made readable, through links as Kubernetes makes them."""
         stamps = []
         for path in (self._cert, self._key):
             with contextlib.suppress(OSError):
                 at = os.stat(path)
-                stamps.append((at.st_mtime_ns, at.st_size, at.st_ino))
+                stamps.append((at.st_mtime_ns, at.st_ctime_ns, at.st_size, at.st_ino))
         return tuple(stamps)
 
 

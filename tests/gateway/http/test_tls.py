@@ -138,3 +138,20 @@ def test_files_that_cannot_be_used_are_refused_at_start(tmp_path: Path, made: di
     for cert, key, why in wrong:
         with pytest.raises(BadCertificate, match=why):
             Certificate(str(cert), str(key))
+
+
+def test_files_that_are_made_readable_after_they_were_written_are_tried_again(
+    made: dict[str, tuple[Path, Path]], pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    certificate = Certificate(*map(str, pair))
+    put(made["second"], pair)
+    with monkeypatch.context() as unreadable:  # root, who may run the tests, could read it
+        unreadable.setattr(certificate, "_loaded", denied)
+        assert not certificate.reload()
+    assert not certificate.reload()
+    pair[1].chmod(0o640)
+    assert certificate.reload()
+
+
+def denied() -> ssl.SSLContext:
+    raise BadCertificate("permission denied")
