@@ -255,7 +255,7 @@ async def test_a_deadline_ends_a_request_between_two_steps(studio: httpx.AsyncCl
 
 
 async def test_a_killed_workers_request_is_made_by_another_one(studio: httpx.AsyncClient, bus: Bus) -> None:
-    short = LONG | {"n": 1, "num_inference_steps": 50, "seed": 5, "user": "survivor"}
+    short = LONG | {"n": 1, "num_inference_steps": 32, "seed": 5, "user": "survivor"}
     asking = asyncio.create_task(studio.post(IMAGES, json=short, timeout=60))
     request_id, worker = await begun(bus, studio, "survivor")
     stored = await bus.js.get_last_msg(f"KV_{bus.subjects.bucket('workers')}", bus.subjects.lease(worker), direct=True)
@@ -263,7 +263,7 @@ async def test_a_killed_workers_request_is_made_by_another_one(studio: httpx.Asy
     answer = await asking
     assert answer.status_code == 200, answer.text
     timeline, end = await ending(bus, request_id, within_s=30)
-    assert (end.attempt, end.usage.completion) == (2, 50)
+    assert (end.attempt, end.usage.completion) == (2, 32)
     assert end.worker != worker
     assert [stage.worker for stage in timeline.stages] == [worker, end.worker]
     image = await fetched(studio, answer.json()["data"][0])
