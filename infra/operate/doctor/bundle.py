@@ -23,15 +23,16 @@ _PASSWORD = re.compile(rb"(?<=://)([^/\s:@\"']+):[^@\s\"']+@")
 _SECRET = re.compile(
     rb"(?i)((?:token|password|api[_-]?key|secret|authorization)[\"']?\s*[=:]\s*[\"']?(?:bearer )?)[^\s\"',&]+"
 )
+_API_KEY = re.compile(rb"(pst-[a-z0-9]{12})-[A-Za-z0-9]+")
 
 
 def redacted(data: bytes) -> bytes:
     """Without passwords in URLs, tokens and keys."""
-    return _SECRET.sub(rb"\1***", _PASSWORD.sub(rb"\1:***@", data))
+    return _API_KEY.sub(rb"\1-***", _SECRET.sub(rb"\1***", _PASSWORD.sub(rb"\1:***@", data)))
 
 
 def write_bundle(path: Path, findings: Sequence[Finding], data_dir: Path, more: Mapping[str, bytes]) -> list[str]:
-    """Write a .tar.gz; returns the names of its files.
+    """Write a .tar.gz that only its owner may read; returns the names of its files.
 
     Args:
         more: further files by name, such as streams and registrations.
@@ -49,7 +50,9 @@ def write_bundle(path: Path, findings: Sequence[Finding], data_dir: Path, more: 
     for log in sorted((data_dir / "logs").glob("*.log")):
         files[f"logs/{log.name}"] = tail(log, LOG_BYTES)
     folder = f"penstock-doctor-{time.strftime('%Y%m%d-%H%M%S')}"
-    with tarfile.open(path, "w:gz") as archive:
+    path.unlink(missing_ok=True)
+    private = os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb")
+    with private, tarfile.open(fileobj=private, mode="w:gz") as archive:
         for name, data in files.items():
             clean = redacted(data)
             entry = tarfile.TarInfo(f"{folder}/{name}")

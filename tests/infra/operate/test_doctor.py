@@ -245,6 +245,7 @@ def test_logs_without_trouble_are_in_order(tmp_path: Path) -> None:
         (b'"dashboard_url": "http://h:1/?token=hunter2"', b"hunter2"),
         (b"Authorization: Bearer hunter2", b"hunter2"),
         (b'{"api_key": "hunter2", "model": "m"}', b"hunter2"),
+        (b"key pst-0a1b2c3d4e5f-hunter2hunter2 was logged", b"hunter2"),
     ],
 )
 def test_no_secret_gets_into_an_archive(text: bytes, secret: bytes) -> None:
@@ -259,7 +260,9 @@ def test_an_archive_has_findings_versions_and_logs(tmp_path: Path) -> None:
     state = State("http://h:1", "nats://operator:geheim@h:2", "c", "s", "ps", "m")
     write_state(tmp_path / "state.json", state)
     path = tmp_path / "bundle.tar.gz"
+    path.write_bytes(b"an earlier one")
     write_bundle(path, [Finding("a", Status.ok, "b")], tmp_path, {"streams.json": b"[]"})
+    assert path.stat().st_mode & 0o777 == 0o600
     with tarfile.open(path) as archive:
         contents = {
             name.partition("/")[2]: file.read()
