@@ -184,6 +184,8 @@ class Connection(HttpToolsProtocol):
         self._receiving, self._ended = False, True
         if not self._closing:
             super().on_message_complete()
+            if self.cycle is self._answered:  # uvicorn waits for a reader of the body, and would not see the client go
+                self.flow.resume_reading()
 
     def on_response_complete(self) -> None:
         self.on_lost = None

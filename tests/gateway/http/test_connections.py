@@ -57,6 +57,7 @@ class Application:
             await send({"type": "http.response.body", "body": b"two"})
             return
         if scope["path"] == "/wait":
+            scope[SCOPE].on_lost = self.lost.set
             await self.go.wait()
         body = str(size).encode()
         await self._start(send, [(b"content-length", str(len(body)).encode())])
@@ -388,6 +389,17 @@ async def test_a_client_that_reads_slowly_is_not_cut_off(serve: Serve) -> None:
 
 
 # -- numbers ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [10, 1_000_000])
+async def test_a_client_that_leaves_is_noticed_also_behind_a_large_body(serve: Serve, size: int) -> None:
+    serving = await serve()
+    head = b"POST /wait HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % size
+    async with asyncio.timeout(10):
+        async with serving.client(head + b"x" * size):
+            await serving.app.begun.wait()
+        await serving.app.lost.wait()
+    serving.app.go.set()
 
 
 async def test_connections_beyond_the_limit_are_refused_and_room_comes_back(serve: Serve) -> None:
