@@ -4,7 +4,7 @@ import contextlib
 import socket
 
 from infra.launch.http import base_url
-from infra.launch.sockets import CannotListen, listening, own_ports
+from infra.launch.sockets import CannotListen, listening, own_sockets
 
 
 class Listeners:
@@ -19,6 +19,7 @@ class Listeners:
         self._host = host
         self._tls = tls
         self._shared: socket.socket | None = None
+        self._own: list[socket.socket] = []  # hold the ports of single gateways
         self.port = 0
         self.ports: list[int] = []  # one per gateway
 
@@ -30,10 +31,11 @@ class Listeners:
         self._shared = listening(self._host, port)
         self.port = int(self._shared.getsockname()[1])
         try:
-            self.ports = own_ports(self._host, port and port + 1, gateways) if gateways > 1 else [self.port]
+            self._own = own_sockets(self._host, port and port + 1, gateways) if gateways > 1 else []
         except CannotListen:
             self.close()
             raise
+        self.ports = [int(each.getsockname()[1]) for each in self._own] or [self.port]
 
     @property
     def fd(self) -> int:
@@ -51,7 +53,7 @@ class Listeners:
 
     def close(self) -> None:
         """Gateways that have inherited the socket still accept from it."""
-        if self._shared is not None:
+        for each in (*self._own, *filter(None, [self._shared])):
             with contextlib.suppress(OSError):
-                self._shared.close()
-            self._shared = None
+                each.close()
+        self._own, self._shared = [], None

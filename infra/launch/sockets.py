@@ -64,24 +64,25 @@ def check_free(host: str, port: int, *, port_flag: str = "--http-port", host_fla
     bind(host, port, port_flag=port_flag, host_flag=host_flag).close()
 
 
-def own_ports(host: str, first: int, count: int) -> list[int]:
-    """Ports of single gateways: consecutive from ``first``, or (0) any free ones.
+def own_sockets(host: str, first: int, count: int) -> list[socket.socket]:
+    """Hold the ports of single gateways: consecutive from ``first``, or (0) any free ones.
+
+    The sockets are bound and do not listen, so a gateway can bind to its port beside them (both with SO_REUSEADDR),
+    and meanwhile the kernel gives it to no outgoing connection.
 
     Raises:
         CannotListen: one is in use, or there are no such ports.
     """
-    if first == 0:
-        with contextlib.ExitStack() as held:
-            return [int(held.enter_context(bind(host, 0)).getsockname()[1]) for _ in range(count)]
-    ports = list(range(first, first + count))
-    if ports and ports[-1] > 65535:
+    if first and first + count - 1 > 65535:
         raise CannotListen(
-            f"--http-port {first - 1}: {count} gateways need the ports up to {ports[-1]}, and the last one is 65535",
+            f"--http-port {first - 1}: {count} gateways need the ports up to {first + count - 1}, "
+            "and the last one is 65535",
             permanent=True,
         )
-    for port in ports:
-        check_free(host, port)
-    return ports
+    with contextlib.ExitStack() as held:
+        sockets = [held.enter_context(bind(host, first and first + number)) for number in range(count)]
+        held.pop_all()
+    return sockets
 
 
 def cannot_listen(

@@ -212,7 +212,8 @@ async def test_metrics_of_the_engine_are_beside_ours(fleet: Fleet, http: httpx.A
 async def test_a_client_that_leaves_ends_its_request_in_the_engine(
     fleet: Fleet, bus: Bus, http: httpx.AsyncClient
 ) -> None:
-    async with http.stream("POST", "/v1/chat/completions", json=long_answer("Tell me all.")) as stream:
+    body = long_answer("Tell me all.") | {"max_tokens": 500}  # more than are computed before it is noticed
+    async with http.stream("POST", "/v1/chat/completions", json=body) as stream:
         async for line in stream.aiter_lines():
             if piece(line):
                 break

@@ -2,11 +2,12 @@
 
 import errno
 import os
+import socket
 
 import pytest
 
 from infra.launch.listeners import Listeners
-from infra.launch.sockets import CannotListen, bind, cannot_listen, listening, own_ports
+from infra.launch.sockets import CannotListen, bind, cannot_listen, listening, own_sockets
 
 
 def test_a_port_in_use_is_named_and_another_start_may_succeed() -> None:
@@ -45,13 +46,17 @@ def test_each_cause_is_distinguished_from_the_others(number: int, said: str, per
 
 def test_own_ports_follow_the_shared_one() -> None:
     with pytest.raises(CannotListen, match="3 gateways need the ports up to 65537"):
-        own_ports("127.0.0.1", 65535, 3)
-    assert len(set(own_ports("127.0.0.1", 0, 3))) == 3
+        own_sockets("127.0.0.1", 65535, 3)
     listeners = Listeners("127.0.0.1")
     listeners.open(0, 2)
     try:
         assert listeners.port not in listeners.ports
         assert listeners.url not in listeners.urls
+        assert len(set(listeners.ports)) == 2
+        listening("127.0.0.1", listeners.ports[0]).close()  # as a gateway does, beside the socket that holds the port
+        listening("127.0.0.1", listeners.ports[0]).close()  # and again when it is restarted
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.bind(("127.0.0.1", listeners.ports[1]))
     finally:
         listeners.close()
 

@@ -131,12 +131,12 @@ async def test_a_submission_over_nats_is_answered_with_the_same_vectors(
 
 async def test_a_killed_workers_request_is_done_by_another_one(served: httpx.AsyncClient, bus: Bus) -> None:
     inputs = [[number] * 50 for number in range(40)]  # 2 s
-    body = {"model": "vec", "input": inputs, "user": "survivor", "timeout_s": 60}
+    body = {"model": "vec", "input": inputs, "user": "vector survivor", "timeout_s": 60}
     asking = asyncio.create_task(served.post(PATH, json=body, timeout=60))
     found: dict[str, str] = {}
 
     async def placed() -> bool:
-        for request in await accepted(bus, "survivor"):
+        for request in await accepted(bus, "vector survivor"):
             timeline = await read_timeline(bus, request.id)
             if timeline.stages:
                 found["id"], found["worker"] = request.id, timeline.stages[-1].worker

@@ -70,6 +70,12 @@ async def test_a_request_runs_on_both_and_none_alone(
 ) -> None:
     body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 6, "temperature": 0, "ignore_eos": True}
     async with httpx.AsyncClient(base_url=empty.urls[0], trust_env=False, timeout=60) as http:
+
+        async def takes_requests() -> bool:
+            short = body | {"prompt": [3] * 8, "max_tokens": 1}
+            return (await http.post("/v1/completions", json=short)).status_code == 200
+
+        await until(takes_requests, "requests that other modules left waiting have ended")
         for cached in (0, CACHED):
             answer = await http.post("/v1/completions", json=body | {"n": 2 if cached else 1})
             assert answer.status_code == 200, answer.text
