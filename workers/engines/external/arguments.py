@@ -1,6 +1,9 @@
-"""The user's engine arguments (YAML file and JSON overrides), and the model length they may ask for."""
+"""The user's engine arguments (YAML file and JSON overrides), and what they may be."""
 
+import difflib
+from collections.abc import Collection, Mapping
 from pathlib import Path
+from typing import Any
 
 from configs.settings import WorkerSettings
 from infra.engine_args.tree import BadArguments, Tree, merge, parse_json, parse_yaml
@@ -40,3 +43,22 @@ def length(settings: WorkerSettings, model_len: int) -> int:
     if settings.max_model_len > model_len:
         raise BadArguments([f"max_model_len: {settings.max_model_len} is too long; this model takes {model_len}"])
     return settings.max_model_len or model_len
+
+
+def refused(
+    user_args: Mapping[str, Any], reserved: Mapping[str, str], known: Collection[str], aliases: Mapping[str, str] = {}
+) -> list[str]:
+    """Why keys of the user's cannot be passed on, one line per problem.
+
+    Args:
+        reserved: keys that the worker sets itself, and what to use instead.
+        known: keys of the installed release.
+        aliases: names of other packages, and the engine's own for the same.
+    """
+    problems = [f"{key}: {reserved[key]}" for key in user_args if key in reserved]
+    for key in user_args:
+        if key not in known and key not in reserved:
+            near = difflib.get_close_matches(key, known, n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            problems.append(f"{key}: no such key" + (f"; it is {aliases[key]} here" if key in aliases else hint))
+    return problems

@@ -4,12 +4,12 @@ Pure. The result is keyword arguments of ``sglang.Engine``, which are the fields
 deadlock, corrupt data or silently disable a feature are refused, each with its fix.
 """
 
-import difflib
 import json
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 from infra.engine_args.tree import BadArguments, Tree, merge
+from workers.engines.external.arguments import refused
 
 PAIR = ("prefill", "decode")  # roles whose engines work together on a request
 GRAMMARS = "llguidance"
@@ -176,8 +176,7 @@ def resolve(wanted: EngineSettings, given: Mapping[str, Any], known: Collection[
     """
     if wanted.role == "encode":
         raise BadArguments(["--role encode: the SGLang adapter takes text only; use --engine native or trtllm"])
-    problems = [f"{key}: {_RESERVED[key]}" for key in given if key in _RESERVED]
-    problems += [f"{key}: no such key{_hint(key, known)}" for key in given if key not in known and key not in _RESERVED]
+    problems = refused(given, _RESERVED, known, _ALIASES)
     if problems:
         raise BadArguments(problems)
     tree = merge(defaults(wanted), given)
@@ -213,13 +212,6 @@ def _contradictions(tree: Tree, wanted: EngineSettings) -> list[str]:
     if tree["disable_radix_cache"] == wanted.prefix_cache:
         problems.append("disable_radix_cache: use --no-prefix-cache, which the worker registers")
     return problems
-
-
-def _hint(key: str, names: Collection[str]) -> str:
-    if key in _ALIASES:
-        return f"; SGLang's name is {_ALIASES[key]}"
-    near = difflib.get_close_matches(key, names, n=1)
-    return f"; did you mean {near[0]}?" if near else ""
 
 
 def layout(version: str, tree: Tree, revision: str) -> str:

@@ -4,13 +4,13 @@ Pure. The result is keyword arguments of ``vllm.AsyncEngineArgs``, with nested c
 that would deadlock, corrupt data or silently disable a feature are refused, each with its fix.
 """
 
-import difflib
 import itertools
 from collections.abc import Collection, Mapping
 from collections.abc import Sequence as Seq
 from typing import Any, NamedTuple
 
 from infra.engine_args.tree import BadArguments, Tree, merge
+from workers.engines.external.arguments import refused
 
 EVENT_STEPS = 10_000  # KV event messages that are kept for replay
 GRAMMARS = "guidance"  # vLLM's name for llguidance
@@ -194,8 +194,7 @@ def resolve(wanted: EngineSettings, given: Mapping[str, Any], known: Collection[
     """
     if wanted.role == "encode":
         raise BadArguments(["--role encode: the vLLM adapter takes text only; use --engine native or trtllm"])
-    problems = [f"{key}: {_RESERVED[key]}" for key in given if key in _RESERVED]
-    problems += [f"{key}: no such key{_hint(key, known)}" for key in given if key not in known and key not in _RESERVED]
+    problems = refused(given, _RESERVED, known)
     on = [key for key in MULTIMODAL if given.get(key)]
     problems += [
         f"{first} and {second}: they exclude each other; remove one" for first, second in itertools.combinations(on, 2)
@@ -271,8 +270,3 @@ def layout(version: str, tree: Tree) -> str:
     """Fingerprint that two engines must share to hand off KV; the connector checks the rest itself."""
     release = ".".join(version.split(".")[:2])
     return f"vllm-{release}/nixl/{tree.get('kv_cache_dtype', 'auto')}/{tree['block_size']}"
-
-
-def _hint(key: str, names: Collection[str]) -> str:
-    near = difflib.get_close_matches(key, names, n=1)
-    return f"; did you mean {near[0]}?" if near else ""

@@ -67,7 +67,7 @@ def test_kv_events_are_published_wherever_there_is_a_prefix_cache(
     ("given", "words"),
     [
         ({"mem_fraction_statik": 1}, "did you mean mem_fraction_static"),
-        ({"tensor_parallel_size": 2}, "SGLang's name is tp_size"),
+        ({"tensor_parallel_size": 2}, "it is tp_size here"),
         ({"model_path": "x"}, "use --model"),
         ({"schedule_policy": "lpm"}, "the router orders requests"),
         ({"enable_lora": True}, "not supported"),
