@@ -149,8 +149,8 @@ def write(sweep: SweepFile, point: Point, out: Path) -> tuple[list[Worker], int]
             (own / f"{each.group.role}.yaml").write_text(each.arguments, encoding="utf-8")
     described = script.JobPoint(point.name, sweep.penstock, groups, {each.group.role: each.argv for each in workers})
     (own / "point.json").write_bytes(msgspec.json.encode(described))
-    told = msgspec.json.format(msgspec.json.encode(deployment_of(sweep, point)), indent=2) + b"\n"
-    (out / point.name / deployment.FILE).write_bytes(told)
+    document = msgspec.json.format(msgspec.json.encode(deployment_of(sweep, point)), indent=2) + b"\n"
+    (out / point.name / deployment.FILE).write_bytes(document)
     numa = own / "numa.sh"
     numa.write_bytes(script.NUMA.read_bytes())
     numa.chmod(0o755)
@@ -180,8 +180,8 @@ def _collect(args: Namespace) -> int:
     folders = [str(out / each.point) for each in found if each.levels_done]
     for each in found:
         if not each.complete:
-            told = f"{each.levels_done} of {each.levels} levels; {each.state.lower() or 'not submitted'}"
-            print(f"{each.point}: {told}{f': {each.reason}' if each.reason else ''}", file=sys.stderr)
+            progress = f"{each.levels_done} of {each.levels} levels; {each.state.lower() or 'not submitted'}"
+            print(f"{each.point}: {progress}{f': {each.reason}' if each.reason else ''}", file=sys.stderr)
     if not folders:
         raise BadSweep(f"{out}: no point has results yet; see `penstock slurm status {args.sweep}`")
     target = str(out / "plots")

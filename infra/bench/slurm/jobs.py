@@ -19,7 +19,7 @@ QUEUED = (
 )  # fmt: skip
 _JOBS = "jobs"  # ids of a point's jobs, the last one at the end
 _ID = re.compile(r"\d+(_\d+)?", re.ASCII)
-_SAID = re.compile(r"\d\d:\d\d:\d\d (?!stopping|done, status)")
+_REASON = re.compile(r"\d\d:\d\d:\d\d (?!stopping|done, status)")
 _LAST_LINES = 3
 
 
@@ -161,8 +161,8 @@ def _why(own: Path, job: str) -> str:
             lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
         except OSError:
             continue
-        told = [line[9:] for line in lines if _SAID.match(line)]  # ours; srun and the engines write there, too
-        return told[-1] if told else ""
+        reasons = [line[9:] for line in lines if _REASON.match(line)]  # ours; srun and the engines write there, too
+        return reasons[-1] if reasons else ""
     return ""
 
 
