@@ -198,7 +198,7 @@ class EmbeddingRunner:
         entry = self._open.get(running.request.id)
         if entry is not None and entry.running is running:
             del self._open[running.request.id]
-            self._inputs.drop(running.request.id, len(entry.vectors))
+            self._inputs.drop(running.request.id)
 
     def release_input(self, stage_input: StageInput) -> None:
         """No stage comes before this one."""

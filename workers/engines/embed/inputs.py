@@ -1,15 +1,19 @@
 """Inputs of all requests that wait to be embedded, and which of them form the next batch. Pure.
 
-A batch always has the oldest input, so that none waits forever, and beside it inputs of nearly the same length: a
-matrix is as wide as its longest row, and what pads the others is computed for nothing.
+The requests take turns: a batch has the oldest input of the request whose turn it is, so a short request does not wait
+for all of a large one. Beside it are inputs of nearly the same length, of any request: a matrix is as wide as its
+longest row, and what pads the others is computed for nothing.
 """
 
 from bisect import bisect_left
+from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from itertools import islice
 from typing import Generic, NamedTuple, TypeVar
 
-LOOK_AHEAD = 4096  # waiting inputs that a batch is made of, the oldest ones
+LOOK_AHEAD = (
+    4096  # waiting inputs that a batch is made of: the oldest ones of each request, as many of one as of another
+)
 NEAR_SHARE = 0.25  # rows may be shorter than the longest by this share,
 NEAR_TOKENS = 16  # or by so many tokens
 
@@ -34,29 +38,49 @@ class InputQueue(Generic[K]):
     def __init__(self, max_tokens: int, max_inputs: int = 1024) -> None:
         self._max_tokens = max_tokens
         self._max_inputs = max_inputs
-        self._waiting: dict[tuple[K, int], Sequence[int]] = {}  # in the order in which they came
+        self._waiting: OrderedDict[K, dict[int, Sequence[int]]] = OrderedDict()  # the request whose turn it is first
+        self._size = 0
 
     def __len__(self) -> int:
-        return len(self._waiting)
+        return self._size
 
     def add(self, key: K, inputs: Sequence[Sequence[int]]) -> None:
-        for index, tokens in enumerate(inputs):
-            self._waiting[key, index] = tokens
+        """
+        Args:
+            key: a request that is not in the queue.
+        """
+        if inputs:
+            self._waiting[key] = dict(enumerate(inputs))
+            self._size += len(inputs)
 
-    def drop(self, key: K, count: int) -> None:
-        """Forget what waits of a request with ``count`` inputs."""
-        for index in range(count):
-            self._waiting.pop((key, index), None)
+    def drop(self, key: K) -> None:
+        """Forget what waits of a request."""
+        self._size -= len(self._waiting.pop(key, ()))
 
     def take(self) -> list[Input[K]]:
         """The inputs of the next batch, removed from the queue; empty if none waits."""
         if not self._waiting:
             return []
-        ahead = [(len(tokens), name) for name, tokens in islice(self._waiting.items(), LOOK_AHEAD)]
-        oldest = ahead[0][0]
-        by_length = sorted(ahead, key=lambda each: each[0])  # stable: the oldest is the first of its length
-        first, last = _window([length for length, _ in by_length], oldest, self._max_tokens, self._max_inputs)
-        return [Input(*name, self._waiting.pop(name)) for _, name in by_length[first:last]]
+        first = next(iter(self._waiting))
+        each_of = max(1, LOOK_AHEAD // len(self._waiting))
+        ahead = [
+            (len(tokens), key, place)
+            for key, inputs in islice(self._waiting.items(), LOOK_AHEAD)
+            for place, tokens in islice(inputs.items(), each_of)
+        ]
+        wanted = ahead[0][0]
+        by_length = sorted(ahead, key=lambda each: each[0])  # stable: ``ahead[0]`` leads those of its length
+        begin, end = _window([length for length, _, _ in by_length], wanted, self._max_tokens, self._max_inputs)
+        self._waiting.move_to_end(first)
+        return [self._pop(key, place) for _, key, place in by_length[begin:end]]
+
+    def _pop(self, key: K, place: int) -> Input[K]:
+        inputs = self._waiting[key]
+        tokens = inputs.pop(place)
+        self._size -= 1
+        if not inputs:
+            del self._waiting[key]
+        return Input(key, place, tokens)
 
 
 def _window(lengths: Sequence[int], wanted: int, max_tokens: int, max_inputs: int) -> tuple[int, int]:
