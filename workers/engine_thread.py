@@ -27,6 +27,8 @@ T = TypeVar("T")
 MAX_AHEAD = 64
 BLOCKED_S = 0.005  # pause between steps of an engine that waits for blocks held for other workers
 MIN_FLUSH_S = 0.002  # only mock engines step faster; each message costs the gateway a wake-up per request
+FAST_STEP_NS = 500_000  # a step this short is computed in Python: the event loop cannot run meanwhile
+GIVE_WAY_S = 0.002
 
 
 class EngineThread:
@@ -52,7 +54,8 @@ class EngineThread:
         self._wall_ns = wall_ns
         self._clock = clock
         self._flush_due = 0.0
-        self._commands: queue.SimpleQueue[Callable[[Engine], None] | None] = queue.SimpleQueue()
+        self._commands: queue.SimpleQueue[Callable[[Engine], None]] = queue.SimpleQueue()
+        self._stopped = False
         self._ready = threading.Event()
         self._error: BaseException | None = None
         self.steps = 0  # that were not empty
@@ -60,7 +63,6 @@ class EngineThread:
         self._output = StepOutput()
         self._in_flight = 0  # flushes delivered and not yet consumed
         self._ahead = 0  # steps since the last flush
-        self._wake = threading.Condition()  # a flush was consumed, or a command was put
         self._block_waits = BlockWaitQueue()  # used in the thread only
         self._calls: set[concurrent.futures.Future[Any]] = set()  # not yet answered
         self._ended_error: EngineError | None = None  # the thread has ended
@@ -96,7 +98,7 @@ class EngineThread:
                     engine.kv_transfer.release(requests[0].reservation)
                 refused(error)
 
-        self._put(run)
+        self._commands.put(run)
 
     def cancel(self, sequences: list[SequenceState], done: Callable[[], None] | None = None) -> None:
         """Cancel sequences before the next step. ``done`` is called in the thread when their output was flushed."""
@@ -108,7 +110,7 @@ class EngineThread:
                 self._flush()
                 done()
 
-        self._put(run)
+        self._commands.put(run)
 
     def cancel_unstarted(self, groups: Sequence[list[SequenceState]]) -> "concurrent.futures.Future[list[bool]]":
         """Cancel each group of sequences of which the engine has started none; True: the group was cancelled."""
@@ -124,7 +126,7 @@ class EngineThread:
 
     def ask(self, question: Callable[[Engine], Any], answer: Callable[[Any], None]) -> None:
         """Run ``question`` between two steps and call ``answer`` with its result, in the thread."""
-        self._put(lambda engine: answer(question(engine)))
+        self._commands.put(lambda engine: answer(question(engine)))
 
     def call(self, question: Callable[[Engine], T]) -> "concurrent.futures.Future[T]":
         """Run ``question`` between two steps.
@@ -146,7 +148,7 @@ class EngineThread:
                     raise
 
         self._calls.add(future)
-        self._put(run)
+        self._commands.put(run)
         if self._ended_error is not None:
             self._fail_calls(self._ended_error)
         return future
@@ -159,7 +161,7 @@ class EngineThread:
 
     def cancel_wait(self, wait: BlockWait[Any]) -> None:
         """Answer with None, unless it was answered."""
-        self._put(lambda engine: self._block_waits.cancel_wait(wait, engine))
+        self._commands.put(lambda engine: self._block_waits.cancel_wait(wait, engine))
 
     def dump(self, answer: Callable[[list[CacheSnapshot]], None]) -> None:
         """Call ``answer`` with the cached block names of each rank, all as of one moment."""
@@ -169,7 +171,7 @@ class EngineThread:
             ranks = range(engine.info.dp_size)
             answer([CacheSnapshot(engine.dump(rank), self._output.kv_seq(rank) - 1) for rank in ranks])
 
-        self._put(run)
+        self._commands.put(run)
 
     def new_epoch(self) -> None:
         """Restart the numbers of KV batches, for a worker that registers under a new id."""
@@ -177,26 +179,27 @@ class EngineThread:
         def run(engine: Engine) -> None:
             self._output.new_epoch()
 
-        self._put(run)
+        self._commands.put(run)
 
     def wake(self) -> None:
         """Have the thread check whether the engine has work; from any thread."""
-        self._put(lambda engine: None)
+        self._commands.put(lambda engine: None)
 
     def flush_consumed(self) -> None:
         """A flush was consumed."""
-        with self._wake:
+
+        def run(engine: Engine) -> None:
             self._in_flight = max(0, self._in_flight - 1)
-            self._wake.notify()
+
+        self._commands.put(run)
 
     def stop(self) -> None:
         """End the thread after the current step; the engine is closed in it."""
-        self._put(None)
 
-    def _put(self, command: Callable[[Engine], None] | None) -> None:
-        self._commands.put(command)
-        with self._wake:
-            self._wake.notify()
+        def run(engine: Engine) -> None:
+            self._stopped = True
+
+        self._commands.put(run)
 
     def join(self, timeout: float) -> bool:
         self._thread.join(timeout)
@@ -231,45 +234,42 @@ class EngineThread:
 
     def _loop(self, engine: Engine) -> None:
         commands = self._commands
-        while True:
+        while not self._stopped:
             working = engine.has_work()
-            if not commands.empty() or not (working or self._output):
-                command = commands.get()
-                if command is None:
-                    return
-                command(engine)
-                if self._block_waits:
-                    self._block_waits.serve(engine)
-            elif working and self._ahead < MAX_AHEAD:
+            steps = working and self._ahead < MAX_AHEAD
+            if not commands.empty() or not (steps or (not self._in_flight and (working or self._output))):
+                self._run_command(engine)
+            elif steps:
                 ended = len(self._output.ended)
-                self._step(engine)
+                began = self._step(engine)
                 self._ahead += 1
                 if self._block_waits and len(self._output.ended) > ended:
                     self._block_waits.serve(engine)
                 if engine.blocked:
-                    self._pause()
+                    self._run_command(engine, BLOCKED_S)
                 if not self._in_flight and self._clock() >= self._flush_due:
                     self._flush()
-            elif self._in_flight:
-                self._wait()
+                    if self._in_flight and self._wall_ns() - began < FAST_STEP_NS:
+                        self._run_command(engine, GIVE_WAY_S)
             else:
                 self._flush()
 
-    def _pause(self) -> None:
-        with self._wake:
-            if self._commands.empty():
-                self._wake.wait(BLOCKED_S)
+    def _run_command(self, engine: Engine, timeout: float | None = None) -> None:
+        """Wait for a command and run it. One comes when a flush was consumed."""
+        try:
+            command = self._commands.get(timeout=timeout)
+        except queue.Empty:
+            return
+        command(engine)
+        if self._block_waits:
+            self._block_waits.serve(engine)
 
-    def _wait(self) -> None:
-        """Wait for all flushes to be consumed or for a command, which must not wait for a broker that is away."""
-        with self._wake:
-            while self._in_flight and self._commands.empty():
-                self._wake.wait()
-
-    def _step(self, engine: Engine) -> None:
+    def _step(self, engine: Engine) -> int:
+        """Returns when it began; Unix time in ns."""
         began = self._wall_ns()
         if self._output.add(engine, engine.step(), began):
             self.steps += 1
+        return began
 
     def _flush(self) -> None:
         """Deliver the collected output."""
@@ -278,7 +278,5 @@ class EngineThread:
         if not self._output:
             return
         self._flush_due = self._clock() + MIN_FLUSH_S
-        flush = self._output.take()
-        with self._wake:
-            self._in_flight += 1
-        self._deliver(flush)
+        self._in_flight += 1
+        self._deliver(self._output.take())
