@@ -1,6 +1,7 @@
 """Following a stream on a real nats-server: every stored entry once, in stream order, whatever is lost on the way."""
 
 import asyncio
+import contextlib
 import time
 from collections.abc import AsyncIterator, Callable
 from functools import partial
@@ -340,3 +341,86 @@ async def test_after_a_reconnect_what_passed_unseen_is_read_without_waiting_for_
         await server.start()
         await follower.is_complete(last)
         await follower.tail.stop()
+
+
+class Divided:
+    """Readers of one group, each of which tells the others what it read."""
+
+    def __init__(self, bus: Bus, count: int) -> None:
+        self.entries: list[list[Entry]] = [[] for _ in range(count)]
+        self.read: list[list[Entry]] = [[] for _ in range(count)]
+        subject = bus.subjects.all("tokens")
+        self.tails = [
+            LogTail(
+                bus, bus.subjects.stream("TOKENS"), subject, bus.subjects.live(subject), entries.append, read.append
+            )
+            for entries, read in zip(self.entries, self.read, strict=True)
+        ]
+
+    def tell(self, teller: int) -> None:
+        """Newest first: the order does not matter."""
+        for entry in reversed(self.read[teller]):
+            for tail in self.tails:
+                tail.told(entry)
+
+    def seqs(self, reader: int) -> list[int]:
+        return [entry.seq for entry in self.entries[reader]]
+
+
+@contextlib.asynccontextmanager
+async def divided(bus: Bus, count: int) -> AsyncIterator[Divided]:
+    group = Divided(bus, count)
+    async with contextlib.AsyncExitStack() as stack:
+        for tail in group.tails:
+            await stack.enter_async_context(tail.following())
+        for tail in group.tails:
+            await tail.divide("all")
+        for tail in group.tails:
+            await tail.catch_up()
+        yield group
+
+
+async def test_readers_of_a_group_read_each_entry_once_and_tell_the_others(bus: Bus) -> None:
+    await put(bus, "a", 3)
+    async with divided(bus, 3) as group:
+        last = await put(bus, "a", 60)
+        await eventually(lambda: sum(map(len, group.read)) == 60)
+        assert all(0 < len(read) < 60 for read in group.read), "each has a part"
+        for reader in range(3):
+            group.tell(reader)
+            group.tell(reader)
+        for reader, tail in enumerate(group.tails):
+            assert tail.position == last
+            assert sorted(group.seqs(reader)) == list(range(1, last + 1)), "each once"
+        repairs = [tail.repairs for tail in group.tails]
+        await put(bus, "a", 10)
+        await eventually(lambda: sum(map(len, group.read)) == 70)
+        for reader in range(3):
+            group.tell(reader)
+        assert [tail.repairs for tail in group.tails] == repairs, "nothing was missing"
+
+
+async def test_what_a_reader_of_a_group_did_not_tell_is_read_after_a_while(bus: Bus) -> None:
+    async with divided(bus, 2) as group:
+        last = await put(bus, "a", 40)
+        await eventually(lambda: sum(map(len, group.read)) == 40)
+        assert group.tails[1].position < last
+        for second in (0.0, module.GAP_S, 2.1 * module.GAP_S):
+            group.tails[1].read_gap(second)
+        await eventually(lambda: sorted(group.seqs(1)) == list(range(1, last + 1)))
+        assert group.tails[1].position == last
+        await group.tails[1].divide("")
+        last = await put(bus, "a", 5)
+        await eventually(lambda: group.tails[1].position == last)
+        assert sorted(group.seqs(1)) == list(range(1, last + 1)), "each once, also where the group was left"
+
+
+async def test_a_lost_reader_of_a_group_takes_nothing_along(bus: Bus) -> None:
+    async with divided(bus, 2) as group:
+        last = await put(bus, "a", 40)
+        await eventually(lambda: sum(map(len, group.read)) == 40)
+        await group.tails[1].divide("without")
+        await eventually(lambda: group.tails[1].position == last)
+        last = await put(bus, "a", 20)
+        await eventually(lambda: group.tails[1].position == last)
+        assert sorted(group.seqs(1)) == list(range(1, last + 1))

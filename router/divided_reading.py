@@ -1,0 +1,150 @@
+"""While routers share requests, they also share the reading of WORK and DONE: each message goes to one of them.
+
+It tells the others what it read, many messages in one, every ``TELL_S``. So a further router costs the others little
+for each request, where it would otherwise have to read all that they place. What nobody told of is read from the
+streams: after a router was lost at once (``group``), otherwise after a second (``LogTail.read_gap``).
+"""
+
+import asyncio
+import time
+from collections.abc import Callable
+
+import msgspec
+import structlog
+from nats.errors import Error as NatsError
+
+from infra.bus.connection import Bus
+from infra.bus.direct_get import Entry
+from infra.bus.log_tail import LogTail
+from infra.bus.message import Message
+from infra.bus.tasks import Tasks
+from router.sent import read_sent
+from schemas import readings, wire
+from schemas.readings import Ended, Other, Placed, Readings
+from schemas.subjects import HEADER_LOAD, HEADER_MSG_ID, HEADER_NO_STORE, token
+
+log = structlog.get_logger("router")
+
+TELL_S = 0.01
+RETRY_S = 0.25
+MOST = 2_000  # in a message, of each kind
+_HEADERS = (HEADER_MSG_ID, HEADER_LOAD, HEADER_NO_STORE)
+
+
+class DividedReading:
+    """
+    Args:
+        router: id of this router.
+        placed: called with what another router read of WORK.
+        ended: called with the requests whose end another router read.
+    """
+
+    def __init__(
+        self,
+        bus: Bus,
+        router: str,
+        *,
+        placed: Callable[[Placed], None],
+        ended: Callable[[list[str]], None],
+    ) -> None:
+        self._bus = bus
+        self._subject = bus.subjects.readings(token(router))
+        self._on_placed = placed
+        self._on_ended = ended
+        self._tails: tuple[LogTail, ...] = ()
+        self._wanted = ""
+        self._changed = asyncio.Event()
+        self._group = ""
+        self._placed: list[Placed] = []
+        self._ended: list[Ended] = []
+        self._others: tuple[list[Other], list[Other]] = ([], [])
+
+    async def start(self, tasks: Tasks, work: LogTail, done: LogTail) -> None:
+        """Divide nothing yet; both tails have started."""
+        self._tails = work, done
+        await self._bus.nc.subscribe_direct(self._bus.subjects.readings("*"), self._on_told)
+        tasks.spawn(self._run(), name="divided-reading")
+
+    def group(self, name: str) -> None:
+        """Read as one of a group of routers, soon; "": read everything."""
+        self._wanted = name
+        self._changed.set()
+
+    def read_work(self, entry: Entry) -> None:
+        """Tell the others of a message of WORK."""
+        headers = entry.headers
+        try:
+            sent = None if HEADER_NO_STORE in headers else read_sent(entry)
+        except ValueError:
+            sent = None
+        if sent is None or sent.load.route or sent.is_copy or sent.handed:
+            self._others[0].append(_other(entry))
+            return
+        self._placed.append(Placed(entry.seq, sent.request, sent.attempt, sent.role, sent.worker, *sent.load[:6]))
+
+    def read_done(self, entry: Entry) -> None:
+        """Tell the others of a message of DONE."""
+        if HEADER_NO_STORE in entry.headers:
+            self._others[1].append(_other(entry))
+        else:
+            self._ended.append(Ended(entry.seq, entry.headers.get(HEADER_MSG_ID, "")))
+
+    def tell(self) -> None:
+        """Send what was read since the last time. What is lost on the way, the others read themselves."""
+        while self._placed or self._ended or any(self._others):
+            work, done = self._others
+            message = Readings(
+                tuple(self._placed[:MOST]), tuple(self._ended[:MOST]), tuple(work[:MOST]), tuple(done[:MOST])
+            )
+            for told in (self._placed, self._ended, work, done):
+                del told[:MOST]
+            self._bus.nc.post(self._subject, wire.encode(message))
+
+    async def _run(self) -> None:
+        while True:
+            if self._wanted != self._group:
+                await self._regroup()
+            if not self._group:
+                self._changed.clear()
+                await self._changed.wait()
+                continue
+            await asyncio.sleep(TELL_S)
+            self.tell()
+            now = time.monotonic()
+            for tail in self._tails:
+                tail.read_gap(now)
+
+    async def _regroup(self) -> None:
+        wanted = self._wanted
+        try:
+            for tail in self._tails:
+                await tail.divide(wanted)
+        except (NatsError, OSError) as error:  # the connection has just failed
+            log.warning("reading_not_divided", error=repr(error))
+            await asyncio.sleep(RETRY_S)
+            return
+        self._group = wanted
+        log.info("reading_divided", group=wanted)
+
+    def _on_told(self, message: Message) -> None:
+        if message.subject == self._subject:
+            return
+        try:
+            told = readings.decode(message.data)
+        except msgspec.MsgspecError as error:
+            log.warning("readings_unreadable", subject=message.subject, error=str(error))
+            return
+        work, done = self._tails
+        for each in told.placed:
+            if work.accept(each.seq):
+                self._on_placed(each)
+        if ended := [each.request for each in told.ended if done.accept(each.seq)]:
+            self._on_ended(ended)
+        for tail, others in zip(self._tails, (told.work, told.done), strict=True):
+            for other in others:
+                tail.told(Entry(other.subject, other.seq, b"", other.headers, stored_ns=time.time_ns()))
+
+
+def _other(entry: Entry) -> Other:
+    headers = {name: entry.headers[name] for name in _HEADERS if name in entry.headers}
+    return Other(entry.seq, entry.subject, headers)
