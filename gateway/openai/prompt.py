@@ -143,7 +143,7 @@ def encode(text: str, context: PrepareContext, *, special: bool) -> list[int]:
         ServingError: too long.
     """
     _check_length(text, context, special=special)
-    return _encode(text, context, special)
+    return context.model.encoder.encode(text, special=special)
 
 
 def _template_tokens(body: ChatCompletionRequest, messages: list[dict[str, Any]], context: PrepareContext) -> list[int]:
@@ -233,12 +233,6 @@ def _check_length(text: str, context: PrepareContext, *, special: bool) -> None:
             f"{len(text)} characters, more than {limit} tokens of at most {longest} bytes can hold", limit
         )
     # Cut anywhere: only the last word may be split differently, so the count can only be slightly too high.
-    start = len(_encode(text[: limit * _PROBE_CHARS_PER_TOKEN], context, special))
+    start = len(context.model.encoder.encode(text[: limit * _PROBE_CHARS_PER_TOKEN], special=special))
     if start > limit + _PROBE_CHARS_PER_TOKEN:
         raise prompt_too_long(f"at least {start} tokens", limit)
-
-
-def _encode(text: str, context: PrepareContext, special: bool) -> list[int]:
-    # The batch form computes no offsets and releases the GIL.
-    ids: list[int] = context.model.tokenizer.encode_batch_fast([text], add_special_tokens=special)[0].ids
-    return ids

@@ -14,6 +14,7 @@ from infra.model.chat_template import ChatTemplate, TemplateError
 from infra.model.detokenizer import Detokenizer
 from infra.model.image_tiles import BadTiles, Tiles, tiles_of
 from infra.model.plain_text import PlainText
+from infra.model.text_encoder import TextEncoder
 from infra.model.weight_files import weight_files
 from schemas.requests import Sampling
 
@@ -85,6 +86,7 @@ class ModelDir:
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     tokenizer: Tokenizer
+    encoder: TextEncoder
     detokenizer: Detokenizer
     template: ChatTemplate | None
     sampling: Sampling
@@ -150,6 +152,7 @@ def load(path: Path, *, name: str = "", chat_template: str = "") -> ModelDir:
         vocab_size=int(_of_text(config, "vocab_size") or tokenizer.get_vocab_size(with_added_tokens=True)),
         eos_token_ids=_eos(config, generation, special, tokenizer),
         tokenizer=tokenizer,
+        encoder=TextEncoder(tokenizer),
         detokenizer=Detokenizer(tokenizer),
         template=_template(path, special, chat_template),
         sampling=_sampling(path, generation),
