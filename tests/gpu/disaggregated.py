@@ -50,7 +50,8 @@ def up(asked: argparse.Namespace, layout: str, data: Path) -> tuple[subprocess.P
         port = free.getsockname()[1]
     engine: list[object] = ["--engine", asked.engine]
     if asked.engine == "vllm":
-        engine += ["--override-engine-args", json.dumps(VLLM)]
+        chunk = {"max_num_batched_tokens": CHUNK} if layout == "chunked" else {}
+        engine += ["--override-engine-args", json.dumps(VLLM | chunk | json.loads(asked.engine_args))]
     environ = os.environ | ({"PENSTOCK_MAX_BATCHED_TOKENS": str(CHUNK)} if layout == "chunked" else {})
     log = data / "up.log"
     with log.open("wb") as out:
@@ -227,6 +228,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--folder", type=Path, required=True, help="of the model")
     parser.add_argument("--engine", choices=("native", "vllm"), default="native")
+    parser.add_argument("--engine-args", default="{}", help="vLLM's, as JSON, beside those of tests.gpu.pipeline")
     parser.add_argument("--layouts", default="aggregated,chunked,split,apart")
     parser.add_argument("--prompt", type=int, default=4096, help="tokens of a long prompt")
     parser.add_argument("--short", type=int, default=256, help="tokens of a short one")
