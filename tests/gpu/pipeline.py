@@ -38,7 +38,7 @@ SHAPES = {
     "kv": (4200, 2048, 2048, 32, 16, 16),  # 262 KB of KV per token
 }
 LONGEST = 4096
-START_S = 160.0
+START_S = 220.0
 VLLM = {"gpu_memory_utilization": 0.85, "max_num_batched_tokens": 8192}
 ROOM = 18e9  # bytes of the largest shape, and some
 
@@ -169,7 +169,7 @@ def up(asked: argparse.Namespace, folder: Path, data: Path) -> tuple[subprocess.
         process = subprocess.Popen(
             penstock("up", *engine, "--model", folder, "--data-dir", data / "penstock",
                      "--http-port", port, "--gateways", asked.gateways, "--max-running", asked.max_running,
-                     "--kv-blocks", asked.kv_blocks, "--max-model-len", LONGEST, "--ready-s", 150,
+                     "--kv-blocks", asked.kv_blocks, "--max-model-len", LONGEST, "--ready-s", START_S - 10,
                      "--log-format", "json", "--drain-s", 3),
             stdout=out, stderr=subprocess.STDOUT,
         )  # fmt: skip
