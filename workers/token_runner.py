@@ -287,7 +287,7 @@ class TokenRunner:
             return endpoint
         if endpoint is None:
             endpoint = Endpoint(self._context.id, self._info.name, address=socket.gethostname())
-        layout = {"kv": Memory(0, 0, 0, layout=self._info.handoff_layout)}
+        layout = {"kv": Memory(0, 0, 0, self._info.handoff_memory, layout=self._info.handoff_layout)}
         return msgspec.structs.replace(endpoint, pools=endpoint.pools | layout)
 
     # --- upkeep and control ---

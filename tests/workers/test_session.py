@@ -5,6 +5,7 @@ import time
 from collections.abc import AsyncIterator
 from typing import Any
 
+import msgspec
 import pytest
 from structlog.testing import capture_logs
 
@@ -491,6 +492,19 @@ async def test_cache_events_are_published_in_one_unbroken_row(log: LogClient, wo
     assert registration.kv_events
     assert not registration.silent_cache
     assert registration.epoch == worker.session.epoch
+
+
+async def test_a_worker_tells_where_kv_is_that_its_engine_moves_by_itself(
+    broker: EmbeddedNats, pipeline: Subjects, log: LogClient
+) -> None:
+    held = engine()
+    held.info = msgspec.structs.replace(held.info, handoff_layout="one", handoff_memory="cuda")
+    async with run_worker(broker, pipeline, held) as worker:
+        await eventually(lambda: log.registered(worker.id))
+        registration = log.registered(worker.id)
+        assert registration is not None
+        assert registration.transfer is not None
+        assert registration.transfer.gpu
 
 
 async def test_with_events_switched_off_not_one_is_published(

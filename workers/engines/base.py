@@ -46,6 +46,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
     load_seconds: float = 0.0
     dp_size: int = 1
     handoff_layout: str = ""  # of engines that move KV themselves; only engines with the same text can exchange KV
+    handoff_memory: str = "cpu"  # where that KV is: ``schemas.transfer.Memory.kind``
     logits_processors: tuple[str, ...] = ()  # names that ``Sampling.logits_processors`` may have
     max_batched_tokens: int = 0  # computed per step, on each rank; 0: unknown
     pair_only: bool = False  # of a prefill or decode worker: it cannot compute the other stage

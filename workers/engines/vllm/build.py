@@ -89,7 +89,7 @@ def from_settings(settings: WorkerSettings, path: Path) -> ExternalEngine[Call]:
         undo.callback(close, llm, loop)
         undo.push(early.pop_all())
         warm_up(llm, api, loop)
-        info = info_of(llm.vllm_config, resolved, model, api.version, load_seconds=time.perf_counter() - began)
+        info = info_of(llm.vllm_config, resolved, model, api, load_seconds=time.perf_counter() - began)
         if info.block_size != settings.block_size:
             raise EngineError(
                 f"vLLM chose blocks of {info.block_size} tokens for this model; use --block-size {info.block_size}"
@@ -103,9 +103,7 @@ def from_settings(settings: WorkerSettings, path: Path) -> ExternalEngine[Call]:
     return ExternalEngine(info, runtime, adapter, grammars)
 
 
-def info_of(
-    config: Any, resolved: Resolved, model: modeldir.ModelDir, version: str, *, load_seconds: float
-) -> EngineInfo:
+def info_of(config: Any, resolved: Resolved, model: modeldir.ModelDir, api: Api, *, load_seconds: float) -> EngineInfo:
     """The engine's sizes and capabilities, from its ``VllmConfig``."""
     ranks = resolved.ranks
     return EngineInfo(
@@ -119,7 +117,8 @@ def info_of(
         kv_events=resolved.kv_events,
         load_seconds=load_seconds,
         dp_size=ranks,
-        handoff_layout=layout(version, resolved.tree) if resolved.moves else "",
+        handoff_layout=layout(api.version, resolved.tree) if resolved.moves else "",
+        handoff_memory="cpu" if api.cpu else "cuda",
         max_batched_tokens=config.scheduler_config.max_num_batched_tokens,
     )
 

@@ -291,6 +291,7 @@ def test_builds_for_cpus_and_gpus_take_blocks_of_other_sizes(make: Make, monkeyp
     monkeypatch.setenv("VLLM_STANDIN_PLATFORM", "cuda")
     driver = make(block_size=16, device="cuda")
     assert len(driver.answer(ask(0, PROMPT))) == 8
+    assert driver.engine.info.handoff_memory == "cuda"
 
 
 def test_preemptions_and_usage_come_from_the_scheduler() -> None:
