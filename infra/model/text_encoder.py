@@ -61,6 +61,8 @@ class _Words(dict[str, tuple[int, ...]]):
         self.update(self._added)
 
     def __missing__(self, word: str) -> tuple[int, ...]:
+        if word in self._added:  # another thread is just dropping the others
+            return self._added[word]
         ids = tuple(token.id for token in self._model.tokenize(word.translate(_BYTE_LEVEL)))
         if len(word) <= _WORD:
             if len(self) >= _WORDS:

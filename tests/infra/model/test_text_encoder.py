@@ -89,5 +89,11 @@ def test_the_cache_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert max(map(len, bounded._cache)) < 100
 
 
+def test_an_added_token_is_found_while_another_thread_empties_the_cache() -> None:
+    encoder = TextEncoder(tokenizer(QWEN))
+    dict.clear(encoder._cache)
+    assert encoder.encode("a<|im_end|>", special=False) == expected(tokenizer(QWEN), "a<|im_end|>")
+
+
 def test_classes_inside_and_outside_of_sets() -> None:
     assert ascii_pattern(r"[^\r\p{L}\]\p{N}]?\p{L}+|\p{Lu}\[") == r"[^\rA-Za-z\]0-9]?[A-Za-z]+|[A-Z]\["
