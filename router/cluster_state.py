@@ -320,15 +320,19 @@ class ClusterState:
             return
         self._admit(sent, entry.seq, read_ns)
 
-    def _on_placed(self, placed: Placed) -> None:
-        """Another router read a message of WORK."""
-        seq, request, attempt, role, worker, *load = msgspec.structs.astuple(placed)
-        sent = Sent(request, attempt, worker, role, LoadHeader(*load), is_copy=False, handed=False)
-        if self._is_placed_here(worker):
-            self._admit(sent, seq, time.time_ns())
-        else:
-            headers = {HEADER_MSG_ID: f"{request}:{attempt}", HEADER_LOAD: load_header(*sent.load)}
-            self._on_work(Entry(self._bus.subjects.work(role, worker), seq, b"", headers))
+    def _on_placed(self, all_placed: list[Placed]) -> None:
+        """Another router read messages of WORK."""
+        read_ns = time.time_ns()
+        for each in all_placed:
+            load = LoadHeader(
+                each.prompt_tokens, each.cached_tokens, each.gateway, each.deadline_ns, each.priority, each.n
+            )
+            if self._is_placed_here(each.worker):
+                sent = Sent(each.request, each.attempt, each.worker, each.role, load, is_copy=False, handed=False)
+                self._admit(sent, each.seq, read_ns)
+            else:
+                headers = {HEADER_MSG_ID: f"{each.request}:{each.attempt}", HEADER_LOAD: load_header(*load)}
+                self._on_work(Entry(self._bus.subjects.work(each.role, each.worker), each.seq, b"", headers))
 
     def _admit(self, sent: Sent, seq: int, read_ns: int) -> None:
         changed = self.tracker.admit(
@@ -342,7 +346,7 @@ class ClusterState:
             seq=seq,
             handed=sent.handed,
         )
-        if changed and any(stage.worker in self._left for stage in sent.route):
+        if changed and self._left and any(stage.worker in self._left for stage in sent.route):
             stranded = self.tracker.request(sent.request)
             if stranded is not None and self._bus.connected:
                 self._listener.request_stranded(stranded)

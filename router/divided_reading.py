@@ -44,7 +44,7 @@ class DividedReading:
         bus: Bus,
         router: str,
         *,
-        placed: Callable[[Placed], None],
+        placed: Callable[[list[Placed]], None],
         ended: Callable[[list[str]], None],
     ) -> None:
         self._bus = bus
@@ -135,9 +135,8 @@ class DividedReading:
             log.warning("readings_unreadable", subject=message.subject, error=str(error))
             return
         work, done = self._tails
-        for each in told.placed:
-            if work.accept(each.seq):
-                self._on_placed(each)
+        if placed := [each for each in told.placed if work.accept(each.seq)]:
+            self._on_placed(placed)
         if ended := [each.request for each in told.ended if done.accept(each.seq)]:
             self._on_ended(ended)
         for tail, others in zip(self._tails, (told.work, told.done), strict=True):

@@ -29,7 +29,7 @@ from infra.bench.scale_report import ROLES, Figures, Point, Series, report, writ
 from infra.launch.state import read_state
 
 WARM_UP_S = 1.5
-START_S = 8.0  # that a point takes beside its duration, about
+START_S = 6.5  # that a point takes beside its duration and warm-up, about
 BROKER_S = 3.0
 
 
@@ -93,7 +93,7 @@ def _results(series: Iterable[Series], args: argparse.Namespace) -> Iterator[tup
     for each in series:
         for point in each.points:
             result: Figures | str
-            if time.monotonic() + args.duration_s + START_S > until:
+            if time.monotonic() + args.warm_up_s + args.duration_s + START_S > until:
                 result = f"left out: --limit-s {args.limit_s:g} s were over"
             else:
                 try:
@@ -125,7 +125,7 @@ def _load(point: Point, series: Series, args: argparse.Namespace, base: Path) ->
     generators = [
         penstock(
             "bench", "http", f"--url={url}", f"--model={state.model}", f"--concurrency={connections}",
-            f"--duration-s={args.duration_s:g}", f"--warm-up-s={WARM_UP_S:g}", f"--prompt-words={series.words}",
+            f"--duration-s={args.duration_s:g}", f"--warm-up-s={args.warm_up_s:g}", f"--prompt-words={series.words}",
             f"--output-tokens={series.tokens}", f"--seed={number}", f"--json={base}/{number}.json",
             # One measures the processes, within the seconds that it counts; the others count within about the same.
             *([f"--state={base}/data/state.json"] if number == 1 else []),
@@ -135,7 +135,10 @@ def _load(point: Point, series: Series, args: argparse.Namespace, base: Path) ->
     ]  # fmt: skip
     try:
         for number, generator in enumerate(generators, 1):
-            if generator.wait(args.duration_s + READY_S) not in (0, 1) or not (base / f"{number}.json").exists():
+            if (
+                generator.wait(args.warm_up_s + args.duration_s + READY_S) not in (0, 1)
+                or not (base / f"{number}.json").exists()
+            ):
                 raise RuntimeError(f"a load generator failed: {end_of(base / f'{number}.log')}")
     finally:
         for generator in generators:
@@ -191,6 +194,13 @@ def _parser() -> argparse.ArgumentParser:
     add("--words", type=int, default=200, metavar="N", help="per prompt, half of them shared (default: 200)")
     add("--tokens", type=int, default=64, metavar="N", help="per answer (default: 64)")
     add("--duration-s", type=float, default=8.0, metavar="SECONDS", help="per point (default: 8)")
+    add(
+        "--warm-up-s",
+        type=float,
+        default=WARM_UP_S,
+        metavar="SECONDS",
+        help="per point, before that; routers begin to share requests after 4 (default: 1.5)",
+    )
     add("--max-running", type=int, default=256, metavar="N", help="sequences per step of a worker (default: 256)")
     add("--mock-speedup", type=float, default=0.0, metavar="X", help="0: without step times (default: 0)")
     add("--limit-s", type=float, default=260.0, metavar="SECONDS", help="no point begins after this (default: 260)")
