@@ -78,6 +78,7 @@ class TargetLoads:
         self.learned_decode = LearnedCosts(DECODE_NOISE)
         self._decoding: dict[tuple[str, TargetId], tuple[int, float]] = {}  # since when, and how much context there was
         self._models: dict[TargetId, str] = {}
+        self._means: dict[str, int] = {}  # cache: by model, mean of SERVED, which a target that begins with it keeps
         self._computed_ns: dict[TargetId, int] = {}  # when the last prompt was computed
         self._computing: dict[TargetId, dict[int, dict[str, Task]]] = {}  # by last key of the prompt and request
 
@@ -126,6 +127,7 @@ class TargetLoads:
         if row is None:
             return []
         self._free.append(row)
+        self._means.clear()
         self.estimates.pop(row, None)
         lost = [task for (_, at), task in self._tasks.items() if at == target]
         for task in lost:
@@ -237,6 +239,7 @@ class TargetLoads:
         row = self._rows.get(target)
         if row is None:
             return
+        self._means.clear()
         self._values[row][SERVED] += tokens
         self.changed.add(row)
         self._sent += 1
@@ -248,8 +251,11 @@ class TargetLoads:
 
     def _mean_served(self, model: str) -> int:
         """The initial SERVED of a new target, so that it is not sent all requests until it has caught up."""
-        others = [self._values[self._rows[target]][SERVED] for target, at in self._models.items() if at == model]
-        return sum(others) // len(others) if others else 0
+        mean = self._means.get(model)
+        if mean is None:
+            others = [self._values[self._rows[target]][SERVED] for target, at in self._models.items() if at == model]
+            mean = self._means[model] = sum(others) // len(others) if others else 0
+        return mean
 
     def _decodes(self, task: Task, now_ns: int) -> None:
         """Count a request as decoding: its prompt is computed."""
