@@ -10,7 +10,8 @@ from infra.broker.server import EmbeddedNats
 from infra.bus.direct_get import Entry
 from router.divided_reading import DividedReading
 from router.ownership import membership
-from schemas import jobs, readings, wire
+from router.ownership import sharing as ownership
+from schemas import jobs, readings, routers, wire
 from schemas.jobs import LoadHeader, Stage
 from schemas.readings import Placed, Readings
 from schemas.subjects import HEADER_LOAD, HEADER_MSG_ID, HEADER_NO_STORE, Subjects
@@ -18,6 +19,13 @@ from tests.infra.bus.support import eventually
 from tests.router.ownership.test_membership import link_of, member_of, roles, share
 from tests.router.support import Clients, Routing, routing
 from tests.workers.support import MODEL, request
+
+
+@pytest.fixture(autouse=True)
+def shares_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However slow the machine is, nothing ends it but the test."""
+    monkeypatch.setattr(ownership, "CALM_S", 3600.0)
+    monkeypatch.setattr(routers, "LEASE_S", 10.0)
 
 
 @contextlib.asynccontextmanager
@@ -32,7 +40,7 @@ async def together(owner: Routing, helper: Routing) -> None:
 
 
 def knows(one: Routing) -> set[str]:
-    return set(one.folded)
+    return set(one.unfinished)
 
 
 async def test_all_know_what_each_reads(broker: EmbeddedNats, pipeline: Subjects, clients: Clients) -> None:
