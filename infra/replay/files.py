@@ -10,6 +10,7 @@ from typing import BinaryIO
 import msgspec
 
 from infra.replay.log_line import BadLine, FileHeader, LogLine, decode_line, read_header
+from infra.replay.requests_of_file import ReadRequests
 from infra.terminal import reason
 
 STDIO = "-"
@@ -26,11 +27,12 @@ class ExportFile:
         bad: lines that were left out, as "line 17: why".
     """
 
-    def __init__(self, name: str, lines: Iterator[bytes], *, skip_bad: bool) -> None:
+    def __init__(self, name: str, lines: Iterator[bytes], requests: ReadRequests, *, skip_bad: bool) -> None:
         self._name = name
         self._lines = lines
         self._skip = skip_bad
         self._number = 1
+        self._requests = requests
         self.bad: list[str] = []
         try:
             self.header: FileHeader = read_header(next(lines, b""))
@@ -51,9 +53,15 @@ class ExportFile:
                 line = next(self._lines, b"")
                 if not line:
                     return
-                if streams and line.startswith(_START) and _stream_of(line) not in streams:
+                stream = _stream_of(line) if line.startswith(_START) else ""
+                wanted = not streams or not stream or stream in streams
+                if not wanted and stream != "REQUESTS":
                     continue
-                yield decode_line(line)
+                record = decode_line(line, self._requests.at)
+                if record.stream == "REQUESTS":
+                    self._requests.add(record.seq, record.data)
+                if wanted:
+                    yield record
             except (OSError, EOFError) as error:  # of gzip: the rest cannot be read
                 self.reject(error)
                 return
@@ -86,8 +94,8 @@ def open_export(name: str, *, skip_bad: bool = False) -> Iterator[ExportFile]:
         BadLine: it is no export, or a damaged one.
         ValueError: it cannot be opened.
     """
-    with _reading(name) as file:
-        yield ExportFile("standard input" if name == STDIO else name, iter(file), skip_bad=skip_bad)
+    with _reading(name) as file, contextlib.closing(ReadRequests()) as requests:
+        yield ExportFile("standard input" if name == STDIO else name, iter(file), requests, skip_bad=skip_bad)
 
 
 @contextlib.contextmanager

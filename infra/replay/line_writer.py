@@ -5,9 +5,10 @@ import gc
 from collections.abc import Iterator
 from typing import BinaryIO
 
-from infra.replay.log_line import LogLine, append_line
+from infra.replay.log_line import LogLine, SequenceOf, append_line
 from infra.replay.media import media_of
 from infra.replay.redaction import Redactor
+from infra.replay.requests_of_file import WrittenRequests
 from infra.replay.selection import Selection
 
 WRITTEN_BYTES = 256 << 10  # together
@@ -18,17 +19,27 @@ class LineWriter:
 
     Args:
         file: None: keep the lines until ``taken``.
+        sequence_of: as of ``append_line``; None: what this one has written.
     Attributes:
         requests: ids of those written.
         left_out: messages that cannot be redacted.
         media: digests, in the order of the requests.
     """
 
-    def __init__(self, chosen: Selection, file: BinaryIO | None, redactor: Redactor | None) -> None:
+    def __init__(
+        self,
+        chosen: Selection,
+        file: BinaryIO | None,
+        redactor: Redactor | None,
+        sequence_of: SequenceOf | None = None,
+    ) -> None:
         self._chosen = chosen
+        self._everything = chosen.everything
         self._file = file
         self._redactor = redactor
         self._lines = bytearray()
+        self._written = WrittenRequests()
+        self._sequence_of = sequence_of or self._written.sequence_of
         self.requests: set[str] = set()
         self.messages = 0
         self.left_out = 0
@@ -36,7 +47,7 @@ class LineWriter:
 
     def add(self, record: LogLine) -> None:
         part: LogLine | None = record
-        if not self._chosen.everything:
+        if not self._everything:
             part = self._chosen.part(record)
             if part is None:
                 return
@@ -46,12 +57,13 @@ class LineWriter:
             self.left_out += 1
             return
         if record.stream in ("REQUESTS", "DONE"):
-            self.requests.add(record.headers.get("Nats-Msg-Id", "")[:36])
-            self.media.update(dict.fromkeys(each.digest for each in media_of(record)))
-        self.write(part)
-
-    def write(self, record: LogLine) -> None:
-        append_line(record, self._lines)
+            request = record.headers.get("Nats-Msg-Id", "")[:36]
+            self.requests.add(request)
+            if record.stream == "REQUESTS":
+                self._written.add(request, record.seq, part.data)
+            for each in media_of(record):
+                self.media[each.digest] = None
+        append_line(part, self._lines, self._sequence_of)
         self.messages += 1
         if len(self._lines) >= WRITTEN_BYTES and self._file is not None:
             self.flush()

@@ -6,11 +6,13 @@
 ``stream`` is without the namespace. ``body`` is the message of ``schemas`` under its field names; packed tokens and
 digests are base64 of their bytes. The request within a record is in ``request``. A message that would not come back as
 the same bytes (of a newer build, or none of ours) is in ``data``, as base64. The first line is a ``FileHeader``.
+
+A request that the file has as a message of REQUESTS is not repeated in jobs and records: ``request`` is then the
+sequence of that message (``infra.replay.requests_of_file``).
 """
 
 import re
 from collections.abc import Callable
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import msgspec
@@ -21,11 +23,12 @@ from schemas.done import Done, Returned
 from schemas.jobs import Revoke, WorkMessage
 from schemas.kv import KvBatch
 from schemas.requests import GenerateRequest
+from schemas.subjects import HEADER_MSG_ID
 from schemas.tokens import TokenBatch
 from schemas.transfer import Handoffs
 
 FORMAT = "penstock-export"
-VERSION = 1
+VERSION = 2  # 1 repeats the request in each job and record
 STREAMS = ("REQUESTS", "WORK", "TOKENS", "DONE", "KV", "HANDOFF")
 Message = GenerateRequest | WorkMessage | TokenBatch | Done | Returned | KvBatch | Handoffs
 
@@ -81,11 +84,11 @@ class LogLine(NamedTuple):
     data: bytes
 
 
-_ABSENT = msgspec.Raw()  # the same object everywhere, so that encoders leave the default out
+_ABSENT = msgspec.Raw()
 
 
-class Line(msgspec.Struct, omit_defaults=True):
-    """A line as it is written."""
+class Line(msgspec.Struct):
+    """A line as it is read."""
 
     stream: str
     seq: int
@@ -125,6 +128,18 @@ _read_job = msgspec.json.Decoder(jobs.Job).decode
 _may_be_infinite = re.compile(rb"\xcb[\x7f\xff]").search
 _replace = msgspec.structs.replace
 
+SequenceOf = Callable[[str, bytes], int]  # of a request's id and bytes; see ``append_line``
+RequestAt = Callable[[int], bytes]  # see ``decode_line``
+_ID_LENGTH = 36  # of a UUID, with which message ids of jobs and records begin
+
+
+def _no_sequence(request: str, data: bytes) -> int:
+    return 0
+
+
+def no_request(sequence: int) -> bytes:
+    raise BadLine(f"its request is message {sequence} of REQUESTS, which the lines before do not have")
+
 
 def header_line(header: FileHeader) -> bytes:
     return _json(header) + b"\n"
@@ -146,34 +161,48 @@ def read_header(line: bytes) -> FileHeader:
     return header
 
 
-def line_of(record: LogLine) -> Line:
-    """The line of a record. Never raises for what a message says."""
-    stream, seq, time, subject, headers, data = record
-    body, request = _opened(stream, data)
-    return Line(stream, seq, time, subject, headers, body, request, data if body is _ABSENT else None)
-
-
 def encode_line(record: LogLine) -> bytes:
     """The line of a record, with its line feed."""
-    return _json(line_of(record)) + b"\n"
+    line = bytearray()
+    append_line(record, line, _no_sequence)
+    return bytes(line)
 
 
-def append_line(record: LogLine, lines: bytearray) -> None:
-    """Add the line of a record to others."""
-    _json_into(line_of(record), lines, -1)
-    lines += b"\n"
+def append_line(record: LogLine, lines: bytearray, sequence_of: SequenceOf) -> None:
+    """Add the line of a record to others. Never raises for what a message says.
+
+    Args:
+        sequence_of: of the message of REQUESTS in the same file with these bytes; 0: the file has none.
+    """
+    stream, seq, time, subject, headers, data = record
+    lines += b'{"stream":%b,"seq":%d,"time":"%b","subject":%b' % (_json(stream), seq, time.encode(), _json(subject))
+    if headers:
+        lines += b',"headers":'
+        _json_into(headers, lines, -1)
+    end = len(lines)
+    try:
+        opened = _append_body(record, lines, sequence_of)
+    except (msgspec.MsgspecError, ValueError):
+        opened = False
+    if not opened:
+        del lines[end:]
+        lines += b',"data":'
+        _json_into(data, lines, -1)
+    lines += b"}\n"
 
 
-def decode_line(line: bytes) -> LogLine:
+def decode_line(line: bytes, request_at: RequestAt = no_request) -> LogLine:
     """The record of a line.
 
+    Args:
+        request_at: the message of REQUESTS at a sequence; raises ``BadLine`` if there is none.
     Raises:
         BadLine: the line is damaged.
     """
     try:
         record = _read_line(line)
         whole = bytes(record.body)
-        data = closed(record.stream, whole, record.request) if whole else record.data
+        data = closed(record.stream, whole, record.request, request_at) if whole else record.data
         parse_time(record.time)
     except (msgspec.MsgspecError, KeyError, ValueError) as error:
         raise BadLine(str(error)) from error
@@ -182,65 +211,81 @@ def decode_line(line: bytes) -> LogLine:
     return LogLine(record.stream, record.seq, record.time, record.subject, record.headers, data)
 
 
-def _opened(stream: str, data: bytes) -> tuple[msgspec.Raw, msgspec.Raw]:
-    """A message as JSON, and the request of a record; absent: it would not come back as it is."""
+def _append_body(record: LogLine, lines: bytearray, sequence_of: SequenceOf) -> bool:
+    """Add a message as JSON, and the request of a record; False: it would not come back as it is."""
+    stream, data = record.stream, record.data
     decode = DECODE.get(stream)
     if decode is None or not data:
-        return _ABSENT, _ABSENT
-    try:
-        message = decode(data)
-        if wire.encode(message) != data:
-            return _ABSENT, _ABSENT
-        request = _ABSENT
-        if stream == "WORK" and not isinstance(message, Revoke):
-            message = _job_to_json(message)
-        elif stream == "DONE" and isinstance(message, Done) and message.submitted:
-            request = _request_to_json(message.submitted)
-            message = _replace(message, submitted=b"")
-        body = _json(message)
-        # JSON has no infinities: they are written as null, as None is.
-        if _may_be_infinite(data) and closed(stream, body, request) != data:
-            return _ABSENT, _ABSENT
-    except (msgspec.MsgspecError, ValueError):
-        return _ABSENT, _ABSENT
-    return msgspec.Raw(body), request
+        return False
+    message = decode(data)
+    if wire.encode(message) != data:
+        return False
+    request = _ABSENT
+    if stream == "WORK" and not isinstance(message, Revoke):
+        message = _job_to_json(message, record, sequence_of)
+    elif stream == "DONE" and isinstance(message, Done) and message.submitted:
+        request = _request_to_json(message.submitted, record, sequence_of)
+        message = _replace(message, submitted=b"")
+    lines += b',"body":'
+    body = len(lines)
+    _json_into(message, lines, -1)
+    # JSON has no infinities: they are written as null, as None is.
+    if lines.find(b"null", body) >= 0 and _may_be_infinite(data):
+        back = closed(stream, bytes(lines[body:]), request, lambda _: _request_in(decode(data)))
+        if back != data:
+            return False
+    if request is not _ABSENT:
+        lines += b',"request":'
+        lines += request
+    return True
 
 
-def closed(stream: str, body: bytes, request: msgspec.Raw) -> bytes:
+def closed(stream: str, body: bytes, request: msgspec.Raw, request_at: RequestAt) -> bytes:
     """The message of a line's body.
 
     Raises:
         KeyError: no stream of ours.
+        BadLine: see ``decode_line``.
         msgspec.MsgspecError: the body is not what its stream has.
     """
     message = _FROM_JSON[stream](body)
     if stream == "WORK" and not isinstance(message, Revoke):
-        message = _job_from_json(message)
-    elif stream == "DONE" and len(bytes(request)):
-        message = _replace(message, submitted=wire.encode(_read_request(request)))
+        message = _job_from_json(message, request_at)
+    elif stream == "DONE" and (text := bytes(request)):
+        message = _replace(message, submitted=_request_from_json(text, request_at))
     return wire.encode(message)
 
 
-def _request_to_json(data: bytes) -> msgspec.Raw:
+def _request_to_json(data: bytes, record: LogLine, sequence_of: SequenceOf) -> msgspec.Raw:
+    sequence = sequence_of(record.headers.get(HEADER_MSG_ID, "")[:_ID_LENGTH], data)
+    if sequence:
+        return msgspec.Raw(b"%d" % sequence)
     request = requests.decode(data)
     if wire.encode(request) != data:
         raise ValueError("of another build")
     return msgspec.Raw(_json(request))
 
 
-_request_of_job = lru_cache(maxsize=256)(_request_to_json)  # the next stage's message has the same request
+def _request_from_json(text: bytes, request_at: RequestAt) -> bytes:
+    return request_at(int(text)) if text.isdigit() else wire.encode(_read_request(text))
 
 
-def _job_to_json(message: Any) -> Any:
+def _request_in(message: Any) -> bytes:
+    if isinstance(message, Done):
+        return message.submitted
+    return bytes(message.request) if isinstance(message, jobs.Job) else _request_in(jobs.decode_job(message.job))
+
+
+def _job_to_json(message: Any, record: LogLine, sequence_of: SequenceOf) -> Any:
     if isinstance(message, jobs.Job):
-        return _replace(message, request=_request_of_job(bytes(message.request)))
+        return _replace(message, request=_request_to_json(bytes(message.request), record, sequence_of))
     job = jobs.decode_job(message.job)
     if wire.encode(job) != bytes(message.job):
         raise ValueError("of another build")
-    return _replace(message, job=msgspec.Raw(_json(_job_to_json(job))))
+    return _replace(message, job=msgspec.Raw(_json(_job_to_json(job, record, sequence_of))))
 
 
-def _job_from_json(message: Any) -> Any:
+def _job_from_json(message: Any, request_at: RequestAt) -> Any:
     if isinstance(message, jobs.Job):
-        return _replace(message, request=msgspec.Raw(wire.encode(_read_request(message.request))))
-    return _replace(message, job=msgspec.Raw(wire.encode(_job_from_json(_read_job(message.job)))))
+        return _replace(message, request=msgspec.Raw(_request_from_json(bytes(message.request), request_at)))
+    return _replace(message, job=msgspec.Raw(wire.encode(_job_from_json(_read_job(message.job), request_at))))

@@ -16,7 +16,9 @@ from typing import Any, NamedTuple
 
 from infra.replay.files import PACKED
 from infra.replay.line_writer import LineWriter, without_gc
+from infra.replay.log_line import SequenceOf
 from infra.replay.read_lines import record_of
+from infra.replay.requests_of_file import StoredRequests
 from infra.replay.selection import Selection
 from infra.store.log import StoredLog
 from infra.store.stream import StoredStream
@@ -162,13 +164,14 @@ def _take_blocks(work: Sequence[Blocks], chosen: Selection, path: Path, shared: 
     requests: set[str] = set()
     messages = left_out = 0
     media: dict[bytes, None] = {}
+    sequence_of = _sequence_of(work, chosen)
     file = os.open(path, os.O_WRONLY)
     try:
         while (number := shared.take()) < len(pieces):
             blocks, index = pieces[number]
             if blocks.stream not in streams:
                 streams[blocks.stream] = StoredStream(blocks.folder, verify=blocks.verify)
-            writer = LineWriter(chosen, None, None)
+            writer = LineWriter(chosen, None, None, sequence_of)
             data, places = streams[blocks.stream].block(index)
             for seq, time_ns, at in places:
                 if time_ns >= blocks.since_ns and (not blocks.until_ns or time_ns <= blocks.until_ns):
@@ -186,6 +189,14 @@ def _take_blocks(work: Sequence[Blocks], chosen: Selection, path: Path, shared: 
     finally:
         os.close(file)
     return Written(0, requests, messages, left_out, media)
+
+
+def _sequence_of(work: Sequence[Blocks], chosen: Selection) -> SequenceOf:
+    for blocks in work:
+        if blocks.stream == "REQUESTS":
+            stored = StoredStream(blocks.folder, verify=blocks.verify)
+            return StoredRequests(stored, chosen, blocks.since_ns, blocks.until_ns).sequence_of
+    return lambda request, data: 0
 
 
 def _write_at(file: int, data: bytes | bytearray, offset: int) -> None:

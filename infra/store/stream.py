@@ -132,6 +132,10 @@ class StoredStream:
         data, rows = self._records(self._blocks[index])
         return data, self._living(rows.places)
 
+    def index_since(self, since_ns: int) -> int:
+        """Which of ``blocks`` has the first message that was stored at ``since_ns`` or later."""
+        return self._number_since(since_ns)
+
     def by_block(self, *, after: int = 0, since_ns: int = 0) -> Iterator[tuple[bytes, list[Place]]]:
         """As ``forward``, a block at a time: its bytes, and where its messages are."""
         number = self._number_at(after + 1) if after else self._number_since(since_ns)

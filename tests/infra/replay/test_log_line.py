@@ -1,6 +1,7 @@
 """Messages as lines of JSON, and back."""
 
 import base64
+import contextlib
 import json
 import math
 from pathlib import Path
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from infra.replay.log_line import (
     FORMAT,
     STREAMS,
+    VERSION,
     BadLine,
     FileHeader,
     LogLine,
@@ -23,6 +25,7 @@ from infra.replay.log_line import (
     read_header,
 )
 from infra.replay.redaction import Redactor
+from infra.replay.requests_of_file import ReadRequests, WrittenRequests
 from schemas.done import Done, Outcome
 from schemas.jobs import Revoke, Stage
 from schemas.tokens import Finish, Logprob, TokenBatch, TokenItem
@@ -139,8 +142,8 @@ def test_a_damaged_line_is_refused(line: bytes) -> None:
 def test_a_file_of_a_later_format_names_its_build() -> None:
     header = FileHeader(FORMAT, 1, "0.1.0", "", "ps")
     assert read_header(header_line(header)) == header
-    with pytest.raises(BadLine, match=r"format 2 of build 0\.9"):
-        read_header(header_line(FileHeader(FORMAT, 2, "0.9", "", "ps")))
+    with pytest.raises(BadLine, match=rf"format {VERSION + 1} of build 0\.9"):
+        read_header(header_line(FileHeader(FORMAT, VERSION + 1, "0.9", "", "ps")))
     with pytest.raises(BadLine, match="not the first line"):
         read_header(b'{"a":1}')
 
@@ -148,5 +151,31 @@ def test_a_file_of_a_later_format_names_its_build() -> None:
 def test_a_line_is_added_behind_others() -> None:
     given = record("REQUESTS", encode(samples.request()))
     lines = bytearray(b"before\n")
-    append_line(given, lines)
+    append_line(given, lines, lambda request, data: 0)
     assert lines == b"before\n" + encode_line(given)
+
+
+@pytest.mark.parametrize("value", [-1.5, math.inf])
+def test_a_request_that_the_file_has_is_not_repeated(value: float) -> None:
+    """Unless the message is kept as bytes, because JSON has no infinities."""
+    written = WrittenRequests()
+    asked = samples.request()
+    data, scores = encode(asked), (Logprob(value, (), 1),)
+    written.add(asked.id, 9, data)
+    job = msgspec.structs.replace(samples.job(1, Stage("decode", "w-1")), request=msgspec.Raw(data), scores=scores)
+    prefilled = msgspec.structs.replace(samples.prefilled("w-2", 1, 2), job=msgspec.Raw(encode(job)))
+    for stream, message in (
+        ("WORK", job), ("WORK", prefilled), ("DONE", Done(asked.id, "tiny", 1, submitted=data, scores=scores))
+    ):  # fmt: skip
+        given = record(stream, encode(message))._replace(headers={"Nats-Msg-Id": f"{asked.id}:1"})
+        line = bytearray()
+        append_line(given, line, written.sequence_of)
+        with contextlib.closing(ReadRequests()) as read:
+            for sequence in (7, 9):
+                read.add(sequence, data)
+            assert decode_line(bytes(line), read.at) == given
+        if math.isfinite(value):
+            assert line.count(b'"request":9') == 1
+            assert b'"prompt"' not in line
+            with pytest.raises(BadLine, match="message 9 of REQUESTS"):
+                decode_line(bytes(line))
