@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from blake3 import blake3
 
 from router.depths import Depths, TargetBits, TargetId, bits_of
-from router.radix_tree import KEY_MASK, NOTHING, SLOT, RadixTree
+from router.leaf_ages import NOTHING
+from router.radix_tree import KEY_MASK, SLOT, RadixTree
 from schemas.blocks import DIGEST_BYTES, key_of, keys_of
 
 _CHECKSUM = (1 << 48) - 1  # whole numbers that a metric, which is a float, can have
@@ -237,15 +238,18 @@ class Holders:
                     after = depth + size
                     key = keys[after] & KEY_MASK if after < end else NOTHING
                     following = tree.find(key)  # blocks stored before this node, without the blocks before them
-                    mask |= sum(bit for bit, count in partials.get(node, {}).items() if count >= start + size)
+                    mask |= sum(bits for count, bits in partials.get(node, {}).items() if count >= start + size)
             here = left & mask
             if here != left:
                 gone = left ^ here
                 if node in partials:
-                    for bit, count in partials[node].items():
-                        if bit & gone and count > start:
-                            gone ^= bit
-                            levels.append((bit, depth + count - start))
+                    partial = partials[node]
+                    within = sum(partial.values())
+                    if start or within & gone != within:
+                        within = _add_levels(levels, partial, gone, start, depth)
+                    else:
+                        levels += [(bits, depth + count) for count, bits in partial.items()]
+                    gone ^= within
                 if gone and depth:
                     levels.append((gone, depth))
                 left = here
@@ -348,17 +352,15 @@ class Holders:
             size = len(tree.chunks[node])
             keep = max(0, size - count)
             count -= size - keep
-            holders = dict.fromkeys(bits_of(tree.masks[node]), size) | tree.partial.get(node, {})
-            sums = {size: sum(tree.chunks[node][keep:])}
-            for bit, held in holders.items():
-                holding = self._by_bit.get(bit)
-                if held <= keep or holding is None:
+            for held, mask in [(size, tree.masks[node]), *tree.partial.get(node, {}).items()]:
+                if held <= keep:
                     continue
-                if held not in sums:
-                    sums[held] = sum(tree.chunks[node][keep:held])
-                holding.blocks -= held - keep
-                holding.key_sum -= sums[held]
-                holding.cut = True
+                lost = sum(tree.chunks[node][keep:held])
+                for bit in bits_of(mask & self._live):
+                    holding = self._by_bit[bit]
+                    holding.blocks -= held - keep
+                    holding.key_sum -= lost
+                    holding.cut = True
             tree.evict(node, keep)
 
     def _targets(self, mask: int) -> dict[TargetId, int]:
@@ -372,6 +374,16 @@ class Holders:
             self._named += len(bits)
             targets = self._names[mask] = {self._by_bit[bit].target_id: 0 for bit in bits}
         return targets
+
+
+def _add_levels(levels: list[tuple[int, int]], partial: dict[int, int], gone: int, start: int, depth: int) -> int:
+    """Add those of the bits ``gone`` that hold blocks of a node from ``start`` on, and return them."""
+    within = 0
+    for count, bits in partial.items():
+        if bits & gone and count > start:
+            within |= bits & gone
+            levels.append((bits & gone, depth + count - start))
+    return within
 
 
 def _common(chunk: Sequence[int], start: int, keys: Sequence[int], at: int) -> int:

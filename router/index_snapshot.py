@@ -189,9 +189,8 @@ def _part(nodes: Sequence[tuple[int, Node]], live: int) -> IndexPart:
     for number, node in nodes:
         keys.extend(node.chunk)
         mask_at.append(masks.setdefault(node.mask & live, len(masks)))
-        for bit, count in node.partial.items():
-            if bit & live:
-                partial.append((number, bit.bit_length() - 1, count))
+        for count, bits in node.partial.items():
+            partial += [(number, bit.bit_length() - 1, count) for bit in bits_of(bits & live)]
     width = max(mask.bit_length() for mask in masks) // 8 + 1
     return IndexPart(
         _packed(array("q", [number for number, _ in nodes])),

@@ -2,8 +2,8 @@
 
 A key names a whole prefix, since block digests are chained, so a flat dict from key to node is all that a search
 needs. A node is a run of consecutive blocks. Its ``mask`` has a bit for each holder of the whole run; holders of only
-its first blocks are in ``partial`` with their number. So a holder that gets or loses blocks at the end of a run costs
-no node of its own, and a match looks at runs, not at blocks.
+its first blocks are in ``partial`` by their number. So a holder that gets or loses blocks at the end of a run costs no
+node of its own, nor does one that continues a run which nothing follows: a match looks at runs, not at blocks.
 
 Nodes are numbers, their properties are in lists, and keys have 60 bits: nothing in here is an object that Python's
 garbage collector has to visit (a full collection of 8 million of them takes a second), and a key takes 32 bytes.
@@ -14,13 +14,13 @@ after it were. Leaves go first. It never depends on matches.
 
 from array import array
 from collections.abc import Iterator
-from heapq import heappop, heappush
 from typing import NamedTuple
+
+from router.leaf_ages import NOTHING, LeafAges
 
 KEY_MASK = (1 << 60) - 1  # ints below 2^60 take 32 bytes, larger ones 48
 NODE_BLOCKS = 1024  # at most, which bounds what a split moves
 GROWN_BLOCKS = 128  # at most, if they come one by one: each time, all of them are copied
-NOTHING = -1
 _SETTLED_AT_ONCE = 2
 _MOST_NODES = 1 << 24  # in a snapshot
 _STEP = 2_000  # nodes
@@ -28,6 +28,7 @@ _SLOTS = 1 << 14
 SLOT = _SLOTS - 1
 _SHARED_MASKS = 1 << 16
 _AGES = 1 << 12  # distinguished within ``max_blocks`` stored blocks
+_NONE: dict[int, int] = {}
 
 
 def _shards() -> list[dict[int, int]]:
@@ -62,7 +63,7 @@ class RadixTree:
         shards: key -> node, in the dict of the key's slot.
         chunks: by node, the keys of its blocks; (): the number is free.
         masks: by node, the holders of all its blocks.
-        partial: by node, for holders of only its first blocks, their number.
+        partial: by node, for numbers of its first blocks, the holders of only these.
         children: by node, how many nodes follow it.
         blocks: in all nodes, including blocks without a holder that are followed by held ones.
     """
@@ -79,11 +80,7 @@ class RadixTree:
         self.clock = 0  # blocks stored, repeats included
         self._per_age = max(1, max_blocks // _AGES)
         self._free: list[int] = []
-        self._leaves: dict[int, dict[int, None]] = {}  # by age
-        self._ages: list[int] = []  # a heap of those in ``_leaves``, and of some that are not any more
-        self._queued: set[int] = set()  # the same
-        self._victims: list[int] = []  # leaves of this age, the next one last
-        self._victims_age = NOTHING
+        self._leaves = LeafAges()
         self._shared: dict[int, int] = {}  # one int object per mask, not per node
         self._sweeping = 0  # bits that the present sweep clears
         self._shards_left = 0
@@ -104,23 +101,35 @@ class RadixTree:
         """The number of leading blocks of ``node`` that ``bit`` holds."""
         if self.masks[node] & bit:
             return len(self.chunks[node])
-        partial = self.partial.get(node)
-        return partial.get(bit, 0) if partial else 0
+        return next((count for count, mask in self.partial.get(node, _NONE).items() if mask & bit), 0)
 
     def set_held(self, node: int, bit: int, count: int) -> None:
         """``bit`` holds the first ``count`` blocks of ``node``. Call ``settle`` when blocks were lost."""
         if self._frozen is not None:
             self._keep(node)
-        partial = self.partial.get(node)
-        if partial is not None and partial.pop(bit, 0) and not partial:
-            del self.partial[node]
-        if count == len(self.chunks[node]):
-            self.masks[node] = self._share(self.masks[node] | bit)
-            return
         if self.masks[node] & bit:
             self.masks[node] = self._share(self.masks[node] ^ bit)
-        if count:
-            self.partial.setdefault(node, {})[bit] = count
+        elif node in self.partial:
+            self._clear_partial(node, bit)
+        self._add_held(node, bit, count)
+
+    def _add_held(self, node: int, bits: int, count: int) -> None:
+        """``bits``, which hold nothing of ``node``, get its first ``count`` blocks."""
+        if count == len(self.chunks[node]):
+            self.masks[node] = self._share(self.masks[node] | bits)
+        elif count and bits:
+            partial = self.partial.setdefault(node, {})
+            partial[count] = self._share(partial.get(count, 0) | bits)
+
+    def _clear_partial(self, node: int, bits: int) -> None:
+        partial = self.partial[node]
+        for count, mask in [each for each in partial.items() if each[1] & bits]:
+            if mask & ~bits:
+                partial[count] = self._share(mask & ~bits)
+            else:
+                del partial[count]
+        if not partial:
+            del self.partial[node]
 
     def grow(self, node: int, last: int, name: int, bit: int) -> bool:
         """Add one block to ``node``, as a decoding worker does; False: only ``insert`` can add it, or it is there.
@@ -151,12 +160,13 @@ class RadixTree:
         Returns: the node that they are in, and their number.
         """
         chunk: tuple[int, ...] = ()
+        most = NODE_BLOCKS if len(names) > 1 else min(NODE_BLOCKS, GROWN_BLOCKS)
         if node >= 0:
             chunk = self.chunks[node]
             if chunk[-1] != before:
                 node = self.split(node, chunk.index(before) + 1)
                 chunk = ()
-            elif self.masks[node] != bit or self.children[node] or len(chunk) >= NODE_BLOCKS or len(names) == 1:
+            elif not self.masks[node] & bit or self.children[node] or len(chunk) >= most:
                 chunk = ()
         if chunk:
             if self._frozen is not None:
@@ -177,6 +187,9 @@ class RadixTree:
             names = names[:count]
         self.chunks[node] = chunk + tuple(names)
         self.blocks += count
+        if others := self.masks[node] ^ bit:
+            self.masks[node] = bit
+            self._add_held(node, others, len(chunk))
         return node, count
 
     def release(self, node: int, bit: int, keep: int) -> None:
@@ -199,15 +212,13 @@ class RadixTree:
         self.ages[front], self.children[front] = self.ages[node], 1
         for name in chunk[:at]:
             self.shards[name & SLOT][name] = front
-        partial = self.partial.pop(node, None)
-        for bit, count in partial.items() if partial else ():
-            self.set_held(front, bit, min(count, at))
+        for count, bits in self.partial.pop(node, _NONE).items():
+            self._add_held(front, bits, min(count, at))
             if count > at:
-                self.set_held(node, bit, count - at)
+                self._add_held(node, bits, count - at)
         if self._sweeping:
             self._unswept.append(front)
-        if self.ages[node] == self._victims_age:
-            self._victims = []  # ordered by first keys, and this node has another one now
+        self._leaves.renamed(self.ages[node])
         return front
 
     def touch(self, node: int) -> None:
@@ -217,8 +228,8 @@ class RadixTree:
             if self._frozen is not None:
                 self._keep(node)
             if not self.children[node]:
-                self._remove_leaf(node)
-                self._add_leaf(node, age)
+                self._leaves.remove(node, self.ages[node])
+                self._leaves.add(node, age)
             self.ages[node] = age
 
     def settle(self, node: int) -> None:
@@ -230,7 +241,7 @@ class RadixTree:
             if node < 0 or self.children[node] or not self.chunks[node]:
                 return
             partial = self.partial.get(node)
-            keep = len(self.chunks[node]) if self.masks[node] else max(partial.values()) if partial else 0
+            keep = len(self.chunks[node]) if self.masks[node] else max(partial) if partial else 0
             self.truncate(node, keep)
             if keep:
                 return
@@ -249,12 +260,12 @@ class RadixTree:
             self.shards[name & SLOT].pop(name, None)
         self.blocks -= len(chunk) - keep
         self.chunks[node] = chunk[:keep]
-        partial = self.partial.pop(node, None)
+        partial = self.partial.pop(node, _NONE)
         if not keep:
             self.masks[node] = 0
-        elif partial:
-            for bit, count in partial.items():
-                self.set_held(node, bit, min(count, keep))
+            return
+        for count, bits in partial.items():
+            self._add_held(node, bits, min(count, keep))
 
     def evict(self, node: int, keep: int) -> None:
         """Keep the first ``keep`` blocks of a leaf, whoever holds the others."""
@@ -262,20 +273,8 @@ class RadixTree:
         self.settle(node if keep else self._delete(node))
 
     def oldest(self) -> int:
-        """The least recently used leaf. NOTHING: the tree is empty.
-
-        Of several of the same age, the one with the largest first key: when a sweep or a snapshot came in between must
-        not matter.
-        """
-        while self._victims and self._victims[-1] not in self._leaves.get(self._victims_age, ()):
-            self._victims.pop()
-        if not self._victims:
-            while self._ages and self._ages[0] not in self._leaves:
-                self._queued.remove(heappop(self._ages))
-            self._victims_age = self._ages[0] if self._ages else NOTHING
-            chunks = self.chunks
-            self._victims = sorted(self._leaves.get(self._victims_age, ()), key=lambda node: chunks[node][0])
-        return self._victims[-1] if self._victims else NOTHING
+        """The least recently used leaf. NOTHING: the tree is empty."""
+        return self._leaves.oldest(self.chunks)
 
     @property
     def settled(self) -> bool:
@@ -351,7 +350,7 @@ class RadixTree:
             if not chunk:
                 self._free.append(node)
             elif not self.children[node]:
-                self._add_leaf(node, self.ages[node])
+                self._leaves.add(node, self.ages[node])
                 if not self.masks[node]:
                     self._unsettled.append(node)
             if node % _STEP == 0:
@@ -376,10 +375,10 @@ class RadixTree:
         self.masks[node], self.parents[node], self.children[node] = mask, parent, 0
         if parent >= 0:
             if not self.children[parent]:
-                self._remove_leaf(parent)
+                self._leaves.remove(parent, self.ages[parent])
             self.children[parent] += 1
         self.ages[node] = age = self.clock // self._per_age
-        self._add_leaf(node, age)
+        self._leaves.add(node, age)
         return node
 
     def _number(self) -> int:
@@ -399,8 +398,8 @@ class RadixTree:
 
     def _delete(self, node: int) -> int:
         """Free an empty leaf. Returns: its parent."""
-        self._remove_leaf(node)
         self.masks[node], parent, age = 0, self.parents[node], self.ages[node]
+        self._leaves.remove(node, age)
         self._free.append(node)
         if parent >= 0:
             if self._frozen is not None:
@@ -408,42 +407,16 @@ class RadixTree:
             self.children[parent] -= 1
             self.ages[parent] = age = max(age, self.ages[parent])
             if not self.children[parent]:
-                self._add_leaf(parent, age)
+                self._leaves.add(parent, age)
         return parent
-
-    def _add_leaf(self, node: int, age: int) -> None:
-        leaves = self._leaves.get(age)
-        if leaves is not None:
-            leaves[node] = None
-        else:
-            self._leaves[age] = {node: None}
-            if age not in self._queued:
-                self._queued.add(age)
-                heappush(self._ages, age)
-                if len(self._ages) > 2 * len(self._leaves) + _AGES:  # most have no leaves any more
-                    self._ages = sorted(self._leaves)
-                    self._queued = set(self._ages)
-        if age <= self._victims_age:
-            self._victims_age, self._victims = age, []
-
-    def _remove_leaf(self, node: int) -> None:
-        age = self.ages[node]
-        leaves = self._leaves[age]
-        del leaves[node]
-        if not leaves:
-            del self._leaves[age]
 
     def _clear(self, node: int, bits: int) -> None:
         """Remove the holders ``bits`` from a node, which may be free by now."""
         if self._frozen is not None:
             self._keep(node)
-        mask, partial = self.masks[node], self.partial.get(node)
-        if mask & bits:
-            self.masks[node] = self._share(mask & ~bits)
-        if partial and any(bit & bits for bit in partial):
-            for bit in [bit for bit in partial if bit & bits]:
-                del partial[bit]
-            if not partial:
-                del self.partial[node]
+        if self.masks[node] & bits:
+            self.masks[node] = self._share(self.masks[node] & ~bits)
+        if node in self.partial:
+            self._clear_partial(node, bits)
         if self.chunks[node] and not self.masks[node]:
             self.settle(node)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from router import radix_tree
 from router.depths import TargetId
 from router.holders import Holders
-from router.radix_tree import NOTHING
+from router.leaf_ages import NOTHING
 from schemas.blocks import chain, keys_of, root
 from tests.properties import examples
 
@@ -36,13 +36,15 @@ def check(holders: Holders) -> None:
             children[tree.parents[node]] += 1
     assert children == {node: tree.children[node] for node in nodes}
     leaves = {node for node, count in children.items() if not count}
-    assert {node for group in tree._leaves.values() for node in group} == leaves
+    assert {node for group in tree._leaves.by_age.values() for node in group} == leaves
     assert all(tree.masks[node] or node in tree._unsettled for node in leaves), "nobody holds its last block"
-    assert all(tree.ages[node] == age for age, group in tree._leaves.items() for node in group)
+    assert all(tree.ages[node] == age for age, group in tree._leaves.by_age.items() for node in group)
     for node, partial in tree.partial.items():
         assert partial
-        assert all(0 < count < len(tree.chunks[node]) for count in partial.values())
-        assert not any(bit & tree.masks[node] for bit in partial)
+        assert all(0 < count < len(tree.chunks[node]) for count in partial)
+        masks = [tree.masks[node], *partial.values()]
+        assert all(partial.values())
+        assert sum(mask.bit_count() for mask in masks) == sum(masks).bit_count(), "no holder is in two"
     for holding in holders._by_target.values():
         mine = [(tree.chunks[node][: tree.held(node, holding.bit)]) for node in nodes]
         assert holding.blocks == sum(map(len, mine))

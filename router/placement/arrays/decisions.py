@@ -64,10 +64,8 @@ class ArrayDecisions:
         if pool is None or len(pool.ids) <= self._few:
             return None
         size, own = size_of(request), self._columns.terms(pool.rows, request.n, now_ns, weights.prefill)
-        both: Column = np.zeros((2, len(pool.ids) + 1))
-        pool.fill(both[0], overlaps)
-        pool.fill(both[1], leading)
-        target_costs = costs(size, both[0, :-1], both[1, :-1], own, pool.block_size, overlap_weight=weights.overlap)
+        cached, active = pool.column(overlaps), pool.column(leading)
+        target_costs = costs(size, cached, active, own, pool.block_size, overlap_weight=weights.overlap)
         for target in request.session:
             at = pool.position.get(target)
             if at is not None:
@@ -84,14 +82,14 @@ class ArrayDecisions:
         chosen = int(free[int(ties[draw(seed) % len(ties)])])
         worker, rank = pool.ids[chosen]
         places = np.array(_table_places(target_costs.whole, free, chosen, len(pool.ids)))
-        present = target_costs.blocks[places].astype(np.int64).tolist()
+        reused = target_costs.blocks[places].astype(np.int64).tolist()
         loads, scores = self._columns.loads(pool.rows[places], now_ns), target_costs.whole[places].tolist()
         table = []
         for number, at in enumerate(places.tolist()):
             rejection = "" if number < len(free) else pool.rejection(at, request) or "full"
             score = 0.0 if rejection else scores[number]
-            table.append(_candidate(pool.ids[at], present[number], loads[number], score, rejection))
-        return RoutingDecision((Stage("aggregated", worker, rank),), tuple(table), present[0])
+            table.append(_candidate(pool.ids[at], reused[number], loads[number], score, rejection))
+        return RoutingDecision((Stage("aggregated", worker, rank),), tuple(table), reused[0])
 
     def ready(self, requests: Sequence[HeldRequest], now_ns: int) -> list[int]:
         """Positions of the requests for which ``is_ready`` holds.
@@ -102,13 +100,12 @@ class ArrayDecisions:
         pool = self._pools.pool(requests[0].request)
         assert pool is not None
         sizes = np.zeros((4, len(requests), 1))
-        both = np.zeros((2, len(requests), len(pool.ids) + 1))
-        cached, leading = both[:, :, :-1]
+        cached, leading = np.zeros((2, len(requests), len(pool.ids)))
         allowed = np.zeros(cached.shape, np.bool_)
         for number, held in enumerate(requests):
             sizes[:, number, 0] = size_of(held.request)
-            pool.fill(both[0, number], held.overlaps)
-            pool.fill(both[1, number], held.leading)
+            cached[number] = pool.column(held.overlaps)
+            leading[number] = pool.column(held.leading)
             allowed[number] = pool.allowed(held.request)
         one = all(held.request.n == 1 for held in requests)
         own = self._columns.terms(pool.rows, 1 if one else sizes[2], now_ns)

@@ -7,7 +7,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from router.depths import Depths, TargetBits, TargetId
+from router.depths import Depths, TargetBits, TargetId, bits_of
 from router.filters import rejection
 from router.load import Load, RoutingTarget
 from router.load_tracker import LoadTracker
@@ -18,6 +18,8 @@ from schemas.fleet import Registration
 
 POOLS_CACHED = 256  # kinds of requests
 IDLE = Load()
+_SINGLE = 4  # targets for each depth, on average, up to which a loop over them is cheaper
+_NO_ROWS: Rows = np.zeros(0, np.intp)
 
 
 class Pool(NamedTuple):
@@ -41,43 +43,56 @@ class Pool(NamedTuple):
     least_longest: float
     least_largest: float
     block_size: Column | float
-    places: dict[TargetBits, tuple[int, Rows]]
+    places: dict[TargetBits, tuple[int, dict[int, int], Rows]]
 
-    def fill(self, column: Column, blocks: Mapping[TargetId, int]) -> None:
-        """Write values of some targets to their places in ``column``.
-
-        Its last element is for targets of other pools: it is one longer than the pool.
-        """
+    def column(self, blocks: Mapping[TargetId, int]) -> Column:
+        """Values of some targets in their places, 0 in the others; those of other pools' targets are left out."""
         if isinstance(blocks, Depths):
-            self._fill(column, blocks)
-        elif blocks:
+            return self._column_of(blocks)[:-1]
+        column: Column = np.zeros(len(self.ids) + 1)
+        if blocks:
             elsewhere, place = len(self.ids), self.position.get
             column[[place(target, elsewhere) for target in blocks]] = list(blocks.values())
+        return column[:-1]
 
-    def _fill(self, column: Column, depths: Depths) -> None:
+    def _column_of(self, depths: Depths) -> Column:
+        """With one more element, for targets of other pools."""
         levels = depths.levels
         if not levels:
-            return
-        places = self._places_of(depths.bits)
+            return np.zeros(len(self.ids) + 1)
+        by_bit, places = self._places_of(depths.bits)
+        if len(levels) * _SINGLE > len(by_bit):
+            values = [0] * (len(self.ids) + 1)
+            for mask, depth in levels:
+                at = by_bit.get(mask)
+                if at is not None:
+                    values[at] = depth
+                    continue
+                for bit in bits_of(mask):
+                    values[by_bit[bit]] = depth
+            return np.array(values, np.float64)
+        column: Column = np.zeros(len(self.ids) + 1)
         width = len(places) // 8
         if len(levels) == 1:
             mask, depth = levels[0]
             column[places[_set_bits(mask.to_bytes(width, "little"))]] = depth
-            return
+            return column
         masks = b"".join([mask.to_bytes(width, "little") for mask, _ in levels])
         counts = [mask.bit_count() for mask, _ in levels]
         column[places[_set_bits(masks) & (len(places) - 1)]] = np.repeat([depth for _, depth in levels], counts)
+        return column
 
-    def _places_of(self, bits: TargetBits) -> Rows:
-        """The place of the target of each bit; its length is a power of two, 8 or more."""
-        version, places = self.places.get(bits, (-1, None))
-        if places is None or version != bits.version:
+    def _places_of(self, bits: TargetBits) -> tuple[dict[int, int], Rows]:
+        """The place of the target of each bit: by bit, and by its number. The latter has 8, 16, 32, ... elements."""
+        version, by_bit, places = self.places.get(bits, (-1, {}, _NO_ROWS))
+        if version != bits.version:
             most = max((bit.bit_length() for bit in bits.targets), default=0)
             places = np.full(max(8, 1 << (most - 1).bit_length()), len(self.ids), np.intp)
-            for bit, target in bits.targets.items():
-                places[bit.bit_length() - 1] = self.position.get(target, len(self.ids))
-            self.places[bits] = bits.version, places
-        return places
+            by_bit = {bit: self.position.get(target, len(self.ids)) for bit, target in bits.targets.items()}
+            for bit, at in by_bit.items():
+                places[bit.bit_length() - 1] = at
+            self.places[bits] = bits.version, by_bit, places
+        return by_bit, places
 
     def allowed(self, request: RoutingRequest) -> NDArray[np.bool_]:
         """Targets that take the request now or once they have room."""

@@ -19,7 +19,7 @@ from tests.properties import examples
     bits=st.permutations(range(70)),
     workers=st.integers(1, 30),
 )
-def test_masks_and_dicts_of_depths_fill_a_column_alike(depths: dict[int, int], bits: list[int], workers: int) -> None:
+def test_masks_and_dicts_of_depths_make_the_same_column(depths: dict[int, int], bits: list[int], workers: int) -> None:
     """Also with targets of other pools, and where a bit is another target's later."""
     tracker, known = LoadTracker(), TargetBits()
     for number in range(workers):
@@ -33,10 +33,9 @@ def test_masks_and_dicts_of_depths_fill_a_column_alike(depths: dict[int, int], b
             (sum(1 << bits[number] for number in depths if depths[number] == depth), depth)
             for depth in set(depths.values())
         ]
-        by_mask, by_name = np.zeros((2, workers + 1))
-        pool.fill(by_mask, Depths(levels, known))
-        pool.fill(by_name, {(f"w{number:02}", 0): depth for number, depth in depths.items()})
-        assert by_mask[:-1].tolist() == by_name[:-1].tolist()
+        by_name = pool.column({(f"w{number:02}", 0): depth for number, depth in depths.items()})
+        assert by_name.tolist() == [depths.get(number, 0) for number in range(workers)]
+        assert pool.column(Depths(levels, known)).tolist() == by_name.tolist()
         for number in range(41):
             known.remove(1 << bits[number])
         bits = bits[::-1]
