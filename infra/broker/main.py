@@ -9,12 +9,12 @@ from nats.aio.client import Client
 from configs.logs import setup
 from configs.settings import NatsSettings
 from infra.broker.apply import apply
-from infra.broker.binary import NoServerBinary
 from infra.broker.datadir import DataDirBusy, DataDirUnusable
 from infra.broker.disk import DiskWatch
+from infra.broker.failures import NoServerBinary, ServerFailed
 from infra.broker.jetstream_api import BrokerProblem
 from infra.broker.roles import ROLES, inbox_prefix
-from infra.broker.server import EmbeddedNats, ServerFailed
+from infra.broker.server import EmbeddedNats
 from infra.bus.connection import why_unreachable
 from infra.cli import StreamsSettings
 from infra.launch.signals import Stop

@@ -13,6 +13,7 @@ from configs.settings import Durability
 from infra.broker.binary import find_server
 from infra.broker.config import USERS, Cluster, ServerConfig, render
 from infra.broker.datadir import Lock, load_secrets, write_private
+from infra.broker.failures import ServerFailed
 from infra.broker.tenants import INCLUDE, write_accounts
 from infra.launch.deathsig import die_with_parent
 from infra.launch.sockets import CannotListen, bind, check_free
@@ -21,10 +22,6 @@ from schemas.subjects import Subjects
 LOOPBACK = "127.0.0.1"
 _POLL_S = 0.01
 _TERM_S = 20.0  # it flushes each durable consumer on the way out, about 10 ms each
-
-
-class ServerFailed(Exception):
-    """The server did not come up; the text ends with its last log lines."""
 
 
 class EmbeddedNats:

@@ -9,6 +9,7 @@ two processes must not both conclude "there is none", the conclusion is a write 
 the stream refuses to one of them.
 """
 
+import abc
 import asyncio
 import base64
 import datetime
@@ -16,16 +17,17 @@ import json
 import time
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import msgspec
-from nats.errors import Error as NatsError
 
-from infra.bus.connection import Bus
 from infra.bus.jetstream import NO_MESSAGE_FOUND, ApiError
 from infra.bus.message import Message
 from schemas.errors import Code, ServingError
 from schemas.subjects import HEADER_RECORDED_TIME, Subjects
+
+if TYPE_CHECKING:  # a stopped deployment is read without the client, which loads slowly
+    from infra.bus.connection import Bus
 
 BATCH = 500
 BATCH_BYTES = 4 << 20
@@ -71,31 +73,34 @@ class StreamState(NamedTuple):
     max_bytes: int = -1
 
 
-class LogFiles(Protocol):
+class LogFiles(abc.ABC):
     """Streams whose broker does not run, read from its files (``infra.store``). The methods are the functions below."""
 
-    @property
-    def subjects(self) -> Subjects: ...
+    subjects: Subjects
+    clustered: bool
 
-    @property
-    def clustered(self) -> bool: ...
-
+    @abc.abstractmethod
     def read(
         self, stream: str, subject: str, *, after: int, since_ns: int, until_seq: int | None
     ) -> Iterator[Entry]: ...
 
+    @abc.abstractmethod
     def read_backwards(self, stream: str, subject: str, *, before: int) -> Iterator[Entry]: ...
 
+    @abc.abstractmethod
     def get_last(self, stream: str, subject: str) -> Entry | None: ...
 
+    @abc.abstractmethod
     def get_last_of(self, stream: str, subjects: Sequence[str]) -> list[Entry]: ...
 
+    @abc.abstractmethod
     def get_next(self, stream: str, subject: str, after: int) -> Entry | None: ...
 
+    @abc.abstractmethod
     def state(self, stream: str) -> StreamState: ...
 
 
-Readable = Bus | LogFiles  # what has a log to read
+Readable: TypeAlias = "Bus | LogFiles"  # what has a log to read
 
 
 def parse_time(text: str) -> int:
@@ -138,7 +143,7 @@ async def read(
     Raises:
         ServingError: the stream did not answer within a few seconds (in a cluster: or had no leader for longer).
     """
-    if not isinstance(bus, Bus):
+    if isinstance(bus, LogFiles):
         for entry in bus.read(stream, subject, after=after, since_ns=since_ns, until_seq=until_seq):
             yield entry
         return
@@ -178,7 +183,7 @@ async def read_backwards(
     Raises:
         ServingError: as for ``read``.
     """
-    if not isinstance(bus, Bus):
+    if isinstance(bus, LogFiles):
         for entry in bus.read_backwards(stream, subject, before=before):
             yield entry
         return
@@ -207,7 +212,7 @@ async def get_last(
     Raises:
         ServingError: the stream did not answer in time.
     """
-    if not isinstance(bus, Bus):
+    if isinstance(bus, LogFiles):
         return bus.get_last(stream, subject)
     return await _get(bus, stream, {"last_by_subj": subject}, replica=not newest, within_s=within_s)
 
@@ -220,7 +225,7 @@ async def get_last_of(bus: Readable, stream: str, subjects: Sequence[str]) -> li
     Raises:
         ServingError: the stream did not answer.
     """
-    if not isinstance(bus, Bus):
+    if isinstance(bus, LogFiles):
         return bus.get_last_of(stream, subjects)
     query = {"multi_last": list(subjects), "batch": len(subjects), "max_bytes": BATCH_BYTES}
     return (await _batch(bus, stream, query))[0] if subjects else []
@@ -232,7 +237,7 @@ async def get(bus: Readable, stream: str, seq: int, *, within_s: float = LEADER_
     Raises:
         ServingError: the stream did not answer in time.
     """
-    if not isinstance(bus, Bus):
+    if isinstance(bus, LogFiles):
         found = bus.get_next(stream, ">", seq - 1)
         return found if found is not None and found.seq == seq else None
     return await _get(bus, stream, {"seq": seq}, replica=True, within_s=within_s)
@@ -240,13 +245,13 @@ async def get(bus: Readable, stream: str, seq: int, *, within_s: float = LEADER_
 
 async def get_next(bus: Readable, stream: str, subject: str, after: int, *, within_s: float = LEADER_S) -> Entry | None:
     """The first message of ``subject`` (wildcards allowed) after a sequence; None and errors as for ``get``."""
-    if not isinstance(bus, Bus):
+    if isinstance(bus, LogFiles):
         return bus.get_next(stream, subject, after)
     query = {"seq": after + 1, "next_by_subj": subject}
     return await _get(bus, stream, query, replica=True, within_s=within_s)
 
 
-async def _get(bus: Bus, stream: str, query: dict[str, Any], *, replica: bool, within_s: float) -> Entry | None:
+async def _get(bus: "Bus", stream: str, query: dict[str, Any], *, replica: bool, within_s: float) -> Entry | None:
     until = time.monotonic() + (within_s if bus.clustered else min(within_s, STALL_S))
     if replica or not bus.clustered:
         message = await _request(bus, f"$JS.API.DIRECT.GET.{stream}", query, until)
@@ -261,7 +266,7 @@ async def _get(bus: Bus, stream: str, query: dict[str, Any], *, replica: bool, w
     return await _ask_leader(bus, stream, query, max(0.0, until - time.monotonic()))
 
 
-async def _ask_leader(bus: Bus, stream: str, query: dict[str, Any], within_s: float) -> Entry | None:
+async def _ask_leader(bus: "Bus", stream: str, query: dict[str, Any], within_s: float) -> Entry | None:
     """One message as the stream's leader has it; None: it has none."""
     until = time.monotonic() + within_s
     while True:
@@ -276,8 +281,10 @@ async def _ask_leader(bus: Bus, stream: str, query: dict[str, Any], within_s: fl
         await asyncio.sleep(AGAIN_S)
 
 
-async def _request(bus: Bus, subject: str, query: dict[str, Any], until: float, *, patient: bool = False) -> Message:
+async def _request(bus: "Bus", subject: str, query: dict[str, Any], until: float, *, patient: bool = False) -> Message:
     """Ask, and repeat while the broker is away. ``patient``: also while no server answers (during an election)."""
+    from nats.errors import Error as NatsError
+
     body = json.dumps(query).encode()
     while (left := until - time.monotonic()) > 0:
         try:
@@ -341,7 +348,7 @@ def _unreadable(stream: str, reason: str) -> ServingError:
     )
 
 
-async def _batch(bus: Bus, stream: str, query: dict[str, Any]) -> tuple[list[Entry], int]:
+async def _batch(bus: "Bus", stream: str, query: dict[str, Any]) -> tuple[list[Entry], int]:
     """One request: its messages, and how many more there are. In a cluster it is repeated once, to another replica."""
     if bus.clustered:
         try:
@@ -351,7 +358,7 @@ async def _batch(bus: Bus, stream: str, query: dict[str, Any]) -> tuple[list[Ent
     return await _batch_once(bus, stream, query, STALL_S)
 
 
-async def _batch_once(bus: Bus, stream: str, query: dict[str, Any], stall_s: float) -> tuple[list[Entry], int]:
+async def _batch_once(bus: "Bus", stream: str, query: dict[str, Any], stall_s: float) -> tuple[list[Entry], int]:
     inbox = bus.nc.new_inbox()
     entries: list[Entry] = []
     ended: asyncio.Future[Message] = asyncio.get_running_loop().create_future()

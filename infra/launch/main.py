@@ -6,10 +6,9 @@ from collections.abc import Callable, Sequence
 
 from configs.logs import setup
 from configs.up_settings import UpSettings
-from infra.broker.binary import NoServerBinary
 from infra.broker.datadir import DataDirBusy, DataDirUnusable
+from infra.broker.failures import NoServerBinary, ServerFailed
 from infra.broker.jetstream_api import BrokerProblem
-from infra.broker.server import ServerFailed
 from infra.engine_args.tree import BadArguments
 from infra.launch.deployment import Deployment, UpFailed, command
 from infra.launch.groups import PlanError

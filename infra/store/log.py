@@ -4,14 +4,14 @@ import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 
-from infra.bus.direct_get import Entry, StreamState
+from infra.bus.direct_get import Entry, LogFiles, StreamState
 from infra.store.blocks import body, message, parse_headers
 from infra.store.stream import Raw, StoredStream, subject_pattern
 from schemas.errors import Code, ServingError
 from schemas.subjects import Subjects
 
 
-class StoredLog:
+class StoredLog(LogFiles):
     """The log of a broker that does not run.
 
     Args:

@@ -11,8 +11,7 @@ from pathlib import Path
 import msgspec
 import structlog
 
-from infra.bus.connection import Bus
-from infra.bus.direct_get import Entry, Readable, get_last, get_last_of, read, read_backwards
+from infra.bus.direct_get import Entry, LogFiles, Readable, get_last, get_last_of, read, read_backwards
 from infra.store.log import StoredLog
 from infra.timeline.left_open import left_open
 from schemas import done, jobs, requests
@@ -132,7 +131,7 @@ def _running(subject: str, data: bytes) -> LoggedRequest | None:
 
 async def _unacknowledged(bus: Readable, name: str, stopped: bool) -> AsyncGenerator[Entry, None]:
     stream = bus.subjects.stream(name)
-    if stopped or not isinstance(bus, Bus):
+    if stopped or isinstance(bus, LogFiles):
         last = await get_last(bus, stream, f"{bus.subjects.namespace}.>")
         ended_ns = last.time_ns if last is not None else time.time_ns()
         since = ended_ns - int(LONGEST_DEADLINE_S * 1e9)

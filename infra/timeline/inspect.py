@@ -12,7 +12,6 @@ from rich.console import Console
 from configs.flags import Parser
 from infra.terminal import reason, stdout
 from infra.timeline.inspection import Content, Inspection, inspect
-from infra.timeline.inspection_page import page
 from infra.timeline.open_log import REQUEST_STREAMS, Source, add_flags, add_verify_flag, open_log, run_command
 from infra.timeline.read import read_timeline
 from infra.timeline.request_timeline import RequestTimeline
@@ -66,6 +65,8 @@ async def _run(request_id: str, source: Source, options: Options, console: Conso
     content, missing = _content(timeline, options)
     inspection = msgspec.structs.replace(inspection, content=content, missing=(*inspection.missing, *missing))
     if options.html:
+        from infra.timeline.inspection_page import page
+
         _write(Path(options.html), page(inspection))
     if options.as_json:
         console.file.write(as_json(inspection) + "\n")

@@ -9,24 +9,24 @@ import sys
 import tempfile
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import structlog
 
-from infra.broker.binary import NoServerBinary
 from infra.broker.datadir import DataDirBusy, DataDirUnusable, Lock, holder
-from infra.broker.server import EmbeddedNats, ServerFailed
-from infra.bus.connection import Bus, connect
-from infra.bus.direct_get import Readable
+from infra.broker.failures import NoServerBinary, ServerFailed
+from infra.bus.direct_get import LogFiles, Readable
 from infra.launch.state import State, read_state
-from infra.replay.files import open_export
 from infra.store.log import StoredLog
 from infra.store.stream import Unsupported
 from infra.store.verify import can_verify_much
 from infra.timeline.log_copy import STREAMS_DIR, CopyFailed, copy_streams, namespaces, stream_name
 from schemas.errors import ServingError
 from schemas.subjects import Subjects
+
+if TYPE_CHECKING:
+    from infra.bus.connection import Bus
 
 CONNECT_S = 3.0  # short, because a person waits at a terminal
 
@@ -133,9 +133,9 @@ class Log(NamedTuple):
     url: str = ""
 
     @property
-    def bus(self) -> Bus:
+    def bus(self) -> "Bus":
         """The broker. Do not ask for it after ``open_log(..., files=True)`` unless the log is not ``stopped``."""
-        assert isinstance(self.reader, Bus)
+        assert not isinstance(self.reader, LogFiles)
         return self.reader
 
     @property
@@ -220,7 +220,9 @@ def _check_verify(source: Source) -> None:
 async def _exported(
     source: Source, name: str, role: str, streams: Sequence[str], timeout_s: float, files: bool
 ) -> AsyncIterator[Log]:
-    from infra.replay.restore import restore  # imports numpy, which no other command that reads the log waits for
+    # Modules that no other command which reads the log waits for, such as numpy.
+    from infra.replay.files import open_export
+    from infra.replay.restore import restore
 
     with tempfile.TemporaryDirectory(prefix="penstock-log-") as folder:
         with open_export(source.file, skip_bad=source.skip_bad) as exported:
@@ -289,6 +291,8 @@ class NotStarted:
 @contextlib.asynccontextmanager
 async def _served(folder: str, namespace: str, name: str, role: str, timeout_s: float) -> AsyncIterator[Log]:
     """Run a broker on ``folder`` until the context ends."""
+    from infra.broker.server import EmbeddedNats  # few commands need it
+
     server = EmbeddedNats(folder, namespace)
     await server.start()
     try:
@@ -298,7 +302,9 @@ async def _served(folder: str, namespace: str, name: str, role: str, timeout_s: 
         await server.stop()
 
 
-async def _connect(url: str, name: str, role: str, namespace: str, timeout_s: float) -> Bus:
+async def _connect(url: str, name: str, role: str, namespace: str, timeout_s: float) -> "Bus":
+    from infra.bus.connection import connect  # a stopped deployment is read without the client, which loads slowly
+
     return await connect(url, role=role, name=name, namespace=namespace, timeout=timeout_s)
 
 

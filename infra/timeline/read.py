@@ -10,8 +10,7 @@ from collections.abc import AsyncGenerator
 
 import msgspec
 
-from infra.bus.connection import Bus
-from infra.bus.direct_get import Entry, Readable, get_last, read
+from infra.bus.direct_get import Entry, LogFiles, Readable, get_last, read
 from infra.store.log import StoredLog
 from infra.timeline.request_timeline import RequestTimeline
 from schemas import done, jobs, requests, tokens
@@ -67,7 +66,7 @@ async def read_timeline(bus: Readable, request_id: str, *, with_tokens: bool = F
 async def _record(bus: Readable, timeline: RequestTimeline, since: int) -> Entry | None:
     """The request's record, of which there is at most one; None: it has not ended."""
     stream, subject = bus.subjects.stream("DONE"), bus.subjects.done_of(timeline.request_id)
-    if isinstance(bus, Bus):
+    if not isinstance(bus, LogFiles):
         return await get_last(bus, stream, subject)
     async with contextlib.aclosing(read(bus, stream, subject, since_ns=since)) as entries:
         entry = await anext(entries, None)  # files have no index of subjects: it is soon behind the request

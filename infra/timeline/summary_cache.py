@@ -15,10 +15,8 @@ from typing import Any
 
 import msgspec
 import structlog
-from nats.errors import Error as NatsError
 
-from infra.bus.connection import Bus
-from infra.bus.direct_get import Readable, StreamState, read, read_backwards
+from infra.bus.direct_get import LogFiles, Readable, StreamState, read, read_backwards
 from infra.bus.jetstream import ApiError
 from infra.store.log import StoredLog
 from schemas.errors import Code, ServingError
@@ -154,8 +152,10 @@ def _summary(seq: int, data: bytes) -> _Summary | None:
 
 
 async def _info(bus: Readable, stream: str) -> StreamState:
-    if not isinstance(bus, Bus):
+    if isinstance(bus, LogFiles):
         return bus.state(stream)
+    from nats.errors import Error as NatsError
+
     try:
         message: Any = await bus.nc.request(f"$JS.API.STREAM.INFO.{stream}", b'{"deleted_details": true}', timeout=5.0)
     except (NatsError, TimeoutError) as error:

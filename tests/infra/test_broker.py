@@ -19,9 +19,10 @@ from infra.broker.apply import apply, stream_configs, widened
 from infra.broker.binary import find_server, parse_version
 from infra.broker.config import USERS, ServerConfig, render
 from infra.broker.datadir import DataDirBusy, Lock, load_secrets
+from infra.broker.failures import ServerFailed
 from infra.broker.jetstream_api import BrokerProblem
 from infra.broker.roles import ROLES, permissions
-from infra.broker.server import EmbeddedNats, ServerFailed
+from infra.broker.server import EmbeddedNats
 from infra.bus import object_store
 from infra.bus.connection import connect as open_bus
 from infra.launch.sockets import CannotListen

@@ -11,7 +11,8 @@ from importlib import metadata
 from pathlib import Path
 
 from infra.broker import datadir
-from infra.broker.binary import NoServerBinary, find_server
+from infra.broker.binary import find_server
+from infra.broker.failures import NoServerBinary
 from infra.launch.state import State
 from infra.operate.doctor.finding import Finding, ok, problem, skipped, warning
 from infra.sizes import show_size
