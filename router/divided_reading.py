@@ -1,8 +1,9 @@
 """While routers share requests, they also share the reading of WORK and DONE: each message goes to one of them.
 
-It tells the others what it read, many messages in one, every ``TELL_S``. So a further router costs the others little
-for each request, where it would otherwise have to read all that they place. What nobody told of is read from the
-streams: after a router was lost at once (``group``), otherwise after a second (``LogTail.read_gap``).
+It tells the others what it read: at once, or if it has just told something, together with what it reads in the
+``TELL_S`` after that. So a further router costs the others little for each request, where it would otherwise have to
+read all that they place. What nobody told of is read from the streams: after a router was lost at once (``group``),
+otherwise after a second (``LogTail.read_gap``).
 """
 
 import asyncio
@@ -25,7 +26,8 @@ from schemas.subjects import HEADER_LOAD, HEADER_MSG_ID, HEADER_NO_STORE, token
 
 log = structlog.get_logger("router")
 
-TELL_S = 0.01
+TELL_S = 0.002  # the later others know of a decision, the worse are theirs
+GAPS_S = 0.25  # between two looks for gaps
 RETRY_S = 0.25
 MOST = 2_000  # in a message, of each kind
 _HEADERS = (HEADER_MSG_ID, HEADER_LOAD, HEADER_NO_STORE)
@@ -55,6 +57,8 @@ class DividedReading:
         self._wanted = ""
         self._changed = asyncio.Event()
         self._group = ""
+        self._told_at = float("-inf")  # monotonic
+        self._telling: asyncio.TimerHandle | None = None
         self._placed: list[Placed] = []
         self._ended: list[Ended] = []
         self._others: tuple[list[Other], list[Other]] = ([], [])
@@ -79,8 +83,9 @@ class DividedReading:
             sent = None
         if sent is None or sent.load.route or sent.is_copy or sent.handed:
             self._others[0].append(_other(entry))
-            return
-        self._placed.append(Placed(entry.seq, sent.request, sent.attempt, sent.role, sent.worker, *sent.load[:6]))
+        else:
+            self._placed.append(Placed(entry.seq, sent.request, sent.attempt, sent.role, sent.worker, *sent.load[:6]))
+        self._tell_soon()
 
     def read_done(self, entry: Entry) -> None:
         """Tell the others of a message of DONE."""
@@ -88,9 +93,19 @@ class DividedReading:
             self._others[1].append(_other(entry))
         else:
             self._ended.append(Ended(entry.seq, entry.headers.get(HEADER_MSG_ID, "")))
+        self._tell_soon()
+
+    def _tell_soon(self) -> None:
+        """Together with what was read by the same wake-up."""
+        if self._telling is None:
+            loop = asyncio.get_running_loop()
+            self._telling = loop.call_at(max(loop.time(), self._told_at + TELL_S), self.tell)
 
     def tell(self) -> None:
         """Send what was read since the last time. What is lost on the way, the others read themselves."""
+        if self._telling is not None:
+            self._telling.cancel()
+            self._telling, self._told_at = None, asyncio.get_running_loop().time()
         while self._placed or self._ended or any(self._others):
             work, done = self._others
             message = Readings(
@@ -108,8 +123,7 @@ class DividedReading:
                 self._changed.clear()
                 await self._changed.wait()
                 continue
-            await asyncio.sleep(TELL_S)
-            self.tell()
+            await asyncio.sleep(GAPS_S)
             now = time.monotonic()
             for tail in self._tails:
                 tail.read_gap(now)

@@ -1,5 +1,6 @@
 """What routers that share requests tell each other of WORK and DONE: nothing is lost or counted twice."""
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 
@@ -138,7 +139,7 @@ def entry(seq: int, name: str, load: LoadHeader | None, **headers: str) -> Entry
 LOAD = LoadHeader(225, 96, "g1", 5, "standard", 2)
 
 
-def test_the_short_form_is_for_plain_jobs_only() -> None:
+async def test_the_short_form_is_for_plain_jobs_only() -> None:
     bus = Told()
     divided = DividedReading(bus, "r", placed=lambda _: None, ended=lambda _: None)  # type: ignore[arg-type]
     divided.read_work(entry(1, "r1:1", LOAD))
@@ -162,7 +163,17 @@ def test_the_short_form_is_for_plain_jobs_only() -> None:
     assert len(bus.sent) == 1, "once"
 
 
-def test_many_readings_are_several_messages() -> None:
+async def test_what_is_read_is_told_at_once_and_then_together() -> None:
+    bus = Told()
+    divided = DividedReading(bus, "r", placed=lambda _: None, ended=lambda _: None)  # type: ignore[arg-type]
+    for seq in range(20):
+        divided.read_work(entry(seq, f"r{seq}:1", LOAD))
+        await asyncio.sleep(0)
+    await eventually(lambda: sum(len(message.placed) for message in bus.sent) == 20)
+    assert len(bus.sent) < 20
+
+
+async def test_many_readings_are_several_messages() -> None:
     bus = Told()
     divided = DividedReading(bus, "r", placed=lambda _: None, ended=lambda _: None)  # type: ignore[arg-type]
     for seq in range(5000):
