@@ -4,6 +4,7 @@ A limit that is set here is marked in the stream's metadata, so that ``streams a
 """
 
 import time
+from collections.abc import Sequence
 
 import msgspec
 from nats.aio.client import Client
@@ -55,14 +56,14 @@ class Loss(msgspec.Struct, frozen=True):
         return bool(self.messages or self.bytes)
 
 
-async def uses(bus: Bus, topology: Topology) -> list[StreamUse]:
-    """All streams of a namespace that exist, those behind buckets included.
+async def uses(bus: Bus, topology: Topology, names: Sequence[str] | None = None) -> list[StreamUse]:
+    """All streams of a namespace that exist, those behind buckets included; with ``names``, these of them.
 
     Raises:
         BrokerProblem: the broker does not answer, or refuses.
     """
     descriptions = {spec.name: spec.description for spec in topology.streams}
-    names = [
+    names = names or [
         *descriptions,
         *(f"KV_{spec.name}" for spec in topology.buckets),
         *(f"OBJ_{spec.name}" for spec in topology.objects),

@@ -15,7 +15,7 @@ import base64
 import datetime
 import json
 import time
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
@@ -214,7 +214,7 @@ async def get_last(
     """
     if isinstance(bus, LogFiles):
         return bus.get_last(stream, subject)
-    return await _get(bus, stream, {"last_by_subj": subject}, replica=not newest, within_s=within_s)
+    return await _get_of(bus, stream, subject, lambda of: {"last_by_subj": of}, replica=not newest, within_s=within_s)
 
 
 async def get_last_of(bus: Readable, stream: str, subjects: Sequence[str]) -> list[Entry]:
@@ -247,8 +247,24 @@ async def get_next(bus: Readable, stream: str, subject: str, after: int, *, with
     """The first message of ``subject`` (wildcards allowed) after a sequence; None and errors as for ``get``."""
     if isinstance(bus, LogFiles):
         return bus.get_next(stream, subject, after)
-    query = {"seq": after + 1, "next_by_subj": subject}
-    return await _get(bus, stream, query, replica=True, within_s=within_s)
+    return await _get_of(
+        bus, stream, subject, lambda of: {"seq": after + 1, "next_by_subj": of}, replica=True, within_s=within_s
+    )
+
+
+async def _get_of(
+    bus: "Bus", stream: str, subject: str, query: Callable[[str], dict[str, Any]], *, replica: bool, within_s: float
+) -> Entry | None:
+    """What a query finds of a subject.
+
+    For the first or the last message of a wildcard the broker looks through all subjects of the stream: 5 ms of CPU
+    time for 35,000 records. Mostly the first or last message of all is one of them.
+    """
+    if subject.endswith(".>"):
+        found = await _get(bus, stream, query(">"), replica=replica, within_s=within_s)
+        if found is None or found.subject.startswith(subject[:-1]):
+            return found
+    return await _get(bus, stream, query(subject), replica=replica, within_s=within_s)
 
 
 async def _get(bus: "Bus", stream: str, query: dict[str, Any], *, replica: bool, within_s: float) -> Entry | None:

@@ -1,7 +1,7 @@
 """A running deployment at a glance, from the broker alone: workers, queues, rates and streams.
 
 Rates come from the sequences of streams. Times, hit rates and failures come from the newest records, at most
-``SAMPLED`` of them, so that watching a busy deployment costs it little more than watching an idle one.
+``SAMPLED_PER_LOOK`` at a time, so that watching a busy deployment costs it little more than watching an idle one.
 """
 
 import asyncio
@@ -26,7 +26,9 @@ from schemas.routers import TENANTS, HeldByTenant, Member, held_by_tenant
 from schemas.streams import topology
 from schemas.summary import FAILED, RequestSummary
 
-SAMPLED = 200  # records per look
+SAMPLED_PER_LOOK = 50  # records
+SAMPLED = 200  # records of the window that are kept
+STREAMS_AGAIN = 5  # looks until all streams are asked again, not only those that are counted
 LOOK_S = 5.0  # a user is waiting for the result
 WINDOW_S = 10.0  # the window of rates, times and shares
 CLASSES = ("interactive", "standard", "batch")
@@ -116,6 +118,8 @@ class Observer:
         self._counts: list[Count] = []
         self._recent: list[RequestSummary] = []
         self._read_up_to = 0
+        self._streams: tuple[StreamUse, ...] = ()
+        self._looks = 0  # since all streams were asked
 
     async def look(self) -> Snapshot:
         """The deployment now.
@@ -133,7 +137,7 @@ class Observer:
             ) from None
 
     async def _look(self) -> Snapshot:
-        streams = tuple(await retention.uses(self._bus, self._topology))
+        streams = await self._uses()
         self._count(streams)
         await self._read_records()
         now = rates(self._counts, self._recent)
@@ -147,6 +151,16 @@ class Observer:
             tuple(reversed(self._recent)),
         )
 
+    async def _uses(self) -> tuple[StreamUse, ...]:
+        counted = [self._bus.subjects.stream(name) for name in ("REQUESTS", "DONE")] if self._looks else None
+        now = await retention.uses(self._bus, self._topology, counted)
+        if counted is not None:
+            by_name = {use.name: use for use in now}
+            now = [by_name.get(use.name, use) for use in self._streams]
+        self._streams = tuple(now)
+        self._looks = (self._looks + 1) % STREAMS_AGAIN
+        return self._streams
+
     def _count(self, streams: Sequence[StreamUse]) -> None:
         # Asking for the last message of a wildcard would make the broker look through the subjects of all records.
         now, last = time.monotonic(), {use.name: use.last_seq for use in streams}
@@ -157,10 +171,10 @@ class Observer:
             self._counts.pop(0)
 
     async def _read_records(self) -> None:
-        stream, subject = self._bus.subjects.stream("DONE"), self._bus.subjects.all("done")
-        after = max(self._read_up_to, self._counts[-1].ended - SAMPLED)
+        after = max(self._read_up_to, self._counts[-1].ended - SAMPLED_PER_LOOK)
         since_ns = time.time_ns() - int(WINDOW_S * 1e9)
-        async for entry in read(self._bus, stream, subject, after=after):
+        # Of fewer subjects the broker would count what is left, by looking through the subjects of all records.
+        async for entry in read(self._bus, self._bus.subjects.stream("DONE"), ">", after=after):
             self._read_up_to = entry.seq
             summary = of_entry(entry)
             if summary is not None:

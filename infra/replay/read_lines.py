@@ -31,17 +31,16 @@ async def copy_messages(
     if stream == "KV":
         since = 0  # routers know what workers held from its beginning on
     before = format_time(until) if until else ""
-    subjects = log.reader.subjects
-    name, subject = subjects.stream(stream), f"{subjects.namespace}.>"
+    name = log.reader.subjects.stream(stream)
     if log.files is not None:
         for record in records_of(log.files, stream, since_ns=since, until_seq=until_seq, until_ns=until):
             add(record)
         return
     if log.url and not log.bus.clustered:
         with contextlib.suppress(NeedsTls):
-            await asyncio.to_thread(_copy_bulk, log.url, stream, name, subject, since, until_seq, before, add)
+            await asyncio.to_thread(_copy_bulk, log.url, stream, name, since, until_seq, before, add)
             return
-    async for entry in read(log.bus, name, subject, since_ns=since, until_seq=until_seq):
+    async for entry in read(log.bus, name, ">", since_ns=since, until_seq=until_seq):
         record = of_entry_as_record(stream, entry)
         if before and record.time > before:
             return
@@ -52,13 +51,12 @@ def _copy_bulk(
     url: str,
     stream: str,
     name: str,
-    subject: str,
     since: int,
     until_seq: int,
     before: str,
     add: Callable[[LogLine], None],
 ) -> None:
-    for stored in read_bulk(url, name, subject, since_ns=since, until_seq=until_seq):
+    for stored in read_bulk(url, name, ">", since_ns=since, until_seq=until_seq):
         if before and stored.time > before:
             return
         add(LogLine(stream, stored.seq, stored.time, stored.subject, stored.headers, stored.data))

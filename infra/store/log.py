@@ -61,7 +61,7 @@ class StoredLog(LogFiles):
         stored = self.stream(stream)
         if stored is None:
             return
-        for raw in stored.forward(self._pattern(subject), after=after, since_ns=since_ns):
+        for raw in stored.forward(subject_pattern(subject), after=after, since_ns=since_ns):
             if until_seq is not None and raw.seq > until_seq:
                 return
             yield entry_of(raw)
@@ -79,11 +79,7 @@ class StoredLog(LogFiles):
         """As ``direct_get.read_backwards``."""
         stored = self.stream(stream)
         if stored is not None:
-            yield from map(entry_of, stored.backward(self._pattern(subject), before=before))
-
-    def _pattern(self, subject: str) -> re.Pattern[bytes] | None:
-        """``subject_pattern``; no stream has subjects outside of the namespace."""
-        return None if subject == f"{self.subjects.namespace}.>" else subject_pattern(subject)
+            yield from map(entry_of, stored.backward(subject_pattern(subject), before=before))
 
     def get_last(self, stream: str, subject: str) -> Entry | None:
         """As ``direct_get.get_last``."""

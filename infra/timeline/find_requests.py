@@ -102,9 +102,7 @@ async def unfinished(
 
 async def _hour_before_end(bus: Readable) -> int:
     """Unix ns of the last accepted or routed request, minus the longest time that a request may take."""
-    ends = [
-        await get_last(bus, bus.subjects.stream(name), f"{bus.subjects.namespace}.>") for name in ("REQUESTS", "WORK")
-    ]
+    ends = [await get_last(bus, bus.subjects.stream(name), ">") for name in ("REQUESTS", "WORK")]
     last = max((entry.time_ns for entry in ends if entry is not None), default=time.time_ns())
     return max(0, last - int(LONGEST_DEADLINE_S * 1e9))
 
@@ -132,10 +130,10 @@ def _running(subject: str, data: bytes) -> LoggedRequest | None:
 async def _unacknowledged(bus: Readable, name: str, stopped: bool) -> AsyncGenerator[Entry, None]:
     stream = bus.subjects.stream(name)
     if stopped or isinstance(bus, LogFiles):
-        last = await get_last(bus, stream, f"{bus.subjects.namespace}.>")
+        last = await get_last(bus, stream, ">")
         ended_ns = last.time_ns if last is not None else time.time_ns()
         since = ended_ns - int(LONGEST_DEADLINE_S * 1e9)
-        async for entry in read(bus, stream, f"{bus.subjects.namespace}.>", since_ns=since):
+        async for entry in read(bus, stream, ">", since_ns=since):
             yield entry
         return
     offset = 0
@@ -145,7 +143,7 @@ async def _unacknowledged(bus: Readable, name: str, stopped: bool) -> AsyncGener
                 continue
             floor = info.ack_floor.stream_seq if info.ack_floor is not None else 0
             config = info.config
-            for subject in config.filter_subjects or [config.filter_subject or f"{bus.subjects.namespace}.>"]:
+            for subject in config.filter_subjects or [config.filter_subject or ">"]:
                 async for entry in read(bus, stream, subject, after=floor):
                     yield entry
         offset += len(page)

@@ -115,7 +115,7 @@ class Following:
         self._not_before_ns = not_before_ns
         self._sample = sample
         self._export_timeout_s = export_timeout_s
-        self._done = Reader(bus, "DONE", f"{subjects.namespace}.>", after=start.done_seq, since_ns=since)
+        self._done = Reader(bus, "DONE", ">", after=start.done_seq, since_ns=since)
         self._work = Reader(bus, "WORK", subjects.all("work"), since_ns=since)
         self._ledger = Reader(bus, "HANDOFF", subjects.all("handoff"), since_ns=since)
         self._open: dict[str, Open] = {}
