@@ -38,6 +38,7 @@ from gateway.openai.responses_api.objects import InputTokens
 from gateway.preparation import RequestPreparer
 from gateway.tenants import TenantTable
 from infra.bus.connection import Bus
+from infra.bus.loop_lag import TurnBudget
 from infra.bus.publisher import Publisher
 from infra.bus.tasks import Tasks
 from infra.model.modeldir import ModelDir
@@ -68,6 +69,7 @@ class Gateway:
         draining: no longer ready; requests that still arrive are served.
         stopped: open requests were left to other gateways.
         answering: open requests whose answers go out over HTTP.
+        turns: what is done for each request, or for each of its events, in one go.
     """
 
     def __init__(
@@ -83,6 +85,7 @@ class Gateway:
         self.draining = False
         self.stopped = False
         self.answering: set[InflightRequest] = set()
+        self.turns = TurnBudget()
         self.tasks: Tasks = bus.tasks.group("gateway")
         self.tenants = TenantTable(bus)
         self.guard = Guard(bus, self.tenants.known, always=settings.require_keys)

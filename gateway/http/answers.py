@@ -115,6 +115,7 @@ class Generations:
         reserved: list[str] = []  # ids of requests that the caller's limits were asked for
         key = caller_of(scope).key
         try:
+            await gateway.turns.enter()
             if key is not None and key.limited:
                 gateway.limiter.check(key)
             body = await read_body(scope, receive, gateway.settings.max_body_bytes)
@@ -293,7 +294,7 @@ class Responder:
         Raises:
             ServingError: the request failed before the header was sent, or the client went away before it.
         """
-        send, inflight = self._send, self._inflight
+        send, inflight, turns = self._send, self._inflight, self._gateway.turns
         started = False
         wait_s = HEAD_S if inflight.request.constraint is None else HEAD_CONSTRAINED_S
         clock = StreamClock(self._gateway.metrics, self._began)
@@ -303,6 +304,7 @@ class Responder:
                 items: Sequence[TokenItem] = ()
                 try:
                     items = await (inflight.take_within(wait_s) if wait_s else inflight.take())
+                    await turns.enter()
                     data = renderer.push(items) or (renderer.ping if started and not items else b"")
                 except ServingError as error:
                     data = renderer.fail(error, finished=error.code is not Code.shutting_down)
@@ -336,9 +338,8 @@ class Responder:
             self._gateway.metrics.response_bytes.inc(size)
             headers = [JSON, (b"content-length", b"%d" % size), *id_headers(inflight.request)]
             await self._send({"type": "http.response.start", "status": 200, "headers": headers})
-            last = len(portions) - 1
-            for number, portion in enumerate(portions):
-                await self._send({"type": "http.response.body", "body": portion, "more_body": number < last})
+            for number, portion in enumerate(portions, 1):
+                await self._send({"type": "http.response.body", "body": portion, "more_body": number < len(portions)})
             return self._account(collector)
         finally:
             self.close()

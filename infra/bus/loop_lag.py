@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import time
+from collections import deque
 from collections.abc import Callable
 
 from infra.metrics.scope import MetricScope
@@ -10,6 +11,7 @@ from infra.metrics.scope import MetricScope
 EVERY_S = 0.1  # each measurement costs 30 to 60 CPU-µs
 WINDOW_S = 30.0
 SLICE_S = 0.002
+TURN_S = 0.004  # 0.002 costs the pipeline 2 % more CPU per request at 64 connections
 SERVING_OBJECTS = 700  # new ones between two collections: Python's own default, so that each is short
 
 
@@ -34,6 +36,62 @@ class TimeSlice:
     def _end(self) -> None:
         """The event loop has run other tasks."""
         self._began = 0.0
+
+
+class TurnBudget:
+    """For many tasks that become ready together, each with a short part that never awaits: ``enter`` before each part.
+
+    The parts of one turn of the event loop take ``TURN_S`` and one part more at most. The others wait for later turns,
+    first come, first served, and what else is due runs in between. Otherwise a thousand requests that arrive at once
+    stop the loop until all of them are prepared.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._late: list[asyncio.Future[None]] = []  # released, but their turn's time was over
+        self._at_once = 1  # how many of those that wait are released in one turn
+        self._began: float | None = None  # the first part of this turn; None: none has
+        self._scheduled = False
+
+    async def enter(self) -> None:
+        """Return in this turn if there is time left, else in a later one."""
+        loop = asyncio.get_running_loop()
+        if not self._scheduled:
+            self._scheduled = True
+            loop.call_soon(self._next_turn)
+        queue: deque[asyncio.Future[None]] | list[asyncio.Future[None]] = self._waiting
+        while queue or not self._has_time():
+            turn = loop.create_future()
+            queue.append(turn)
+            await turn
+            queue = self._late
+
+    def _has_time(self) -> bool:
+        now = self._clock()
+        if self._began is None:
+            self._began = now
+        return now - self._began <= TURN_S
+
+    def _next_turn(self) -> None:
+        """Behind the parts of a turn."""
+        took = 0.0 if self._began is None else self._clock() - self._began
+        self._began = None
+        waiting = self._waiting
+        waiting.extendleft(reversed(self._late))
+        self._late.clear()
+        if not waiting:
+            self._scheduled, self._at_once = False, 1
+            return
+        if took > TURN_S:
+            self._at_once = max(1, self._at_once // 2)
+        elif took < TURN_S / 2:
+            self._at_once = min(2 * self._at_once, len(waiting))
+        for _ in range(min(self._at_once, len(waiting))):
+            turn = waiting.popleft()
+            if not turn.done():  # else it was cancelled
+                turn.set_result(None)
+        asyncio.get_running_loop().call_soon(self._next_turn)
 
 
 def freeze_loaded() -> None:

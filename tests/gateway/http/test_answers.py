@@ -12,6 +12,7 @@ from gateway.anthropic.render import PING, ClientBody, MessageRenderer
 from gateway.http.answers import Responder
 from gateway.http.connections import SCOPE
 from gateway.log.inflight import InflightRequest
+from infra.bus.loop_lag import TurnBudget
 from tests.gateway.answers import DETOKENIZER, STOP, items, request
 
 
@@ -29,7 +30,7 @@ async def test_a_stream_of_messages_shows_that_it_lives_while_it_waits_for_token
         if sent.count(PING) >= 3:
             pings.set()
 
-    gateway = MagicMock()
+    gateway = MagicMock(turns=TurnBudget())
     scope = {SCOPE: MagicMock(lost=False)}
     streaming = asyncio.create_task(
         Responder(gateway, inflight, scope, send, 0.0).stream(MessageRenderer(asked, DETOKENIZER))

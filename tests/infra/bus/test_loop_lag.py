@@ -3,7 +3,10 @@
 import asyncio
 import time
 
-from infra.bus.loop_lag import EVERY_S, SLICE_S, WINDOW_S, LoopLag, TimeSlice, gauge
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from infra.bus.loop_lag import EVERY_S, SLICE_S, TURN_S, WINDOW_S, LoopLag, TimeSlice, TurnBudget, gauge
 from infra.metrics.scope import MetricScope
 from tests.infra.bus.support import eventually
 
@@ -60,3 +63,65 @@ async def test_a_long_turn_lets_others_run() -> None:
     time.sleep(2 * SLICE_S)  # noqa: ASYNC251 - work
     await time_slice.yield_if_spent()
     assert ran.is_set()
+
+
+class Burst:
+    """Tasks that all become ready at once. Each runs a part, and time passes in parts only."""
+
+    def __init__(self, parts: list[float]) -> None:
+        self.parts = parts
+        self.now = 0.0
+        self.budget = TurnBudget(lambda: self.now)
+        self.order: list[int] = []
+        self.turn = 0
+        self.took: dict[int, float] = {}  # by turn
+
+    async def part(self, number: int) -> None:
+        await self.budget.enter()
+        self.order.append(number)
+        self.now += self.parts[number]
+        self.took[self.turn] = self.took.get(self.turn, 0.0) + self.parts[number]
+
+    async def run(self, *, cancelled: frozenset[int] = frozenset()) -> None:
+        def count() -> None:
+            self.turn += 1
+            handles.append(loop.call_soon(count))
+
+        loop = asyncio.get_running_loop()
+        tasks = [asyncio.create_task(self.part(number)) for number in range(len(self.parts))]
+        handles = [loop.call_soon(count)]
+        await asyncio.sleep(0)
+        for number in cancelled:
+            tasks[number].cancel()
+        await asyncio.wait(tasks, timeout=10)
+        handles[-1].cancel()
+        assert all(task.done() for task in tasks)
+
+
+PARTS = st.lists(st.sampled_from([0.0, 0.00001, 0.0003, 0.001, 0.003, 0.01]), min_size=1, max_size=60)
+
+
+@given(PARTS)
+@example([0.00001] * 60 + [0.003] * 30)
+def test_parts_of_a_burst_run_in_order_and_no_turn_takes_longer_than_its_budget_and_one_part(
+    parts: list[float],
+) -> None:
+    burst = Burst(parts)
+    asyncio.run(burst.run())
+    assert burst.order == list(range(len(parts)))
+    assert max(burst.took.values()) <= TURN_S + max(parts) + 1e-9
+
+
+@given(PARTS, st.sets(st.integers(0, 59)))
+def test_parts_whose_tasks_are_cancelled_while_they_wait_stop_no_other(parts: list[float], cancelled: set[int]) -> None:
+    chosen = frozenset(number for number in cancelled if number < len(parts))
+    burst = Burst(parts)
+    asyncio.run(burst.run(cancelled=chosen))
+    assert set(range(len(parts))) - chosen <= set(burst.order)
+    assert burst.order == sorted(burst.order)
+
+
+def test_short_parts_share_turns() -> None:
+    burst = Burst([0.00001] * 1000)
+    asyncio.run(burst.run())
+    assert len(burst.took) < 50
