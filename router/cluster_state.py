@@ -324,15 +324,21 @@ class ClusterState:
         """Another router read messages of WORK."""
         read_ns = time.time_ns()
         for each in all_placed:
-            load = LoadHeader(
-                each.prompt_tokens, each.cached_tokens, each.gateway, each.deadline_ns, each.priority, each.n
-            )
-            if self._is_placed_here(each.worker):
-                sent = Sent(each.request, each.attempt, each.worker, each.role, load, is_copy=False, handed=False)
-                self._admit(sent, each.seq, read_ns)
-            else:
-                headers = {HEADER_MSG_ID: f"{each.request}:{each.attempt}", HEADER_LOAD: load_header(*load)}
-                self._on_work(Entry(self._bus.subjects.work(each.role, each.worker), each.seq, b"", headers))
+            try:
+                self._fold_placed(each, read_ns)
+            except Exception:  # the others are folded nevertheless, as when they are read
+                log.exception("log_handler_failed", stream="WORK", seq=each.seq)
+
+    def _fold_placed(self, placed: Placed, read_ns: int) -> None:
+        request, attempt, role, worker = placed.request, placed.attempt, placed.role, placed.worker
+        load = LoadHeader(
+            placed.prompt_tokens, placed.cached_tokens, placed.gateway, placed.deadline_ns, placed.priority, placed.n
+        )
+        if self._is_placed_here(worker):
+            self._admit(Sent(request, attempt, worker, role, load, False, False), placed.seq, read_ns)
+        else:
+            headers = {HEADER_MSG_ID: f"{request}:{attempt}", HEADER_LOAD: load_header(*load)}
+            self._on_work(Entry(self._bus.subjects.work(role, worker), placed.seq, b"", headers))
 
     def _admit(self, sent: Sent, seq: int, read_ns: int) -> None:
         changed = self.tracker.admit(

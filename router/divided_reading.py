@@ -7,6 +7,7 @@ otherwise after a second (``LogTail.read_gap``).
 """
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable
 
@@ -27,8 +28,7 @@ from schemas.subjects import HEADER_LOAD, HEADER_MSG_ID, HEADER_NO_STORE, token
 log = structlog.get_logger("router")
 
 TELL_S = 0.002  # the later others know of a decision, the worse are theirs
-GAPS_S = 0.25  # between two looks for gaps
-RETRY_S = 0.25
+GAPS_S = 0.25  # between two looks for gaps, and two tries to join a group
 MOST = 2_000  # in a message, of each kind
 _HEADERS = (HEADER_MSG_ID, HEADER_LOAD, HEADER_NO_STORE)
 
@@ -117,13 +117,12 @@ class DividedReading:
 
     async def _run(self) -> None:
         while True:
+            self._changed.clear()
             if self._wanted != self._group:
                 await self._regroup()
-            if not self._group:
-                self._changed.clear()
-                await self._changed.wait()
-                continue
-            await asyncio.sleep(GAPS_S)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(GAPS_S if self._group or self._wanted else None):
+                    await self._changed.wait()
             now = time.monotonic()
             for tail in self._tails:
                 tail.read_gap(now)
@@ -135,8 +134,7 @@ class DividedReading:
                 await tail.divide(wanted)
         except (NatsError, OSError) as error:  # the connection has just failed
             log.warning("reading_not_divided", error=repr(error))
-            await asyncio.sleep(RETRY_S)
-            return
+            return  # the next look for gaps tries again
         self._group = wanted
         log.info("reading_divided", group=wanted)
 
