@@ -19,6 +19,7 @@ def new_request_id(now_ns: int | None = None, randomness: bytes | None = None) -
     return f"{text[:8]}-{text[8:12]}-{text[12:16]}-{text[16:20]}-{text[20:]}"
 
 
+_LONGEST_SHOWN = 80  # characters of what is no id
 _LAST_MS = 253_402_300_799_999  # the year 9999, the last that RFC 3339 can write
 
 
@@ -33,7 +34,8 @@ def time_of(request_id: str) -> int:
     except ValueError:
         uuid = UUID(int=0)
     if uuid.version != 7:
-        raise ValueError(f"{request_id!r} is not a request id, which is a UUIDv7 as in the X-Request-Id header")
+        shown = request_id if len(request_id) <= _LONGEST_SHOWN else request_id[:_LONGEST_SHOWN] + "…"
+        raise ValueError(f"{shown!r} is not a request id, which is a UUIDv7 as in the X-Request-Id header")
     if (ms := uuid.int >> 80) > _LAST_MS:
         raise ValueError(f"{request_id!r} has a time beyond the year 9999")
     return ms * 1_000_000

@@ -141,8 +141,10 @@ async def _run(args: argparse.Namespace) -> None:
             else:
                 exported = await _export_messages(log, chosen, header, file, redactor)
             written = await _with_media(exported, log, Source.of(args), file, media_bytes)
-            if chosen.ids and not written.requests:
-                raise ValueError("the log has none of these requests")  # and no file is written
+            if not written.requests and not chosen.everything:  # no file is written
+                raise ValueError(
+                    "the log has none of these requests" if chosen.ids else "no request was accepted in this time"
+                )
     if chosen.ids and written.requests < len(chosen.ids):
         missing = len(chosen.ids) - written.requests
         print(

@@ -9,6 +9,7 @@ from typing import BinaryIO
 
 import msgspec
 
+from infra.counts import counted
 from infra.replay.log_line import BadLine, FileHeader, LogLine, decode_line, read_header
 from infra.replay.requests_of_file import ReadRequests
 from infra.terminal import reason
@@ -67,6 +68,11 @@ class ExportFile:
                 return
             except BadLine as error:
                 self.reject(error)
+
+    def left_out(self) -> str:
+        """How many lines are ``bad``, as a sentence."""
+        first = f"the first is {self.bad[0]}" if len(self.bad) > 1 else self.bad[0]
+        return f"left out {counted(len(self.bad), 'damaged line')}: {first}"
 
     def reject(self, error: Exception) -> None:
         """Report that the last record cannot be used.

@@ -58,7 +58,7 @@ def run(argv: Sequence[str]) -> int:
             else:
                 counts = asyncio.run(_into_broker(exported, args.nats_url, namespace))
             if exported.bad:
-                print(f"left out {len(exported.bad)} damaged lines, the first is {exported.bad[0]}", file=sys.stderr)
+                print(exported.left_out(), file=sys.stderr)
     except (*FAILURES, BrokerProblem, OSError) as error:
         print(f"penstock import: {error}", file=sys.stderr)
         return 1
@@ -76,7 +76,7 @@ def _into_folder(exported: ExportFile, data_dir: Path, namespace: str) -> dict[s
         folders = [data_dir / STREAMS_DIR / stream_name(Subjects(namespace), stream) for stream in RESTORED]
         _undo(data_dir)
         if any(folder.exists() for folder in folders):
-            raise ValueError(f"{data_dir} has streams of namespace {namespace}: name another with --namespace")
+            raise ValueError(f"{data_dir} has streams of namespace {namespace}: name another folder or --namespace")
         part = Path(tempfile.mkdtemp(prefix=PART, dir=data_dir))
         try:
             counts = restore(exported, part, namespace)

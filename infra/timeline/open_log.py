@@ -234,7 +234,7 @@ async def _exported(
                     f"{source.file} cannot be restored in {folder} ({error.strerror}): set TMPDIR to a disk with room"
                 ) from error
             if exported.bad:
-                print(f"left out {len(exported.bad)} damaged lines, the first is {exported.bad[0]}", file=sys.stderr)
+                print(exported.left_out(), file=sys.stderr)
         if files:
             names = [stream_name(Subjects(namespace), stream) for stream in streams]
             stored = _stored(Path(folder), namespace, names)

@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import sys
 import time
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -97,6 +98,8 @@ async def _run(source: Source, args: argparse.Namespace, console: Console) -> No
         shown.sort(key=lambda entry: entry.time_ns)
         kept = [each for entry in shown if (each := _wanted(entry, options)) is not None]
         _print(kept if options.ranged else kept[len(kept) - min(options.lines, len(kept)) :], options, console)
+        if not kept and not options.follow:
+            print("no message matches", file=sys.stderr)
         if options.follow:
             await _follow(log.reader, ends, options, console)
 

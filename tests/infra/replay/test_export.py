@@ -191,7 +191,7 @@ async def test_a_damaged_line_is_named_and_can_be_left_out(
     assert "line 4: " in capsys.readouterr().err
     assert await asyncio.to_thread(import_log.run, [str(file), "--data-dir", str(folder / "1"), "--skip-bad"]) == 0
     said = capsys.readouterr()
-    assert "left out 4 damaged lines, the first is line 4" in said.err
+    assert "left out 4 damaged lines: the first is line 4" in said.err
     assert "REQUESTS 2" in said.out
     packed = tmp_path / "cut.jsonl.gz"
     packed.write_bytes(gzip.compress(b"".join(lines))[:-40])
@@ -226,6 +226,8 @@ async def test_what_to_export_has_to_be_said(bus: Bus, run: Run, capsys: pytest.
     assert "--all" in capsys.readouterr().err
     assert await run(export.run, "--from-seq", "900") == 1
     assert "900" in capsys.readouterr().err
+    assert await run(export.run, "--since", "2100-01-01") == 1
+    assert "no request was accepted in this time" in capsys.readouterr().err
 
 
 async def test_ids_that_the_log_does_not_have_leave_no_file(

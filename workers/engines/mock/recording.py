@@ -18,7 +18,7 @@ from workers.engines.mock.play import Answer, Played
 log = structlog.get_logger("engine")
 
 FORMAT = "penstock-export"
-VERSION = 1
+VERSION = 2
 _WANTED = (b'"stream":"TOKENS"', b'"stream":"DONE"', b'"stream":"REQUESTS"')
 
 
@@ -112,8 +112,9 @@ def _add(line: bytes, number: int, requests: dict[str, GenerateRequest], stored:
     elif b'"type":"done"' in body[:40]:
         event = _read_done(body)
         ended.append(event)
-        if bytes(record.request) and event.request not in requests:
-            requests[event.request] = _read_request(record.request)
+        text = bytes(record.request)
+        if text and not text.isdigit() and event.request not in requests:  # a number is a line of REQUESTS
+            requests[event.request] = _read_request(text)
 
 
 def _played(event: Done, request: GenerateRequest | None, stored: Stored) -> Played | None:

@@ -7,7 +7,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from infra.replay.line_writer import LineWriter
 from infra.replay.log_line import FORMAT, FileHeader, LogLine, encode_line, header_line
+from infra.replay.selection import Selection
 from schemas.done import Done, Outcome, Timings
 from schemas.requests import Sampling, Stop
 from schemas.tokens import Logprob, TokenBatch, TokenItem
@@ -127,25 +129,32 @@ def test_a_cancelled_sequence_is_not_waited_for() -> None:
 # -- the file -----------------------------------------------------------------------------------------------------
 
 
-def export(path: Path, *, largest: int = 9) -> str:
+def export(path: Path, *, largest: int = 9, version: int = 1) -> str:
     request = samples.request(prompt=pack_tokens(PROMPT))
     times = Timings(samples.T0, samples.T0, samples.at(10), samples.at(30), samples.at(90))
     choice = Outcome(pack_tokens([7, 8, largest]), "length")
     done = Done(request.id, "tiny", 1, choices=(choice,), timings=times, submitted=encode(request))
-    lines = [header_line(FileHeader(FORMAT, 1, "", "", "ps"))]
+    time = "2026-11-22T10:00:01Z"
+    written = LineWriter(Selection(), None, None)
+    if version > 1:  # the record refers to it
+        written.add(LogLine("REQUESTS", 5, time, "ps.x", {"Nats-Msg-Id": request.id}, encode(request)))
+    lines = [header_line(FileHeader(FORMAT, version, "", "", "ps")), bytes(written.taken())]
     for second, first, tokens in ((59.99, 0, [7]), (0.04, 1, [8, largest])):  # across an hour's border
         hour = 9 if second > 1 else 10
         time = f"2026-11-22T{hour:02}:{59 if second > 1 else 0:02}:{second:012.9f}Z"
         batch = TokenBatch("w", 1, first, (TokenItem(request.id, 1, 0, first, pack_tokens(tokens)),))
         lines.append(encode_line(LogLine("TOKENS", first + 1, time, "ps.x", {}, encode(batch))))
-    lines.append(encode_line(LogLine("DONE", 1, "2026-11-22T10:00:01Z", "ps.x", {}, encode(done))))
+    written.add(LogLine("DONE", 1, "2026-11-22T10:00:01Z", "ps.x", {"Nats-Msg-Id": request.id}, encode(done)))
+    lines.append(bytes(written.taken()))
+    assert (b'"request":5}' in lines[-1]) == (version > 1)
     lines.append(b'{"stream":"KV","anything":1}\n')
     path.write_bytes(b"".join(lines))
     return str(path)
 
 
-def test_an_export_is_read_with_the_times_of_its_token_batches(tmp_path: Path) -> None:
-    [found] = read_recording(export(tmp_path / "e.jsonl"), 100)
+@pytest.mark.parametrize("version", [1, 2])
+def test_an_export_is_read_with_the_times_of_its_token_batches(tmp_path: Path, version: int) -> None:
+    [found] = read_recording(export(tmp_path / "e.jsonl", version=version), 100)
     [answer] = found.answers
     assert (found.prompt, found.seed, list(answer.tokens)) == (pack_tokens(PROMPT), 3, [7, 8, 9])
     assert [round(at, 3) for at in answer.due_s] == [0.02, 0.07, 0.07]
