@@ -4,9 +4,10 @@ A match finds masks. For a decision among hundreds of targets, making a dict of 
 several times the match.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
 TargetId = tuple[str, int]  # worker id, attention data-parallel rank
+Levels = tuple[list[int], list[int]]  # masks of targets, and how many blocks each has
 
 
 class TargetBits:
@@ -34,13 +35,14 @@ class Depths(Mapping[TargetId, int]):
     """Leading blocks by target; targets without any are absent. To be read before ``bits`` changes.
 
     Attributes:
-        levels: masks, each with a number of blocks; no bit is in two.
+        masks: no bit is in two.
+        numbers: of blocks, by mask.
     """
 
-    __slots__ = ("_blocks", "bits", "levels")
+    __slots__ = ("_blocks", "bits", "masks", "numbers")
 
-    def __init__(self, levels: Sequence[tuple[int, int]], bits: TargetBits) -> None:
-        self.levels = levels
+    def __init__(self, levels: Levels, bits: TargetBits) -> None:
+        self.masks, self.numbers = levels
         self.bits = bits
         self._blocks: dict[TargetId, int] | None = None
 
@@ -49,10 +51,13 @@ class Depths(Mapping[TargetId, int]):
         """The same as a dict, made when it is asked for."""
         if self._blocks is None:
             targets, self._blocks = self.bits.targets, {}
-            for mask, depth in self.levels:
+            for mask, depth in zip(self.masks, self.numbers, strict=True):
                 for bit in (mask,) if mask in targets else bits_of(mask):
                     self._blocks[targets[bit]] = depth
         return self._blocks
+
+    def __bool__(self) -> bool:
+        return bool(self.masks)
 
     def get(self, target: TargetId, default: int = 0) -> int:  # type: ignore[override]
         return self.blocks.get(target, default)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from blake3 import blake3
 
-from router.depths import Depths, TargetBits, TargetId, bits_of
+from router.depths import Depths, Levels, TargetBits, TargetId, bits_of
 from router.leaf_ages import NOTHING
 from router.radix_tree import KEY_MASK, SLOT, RadixTree
 from schemas.blocks import DIGEST_BYTES, key_of, keys_of
@@ -199,11 +199,11 @@ class Holders:
 
     def match(self, keys: Sequence[int]) -> dict[TargetId, int]:
         """Number of leading ``keys`` held, by target; targets without any are absent."""
-        levels, by_bit = self.levels(keys), self._by_bit
-        if len(levels) == 1:
-            return dict.fromkeys(self._targets(levels[0][0]), levels[0][1])
+        (masks, numbers), by_bit = self.levels(keys), self._by_bit
+        if len(masks) == 1:
+            return dict.fromkeys(self._targets(masks[0]), numbers[0])
         depths: dict[TargetId, int] = {}
-        for mask, depth in levels:
+        for mask, depth in zip(masks, numbers, strict=True):
             holding = by_bit.get(mask)
             if holding is not None:
                 depths[holding.target_id] = depth
@@ -215,9 +215,10 @@ class Holders:
         """``match`` as masks."""
         return Depths(self.levels(keys), self._bits)
 
-    def levels(self, keys: Sequence[int]) -> list[tuple[int, int]]:
-        """``match`` as (mask of holders, number of leading ``keys`` held); no holder is in two masks."""
-        levels: list[tuple[int, int]] = []
+    def levels(self, keys: Sequence[int]) -> Levels:
+        """``match`` as masks of holders, and the number of leading ``keys`` that each holds; no holder is in two."""
+        ended: list[int] = []
+        depths: list[int] = []
         tree, left, depth, end = self.tree, self._live, 0, len(keys)
         shards, chunks, masks, partials, parents = tree.shards, tree.chunks, tree.masks, tree.partial, tree.parents
         key = keys[0] & KEY_MASK if end else 0
@@ -246,19 +247,22 @@ class Holders:
                     partial = partials[node]
                     within = sum(partial.values())
                     if start or within & gone != within:
-                        within = _add_levels(levels, partial, gone, start, depth)
+                        within = _within(partial, gone, start, depth, ended, depths)
                     else:
-                        levels += [(bits, depth + count) for count, bits in partial.items()]
+                        ended += partial.values()
+                        depths += [depth + count for count in partial] if depth else partial
                     gone ^= within
                 if gone and depth:
-                    levels.append((gone, depth))
+                    ended.append(gone)
+                    depths.append(depth)
                 left = here
                 if not left:
-                    return levels
+                    return ended, depths
             depth, node = after, following
         if left and depth:
-            levels.append((left, depth))
-        return levels
+            ended.append(left)
+            depths.append(depth)
+        return ended, depths
 
     def sweep(self, limit: int) -> bool:
         """Remove blocks of retired holdings, visiting about ``limit`` of them; True: nothing is left to do."""
@@ -376,13 +380,14 @@ class Holders:
         return targets
 
 
-def _add_levels(levels: list[tuple[int, int]], partial: dict[int, int], gone: int, start: int, depth: int) -> int:
-    """Add those of the bits ``gone`` that hold blocks of a node from ``start`` on, and return them."""
+def _within(partial: dict[int, int], gone: int, start: int, depth: int, ended: list[int], depths: list[int]) -> int:
+    """Add those of the bits ``gone`` that hold blocks of a node from ``start`` on to the levels, and return them."""
     within = 0
     for count, bits in partial.items():
         if bits & gone and count > start:
             within |= bits & gone
-            levels.append((bits & gone, depth + count - start))
+            ended.append(bits & gone)
+            depths.append(depth + count - start)
     return within
 
 

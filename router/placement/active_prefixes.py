@@ -6,7 +6,7 @@ so: the events of a prompt lag behind by the whole queue in front of it.
 
 from collections.abc import Sequence
 
-from router.depths import Depths, TargetBits, TargetId
+from router.depths import Depths, Levels, TargetBits, TargetId
 
 MAX_BLOCKS = 1 << 22  # different blocks of all active prompts; further ones match nothing
 
@@ -83,10 +83,11 @@ class ActivePrefixes:
         """Leading blocks of a prompt that active requests have, by target; to be read at once."""
         return Depths(self._levels(keys), self._targets)
 
-    def _levels(self, keys: Sequence[int]) -> list[tuple[int, int]]:
-        levels: list[tuple[int, int]] = []
+    def _levels(self, keys: Sequence[int]) -> Levels:
+        gone: list[int] = []
+        depths: list[int] = []
         if not len(keys):
-            return levels
+            return gone, depths
         masks, end = self._masks, len(keys)
         held, depth = masks.get(keys[0], 0) & self._present, 0
         while held:
@@ -96,9 +97,10 @@ class ActivePrefixes:
                 depth = self._common(keys, held, depth)
                 further = held & masks.get(keys[depth], 0) if depth < end else 0
             if further != held:
-                levels.append((held ^ further, depth))
+                gone.append(held ^ further)
+                depths.append(depth)
             held = further
-        return levels
+        return gone, depths
 
     def _common(self, keys: Sequence[int], held: int, depth: int) -> int:
         """How many leading blocks all targets in ``held`` have, at least ``depth`` + 1: galloping, then bisecting."""

@@ -102,7 +102,7 @@ def target_cost(
     """
     own = target_terms(at, size.sequences, Scalars, prefill_weight)
     fixed, decode, slope, held_up, read, room = own
-    reused = reuse(size, cached, leading, at[BLOCK_SIZE], Scalars, overlap_weight)
+    reused = reuse(size, max(cached, leading), at[BLOCK_SIZE], Scalars, overlap_weight)
     prompt_blocks = size.tokens // at[BLOCK_SIZE]
     reading = read * prompt_blocks
     whole = fixed + (slope + held_up) * reused.work + reading
@@ -179,14 +179,14 @@ class Reuse(NamedTuple):
     work: Any
 
 
-def reuse(size: Any, cached: Any, leading: Any, block_size: Any, ops: Any, overlap_weight: float = 1.0) -> Reuse:
+def reuse(size: Any, blocks: Any, block_size: Any, ops: Any, overlap_weight: float = 1.0) -> Reuse:
     """
     Args:
         size: a ``RequestSize``, or columns of several.
-        cached, leading: numbers, or arrays of many targets.
+        blocks: leading ones that a target caches or that active requests have: a number, or an array of many targets.
         ops: ``Scalars``, or ``numpy`` for arrays.
     """
-    blocks = ops.minimum(ops.maximum(cached, leading), size.blocks)
+    blocks = ops.minimum(blocks, size.blocks)
     present = block_size * blocks
     uncached = ops.maximum(1.0, size.tokens - present)
     work = uncached if overlap_weight == 1.0 else ops.maximum(1.0, size.tokens - overlap_weight * present)

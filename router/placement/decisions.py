@@ -1,7 +1,7 @@
 """Decides requests by the workers and loads of a ``LoadTracker``, in the cheaper of two ways. No clock, no NATS.
 
-A loop over the targets decides every request. For many targets array operations come to the same decision faster, where
-numpy is installed.
+A loop over the targets decides every request. Where numpy is installed, array operations come to the same decision
+faster for most of them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,16 +19,14 @@ from router.routing import RoutingContext, RoutingDecision, RoutingRequest, Weig
 if TYPE_CHECKING:
     from router.placement.arrays.decisions import ArrayDecisions
 
-FEW = 3  # targets, up to which a loop over them is cheaper than array operations
 
-
-def array_decisions(tracker: LoadTracker, few: int = FEW) -> "ArrayDecisions | None":
+def array_decisions(tracker: LoadTracker) -> "ArrayDecisions | None":
     """None: numpy is not installed."""
     if find_spec("numpy") is None:
         return None
     from router.placement.arrays.decisions import ArrayDecisions
 
-    return ArrayDecisions(tracker, few)
+    return ArrayDecisions(tracker)
 
 
 class Decisions:

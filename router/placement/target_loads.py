@@ -3,7 +3,7 @@
 No clock, no NATS. ``arrays.columns`` has the same as arrays.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from router.depths import Depths, TargetId
@@ -103,6 +103,11 @@ class TargetLoads:
     def load(self, row: int) -> list[Any]:
         """All columns of one target."""
         return self._values[row]
+
+    def loads(self, rows: Iterable[int]) -> list[list[Any]]:
+        """``load`` of each row."""
+        values = self._values
+        return [values[row] for row in rows]
 
     def put(self, target: TargetId, *, block_size: int, blocks: int, slots: int, limit: int, model: str = "") -> bool:
         """Add a target, or change its capacity; True: it is new."""

@@ -13,10 +13,10 @@ def test_depths_are_a_mapping_of_the_targets_of_their_masks(depths: dict[int, in
     bits = TargetBits()
     for number in depths:
         bits.put(1 << number, (f"w{number}", 0))
-    levels = [
-        (sum(1 << number for number in depths if depths[number] == depth), depth) for depth in set(depths.values())
-    ]
-    found = Depths(levels, bits)
+    numbers = [*set(depths.values())]
+    masks = [sum(1 << number for number in depths if depths[number] == each) for each in numbers]
+    found = Depths((masks, numbers), bits)
+    assert bool(found) == bool(depths)
     assert found == {(f"w{number}", 0): depth for number, depth in depths.items()}
     assert found.get(("nobody", 0), 7) == 7
 

@@ -1,17 +1,34 @@
 """The columns of ``TargetLoads`` as arrays, so that a decision costs the same few operations for any fleet."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from router.placement.cost import Scalars, TargetTerms, target_terms
+from router.placement.cost import Scalars, target_terms
 from router.placement.target_loads import BACKLOG, COLUMNS, TargetLoads
 
-_TERMS = len(TargetTerms._fields)
 Rows = NDArray[np.intp]
 Column = NDArray[np.float64]
+
+
+class WholeTerms(NamedTuple):
+    """What ``TargetTerms`` has for whole requests. ``slope``: for each token to compute, with the sequences held up."""
+
+    fixed: Any
+    slope: Any
+    read: Any
+    room: Any
+
+
+def whole_terms(at: Any, sequences: Any, ops: Any, prefill_weight: float = 1.0) -> WholeTerms:
+    """As ``target_terms``."""
+    own = target_terms(at, sequences, ops, prefill_weight)
+    return WholeTerms(own.fixed, own.slope + own.held_up, own.read, own.room)
+
+
+_TERMS = len(WholeTerms._fields)
 
 
 class LoadColumns:
@@ -27,10 +44,10 @@ class LoadColumns:
         self._loads = loads
         self._rate = tokens_per_s
         self._columns: Column = np.zeros((8, COLUMNS))
-        self._terms: Column = np.zeros((8, _TERMS))
+        self._terms: Column = np.zeros((_TERMS, 8))
         self._estimates: Column = np.zeros((8, 3))  # tokens, when, at most
 
-    def terms(self, rows: Rows, sequences: Any, now_ns: int, prefill_weight: float = 1.0) -> TargetTerms:
+    def terms(self, rows: Rows, sequences: Any, now_ns: int, prefill_weight: float = 1.0) -> WholeTerms:
         """
         Args:
             rows: of the targets.
@@ -38,15 +55,15 @@ class LoadColumns:
         """
         self._update()
         if isinstance(sequences, int) and sequences == 1 and prefill_weight == 1.0 and not self._loads.estimates:
-            return TargetTerms(*self._terms.take(rows, axis=0).T)
+            return WholeTerms(*self._terms.take(rows, axis=1))
         columns = self._columns.take(rows, axis=0).T
         if self._loads.estimates:
             columns[BACKLOG] += self._estimated(rows, now_ns)
-        return target_terms(columns, sequences, np, prefill_weight)
+        return whole_terms(columns, sequences, np, prefill_weight)
 
-    def loads(self, rows: Rows, now_ns: int) -> list[Sequence[Any]]:
+    def loads(self, rows: Rows, now_ns: int) -> Sequence[Sequence[Any]]:
         """All columns of some targets; BACKLOG with its estimate."""
-        values: list[Sequence[Any]] = [self._loads.load(row) for row in rows.tolist()]
+        values: Sequence[Sequence[Any]] = self._loads.loads(rows.tolist())
         if self._loads.estimates:
             values = [list(each) for each in values]
             for each, estimated in zip(values, self._estimated(rows, now_ns).tolist(), strict=True):
@@ -66,7 +83,7 @@ class LoadColumns:
             if row >= len(self._columns):
                 self._grow(row)
             self._columns[row] = values = loads.load(row)
-            self._terms[row] = target_terms(values, 1, Scalars)
+            self._terms[:, row] = whole_terms(values, 1, Scalars)
             if row in loads.estimates or self._estimates[row, -1]:
                 self._estimates[row] = loads.estimates.get(row, (0.0, 0, 0))
         loads.changed.clear()
@@ -74,5 +91,5 @@ class LoadColumns:
     def _grow(self, row: int) -> None:
         more = max(row + 1 - len(self._columns), len(self._columns))
         self._columns = np.pad(self._columns, ((0, more), (0, 0)))
-        self._terms = np.pad(self._terms, ((0, more), (0, 0)))
+        self._terms = np.pad(self._terms, ((0, 0), (0, more)))
         self._estimates = np.pad(self._estimates, ((0, more), (0, 0)))

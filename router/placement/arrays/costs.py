@@ -5,8 +5,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from router.placement.arrays.columns import Column
-from router.placement.cost import RequestSize, TargetTerms, reuse
+from router.placement.arrays.columns import Column, WholeTerms
+from router.placement.cost import RequestSize, reuse
 
 
 class RequestSizes(NamedTuple):
@@ -30,8 +30,8 @@ class Costs(NamedTuple):
 def costs(
     size: RequestSize | RequestSizes,
     cached: Column,
-    leading: Column,
-    own: TargetTerms,
+    leading: Column | None,
+    own: WholeTerms,
     block_size: Column | float,
     *,
     overlap_weight: float = 1.0,
@@ -39,13 +39,15 @@ def costs(
     """
     Args:
         cached: leading blocks cached, by target; for several requests of shape (requests, targets).
-        leading: the same for blocks of active requests.
+        leading: the same for blocks of active requests; None: they have none.
         own: terms of the targets.
         block_size: of each target, or of all.
         overlap_weight: of a reused token.
     """
-    reused = reuse(size, cached, leading, block_size, np, overlap_weight)
+    blocks = cached if leading is None else np.maximum(cached, leading)
+    reused = reuse(size, blocks, block_size, np, overlap_weight)
     prompt_blocks = size.tokens // block_size
-    whole = own.fixed + (own.slope + own.held_up) * reused.work + own.read * prompt_blocks
-    fits = prompt_blocks - np.minimum(leading, size.blocks) <= own.room
+    whole = own.fixed + own.slope * reused.work + own.read * prompt_blocks
+    needed = prompt_blocks if leading is None else prompt_blocks - np.minimum(leading, size.blocks)
+    fits = needed <= own.room
     return Costs(reused.blocks, whole, reused.uncached_tokens, fits)

@@ -14,19 +14,8 @@ from router.load_tracker import LoadTracker
 from router.placement.aggregated import HeldRequest
 from router.placement.arrays.columns import Column, LoadColumns, Rows
 from router.placement.arrays.costs import Costs, RequestSizes, costs
-from router.placement.arrays.pool import Pools
+from router.placement.arrays.pool import Pool, Pools
 from router.placement.cost import favour_tokens
-from router.placement.target_loads import (
-    ACTIVE,
-    BACKLOG,
-    COMPUTING,
-    CONTEXT,
-    DECODE_SLOWNESS,
-    SEQUENCES,
-    SERVED,
-    SLOTS,
-    SLOWNESS,
-)
 from router.routing import PATIENCE_S, TIE, RoutingDecision, RoutingRequest, Weights, draw
 from router.score_table import STORED_CANDIDATES
 from router.scoring import size_of
@@ -34,15 +23,9 @@ from schemas.jobs import Candidate, Stage
 
 
 class ArrayDecisions:
-    """
-    Args:
-        few: targets, up to which a loop over them is cheaper.
-    """
-
-    def __init__(self, tracker: LoadTracker, few: int) -> None:
+    def __init__(self, tracker: LoadTracker) -> None:
         self._pools = Pools(tracker)
         self._columns = LoadColumns(tracker.loads, tracker.tokens_per_s)
-        self._few = few
 
     def decide(
         self,
@@ -61,10 +44,10 @@ class ArrayDecisions:
             overlaps, leading, seed, waited_s: as in ``RoutingContext``.
         """
         pool = self._pools.pool(request) if weights.temperature <= 0 else None
-        if pool is None or len(pool.ids) <= self._few:
+        if pool is None:
             return None
         size, own = size_of(request), self._columns.terms(pool.rows, request.n, now_ns, weights.prefill)
-        cached, active = pool.column(overlaps), pool.column(leading)
+        cached, active = pool.column(overlaps), pool.column(leading) if leading else None
         target_costs = costs(size, cached, active, own, pool.block_size, overlap_weight=weights.overlap)
         for target in request.session:
             at = pool.position.get(target)
@@ -75,21 +58,28 @@ class ArrayDecisions:
         if not len(free):
             return None
         scores = target_costs.whole[free]
-        best = scores.argmin()
-        ties = (scores - scores[best] <= TIE).nonzero()[0]
-        if waited_s is not None and _waits(target_costs, allowed, int(free[best]), waited_s):
+        if waited_s is not None and _waits(target_costs, allowed, int(free[scores.argmin()]), waited_s):
             return None
-        chosen = int(free[int(ties[draw(seed) % len(ties)])])
-        worker, rank = pool.ids[chosen]
-        places = np.array(_table_places(target_costs.whole, free, chosen, len(pool.ids)))
-        reused = target_costs.blocks[places].astype(np.int64).tolist()
-        loads, scores = self._columns.loads(pool.rows[places], now_ns), target_costs.whole[places].tolist()
-        table = []
-        for number, at in enumerate(places.tolist()):
-            rejection = "" if number < len(free) else pool.rejection(at, request) or "full"
-            score = 0.0 if rejection else scores[number]
-            table.append(_candidate(pool.ids[at], reused[number], loads[number], score, rejection))
-        return RoutingDecision((Stage("aggregated", worker, rank),), tuple(table), reused[0])
+        rows = free[_best_first(scores, seed)]
+        if len(rows) < min(STORED_CANDIDATES, len(pool.ids)):  # then all with room are in
+            others = np.delete(np.arange(len(pool.ids)), free)
+            rows = np.concatenate((rows, others))[:STORED_CANDIDATES]
+        table = self._table(pool, request, target_costs, rows, len(free), now_ns)
+        chosen = table[0]
+        return RoutingDecision((Stage("aggregated", chosen.worker, chosen.rank),), table, chosen.overlap_blocks)
+
+    def _table(
+        self, pool: Pool, request: RoutingRequest, target_costs: Costs, at: Rows, free: int, now_ns: int
+    ) -> tuple[Candidate, ...]:
+        """The score table of the targets ``at`` these places of the pool, of which the first ``free`` have room."""
+        places = at.tolist()
+        ids = [pool.ids[each] for each in places]
+        scores, rejections = target_costs.whole[at].tolist(), [""] * len(places)
+        for number in range(free, len(places)):
+            scores[number], rejections[number] = 0.0, pool.rejection(places[number], request) or "full"
+        blocks = target_costs.blocks[at].astype(np.int64).tolist()
+        loads = self._columns.loads(pool.rows[at], now_ns)
+        return tuple(map(_candidate, ids, blocks, loads, scores, rejections))
 
     def ready(self, requests: Sequence[HeldRequest], now_ns: int) -> list[int]:
         """Positions of the requests for which ``is_ready`` holds.
@@ -132,47 +122,47 @@ def _waits(target_costs: Costs, allowed: NDArray[np.bool_], best: int, waited_s:
     return bool(waited_s < PATIENCE_S * (target_costs.uncached_tokens[best] - target_costs.uncached_tokens[better]))
 
 
-def _table_places(scores: Column, free: Rows, chosen: int, targets: int) -> list[int]:
-    """Positions of the targets that a score table lists: the chosen one, the best others, and those without room."""
-    best = _lowest(scores, free, STORED_CANDIDATES).tolist()
-    places = [chosen, *(at for at in best if at != chosen)][:STORED_CANDIDATES]
-    if len(places) < STORED_CANDIDATES and len(free) < targets:
-        taken = set(free.tolist())
-        places += [at for at in range(targets) if at not in taken][: STORED_CANDIDATES - len(places)]
-    return places
+def _best_first(scores: Column, seed: int) -> Rows:
+    """Positions of the lowest scores for a score table; among those that tie, ``seed`` says which comes first."""
+    lowest = _lowest(scores, STORED_CANDIDATES)
+    if len(lowest) == 1 or scores[lowest[1]] - scores[lowest[0]] > TIE:
+        return lowest
+    ties = (scores - scores[lowest[0]] <= TIE).nonzero()[0]
+    chosen = ties[draw(seed) % len(ties)]
+    return np.concatenate(([chosen], lowest[lowest != chosen]))[:STORED_CANDIDATES]
 
 
-def _lowest(scores: Column, free: Rows, count: int) -> Rows:
-    """Those ``free`` with the lowest scores, the first of equal ones first."""
-    among = scores[free]
-    if len(free) > 4 * count:
-        near = (among <= np.partition(among, count)[count]).nonzero()[0]
-        free, among = free[near], among[near]
-    lowest: Rows = free[among.argsort(kind="stable")[:count]]
+def _lowest(scores: Column, count: int) -> Rows:
+    """Positions of the lowest scores, the first of equal ones first."""
+    if len(scores) <= 4 * count:
+        return scores.argsort(kind="stable")[:count]
+    near = (scores <= np.partition(scores, count)[count]).nonzero()[0]
+    lowest: Rows = near[scores[near].argsort(kind="stable")[:count]]
     return lowest
 
 
-def _candidate(target: TargetId, overlap: int, load: Sequence[Any], score: float, rejection: str = "") -> Candidate:
+def _candidate(target: TargetId, overlap: int, load: Sequence[Any], score: float, rejection: str) -> Candidate:
     """As ``score_table.candidate`` makes it.
 
     Args:
         load: columns of ``TargetLoads``.
     """
     worker, rank = target
+    _, _, slots, _, running, active, context, backlog, computing, slowness, decode_slowness, served = load
     return Candidate(
         worker,
         overlap,
-        load[ACTIVE],
-        load[BACKLOG],
-        load[SEQUENCES],
-        load[SLOTS],
+        active,
+        backlog,
+        running,
+        slots,
         score,
         rejection,
         rank,
         "",
-        load[CONTEXT],
-        load[COMPUTING],
-        load[SLOWNESS],
-        load[DECODE_SLOWNESS],
-        load[SERVED],
+        context,
+        computing,
+        slowness,
+        decode_slowness,
+        served,
     )

@@ -57,13 +57,13 @@ class Pool(NamedTuple):
 
     def _column_of(self, depths: Depths) -> Column:
         """With one more element, for targets of other pools."""
-        levels = depths.levels
-        if not levels:
+        masks = depths.masks
+        if not masks:
             return np.zeros(len(self.ids) + 1)
         by_bit, places = self._places_of(depths.bits)
-        if len(levels) * _SINGLE > len(by_bit):
+        if len(masks) * _SINGLE > len(by_bit):
             values = [0] * (len(self.ids) + 1)
-            for mask, depth in levels:
+            for mask, depth in zip(masks, depths.numbers, strict=True):
                 at = by_bit.get(mask)
                 if at is not None:
                     values[at] = depth
@@ -73,13 +73,12 @@ class Pool(NamedTuple):
             return np.array(values, np.float64)
         column: Column = np.zeros(len(self.ids) + 1)
         width = len(places) // 8
-        if len(levels) == 1:
-            mask, depth = levels[0]
-            column[places[_set_bits(mask.to_bytes(width, "little"))]] = depth
+        if len(masks) == 1:
+            column[places[_set_bits(masks[0].to_bytes(width, "little"))]] = depths.numbers[0]
             return column
-        masks = b"".join([mask.to_bytes(width, "little") for mask, _ in levels])
-        counts = [mask.bit_count() for mask, _ in levels]
-        column[places[_set_bits(masks) & (len(places) - 1)]] = np.repeat([depth for _, depth in levels], counts)
+        packed = b"".join([mask.to_bytes(width, "little") for mask in masks])
+        counts = [mask.bit_count() for mask in masks]
+        column[places[_set_bits(packed) & (len(places) - 1)]] = np.repeat(depths.numbers, counts)
         return column
 
     def _places_of(self, bits: TargetBits) -> tuple[dict[int, int], Rows]:

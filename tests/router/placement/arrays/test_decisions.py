@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from router.depths import Depths, TargetBits
 from router.load_tracker import LoadTracker
 from router.placement.aggregated import HeldRequest, is_ready
 from router.placement.core import Arrival, Placement
@@ -85,9 +86,12 @@ def test_a_decision_is_that_of_the_loop(
     request = RoutingRequest(
         "m", blocks * 16 + 3, 50, prompt_blocks=blocks, n=n, shared_blocks=min(shared, blocks), **more
     )
-    overlaps = {(f"w{at:02}", 0): count for at, count in held.items() if at < len(workers)}
+    known = TargetBits()
+    for at in held:
+        known.put(1 << at, (f"w{at:02}", 0))
+    overlaps = Depths(([1 << at for at in held], [*held.values()]), known)
     prompt = keys(family, blocks)
-    found = Decisions(tracker, array_decisions(tracker, few=0), "kv", Weights()).decide(
+    found = Decisions(tracker, array_decisions(tracker), "kv", Weights()).decide(
         request, prompt, overlaps, now_ns=50, seed=seed, turn=1, waited_s=waited_s
     )
     context = RoutingContext(

@@ -29,13 +29,11 @@ def test_masks_and_dicts_of_depths_make_the_same_column(depths: dict[int, int], 
     for _ in range(2):
         for number in range(41):
             known.put(1 << bits[number], (f"w{number:02}", 0))
-        levels = [
-            (sum(1 << bits[number] for number in depths if depths[number] == depth), depth)
-            for depth in set(depths.values())
-        ]
+        numbers = [*set(depths.values())]
+        masks = [sum(1 << bits[number] for number in depths if depths[number] == each) for each in numbers]
         by_name = pool.column({(f"w{number:02}", 0): depth for number, depth in depths.items()})
         assert by_name.tolist() == [depths.get(number, 0) for number in range(workers)]
-        assert pool.column(Depths(levels, known)).tolist() == by_name.tolist()
+        assert pool.column(Depths((masks, numbers), known)).tolist() == by_name.tolist()
         for number in range(41):
             known.remove(1 << bits[number])
         bits = bits[::-1]
@@ -44,6 +42,5 @@ def test_masks_and_dicts_of_depths_make_the_same_column(depths: dict[int, int], 
 @examples(100)
 @given(st.lists(st.integers(0, 20), min_size=1, max_size=200), st.integers(1, 17))
 def test_the_lowest_scores_come_in_order_the_first_of_equal_ones_first(scores: list[int], count: int) -> None:
-    free = np.arange(len(scores))[::2]
-    found = _lowest(np.array(scores, np.float64), free, count)
-    assert found.tolist() == sorted(free.tolist(), key=lambda at: scores[at])[:count]
+    found = _lowest(np.array(scores, np.float64), count)
+    assert found.tolist() == sorted(range(len(scores)), key=scores.__getitem__)[:count]
