@@ -43,6 +43,7 @@ from workers.sequence_state import Flush, SequenceState
 from workers.terminal_events import SETTLE_S
 
 QUEUE_SHARE = 0.25  # jobs taken beyond the slots, so that a freed slot has work at once
+IDLE_STATS_S = 0.5  # between two looks at an engine that makes no steps; registrations are renewed less often
 FENCE_S = 10.0  # how long a fenced session waits for the engine to drop its sequences
 
 
@@ -76,6 +77,8 @@ class TokenRunner:
         self._vision = vision
         self._grammars = grammars
         self._stats = EngineStats(0, 0, 0, 0, info.total_blocks)
+        self._steps_seen = -1
+        self._asked = 0.0
         self._dumper = Dumper(engine, context.id, context.epoch)
         self._stage_tasks: set[asyncio.Task[Any]] = set()
         self._disagg = DisaggCoordinator(context, engine, info, transport, vision, self._submit)
@@ -298,7 +301,10 @@ class TokenRunner:
 
     def housekeeping(self, now: float) -> None:
         self._disagg.sweep(now)
-        self._engine.ask(lambda engine: engine.stats(), self._on_stats)
+        steps = self._engine.steps
+        if steps != self._steps_seen or now - self._asked > IDLE_STATS_S:  # an idle engine is left asleep
+            self._steps_seen, self._asked = steps, now
+            self._engine.ask(lambda engine: engine.stats(), self._on_stats)
 
     def _on_stats(self, stats: EngineStats) -> None:
         self._stats = stats  # in the engine thread; a reference assignment is atomic

@@ -60,13 +60,13 @@ class QueueMonitor:
             nats.errors.Error, TimeoutError: the broker did not answer.
         """
         subjects = self._bus.subjects
-        before, queued = Counter[Priority](), dict.fromkeys(Priority, 0)
-        has_routers, consumers = False, []
-        for priority in Priority:
-            name = f"router-{priority.value}"
-            before[priority] = self._queues.since(priority)  # requests accepted from now on may count twice
-            info = await self._bus.js.consumer_info(subjects.stream("REQUESTS"), name, timeout=INFO_TIMEOUT_S)
-            consumers.append(info)
+        # Requests accepted from now on may count twice.
+        before, queued = Counter({each: self._queues.since(each) for each in Priority}), dict.fromkeys(Priority, 0)
+        names = [f"router-{priority.value}" for priority in Priority]
+        stream, ask = subjects.stream("REQUESTS"), self._bus.js.consumer_info
+        consumers = await asyncio.gather(*(ask(stream, name, timeout=INFO_TIMEOUT_S) for name in names))
+        has_routers = False
+        for priority, name, info in zip(Priority, names, consumers, strict=True):
             pending, unacknowledged = info.num_pending or 0, info.num_ack_pending or 0
             self._metrics.consumers.observe(name, pending, unacknowledged, info.num_redelivered or 0)
             queued[priority] = pending + unacknowledged
