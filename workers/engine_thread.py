@@ -26,9 +26,16 @@ T = TypeVar("T")
 
 MAX_AHEAD = 64
 BLOCKED_S = 0.005  # pause between steps of an engine that waits for blocks held for other workers
-MIN_FLUSH_S = 0.002  # only mock engines step faster; each message costs the gateway a wake-up per request
+MIN_FLUSH_S = 0.002  # each flush costs the gateway a wake-up per request, and its client one
+MAX_FLUSH_S = 0.004  # of engines with shorter steps; the others flush every step
+ITEMS_PER_S = 5_000  # token items that a worker publishes, within these bounds
 FAST_STEP_NS = 500_000  # a step this short is computed in Python: the event loop cannot run meanwhile
 GIVE_WAY_S = 0.002
+
+
+def flush_pause(items: int) -> float:
+    """Seconds from a flush with so many token items to the next."""
+    return min(max(MIN_FLUSH_S, items / ITEMS_PER_S), MAX_FLUSH_S)
 
 
 class EngineThread:
@@ -277,6 +284,7 @@ class EngineThread:
             self._ahead = 0
         if not self._output:
             return
-        self._flush_due = self._clock() + MIN_FLUSH_S
+        flush = self._output.take()
+        self._flush_due = self._clock() + flush_pause(sum(map(len, flush.items.values())))
         self._in_flight += 1
-        self._deliver(self._output.take())
+        self._deliver(flush)

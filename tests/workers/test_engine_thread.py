@@ -186,6 +186,20 @@ def test_scores_of_a_prompt_come_in_bounded_items_before_its_first_token(
     assert (scored.scored_tokens, plain.scored_tokens) == (len(prompt), 0)
 
 
+@pytest.mark.parametrize(("sequences", "steps"), [(1, 2), (15, 3), (64, 4)])
+def test_flushes_of_many_sequences_are_further_apart(
+    harness: Callable[..., Harness], sequences: int, steps: int
+) -> None:
+    h = harness(clock=count(0.0, 0.001).__next__)  # which is read at each step and each flush
+    choices = [new_choice(f"r{number}") for number in range(sequences)]
+    h.thread.submit([sequence(choice, [number, 2], 12) for number, choice in enumerate(choices)], refuse)
+    h.take_until_ended(sequences)
+    between = [item for flush in h.all[1:-1] for items in flush.items.values() for item in items]
+    assert all(len(item.tokens) // wire.TOKEN_BYTES >= steps for item in between)
+    for number, choice in enumerate(choices):
+        assert h.tokens(choice) == expected_tokens([number, 2], 12, VOCABULARY)
+
+
 def test_a_slow_consumer_makes_flushes_fewer_and_never_more_than_some_steps_large(
     harness: Callable[..., Harness],
 ) -> None:
