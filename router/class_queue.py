@@ -5,10 +5,10 @@ it, divided by its weight; the one that has had least is next. A tenant that ret
 with at least the work of the tenant that was next last. So the shares of tenants that always have something held
 converge to their weights.
 
-Within a tenant each request has a limit: four times the work that was held in front of it when it came. Once the
+Within a tenant each request has a limit: twelve times the work that was held in front of it when it came. Once the
 tenant has had so much since then, it is overdue, and goes first. Limits never decrease from one request to the next, so
-the overdue ones are the oldest. Hence every request is placed after at most four times the work that first come, first
-served would place before it. An overdue one that no target has room for is tried alone after 5.5 times that work.
+the overdue ones are the oldest. Hence every request is placed after at most twelve times the work that first come,
+first served would place before it. An overdue one that no target has room for is tried alone after 16 times that work.
 """
 
 import heapq
@@ -19,8 +19,8 @@ from typing import Generic, NamedTuple, TypeVar
 
 T = TypeVar("T")
 
-OVERDUE_AFTER = 4.0  # times the work that was held in front of a request
-ALONE_AFTER = 5.5  # times that work, from which on nothing else is tried
+OVERDUE_AFTER = 12.0  # times the work that was held in front of a request
+ALONE_AFTER = 16.0  # times that work, from which on nothing else is tried
 OVERDUE_NS = 5_000_000_000  # no request is overdue before
 
 

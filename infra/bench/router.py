@@ -18,7 +18,7 @@ from infra.bench.simulation.prefix_sweep import PrefixSweep, series
 from infra.bench.simulation.trace import TraceError, read_multiplied
 from infra.bench.simulation.workloads import WORKLOADS
 from infra.terminal import stdout
-from router.routing import LOCAL_PREFILL_TOKENS, Weights
+from router.routing import Weights
 
 _REQUESTS_PER_WORKER = 500
 _SWEEP_REQUESTS = 200
@@ -62,9 +62,9 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     replicas: Annotated[int, Meta(ge=1, description="routers of policy kv; they see each other 5 ms late")] = 1
     blocks: Annotated[int, Meta(ge=1, description="KV blocks per rank")] = 16384
     block_size: Annotated[int, Meta(ge=2, description="tokens per block")] = 64
-    local_prefill_tokens: Annotated[int, Meta(ge=0, description="of policy kv: as the router's flag of this name")] = (
-        LOCAL_PREFILL_TOKENS
-    )
+    local_prefill_tokens: Annotated[
+        int, Meta(ge=-1, description="of policy kv: as the router's flag of this name; the engines are GPUs")
+    ] = Weights().local_prefill_tokens
     transfer_us_per_token: Annotated[float, Meta(ge=0, description="handoff from prefill to decode")] = 0.0
     prefix_multiplier: Annotated[float, Meta(gt=0, description="of a trace: length of shared prefixes")] = 1.0
     root_multiplier: Annotated[int, Meta(ge=1, description="of a trace: copies of the tree of prefixes")] = 1

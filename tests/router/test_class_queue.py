@@ -21,7 +21,7 @@ def push(waiting: RequestQueue[None], id: str, size: float, *, at: int = 0, tena
 
 
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(1, 5000), st.integers(0, 2)), min_size=1, max_size=120))
-def test_every_request_is_taken_after_six_times_the_work_in_front_of_it(
+def test_every_request_is_taken_after_a_multiple_of_the_work_in_front_of_it(
     steps: list[tuple[int, int, int]],
 ) -> None:
     """Arrivals and turns in any order, short requests first: work had before a request is bounded when it arrives."""
@@ -44,9 +44,9 @@ def test_every_request_is_taken_after_six_times_the_work_in_front_of_it(
     assert not len(waiting)
 
 
-def test_short_requests_overtake_a_long_one_by_five_times_what_it_waits_for() -> None:
+def test_short_requests_overtake_a_long_one_by_a_multiple_of_what_it_waits_for() -> None:
     waiting: RequestQueue[None] = RequestQueue(1000)
-    for number in range(40):
+    for number in range(20):
         push(waiting, f"before {number}", 100, at=number)
     push(waiting, "long", 10_000, at=50)
     taken: list[str] = []
@@ -54,7 +54,7 @@ def test_short_requests_overtake_a_long_one_by_five_times_what_it_waits_for() ->
         push(waiting, f"short {number}", 100, at=100 + number)
         (entry,) = waiting.window(size=1, now_ns=LONG_AFTER_NS)
         taken.append(waiting.take(entry.id).id)
-    assert taken.index("long") == 40 * OVERDUE_AFTER + 1
+    assert taken.index("long") == 20 * OVERDUE_AFTER + 1
 
 
 def test_within_the_first_seconds_nothing_is_overdue() -> None:
@@ -68,14 +68,14 @@ def test_within_the_first_seconds_nothing_is_overdue() -> None:
     assert [entry.id for entry in waiting.window(size=1, now_ns=OVERDUE_NS)] == ["long"]
 
 
-def test_who_waited_for_eight_times_the_work_in_front_of_it_is_tried_alone() -> None:
+def test_who_waited_longer_still_is_tried_alone() -> None:
     """No target has room for it until nothing else is placed."""
     waiting: RequestQueue[None] = RequestQueue(1000)
     for number in range(10):
         push(waiting, f"before {number}", 100, at=number)
     push(waiting, "large", 10_000, at=50)
     placed = 0
-    for number in range(100):
+    for number in range(200):
         push(waiting, f"short {number}", 100, at=100 + number)
         window = waiting.window(now_ns=LONG_AFTER_NS)
         small = next((entry for entry in window if entry.id != "large"), None)

@@ -61,6 +61,14 @@ def test_golden_score_table() -> None:
     ]
 
 
+def test_a_prompt_counts_once_more_at_most_for_the_sequences_that_it_holds_up() -> None:
+    few, many, more = (member(f"{n}", load=Load(n, n), slots=512) for n in (32, 64, 256))
+    choice = decide(RoutingContext(ASK, [few, many, more], {}, "kv", Weights(), 0))
+    scores = {each.worker: each.score for each in choice.candidates}
+    assert scores["64"] - scores["32"] == 330 / 2
+    assert scores["256"] == scores["64"]
+
+
 def test_overlap_wins_until_load_outweighs_it() -> None:
     def pick(backlog: float) -> str:
         members = [member("holder", load=Load(1, 1, 0, backlog)), member("idle")]

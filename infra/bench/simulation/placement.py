@@ -20,7 +20,7 @@ from router.placement import core
 from router.routing import Weights
 from schemas.fleet import Registration, State
 from schemas.jobs import LoadHeader
-from schemas.transfer import Endpoint
+from schemas.transfer import Endpoint, Memory
 
 _INDEX_BLOCKS = 1 << 26
 _WAKE_NS = 250_000_000  # between two looks at held requests without an event
@@ -195,7 +195,10 @@ def _target(target_id: tuple[str, int]) -> Target:
 def registration(number: int, fleet: Fleet) -> Registration:
     """What a worker of the fleet would register."""
     worker = fleet.workers[number]
-    transfer = Endpoint(name(number), "simulated", rdma=True) if worker.role in ("prefill", "decode") else None
+    pools = {"kv": Memory(0, 1, worker.blocks, "cuda")}
+    transfer = (
+        Endpoint(name(number), "simulated", pools=pools, rdma=True) if worker.role in ("prefill", "decode") else None
+    )
     return Registration(
         name(number),
         _MODEL,
