@@ -27,7 +27,7 @@ from schemas.subjects import HEADER_LOAD, HEADER_MSG_ID, HEADER_NO_STORE, token
 
 log = structlog.get_logger("router")
 
-TELL_S = 0.002  # the later others know of a decision, the worse are theirs
+TELL_S = 0.005  # the later others know of a decision, the worse are theirs
 GAPS_S = 0.25  # between two looks for gaps, and two tries to join a group
 MOST = 2_000  # in a message, of each kind
 _HEADERS = (HEADER_MSG_ID, HEADER_LOAD, HEADER_NO_STORE)
