@@ -30,7 +30,6 @@ _CALL = frozenset(
         "disagg_prefill_dp_rank",
         "external_trace_header",
         "rid",
-        "cache_salt",
     ]
 )
 _SAMPLING = frozenset(
@@ -58,11 +57,13 @@ class Api:
 
     Attributes:
         arguments: fields of ServerArgs.
+        salts: requests may have a cache of their own (since 0.5.18 or later; not in 0.5.17).
     """
 
     version: str
     llm: type[Any]
     arguments: frozenset[str]
+    salts: bool = True
 
     def construct(self, model: str, tree: Tree) -> Any:
         """Construct an engine; blocks until the weights are loaded. Call it in the engine's event loop.
@@ -92,10 +93,11 @@ def load() -> Api:
     except (ImportError, AttributeError, OSError) as error:  # OSError: a CUDA library is missing
         raise EngineError(f"SGLang cannot be used ({error}); {INSTALL}") from error
     missing = _SAMPLING - _fields(sampling)
-    missing |= _CALL - set(inspect.signature(llm.async_generate).parameters)
+    call = set(inspect.signature(llm.async_generate).parameters)
+    missing |= _CALL - call
     if missing:
         raise EngineError(f"SGLang {version} lacks {', '.join(sorted(missing))}; {INSTALL}")
-    api = Api(version, llm, frozenset(name for name in _fields(args) if not name.startswith("_")))
+    api = Api(version, llm, frozenset(name for name in _fields(args) if not name.startswith("_")), "cache_salt" in call)
     log.info("sglang", version=version, arguments=len(api.arguments))
     if not version.startswith(VERSIONS):
         log.warning("sglang_version", note=f"written for 0.5.23; {version} is used as far as its signatures agree")

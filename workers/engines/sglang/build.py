@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import secrets
 import shutil
 import tempfile
 import time
@@ -100,6 +99,7 @@ def from_settings(settings: WorkerSettings, path: Path) -> ExternalEngine[Call]:
             info.handoff_layout,
             Address(wanted.host, wanted.bootstrap_port),
             settings.handoff_lease_s if settings.role == "decode" else 0.0,
+            api.salts,
         )
         adapter = SglangAdapter(info, runtime, options, loads, processes, series)
     if not resolved.deterministic:
@@ -218,7 +218,6 @@ def warm_up(llm: Any, loop: LoopThread, loads: RankLoads, *, pair: bool) -> None
             sampling_params={"max_new_tokens": 1, "temperature": 0.0, "ignore_eos": True},
             rid="penstock-warm-up",
             stream=True,
-            cache_salt=secrets.token_hex(8),
             **alone,
         )
         async for chunk in stream:

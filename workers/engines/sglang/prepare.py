@@ -22,6 +22,7 @@ class Options(NamedTuple):
         layout: fingerprint of engines that can; empty: it runs them alone.
         address: of a prefill engine's bootstrap server.
         wait_s: how long a decode engine waits for a prompt's KV.
+        salts: the engine keeps prefixes of requests with a salt apart.
     """
 
     root: bytes
@@ -29,6 +30,7 @@ class Options(NamedTuple):
     layout: str = ""
     address: Address = Address("", 0)
     wait_s: float = 0.0
+    salts: bool = True
 
 
 class Prepared(NamedTuple):
@@ -56,6 +58,11 @@ def check(request: SequenceRequest, info: EngineInfo, options: Options) -> None:
         raise RequestError(Code.unsupported, "this worker's engine (SGLang) runs no logits processors")
     if request.media:
         raise RequestError(Code.unsupported, "this worker's engine takes text only; send the request without images")
+    if request.root not in (b"", options.root) and not options.salts:
+        raise RequestError(
+            Code.unsupported,
+            "this worker's SGLang has no cache_salt, so prefixes of tenants cannot be kept apart; install 0.5.23",
+        )
     if request.hold and options.role != "prefill":
         raise RequestError(Code.unsupported, "this worker does not hand off KV; start it with --role prefill")
     if options.layout and request.score and request.sampling.prompt_logprobs is not None:

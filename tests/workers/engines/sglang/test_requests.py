@@ -97,6 +97,14 @@ def test_what_cannot_run_is_refused(request_: Any, code: Code) -> None:
     assert caught.value.code == code
 
 
+def test_without_cache_salt_only_the_common_root_is_served() -> None:
+    older = OPTIONS._replace(salts=False)
+    check(ask(0, PROMPT, base=OPTIONS.root), INFO, older)
+    with pytest.raises(RequestError, match="kept apart") as caught:
+        check(ask(0, PROMPT), INFO, older)
+    assert caught.value.code == Code.unsupported
+
+
 def test_a_room_is_entered_once() -> None:
     options, consumed = OPTIONS._replace(role="prefill", layout="l"), ConsumedStates()
     assert meeting(ask(0, PROMPT, handoff="a"), INFO, options, consumed).rank is None
