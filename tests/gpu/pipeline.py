@@ -1,11 +1,11 @@
 """An engine through the whole pipeline (HTTP, broker, router, worker), beside the same engine without it, on one GPU.
 
-python -m tests.gpu.pipeline --shape 8b --streams 1,32,128,256 [--engine vllm] [--profile]
+python -m tests.gpu.pipeline --shape 8b --streams 1,32,128,256 [--engine vllm|sglang] [--profile]
 
 A model with random weights is written to a folder (keep it in memory: /dev/shm), unless it is there. First the native
-engine in a process of its own runs so many sequences at a time, a new one for each that ends; with `--engine vllm`,
-`vllm serve` with the same settings gets the load instead. Then the same load comes to a deployment over HTTP, from
-`penstock bench http`. `--profile` needs py-spy.
+engine in a process of its own runs so many sequences at a time, a new one for each that ends; with `--engine vllm` or
+`sglang`, that engine's own server with the same settings gets the load instead. Then the same load comes to a
+deployment over HTTP, from `penstock bench http`. `--profile` needs py-spy.
 """
 
 import argparse
@@ -22,6 +22,7 @@ import tempfile
 import time
 import urllib.request
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,15 @@ SHAPES = {
 LONGEST = 4096
 START_S = 220.0
 VLLM = {"gpu_memory_utilization": 0.85, "max_num_batched_tokens": 8192}
+# Kernels that need no package beyond Triton; its default on Hopper, FlashAttention 3, is a library of 1.1 GB.
+SGLANG = {
+    "attention_backend": "triton",
+    "sampling_backend": "pytorch",
+    "mem_fraction_static": 0.4,
+    "cuda_graph_bs_decode": [1, 2, 4, 8, 16, 32],
+    "disable_prefill_cuda_graph": True,
+}
+PEERS: dict[str, dict[str, Any]] = {"vllm": VLLM, "sglang": SGLANG}
 ROOM = 18e9  # bytes of the largest shape, and some
 
 
@@ -163,8 +173,8 @@ def up(asked: argparse.Namespace, folder: Path, data: Path) -> tuple[subprocess.
         port = free.getsockname()[1]
     began = time.perf_counter()
     engine = ["--engine", asked.engine]
-    if asked.engine == "vllm":
-        engine += ["--override-engine-args", json.dumps(VLLM)]
+    if asked.engine in PEERS:
+        engine += ["--override-engine-args", json.dumps(PEERS[asked.engine])]
     with (data / "up.log").open("wb") as out:
         process = subprocess.Popen(
             penstock("up", *engine, "--model", folder, "--data-dir", data / "penstock",
@@ -187,28 +197,26 @@ def up(asked: argparse.Namespace, folder: Path, data: Path) -> tuple[subprocess.
 
 
 def peer(asked: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
-    """`vllm serve` under the same load."""
+    """The engine's own server (`vllm serve`, `sglang.launch_server`) under the same load."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    began, url, log = time.perf_counter(), f"http://127.0.0.1:{port}", folder.parent / "vllm.log"
-    flags = [word for name, value in VLLM.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    began, url, log = time.perf_counter(), f"http://127.0.0.1:{port}", folder.parent / f"{asked.engine}.log"
     with log.open("wb") as out:
         process = subprocess.Popen(
-            [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(folder), "--port", str(port),
-             "--max-num-seqs", str(asked.max_running), "--max-model-len", str(LONGEST), "--dtype", "bfloat16",
-             "--served-model-name", "model", *flags],
+            [sys.executable, "-m", *served(asked, folder), "--port", str(port), "--dtype", "bfloat16",
+             "--served-model-name", "model", *flags(PEERS[asked.engine])],
             stdout=out, stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
     try:
         while not _answers(url + "/health"):
             if process.poll() is not None or time.perf_counter() - began > START_S:
-                print("vllm serve did not get ready:\n", log.read_text()[-3000:])
+                print(f"the server of {asked.engine} did not get ready:\n", log.read_text()[-3000:])
                 return []
             time.sleep(0.2)
         words = words_for(folder, asked.prompt)
         prompt_tokens(url, "model", 1)
-        print(f"vllm serve: first tokens after {time.perf_counter() - began:.1f} s", flush=True)
+        print(f"the server of {asked.engine}: first tokens after {time.perf_counter() - began:.1f} s", flush=True)
         rows = []
         for streams, generations in zip(asked.streams, asked.generations, strict=True):
             bench(asked, log.parent, words, streams, generations, "--url", url).wait(timeout=150)
@@ -220,6 +228,26 @@ def peer(asked: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
             process.wait(timeout=20)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
+
+
+def served(asked: argparse.Namespace, folder: Path) -> list[str]:
+    """The engine's server, with the sizes that a worker of it has."""
+    if asked.engine == "vllm":
+        sizes = ["--max-num-seqs", str(asked.max_running), "--max-model-len", str(LONGEST)]
+        return ["vllm.entrypoints.cli.main", "serve", str(folder), *sizes]
+    sizes = ["--max-running-requests", str(asked.max_running), "--context-length", str(LONGEST), "--page-size", "32",
+             "--chunked-prefill-size", "8192"]  # fmt: skip
+    return ["sglang.launch_server", "--model-path", str(folder), *sizes]
+
+
+def flags(arguments: Mapping[str, Any]) -> list[str]:
+    """Engine arguments as words of a command line."""
+    words = []
+    for name, value in arguments.items():
+        words.append(f"--{name.replace('_', '-')}")
+        if value is not True:
+            words += map(str, value if isinstance(value, list) else [value])
+    return words
 
 
 def _answers(url: str) -> bool:
@@ -303,7 +331,7 @@ def table(asked: argparse.Namespace, rows: list[dict[str, Any]], alone_rows: lis
     print("| streams | | tokens/s | TTFT p50 | p99 | ITL p50 | p99 (ms) | CPU-µs/token | of them |")
     print("|---|---|---|---|---|---|---|---|---|")
     for streams, bare, row in itertools.zip_longest(asked.streams, alone_rows, rows):
-        apart = "vllm serve" if asked.engine == "vllm" else f"{asked.engine} alone"
+        apart = f"{asked.engine}'s server" if asked.engine in PEERS else f"{asked.engine} alone"
         both = ((f"{asked.shape} {apart}", bare), (f"{asked.shape} {asked.engine} pipeline", row))
         for title, each in both[not bare :]:
             times = " | ".join(f"{each[key]:.1f}" for key in ("ttft_p50_ms", "ttft_p99_ms", "itl_p50_ms", "itl_p99_ms"))
@@ -320,7 +348,7 @@ def whole(asked: argparse.Namespace, folder: Path) -> None:
     """Both measurements and the table."""
     here = [sys.executable, "-m", "tests.gpu.pipeline", *sys.argv[1:], "--alone", "--folder", str(folder)]
     bare: list[dict[str, Any]] = []
-    if asked.engine == "vllm":
+    if asked.engine in PEERS:
         if not (folder / "tokenizer.json").exists():
             subprocess.run([*here, "--write"], check=True, timeout=120)
         bare = peer(asked, folder) if asked.bare else []
@@ -376,7 +404,7 @@ def ints(text: str) -> tuple[int, ...]:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--shape", choices=SHAPES, default="8b")
-    parser.add_argument("--engine", choices=("native", "vllm"), default="native")
+    parser.add_argument("--engine", choices=("native", *PEERS), default="native")
     parser.add_argument("--streams", type=ints, default=(1, 32, 128, 256))
     parser.add_argument("--prompt", type=int, default=512)
     parser.add_argument("--answer", type=int, default=128)
