@@ -15,6 +15,7 @@ import signal
 import subprocess
 import tempfile
 import time
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +26,14 @@ from infra.launch.state import read_state
 from infra.model import modeldir
 from schemas.wire import unpack_tokens
 from tests.chaos.log import held, open_leases, until_none
+from tests.gpu.answers import QUESTIONS
 from tests.gpu.disaggregated import ready, stop
 from tests.gpu.killed import Deployed, Watch, workers
 from tests.gpu.pipeline import SGLANG, penstock, report
 from tests.pipeline.support import ending
 
 ANSWER = 32
-LENGTHS = (5, 33, 64, 100, 190, 300)
+TURNS = (0, 1, 2, 4, 8, 16)
 IDLE_S = 20.0
 SCHEMA = {
     "type": "object",
@@ -41,12 +43,24 @@ SCHEMA = {
 }
 
 
-def prompt(number: int, length: int) -> list[int]:
+def noise(number: int, length: int) -> list[int]:
     return [(7 + 31 * number + at * at * 13 + at * 5) % 1200 for at in range(length)]
 
 
-def expected(path: Path, prompts: list[list[int]]) -> tuple[list[list[int]], list[float]]:
-    """Greedy answers of `transformers`, and by how much each one's least certain token was ahead of the second."""
+def prompts_of(model: modeldir.ModelDir) -> list[list[int]]:
+    """Conversations with more and more turns before the last question: what the demo model was made for."""
+    assert model.template is not None
+    made = []
+    for turns in TURNS:
+        said = [{"role": role, "content": text} for at in range(turns) for role, text in
+                (("user", QUESTIONS[at % 3]), ("assistant", f"That is {at}."))]  # fmt: skip
+        text = model.template.render([*said, {"role": "user", "content": QUESTIONS[turns % 3]}], None)
+        made.append(list(model.tokenizer.encode(text, add_special_tokens=False).ids))
+    return made
+
+
+def expected(path: Path, prompts: list[list[int]], ends: Collection[int]) -> tuple[list[list[int]], list[float]]:
+    """Greedy answers of `transformers` in full precision, and by how much the least certain token led the second."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -55,19 +69,19 @@ def expected(path: Path, prompts: list[list[int]]) -> tuple[list[list[int]], lis
     answers, margins = [], []
     for tokens in prompts:
         said, ahead = list(tokens), float("inf")
-        for _ in range(ANSWER):
+        while len(said) < len(tokens) + ANSWER and said[-1] not in ends:
             with torch.no_grad():
                 logits = model(torch.tensor([said], device=device)).logits[0, -1]
             best = logits.topk(2)
             ahead = min(ahead, float(best.values[0] - best.values[1]))
             said.append(int(best.indices[0]))
-        answers.append(said[len(tokens) :])
+        answers.append([token for token in said[len(tokens) :] if token not in ends])
         margins.append(ahead)
     return answers, margins
 
 
 def up(asked: argparse.Namespace, data: Path) -> subprocess.Popen[bytes]:
-    arguments = SGLANG | {"dtype": "float32"} | json.loads(asked.arguments)
+    arguments = SGLANG | json.loads(asked.arguments)
     log = data / "up.log"
     with log.open("wb") as out:
         process = subprocess.Popen(
@@ -83,7 +97,7 @@ def up(asked: argparse.Namespace, data: Path) -> subprocess.Popen[bytes]:
 
 async def answer(made: Deployed, tokens: list[int], **more: Any) -> tuple[list[int], Any, float]:
     """A streamed answer's tokens, its terminal event, and when its first text came, in s."""
-    body = {"model": made.state.model, "prompt": tokens, "max_tokens": ANSWER, "temperature": 0, "ignore_eos": True}
+    body = {"model": made.state.model, "prompt": tokens, "max_tokens": ANSWER, "temperature": 0}
     began, first = time.perf_counter(), 0.0
     async with made.http.stream("POST", "/v1/completions", json=body | {"stream": True} | more) as response:
         assert response.status_code == 200, await response.aread()
@@ -99,7 +113,7 @@ async def greedy(made: Deployed, prompts: list[list[int]], wanted: list[list[int
     found = [await answer(made, tokens) for tokens in prompts]
     together = await asyncio.gather(*(answer(made, tokens) for tokens in prompts))
     for title, answers in (("one by one", found), ("at once", list(together))):
-        same = [one == each[0] for one, each in zip(wanted, answers, strict=True)]
+        same = [one == each[0][: len(one)] for one, each in zip(wanted, answers, strict=True)]
         close = [f"{margin:.2g}" for margin, equal in zip(margins, same, strict=True) if not equal]
         row(f"greedy, streamed, {title}", f"{sum(same)} of {len(same)} as transformers"
             + (f"; the others were this close: {', '.join(close)}" if close else "")
@@ -131,7 +145,7 @@ async def schema(made: Deployed) -> None:
 
 
 async def cancelled(made: Deployed) -> None:
-    body = {"model": made.state.model, "prompt": prompt(77, 200), "max_tokens": 1500, "ignore_eos": True}
+    body = {"model": made.state.model, "prompt": noise(77, 200), "max_tokens": 1500, "ignore_eos": True}
     async with made.http.stream("POST", "/v1/completions", json=body | {"stream": True}) as response:
         async for line in response.aiter_lines():
             if line.startswith("data: {"):
@@ -149,13 +163,15 @@ async def kill(made: Deployed, asked: argparse.Namespace, prompts: list[list[int
     """Long answers run while the prefill worker dies, and new requests come."""
     pids = await workers(made)
     began = time.perf_counter()
-    first = [asyncio.create_task(answer(made, tokens, max_tokens=600)) for tokens in prompts[: asked.burst]]
+    first = [
+        asyncio.create_task(answer(made, tokens, max_tokens=600, ignore_eos=True)) for tokens in prompts[: asked.burst]
+    ]
     await asyncio.sleep(0.3)
     os.kill(pids["prefill"], signal.SIGKILL)
     second = [asyncio.create_task(answer(made, tokens)) for tokens in prompts[: asked.burst]]
     ended = await asyncio.gather(*first, *second)
     took = time.perf_counter() - began
-    same = [found[0][:ANSWER] == one for found, one in zip(ended, 2 * wanted[: asked.burst], strict=True)]
+    same = [found[0][: len(one)] == one for found, one in zip(ended, 2 * wanted[: asked.burst], strict=True)]
     left = {
         "leases": await until_none(lambda: open_leases(made.bus), IDLE_S),
         "held": await until_none(lambda: held(made.bus), IDLE_S),
@@ -169,14 +185,15 @@ def row(what: str, found: str) -> None:
 
 
 async def checks(asked: argparse.Namespace, path: Path, data: Path) -> None:
-    prompts = [prompt(number, length) for number, length in enumerate(LENGTHS)]
-    wanted, margins = await asyncio.to_thread(expected, path, prompts)
+    model = modeldir.load(path)
+    prompts = prompts_of(model)
+    wanted, margins = await asyncio.to_thread(expected, path, prompts, model.eos_token_ids)
     state = read_state(data / "penstock" / "state.json")
     bus: Bus = await connect(state.nats_url, role="operator", name="sglang")
     async with httpx.AsyncClient(base_url=state.http_url, trust_env=False, timeout=90) as http:
         made = Deployed(data / "penstock" / "state.json", bus, http, Watch())
         began = time.perf_counter()
-        await answer(made, prompt(99, 40), max_tokens=4)
+        await answer(made, noise(99, 40), max_tokens=4)
         row("first answer", f"{time.perf_counter() - began:.2f} s")
         for check in (
             greedy(made, prompts, wanted, margins),

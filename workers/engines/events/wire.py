@@ -17,6 +17,11 @@ import msgspec
 from schemas.blocks import DIGEST_BYTES, split
 from schemas.kv import Cleared, KvEvent, Removed, Stored
 
+_POSITIONS = {  # of the fields of events that are arrays
+    "BlockStored": ("block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium"),
+    "BlockRemoved": ("block_hashes", "medium"),
+    "AllBlocksCleared": (),
+}
 END = -1  # number of the last message of a replay
 MEDIA = ("GPU", "CPU", "STORAGE")  # by tier
 _TIERS: dict[str | None, int] = {None: 0} | {name: tier for tier, name in enumerate(MEDIA)}
@@ -155,7 +160,7 @@ def _from_wire(events: Seq[_Event]) -> Iterator[KvEvent]:
 
 
 def decode_raw(payload: bytes) -> list[Any]:
-    """The events of a payload from vLLM, as plain data.
+    """The events of a payload from vLLM or SGLang, as plain data: dictionaries with the key "type".
 
     Raises:
         ValueError: not [time, [events], ...].
@@ -166,4 +171,10 @@ def decode_raw(payload: bytes) -> list[Any]:
         raise ValueError(f"not MessagePack: {error}") from error
     if not isinstance(batch, list) or len(batch) < 2 or not isinstance(batch[1], list):
         raise ValueError("not a batch of KV events")
-    return batch[1]
+    return [_by_name(each) if isinstance(each, list) else each for each in batch[1]]
+
+
+def _by_name(event: list[Any]) -> Any:
+    """An event as SGLang 0.5.17 sends it: an array that begins with its type."""
+    names = _POSITIONS.get(event[0]) if event and isinstance(event[0], str) else None
+    return event if names is None else {"type": event[0], **dict(zip(names, event[1:], strict=False))}

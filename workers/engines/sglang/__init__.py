@@ -1,4 +1,4 @@
-"""SGLang (0.5.23) through ``sglang.Engine``, as one of our engines.
+"""SGLang (0.5.23 or 0.5.17) through ``sglang.Engine``, as one of our engines.
 
 Start: ``penstock worker --engine sglang --model DIR [--role prefill|decode] [--extra-engine-args FILE.yaml]
 [--override-engine-args JSON]``. The YAML overrides our defaults (``args.defaults``) and the JSON overrides the YAML. A

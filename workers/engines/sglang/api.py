@@ -57,7 +57,7 @@ class Api:
 
     Attributes:
         arguments: fields of ServerArgs.
-        salts: requests may have a cache of their own (since 0.5.18 or later; not in 0.5.17).
+        salts: requests may have a cache of their own: 0.5.23 has `cache_salt`, 0.5.17 has not.
     """
 
     version: str

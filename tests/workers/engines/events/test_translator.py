@@ -174,3 +174,20 @@ def test_a_payload_of_sglang_s_own_encoder_is_read() -> None:
     assert translator.counts.malformed == 0
     translator.feed(rest)
     assert [event.tier for event in translator.dump() if not isinstance(event, Cleared)] == [1]
+
+
+def test_a_payload_whose_events_are_arrays_is_read() -> None:
+    """Made with sglang 0.5.17: a block and, in host memory, the next one are stored; one is removed, then all are."""
+    payload = bytes.fromhex(
+        "93cb3ff00000000000009497ab426c6f636b53746f72656491fbc0940102030404c0a347505597ab426c6f636b53746f7265649109fb9405"
+        "06070804c0aa4350555f50494e4e454493ac426c6f636b52656d6f76656491fba347505591b0416c6c426c6f636b73436c656172656400"
+    )
+    first, second = names(range(1, 9))
+    translator = Translator(SIZE, ROOT)
+    events = wire.decode_raw(payload)
+    assert translator.feed(events[:2]) == [Stored(first), Stored(second, first, tier=1)]
+    assert translator.feed(events[2:]) == [Removed(first)]
+    assert translator.counts.malformed == 0
+    unknown = msgspec.msgpack.encode([1.0, [["BlockStored"], [], ["What"], [7]]])
+    assert translator.feed(wire.decode_raw(unknown)) == []
+    assert translator.counts.malformed == 4
