@@ -209,6 +209,19 @@ def test_a_parent_that_is_not_one_does_no_harm() -> None:
     assert one.blocks == 0
 
 
+@pytest.mark.parametrize("depths", [range(1, 41), range(40, 0, -1)])
+def test_a_run_that_targets_hold_to_different_depths_is_one_node_until_it_branches(depths: range) -> None:
+    holders = Holders(1000)
+    for depth in depths:
+        holders.store(holders.open((f"w{depth}", 0)), keys(*range(depth)), None)
+    assert len(holders.tree) == 1
+    assert holders.match(keys(*range(40))) == {(f"w{depth}", 0): depth for depth in depths}
+    holders.store(holders.open(("other", 0)), keys(*range(7), 99), None)
+    check(holders)
+    assert len(holders.tree) == 3
+    assert holders.match(keys(*range(40))) == {(f"w{depth}", 0): depth for depth in depths} | {("other", 0): 7}
+
+
 def test_a_long_prompt_that_loses_its_last_holder_is_removed_in_short_steps() -> None:
     holders = Holders(1_000_000)
     holding = holders.open(("a", 0))
