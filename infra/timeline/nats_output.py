@@ -8,6 +8,7 @@ body is complete as soon as it can be decoded, or when the next heading comes.
 import base64
 import re
 from collections.abc import Iterator
+from datetime import datetime
 from typing import NamedTuple
 
 import msgspec
@@ -22,7 +23,9 @@ _HEADINGS = (
     re.compile(rb"\[#\d+\] Received JetStream message: .*?stream: \S+ seq (?P<seq>\d+) / subject: (?P<subject>\S+)"),
     re.compile(rb"\[#\d+\] Received JetStream message: .*?subject: (?P<subject>\S+).*stream seq: (?P<seq>\d+)"),
     re.compile(rb'\[#\d+\] Received on "(?P<subject>[^"]+)"'),
-    re.compile(rb"Item: (?P<stream>\S+)#(?P<seq>\d+) received (?P<time>\S+ \S+).* on Subject (?P<subject>\S+)"),
+    re.compile(
+        rb"Item: (?P<stream>\S+)#(?P<seq>\d+) received (?P<time>\S+ \S+(?: [+-]\d{4})?).* on Subject (?P<subject>\S+)"
+    ),
 )
 _HEADER = re.compile(rb"\s*([\w-]+): (.*)")
 _PACKED = frozenset((*range(0x80, 0xA0), 0xDC, 0xDD, 0xDE, 0xDF))  # first bytes of msgpack maps and arrays
@@ -156,9 +159,13 @@ def _message(heading: re.Match[bytes] | None, headers: dict[str, str], about: De
 
 
 def _time(text: str) -> int:
-    """Unix time in ns of a heading's time; 0 if it has an unknown format."""
+    """Unix time in ns of a heading's time, which is local if it names no zone; 0 if it has an unknown format."""
+    text = text.strip()
     try:
-        return parse_time(text.strip()) if text.strip().endswith("Z") else 0
+        if text.endswith("Z"):
+            return parse_time(text)
+        date, _, zone = text.rpartition(" ") if text.count(" ") > 1 else (text, "", "")
+        return int(datetime.fromisoformat(date + zone).timestamp() * 1e6) * 1000
     except ValueError:
         return 0
 

@@ -3,6 +3,7 @@
 import base64
 import io
 import json
+from datetime import datetime
 
 import msgspec
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from infra.timeline.decode import decode
-from infra.timeline.nats_output import Message, NatsOutput
+from infra.timeline.nats_output import Message, NatsOutput, _time
 from schemas.done import Done, Outcome
 from schemas.jobs import Stage
 from schemas.tokens import TokenBatch, TokenItem
@@ -139,3 +140,17 @@ def test_lines_come_out_readable_and_as_json() -> None:
         else:
             assert second.startswith("tokens")
             assert "[0] +3 at 0" in second
+
+
+@pytest.mark.parametrize(
+    ("printed", "seconds"),
+    [
+        ("2026-11-22T09:30:00Z", 1795339800),
+        ("2026-11-22T10:30:00+01:00", 1795339800),
+        ("2026-11-22 09:30:00.5 +0000", 1795339800.5),
+        ("2026-11-22 09:30:00", datetime(2026, 11, 22, 9, 30).timestamp()),
+        ("yesterday", 0),
+    ],
+)
+def test_times_are_read_as_each_version_of_the_command_prints_them(printed: str, seconds: float) -> None:
+    assert _time(printed) == seconds * 1e9
