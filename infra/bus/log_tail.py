@@ -7,8 +7,9 @@ After a reconnect the stream is read in any case: a burst may have been missed.
 Several readers can divide a stream's live messages (``divide``), if they tell each other what they read.
 
 In a cluster the last message before a silence may be stored without being republished (its leader was lost in between),
-and a subscription takes a moment to reach every server. So a silent tail compares its position with the leader's, one
-second after the last message and every five seconds from then on.
+and a subscription takes a moment to reach every server. Of a divided stream, the last message before a silence may have
+been read by a reader that could not tell of it. So in both cases a silent tail compares its position with the leader's,
+one second after the last message and every five seconds from then on.
 """
 
 import asyncio
@@ -28,7 +29,7 @@ log = structlog.get_logger("bus")
 RETRY_S = 0.25
 REREAD_S = 0.05  # a replica may lag behind the republished messages
 REREADS = 20
-IDLE_S = 1.0  # of silence before the first comparison, in a cluster
+IDLE_S = 1.0  # of silence before the first comparison
 IDLE_AGAIN_S = 5.0
 MAX_HELD = 10_000  # live entries kept during a repair; more are read from the stream instead
 GAP_S = 1.0  # after which entries that no reader of a group has told of are read from the stream
@@ -287,7 +288,8 @@ class LogTail:
         while True:
             await asyncio.sleep(pause)
             repairing = self._repair is not None and not self._repair.done()
-            if not self._bus.clustered or not self._bus.connected or repairing or self.position != seen:
+            can_lose = self._bus.clustered or self._group
+            if not can_lose or not self._bus.connected or repairing or self.position != seen:
                 pause, seen = IDLE_S, self.position
                 continue
             pause = IDLE_AGAIN_S
@@ -303,10 +305,10 @@ class LogTail:
 
     async def _check_end(self) -> None:
         """Start over with a stream that was recreated or lost its end: otherwise all of it would look old."""
-        position = self.position
+        last = max(self._ahead, default=self.position)
         end = (await self._bus.js.stream_info(self._stream)).state.last_seq
-        if end < position:
-            log.error("stream_truncated", stream=self._stream, position=position, end=end)
+        if end < last:
+            log.error("stream_truncated", stream=self._stream, position=last, end=end)
             self.position = 0
             self._ahead.clear()
 

@@ -424,3 +424,25 @@ async def test_a_lost_reader_of_a_group_takes_nothing_along(bus: Bus) -> None:
         last = await put(bus, "a", 20)
         await eventually(lambda: group.tails[1].position == last)
         assert sorted(group.seqs(1)) == list(range(1, last + 1))
+
+
+async def test_the_last_message_before_a_silence_is_read_although_nobody_told_of_it(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "IDLE_S", 0.02)
+    async with divided(bus, 2) as group:
+        last = await put(bus, "a")
+        await eventually(lambda: all(tail.position == last for tail in group.tails))
+        assert sum(map(len, group.read)) == 1
+
+
+async def test_what_was_read_beyond_the_end_that_a_stream_lost_is_handled_anew(bus: Bus) -> None:
+    async with divided(bus, 1) as group:
+        (tail,) = group.tails
+        last = await put(bus, "a")
+        await eventually(lambda: tail.position == last)
+        tail.told(Entry(bus.subjects.tokens("a"), last + 2, b"lost", {}))
+        await tail.catch_up()
+        last = await put(bus, "b", 2)
+        await eventually(lambda: tail.position == last)
+        assert [entry.subject for entry in group.entries[0][-2:]] == [bus.subjects.tokens("b")] * 2
