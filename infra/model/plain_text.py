@@ -12,6 +12,8 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
 
+from infra.model.longest_match import longest_of
+
 Message = Mapping[str, Any]
 
 _MARKS = range(0xE000, 0xF900)  # private use: rare in texts, and tokenizers split them off as bytes or unknown
@@ -112,10 +114,10 @@ class _Texts:
     """Texts to search for. ``begins``: their first characters, a cheap first test that most texts fail."""
 
     def __init__(self, texts: Iterable[str]) -> None:
-        ordered = sorted(set(texts), key=lambda text: (-len(text), text))
-        begins = {text[:2] for text in ordered}
-        self.begins = tuple(sorted(begins if len(begins) <= _FEW else {text[0] for text in ordered}))
-        self._pattern = re.compile("|".join(map(re.escape, ordered)) if ordered else r"(?!)")
+        looked_for = set(texts)
+        begins = {text[:2] for text in looked_for}
+        self.begins = tuple(sorted(begins if len(begins) <= _FEW else {text[0] for text in looked_for}))
+        self._pattern = re.compile(longest_of(looked_for))
 
     def within(self, text: str) -> bool:
         for begin in self.begins:

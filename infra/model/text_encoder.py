@@ -12,9 +12,11 @@ from itertools import chain
 
 from tokenizers import Tokenizer
 
+from infra.model.longest_match import longest_of
+
 CACHED_TEXT = 8_192  # characters; longer texts would keep the interpreter for long, and the tokenizer releases it
 _WORDS = 32_768
-_WORD = 32  # characters of a word that is kept: so all are below 8 MB
+_WORD = 32  # characters of a word that is kept: all together take 20 MB
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"  # of ByteLevel itself
 _SAME_FOR_ASCII = ("NFC", "NFD", "NFKC", "NFKD")
 _ASCII = {"L": "A-Za-z", "Lu": "A-Z", "Ll": "a-z", "Lt": "", "Lm": "", "Lo": "", "M": "", "N": "0-9"}
@@ -30,8 +32,6 @@ class TextEncoder:
         self._adds_tokens = tokenizer.num_special_tokens_to_add(False) > 0
         self._cache = _Words(tokenizer)
         self._split = _Split.of(tokenizer)
-        if self._split is not None and self.encode(_sample(), special=False) != self._tokenize(_sample(), False):
-            self._split = None  # Python reads the pattern in another way
 
     def encode(self, text: str, *, special: bool) -> list[int]:
         """Token ids of a text.
@@ -85,9 +85,10 @@ class _Split:
         added = list(tokenizer.get_added_tokens_decoder().values())
         if len({token.normalized for token in added}) > 1:  # they are searched for in two passes
             return None
+        if added and added[0].normalized and tokenizer.normalizer is not None:  # an added "＜" may become "<"
+            return None
         if any(token.single_word or token.lstrip or token.rstrip for token in added):
             return None
-        texts = sorted((token.content for token in added), key=len, reverse=True)
         pattern = _pattern_of(tokenizer)
         try:
             word = re.compile(ascii_pattern(pattern), re.ASCII) if pattern else None
@@ -95,7 +96,11 @@ class _Split:
             return None
         if word is None or word.groups:
             return None
-        return cls(re.compile(f"({'|'.join(map(re.escape, texts)) or '(?!)'})"), word)
+        sample = _sample()
+        expected = [part for part, _ in tokenizer.pre_tokenizer.pre_tokenize_str(sample)]
+        if [part.translate(_BYTE_LEVEL) for part in word.findall(sample)] != expected:
+            return None  # Python reads the pattern in another way
+        return cls(re.compile(f"({longest_of({token.content for token in added})})"), word)
 
     def words(self, text: str) -> list[str] | None:
         """None: the pattern leaves something of this text out."""
@@ -134,7 +139,7 @@ def _ascii_parts(pattern: str) -> Iterator[str]:
 def _sample() -> str:
     """Runs of equal characters, so that patterns that differ in how they repeat or end give different words."""
     draw = random.Random(0)
-    return "".join(chr(draw.randrange(128)) * draw.randint(1, 5) for _ in range(1_000))
+    return "".join(chr(draw.randrange(128)) * draw.randint(1, 5) for _ in range(1_000)) + "a\n"
 
 
 def _pattern_of(tokenizer: Tokenizer) -> str:

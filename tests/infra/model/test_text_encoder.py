@@ -18,6 +18,8 @@ GPT_OSS = (
 )
 POSSESSIVE = r"\p{L}+|\p{N}{1,3}+|[^\p{L}\p{N}]"  # Oniguruma repeats the three digits, Python matches them possessively
 INCOMPLETE = r"\p{L}+"
+LINES = r"(?m).+|\n"  # Oniguruma's "." matches line breaks, too, and Python's never
+END = r"\w+\Z|.|\n"  # Oniguruma's end may be before a line break
 NESTED = r"\p{L}+|[[:digit:]]+|[^\p{L}]"
 
 
@@ -50,7 +52,7 @@ texts = st.lists(
 ).map("".join)
 
 
-@given(pattern=st.sampled_from([QWEN, GPT_OSS, "", POSSESSIVE, INCOMPLETE]), text=texts)
+@given(pattern=st.sampled_from([QWEN, GPT_OSS, "", POSSESSIVE, INCOMPLETE, LINES]), text=texts)
 def test_the_ids_are_the_tokenizers(pattern: str, text: str) -> None:
     assert encoder(pattern).encode(text, special=False) == expected(tokenizer(pattern), text)
 
@@ -69,7 +71,7 @@ def test_common_patterns_are_understood(pattern: str) -> None:
     assert encoder(pattern)._split is not None
 
 
-@pytest.mark.parametrize("pattern", [POSSESSIVE, NESTED, r"\p{Han}+|\p{L}+", r"(\p{L})+|."], ids=str)
+@pytest.mark.parametrize("pattern", [POSSESSIVE, NESTED, LINES, END, r"\p{Han}+|\p{L}+", r"(\p{L})+|."], ids=str)
 def test_others_are_left_to_the_tokenizer(pattern: str) -> None:
     assert encoder(pattern)._split is None
 
@@ -78,6 +80,17 @@ def test_added_tokens_that_take_their_neighbours_are_left_to_the_tokenizer() -> 
     described = json.loads((modeldir.TINY / "tokenizer.json").read_text())
     described["added_tokens"][0]["lstrip"] = True
     assert TextEncoder(Tokenizer.from_str(json.dumps(described)))._split is None
+
+
+def test_an_added_token_that_is_ascii_once_it_is_normalized_is_found() -> None:
+    described = json.loads((modeldir.TINY / "tokenizer.json").read_text())
+    described["normalizer"] = {"type": "NFKC"}
+    entry = {"id": 4096, "content": "＜end＞", "normalized": True}
+    described["added_tokens"] = [each | {"normalized": True} for each in described["added_tokens"]]
+    described["added_tokens"].append(described["added_tokens"][0] | entry)
+    normalizing = Tokenizer.from_str(json.dumps(described))
+    assert expected(normalizing, "a<end>") == [64, 4096]
+    assert TextEncoder(normalizing).encode("a<end>", special=False) == [64, 4096]
 
 
 def test_the_cache_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
