@@ -22,7 +22,6 @@ from router.approximate import ApproximateIndex
 from router.cluster_listener import ClusterListener
 from router.depths import TargetId, as_dict
 from router.disconnects import DisconnectWatch
-from router.divided_reading import DividedReading
 from router.erasure.ledger import ErasureLedger
 from router.holders import keys_view
 from router.index import PrefixIndex
@@ -32,14 +31,13 @@ from router.load import ENCODE, ActiveRequest
 from router.load_tracker import LoadTracker
 from router.registration_removal import RegistrationRemoval
 from router.returned_attempts import ReturnedAttempts
-from router.sent import Sent, read_sent
+from router.sent import read_sent
 from router.snapshot import IndexSnapshots, Snapshot, Snapshots, encode_part, only_logged
 from router.unowned import Unfolded, UnownedRequests
 from schemas import fleet, kv
-from schemas.jobs import LoadHeader, Stage, load_header
-from schemas.readings import Placed
+from schemas.jobs import LoadHeader, Stage
 from schemas.streams import LONGEST_DEADLINE_S
-from schemas.subjects import HEADER_LOAD, HEADER_MSG_ID, HEADER_NO_STORE
+from schemas.subjects import HEADER_MSG_ID, HEADER_NO_STORE
 
 log = structlog.get_logger("router")
 
@@ -64,7 +62,7 @@ class IndexCheck(NamedTuple):
 class ClusterState:
     """Everything that a decision depends on. ``start`` it with a listener."""
 
-    def __init__(self, bus: Bus, settings: RouterSettings, router: str = "router") -> None:
+    def __init__(self, bus: Bus, settings: RouterSettings) -> None:
         self._bus = bus
         self._settings = settings
         self._listener: ClusterListener
@@ -80,9 +78,8 @@ class ClusterState:
         self._removal = RegistrationRemoval(bus, self._registry, self.tasks)
         self.disconnects = DisconnectWatch(self._is_worker_connection)
         self._kv = self._tail("KV", "kv", self._on_kv)
-        self.divided = DividedReading(bus, router, placed=self._on_placed, ended=self._on_ended)
-        self._work = self._tail("WORK", "work", self._on_work, self.divided.read_work)
-        self._done = self._tail("DONE", "done", self._on_done, self.divided.read_done)
+        self._work = self._tail("WORK", "work", self._on_work)
+        self._done = self._tail("DONE", "done", self._on_done)
         self._returns = ReturnedAttempts(bus, self._on_returned)
         self._returned = self._tail("DONE", "returned", self._returns.on_entry)
         self._following = AsyncExitStack()
@@ -104,12 +101,10 @@ class ClusterState:
         self.index = index
         self._loader = IndexLoader(self._bus, index, self.tasks, self._is_registered)
 
-    def _tail(
-        self, stream: str, kind: str, handle: Callable[[Entry], None], share: Callable[[Entry], None] | None = None
-    ) -> LogTail:
+    def _tail(self, stream: str, kind: str, handle: Callable[[Entry], None]) -> LogTail:
         subjects = self._bus.subjects
         subject = subjects.all(kind)
-        return LogTail(self._bus, subjects.stream(stream), subject, subjects.live(subject), handle, share)
+        return LogTail(self._bus, subjects.stream(stream), subject, subjects.live(subject), handle)
 
     async def start(self, listener: ClusterListener) -> None:
         """
@@ -136,7 +131,6 @@ class ClusterState:
         for name, tail in (("done", self._done), ("returned", self._returned), ("work", self._work)):
             after = starts.get(name, 0)
             await self._following.enter_async_context(tail.following(after=after, since_ns=0 if after else past))
-        await self.divided.start(self.tasks, self._work, self._done)
         self._bus.on_reconnect.append(self._on_reconnect)
         self._connected_since = time.monotonic()
         if self._settings.sys_nats_url:
@@ -160,7 +154,6 @@ class ClusterState:
                 self._loader.forget(worker)
 
     async def stop(self) -> None:
-        self.divided.tell()
         await self._returns.stop()
         if self._loader is not None:
             await self._loader.stop()
@@ -288,21 +281,17 @@ class ClusterState:
     def _on_work(self, entry: Entry) -> None:
         if HEADER_NO_STORE in entry.headers:
             self.erasures.add_job(entry.headers.get(HEADER_MSG_ID, "").partition(":")[0], entry.seq)
-        read_ns = time.time_ns()
-        if not self._is_placed_here(entry.subject.rpartition(".")[2]) and not self._unowned.full:
+        read_ns, worker = time.time_ns(), entry.subject.rpartition(".")[2]
+        owned = self._placed_here.get(worker)
+        if owned is None and (registration := self.tracker.worker(worker)) is not None:
+            owned = self._placed_here[worker] = self.places(registration.model)
+        if owned is False and not self._unowned.full:
             request = entry.headers.get(HEADER_MSG_ID, "").partition(":")[0]
             if self.tracker.request(request) is None:
                 if not self.tracker.ended(request):
                     self._unowned.add(request, entry, read_ns)
                 return
         self._fold_work(entry, read_ns)
-
-    def _is_placed_here(self, worker: str) -> bool:
-        """Whether this router may decide for a worker's model; also if the worker is unknown."""
-        owned = self._placed_here.get(worker)
-        if owned is None and (registration := self.tracker.worker(worker)) is not None:
-            owned = self._placed_here[worker] = self.places(registration.model)
-        return owned is not False
 
     def _fold_kept(self, unfolded: Unfolded) -> None:
         try:
@@ -318,29 +307,6 @@ class ClusterState:
             return
         if sent is None or (sent.is_copy and self.tracker.set_seq(sent.request, sent.attempt, entry.seq)):
             return
-        self._admit(sent, entry.seq, read_ns)
-
-    def _on_placed(self, all_placed: list[Placed]) -> None:
-        """Another router read messages of WORK."""
-        read_ns = time.time_ns()
-        for each in all_placed:
-            try:
-                self._fold_placed(each, read_ns)
-            except Exception:  # the others are folded nevertheless, as when they are read
-                log.exception("log_handler_failed", stream="WORK", seq=each.seq)
-
-    def _fold_placed(self, placed: Placed, read_ns: int) -> None:
-        request, attempt, role, worker = placed.request, placed.attempt, placed.role, placed.worker
-        load = LoadHeader(
-            placed.prompt_tokens, placed.cached_tokens, placed.gateway, placed.deadline_ns, placed.priority, placed.n
-        )
-        if self._is_placed_here(worker):
-            self._admit(Sent(request, attempt, worker, role, load, False, False), placed.seq, read_ns)
-        else:
-            headers = {HEADER_MSG_ID: f"{request}:{attempt}", HEADER_LOAD: load_header(*load)}
-            self._on_work(Entry(self._bus.subjects.work(role, worker), placed.seq, b"", headers))
-
-    def _admit(self, sent: Sent, seq: int, read_ns: int) -> None:
         changed = self.tracker.admit(
             sent.request,
             sent.attempt,
@@ -349,10 +315,10 @@ class ClusterState:
             now_ns=read_ns,
             role=sent.role,
             echoed=True,
-            seq=seq,
+            seq=entry.seq,
             handed=sent.handed,
         )
-        if changed and self._left and any(stage.worker in self._left for stage in sent.route):
+        if changed and any(stage.worker in self._left for stage in sent.route):
             stranded = self.tracker.request(sent.request)
             if stranded is not None and self._bus.connected:
                 self._listener.request_stranded(stranded)
@@ -360,17 +326,11 @@ class ClusterState:
     def _on_done(self, entry: Entry) -> None:
         if HEADER_NO_STORE in entry.headers:
             self._listener.to_be_erased(entry)
-        self._on_ended([entry.headers.get(HEADER_MSG_ID, "")])
-
-    def _on_ended(self, requests: list[str]) -> None:
-        freed, now_ns = False, time.time_ns()
-        for request in requests:
-            if self._unowned.end(request) and self.tracker.request(request) is None:
-                self.tracker.note_end(request)
-            else:
-                self.tracker.finish(request, now_ns)
-                freed = True
-        if freed:
+        request = entry.headers.get(HEADER_MSG_ID, "")
+        if self._unowned.end(request) and self.tracker.request(request) is None:
+            self.tracker.note_end(request)
+        else:
+            self.tracker.finish(request, time.time_ns())
             self._listener.capacity_changed()
 
     def _on_returned(self, request: str, attempt: int, reason: str) -> None:

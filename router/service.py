@@ -72,7 +72,7 @@ class Router:
         self._placed = 0  # jobs sent by this router
         self.tasks = bus.tasks.group("router")
         self._background = BackgroundTasks(bus, self.tasks)
-        self.cluster = ClusterState(bus, settings, self.id)
+        self.cluster = ClusterState(bus, settings)
         self._decider = Decider(self.cluster, settings, metrics)
         self._tenants = TenantWeights(bus)
         self._held = self._make_held()
@@ -142,7 +142,6 @@ class Router:
             placed_by_all=lambda: self.cluster.positions().work,
             owners_changed=self.cluster.owners_changed,
             taken_over=self._on_taken_over,
-            grouped=self.cluster.divided.group,
         )
 
     async def open(self) -> None:

@@ -37,7 +37,6 @@ class Member(msgspec.Struct, frozen=True, omit_defaults=True):
         server, connection: id of the server that it is connected to, and of its connection there.
         no_store: it erases requests that are not to be stored; False: an older build.
         private_media: it erases their media, too; False: an older build.
-        divides: it can share the reading of WORK and DONE with others; False: an older build.
         held: what it holds, of each class of which it holds something; for operators, no router reads it.
     """
 
@@ -50,7 +49,6 @@ class Member(msgspec.Struct, frozen=True, omit_defaults=True):
     no_store: bool = False
     private_media: bool = False
     held: tuple[HeldByTenant, ...] = ()
-    divides: bool = False
 
 
 def held_by_tenant(priority: str, counts: Mapping[str, int], others: int = 0) -> HeldByTenant:

@@ -170,10 +170,6 @@ class Subjects:
         """Where a router receives the requests that another one read for it. Their replies acknowledge them."""
         return f"{self.namespace}.routed.{router}"
 
-    def readings(self, router: str) -> str:
-        """Where a router tells the others what it read of WORK and DONE; "*": all."""
-        return f"{self.namespace}.routed.{router}.readings"
-
     def progress(self, gateway: str) -> str:
         """Where a gateway answers how far a request is."""
         return f"{self.namespace}.progress.{gateway}"

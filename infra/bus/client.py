@@ -68,15 +68,12 @@ class BusClient(Client):  # type: ignore[misc]  # untyped
 
     # Receiving
 
-    async def subscribe_direct(self, subject: str, handler: Handler, queue: str = "") -> Subscription:
+    async def subscribe_direct(self, subject: str, handler: Handler) -> Subscription:
         """Subscribe with a handler that is called as soon as a message was read, in the order of the link.
 
         It must be quick, since nothing else is read meanwhile. What it raises is reported as nats-py reports errors.
-
-        Args:
-            queue: the name of a group: each message goes to one of its subscribers.
         """
-        sub = await self.subscribe(subject, queue)
+        sub = await self.subscribe(subject)
         self._handlers[sub._id] = handler
         while not sub._pending_queue.empty():  # arrived before this line
             message = sub._pending_queue.get_nowait()

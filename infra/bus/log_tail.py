@@ -4,12 +4,9 @@ Live messages come from the server's republished subject. It carries only what w
 and the previous sequence of its subject, so a gap shows at once and is read from the stream before the tail continues.
 After a reconnect the stream is read in any case: a burst may have been missed.
 
-Several readers can divide a stream's live messages (``divide``), if they tell each other what they read.
-
 In a cluster the last message before a silence may be stored without being republished (its leader was lost in between),
-and a subscription takes a moment to reach every server. Of a divided stream, the last message before a silence may have
-been read by a reader that could not tell of it. So in both cases a silent tail compares its position with the leader's,
-one second after the last message and every five seconds from then on.
+and a subscription takes a moment to reach every server. So a silent tail compares its position with the leader's, one
+second after the last message and every five seconds from then on.
 """
 
 import asyncio
@@ -29,10 +26,9 @@ log = structlog.get_logger("bus")
 RETRY_S = 0.25
 REREAD_S = 0.05  # a replica may lag behind the republished messages
 REREADS = 20
-IDLE_S = 1.0  # of silence before the first comparison
+IDLE_S = 1.0  # of silence before the first comparison, in a cluster
 IDLE_AGAIN_S = 5.0
 MAX_HELD = 10_000  # live entries kept during a repair; more are read from the stream instead
-GAP_S = 1.0  # after which entries that no reader of a group has told of are read from the stream
 
 
 class LogTail:
@@ -45,31 +41,19 @@ class LogTail:
     Follow one subject, or all of a stream: a filter that leaves out part of a stream makes every omission look like a
     gap, which costs a read.
 
-    While it is divided, entries are handled in any order.
-
     Args:
         handle: synchronous; an exception is logged, and the entry counts as handled.
         stream: its name.
         subject: which messages, wildcards allowed.
         live: where the server republishes them.
-        share: called while it is divided, with what this reader has to tell the others of its group.
     """
 
-    def __init__(
-        self,
-        bus: Bus,
-        stream: str,
-        subject: str,
-        live: str,
-        handle: Callable[[Entry], None],
-        share: Callable[[Entry], None] | None = None,
-    ) -> None:
+    def __init__(self, bus: Bus, stream: str, subject: str, live: str, handle: Callable[[Entry], None]) -> None:
         self._bus = bus
         self._stream = stream
         self._subject = subject
         self._live = live
         self._handle = handle
-        self._share = share
         self._single = "*" not in subject and ">" not in subject
         self._since_ns = 0
         self._held: deque[Entry] = deque()
@@ -78,9 +62,6 @@ class LogTail:
         self._repair: asyncio.Task[None] | None = None
         self._sub: Any = None
         self._idle: asyncio.Task[None] | None = None
-        self._group = ""
-        self._ahead: set[int] = set()  # handled beyond ``position``
-        self._gap: tuple[int, float] = (0, 0.0)  # the position before it, and since when it is there
         self.position = 0  # everything up to this sequence was handled
         self.repairs = 0
 
@@ -131,45 +112,6 @@ class LogTail:
         assert self._repair is not None
         await asyncio.wait([self._repair])
 
-    async def divide(self, group: str) -> None:
-        """Read only those live messages that the server gives this reader of a group, each of which goes to one of it.
-
-        The others tell what they read: call ``accept`` for each, and ``read_gap`` from time to time.
-
-        Args:
-            group: the same for all of its readers; "": read everything, which is the beginning.
-        """
-        if group == self._group:
-            return
-        old, self._sub = self._sub, await self._bus.nc.subscribe_direct(self._live, self._on_live, group)
-        self._group = group
-        if old is not None and not self._bus.nc.is_closed:
-            await old.unsubscribe()
-        self._begin_repair()  # a reader that left may not have told what it read
-
-    def accept(self, seq: int) -> bool:
-        """Count an entry as handled; False: it was."""
-        if seq <= self.position or seq in self._ahead:
-            return False
-        if seq > self.position + 1:
-            self._ahead.add(seq)
-            return True
-        return self._advance(seq)
-
-    def told(self, entry: Entry) -> None:
-        """Handle an entry that another reader of the group has told of."""
-        if self.accept(entry.seq):
-            self._call(entry)
-
-    def read_gap(self, now: float) -> None:
-        """Read from the stream what no reader of the group has told of for ``GAP_S``."""
-        position, since = self._gap
-        if not self._ahead or position != self.position:
-            self._gap = self.position, now
-        elif now - since > GAP_S:
-            self._gap = position, now
-            self._begin_repair()
-
     async def _reconnected(self) -> None:
         """Starts a repair without waiting for it: a stream that cannot be read must not delay other hooks."""
         self._stale = True
@@ -191,12 +133,7 @@ class LogTail:
             )
         except (KeyError, ValueError):
             return
-        if self._group:
-            if self.accept(entry.seq):
-                self._call(entry)
-            if self._share is not None:
-                self._share(entry)
-        elif self._starting or (self._repair is not None and not self._repair.done()):
+        if self._starting or (self._repair is not None and not self._repair.done()):
             if len(self._held) >= MAX_HELD:
                 self._held.clear()
                 self._stale = True
@@ -213,25 +150,7 @@ class LogTail:
         return entry.seq == position + 1 or (self._single and entry.previous <= position < entry.seq)
 
     def _deliver(self, entry: Entry) -> None:
-        """Handle the next entry that there is."""
-        if not self._ahead:
-            self.position = entry.seq
-        elif not self._advance(entry.seq):
-            return
-        self._call(entry)
-
-    def _advance(self, seq: int) -> bool:
-        """Everything up to an entry is handled now, or not there; False: the entry itself was handled before."""
-        ahead = self._ahead
-        is_new = seq not in ahead
-        ahead.discard(seq)
-        while seq + 1 in ahead:
-            seq += 1
-            ahead.remove(seq)
-        self.position = seq
-        return is_new
-
-    def _call(self, entry: Entry) -> None:
+        self.position = entry.seq
         try:
             self._handle(entry)
         except Exception:
@@ -288,8 +207,7 @@ class LogTail:
         while True:
             await asyncio.sleep(pause)
             repairing = self._repair is not None and not self._repair.done()
-            can_lose = self._bus.clustered or self._group
-            if not can_lose or not self._bus.connected or repairing or self.position != seen:
+            if not self._bus.clustered or not self._bus.connected or repairing or self.position != seen:
                 pause, seen = IDLE_S, self.position
                 continue
             pause = IDLE_AGAIN_S
@@ -305,15 +223,12 @@ class LogTail:
 
     async def _check_end(self) -> None:
         """Start over with a stream that was recreated or lost its end: otherwise all of it would look old."""
-        last = max(self._ahead, default=self.position)
         end = (await self._bus.js.stream_info(self._stream)).state.last_seq
-        if end < last:
-            log.error("stream_truncated", stream=self._stream, position=last, end=end)
+        if end < self.position:
+            log.error("stream_truncated", stream=self._stream, position=self.position, end=end)
             self.position = 0
-            self._ahead.clear()
 
     async def _read(self) -> None:
         async for entry in read(self._bus, self._stream, self._subject, after=self.position, since_ns=self._since_ns):
             if entry.seq > self.position:
                 self._deliver(entry)
-        self._ahead = {seq for seq in self._ahead if seq > self.position}  # some may have been removed from the stream

@@ -53,7 +53,6 @@ class Intake:
         placed: how many requests this router has placed so far.
         placed_by_all: how many all routers have.
         owners_changed: called at once when this router places requests for more models, or for fewer.
-        grouped: called with the name of the group of routers that share requests now; "": there is none.
         taken_over: called after this router became the owner of what a lost router owned.
     """
 
@@ -71,7 +70,6 @@ class Intake:
         placed_by_all: Callable[[], int],
         owners_changed: Callable[[], None],
         taken_over: Callable[[], None],
-        grouped: Callable[[str], None],
     ) -> None:
         self._bus = bus
         self._id = router = token(router)  # it is a key and the end of a subject
@@ -96,7 +94,6 @@ class Intake:
             held=held.by_tenant,
             gained=self._on_gained,
             lost=self._on_lost,
-            grouped=grouped,
         )
         self.pullers: dict[Priority, Puller] = {}
         for priority in Priority:

@@ -14,7 +14,6 @@ refuses earlier releases (a pull without its group gets status 400), and took 1.
 
 import asyncio
 import time
-import zlib
 from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
@@ -81,7 +80,6 @@ class Membership:
         held: Callable[[], tuple[HeldByTenant, ...]],
         gained: Callable[[bool], None],
         lost: Callable[[], None],
-        grouped: Callable[[str], None],
     ) -> None:
         self._bus = bus
         self._id = router
@@ -89,8 +87,6 @@ class Membership:
         self._held = held
         self._gained = gained
         self._lost = lost
-        self._grouped = grouped
-        self._group = ""
         bucket = bus.subjects.bucket("routers")
         keys = f"$KV.{bucket}.>"
         self._key = f"$KV.{bucket}.{router}"
@@ -228,9 +224,8 @@ class Membership:
         models = tuple(sorted(self._own - {REST}))
         server, shares = str(nc._server_info.get("server_id", "")), models if self._shares else ()
         return Member(
-            self._id, self._since_ns, models, server, int(nc.client_id), shares, no_store=True, private_media=True,
-            divides=True,
-        )  # fmt: skip
+            self._id, self._since_ns, models, server, int(nc.client_id), shares, no_store=True, private_media=True
+        )
 
     # The table
 
@@ -293,7 +288,6 @@ class Membership:
         own = self._own
         members = [seen.member for seen in self._seen.values()] + [self._member()]
         self._everyones = everyones = frozenset(model for member in members for model in member.shares)
-        self._divide([member.router for member in members if member.divides])
         if own != before:
             self._changed = True
             log.info("models_owned", models=sorted(own - {REST}), rest=REST in own, routers=len(self._seen) + 1)
@@ -306,13 +300,6 @@ class Membership:
             self._gained(after_loss)
         if (before | before_everyones) - (own | everyones):
             self._lost()
-
-    def _divide(self, routers: list[str]) -> None:
-        """Those that share requests share the reading, too, until one comes or goes."""
-        group = f"{zlib.crc32(' '.join(sorted(routers)).encode()):08x}" if self._everyones and len(routers) > 1 else ""
-        if group != self._group:
-            self._group = group
-            self._grouped(group)
 
 
 def _claims(member: Member) -> tuple[int, tuple[str, ...], tuple[str, ...]]:

@@ -14,7 +14,6 @@ from schemas import (
     keys,
     kv,
     plans,
-    readings,
     requests,
     routers,
     tenants,
@@ -244,16 +243,6 @@ SAMPLES: dict[str, tuple[Any, Callable[[bytes], Any]]] = {
     "router_that_holds": (
         routers.Member("router-2", 1, held=(routers.HeldByTenant("batch", (("acme", 3), ("ann", 1)), 2),)),
         routers.decode,
-    ),
-    "router_that_divides": (routers.Member("router-2", 1, divides=True), routers.decode),
-    "readings": (
-        readings.Readings(
-            (readings.Placed(7, REQUEST.id, 1, "decode", "w-1", 225, 96, "g-1", 9, "standard", 2),),
-            (readings.Ended(8, REQUEST.id),),
-            (readings.Other(9, "ps.work.kept.prefill.w-1", {"Nats-Msg-Id": f"{REQUEST.id}:1:kept"}),),
-            (readings.Other(10, f"ps.done.default.tiny.{REQUEST.id}", {"Penstock-No-Store": "1"}),),
-        ),
-        readings.decode,
     ),
     "router_that_erases_media": (routers.Member("router-2", 1, no_store=True, private_media=True), routers.decode),
     "registration_that_reads_private_media": (
