@@ -14,8 +14,8 @@ from infra.bus.puller import ACK, NAK
 from router.holders import keys_view
 from router.index import PrefixIndex
 from router.maintenance import CLAIM_S
-from router.placement import decisions
-from router.routing import RoutingContext, RoutingDecision
+from router.placement.decisions import Decisions
+from router.routing import RoutingDecision, RoutingRequest
 from router.service import Router
 from schemas import control, fleet, jobs, kv, wire
 from schemas.blocks import keys_of
@@ -168,14 +168,14 @@ async def test_what_fails_while_a_request_is_placed_fails_for_that_request_only(
     await clients.stub("w1", slots=100)
     await one.knows("w1")
     bad, good = request(), request()
-    decide = decisions.decide
+    decide = Decisions.decide
 
-    def failing(context: RoutingContext) -> RoutingDecision:
-        if context.request.prompt_tokens == len(bad.prompt) // 4 and one.router._decider._decisions == 1:
+    def failing(self: Decisions, request: RoutingRequest, *args: Any, **options: Any) -> RoutingDecision:
+        if request.prompt_tokens == len(bad.prompt) // 4 and one.router._decider._decisions == 1:
             raise ZeroDivisionError("by a bug")
-        return decide(context)
+        return decide(self, request, *args, **options)
 
-    monkeypatch.setattr(decisions, "decide", failing)
+    monkeypatch.setattr(Decisions, "decide", failing)
     await clients.ask(bad, good)
     message = await is_ended_by_the_router(log, bad, Code.internal)
     assert "ZeroDivisionError" in message
