@@ -115,10 +115,10 @@ class Generations:
         reserved: list[str] = []  # ids of requests that the caller's limits were asked for
         key = caller_of(scope).key
         try:
-            await gateway.turns.enter()
             if key is not None and key.limited:
                 gateway.limiter.check(key)
             body = await read_body(scope, receive, gateway.settings.max_body_bytes)
+            await gateway.turns.enter()
             gateway.metrics.request_bytes.inc(len(body))
             ignored = await gateway.run_for(body, unknown_options, self._endpoint, body)
             if ignored:

@@ -8,11 +8,13 @@ from unittest.mock import MagicMock
 import msgspec
 import pytest
 
+from gateway.access.caller import ANYONE, CALLER
 from gateway.anthropic.render import PING, ClientBody, MessageRenderer
-from gateway.http.answers import Responder
+from gateway.http.answers import Generations, Responder, answer_text
 from gateway.http.connections import SCOPE
 from gateway.log.inflight import InflightRequest
 from infra.bus.loop_lag import TurnBudget
+from schemas.errors import Code, ServingError
 from tests.gateway.answers import DETOKENIZER, STOP, items, request
 
 
@@ -44,3 +46,27 @@ async def test_a_stream_of_messages_shows_that_it_lives_while_it_waits_for_token
     assert sent.endswith(b'data: {"type":"message_stop"}\n\n')
     alone = MessageRenderer(asked, DETOKENIZER).push(items("Hi there.", STOP))
     assert bytes(sent).replace(PING, b"") == alone.replace(PING, b""), "pings change no number"
+
+
+async def test_a_request_waits_for_its_portion_when_its_body_has_arrived() -> None:
+    steps: list[str] = []
+    gateway = MagicMock()
+    gateway.settings.max_body_bytes = 100
+
+    async def enter() -> None:
+        steps.append("portion")
+
+    async def receive() -> MutableMapping[str, Any]:
+        steps.append("body")
+        return {"type": "http.request", "body": b"{}"}
+
+    async def prepare(*_: object) -> None:
+        steps.append("prepare")
+        raise ServingError(Code.invalid_request, "this is all")
+
+    async def send(message: MutableMapping[str, Any]) -> None:
+        steps.append(str(message.get("status", "end")))
+
+    gateway.turns.enter, gateway.run_for = enter, prepare
+    await Generations(gateway, "chat", answer_text)({"headers": [], CALLER: ANYONE}, receive, send)
+    assert steps == ["body", "portion", "prepare", "400", "end"]
