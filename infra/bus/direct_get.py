@@ -207,6 +207,7 @@ async def get_last(
     """The last message of ``subject`` (wildcards allowed); None: the stream has none, confirmed by its leader.
 
     Args:
+        subject: not ">", of which the broker finds none if the stream's last message was deleted.
         newest: ask the leader. Without it the answer may, in a cluster, have been replaced a moment ago: enough for
             subjects that only ever have one message.
     Raises:
@@ -258,11 +259,12 @@ async def _get_of(
     """What a query finds of a subject.
 
     For the first or the last message of a wildcard the broker looks through all subjects of the stream: 5 ms of CPU
-    time for 35,000 records. Mostly the first or last message of all is one of them.
+    time for 35,000 records. Mostly the first or last message of all is one of them. It has no last message of all if
+    that was deleted, though there are others.
     """
     if subject.endswith(".>"):
         found = await _get(bus, stream, query(">"), replica=replica, within_s=within_s)
-        if found is None or found.subject.startswith(subject[:-1]):
+        if found is not None and found.subject.startswith(subject[:-1]):
             return found
     return await _get(bus, stream, query(subject), replica=replica, within_s=within_s)
 

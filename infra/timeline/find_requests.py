@@ -102,7 +102,9 @@ async def unfinished(
 
 async def _hour_before_end(bus: Readable) -> int:
     """Unix ns of the last accepted or routed request, minus the longest time that a request may take."""
-    ends = [await get_last(bus, bus.subjects.stream(name), ">") for name in ("REQUESTS", "WORK")]
+    ends = [
+        await get_last(bus, bus.subjects.stream(name), f"{bus.subjects.namespace}.>") for name in ("REQUESTS", "WORK")
+    ]
     last = max((entry.time_ns for entry in ends if entry is not None), default=time.time_ns())
     return max(0, last - int(LONGEST_DEADLINE_S * 1e9))
 
@@ -130,7 +132,7 @@ def _running(subject: str, data: bytes) -> LoggedRequest | None:
 async def _unacknowledged(bus: Readable, name: str, stopped: bool) -> AsyncGenerator[Entry, None]:
     stream = bus.subjects.stream(name)
     if stopped or isinstance(bus, LogFiles):
-        last = await get_last(bus, stream, ">")
+        last = await get_last(bus, stream, f"{bus.subjects.namespace}.>")
         ended_ns = last.time_ns if last is not None else time.time_ns()
         since = ended_ns - int(LONGEST_DEADLINE_S * 1e9)
         async for entry in read(bus, stream, ">", since_ns=since):

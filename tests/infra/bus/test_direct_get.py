@@ -7,7 +7,7 @@ import pytest
 
 from infra.broker.server import EmbeddedNats
 from infra.bus.connection import Bus
-from infra.bus.direct_get import BATCH, format_time, parse_time, read, read_backwards
+from infra.bus.direct_get import BATCH, format_time, get_last, get_next, parse_time, read, read_backwards
 from schemas.errors import Code, ServingError
 from schemas.subjects import Subjects
 from tests.infra.bus.support import opened
@@ -127,3 +127,20 @@ async def test_reading_backwards_ends_where_the_stream_was_purged(bus: Bus) -> N
     assert [int(entry.data) async for entry in read_backwards(bus, stream, subject, window=2)] == [9, 8, 7, 6, 5]
     await bus.js.purge_stream(stream)
     assert [entry async for entry in read_backwards(bus, stream, subject)] == []
+
+
+async def test_the_last_message_is_found_behind_deleted_ones(bus: Bus) -> None:
+    """As after requests that are forgotten, or entries that expired."""
+    stream = bus.subjects.stream("TOKENS")
+    await fill(bus, bus.subjects.tokens("a"), 4)
+    for seq in (4, 3, 1):
+        await bus.js.delete_msg(stream, seq)
+    for subject in (bus.subjects.all("tokens"), f"{bus.subjects.namespace}.>"):
+        last = await get_last(bus, stream, subject)
+        assert last is not None
+        assert last.seq == 2, subject
+        assert [e.seq async for e in read_backwards(bus, stream, subject)] == [2], subject
+        first = await get_next(bus, stream, subject, 0)
+        assert first is not None
+        assert first.seq == 2, subject
+        assert await get_next(bus, stream, subject, 2) is None
