@@ -1,7 +1,7 @@
 """Decides requests by the workers and loads of a ``LoadTracker``, in the cheaper of two ways. No clock, no NATS.
 
-A loop over the targets decides every request. Where numpy is installed, array operations come to the same decision
-faster for most of them.
+A loop over the targets decides every request. For more than a few targets array operations come to the same decision
+faster, where numpy is installed.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,14 +19,19 @@ from router.routing import RoutingContext, RoutingDecision, RoutingRequest, Weig
 if TYPE_CHECKING:
     from router.placement.arrays.decisions import ArrayDecisions
 
+# Targets, up to which a loop over them is cheaper in a router. Without anything between two decisions, arrays win from
+# one target on. But each request changes rows that they have to copy, so they win from four on, and after code that
+# empties the caches from nine on.
+FEW = 4
 
-def array_decisions(tracker: LoadTracker) -> "ArrayDecisions | None":
+
+def array_decisions(tracker: LoadTracker, few: int = FEW) -> "ArrayDecisions | None":
     """None: numpy is not installed."""
     if find_spec("numpy") is None:
         return None
     from router.placement.arrays.decisions import ArrayDecisions
 
-    return ArrayDecisions(tracker)
+    return ArrayDecisions(tracker, few)
 
 
 class Decisions:

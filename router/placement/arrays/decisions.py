@@ -23,9 +23,15 @@ from schemas.jobs import Candidate, Stage
 
 
 class ArrayDecisions:
-    def __init__(self, tracker: LoadTracker) -> None:
+    """
+    Args:
+        few: targets, up to which a loop over them is cheaper.
+    """
+
+    def __init__(self, tracker: LoadTracker, few: int) -> None:
         self._pools = Pools(tracker)
         self._columns = LoadColumns(tracker.loads, tracker.tokens_per_s)
+        self._few = few
 
     def decide(
         self,
@@ -44,7 +50,7 @@ class ArrayDecisions:
             overlaps, leading, seed, waited_s: as in ``RoutingContext``.
         """
         pool = self._pools.pool(request) if weights.temperature <= 0 else None
-        if pool is None:
+        if pool is None or len(pool.ids) <= self._few:
             return None
         size, own = size_of(request), self._columns.terms(pool.rows, request.n, now_ns, weights.prefill)
         cached, active = pool.column(overlaps), pool.column(leading) if leading else None

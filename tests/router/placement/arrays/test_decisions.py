@@ -10,7 +10,7 @@ from router.depths import Depths, TargetBits
 from router.load_tracker import LoadTracker
 from router.placement.aggregated import HeldRequest, is_ready
 from router.placement.core import Arrival, Placement
-from router.placement.decisions import Decisions, array_decisions
+from router.placement.decisions import FEW, Decisions, array_decisions
 from router.policy import decide
 from router.routing import RoutingContext, RoutingDecision, RoutingRequest, Weights
 from schemas import wire
@@ -91,7 +91,7 @@ def test_a_decision_is_that_of_the_loop(
         known.put(1 << at, (f"w{at:02}", 0))
     overlaps = Depths(([1 << at for at in held], [*held.values()]), known)
     prompt = keys(family, blocks)
-    found = Decisions(tracker, array_decisions(tracker), "kv", Weights()).decide(
+    found = Decisions(tracker, array_decisions(tracker, few=0), "kv", Weights()).decide(
         request, prompt, overlaps, now_ns=50, seed=seed, turn=1, waited_s=waited_s
     )
     context = RoutingContext(
@@ -166,7 +166,7 @@ def test_the_table_is_that_of_the_general_way_for_more_targets_than_it_has_lines
         tracker.put_worker(Registration(f"w{number:02}", "m", "aggregated", "mock", 1, 32, 1000, 8, 4096))
         tracker.admit(str(number), 1, f"w{number:02}", LoadHeader(32 * number, 0, "", 1 << 62, ""), now_ns=0)
     request = RoutingRequest("m", 320, 10, prompt_blocks=10)
-    found: RoutingDecision = Decisions(tracker, array_decisions(tracker), "kv", Weights()).decide(
+    found: RoutingDecision = Decisions(tracker, array_decisions(tracker, few=0), "kv", Weights()).decide(
         request, keys(0, 10), {("w30", 0): 10}, now_ns=0, seed=1
     )
     context = RoutingContext(request, tracker.targets(0, "m"), {("w30", 0): 10}, "kv", Weights(), 1)
@@ -174,3 +174,15 @@ def test_the_table_is_that_of_the_general_way_for_more_targets_than_it_has_lines
     assert found == expected
     assert wire.encode(found.candidates) == wire.encode(expected.candidates), "no float where a reader expects a count"
     assert len(found.candidates) == 16
+
+
+def test_a_loop_decides_for_few_targets() -> None:
+    """It is cheaper there; see ``FEW``."""
+    for workers in (FEW, FEW + 1):
+        tracker = LoadTracker()
+        for number in range(workers):
+            tracker.put_worker(Registration(f"w{number}", "m", "aggregated", "mock", 1, 16, 100, 4, 1200))
+        arrays = array_decisions(tracker)
+        assert arrays is not None
+        decision = arrays.decide(RoutingRequest("m", 20, 50), {}, {}, Weights(), now_ns=1, seed=1)
+        assert (decision is None) == (workers == FEW)
