@@ -311,7 +311,7 @@ class Holders:
         return size
 
     def _leave(self, holding: Holding, node: int, held: int, names: list[int]) -> int:
-        """``holding`` loses those first ``names`` that are in ``node``. Returns: their number, 1 or more."""
+        """``holding`` loses the first ``names``, which begin in ``node``. Returns: how many of them, 1 or more."""
         tree = self.tree
         chunk = tree.chunks[node]
         if names[0] == chunk[held - 1]:  # last blocks first: the usual order of engines
@@ -322,11 +322,13 @@ class Holders:
         elif names[0] == chunk[0] and list(chunk[:held]) == names[:held]:
             self._shrink(holding, node, held, 0)
             return held
-        size = 1
-        while size < len(names) and tree.find(names[size]) == node:
-            size += 1
-        self._lose(holding, node, held, names[:size])
-        return size
+        by_node: dict[int, list[int]] = {}  # in any order: each split copies a node, so a node is split for all at once
+        for name in names:
+            by_node.setdefault(tree.find(name), []).append(name)
+        for node, lost in by_node.items():
+            if node >= 0 and (held := tree.held(node, holding.bit)):
+                self._lose(holding, node, held, lost)
+        return len(names)
 
     def _lose(self, holding: Holding, node: int, held: int, names: list[int]) -> None:
         """``holding`` loses any blocks of ``node``."""

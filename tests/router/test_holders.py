@@ -12,6 +12,7 @@ from router import radix_tree
 from router.depths import TargetId
 from router.holders import Holders
 from router.leaf_ages import NOTHING
+from router.radix_tree import NODE_BLOCKS
 from schemas.blocks import chain, keys_of, root
 from tests.properties import examples
 
@@ -234,6 +235,21 @@ def test_a_long_prompt_that_loses_its_last_holder_is_removed_in_short_steps() ->
         most = max(most, before - len(holders))
     assert len(holders) == 0
     assert most <= 4 * radix_tree.NODE_BLOCKS
+
+
+def test_blocks_of_several_nodes_that_are_lost_in_any_order_split_each_once_for_each_gap() -> None:
+    holders = Holders(10_000)
+    one, other = holders.open(("a", 0)), holders.open(("b", 0))
+    run = keys(*range(2 * NODE_BLOCKS))
+    holders.store(one, run, None)
+    holders.store(other, run, None)
+    assert len(holders.tree) == 2
+    gone = [*run[100:200], *run[NODE_BLOCKS + 100 : NODE_BLOCKS + 200]]
+    random.Random(1).shuffle(gone)
+    holders.remove(one, gone)
+    assert len(holders.tree) == 4
+    assert holders.match(run) == {("a", 0): 100, ("b", 0): 2 * NODE_BLOCKS}
+    check(holders)
 
 
 def test_blocks_cost_the_garbage_collector_nothing() -> None:
