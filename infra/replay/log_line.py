@@ -208,6 +208,8 @@ def decode_line(line: bytes, request_at: RequestAt = no_request) -> LogLine:
         raise BadLine(str(error)) from error
     if data is None:
         raise BadLine("neither a body nor data")
+    if record.seq >> 62:  # of a stream's, the two top bits are flags; below 0 they are set
+        raise BadLine(f"no stream has a sequence {record.seq}")
     return LogLine(record.stream, record.seq, record.time, record.subject, record.headers, data)
 
 
@@ -230,7 +232,7 @@ def _append_body(record: LogLine, lines: bytearray, sequence_of: SequenceOf) -> 
     body = len(lines)
     _json_into(message, lines, -1)
     # JSON has no infinities: they are written as null, as None is.
-    if lines.find(b"null", body) >= 0 and _may_be_infinite(data):
+    if (lines.find(b"null", body) >= 0 or b"null" in bytes(request)) and _may_be_infinite(data):
         back = closed(stream, bytes(lines[body:]), request, lambda _: _request_in(decode(data)))
         if back != data:
             return False

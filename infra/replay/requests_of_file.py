@@ -13,6 +13,7 @@ from infra.replay.log_line import no_request
 from infra.replay.selection import Selection
 from infra.store.blocks import body, message_id
 from infra.store.stream import StoredStream
+from infra.terminal import reason
 from schemas.ids import time_of
 
 IN_MEMORY_BYTES = 64 << 20
@@ -102,12 +103,24 @@ class ReadRequests:
         self._ends = array("Q", [0])  # in the file; of the message behind the place of its sequence
 
     def add(self, sequence: int, data: bytes) -> None:
-        """Sequences ascend; another one is left out."""
-        if not self._sequences or sequence > self._sequences[-1]:
-            self._sequences.append(sequence)
+        """Sequences ascend; another one is left out.
+
+        Raises:
+            ValueError: the temporary file cannot be written.
+        """
+        if self._sequences and sequence <= self._sequences[-1]:
+            return
+        try:
             self._file.seek(self._ends[-1])
             self._file.write(data)
-            self._ends.append(self._ends[-1] + len(data))
+            self._file.flush()
+        except OSError as error:  # not as an OSError, which readers take for the end of a damaged file
+            raise ValueError(
+                f"requests of the export cannot be kept in {tempfile.gettempdir()}: {reason(error)}; "
+                "set TMPDIR to a disk with room"
+            ) from error
+        self._sequences.append(sequence)
+        self._ends.append(self._ends[-1] + len(data))
 
     def at(self, sequence: int) -> bytes:
         """

@@ -2,15 +2,18 @@
 
 import base64
 import contextlib
+import errno
 import json
 import math
 from pathlib import Path
+from unittest.mock import Mock
 
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from infra.replay.files import open_export
 from infra.replay.log_line import (
     FORMAT,
     STREAMS,
@@ -123,6 +126,25 @@ def test_log_probabilities_that_json_cannot_write_are_kept(value: float) -> None
         assert decode_line(encode_line(record(stream, data))).data == data
 
 
+def test_a_request_in_a_record_that_json_cannot_write_is_kept() -> None:
+    asked = samples.request()
+    asked = msgspec.structs.replace(asked, sampling=msgspec.structs.replace(asked.sampling, temperature=math.inf))
+    given = record("DONE", encode(Done(asked.id, "tiny", 1, submitted=encode(asked))))
+    assert decode_line(encode_line(given)) == given
+
+
+def test_a_full_disk_is_no_damaged_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "e.jsonl"
+    asked = encode_line(record("REQUESTS", encode(samples.request())))
+    file.write_bytes(header_line(FileHeader(FORMAT, VERSION, "", "", "ps")) + asked)
+    with open_export(str(file), skip_bad=True) as exported:
+        kept = exported._requests._file
+        monkeypatch.setattr(kept, "write", Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
+        with pytest.raises(ValueError, match="No space left on device; set TMPDIR"):
+            list(exported.records())
+        assert not exported.bad
+
+
 def test_a_field_of_a_later_build_is_not_lost() -> None:
     data = encode(msgspec.msgpack.decode(encode(Revoke("r", 1))) | {"later": "field"})
     assert decode_line(encode_line(record("WORK", data))).data == data
@@ -132,8 +154,13 @@ NO_BODY = b'{"stream":"KV","seq":1,"time":"","subject":""}'
 
 
 @pytest.mark.parametrize(
-    "line", [b"", b"{", b"[]", b'{"stream":"REQUESTS"}', NO_BODY, NO_BODY[:-1] + b',"body":{"worker":3}}']
-)
+    "line",
+    [
+        b"", b"{", b"[]", b'{"stream":"REQUESTS"}', NO_BODY, NO_BODY[:-1] + b',"body":{"worker":3}}',
+        *(b'{"stream":"REQUESTS","seq":%d,"time":"2026-11-22T09:30:00Z","subject":"","data":""}' % seq
+          for seq in (-1, 1 << 62, 1 << 70)),
+    ],
+)  # fmt: skip
 def test_a_damaged_line_is_refused(line: bytes) -> None:
     with pytest.raises(BadLine):
         decode_line(line)
