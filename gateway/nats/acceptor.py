@@ -65,6 +65,7 @@ class RequestAcceptor:
 
     async def _prepare(self, message: Any, body: bytes, origin: Origin) -> PreparedRequest:
         gateway = self._gateway
+        await gateway.turns.enter()
         shape = await gateway.run_for(body, shape_of, body)
         self._table.check_model(origin.tenant, shape.model)
         no_store = parse_headers(message.headers or {}, gateway.bus.subjects.namespace).no_store
