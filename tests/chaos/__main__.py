@@ -39,11 +39,9 @@ def main() -> int:
     kinds = tuple(filter(None, args.kinds.split(",")))
     roles = filter(None, args.other_roles.split(","))
     try:
-        other = builds.prepare(args.other_build, home, roles) if args.other_build else None
+        other = builds.prepare(args.other_build, home, roles, share=args.share) if args.other_build else None
     except ValueError as error:
         parser.error(str(error))
-    if other is not None and args.share:
-        parser.error("--share and --other-build cannot be combined")
     options = Options(
         args.minutes * 60, args.seed, args.topology, args.clients, args.every_s, kinds, other=other, share=args.share
     )

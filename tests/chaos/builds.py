@@ -24,6 +24,7 @@ class OtherBuild(msgspec.Struct, frozen=True):
     Attributes:
         root: its source tree.
         flags: what each role that it takes part in understands.
+        share: the routers of both builds share their requests by turns (``tests.chaos.shared``).
         nats: its gateways serve NATS clients as those of this build do: numbered answers, which can be read again.
         starts: a file with one line per start: the process's name, and "this" or "other".
     """
@@ -32,6 +33,7 @@ class OtherBuild(msgspec.Struct, frozen=True):
     flags: dict[str, tuple[str, ...]]
     starts: str
     nats: bool = True
+    share: bool = False
 
     def takes_turn(self, role: str, name: str, earlier: int) -> bool:
         """Whether the next start of this process runs the other build. Neighbours begin with different builds."""
@@ -59,16 +61,19 @@ def source_of(root: Path) -> dict[str, str]:
     return kept | {"PYTHONPATH": str(root), "PYTHONSAFEPATH": "1"}
 
 
-def prepare(source: str, home: Path, roles: Iterable[str] = ROLES) -> OtherBuild:
+def prepare(source: str, home: Path, roles: Iterable[str] = ROLES, *, share: bool = False) -> OtherBuild:
     """The build in a folder or of a git revision, which is unpacked below ``home``.
 
     Raises:
-        ValueError: there is no such folder or revision, or it has no ``penstock``.
+        ValueError: there is no such folder or revision, or it has no ``penstock``, or routers of it cannot be made to
+            ``share``.
     """
     root = Path(source).resolve() if Path(source).is_dir() else _unpacked(source, home / "other-build")
+    if share and not (root / "tests" / "chaos" / "shared.py").exists():
+        raise ValueError(f"the routers of {source} cannot be made to share: it has no tests/chaos/shared.py")
     flags = {role: _flags(root, role) for role in roles}
     numbered = "HEADER_SEQ" in (root / "schemas" / "subjects.py").read_text()
-    return OtherBuild(str(root), flags, str(home / "starts"), numbered)
+    return OtherBuild(str(root), flags, str(home / "starts"), numbered, share)
 
 
 def snapshot(name: str, home: Path) -> Path:

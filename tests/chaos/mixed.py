@@ -30,7 +30,8 @@ def _become(role: str, flags: list[str]) -> NoReturn:
         out.write(f"{name} {'other' if turn else 'this'}\n")
     environ = other.environ() if turn else source_of(ROOT)
     flags = other.adapted(role, flags) if turn else flags
-    os.execve(sys.executable, [sys.executable, "-m", "infra.cli", role, *flags], environ)
+    module = "tests.chaos.shared" if other.share and role == "router" else "infra.cli"
+    os.execve(sys.executable, [sys.executable, "-m", module, role, *flags], environ)
 
 
 def _supervise(flags: Sequence[str]) -> int:
