@@ -41,7 +41,7 @@ from router.placement.target_loads import (
 
 FILL = 0.95
 OWN_WORK = 2.0
-HELD_UP = 1 / 64  # of each sequence, up to 1 of all
+HELD_UP = 1 / 64  # of each sequence, up to 1 of all: a higher end lengthens the p99, a lower one the mean
 OCCUPANCY = 1 / 16
 TURNS = 1 / 128
 FAVOUR = 256.0  # prompt tokens of work, at most, that a session's last target is ahead
