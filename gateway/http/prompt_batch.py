@@ -46,7 +46,10 @@ async def answer_prompts(
         return False
     if names.key:
         raise unsupported("Idempotency-Key", "Idempotency-Key is not supported with several prompts")
-    prepared = [await prepare(each) for each in bodies]
+    prepared = []
+    for each in bodies:
+        await gateway.turns.enter()
+        prepared.append(await prepare(each))
     await _answer(gateway, prepared, scope, send)
     return True
 
