@@ -11,7 +11,7 @@ from blake3 import blake3
 
 from router.depths import Depths, Levels, TargetBits, TargetId, bits_of
 from router.leaf_ages import NOTHING
-from router.radix_tree import KEY_MASK, SLOT, RadixTree
+from router.radix_tree import KEY_MASK, NODE_BLOCKS, SLOT, RadixTree
 from schemas.blocks import DIGEST_BYTES, key_of, keys_of
 
 _CHECKSUM = (1 << 48) - 1  # whole numbers that a metric, which is a float, can have
@@ -166,19 +166,19 @@ class Holders:
                     return
                 self._ragged |= bit
         tree.clock += len(names)
-        while names:
-            owner = tree.find(names[0])
+        at, end = 0, len(names)
+        while at < end:
+            owner = tree.find(names[at])
             if owner < 0:
-                node, count = tree.insert(names, node, before, bit)
+                part = names[at : at + NODE_BLOCKS]
+                node, count = tree.insert(part, node, before, bit)
                 holding.blocks += count
-                holding.key_sum += sum(names) if count == len(names) else sum(names[:count])
-                if count == len(names):
-                    break
+                holding.key_sum += sum(part[:count])
             else:
-                node, count = owner, self._join(holding, owner, names)
+                node, count = owner, self._join(holding, owner, names, at)
                 tree.touch(node)
-            before = names[count - 1]
-            names = names[count:]
+            at += count
+            before = names[at - 1]
         if tree.blocks > self.max_blocks:
             self._evict(tree.blocks - self.max_blocks)
 
@@ -189,13 +189,12 @@ class Holders:
     def remove_names(self, holding: Holding, names: list[int]) -> None:
         """``remove`` of keys as of ``names_of``."""
         tree, bit = self.tree, holding.bit
-        while names:
-            count, node = 1, tree.find(names[0])
+        at = 0
+        while at < len(names):
+            count, node = 1, tree.find(names[at])
             if node >= 0 and (held := tree.held(node, bit)):
-                count = self._leave(holding, node, held, names)
-            if count == len(names):
-                return
-            names = names[count:]
+                count = self._leave(holding, node, held, names, at)
+            at += count
 
     def match(self, keys: Sequence[int]) -> dict[TargetId, int]:
         """Number of leading ``keys`` held, by target; targets without any are absent."""
@@ -294,12 +293,12 @@ class Holders:
         chunk = self.tree.chunks[node]
         return held == len(chunk) or (held > 0 and chunk.index(name) < held)
 
-    def _join(self, holding: Holding, node: int, names: Sequence[int]) -> int:
-        """``holding`` gets those first ``names`` that are in ``node``. Returns: their number."""
+    def _join(self, holding: Holding, node: int, names: Sequence[int], at: int) -> int:
+        """``holding`` gets those first ``names`` from ``at`` on that are in ``node``. Returns: their number."""
         tree, bit = self.tree, holding.bit
         chunk, held = tree.chunks[node], tree.held(node, bit)
-        start = 0 if chunk[0] == names[0] else chunk.index(names[0])
-        size = _common(chunk, start, names, 0)
+        start = 0 if chunk[0] == names[at] else chunk.index(names[at])
+        size = _common(chunk, start, names, at)
         if start > held:
             tree.split(node, start)
             chunk, start, held = tree.chunks[node], 0, 0
@@ -310,39 +309,41 @@ class Holders:
             tree.set_held(node, bit, start + size)
         return size
 
-    def _leave(self, holding: Holding, node: int, held: int, names: list[int]) -> int:
-        """``holding`` loses the first ``names``, which begin in ``node``. Returns: how many of them, 1 or more."""
-        tree = self.tree
-        chunk = tree.chunks[node]
-        if names[0] == chunk[held - 1]:  # last blocks first: the usual order of engines
-            size = min(held, len(names))
-            if size == 1 or list(chunk[held - size : held]) == names[size - 1 :: -1]:
+    def _leave(self, holding: Holding, node: int, held: int, names: list[int], at: int) -> int:
+        """``holding`` loses ``names`` from ``at`` on, which begin in ``node``. Returns: how many of them, 1 or more."""
+        chunk, first = self.tree.chunks[node], names[at]
+        if first == chunk[held - 1]:  # last blocks first: the usual order of engines
+            size = min(held, len(names) - at)
+            if size == 1 or list(chunk[held - size : held]) == names[at : at + size][::-1]:
                 self._shrink(holding, node, held, held - size)
                 return size
-        elif names[0] == chunk[0] and list(chunk[:held]) == names[:held]:
+        elif first == chunk[0] and list(chunk[:held]) == names[at : at + held]:
             self._shrink(holding, node, held, 0)
             return held
         by_node: dict[int, list[int]] = {}  # in any order: each split copies a node, so a node is split for all at once
-        for name in names:
-            by_node.setdefault(tree.find(name), []).append(name)
+        for name in names[at:]:
+            by_node.setdefault(self.tree.find(name), []).append(name)
         for node, lost in by_node.items():
-            if node >= 0 and (held := tree.held(node, holding.bit)):
+            if node >= 0 and (held := self.tree.held(node, holding.bit)):
                 self._lose(holding, node, held, lost)
-        return len(names)
+        return len(names) - at
 
     def _lose(self, holding: Holding, node: int, held: int, names: list[int]) -> None:
         """``holding`` loses any blocks of ``node``."""
         position = {name: at for at, name in enumerate(self.tree.chunks[node][:held])}
         lost = sorted({position[name] for name in names if name in position}, reverse=True)
+        gone = 0  # blocks at the front that splits moved: they begin there, since each moves all that is before it
         while lost:
-            end = begin = lost.pop(0) + 1
-            while lost and lost[0] == begin - 2:
-                begin = lost.pop(0) + 1
+            begin = lost.pop()
+            end = begin + 1
+            while lost and lost[-1] == end:
+                end = lost.pop() + 1
+            front = node
             if end < held:
                 self._ragged |= holding.bit
-                node = self.tree.split(node, end)
-            self._shrink(holding, node, end, begin - 1)
-            held = begin - 1
+                front = self.tree.split(node, end - gone)
+            self._shrink(holding, front, end - gone, begin - gone)
+            gone = end
 
     def _shrink(self, holding: Holding, node: int, held: int, keep: int) -> None:
         lost = self.tree.chunks[node][keep:held]

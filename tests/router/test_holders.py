@@ -12,7 +12,7 @@ from router import radix_tree
 from router.depths import TargetId
 from router.holders import Holders
 from router.leaf_ages import NOTHING
-from router.radix_tree import NODE_BLOCKS
+from router.radix_tree import NODE_BLOCKS, RadixTree
 from schemas.blocks import chain, keys_of, root
 from tests.properties import examples
 
@@ -249,6 +249,26 @@ def test_blocks_of_several_nodes_that_are_lost_in_any_order_split_each_once_for_
     holders.remove(one, gone)
     assert len(holders.tree) == 4
     assert holders.match(run) == {("a", 0): 100, ("b", 0): 2 * NODE_BLOCKS}
+    check(holders)
+
+
+def test_what_a_split_moves_is_not_moved_again_by_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    holders, moved = Holders(10_000), []
+    one, other = holders.open(("a", 0)), holders.open(("b", 0))
+    run = keys(*range(1000))
+    holders.store(one, run, None)
+    holders.store(other, run, None)
+    split = RadixTree.split
+
+    def counted(tree: RadixTree, node: int, at: int) -> int:
+        moved.append(at)
+        return split(tree, node, at)
+
+    monkeypatch.setattr(RadixTree, "split", counted)
+    holders.remove(one, run[1::2])
+    assert len(moved) == 499
+    assert sum(moved) < len(run)
+    assert holders.match(run) == {("a", 0): 1, ("b", 0): 1000}
     check(holders)
 
 
