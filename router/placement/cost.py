@@ -43,7 +43,7 @@ FILL = 0.95
 OWN_WORK = 2.0
 HELD_UP = 1 / 64  # of each sequence, up to 1 of all: a higher end lengthens the p99, a lower one the mean
 OCCUPANCY = 1 / 16
-TURNS = 1 / 128
+TURNS = 1 / 128  # with half of it (and USES of 2) bursts above the knee wait 5 % longer; elsewhere level
 FAVOUR = 256.0  # prompt tokens of work, at most, that a session's last target is ahead
 SLOT_TOKENS = 3000.0  # prompt tokens that a target computes in the time in which one of its slots becomes free
 
