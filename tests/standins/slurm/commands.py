@@ -173,7 +173,7 @@ def scancel(options: dict[str, str], rest: list[str]) -> int:
             if asked not in (path.stem, number, str(int(number) * 100 + int(index)) if index else number):
                 continue
             for step in STATE.glob(f"{path.stem}.*.step"):
-                for pid in step.read_text().split():
+                for pid in text_of(step).split():
                     kill(int(pid), sign)
             if "signal" not in options:
                 path.write_text("CANCELLED")
@@ -195,8 +195,13 @@ def hosts() -> list[str]:
 
 
 def state_of(own: str) -> str:
+    return text_of(STATE / f"{own}.job")
+
+
+def text_of(file: Path) -> str:
+    """Empty if the file is gone: steps end at any time."""
     try:
-        return (STATE / f"{own}.job").read_text()
+        return file.read_text()
     except FileNotFoundError:
         return ""
 
