@@ -254,6 +254,8 @@ class EngineThread:
                     self._block_waits.serve(engine)
                 if engine.blocked:
                     self._run_command(engine, BLOCKED_S)
+                while self._in_flight and not commands.empty():  # the flush before may have been consumed meanwhile
+                    self._run_command(engine)
                 if not self._in_flight and self._clock() >= self._flush_due:
                     self._flush()
                     if self._in_flight and self._wall_ns() - began < FAST_STEP_NS:

@@ -32,11 +32,13 @@ class Counted:
         self._engine = engine
         self.steps = 0
         self.gate: threading.Semaphore | None = None
+        self.begun = threading.Semaphore(0)  # steps, while there is a gate
         self.error: Exception | None = None
         self.closed = False
 
     def step(self) -> StepResult:
         if self.gate is not None:
+            self.begun.release()
             assert self.gate.acquire(timeout=10)
         if self.error is not None:
             raise self.error
@@ -198,6 +200,20 @@ def test_flushes_of_many_sequences_are_further_apart(
     assert all(len(item.tokens) // wire.TOKEN_BYTES >= steps for item in between)
     for number, choice in enumerate(choices):
         assert h.tokens(choice) == expected_tokens([number, 2], 12, VOCABULARY)
+
+
+def test_a_step_is_flushed_at_once_if_the_last_flush_was_consumed_while_it_ran(harness: Callable[..., Harness]) -> None:
+    h = harness()
+    h.engine.gate = threading.Semaphore(0)
+    choice = new_choice()
+    h.thread.submit([sequence(choice, [1, 2], 4)], refuse)
+    for number in range(4):
+        assert h.engine.begun.acquire(timeout=10)
+        if number:
+            h.thread.flush_consumed()
+        h.engine.gate.release()
+        (item,) = h.flushes.get(timeout=10).items[choice.gateway]
+        assert (item.first, len(item.tokens) // wire.TOKEN_BYTES) == (number, 1)
 
 
 def test_a_slow_consumer_makes_flushes_fewer_and_never_more_than_some_steps_large(
