@@ -46,7 +46,7 @@ SGLANG = {
     "attention_backend": "triton",
     "sampling_backend": "pytorch",
     "mem_fraction_static": 0.4,
-    "cuda_graph_bs_decode": [1, 2, 4, 8, 16, 32],
+    "cuda_graph_bs_decode": [1, 2, 4, 8, 16, 32, 64],
     "disable_prefill_cuda_graph": True,
 }
 PEERS: dict[str, dict[str, Any]] = {"vllm": VLLM, "sglang": SGLANG}
@@ -252,7 +252,7 @@ def flags(arguments: Mapping[str, Any]) -> list[str]:
 
 def _answers(url: str) -> bool:
     try:
-        with urllib.request.urlopen(url, timeout=2) as answer:
+        with urllib.request.urlopen(url, timeout=5) as answer:
             return bool(answer.status == 200)
     except OSError:
         return False

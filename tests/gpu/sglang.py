@@ -30,11 +30,12 @@ from tests.gpu.answers import QUESTIONS
 from tests.gpu.disaggregated import ready, stop
 from tests.gpu.killed import Deployed, Watch, workers
 from tests.gpu.pipeline import SGLANG, penstock, report
-from tests.pipeline.support import ending
+from tests.pipeline.support import ending, metrics, until
 
 ANSWER = 32
 TURNS = (0, 1, 2, 4, 8, 16)
 IDLE_S = 20.0
+CHECK_S = 120.0  # a killed worker is back after 35 s
 SCHEMA = {
     "type": "object",
     "properties": {"name": {"type": "string", "maxLength": 8}, "count": {"type": "integer", "maximum": 99}},
@@ -122,12 +123,28 @@ async def greedy(made: Deployed, prompts: list[list[int]], wanted: list[list[int
     row("the same prompt again", f"{first}, then {again} of {len(prompts[-1])} tokens from the cache")
 
 
-async def known(made: Deployed, tokens: list[int]) -> None:
-    """What the router knew of the prefix, from KV events, when it placed a prompt once more."""
-    _, done, _ = await answer(made, tokens)
-    timeline, _ = await ending(made.bus, done.request)
-    decision = timeline.routed[0].decision
-    row("KV events", "the router counted " + ", ".join(map(str, decision.candidates))[:300])
+async def known(made: Deployed, number: int) -> None:
+    """What the router knows of a prefix, from the prefill worker's KV events, when its prompt comes once more."""
+    tokens = noise(number, 300)
+    (page,) = [process.metrics_url for process in made.state.processes if process.role == "router"]
+    before = await index_blocks(page)
+    _, first, _ = await answer(made, tokens)
+
+    async def more() -> float:
+        return await index_blocks(page) - before
+
+    await until(more, "the prompt's blocks in the router's index", 10)
+    _, again, _ = await answer(made, tokens)
+    timeline, _ = await ending(made.bus, again.request)
+    counted = {each.role: each.overlap_blocks for each in timeline.routed[0].decision.candidates}
+    cached = f"{first.usage.cached}, then {again.usage.cached} of {len(tokens)} tokens"
+    row("KV events", f"{await more():.0f} blocks more in the router's index; when the prompt came again it counted "
+        f"{counted}; from the cache: {cached}")  # fmt: skip
+    assert counted["prefill"] > 0
+
+
+async def index_blocks(page: str) -> float:
+    return (await metrics(page.removesuffix("/metrics")))["penstock_router_index_blocks"]
 
 
 async def schema(made: Deployed) -> None:
@@ -184,7 +201,8 @@ def row(what: str, found: str) -> None:
     print(f"| {what} | {found} |", flush=True)
 
 
-async def checks(asked: argparse.Namespace, path: Path, data: Path) -> None:
+async def checks(asked: argparse.Namespace, path: Path, data: Path) -> int:
+    """How many failed."""
     model = modeldir.load(path)
     prompts = prompts_of(model)
     wanted, margins = await asyncio.to_thread(expected, path, prompts, model.eos_token_ids)
@@ -192,22 +210,25 @@ async def checks(asked: argparse.Namespace, path: Path, data: Path) -> None:
     bus: Bus = await connect(state.nats_url, role="operator", name="sglang")
     async with httpx.AsyncClient(base_url=state.http_url, trust_env=False, timeout=90) as http:
         made = Deployed(data / "penstock" / "state.json", bus, http, Watch())
-        began = time.perf_counter()
+        failed, began = 0, time.perf_counter()
         await answer(made, noise(99, 40), max_tokens=4)
         row("first answer", f"{time.perf_counter() - began:.2f} s")
         for check in (
             greedy(made, prompts, wanted, margins),
-            known(made, prompts[-1]),
+            known(made, 55),
             schema(made),
             cancelled(made),
             kill(made, asked, prompts, wanted),
+            known(made, 56),
         ):
             try:
-                async with asyncio.timeout(100):
+                async with asyncio.timeout(CHECK_S):
                     await check
             except (Exception, TimeoutError) as error:  # the other rows are worth having
+                failed += 1
                 row(getattr(check, "__name__", "?"), f"FAILED: {error!r:.400}")
     await bus.close()
+    return failed
 
 
 def main() -> None:
@@ -224,7 +245,8 @@ def main() -> None:
     try:
         process = up(asked, data)
         print("| | |\n|---|---|")
-        asyncio.run(checks(asked, modeldir.resolve(asked.model), data))
+        if failed := asyncio.run(checks(asked, modeldir.resolve(asked.model), data)):
+            raise SystemExit(f"{failed} checks failed")
     finally:
         if process is not None:
             stop(process)
