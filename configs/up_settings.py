@@ -111,6 +111,13 @@ class UpSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     durability: Annotated[Durability, _OF_NATS] = _NATS.durability
     record: Annotated[bool, _OF_NATS] = _NATS.record
     namespace: Annotated[str, _OF_NATS] = _NATS.namespace
+    scheduling: Annotated[
+        Literal["batch", "normal"],
+        about(
+            "how Linux schedules the processes; batch: they do not interrupt each other, nor other programs "
+            "(workers on GPUs do)"
+        ),
+    ] = "batch"
     chat_template: Annotated[str, _OF_GATEWAY] = _GATEWAY.chat_template
     reasoning_parser: Annotated[ReasoningParser, _OF_WORKER] = _WORKER.reasoning_parser
     tool_call_parser: Annotated[ToolCallParser, _OF_WORKER] = _WORKER.tool_call_parser

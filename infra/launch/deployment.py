@@ -205,6 +205,7 @@ class Deployment:
             self.data_dir / "logs" / f"{planned.name}.log",
             echo=self.settings.log_format == "json",
             pass_fds=(self._listeners.fd,) if planned.role == "gateway" else (),
+            interactive=planned.drives_gpu,
         )
 
     async def _keep(self, keeper: Keeper) -> None:

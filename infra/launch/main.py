@@ -10,6 +10,7 @@ from infra.broker.datadir import DataDirBusy, DataDirUnusable
 from infra.broker.failures import NoServerBinary, ServerFailed
 from infra.broker.jetstream_api import BrokerProblem
 from infra.engine_args.tree import BadArguments
+from infra.launch import scheduling
 from infra.launch.deployment import Deployment, UpFailed, command
 from infra.launch.groups import PlanError
 from infra.launch.plan import Planned
@@ -29,6 +30,8 @@ def run(settings: UpSettings, *, command: Callable[[Planned], Sequence[str]] = c
     130: a second Ctrl-C cut the stop short.
     """
     setup(settings.log_format, settings.log_level, name="up")
+    if settings.scheduling == "batch":
+        scheduling.batch()
     try:
         return asyncio.run(Deployment(settings, command=command).run())
     except (PlanError, BadArguments, DataDirUnusable) as error:

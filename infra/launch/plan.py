@@ -7,7 +7,7 @@ from typing import Any
 from configs.flags import PREFIX, flags_of, to_argv, to_environ
 from configs.settings import Common, GatewaySettings, RouterSettings, TraceSettings, WorkerSettings
 from configs.up_settings import UpSettings
-from infra.launch.groups import Fleet, assign
+from infra.launch.groups import EXTERNAL, Fleet, assign
 
 SECRET = ("nats_url", "sys_nats_url")  # with passwords: passed in the environment, which ps hides from other users
 USERS = {"trace": "operator"}  # broker users not named after the role; trace keeps its position in the object store
@@ -37,6 +37,11 @@ class Planned:
     def metrics_port(self) -> int:
         """0: none. A gateway serves its metrics on its HTTP port."""
         return int(getattr(self.settings, "metrics_port", 0))
+
+    @property
+    def drives_gpu(self) -> bool:
+        settings = self.settings
+        return isinstance(settings, WorkerSettings) and (bool(self.gpus) or settings.engine in EXTERNAL)
 
     def environ(self, inherited: Mapping[str, str]) -> dict[str, str]:
         """The child's environment. Variables for flags of ``up`` are removed: ``up`` passes their values on."""

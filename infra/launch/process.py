@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from infra.launch.deathsig import die_with_parent
+from infra.launch.scheduling import ordinary
 
 _ROTATE_BYTES = 32 << 20
 _LINE_BYTES = 1 << 20
@@ -16,7 +17,7 @@ class Process:
     """A command that can be started, waited for and started again; see ``supervisor.Child``.
 
     Its output is appended to ``log_path``; with ``echo`` it also goes to our stdout, line by line. It inherits the
-    descriptors ``pass_fds``, under the same numbers.
+    descriptors ``pass_fds``, under the same numbers, and our scheduling policy unless it is ``interactive``.
     """
 
     def __init__(
@@ -29,6 +30,7 @@ class Process:
         *,
         echo: bool = False,
         pass_fds: Sequence[int] = (),
+        interactive: bool = False,
     ) -> None:
         self.name = name
         self.role = role
@@ -37,6 +39,7 @@ class Process:
         self._environ = environ
         self._echo = echo
         self._pass_fds = tuple(pass_fds)
+        self._interactive = interactive
         self._process: asyncio.subprocess.Process | None = None
         self._copying: asyncio.Task[None] | None = None
         self._log_start = 0
@@ -64,7 +67,7 @@ class Process:
                 pass_fds=self._pass_fds,
                 # Its own session: Ctrl-C on the terminal is for the supervisor, which stops children in order.
                 start_new_session=True,
-                preexec_fn=die_with_parent(),
+                preexec_fn=ordinary(die_with_parent()) if self._interactive else die_with_parent(),
             )
         if self._process.stdout is not None:
             self._copying = asyncio.create_task(self._copy(self._process.stdout), name=f"log-{self.name}")
