@@ -97,18 +97,22 @@ class FlushPublisher:
             self._account(flush)
         except Exception as error:
             owners = (_owner(sequence) for sequence in (*flush.started, *flush.ended))
-            for running in {id(each): each for each in owners}.values():
+            for running in {id(each): each for each in owners if each is not None}.values():
                 self._terminal.fail(running, "its accounting", error)
         for sequence in flush.ended:
-            running = _owner(sequence)
+            owner = _owner(sequence)
+            if owner is None:
+                continue
             try:
-                self._on_sequence_ended(running, sequence)
+                self._on_sequence_ended(owner, sequence)
             except Exception as error:
-                self._terminal.fail(running, "its end", error)
+                self._terminal.fail(owner, "its end", error)
 
     def _account(self, flush: Flush) -> None:
         for sequence in flush.started:
             running = _owner(sequence)
+            if running is None:
+                continue
             if not running.started_ns:
                 running.started_ns = sequence.started_ns
                 running.cached = sequence.cached
@@ -119,10 +123,12 @@ class FlushPublisher:
         for held in flush.held:
             holder = held.key
             assert isinstance(holder, SequenceState)
-            _owner(holder).held = held
+            running = _owner(holder)
+            if running is not None:
+                running.held = held
         for sequence in flush.started:
             running = _owner(sequence)
-            if running.fetching is not None:
+            if running is not None and running.fetching is not None:
                 self._fetched(running)
 
     def _account_tokens(self, flush: Flush, now_ns: int) -> None:
@@ -170,6 +176,8 @@ class _Cancelled(Flush):
         self.running = running
 
 
-def _owner(sequence: SequenceState) -> RunningRequest:
-    assert isinstance(sequence.owner, RunningRequest)
-    return sequence.owner
+def _owner(sequence: SequenceState) -> RunningRequest | None:
+    """None: its request is over."""
+    owner = sequence.owner
+    assert owner is None or isinstance(owner, RunningRequest)
+    return owner

@@ -50,6 +50,11 @@ class RunningRequest(msgspec.Struct, eq=False):
         """Whether every sequence has ended or is to be handed off."""
         return all(o is not None or s.handed_off for o, s in zip(self.outcomes, self.sequences, strict=True))
 
+    def let_go(self) -> None:
+        """It is over. Without references back from its sequences it is freed at once, not by garbage collection."""
+        for sequence in self.sequences:
+            sequence.owner = None
+
 
 def admit(job: Job, request: GenerateRequest, delivery: Any, detokenizer: Detokenizer | None) -> RunningRequest:
     """The state of a request; choices that an earlier attempt ended have their outcomes already."""

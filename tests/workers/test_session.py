@@ -1,6 +1,7 @@
 """One registration of a worker on a real nats-server: what it publishes for the jobs that it is given."""
 
 import asyncio
+import gc
 import time
 from collections.abc import AsyncIterator
 from typing import Any
@@ -24,6 +25,7 @@ from tests.workers.support import DRAWN, LogClient, WorkerHarness, answer, engin
 from workers import housekeeping as module
 from workers.engines.mock.executor import Vocabulary
 from workers.lease import Lease
+from workers.sequence_state import SequenceState
 
 UNSAMPLED = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-00"
 
@@ -119,6 +121,28 @@ async def test_choices_are_drawn_apart_and_end_in_one_event(log: LogClient, work
     assert [log.streamed(asked, choice) for choice in range(3)] == expected
     assert [ids(outcome.tokens) for outcome in end.choices] == expected
     assert end.usage.completion == 24
+
+
+async def test_what_has_ended_is_freed_without_a_garbage_collection(log: LogClient, worker: WorkerHarness) -> None:
+    """Full collections are rare in a process that serves."""
+
+    def sequences() -> list[SequenceState]:
+        return [each for each in gc.get_objects() if isinstance(each, SequenceState) and each.request_id == asked.id]
+
+    asked = request(n=2, sampling=DRAWN)
+    gc.disable()
+    try:
+        worker.engine.hold()
+        await log.send_job(worker.id, asked)
+        await eventually(lambda: len(sequences()) == 2)
+        worker.engine.resume()
+        await log.end(asked)
+        following = request()
+        await log.send_job(worker.id, following)  # locals still refer to the last request
+        await log.end(following)
+        await eventually(lambda: not sequences())
+    finally:
+        gc.enable()
 
 
 async def test_each_gateway_gets_its_own_requests_only(log: LogClient, worker: WorkerHarness) -> None:
