@@ -21,8 +21,11 @@ class StageLoad(NamedTuple):
     uncached_tokens: int  # prompt tokens to compute
 
 
-class ActiveRequest(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A request that was sent to a worker and has not ended. Snapshots store it: fields keep their names."""
+class ActiveRequest(msgspec.Struct, omit_defaults=True):
+    """A request that was sent to a worker and has not ended. Snapshots store it: fields keep their names.
+
+    Only ``echoed`` and ``seq`` change: what it costs does not.
+    """
 
     request: str
     attempt: int
@@ -83,29 +86,6 @@ class Load(msgspec.Struct, frozen=True, omit_defaults=True):
     slowness: float = 1.0  # time per prompt token, relative to the other targets of the model
     context_blocks: int = 0  # prompt blocks of its active sequences, shared ones counted for each
     decode_slowness: float = 1.0  # time per step, relative to the other targets of the model
-
-
-class TargetLoad:
-    """Sums over the active requests of one target, and its prefill backlog as a leaky bucket."""
-
-    __slots__ = ("at_ns", "backlog", "blocks", "requests", "sequences", "uncached_tokens")
-
-    def __init__(self) -> None:
-        self.requests: dict[str, ActiveRequest] = {}  # by id
-        self.sequences = self.blocks = self.uncached_tokens = 0
-        self.backlog = 0.0
-        self.at_ns = 0
-
-    def add(self, load: StageLoad, sign: int) -> None:
-        self.sequences += sign * load.sequences
-        self.blocks += sign * load.blocks
-        self.uncached_tokens += sign * load.uncached_tokens
-
-    def prefill_tokens(self, now_ns: int, tokens_per_s: float) -> float:
-        if not self.backlog:
-            return 0.0
-        drained = max(0, now_ns - self.at_ns) * tokens_per_s / 1e9
-        return min(max(0.0, self.backlog - drained), float(self.uncached_tokens))
 
 
 class RoutingTarget(msgspec.Struct, frozen=True):

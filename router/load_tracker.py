@@ -11,12 +11,10 @@ the order of arrival.
 
 from collections.abc import Iterable, Iterator, Sequence
 
-import msgspec
-
 from infra.bus.revisions import Revisions, revisions
 from router.depths import TargetId
 from router.ended_attempts import EVERY, EndedAttempts
-from router.load import ENCODE, ActiveRequest, Load, LoadState, RoutingTarget, StageLoad, TargetLoad, serves
+from router.load import ENCODE, ActiveRequest, Load, LoadState, RoutingTarget, StageLoad, serves
 from router.placement.target_loads import (
     ACTIVE,
     BACKLOG,
@@ -27,6 +25,7 @@ from router.placement.target_loads import (
     TargetLoads,
     Task,
 )
+from router.target_sums import TargetSums
 from schemas.blocks import DEFAULT_BLOCK_SIZE
 from schemas.fleet import Registration, State
 from schemas.jobs import LoadHeader, Stage
@@ -57,8 +56,8 @@ class LoadTracker:
         self._serving: dict[str, list[Registration]] = {}  # cache: by model, sorted by worker id
         self._revisions: dict[tuple[str, str], Revisions] = {}  # cache: by model and tokenizer
         self._requests: dict[str, ActiveRequest] = {}
-        self._stage_loads: dict[str, list[StageLoad]] = {}  # of each request in ``_requests``
-        self._targets: dict[TargetId, TargetLoad] = {}  # only targets with active requests
+        self._stage_loads: dict[str, list[StageLoad]] = {}  # of requests that not only count (``_only_counts``)
+        self._targets = TargetSums(self.loads, prefill_tokens_per_s)
         self.version = 0  # of the registrations
         self._unchecked: list[str] = []  # requests that the present round of ``expire`` has yet to check
         self._closed = EndedAttempts()
@@ -136,17 +135,17 @@ class LoadTracker:
         return cached
 
     def load(self, target_id: TargetId, now_ns: int) -> Load:
-        held = self._targets.get(target_id)
+        held = self._targets.by_target.get(target_id)
         row = self.loads.row(target_id)
         if row is None:
             if held is None:
                 return Load()
-            return Load(len(held.requests), held.sequences, held.blocks, held.prefill_tokens(now_ns, self.tokens_per_s))
+            return Load(held.requests, held.sequences, held.blocks, held.prefill_tokens(now_ns, self.tokens_per_s))
         column = self.loads.load(row)
         if held is None:
             return Load(slowness=column[SLOWNESS], decode_slowness=column[DECODE_SLOWNESS])
         return Load(
-            len(held.requests),
+            held.requests,
             held.sequences,
             int(column[ACTIVE]),
             column[BACKLOG] + held.prefill_tokens(now_ns, self.tokens_per_s) // 1,
@@ -161,7 +160,7 @@ class LoadTracker:
         registration = self._registrations.get(worker)
         if registration is None or registration.state is not State.ready:
             return 0
-        held = self._targets.get((worker, rank))
+        held = self._targets.by_target.get((worker, rank))
         return max(0, registration.slots + registration.queue - (held.sequences if held else 0))
 
     def has_capacity(self) -> bool:
@@ -232,7 +231,7 @@ class LoadTracker:
         if old is None:
             return self._closed.last(request) >= attempt
         if old.attempt == attempt and seq > old.seq:
-            self._update(msgspec.structs.replace(old, seq=seq))
+            old.seq = seq
         return True
 
     def finish(self, request: str, now_ns: int = 0) -> ActiveRequest | None:
@@ -275,11 +274,11 @@ class LoadTracker:
 
     def active_at(self, worker: str) -> list[ActiveRequest]:
         """Requests at ``worker``, registered or not, now or at a later stage: by rank, oldest first."""
-        return self._at(sorted(target_id for target_id in self._targets if target_id[0] == worker))
+        return self._at(sorted(target_id for target_id in self._targets.by_target if target_id[0] == worker))
 
     def orphans(self) -> list[ActiveRequest]:
         """Requests with a stage left at a worker that is not registered: this attempt cannot finish."""
-        return self._at(target_id for target_id in self._targets if target_id[0] not in self._registrations)
+        return self._at(target_id for target_id in self._targets.by_target if target_id[0] not in self._registrations)
 
     def expire(self, now_ns: int, margin_ns: int = 0, limit: int = 1 << 60) -> list[ActiveRequest]:
         """Remove and return requests whose deadline passed ``margin_ns`` ago: their terminal event was missed.
@@ -308,9 +307,7 @@ class LoadTracker:
         for start in range(0, len(requests), size):
             entries = map(self._requests.get, requests[start : start + size])
             yield LoadState(unfinished=tuple(entry for entry in entries if entry is not None))
-        yield LoadState(
-            backlogs=tuple((*target_id, held.backlog, held.at_ns) for target_id, held in sorted(self._targets.items()))
-        )
+        yield LoadState(backlogs=self._targets.backlogs())
         for part in self._closed.parts(size):
             yield LoadState(closed=part)
 
@@ -334,7 +331,7 @@ class LoadTracker:
         for entry in state.unfinished:
             self._add(entry, 0)
         for worker, rank, tokens, at_ns in state.backlogs:
-            if (held := self._targets.get((worker, rank))) is not None:
+            if (held := self._targets.by_target.get((worker, rank))) is not None:
                 held.backlog, held.at_ns = tokens, at_ns
 
     def _replaces(
@@ -354,22 +351,35 @@ class LoadTracker:
         if not echoed or (old.echoed and len(old.later) <= len(later)):
             return False
         if (old.worker, old.rank, old.later) == (worker, rank, later):
-            self._update(msgspec.structs.replace(old, echoed=True, seq=seq))
+            old.echoed, old.seq = True, seq
             return False
         return True
 
     def _at(self, target_ids: Iterable[TargetId]) -> list[ActiveRequest]:
-        entries = {name: entry for target_id in target_ids for name, entry in self._targets[target_id].requests.items()}
-        return list(entries.values())
+        at: dict[TargetId, list[ActiveRequest]] = {target_id: [] for target_id in target_ids}
+        if not at:
+            return []
+        for entry in self._requests.values():
+            for target_id in (
+                {(stage.worker, stage.rank) for stage in entry.stages} if entry.later else (entry.target_id,)
+            ):
+                if target_id in at:
+                    at[target_id].append(entry)
+        return list({entry.request: entry for entries in at.values() for entry in entries}.values())
 
     def _block_size(self, role: str, worker: str, later: Sequence[Stage]) -> int:
         """The block size of the worker that computes the prompt."""
-        prefill = next((stage.worker for stage in later), worker) if role == ENCODE else worker
-        registration = self._registrations.get(prefill)
+        if role == ENCODE and later:
+            worker = later[0].worker
+        registration = self._registrations.get(worker)
         return registration.block_size if registration else DEFAULT_BLOCK_SIZE
 
     def _add(self, entry: ActiveRequest, now_ns: int) -> None:
         self._requests[entry.request] = entry
+        if self._only_counts(entry):
+            self.loads.count(entry.target_id, entry.n, entry.blocks, entry.prompt_blocks)
+            self._targets.add(entry.target_id, entry.n, entry.blocks, entry.uncached_tokens, now_ns)
+            return
         loads = self._stage_loads[entry.request] = []
         computed = entry.handed
         roles = (entry.role, *(stage.role for stage in entry.later)) if entry.later else (entry.role,)
@@ -379,16 +389,18 @@ class LoadTracker:
             loads.append(self._tracked(entry, role, keys, load, now_ns))
             computed = computed or role != ENCODE
         for load in loads:
-            held = self._targets.get(load.target_id)
-            if held is None:
-                held = self._targets[load.target_id] = TargetLoad()
-            if load.uncached_tokens or held.backlog:
-                left = held.prefill_tokens(now_ns, self.tokens_per_s)
-                held.backlog, held.at_ns = left + load.uncached_tokens, max(now_ns, held.at_ns)
-            held.requests[entry.request] = entry
-            held.add(load, +1)
-            if load.uncached_tokens:
-                self.loads.estimate(load.target_id, held.backlog, held.at_ns, held.uncached_tokens)
+            self._targets.add(load.target_id, load.sequences, load.blocks, load.uncached_tokens, now_ns)
+
+    def _only_counts(self, entry: ActiveRequest) -> bool:
+        """Whether nothing is to be learnt from a request, and no event tells when its prompt is computed.
+
+        So are most that other routers placed. What they cost is in the entry: nothing else is kept of them.
+        """
+        if entry.later or entry.handed or entry.role == ENCODE or entry.request in self._keys:
+            return False
+        registration = self._registrations.get(entry.worker)
+        events = self._kv_events and registration is not None and registration.kv_events
+        return events and entry.prompt_tokens > entry.cached_tokens
 
     def _tracked(self, entry: ActiveRequest, role: str, keys: Sequence[int], load: StageLoad, now_ns: int) -> StageLoad:
         """Add a request to the columns of a target; returns what of it is left to estimate."""
@@ -405,34 +417,29 @@ class LoadTracker:
     def _put_target(self, target_id: TargetId, registration: Registration) -> None:
         size, blocks = registration.block_size, registration.total_blocks
         slots, limit = registration.slots, registration.slots + registration.queue
-        held = self._targets.get(target_id)
+        held = self._targets.by_target.get(target_id)
         model = registration.model
         new = self.loads.put(target_id, block_size=size, blocks=blocks, slots=slots, limit=limit, model=model)
         if new and held is not None:
             self.loads.estimate(target_id, held.backlog, held.at_ns, held.uncached_tokens)
             # Sent there before it was registered, or before its registration was lost.
-            for name, entry in held.requests.items():
-                for load in self._stage_loads[name]:
+            for entry in self._at([target_id]):
+                if (loads := self._stage_loads.get(entry.request)) is None:
+                    self.loads.count(target_id, entry.n, entry.blocks, entry.prompt_blocks)
+                    continue
+                context = entry.prompt_blocks if registration.role != ENCODE else 0
+                for load in loads:
                     if load.target_id == target_id:
-                        context = entry.prompt_blocks if registration.role != ENCODE else 0
-                        self.loads.add(Task(name, target_id, (), load.blocks, 0, load.sequences, context))
-
-    def _update(self, entry: ActiveRequest) -> None:
-        """Replace an entry by one with the same cost."""
-        self._requests[entry.request] = entry
-        for load in self._stage_loads[entry.request]:
-            self._targets[load.target_id].requests[entry.request] = entry
+                        self.loads.add(Task(entry.request, target_id, (), load.blocks, 0, load.sequences, context))
 
     def _remove(self, entry: ActiveRequest, now_ns: int = 0) -> None:
         del self._requests[entry.request]
+        loads = self._stage_loads.pop(entry.request, None)
+        if loads is None:
+            self.loads.count(entry.target_id, -entry.n, -entry.blocks, entry.prompt_blocks)
+            self._targets.remove(entry.target_id, entry.n, entry.blocks, entry.uncached_tokens)
+            return
         self._keys.pop(entry.request, None)
-        for load in self._stage_loads.pop(entry.request):
+        for load in loads:
             self.loads.end(entry.request, load.target_id, now_ns)
-            held = self._targets.get(load.target_id)
-            if held is not None:  # None: a malformed route named the target twice
-                held.requests.pop(entry.request, None)
-                held.add(load, -1)
-                if load.uncached_tokens:
-                    self.loads.estimate(load.target_id, held.backlog, held.at_ns, held.uncached_tokens)
-                if not held.requests:
-                    del self._targets[load.target_id]
+            self._targets.remove(load.target_id, load.sequences, load.blocks, load.uncached_tokens)

@@ -15,13 +15,13 @@ from nats.aio.client import Client
 from nats.aio.subscription import Subscription
 from nats.protocol.parser import Parser
 
-from infra.bus.wire_protocol import FrameReader, ReceivedMessage, publish_command, read_headers
+from infra.bus.wire_protocol import Frame, FrameReader, publish_command, read_headers
 
 _BUFFERED_BYTES = 64 << 10  # in the socket's buffer; above, nats-py's flusher waits for the server
 _LATER_S = 0.01
 _BURST_BYTES = 64 << 10  # read between two pauses; after more, reading goes on at once
 
-Handler = Callable[[ReceivedMessage], None]
+Handler = Callable[[Frame], None]
 
 
 class BusClient(Client):  # type: ignore[misc]  # untyped
@@ -73,18 +73,15 @@ class BusClient(Client):  # type: ignore[misc]  # untyped
 
         It must be quick, since nothing else is read meanwhile. What it raises is reported as nats-py reports errors.
         """
-        sub = await self.subscribe(subject)
-        self._handlers[sub._id] = handler
-        while not sub._pending_queue.empty():  # arrived before this line
-            message = sub._pending_queue.get_nowait()
-            await self._call(handler, ReceivedMessage(message.subject, message.data, message.reply, message.headers))
-        return sub
-
-    async def _call(self, handler: Handler, message: ReceivedMessage) -> None:
+        sid = self._sid + 1  # that ``subscribe`` takes before it awaits anything
+        self._handlers[sid] = handler
         try:
-            handler(message)
-        except Exception as error:
-            await self._error_cb(error)
+            sub = await self.subscribe(subject)
+        except BaseException:
+            self._handlers.pop(sid, None)
+            raise
+        assert sub._id == sid
+        return sub
 
     def _remove_sub(self, sid: int, max_msgs: int = 0) -> None:
         self._handlers.pop(sid, None)
@@ -95,18 +92,6 @@ class BusClient(Client):  # type: ignore[misc]  # untyped
             return None
         parsed = read_headers(headers)
         return parsed if parsed is not None else await super()._process_headers(headers)
-
-    async def _process_msg(self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: bytes) -> None:
-        handler = self._handlers.get(sid)
-        if handler is None:
-            await super()._process_msg(sid, subject, reply, data, headers)
-            return
-        self.stats["in_msgs"] += 1
-        self.stats["in_bytes"] += len(data)
-        parsed = read_headers(headers) if headers else None
-        if parsed is None and headers:
-            parsed = await super()._process_headers(headers)
-        await self._call(handler, ReceivedMessage(subject.decode(), data, reply.decode(), parsed))
 
     # Sending
 
@@ -192,14 +177,21 @@ class _Parser(Parser):  # type: ignore[misc]  # untyped
         super().reset()
 
     async def parse(self, data: bytes = b"") -> None:
-        frames = self._frames
+        frames, handlers, stats = self._frames, self.nc._handlers, self.nc.stats
         for frame in frames.read(data):
             if self._frames is not frames:
                 return  # the link has broken: the rest is not needed
             if isinstance(frame, bytes):
                 await super().parse(frame)
-            else:
+            elif (handler := handlers.get(frame.sid)) is None:
                 await self.nc._process_msg(frame.sid, frame.subject, frame.reply, frame.data, frame.headers)
+            else:
+                stats["in_msgs"] += 1
+                stats["in_bytes"] += len(frame.data)
+                try:
+                    handler(frame)
+                except Exception as error:
+                    await self.nc._error_cb(error)
         if self.nc.read_pause_s:
             await self._pause(len(data))
 

@@ -15,7 +15,7 @@ import base64
 import datetime
 import json
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
@@ -47,7 +47,7 @@ class Entry(NamedTuple):
     subject: str
     seq: int
     data: bytes
-    headers: dict[str, str]
+    headers: Mapping[str, str]
     previous: int = 0
     stored_ns: int = 0
 
@@ -410,6 +410,6 @@ async def _batch_once(bus: "Bus", stream: str, query: dict[str, Any], stall_s: f
             await sub.unsubscribe()
 
 
-def _pending(headers: dict[str, str]) -> int:
+def _pending(headers: Mapping[str, str]) -> int:
     """Messages that are left after one."""
     return int(headers.get("Nats-Num-Pending", "0"))

@@ -19,7 +19,7 @@ import structlog
 
 from infra.bus.connection import Bus
 from infra.bus.direct_get import Entry, get_last, read
-from infra.bus.message import Message
+from infra.bus.wire_protocol import Frame, Headers, read_republished
 
 log = structlog.get_logger("bus")
 
@@ -119,20 +119,12 @@ class LogTail:
             await self._stop_repair()  # the answer that it awaits was lost with the connection
             self._begin_repair()
 
-    def _on_live(self, message: Message) -> None:
-        headers = message.headers
-        if headers is None:
+    def _on_live(self, frame: Frame) -> None:
+        stored = read_republished(frame.headers)
+        if stored is None:
             return  # published to the live subject by a client, not republished by the server
-        try:
-            entry = Entry(
-                headers["Nats-Subject"],
-                int(headers["Nats-Sequence"]),
-                message.data,
-                headers,
-                int(headers["Nats-Last-Sequence"]),
-            )
-        except (KeyError, ValueError):
-            return
+        subject, seq, previous = stored
+        entry = Entry(subject, seq, frame.data, Headers(frame.headers), previous)
         if self._starting or (self._repair is not None and not self._repair.done()):
             if len(self._held) >= MAX_HELD:
                 self._held.clear()

@@ -17,7 +17,7 @@ from nats.errors import Error as NatsError
 
 from infra.bus.connection import Bus
 from infra.bus.jetstream import BUSY, FINAL, WRONG_LAST_SEQUENCE, decode_publish_reply
-from infra.bus.message import Message
+from infra.bus.wire_protocol import Frame
 from schemas.errors import Code, ServingError
 from schemas.subjects import HEADER_LAST_ON_SUBJECT, HEADER_MSG_ID
 
@@ -186,8 +186,8 @@ class Publisher:
         except (NatsError, OSError) as error:  # the link broke just now
             log.debug("publish_failed", subject=pending.subject, error=repr(error))
 
-    def _on_reply(self, message: Message) -> None:
-        token = message.subject.rpartition(".")[2]
+    def _on_reply(self, message: Frame) -> None:
+        token = message.subject.rpartition(b".")[2].decode()
         pending = self._pending.get(token)
         if pending is None:
             return

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from nats.errors import ProtocolError
 
@@ -10,16 +10,12 @@ CRLF = b"\r\n"
 _VERSION = b"NATS/1.0\r\n"
 _NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 _MOST_NAMES = 256
+# The headers that the server adds, in its order.
+_REPUBLISHED = re.compile(
+    rb"\r\nNats-Stream: [^\r]*\r\nNats-Subject: ([^\r]*)\r\nNats-Sequence: (\d+)\r\n"
+    rb"Nats-Time-Stamp: [^\r]*\r\nNats-Last-Sequence: (\d+)\r\n"
+)
 _names: dict[str, str] = {}  # header names that are valid, with what stands before their value
-
-
-class ReceivedMessage(NamedTuple):
-    """See ``infra.bus.message``."""
-
-    subject: str
-    data: bytes
-    reply: str
-    headers: dict[str, str] | None
 
 
 class Frame(NamedTuple):
@@ -98,6 +94,62 @@ def read_headers(raw: bytes) -> dict[str, str] | None:
             return None
         headers[name] = value.strip()
     return headers
+
+
+class Headers(Mapping[str, str]):
+    """The headers of a message, found when they are asked for: most readers want one or two of ten.
+
+    Args:
+        raw: as for ``read_headers``.
+    """
+
+    __slots__ = ("_raw",)
+
+    def __init__(self, raw: bytes) -> None:
+        self._raw = raw
+
+    def get(self, name: str, /, default: Any = None) -> Any:
+        raw, line = self._raw, b"\r\n%b:" % name.encode()
+        at = raw.rfind(line)  # what the server adds comes last
+        if at < 0:
+            return default
+        at += len(line)
+        return raw[at : raw.index(CRLF, at)].decode(errors="replace").strip()
+
+    def __getitem__(self, name: str) -> str:
+        value: str | None = self.get(name)
+        if value is None:
+            raise KeyError(name)
+        return value
+
+    def __contains__(self, name: object) -> bool:
+        return isinstance(name, str) and b"\r\n%b:" % name.encode() in self._raw
+
+    def __iter__(self) -> Iterator[str]:
+        lines = self._raw.decode(errors="replace").split("\r\n")[1:-2]
+        return iter(dict.fromkeys(line.partition(":")[0] for line in lines))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+def read_republished(raw: bytes) -> tuple[str, int, int] | None:
+    """What the server says of a message that it republishes: its subject, its sequence, and the one before on it.
+
+    None: a client published it.
+
+    Args:
+        raw: as for ``read_headers``.
+    """
+    found = _REPUBLISHED.match(raw, max(0, raw.rfind(b"\r\nNats-Stream: ")))
+    if found is not None:
+        subject, seq, previous = found.groups()
+        return subject.decode(), int(seq), int(previous)
+    headers = Headers(raw)  # another order
+    try:
+        return headers["Nats-Subject"], int(headers["Nats-Sequence"]), int(headers["Nats-Last-Sequence"])
+    except (KeyError, ValueError):
+        return None
 
 
 def publish_command(subject: str, payload: bytes, reply: str, headers: Mapping[str, str] | None) -> bytes | None:

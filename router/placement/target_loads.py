@@ -169,6 +169,21 @@ class TargetLoads:
         values[COMPUTING] += task.sequences
         return True
 
+    def count(self, target: TargetId, sequences: int, blocks: int, context: int) -> None:
+        """Add a request of which only this is known, or take it away (``sequences`` and ``blocks`` negative).
+
+        Args:
+            context: as in ``Task``.
+        """
+        row = self._rows.get(target)
+        if row is None:
+            return
+        values = self._values[row]
+        values[SEQUENCES] += sequences
+        values[CONTEXT] += context * sequences
+        values[ACTIVE] += blocks
+        self.changed.add(row)
+
     def is_computing(self, target: TargetId) -> bool:
         """Whether ``stored`` may find prompts of this target to be computed."""
         return bool(self._computing.get(target))

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from router.ended_attempts import REMEMBERED
 from router.load import Load, LoadState, merge
 from router.load_tracker import LoadTracker
+from router.placement.target_loads import ACTIVE, CONTEXT, SEQUENCES
 from schemas.fleet import Registration, State
 from schemas.jobs import LoadHeader, Stage
 from tests.properties import examples
@@ -136,6 +137,24 @@ def test_the_requests_of_a_lost_worker_stay_active_until_they_are_requeued() -> 
     assert [e.request for e in f.expire(25 * SECOND, 5 * SECOND)] == ["s"]
     assert f.orphans() == []
     assert not admit(f, "s", 1, echoed=True), "a late echo does not bring it back"
+
+
+def test_a_request_counts_once_whenever_its_worker_registers() -> None:
+    f = LoadTracker()
+    for name, echoed in (("of another router", True), ("own", False)):
+        admit(f, name, echoed=echoed, keys=() if echoed else (1, 2, 3))
+    f.put_worker(registered("a"))
+    counted = f.loads.load(0)[:]
+    assert counted[SEQUENCES] == 2
+    assert counted[ACTIVE] == counted[CONTEXT] == 8
+    f.remove_worker("a")
+    admit(f, "while it was away", echoed=True)
+    f.finish("while it was away")
+    f.put_worker(registered("a"))
+    assert f.loads.load(0) == counted
+    f.finish("of another router")
+    f.finish("own")
+    assert [f.loads.load(0)[column] for column in (SEQUENCES, ACTIVE, CONTEXT)] == [0, 0, 0]
 
 
 def test_prefill_drains_with_time_and_never_exceeds_what_is_unfinished() -> None:

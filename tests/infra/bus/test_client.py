@@ -8,7 +8,7 @@ from nats.errors import BadSubjectError, Error
 from infra.broker.server import EmbeddedNats
 from infra.bus import client
 from infra.bus.client import BusClient
-from infra.bus.wire_protocol import ReceivedMessage
+from infra.bus.wire_protocol import Frame, Headers
 from tests.conftest import Connect
 from tests.infra.bus.support import eventually
 
@@ -17,13 +17,13 @@ MANY = 2_000
 
 async def test_a_direct_handler_gets_each_message_once_and_in_order(broker: EmbeddedNats, connect: Connect) -> None:
     nc, other = await connect(broker), await connect(broker)
-    found: list[ReceivedMessage] = []
+    found: list[Frame] = []
     await nc.subscribe_direct("bus-test.direct.*", found.append)
     await nc.flush()
     for number in range(MANY):
         await other.publish(f"bus-test.direct.{number % 7}", b"x" * (number % 5000), headers={"Number": str(number)})
     await eventually(lambda: len(found) == MANY)
-    assert [int((message.headers or {})["Number"]) for message in found] == list(range(MANY))
+    assert [int(Headers(message.headers)["Number"]) for message in found] == list(range(MANY))
     assert all(len(message.data) == number % 5000 for number, message in enumerate(found))
 
 
@@ -45,7 +45,7 @@ async def test_an_error_of_a_direct_handler_is_reported_and_ends_nothing(
     nc = await connect(broker, errors=errors)
     found: list[bytes] = []
 
-    def handle(message: ReceivedMessage) -> None:
+    def handle(message: Frame) -> None:
         found.append(message.data)
         raise ValueError("no good")
 

@@ -14,6 +14,7 @@ from infra.bus.connection import Bus
 from infra.bus.direct_get import Entry, read
 from infra.bus.log_tail import LogTail
 from infra.bus.publisher import Publisher
+from infra.bus.wire_protocol import Frame, Headers
 from schemas.errors import ServingError
 from schemas.subjects import Subjects
 from tests.infra.bus.support import eventually, opened
@@ -39,11 +40,11 @@ class Follower:
         self._hear = self.tail._on_live
         self.tail._on_live = self._on_live  # type: ignore[method-assign]
 
-    def _on_live(self, message: Any) -> None:
-        headers = message.headers or {}
-        entry = Entry(message.subject, int(headers.get("Nats-Sequence", 0)), message.data, headers)
+    def _on_live(self, frame: Frame) -> None:
+        headers = Headers(frame.headers)
+        entry = Entry(frame.subject.decode(), int(headers.get("Nats-Sequence", 0)), frame.data, headers)
         if not self.deaf(entry):
-            self._hear(message)
+            self._hear(frame)
 
     @property
     def seqs(self) -> list[int]:

@@ -1,5 +1,7 @@
 """Messages of the NATS client protocol, compared with what nats-py makes of them."""
 
+import random
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -8,7 +10,7 @@ from nats.errors import ProtocolError
 from nats.protocol.command import hpub_cmd, pub_cmd
 from nats.protocol.parser import Parser
 
-from infra.bus.wire_protocol import Frame, FrameReader, publish_command, read_headers
+from infra.bus.wire_protocol import Frame, FrameReader, Headers, publish_command, read_headers, read_republished
 
 SUBJECT = st.text("abc.-_$", min_size=1, max_size=12).filter(lambda name: name.strip("."))
 HEADERS = st.dictionaries(st.text("abcXYZ-", min_size=1, max_size=8), st.text("xyz 09:;{}", max_size=12), max_size=4)
@@ -67,7 +69,26 @@ def test_a_malformed_line_is_an_error_of_the_protocol(line: bytes) -> None:
 @given(HEADERS.filter(bool))
 def test_headers_are_read_as_nats_py_reads_them(headers: dict[str, str]) -> None:
     raw = _block(headers)
-    assert read_headers(raw) == Client._parse_header_lines(raw[len(b"NATS/1.0\r\n") :])
+    assert read_headers(raw) == dict(Headers(raw)) == Client._parse_header_lines(raw[len(b"NATS/1.0\r\n") :])
+    assert all(name in Headers(raw) and Headers(raw).get(name) == value for name, value in dict(Headers(raw)).items())
+    assert "absent" not in Headers(raw)
+
+
+@given(HEADERS, st.randoms(use_true_random=False))
+def test_a_republished_message_is_read_in_whatever_order_the_server_writes(
+    headers: dict[str, str], rng: random.Random
+) -> None:
+    added = {
+        "Stream": "s",
+        "Subject": "a.b",
+        "Sequence": "7",
+        "Time-Stamp": "2026-01-01T00:00:00Z",
+        "Last-Sequence": "5",
+    }
+    as_servers_do = headers | {f"Nats-{name}": value for name, value in added.items()}
+    shuffled = dict(rng.sample(list(as_servers_do.items()), len(as_servers_do)))
+    assert read_republished(_block(as_servers_do)) == read_republished(_block(shuffled)) == ("a.b", 7, 5)
+    assert read_republished(_block(headers)) is None
 
 
 @pytest.mark.parametrize(
