@@ -62,14 +62,15 @@ DEPTHS: dict[str, Callable[[int, int], list[int]]] = {
 
 
 def match_figures(background: int) -> None:
-    print(f"match, µs ({background:,} other blocks){'':20}128     1,024     4,096 blocks")
+    print(f"match, µs ({background:,} other blocks){'':20}128     1,024     4,096 blocks; as a dict")
     for workers in (8, 64, 512):
         for what, depths in DEPTHS.items():
             row = []
             for blocks in (128, 1024, 4096):
                 prompt = digests(blocks)
                 index = filled(workers, prompt, depths(workers, blocks), background)
-                row.append(microseconds(lambda index=index, prompt=prompt: index.match(keys_view(prompt))))  # type: ignore[misc]
+                row.append(microseconds(lambda index=index, prompt=prompt: index.depths(keys_view(prompt))))  # type: ignore[misc]
+            row.append(microseconds(lambda index=index, prompt=prompt: index.match(keys_view(prompt))))  # type: ignore[misc]
             print(f"  {workers:3} workers, {what:32}" + "".join(f"{x:10.2f}" for x in row))
 
 
