@@ -2,31 +2,64 @@
 
 The broker, routers, gateways and workers of one machine wake each other for every message. As ordinary processes they
 also interrupt each other: a gateway that has read one of twenty messages loses its core to the broker, which passes on
-one more. Batch processes (``SCHED_BATCH``) finish what they have read first, so each wake-up does more. Nothing changes
-where a core is idle. What it costs: other busy programs are not interrupted either, and keep a core for a few ms.
+one more. Batch processes (``SCHED_BATCH``) with long time slices finish what they have read first, so each wake-up does
+more. Nothing changes where a core is idle. What it costs: other busy programs are not interrupted either, and keep a
+core for a few ms.
 """
 
 import contextlib
+import ctypes
 import os
+import platform
 from collections.abc import Callable
+
+SLICE_NS = 10_000_000  # saves 6 % of the CPU time at 64 connections on two cores; 50 ms saves no more
+_SCHED_SETATTR = {"x86_64": 314, "aarch64": 274}  # system calls; older C libraries have no function for it
+
+
+class _Attributes(ctypes.Structure):
+    """``struct sched_attr`` of Linux. From 6.12 on, ``runtime`` is the time slice; before, it has no effect."""
+
+    _fields_ = (
+        ("size", ctypes.c_uint32), ("policy", ctypes.c_uint32), ("flags", ctypes.c_uint64), ("nice", ctypes.c_int32),
+        ("priority", ctypes.c_uint32), ("runtime", ctypes.c_uint64), ("deadline", ctypes.c_uint64),
+        ("period", ctypes.c_uint64),
+    )  # fmt: skip
 
 
 def batch() -> None:
     """Make this thread a batch thread, and with it the processes that it starts."""
-    if hasattr(os, "SCHED_BATCH"):  # Linux
-        with contextlib.suppress(OSError):  # a sandbox may forbid it
-            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    if apply := _setting("SCHED_BATCH", SLICE_NS):
+        apply()
 
 
 def ordinary(then: Callable[[], None] | None) -> Callable[[], None]:
     """What a child of a batch process runs between fork and exec (``preexec_fn``), to be an ordinary one."""
-    parameters = os.sched_param(0) if hasattr(os, "sched_param") else None
+    apply = _setting("SCHED_OTHER", 0)
 
-    def apply() -> None:
-        if parameters is not None:
-            with contextlib.suppress(OSError):
-                os.sched_setscheduler(0, os.SCHED_OTHER, parameters)
+    def both() -> None:
+        if apply is not None:
+            apply()
         if then is not None:
             then()
+
+    return both
+
+
+def _setting(name: str, slice_ns: int) -> Callable[[], None] | None:
+    """What gives the calling thread a policy and a time slice (0: the usual one); None: not on this system."""
+    policy, number = getattr(os, name, None), _SCHED_SETATTR.get(platform.machine())
+    if policy is None:
+        return None
+    call = ctypes.CDLL(None, use_errno=True).syscall  # looked up here: a forked child may not take locks
+    attributes = _Attributes(
+        size=ctypes.sizeof(_Attributes), policy=policy, nice=os.getpriority(os.PRIO_PROCESS, 0), runtime=slice_ns
+    )
+    parameters = os.sched_param(0)
+
+    def apply() -> None:
+        if number is None or call(number, 0, ctypes.byref(attributes), 0):
+            with contextlib.suppress(OSError):  # a sandbox may forbid both
+                os.sched_setscheduler(0, policy, parameters)
 
     return apply
