@@ -129,7 +129,8 @@ async def _serve(settings: GatewaySettings, model: modeldir.ModelDir, front: Fro
     if front.proxies:
         app = with_proxies(app, front.proxies)
     app = with_access_log(app) if settings.access_log else app
-    server = HttpServer(app, listeners, limits_of(settings), bus.tasks, tls=front.certificate, proxies=front.proxies)
+    tls, proxies = front
+    server = HttpServer(app, listeners, limits_of(settings), bus.tasks, tls=tls, proxies=proxies, turns=gateway.turns)
     metrics.connections.set_function(lambda: len(server.state.connections))
     try:
         await gateway.open()

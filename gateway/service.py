@@ -69,7 +69,7 @@ class Gateway:
         draining: no longer ready; requests that still arrive are served.
         stopped: open requests were left to other gateways.
         answering: open requests whose answers go out over HTTP.
-        turns: what is done for each request, or for each of its events, in one go.
+        turns: portions of what is done for each new request and for each event of a running answer.
     """
 
     def __init__(
@@ -86,6 +86,7 @@ class Gateway:
         self.stopped = False
         self.answering: set[InflightRequest] = set()
         self.turns = TurnBudget()
+        bus.nc.expects_more = self.turns.expects_new
         self.tasks: Tasks = bus.tasks.group("gateway")
         self.tenants = TenantTable(bus)
         self.guard = Guard(bus, self.tenants.known, always=settings.require_keys)
@@ -233,6 +234,7 @@ class Gateway:
         if request.no_store:
             await self._erasure.check(sharded=self._queue_monitor.sharded, media=bool(request.media))
             subscription = await self._subscriptions.open(request.token_address)
+        inflight.turns = self.turns
         subscription.subscribe(inflight)  # before publishing: the first token may overtake the acknowledgement
         self._queue_monitor.accepted(request.priority)
         self.payments.began(inflight)
@@ -351,6 +353,7 @@ class Gateway:
             ServingError: the log cannot be read.
         """
         inflight = InflightRequest(request, bounded=not whole)
+        inflight.turns = self.turns
         if record is not None and is_whole(record) and (request.n == 1 or not ordered):
             inflight.complete(done.items(record))
             return inflight

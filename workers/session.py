@@ -18,6 +18,7 @@ from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy
 
 from configs.settings import WorkerSettings
 from infra.bus.connection import Bus
+from infra.bus.loop_lag import TimeSlice
 from infra.bus.publisher import Publisher
 from infra.bus.puller import ACK, TERM, Puller
 from schemas import fleet, jobs, requests
@@ -75,6 +76,7 @@ class WorkerSession:
         self._model = model
         self._settings = settings
         self._state = fleet.State.ready
+        self._time_slice = TimeSlice()
         self._idle = asyncio.Event()
         self._tasks = bus.tasks.group(self.id)  # a failure without a handler ends the process
         self._lease = Lease(bus, self.id, self._registration, self.lost.set, self._on_regained)
@@ -125,6 +127,7 @@ class WorkerSession:
         if isinstance(received, jobs.Revoke):
             await self._revoke(received)
         elif not await self._accept(received):
+            await self._time_slice.yield_if_spent()
             return
         await self._bus.nc.publish(message.reply, ACK)
 

@@ -11,6 +11,7 @@ from typing import Any
 import structlog
 
 from infra.bus.connection import Bus
+from infra.bus.loop_lag import TurnBudget
 from infra.bus.puller import ACK
 from infra.bus.tasks import Tasks, as_serving_error
 from schemas.errors import Code
@@ -39,6 +40,7 @@ class TerminalEvents:
         self._requests = requests
         self._tasks = tasks
         self._on_settled = on_settled
+        self._turns = TurnBudget()  # a thousand requests may end in one step
         self._pending: set[asyncio.Future[Any]] = set()
 
     @property
@@ -111,6 +113,7 @@ class TerminalEvents:
 
     async def _stored(self, running: RunningRequest, store: Callable[[], Coroutine[Any, Any, None]]) -> None:
         try:
+            await self._turns.enter()
             await store()
             self._requests.mark_ended(running.request.id, running.attempt)
             if not self._bus.nc.post(running.delivery.reply, ACK, later=True):

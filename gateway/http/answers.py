@@ -294,7 +294,7 @@ class Responder:
         Raises:
             ServingError: the request failed before the header was sent, or the client went away before it.
         """
-        send, inflight, turns = self._send, self._inflight, self._gateway.turns
+        send, inflight = self._send, self._inflight
         started = False
         wait_s = HEAD_S if inflight.request.constraint is None else HEAD_CONSTRAINED_S
         clock = StreamClock(self._gateway.metrics, self._began)
@@ -304,7 +304,6 @@ class Responder:
                 items: Sequence[TokenItem] = ()
                 try:
                     items = await (inflight.take_within(wait_s) if wait_s else inflight.take())
-                    await turns.enter()
                     data = renderer.push(items) or (renderer.ping if started and not items else b"")
                 except ServingError as error:
                     data = renderer.fail(error, finished=error.code is not Code.shutting_down)

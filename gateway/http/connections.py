@@ -19,6 +19,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from gateway.openai.responses import error_body
+from infra.bus.loop_lag import TurnBudget
 from schemas.errors import Code, ServingError
 
 SCOPE = "penstock.connection"  # the connection, in the ASGI scope of each of its requests
@@ -50,6 +51,7 @@ class Server(Protocol):
     config: Config
     state: ServerState
     limits: Limits
+    turns: TurnBudget
     draining: bool
 
     def opened(self, connection: "Connection") -> ServingError | None:
@@ -101,6 +103,7 @@ class Connection(HttpToolsProtocol):
         self._idle_since = 0.0  # while the server drains; 0: it is not idle
         self._stalled_since = 0.0  # the client does not read
         self._unsent = 0
+        self._unread = b""  # received when other requests had their turn
 
     # --- the protocol ---
 
@@ -134,6 +137,23 @@ class Connection(HttpToolsProtocol):
             if self._receiving and self._overhead_bytes > self._limits.header_bytes:
                 self.refuse(_headers_too_large(self._limits.header_bytes))
             return
+        if self._unread:
+            self._unread += data
+            self.flow.pause_reading()
+        elif self._server.turns.may_read(self._read_on):
+            self._begin(data)
+        else:
+            self._unread = data
+            self._unset_keepalive_if_required()
+
+    def _read_on(self) -> None:
+        data, self._unread = self._unread, b""
+        if not (self.lost or self._closing or self.transport.is_closing()):
+            self.flow.resume_reading()
+            self._begin(data)
+
+    def _begin(self, data: bytes) -> None:
+        """Read what is not the body of a request that has begun."""
         if b"h2c" in data:
             data = _without_upgrade(data)
         begun, self._ended = bool(self._head_since), False
@@ -284,7 +304,8 @@ class Connection(HttpToolsProtocol):
                 self.cycle.keep_alive = False
             return
         self._idle_since = self._idle_since or now
-        if now - self._idle_since >= linger_s and not self._receiving and not self._closing:
+        reading = self._receiving or self._unread
+        if now - self._idle_since >= linger_s and not reading and not self._closing:
             self.transport.close()
 
     def check(self, now: float) -> None:

@@ -16,6 +16,7 @@ from uvicorn.server import ServerState
 from gateway.http.connections import Connection, Limits
 from gateway.http.proxies import TrustedProxies
 from gateway.http.tls import HANDSHAKE_S, Certificate
+from infra.bus.loop_lag import TurnBudget
 from infra.bus.tasks import Tasks, end
 from schemas.errors import Code, ServingError
 
@@ -35,6 +36,7 @@ class HttpServer:
 
     Attributes:
         draining: no connection is kept behind its present answer.
+        turns: portions in which new requests are read.
     """
 
     def __init__(
@@ -46,8 +48,10 @@ class HttpServer:
         *,
         tls: Certificate | None = None,
         proxies: TrustedProxies | None = None,
+        turns: TurnBudget | None = None,
     ) -> None:
         self.limits = limits
+        self.turns = turns or TurnBudget()
         self._tls = tls
         self._proxies = proxies
         self.state = ServerState()

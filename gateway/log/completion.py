@@ -4,6 +4,7 @@ Tokens are published without acknowledgement: the last of them can be lost with 
 lease, and are not sent again once the terminal event is stored. That event has the whole output.
 """
 
+import asyncio
 from collections.abc import Iterable
 
 import structlog
@@ -36,7 +37,12 @@ class Completion:
         """
         if now - self._looked >= LOOK_S and not self._idle:
             self._looked = now
-            marks = {inflight: inflight.fold.mark for inflight in readers if not (inflight.ended or inflight.paused)}
+            marks: dict[InflightRequest, tuple[int, ...]] = {}
+            for number, inflight in enumerate(readers, 1):
+                if not (inflight.ended or inflight.paused):
+                    marks[inflight] = inflight.fold.mark
+                if number % AT_ONCE == 0:
+                    await asyncio.sleep(0)
             self._idle = [inflight for inflight, mark in marks.items() if self._marks.get(inflight) == mark]
             self._marks = marks
         batch, self._idle = self._idle[:AT_ONCE], self._idle[AT_ONCE:]

@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import Callable, Iterable, Iterator
 
 from gateway.access.limiter import Paid
+from infra.bus.loop_lag import TurnBudget
 from schemas.errors import ServingError
 from schemas.reassembly import TokenReassembler
 from schemas.requests import GenerateRequest
@@ -32,6 +33,7 @@ class InflightRequest:
         seq: while behind, the sequence in the token stream up to which everything was fed; 0: nothing was.
         on_behind: requests the dropped items; set by the subscription that it is attached to.
         abort: closes the client's connection; set by the responder.
+        turns: wakes and resumes its reader; None: at once.
         paid: what it took of its API key's limits, until it has ended; None: nothing.
     """
 
@@ -55,6 +57,7 @@ class InflightRequest:
         "paid",
         "request",
         "seq",
+        "turns",
     )
 
     def __init__(self, request: GenerateRequest, *, bounded: bool = True) -> None:
@@ -70,6 +73,7 @@ class InflightRequest:
         self.cancel_sent = 0.0
         self.on_behind: Behind | None = None
         self.abort: Callable[[], None] | None = None
+        self.turns: TurnBudget | None = None
         self.paid: Paid | None = None
         self._limit = limit_of(request) if bounded else 1 << 62
         self._items: list[TokenItem] = []
@@ -119,7 +123,11 @@ class InflightRequest:
         items += due
         waiter = self._waiter
         if waiter is not None and not waiter.done():
-            waiter.set_result(None)
+            if self.turns is None:
+                waiter.set_result(None)
+            else:
+                self._waiter = None  # it is woken once
+                self.turns.wake(waiter)
         if len(items) > self._limit and self.fold.open:
             self.behind = self._paused = True
             self.seq = (
@@ -207,6 +215,8 @@ class InflightRequest:
             self._read_on()
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
+        if self.turns is not None:
+            await self.turns.resume()
         return self._taken()
 
     async def take_within(self, seconds: float) -> list[TokenItem]:

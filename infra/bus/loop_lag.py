@@ -11,11 +11,13 @@ from infra.metrics.scope import MetricScope
 EVERY_S = 0.1  # each measurement costs 30 to 60 CPU-µs
 WINDOW_S = 30.0
 SLICE_S = 0.002
-TURN_S = 0.016  # 0.004 costs the pipeline 7 % more CPU per request at 64 connections: smaller batches for all behind
+TURN_S = 0.003  # what is read of the broker's messages and garbage collection come on top
+AT_ONCE = 64  # tasks woken in one turn: their parts take 0.05 to 0.3 ms
+READS = 16  # requests read from their connections in one turn, as many as can be prepared in ``TURN_S``
 # Garbage collection of a process that serves: new objects between two collections of the young ones (Python's default),
 # how many of these between two of the middle generation (1 ms each), and how many of those between two of everything
 # (20 to 40 ms with 2,500 open streams; with Python's default, several in a burst of requests).
-SERVING_OBJECTS, SERVING_YOUNG, SERVING_MIDDLE = 700, 5, 2_000
+SERVING_OBJECTS, SERVING_YOUNG, SERVING_MIDDLE = 700, 2, 4_000
 
 
 class TimeSlice:
@@ -42,60 +44,125 @@ class TimeSlice:
 
 
 class TurnBudget:
-    """For many tasks that become ready together, each with a short part that never awaits: ``enter`` before each part.
+    """Shares the turns of an event loop among thousands of tasks that may become ready together.
 
-    The parts of one turn of the event loop take ``TURN_S`` and one part more at most. The others wait for later turns,
-    first come, first served, and what else is due runs in between. Otherwise a thousand requests that arrive at once
-    stop the loop until all of them are prepared. Processor time counts: while other processes have the core, nothing is
-    gained by smaller portions.
+    All that runs in one turn takes about ``TURN_S`` and one part more at most, where a part is what a task does between
+    two waits. The others wait for later turns, and what else is due runs in between. Otherwise a thousand requests that
+    arrive at once stop the loop until all of them are prepared. Running answers and new requests wait in lines of their
+    own, first come, first served, and take turns. Processor time counts: while other processes have the core, nothing
+    is gained by smaller portions.
     """
 
     def __init__(self, clock: Callable[[], float] = time.thread_time) -> None:
         self._clock = clock
-        self._waiting: deque[asyncio.Future[None]] = deque()
-        self._late: list[asyncio.Future[None]] = []  # released, but their turn's time was over
-        self._at_once = 1  # how many of those that wait are released in one turn
-        self._began: float | None = None  # the first part of this turn; None: none has
+        self._running: deque[asyncio.Future[None]] = deque()
+        self._new: deque[asyncio.Future[None]] = deque()
+        self._late: list[tuple[deque[asyncio.Future[None]], asyncio.Future[None]]] = []  # woken, but the time was over
+        self._lines = [self._running, self._new]
+        self._unread: deque[Callable[[], None]] = deque()
+        self._at_once = AT_ONCE  # how many of those that wait are woken in one turn
+        self._woken = 0  # in this turn
+        self._read = 0
+        self._entering = 0  # new requests that waited for this turn
+        self._until = 0.0  # the time of this turn is over
+        self._part = False  # one has run in this turn
         self._scheduled = False
 
-    async def enter(self) -> None:
-        """Return in this turn if there is time left, else in a later one."""
-        loop = asyncio.get_running_loop()
+    def wake(self, waiter: "asyncio.Future[None]") -> None:
+        """Complete the future that a running answer awaits, in this turn or a later one. ``resume`` comes behind it."""
         if not self._scheduled:
-            self._scheduled = True
-            loop.call_soon(self._next_turn)
-        queue: deque[asyncio.Future[None]] | list[asyncio.Future[None]] = self._waiting
-        while queue or not self._has_time():
-            turn = loop.create_future()
-            queue.append(turn)
-            await turn
-            queue = self._late
+            self._begin()
+        if self._running or self._woken >= self._at_once:
+            self._running.append(waiter)
+        else:
+            self._woken += 1
+            waiter.set_result(None)
+
+    async def resume(self) -> None:
+        """Return before the next part of a running answer, in a turn that has time for it."""
+        while not self._has_time():
+            await self._later(self._running)
+
+    async def enter(self) -> None:
+        """Return before the next part of a new request, in a turn that has time for it."""
+        if not self._scheduled:
+            self._begin()
+        if self._new or self._woken >= self._at_once:
+            waiter = asyncio.get_running_loop().create_future()
+            self._new.append(waiter)
+            await waiter
+        else:
+            self._woken += 1
+        while not self._has_time():
+            await self._later(self._new)
+
+    def may_read(self, read: Callable[[], None]) -> bool:
+        """Whether another request may be read in this turn. Else ``read`` is called in a later one."""
+        if not self._scheduled:
+            self._begin()
+        if self._unread or self._read >= READS:
+            self._unread.append(read)
+            return False
+        self._read += 1
+        return True
+
+    def expects_new(self) -> bool:
+        """Whether new requests wait for a later turn."""
+        return bool(self._entering or self._new or self._unread)
+
+    def _later(self, line: "deque[asyncio.Future[None]]") -> "asyncio.Future[None]":
+        waiter = asyncio.get_running_loop().create_future()
+        self._late.append((line, waiter))
+        return waiter
 
     def _has_time(self) -> bool:
+        if not self._scheduled:
+            self._begin()
         now = self._clock()
-        if self._began is None:
-            self._began = now
-        return now - self._began <= TURN_S
+        if not self._part:  # however long other things took
+            self._part, self._until = True, max(self._until, now + TURN_S / 4)
+        return now <= self._until
+
+    def _begin(self) -> None:
+        self._scheduled = True
+        self._until = self._clock() + TURN_S
+        asyncio.get_running_loop().call_soon(self._next_turn)
 
     def _next_turn(self) -> None:
         """Behind the parts of a turn."""
-        took = 0.0 if self._began is None else self._clock() - self._began
-        self._began = None
-        waiting = self._waiting
-        waiting.extendleft(reversed(self._late))
-        self._late.clear()
-        if not waiting:
-            self._scheduled, self._at_once = False, 1
-            return
-        if took > TURN_S:
+        now = self._clock()
+        late = self._late
+        if late:
             self._at_once = max(1, self._at_once // 2)
-        elif took < TURN_S / 2:
-            self._at_once = min(2 * self._at_once, len(waiting))
-        for _ in range(min(self._at_once, len(waiting))):
-            turn = waiting.popleft()
-            if not turn.done():  # else it was cancelled
-                turn.set_result(None)
+        elif self._until - now > TURN_S / 2:
+            self._at_once = min(2 * self._at_once, AT_ONCE)
+        for line, waiter in reversed(late):
+            line.appendleft(waiter)
+        late.clear()
+        self._part, self._woken, self._read, self._entering = False, 0, 0, 0
+        if not (self._running or self._new or self._unread):
+            self._scheduled = False
+            return
+        self._until = now + TURN_S
         asyncio.get_running_loop().call_soon(self._next_turn)
+        first, second = self._lines
+        share = max((self._at_once + 1) // 2, self._at_once - len(second))
+        self._release(first, share)
+        self._release(second, self._at_once - self._woken)
+        self._lines.reverse()  # one of two, if there is time for one only
+        while self._unread and self._read < READS:
+            self._read += 1
+            self._unread.popleft()()
+
+    def _release(self, line: "deque[asyncio.Future[None]]", count: int) -> None:
+        """Wake them one after the other: parts of one kind take less time behind each other."""
+        while line and count:
+            waiter = line.popleft()
+            if not waiter.done():  # else it was cancelled
+                count -= 1
+                self._woken += 1
+                self._entering += line is self._new
+                waiter.set_result(None)
 
 
 def freeze_loaded() -> None:

@@ -4,14 +4,15 @@ import asyncio
 import json
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from typing import Any
 
 import pytest
 
-from gateway.http.connections import SCOPE, Limits
+from gateway.http.connections import SCOPE, Connection, Limits
 from gateway.http.server import HttpServer
 from gateway.main import listen
+from infra.bus import loop_lag
 from infra.bus.tasks import Tasks
 
 GET = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
@@ -502,3 +503,35 @@ async def test_the_end_is_bounded_whatever_clients_do(serve: Serve) -> None:
         await serving.server.close()
         assert asyncio.get_running_loop().time() - began < 5.0
         assert serving.server.connections == []
+
+
+# -- many at once ---------------------------------------------------------------------------------------------------
+
+
+async def test_of_requests_that_come_together_each_is_read_whole_and_in_order(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop_lag, "READS", 1)
+    serving = await serve()
+    sent = [b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%b" % (size, b"x" * size) for size in range(20)]
+    ends = b"".join(sent[:3]) + GET.replace(b"\r\n\r\n", b"\r\nconnection: close\r\n\r\n")
+    async with asyncio.timeout(10), AsyncExitStack() as clients:
+        opened = [await clients.enter_async_context(serving.client()) for _ in range(22)]
+        waited: list[Connection] = []
+        read_on = Connection._read_on
+
+        def note(connection: Connection) -> None:
+            waited.append(connection)
+            read_on(connection)
+
+        monkeypatch.setattr(Connection, "_read_on", note)
+        for (_, writer), request in zip(opened, [*sent, ends, sent[0]], strict=True):
+            writer.write(request)
+        opened[-1][1].transport.abort()
+        for size, (reader, _) in enumerate(opened[:20]):
+            head = await reader.readuntil(b"\r\n\r\n")
+            assert status(head) == 200
+            assert await reader.readexactly(len(str(size))) == str(size).encode()
+        answers = (await everything(opened[20][0])).split(b"HTTP/1.1 200 OK")
+    assert [answer[-1:] for answer in answers[1:]] == [b"0", b"1", b"2", b"0"]
+    assert waited

@@ -7,6 +7,7 @@ import msgspec
 import pytest
 
 from gateway.log.inflight import MAX_ITEMS, PORTION_BYTES, InflightRequest, limit_of
+from infra.bus.loop_lag import AT_ONCE, TurnBudget
 from schemas.errors import Code, ServingError
 from schemas.requests import GenerateRequest, Sampling, Stop
 from schemas.tokens import WHOLE_REQUEST, Finish, TokenItem
@@ -191,6 +192,27 @@ async def test_waiting_for_the_first_item_ends_when_asked() -> None:
     inflight.fail(ServingError(Code.deadline_exceeded, "late"))
     with pytest.raises(ServingError):
         await inflight.take_within(5)
+
+
+async def test_of_many_readers_few_are_woken_in_one_turn_and_the_others_take_what_came_meanwhile() -> None:
+    turns, opened, took = TurnBudget(lambda: 0.0), [InflightRequest(request_of()) for _ in range(200)], []
+
+    async def read(inflight: InflightRequest) -> None:
+        took.append(await inflight.take())
+
+    for inflight in opened:
+        inflight.turns = turns
+    reading = [asyncio.create_task(read(inflight)) for inflight in opened]
+    await asyncio.sleep(0)
+    for inflight in opened:
+        inflight.feed(item(0), 1)
+    await asyncio.sleep(0)
+    assert 0 < len(took) <= AT_ONCE
+    assert took == [[item(0)]] * len(took)
+    for inflight in opened:
+        inflight.feed(item(1), 2)
+    await asyncio.gather(*reading)
+    assert took[-1] == [item(0), item(1)]
 
 
 def test_items_with_log_probabilities_count_more() -> None:

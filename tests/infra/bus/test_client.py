@@ -253,3 +253,26 @@ async def test_two_turns_of_the_event_loop_leave_in_one_write(broker: EmbeddedNa
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     assert len(written) == 1
+
+
+async def test_turns_leave_in_one_write_while_more_is_expected_but_not_many(
+    broker: EmbeddedNats, connect: Connect
+) -> None:
+    nc = await connect(broker)
+    written: list[bytes] = []
+    nc._transport._io_writer.write = written.append
+    expected = True
+    nc.expects_more = lambda: expected
+    for _ in range(3):
+        assert nc.post("bus-test.turns", b"1")
+        await asyncio.sleep(0)
+    assert not written
+    expected = False
+    await asyncio.sleep(0)
+    assert len(written) == 1
+    expected = True
+    assert nc.post("bus-test.turns", b"2")
+    for _ in range(client.MOST_TURNS + 1):
+        assert len(written) == 1
+        await asyncio.sleep(0)
+    assert len(written) == 2
