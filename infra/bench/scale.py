@@ -2,6 +2,7 @@
 
 python -m infra.bench.scale                                      # 1, 2, 4, 8 gateways; 2, 4, 8, 16 workers: < 5 min
 python -m infra.bench.scale --points 4:2:8,6:2:8 --words 32 --tokens 512
+python -m infra.bench.scale --points 2:1:2x4,2:1:2x4/2           # four cells on one broker, and on two
 python -m infra.bench.scale --all --limit-s 280 --out scale      # short and long answers, and the broker's own limit
 
 Each point is a deployment of its own (mock engine without step times), loaded by one `penstock bench http` per
@@ -12,6 +13,7 @@ Interrupted, or ended by SIGTERM, it prints what it has. With --out, a folder ha
 """
 
 import argparse
+import contextlib
 import json
 import os
 import signal
@@ -19,14 +21,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from infra.bench import broker
 from infra.bench.deployment import READY_S, end_of, penstock, running
 from infra.bench.scale_report import ROLES, Figures, Point, Series, report, write
-from infra.launch.state import read_state
+from infra.launch.state import State, read_state
 
 WARM_UP_S = 1.5
 START_S = 6.5  # that a point takes beside its duration and warm-up, about
@@ -104,31 +106,37 @@ def _results(series: Iterable[Series], args: argparse.Namespace) -> Iterator[tup
 
 
 def measure(point: Point, series: Series, args: argparse.Namespace) -> Figures:
-    """Start a deployment, load it, and stop it.
+    """Start a deployment, or several cells, load them, and stop them.
 
     Raises:
         RuntimeError: it did not start, or a generator failed; the text has the end of its output.
     """
-    with tempfile.TemporaryDirectory(prefix="scale-") as folder:
-        base = Path(folder)
-        with running(
-            base, "--engine=mock", f"--mock-speedup={args.mock_speedup:g}", f"--gateways={point.gateways}",
+    with tempfile.TemporaryDirectory(prefix="scale-") as folder, contextlib.ExitStack() as cells:
+        base, states = Path(folder), list[State]()
+        arguments = (
+            "--engine=mock", f"--mock-speedup={args.mock_speedup:g}", f"--gateways={point.gateways}",
             f"--routers={point.routers}", f"--workers={point.workers}", f"--max-running={args.max_running}",
-        ):  # fmt: skip
-            return _load(point, series, args, base)
+        )  # fmt: skip
+        for cell in range(point.cells):
+            data = base / f"cell-{cell}"
+            data.mkdir()
+            broker = [f"--nats-url={states[cell % point.brokers].nats_url}"] if cell >= point.brokers else []
+            cells.enter_context(running(data, *arguments, f"--namespace=cell{cell}", *broker))
+            states.append(read_state(data / "data" / "state.json"))
+        return _load(point, series, args, base, states)
 
 
-def _load(point: Point, series: Series, args: argparse.Namespace, base: Path) -> Figures:
-    state = read_state(base / "data" / "state.json")
-    urls = list(state.http_urls[: point.gateways]) * args.generators
+def _load(point: Point, series: Series, args: argparse.Namespace, base: Path, states: Sequence[State]) -> Figures:
+    urls = [url for state in states for url in state.http_urls[: point.gateways]] * args.generators
     connections = -(-args.connections // args.generators)
+    roles = {each.pid: each.role for state in states for each in state.processes if each.pid is not None}
     generators = [
         penstock(
-            "bench", "http", f"--url={url}", f"--model={state.model}", f"--concurrency={connections}",
+            "bench", "http", f"--url={url}", f"--model={states[0].model}", f"--concurrency={connections}",
             f"--duration-s={args.duration_s:g}", f"--warm-up-s={args.warm_up_s:g}", f"--prompt-words={series.words}",
             f"--output-tokens={series.tokens}", f"--seed={number}", f"--json={base}/{number}.json",
             # One measures the processes, within the seconds that it counts; the others count within about the same.
-            *([f"--state={base}/data/state.json"] if number == 1 else []),
+            *([f"--pids={','.join(map(str, roles))}"] if number == 1 else []),
             log=base / f"{number}.log",
         )
         for number, url in enumerate(urls, 1)
@@ -146,7 +154,7 @@ def _load(point: Point, series: Series, args: argparse.Namespace, base: Path) ->
                 generator.kill()
                 generator.wait()
     stages = [json.loads((base / f"{n}.json").read_text())["stages"][0] for n in range(1, len(generators) + 1)]
-    return figures(stages, {process.name: process.role for process in state.processes})
+    return figures(stages, {f"pid {pid}": role for pid, role in roles.items()})
 
 
 def figures(stages: list[dict[str, Any]], roles: dict[str, str]) -> Figures:
@@ -188,7 +196,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--gateways", default="1,2,4,8", metavar="N,N", help="with the first of --workers (default: 1,2,4,8)")
     add("--workers", default="2,4,8,16", metavar="N,N", help="with up to 4 gateways (default: 2,4,8,16)")
     add("--routers", type=int, default=1, metavar="N", help="in every point (default: 1)")
-    add("--points", default="", metavar="G:R:W,...", help="these points instead: gateways, routers, workers of each")
+    add(
+        "--points",
+        default="",
+        metavar="G:R:W[xC[/B]],...",
+        help="these points instead: gateways, routers, workers; of each of C cells on B brokers",
+    )
     add("--connections", type=int, default=64, metavar="N", help="per gateway (default: 64)")
     add("--generators", type=int, default=1, metavar="N", help="load generators per gateway (default: 1)")
     add("--words", type=int, default=200, metavar="N", help="per prompt, half of them shared (default: 200)")

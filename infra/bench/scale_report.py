@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -16,24 +17,42 @@ ROLES = ("gateway", "router", "worker", "nats")
 WIDTH = 150
 
 
+_POINT = re.compile(r"(\d+):(\d+):(\d+)(?:x(\d+)(?:/(\d+))?)?")
+
+
 class Point(NamedTuple):
-    """The number of processes of each role."""
+    """The number of processes of each role.
+
+    Attributes:
+        cells: so many deployments, each with all of these processes and a namespace of its own.
+        brokers: that the cells are divided among.
+    """
 
     gateways: int
     routers: int
     workers: int
+    cells: int = 1
+    brokers: int = 1
 
     @classmethod
     def parse(cls, text: str) -> "Point":
-        """``GATEWAYS:ROUTERS:WORKERS``.
+        """``GATEWAYS:ROUTERS:WORKERS``, and perhaps ``xCELLS`` or ``xCELLS/BROKERS``.
 
         Raises:
-            ValueError: it is not three positive numbers.
+            ValueError: it is not that, or a number is 0.
         """
-        numbers = [int(part) for part in text.split(":")]
-        if len(numbers) != 3 or min(numbers) < 1:
-            raise ValueError(f"{text!r}: name a point as GATEWAYS:ROUTERS:WORKERS, such as 4:1:8")
+        matched = _POINT.fullmatch(text)
+        numbers = [int(each or 1) for each in matched.groups()] if matched else [0]
+        if min(numbers) < 1:
+            raise ValueError(
+                f"{text!r}: name a point as GATEWAYS:ROUTERS:WORKERS, such as 4:1:8, or in cells, as 2:1:2x4"
+            )
         return cls(*numbers)
+
+    @property
+    def row(self) -> tuple[str, ...]:
+        cells = str(self.cells) if self.brokers == 1 else f"{self.cells} on {self.brokers} brokers"
+        return cells, str(self.gateways), str(self.routers), str(self.workers)
 
 
 class Figures(NamedTuple):
@@ -91,10 +110,11 @@ def _show(console: Console, results: Sequence[Result], limits: Sequence[BrokerFi
         name = f"{series.name}: " if series.name else ""
         table = Table(
             title=f"{name}{os.cpu_count()} cores, {series.words} words → {series.tokens} tokens, {connections} "
-            "connections a gateway; CPU in µs per request (share of a core, busiest process)"
+            "connections a gateway; processes of each cell; CPU in µs per request (share of a core, busiest process)"
         )
         for column in (
-            "gateways", "routers", "workers", "req/s", "tokens/s", "TTFT ms", "CPU", *ROLES, "generator", "failed"
+            "cells", "gateways", "routers", "workers", "req/s", "tokens/s", "TTFT ms", "CPU", *ROLES, "generator",
+            "failed",
         ):  # fmt: skip
             table.add_column(column, justify="right")
         for row in _rows((point, result) for of, point, result in results if of == series):
@@ -114,12 +134,11 @@ def _show(console: Console, results: Sequence[Result], limits: Sequence[BrokerFi
 
 def _rows(results: Iterator[tuple[Point, Figures | str]]) -> Iterator[tuple[str, ...]]:
     for point, result in results:
-        names = (str(point.gateways), str(point.routers), str(point.workers))
         if isinstance(result, str):
-            yield (*names, result)
+            yield (*point.row, result)
             continue
         yield (
-            *names,
+            *point.row,
             f"{result.requests_per_s:,.0f}",
             f"{result.tokens_per_s:,.0f}",
             f"{result.ttft_p50_ms:.1f}",
