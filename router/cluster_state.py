@@ -317,8 +317,9 @@ class ClusterState:
             echoed=True,
             seq=entry.seq,
             handed=sent.handed,
+            keys=sent.keys,
         )
-        if changed and any(stage.worker in self._left for stage in sent.route):
+        if changed and (sent.worker in self._left or any(stage.worker in self._left for stage in sent.load.route)):
             stranded = self.tracker.request(sent.request)
             if stranded is not None and self._bus.connected:
                 self._listener.request_stranded(stranded)

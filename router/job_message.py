@@ -9,6 +9,10 @@ from router.routing import RoutingDecision
 from schemas.fleet import Registration
 from schemas.jobs import Decision, DecisionInputs, Job, LoadHeader
 
+# Shorter prompts are computed before it matters to other routers which blocks they have.
+KEYS_FROM_TOKENS = 256
+MOST_KEYS = 4096  # the server takes headers of 64 KiB in all
+
 
 class Positions(NamedTuple):
     """Stream sequences that a router has folded."""
@@ -77,3 +81,16 @@ def build_load(pending: PendingRequest, decision: RoutingDecision, prefill: Regi
         request.n,
         route if len(route) > 1 or route[0].rank else (),
     )
+
+
+def tells_keys(load: LoadHeader, blocks: int) -> bool:
+    """Whether other routers that place requests of the model need the keys of this prompt's blocks.
+
+    With them a router does not take the blocks that two prompts have in common for twice as many, and knows what a
+    worker is about to compute. In overload with long prompts that have much in common, the mean time to the first token
+    is several times as long without.
+
+    Args:
+        blocks: full ones of the prompt.
+    """
+    return load.prompt_tokens - load.cached_tokens >= KEYS_FROM_TOKENS and blocks <= MOST_KEYS

@@ -37,10 +37,11 @@ PREFILL_TOKENS_PER_S = 20_000.0
 class LoadTracker:
     """Workers and their load.
 
-    The log has no message for a first token. If this router placed a request, so that it knows the keys of its prompt,
-    and its worker publishes KV events, the prompt counts in the prefill backlog until its last block is stored. The
-    backlog of other requests is an estimate: a request adds its uncached prompt tokens when it is admitted, and the
-    backlog drains at ``prefill_tokens_per_s``, but never exceeds the uncached prompt tokens of the active requests.
+    The log has no message for a first token. If the keys of a prompt are known, since this router placed the request or
+    another one told them, and its worker publishes KV events, the prompt counts in the prefill backlog until its last
+    block is stored. The backlog of other requests is an estimate: a request adds its uncached prompt tokens when it is
+    admitted, and the backlog drains at ``prefill_tokens_per_s``, but never exceeds the uncached prompt tokens of the
+    active requests.
 
     Attributes:
         loads: the loads of registered targets, column by column.
@@ -51,7 +52,7 @@ class LoadTracker:
         self.loads = TargetLoads()
         self.tokens_per_s = prefill_tokens_per_s
         self._kv_events = kv_events
-        self._keys: dict[str, Sequence[int]] = {}  # of the prompts of requests that this router placed
+        self._keys: dict[str, Sequence[int]] = {}  # of prompts, by request
         self._registrations: dict[str, Registration] = {}
         self._serving: dict[str, list[Registration]] = {}  # cache: by model, sorted by worker id
         self._revisions: dict[tuple[str, str], Revisions] = {}  # cache: by model and tokenizer
@@ -394,7 +395,7 @@ class LoadTracker:
     def _only_counts(self, entry: ActiveRequest) -> bool:
         """Whether nothing is to be learnt from a request, and no event tells when its prompt is computed.
 
-        So are most that other routers placed. What they cost is in the entry: nothing else is kept of them.
+        So are short ones that other routers placed. What they cost is in the entry: nothing else is kept of them.
         """
         if entry.later or entry.handed or entry.role == ENCODE or entry.request in self._keys:
             return False

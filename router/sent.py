@@ -1,12 +1,14 @@
 """A message of WORK as routers read it: that a request was sent to a worker. Pure."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from infra.bus.direct_get import Entry
 from router.job_retention import parse_stage
 from schemas import jobs
-from schemas.jobs import LoadHeader, Stage
-from schemas.subjects import HEADER_LOAD, HEADER_MSG_ID
+from schemas.blocks import read_keys
+from schemas.jobs import LoadHeader
+from schemas.subjects import HEADER_KEYS, HEADER_LOAD, HEADER_MSG_ID
 
 
 class Sent(NamedTuple):
@@ -14,6 +16,7 @@ class Sent(NamedTuple):
     Attributes:
         is_copy: of a running job, for routers only.
         handed: to a decode worker, by the prefill worker that computed the prompt.
+        keys: of the full blocks of its prompt, if the router that placed it told them.
     """
 
     request: str
@@ -23,11 +26,7 @@ class Sent(NamedTuple):
     load: LoadHeader
     is_copy: bool
     handed: bool
-
-    @property
-    def route(self) -> tuple[Stage, ...]:
-        """The present stage and all later ones."""
-        return self.load.route or (Stage(self.role, self.worker),)
+    keys: Sequence[int] = ()
 
 
 def read_sent(entry: Entry) -> Sent | None:
@@ -45,4 +44,5 @@ def read_sent(entry: Entry) -> Sent | None:
     stage, is_copy = parse_stage(numbers)
     if load.route and load.route[0].worker != worker:
         raise ValueError("the route begins at another worker")
-    return Sent(request, int(number), worker, role, load, is_copy, handed=stage == ["decode"])
+    keys = entry.headers.get(HEADER_KEYS)
+    return Sent(request, int(number), worker, role, load, is_copy, stage == ["decode"], read_keys(keys) if keys else ())

@@ -32,7 +32,7 @@ from router.erasure.on_demand import ErasureOnDemand
 from router.filters import describe
 from router.held_requests import HeldRequests
 from router.holders import keys_view
-from router.job_message import build_job, build_load
+from router.job_message import build_job, build_load, tells_keys
 from router.load import ENCODE
 from router.maintenance import Maintenance
 from router.metrics import Metrics
@@ -46,6 +46,7 @@ from router.tenant_weights import TenantWeights
 from router.terminal_publisher import TerminalPublisher
 from router.watchdog import watch
 from schemas import jobs, requests, wire
+from schemas.blocks import keys_text
 from schemas.errors import Code, ServingError
 from schemas.jobs import DecisionInputs
 from schemas.requests import Priority
@@ -294,12 +295,15 @@ class Router:
         load = build_load(pending, decision, prefill)
         self.cluster.admit(request.id, attempt, decision.route, load, keys, now_ns)
         self._decider.sent(request, decision.route)
+        told = self.intake.shares(request.model) and tells_keys(load, len(keys))
         try:
             stored = await self._publisher.send(
                 self._bus.subjects.work(first.role, first.worker),
                 wire.encode(job),
                 f"{request.id}:{attempt}",
-                headers=jobs.headers_of(jobs.load_header(*load), no_store=request.no_store),
+                headers=jobs.headers_of(
+                    jobs.load_header(*load), no_store=request.no_store, keys=keys_text(keys) if told else ""
+                ),
             )
         except ServingError as failure:  # too large for a message, together with all that was streamed so far
             self.cluster.tracker.release(request.id, attempt)

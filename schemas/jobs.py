@@ -5,7 +5,7 @@ from typing import NamedTuple
 import msgspec
 
 from schemas.requests import GenerateRequest
-from schemas.subjects import HEADER_LOAD, HEADER_NO_STORE
+from schemas.subjects import HEADER_KEYS, HEADER_LOAD, HEADER_NO_STORE
 from schemas.tokens import Finish, Logprob
 from schemas.transfer import Encoded, Prefilled
 from schemas.wire import decoder
@@ -147,9 +147,19 @@ def load_header(
     return f"{prompt_tokens} {cached_tokens} {gateway} {deadline_ns} {priority} {n} {stages}"
 
 
-def headers_of(load: str, *, no_store: bool) -> dict[str, str]:
-    """The headers of a message in WORK beside its id; ``load``: its load header."""
-    return {HEADER_LOAD: load, HEADER_NO_STORE: "1"} if no_store else {HEADER_LOAD: load}
+def headers_of(load: str, *, no_store: bool, keys: str = "") -> dict[str, str]:
+    """The headers of a message in WORK beside its id.
+
+    Args:
+        load: its load header.
+        keys: of the full blocks of its prompt (``schemas.blocks.keys_text``); "": no router needs them.
+    """
+    headers = {HEADER_LOAD: load}
+    if no_store:
+        headers[HEADER_NO_STORE] = "1"
+    if keys:
+        headers[HEADER_KEYS] = keys
+    return headers
 
 
 class LoadHeader(NamedTuple):

@@ -15,6 +15,7 @@ from infra.bench.simulation.trace import Request
 from router import encoders
 from router.approximate import ApproximateIndex
 from router.holders import Holders, Holding
+from router.job_message import tells_keys
 from router.load import ENCODE, Load, RoutingTarget
 from router.placement import core
 from router.routing import Weights
@@ -152,7 +153,8 @@ class PlacementPolicy:
             )
             for other in self._cores:
                 if other is not router:
-                    other.tracker.admit(arrival.id, 1, target[0], load, now_ns=now_ns, keys=arrival.keys, echoed=True)
+                    keys = arrival.keys if tells_keys(load, len(arrival.keys)) else ()
+                    other.tracker.admit(arrival.id, 1, target[0], load, now_ns=now_ns, keys=keys, echoed=True)
 
 
 class _Encoders:

@@ -13,7 +13,7 @@ from router.decided_again import decide_again
 from router.ownership import intake, membership
 from router.ownership.membership import Link, Membership
 from router.ownership.takeover import redeliver
-from schemas import routers, wire
+from schemas import blocks, routers, wire
 from schemas.routers import HeldByTenant, Member
 from schemas.subjects import Subjects
 from tests.infra.bus.support import eventually
@@ -274,11 +274,16 @@ async def test_routers_share_the_requests_of_an_owner_that_asks_them_to(
         await eventually(lambda: member_of(helper).places(MODEL) and member_of(helper).reads)
         assert not member_of(helper).owns(MODEL)
         await eventually(lambda: helper.folded == owner.unfinished)
-        asked = [request() for _ in range(60)]
+        long = [request(range(start, start + 600)) for start in range(0, 4000, 1000)]
+        asked = [*(request() for _ in range(56)), *long]
         await clients.ask(*asked)
         for each in asked:
             await clients.placed(each)
         await clients.acknowledged(80)
+        for router in (owner.router, helper.router):
+            known = router.cluster.tracker._keys
+            await eventually(lambda known=known: all(each.id in known for each in long))  # type: ignore[misc]
+            assert all(list(known[each.id]) == list(blocks.keys_of(each.digests)) for each in long)
         by = [job.decision.router for _, job in await clients.work()]
         assert len(by) == 80
         assert min(by.count(owner.router.id) - 20, by.count(helper.router.id)) > 0
