@@ -20,7 +20,7 @@ from schemas.blocks import DIGEST_BYTES
 from schemas.done import Done
 from schemas.jobs import Job
 from schemas.requests import GenerateRequest
-from schemas.subjects import DEFAULT_TENANT, token
+from schemas.subjects import DEFAULT_TENANT, HEADER_KEYS, token
 from schemas.tokens import Logprob, TokenBatch, TokenItem
 from schemas.transfer import Encoded, Prefilled, Ticket
 
@@ -58,7 +58,8 @@ class Redactor:
         subject = record.subject
         if isinstance(message, Done):
             subject = self._done_subject(subject)
-        return record._replace(subject=subject, data=wire.encode(self._message(message)))
+        headers = {name: value for name, value in record.headers.items() if name != HEADER_KEYS}  # hashes of the prompt
+        return record._replace(subject=subject, headers=headers, data=wire.encode(self._message(message)))
 
     def _message(self, message: Any) -> Any:
         if isinstance(message, GenerateRequest):

@@ -11,7 +11,7 @@ from schemas.done import Done, Outcome
 from schemas.jobs import Stage
 from schemas.kv import KvBatch, Stored
 from schemas.requests import GenerateRequest, LogitsProcessor, Sampling, Stop
-from schemas.subjects import Subjects
+from schemas.subjects import HEADER_KEYS, Subjects
 from schemas.tokens import Finish, Logprob, TokenBatch, TokenItem
 from schemas.wire import encode, pack_tokens, unpack_tokens
 from tests.infra.timeline.tracing import samples
@@ -104,6 +104,13 @@ def test_nothing_that_a_user_wrote_is_left() -> None:
         assert stream != "DONE" or "secret" not in found.subject
     stop = redactor.request(request).stop.strings[0]
     assert (len(stop), stop) == (len(SECRET), redactor.text(SECRET))
+
+
+def test_the_names_of_a_prompt_s_blocks_are_left_out_of_headers() -> None:
+    line = LogLine("REQUESTS", 1, "", "s", {HEADER_KEYS: blocks.keys_text([1]), "Nats-Msg-Id": "r"}, encode(asked([1])))
+    found = Redactor().record(line)
+    assert found is not None
+    assert found.headers == {"Nats-Msg-Id": "r"}
 
 
 def test_what_cannot_be_read_is_left_out() -> None:
