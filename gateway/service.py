@@ -251,6 +251,7 @@ class Gateway:
                 timeout=min(ACCEPT_S, max(0.1, (request.deadline_ns - time.time_ns()) / 1e9)),
                 insist=False,  # clients can retry; otherwise requests would pile up behind a full disk
             )
+            await self.turns.resume()  # hundreds may be acknowledged together
         except BaseException:
             # It may be stored nevertheless: the acknowledgement may have been lost.
             if owner:

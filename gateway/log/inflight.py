@@ -230,6 +230,8 @@ class InflightRequest:
                 await waiter
             finally:
                 timer.cancel()
+            if self.turns is not None:
+                await self.turns.resume()
             if not self._items and self._error is None:
                 return []
         return await self.take()

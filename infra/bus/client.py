@@ -207,16 +207,14 @@ class _Parser(Parser):  # type: ignore[misc]  # untyped
         reader = getattr(self.nc._transport, "_io_reader", None)
         if reader is None:
             return
-        if self.nc.read_pause_s:
-            await self._pause(reader, len(data))
-        elif reader._buffer:  # nats-py would read on without giving way
+        self._burst += len(data)
+        if reader._buffer:  # nats-py would read on without giving way
             await asyncio.sleep(0)
+        elif self.nc.read_pause_s and not self.nc.is_closed:
+            await self._pause(reader)
 
-    async def _pause(self, reader: Any, size: int) -> None:
+    async def _pause(self, reader: Any) -> None:
         """Leave incoming bytes to the kernel for a while. A link that is behind is not paused."""
-        self._burst += size
-        if reader._buffer or self.nc.is_closed:
-            return
         behind, self._burst = self._burst >= _BURST_BYTES, 0
         if behind:
             return
