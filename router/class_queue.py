@@ -5,10 +5,12 @@ it, divided by its weight; the one that has had least is next. A tenant that ret
 with at least the work of the tenant that was next last. So the shares of tenants that always have something held
 converge to their weights.
 
-Within a tenant each request has a limit: twelve times the work that was held in front of it when it came. Once the
-tenant has had so much since then, it is overdue, and goes first. Limits never decrease from one request to the next, so
-the overdue ones are the oldest. Hence every request is placed after at most twelve times the work that first come,
-first served would place before it. An overdue one that no target has room for is tried alone after 16 times that work.
+Within a tenant each request has a limit: twelve times the work that was held in front of it when it came, or as much
+as is held now if that is more: who came first when overload began had little in front of it, and would stop the short
+ones at its height. Once the tenant has had so much since then, it is overdue, and goes first. Limits never decrease
+from one request to the next, so the overdue ones are the oldest. Hence every request is placed after at most twelve
+times the work that first come, first served would place before it, or the most that is held at once meanwhile. An
+overdue one that no target has room for is tried alone after 16 times that work, or twice what is held.
 """
 
 import heapq
@@ -20,8 +22,8 @@ from typing import Generic, NamedTuple, TypeVar
 T = TypeVar("T")
 
 # Lower values shorten the longest waits of overload and lengthen the mean; docs/routing.md has what both cost.
-OVERDUE_AFTER = 12.0  # times the work that was held in front of a request
-ALONE_AFTER = 16.0  # times that work, from which on nothing else is tried
+OVERDUE_AFTER = 12.0  # times the work that was held in front of a request, and once what is held now
+ALONE_AFTER = 16.0  # times that work, and twice what is held, from which on nothing else is tried
 OVERDUE_NS = 5_000_000_000  # no request is overdue before
 
 
@@ -41,10 +43,15 @@ class QueueEntry(NamedTuple, Generic[T]):
 
 
 class _Limit(NamedTuple):
-    """When a request is overdue, and when it is tried alone: work that its tenant has had by then."""
+    """When a request is overdue, and when it is tried alone: work that its tenant has had by then.
+
+    Attributes:
+        came: work that its tenant had had when it came.
+    """
 
     entry_order: int
     id: str
+    came: float
     overdue: float
     alone: float
 
@@ -67,14 +74,14 @@ class _Tenant(Generic[T]):
         overdue, alone = self.had + OVERDUE_AFTER * self.held, self.had + ALONE_AFTER * self.held
         if self.limits:
             overdue, alone = max(overdue, self.limits[-1].overdue), max(alone, self.limits[-1].alone)
-        self.limits.append(_Limit(entry.order, entry.id, overdue, alone))
+        self.limits.append(_Limit(entry.order, entry.id, self.had, overdue, alone))
         self.count += 1
         self.held += entry.size
 
     def first(self, count: int, waiting: Mapping[str, QueueEntry[T]], now_ns: int) -> tuple[list[QueueEntry[T]], bool]:
         """The next requests, and whether the first of them is tried alone."""
         first_entries = self._overdue(count, waiting, now_ns)
-        if first_entries and self.had > self.limits[0].alone:
+        if first_entries and self.had > max(self.limits[0].alone, self.limits[0].came + 2 * self.held):
             return first_entries[:1], True
         taken, kept = {entry.id for entry in first_entries}, []
         while self.heap and len(first_entries) < count:
@@ -101,7 +108,7 @@ class _Tenant(Generic[T]):
             limits.popleft()
         overdue: list[QueueEntry[T]] = []
         for limit in limits:
-            if len(overdue) == count or self.had <= limit.overdue:
+            if len(overdue) == count or self.had <= max(limit.overdue, limit.came + self.held):
                 break
             if _is_waiting(limit, waiting):
                 entry = waiting[limit.id]

@@ -1,8 +1,8 @@
 """The cost of a request at each target, in prompt tokens of work. Pure.
 
-    whole request   s · (A + 2 u + u · min(d / 64, 1))  +  t · (D / 16 + 3000 w)  +  max(s, t) · S / 128
-    prefill stage   s · (A + 2 u)                       +  t · (D / 16 + 3000 w)  +  max(s, t) · S / 128
-    decode stage                                           t · (D / 16 + 3000 w)
+    whole request   s · (A + 2 u + u · min(d / 40, 1.5))  +  t · (D / 32 + 3000 w)  +  max(s, t) · S / 256
+    prefill stage   s · (A + 2 u)                         +  t · (D / 32 + 3000 w)  +  max(s, t) · S / 256
+    decode stage                                             t · (D / 32 + 3000 w)
 
 u: tokens of the prompt that the target neither caches nor is about to compute for another request, at least 1; but
    those of a prefix that many prompts share are free (``shared_prefixes``)
@@ -14,8 +14,8 @@ S: tokens of the prompts that it was sent lately, cached or not; so idle targets
    prefixes that are used now and then
 s, t: time per prompt token and per step relative to the other targets, learnt
 
-u counts twice: once for this request, once for those that come behind it; and at most once more for those that it holds
-up, so that no prompt waits behind more than its own length to spare them. A target has room for a request if it is
+u counts twice: once for this request, once for those that come behind it; and at most 1.5 times more for those that it
+holds up, so that no prompt waits behind more than that to spare them. A target has room for a request if it is
 idle, or if the blocks of all its active prompts, one for the answer of each sequence included, fill at most ``FILL`` of
 its KV cache, and it accepts another sequence.
 """
@@ -41,9 +41,10 @@ from router.placement.target_loads import (
 
 FILL = 0.95
 OWN_WORK = 2.0
-HELD_UP = 1 / 64  # of each sequence, up to 1 of all: a higher end lengthens the p99, a lower one the mean
-OCCUPANCY = 1 / 16
-TURNS = 1 / 128  # with half of it (and USES of 2) bursts above the knee wait 5 % longer; elsewhere level
+HELD_UP = 1 / 40  # of each sequence: with 1 / 64 answers at the knee take 5 % longer, with 1 / 32 the p99 is 5 % higher
+MOST_HELD_UP = 1.5  # of all sequences: a higher end lengthens the p99, a lower one the mean
+OCCUPANCY = 1 / 32  # with 1 / 16 the p99 of overload is 5 % higher where prompts share a long prefix
+TURNS = 1 / 256  # with 1 / 128 answers take 3 % longer where long prompts come among short ones
 FAVOUR = 256.0  # prompt tokens of work, at most, that a session's last target is ahead
 SLOT_TOKENS = 3000.0  # prompt tokens that a target computes in the time in which one of its slots becomes free
 
@@ -161,7 +162,7 @@ def target_terms(at: Any, sequences: Any, ops: Any, prefill_weight: float = 1.0)
         compute * at[BACKLOG] + decode + turn,
         decode,
         OWN_WORK * compute,
-        compute * ops.minimum(1.0, HELD_UP * (running - at[COMPUTING])),
+        compute * ops.minimum(MOST_HELD_UP, HELD_UP * (running - at[COMPUTING])),
         block * sequences,
         ops.where(running == 0, math.inf, room),
     )

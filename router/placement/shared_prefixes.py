@@ -12,7 +12,7 @@ that are not known, so memory is bounded by the number of prompts remembered.
 from bisect import bisect_right
 from collections.abc import Sequence
 
-USES = 4  # by each target, from which on a prefix is shared; with 2, bursts make theirs free too early
+USES = 8  # by each target, from which on a prefix is shared; with 4, bursts make theirs free too early
 PROMPTS = 128  # for each target, until the older generation is dropped
 MOST_PROMPTS = 1 << 14
 ADDED = 8

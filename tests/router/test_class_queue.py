@@ -24,21 +24,23 @@ def push(waiting: RequestQueue[None], id: str, size: float, *, at: int = 0, tena
 def test_every_request_is_taken_after_a_multiple_of_the_work_in_front_of_it(
     steps: list[tuple[int, int, int]],
 ) -> None:
-    """Arrivals and turns in any order, short requests first: work had before a request is bounded when it arrives."""
+    """Arrivals and turns in any order, short requests first: what goes before a request is bounded."""
     waiting: RequestQueue[None] = RequestQueue(1000)
     had, front, largest = 0.0, 0.0, 0.0
     bounds: dict[str, float] = {}
+    came: dict[str, float] = {}
+    most: dict[str, float] = {}  # held at once since it came
     sizes: dict[str, float] = {}
     for number, (kind, size, turns) in enumerate([*steps, (0, 1, 200)]):
         if kind:
             held = sum(sizes.values())
             front = max(front, had + OVERDUE_AFTER * held) if sizes else had + OVERDUE_AFTER * held
             push(waiting, str(number), size, at=number)
-            sizes[str(number)], bounds[str(number)] = size, front
-            largest = max(largest, size)
+            sizes[str(number)], bounds[str(number)], came[str(number)] = size, front, had
+            largest, most = max(largest, size), {id: max(most.get(id, 0), held + size) for id in sizes}
         for _ in range(turns):
             for entry in waiting.window(size=1, now_ns=LONG_AFTER_NS):
-                assert had <= bounds.pop(entry.id) + largest
+                assert had <= max(bounds.pop(entry.id), came[entry.id] + most[entry.id]) + largest
                 had += sizes.pop(entry.id)
                 waiting.take(entry.id)
     assert not len(waiting)
@@ -57,12 +59,25 @@ def test_short_requests_overtake_a_long_one_by_a_multiple_of_what_it_waits_for()
     assert taken.index("long") == 20 * OVERDUE_AFTER + 1
 
 
+def test_who_had_little_in_front_of_it_does_not_stop_the_short_ones_while_more_is_held_now() -> None:
+    """The long one came first. When 50 short ones are held behind it, it goes once as much was taken as is held."""
+    waiting: RequestQueue[None] = RequestQueue(1000)
+    push(waiting, "long", 1000)
+    for number in range(50):
+        push(waiting, f"short {number}", 100, at=1)
+    taken: list[str] = []
+    while len(waiting):
+        (entry,) = waiting.window(size=1, now_ns=LONG_AFTER_NS)
+        taken.append(waiting.take(entry.id).id)
+    assert taken.index("long") == 31  # 31 taken, 19 and the long one held: 3,100 of work and 2,900
+
+
 def test_within_the_first_seconds_nothing_is_overdue() -> None:
     waiting: RequestQueue[None] = RequestQueue(1000)
-    push(waiting, "long", 10_000)
+    push(waiting, "long", 1000)
     for number in range(100):
         push(waiting, f"short {number}", 100, at=1)
-    for _ in range(50):
+    for _ in range(60):
         (entry,) = waiting.window(size=1, now_ns=OVERDUE_NS - 1)
         assert waiting.take(entry.id).id != "long"
     assert [entry.id for entry in waiting.window(size=1, now_ns=OVERDUE_NS)] == ["long"]
@@ -73,7 +88,7 @@ def test_who_waited_longer_still_is_tried_alone() -> None:
     waiting: RequestQueue[None] = RequestQueue(1000)
     for number in range(10):
         push(waiting, f"before {number}", 100, at=number)
-    push(waiting, "large", 10_000, at=50)
+    push(waiting, "large", 5000, at=50)
     placed = 0
     for number in range(200):
         push(waiting, f"short {number}", 100, at=100 + number)

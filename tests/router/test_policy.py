@@ -61,12 +61,12 @@ def test_golden_score_table() -> None:
     ]
 
 
-def test_a_prompt_counts_once_more_at_most_for_the_sequences_that_it_holds_up() -> None:
-    few, many, more = (member(f"{n}", load=Load(n, n), slots=512) for n in (32, 64, 256))
+def test_the_sequences_that_a_prompt_holds_up_count_up_to_an_end() -> None:
+    few, many, more = (member(f"{n}", load=Load(n, n), slots=512) for n in (20, 60, 256))
     choice = decide(RoutingContext(ASK, [few, many, more], {}, "kv", Weights(), 0))
     scores = {each.worker: each.score for each in choice.candidates}
-    assert scores["64"] - scores["32"] == 330 / 2
-    assert scores["256"] == scores["64"]
+    assert scores["60"] - scores["20"] == 330
+    assert scores["256"] == scores["60"]
 
 
 def test_overlap_wins_until_load_outweighs_it() -> None:
