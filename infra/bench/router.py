@@ -23,7 +23,9 @@ from router.routing import Weights
 _REQUESTS_PER_WORKER = 500
 _SWEEP_REQUESTS = 200
 
-PolicyName = Literal["kv", "kv_predicted", "dynamo", "round_robin", "random", "least_loaded", "least_blocks"]
+PolicyName = Literal[
+    "kv", "kv_predicted", "dynamo", "searched", "round_robin", "random", "least_loaded", "least_blocks"
+]
 WorkloadName = Literal["chat", "agents", "documents", "unique", "bursts", "hot", "mixed", "images"]
 Positive = Annotated[float, Meta(gt=0)]
 
@@ -113,10 +115,12 @@ def run(settings: Settings) -> int:
 def fleet(settings: Settings) -> Fleet:
     """
     Raises:
-        BadBench: there are prefill workers without decode workers, or the other way round.
+        BadBench: there are prefill workers without decode workers, or a policy has no rule for such workers.
     """
     if bool(settings.prefill) != bool(settings.decode):
         raise BadBench("--prefill and --decode go together")
+    if "searched" in settings.policies and (settings.prefill or settings.encode):
+        raise BadBench("policy searched is for aggregated workers alone")
     roles = ["prefill"] * settings.prefill + ["decode"] * settings.decode or ["aggregated"] * settings.workers
     for flag, count in (("--slow-workers", settings.slow_workers), ("--slow-decode", settings.slow_decode)):
         if count > len(roles):

@@ -1,8 +1,8 @@
 """The cost of a request at each target, in prompt tokens of work. Pure.
 
-    whole request   s · (A + 2 u + u · min(d / 40, 1.5))  +  t · (D / 32 + 3000 w)  +  max(s, t) · S / 256
-    prefill stage   s · (A + 2 u)                         +  t · (D / 32 + 3000 w)  +  max(s, t) · S / 256
-    decode stage                                             t · (D / 32 + 3000 w)
+    whole request   s · (A + 2 u + u · min(d / 40, 1.25))  +  t · (D / 32 + 3000 w)  +  max(s, t) · S / 256
+    prefill stage   s · (A + 2 u)                          +  t · (D / 32 + 3000 w)  +  max(s, t) · S / 256
+    decode stage                                              t · (D / 32 + 3000 w)
 
 u: tokens of the prompt that the target neither caches nor is about to compute for another request, at least 1; but
    those of a prefix that many prompts share are free (``shared_prefixes``)
@@ -14,7 +14,7 @@ S: tokens of the prompts that it was sent lately, cached or not; so idle targets
    prefixes that are used now and then
 s, t: time per prompt token and per step relative to the other targets, learnt
 
-u counts twice: once for this request, once for those that come behind it; and at most 1.5 times more for those that it
+u counts twice: once for this request, once for those that come behind it; and at most 1.25 times more for those that it
 holds up, so that no prompt waits behind more than that to spare them. A target has room for a request if it is
 idle, or if the blocks of all its active prompts, one for the answer of each sequence included, fill at most ``FILL`` of
 its KV cache, and it accepts another sequence.
@@ -42,7 +42,7 @@ from router.placement.target_loads import (
 FILL = 0.95
 OWN_WORK = 2.0
 HELD_UP = 1 / 40  # of each sequence: with 1 / 64 answers at the knee take 5 % longer, with 1 / 32 the p99 is 5 % higher
-MOST_HELD_UP = 1.5  # of all sequences: a higher end lengthens the p99, a lower one the mean
+MOST_HELD_UP = 1.25  # of all sequences: a higher end lengthens the p99, a lower one the mean
 OCCUPANCY = 1 / 32  # with 1 / 16 the p99 of overload is 5 % higher where prompts share a long prefix
 TURNS = 1 / 256  # with 1 / 128 answers take 3 % longer where long prompts come among short ones
 FAVOUR = 256.0  # prompt tokens of work, at most, that a session's last target is ahead

@@ -62,11 +62,11 @@ def test_golden_score_table() -> None:
 
 
 def test_the_sequences_that_a_prompt_holds_up_count_up_to_an_end() -> None:
-    few, many, more = (member(f"{n}", load=Load(n, n), slots=512) for n in (20, 60, 256))
+    few, many, more = (member(f"{n}", load=Load(n, n), slots=512) for n in (20, 50, 256))
     choice = decide(RoutingContext(ASK, [few, many, more], {}, "kv", Weights(), 0))
     scores = {each.worker: each.score for each in choice.candidates}
-    assert scores["60"] - scores["20"] == 330
-    assert scores["256"] == scores["60"]
+    assert scores["50"] - scores["20"] == 330 * 0.75
+    assert scores["256"] == scores["50"]
 
 
 def test_overlap_wins_until_load_outweighs_it() -> None:

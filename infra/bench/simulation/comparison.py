@@ -16,6 +16,7 @@ from infra.bench.simulation.figures import Figures, figures
 from infra.bench.simulation.fleet import simulate
 from infra.bench.simulation.placement import PlacementPolicy
 from infra.bench.simulation.policy import Fleet, Policy
+from infra.bench.simulation.searched import SearchedPolicy
 from infra.bench.simulation.trace import Trace
 from infra.bench.simulation.workloads import WORKLOADS, generate
 from router.routing import Weights
@@ -24,6 +25,7 @@ POLICIES: Mapping[str, Callable[[int], Policy]] = {
     "kv": PlacementPolicy,
     "kv_predicted": partial(PlacementPolicy, kv_events=False),
     "dynamo": DynamoPolicy,
+    "searched": SearchedPolicy,
     "round_robin": partial(rules.RulePolicy, rules.round_robin),
     "random": partial(rules.RulePolicy, rules.uniform),
     "least_loaded": partial(rules.RulePolicy, rules.least_requests),

@@ -11,7 +11,7 @@ import random
 from collections.abc import Iterable, Sequence
 
 from infra.bench.simulation.cache import StoredRun
-from infra.bench.simulation.key_masks import KeyMasks
+from infra.bench.simulation.key_masks import KeyCounts, KeyMasks
 from infra.bench.simulation.policy import Fleet, Placement, Target
 from infra.bench.simulation.trace import Request
 
@@ -27,8 +27,7 @@ class DynamoPolicy:
         self._positions = {target: at for at, target in enumerate(self._targets)}
         self._counts_decode = not fleet.with_role("prefill")
         self._cached = KeyMasks(len(self._targets))
-        self._active = KeyMasks(len(self._targets))
-        self._active_counts: list[dict[int, int]] = [{} for _ in self._targets]
+        self._active = KeyCounts(len(self._targets))
         self._backlog = [0] * len(self._targets)
         self._uncached: dict[int, int] = {}  # by request without a first token
         self._placed: dict[int, int] = {}
@@ -44,14 +43,14 @@ class DynamoPolicy:
             blocks = (backlog + request.prompt_tokens) / self._size - self._credit * cached[at]
             cost = self._scale * max(0.0, blocks)
             if self._counts_decode:
-                cost += len(self._active_counts[at]) + len(request.keys) - active[at]
+                cost += self._active.distinct(at) + len(request.keys) - active[at]
             costs.append(cost)
         at = self._lowest(costs)
         self._placed[request.index] = at
         uncached = self._uncached[request.index] = max(0, request.prompt_tokens - cached[at] * self._size)
         self._backlog[at] += uncached
         if self._counts_decode:
-            self._count(at, request.keys)
+            self._active.add(at, request.keys)
         return Placement(self._targets[at])
 
     def decode(self, request: Request, now_ns: int) -> Target:
@@ -81,7 +80,7 @@ class DynamoPolicy:
         self.prefilled(request, now_ns)
         at = self._placed.pop(request.index)
         if self._counts_decode:
-            self._discount(at, request.keys)
+            self._active.remove(at, request.keys)
         target = self._decoding.pop(request.index, None)
         if target is not None:
             self._decode_blocks[target] -= len(request.keys)
@@ -90,23 +89,3 @@ class DynamoPolicy:
         best = min(costs)
         ties = [at for at, cost in enumerate(costs) if cost == best]
         return ties[0] if len(ties) == 1 else self._rng.choice(ties)
-
-    def _count(self, at: int, keys: Sequence[int]) -> None:
-        counts, new = self._active_counts[at], []
-        for key in keys:
-            count = counts.get(key, 0)
-            counts[key] = count + 1
-            if not count:
-                new.append(key)
-        self._active.add(at, new)
-
-    def _discount(self, at: int, keys: Sequence[int]) -> None:
-        counts, gone = self._active_counts[at], []
-        for key in keys:
-            count = counts[key] - 1
-            if count:
-                counts[key] = count
-            else:
-                del counts[key]
-                gone.append(key)
-        self._active.remove(at, gone)

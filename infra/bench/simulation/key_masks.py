@@ -39,6 +39,40 @@ class KeyMasks:
         return depths
 
 
+class KeyCounts:
+    """As ``KeyMasks``, where each position has every key as often as it was added."""
+
+    def __init__(self, positions: int) -> None:
+        self._masks = KeyMasks(positions)
+        self._counts: list[dict[int, int]] = [{} for _ in range(positions)]
+
+    def distinct(self, position: int) -> int:
+        return len(self._counts[position])
+
+    def leading(self, keys: Sequence[int]) -> list[int]:
+        return self._masks.leading(keys)
+
+    def add(self, position: int, keys: Iterable[int]) -> None:
+        counts, new = self._counts[position], []
+        for key in keys:
+            count = counts.get(key, 0)
+            counts[key] = count + 1
+            if not count:
+                new.append(key)
+        self._masks.add(position, new)
+
+    def remove(self, position: int, keys: Iterable[int]) -> None:
+        counts, gone = self._counts[position], []
+        for key in keys:
+            count = counts[key] - 1
+            if count:
+                counts[key] = count
+            else:
+                del counts[key]
+                gone.append(key)
+        self._masks.remove(position, gone)
+
+
 def _set(depths: list[int], mask: int, depth: int) -> None:
     while mask:
         bit = mask & -mask

@@ -7,6 +7,7 @@ from infra.bench.simulation.dynamo import DynamoPolicy
 from infra.bench.simulation.fleet import simulate
 from infra.bench.simulation.policy import Fleet, Placement, WorkerSpec
 from infra.bench.simulation.rules import RulePolicy, least_requests, round_robin
+from infra.bench.simulation.searched import SearchedPolicy
 from infra.bench.simulation.trace import Request
 from infra.bench.simulation.workloads import WORKLOADS, generate
 from router.routing import Weights
@@ -65,6 +66,8 @@ def test_round_robin_takes_turns_and_least_loaded_avoids_the_busy_one() -> None:
     ids=["workers", "ranks", "pairs", "encoders"],
 )
 def test_a_policy_serves_every_request_of_a_workload(policy: str, fleet: Fleet) -> None:
+    if policy == "searched" and (fleet.encoders or fleet.with_role("prefill")):
+        pytest.skip("it is for aggregated workers alone")
     for name in ("images", "hot"):
         found = run(Cell(fleet, 1.0, name, None, 60), policy, 1)
         assert (found.figures.requests, found.figures.unfinished) == (60, 0)
@@ -92,6 +95,17 @@ def test_decode_workers_that_compute_no_prompts_keep_their_sequences_faster() ->
         for tokens in (1000, 0)
     ]
     assert gaps[1] < gaps[0]
+
+
+def test_the_searched_policy_holds_what_has_no_room_and_lets_short_prompts_go_first() -> None:
+    policy = SearchedPolicy()
+    long, short = request(1, 6400), request(2, 640)
+    policy.start(Fleet((WorkerSpec(blocks=100),)), [request(0, 6000), long, short])
+    assert policy.arrive(request(0, 6000), 0) == Placement((0, 0))
+    assert policy.arrive(long, 1) is policy.arrive(short, 2) is None
+    assert list(policy.pump(3)) == []
+    policy.finished(request(0, 6000), 4)
+    assert list(policy.pump(5)) == [(short, Placement((0, 0)))]
 
 
 def test_equal_seeds_give_equal_runs() -> None:
