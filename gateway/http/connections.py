@@ -123,6 +123,10 @@ class Connection(HttpToolsProtocol):
         self._unset_keepalive_if_required()
         if self.on_lost is not None:
             self.on_lost()
+        # Its requests refer to it. Without references to them it is freed at once, not by garbage collection.
+        self.cycle = self._answered = None  # type: ignore[assignment]
+        self.pipeline.clear()
+        self.scope = {}  # type: ignore[typeddict-item]
 
     def data_received(self, data: bytes) -> None:
         if self._closing:

@@ -174,7 +174,7 @@ class InflightRequest:
             self._live = asyncio.get_running_loop().create_future()
             await self._live
         if self._error is not None:
-            raise self._error
+            raise self._error.with_traceback(None)
 
     def complete(self, items: Iterable[TokenItem]) -> None:
         """Add the missing items from the request's record (``schemas.done.items``)."""
@@ -211,7 +211,8 @@ class InflightRequest:
             await asyncio.sleep(0)
         while not self._items:
             if self._error is not None:
-                raise self._error
+                # The error may be shared by many requests: each would leave its frames in the traceback for good.
+                raise self._error.with_traceback(None)
             self._read_on()
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter

@@ -5,6 +5,7 @@ The mock engine refuses blocks whose content is not that of their tokens, so no 
 """
 
 import asyncio
+import gc
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -47,6 +48,7 @@ from workers.engines import mock
 from workers.engines.base import Reservation
 from workers.engines.mock.executor import expected_tokens
 from workers.engines.mock.memory import embedding
+from workers.sequence_state import SequenceState
 from workers.stopping import GRACE_S
 
 PROMPT = list(range(1, 31))  # seven full blocks and a rest
@@ -127,6 +129,23 @@ async def test_decode_goes_on_behind_the_token_that_prefill_streamed(log: LogCli
     states = await log.states(asked, "read", "released")
     assert states == ["offered", "leased", "read", "released"]
     await pair.free()
+
+
+async def test_what_was_handed_off_is_freed_without_a_garbage_collection(log: LogClient, pair: Pair) -> None:
+    """Full collections are rare in a process that serves."""
+
+    def sequences() -> list[SequenceState]:
+        return [each for each in gc.get_objects() if isinstance(each, SequenceState) and each.request_id == asked.id]
+
+    asked, following = request(PROMPT), request()
+    gc.disable()
+    try:
+        for each in (asked, following):  # locals still refer to the last request
+            await send_jobs(log, pair, each)
+            await log.end(each)
+        await eventually(lambda: not sequences())
+    finally:
+        gc.enable()
 
 
 async def test_each_stage_of_a_traced_request_leaves_its_own_stamps(log: LogClient, pair: Pair) -> None:

@@ -1,8 +1,10 @@
 """Limits of HTTP connections, on bare sockets: headers, times, numbers, clients that do not read, an orderly end."""
 
 import asyncio
+import gc
 import json
 import socket
+import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from typing import Any
@@ -14,6 +16,7 @@ from gateway.http.server import HttpServer
 from gateway.main import listen
 from infra.bus import loop_lag
 from infra.bus.tasks import Tasks
+from tests.infra.bus.support import eventually
 
 GET = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
 Client = tuple[asyncio.StreamReader, asyncio.StreamWriter]
@@ -503,6 +506,21 @@ async def test_the_end_is_bounded_whatever_clients_do(serve: Serve) -> None:
         await serving.server.close()
         assert asyncio.get_running_loop().time() - began < 5.0
         assert serving.server.connections == []
+
+
+@pytest.mark.parametrize("sent", [GET, GET.replace(b"/", b"/wait", 1) + GET], ids=["answered", "waiting"])
+async def test_a_lost_connection_is_freed_without_a_garbage_collection(serve: Serve, sent: bytes) -> None:
+    """Full collections are rare in a process that serves."""
+    serving = await serve()
+    gc.disable()
+    try:
+        async with asyncio.timeout(10), serving.client(sent):
+            await serving.app.begun.wait()
+            (connection,) = map(weakref.ref, serving.server.connections)
+        serving.app.go.set()
+        await eventually(lambda: connection() is None)
+    finally:
+        gc.enable()
 
 
 # -- many at once ---------------------------------------------------------------------------------------------------

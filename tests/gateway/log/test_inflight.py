@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import traceback
 
 import msgspec
 import pytest
@@ -213,6 +214,17 @@ async def test_of_many_readers_few_are_woken_in_one_turn_and_the_others_take_wha
         inflight.feed(item(1), 2)
     await asyncio.gather(*reading)
     assert took[-1] == [item(0), item(1)]
+
+
+async def test_an_error_that_ends_many_requests_keeps_none_of_them() -> None:
+    error = ServingError(Code.cancelled, "the client disconnected")
+    for _ in range(3):
+        inflight = InflightRequest(request_of())
+        inflight.fail(error)
+        with pytest.raises(ServingError) as raised:
+            await inflight.take()
+        frames = [frame for frame, _ in traceback.walk_tb(raised.tb)]
+        assert [frame.f_code.co_name for frame in frames].count("take") == 1
 
 
 def test_items_with_log_probabilities_count_more() -> None:
