@@ -69,7 +69,7 @@ class Gateway:
         draining: no longer ready; requests that still arrive are served.
         stopped: open requests were left to other gateways.
         answering: open requests whose answers go out over HTTP.
-        turns: portions of what is done for each new request and for each event of a running answer.
+        turns: shares the event loop's turns between new requests and running answers.
     """
 
     def __init__(

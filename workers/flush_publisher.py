@@ -177,7 +177,7 @@ class _Cancelled(Flush):
 
 
 def _owner(sequence: SequenceState) -> RunningRequest | None:
-    """None: its request is over."""
+    """None: its request is over, or handed off."""
     owner = sequence.owner
     assert owner is None or isinstance(owner, RunningRequest)
     return owner

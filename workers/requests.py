@@ -51,7 +51,7 @@ class RunningRequest(msgspec.Struct, eq=False):
         return all(o is not None or s.handed_off for o, s in zip(self.outcomes, self.sequences, strict=True))
 
     def let_go(self) -> None:
-        """It is over. Without references back from its sequences it is freed at once, not by garbage collection."""
+        """It is over, or handed off. Its sequences no longer refer to it, so it is freed without garbage collection."""
         for sequence in self.sequences:
             sequence.owner = None
 

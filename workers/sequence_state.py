@@ -52,7 +52,7 @@ class SequenceState:
         want_logprobs: bool,
         stream: TextStream | None = None,
     ) -> None:
-        self.owner: object = owner  # None: its request is over
+        self.owner: object = owner  # None: its request is over, or handed off
         self.request_id = request_id
         self.attempt = attempt
         self.index = index

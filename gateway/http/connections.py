@@ -103,7 +103,7 @@ class Connection(HttpToolsProtocol):
         self._idle_since = 0.0  # while the server drains; 0: it is not idle
         self._stalled_since = 0.0  # the client does not read
         self._unsent = 0
-        self._unread = b""  # received when other requests had their turn
+        self._unread = b""  # received when this turn's requests had been read
 
     # --- the protocol ---
 

@@ -36,7 +36,7 @@ class HttpServer:
 
     Attributes:
         draining: no connection is kept behind its present answer.
-        turns: portions in which new requests are read.
+        turns: shares the event loop's turns, in which new requests are read.
     """
 
     def __init__(

@@ -77,7 +77,7 @@ class BusClient(Client):  # type: ignore[misc]  # untyped
 
         It must be quick, since nothing else is read meanwhile. What it raises is reported as nats-py reports errors.
         """
-        sid = self._sid + 1  # that ``subscribe`` takes before it awaits anything
+        sid = self._sid + 1  # ``subscribe`` takes it before it awaits anything
         self._handlers[sid] = handler
         try:
             sub = await self.subscribe(subject)

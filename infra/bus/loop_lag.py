@@ -11,9 +11,9 @@ from infra.metrics.scope import MetricScope
 EVERY_S = 0.1  # each measurement costs 30 to 60 CPU-µs
 WINDOW_S = 30.0
 SLICE_S = 0.002
-TURN_S = 0.003  # what is read of the broker's messages and garbage collection come on top
+TURN_S = 0.003  # reading the broker's messages and collecting garbage come on top
 AT_ONCE = 64  # tasks woken in one turn: their parts take 0.05 to 0.3 ms
-READS = 16  # requests read from their connections in one turn, as many as can be prepared in ``TURN_S``
+READS = 16  # requests read from their connections in one turn: about as many as can be prepared in ``TURN_S``
 # Garbage collection of a process that serves: new objects between two collections of the young ones (Python's default),
 # how many of these between two of the middle generation (1 ms each), and how many of those between two of everything
 # (20 to 40 ms with 2,500 open streams; with Python's default, several in a burst of requests).
@@ -46,8 +46,8 @@ class TimeSlice:
 class TurnBudget:
     """Shares the turns of an event loop among thousands of tasks that may become ready together.
 
-    All that runs in one turn takes about ``TURN_S`` and one part more at most, where a part is what a task does between
-    two waits. The others wait for later turns, and what else is due runs in between. Otherwise a thousand requests that
+    What runs in one turn takes about ``TURN_S`` and at most one part more; a part is what a task does between two
+    waits. The others wait for later turns, and what else is due runs in between. Otherwise a thousand requests that
     arrive at once stop the loop until all of them are prepared. Running answers and new requests wait in lines of their
     own, first come, first served, and take turns. Processor time counts: while other processes have the core, nothing
     is gained by smaller portions.
@@ -64,8 +64,8 @@ class TurnBudget:
         self._woken = 0  # in this turn
         self._read = 0
         self._entering = 0  # new requests that waited for this turn
-        self._until = 0.0  # the time of this turn is over
-        self._part = False  # one has run in this turn
+        self._until = 0.0  # when the time of this turn is over
+        self._part = False  # whether one has run in this turn
         self._scheduled = False
 
     def wake(self, waiter: "asyncio.Future[None]") -> None:
@@ -155,7 +155,7 @@ class TurnBudget:
             self._unread.popleft()()
 
     def _release(self, line: "deque[asyncio.Future[None]]", count: int) -> None:
-        """Wake them one after the other: parts of one kind take less time behind each other."""
+        """Wake the first ``count``. Each line has parts of one kind, which take less time one after the other."""
         while line and count:
             waiter = line.popleft()
             if not waiter.done():  # else it was cancelled

@@ -134,9 +134,9 @@ class Headers(Mapping[str, str]):
 
 
 def read_republished(raw: bytes) -> tuple[str, int, int] | None:
-    """What the server says of a message that it republishes: its subject, its sequence, and the one before on it.
+    """Subject and sequence of a republished message, and the sequence of the one before on this subject.
 
-    None: a client published it.
+    None: a client published it, not the server.
 
     Args:
         raw: as for ``read_headers``.
@@ -144,7 +144,7 @@ def read_republished(raw: bytes) -> tuple[str, int, int] | None:
     found = _REPUBLISHED.match(raw, max(0, raw.rfind(b"\r\nNats-Stream: ")))
     if found is not None:
         subject, seq, previous = found.groups()
-        return subject.decode(), int(seq), int(previous)
+        return subject.decode(errors="replace"), int(seq), int(previous)
     headers = Headers(raw)  # another order
     try:
         return headers["Nats-Subject"], int(headers["Nats-Sequence"]), int(headers["Nats-Last-Sequence"])

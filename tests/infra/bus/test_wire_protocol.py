@@ -91,6 +91,13 @@ def test_a_republished_message_is_read_in_whatever_order_the_server_writes(
     assert read_republished(_block(headers)) is None
 
 
+def test_a_republished_message_is_read_although_its_subject_is_no_text() -> None:
+    """Without it, what follows would look like a gap, which is read again from the stream."""
+    server = {"Stream": "s", "Subject": "a.?", "Sequence": "7", "Time-Stamp": "", "Last-Sequence": "5"}
+    raw = _block({f"Nats-{name}": value for name, value in server.items()}).replace(b"?", b"\xff")
+    assert read_republished(raw) == ("a.\ufffd", 7, 5)
+
+
 @pytest.mark.parametrize(
     "raw",
     [
