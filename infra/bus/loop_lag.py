@@ -64,7 +64,7 @@ class TurnBudget:
         self._woken = 0  # in this turn
         self._read = 0
         self._entering = 0  # new requests that waited for this turn
-        self._until = 0.0  # when the time of this turn is over
+        self._until = 0.0  # when the time of this turn is over; 0: it begins with the first part
         self._part = False  # whether one has run in this turn
         self._scheduled = False
 
@@ -120,21 +120,19 @@ class TurnBudget:
             self._begin()
         now = self._clock()
         if not self._part:  # however long other things took
-            self._part, self._until = True, max(self._until, now + TURN_S / 4)
+            self._part, self._until = True, max(self._until or now + TURN_S, now + TURN_S / 4)
         return now <= self._until
 
     def _begin(self) -> None:
-        self._scheduled = True
-        self._until = self._clock() + TURN_S
+        self._scheduled, self._until = True, 0.0
         asyncio.get_running_loop().call_soon(self._next_turn)
 
     def _next_turn(self) -> None:
         """Behind the parts of a turn."""
-        now = self._clock()
         late = self._late
         if late:
             self._at_once = max(1, self._at_once // 2)
-        elif self._until - now > TURN_S / 2:
+        elif self._at_once < AT_ONCE and self._until - self._clock() > TURN_S / 2:
             self._at_once = min(2 * self._at_once, AT_ONCE)
         for line, waiter in reversed(late):
             line.appendleft(waiter)
@@ -143,7 +141,7 @@ class TurnBudget:
         if not (self._running or self._new or self._unread):
             self._scheduled = False
             return
-        self._until = now + TURN_S
+        self._until = self._clock() + TURN_S
         asyncio.get_running_loop().call_soon(self._next_turn)
         first, second = self._lines
         share = max((self._at_once + 1) // 2, self._at_once - len(second))
