@@ -99,7 +99,7 @@ class ClusterState:
 
     def _use_index(self, index: PrefixIndex) -> None:
         self.index = index
-        self._loader = IndexLoader(self._bus, index, self.tasks, self._is_registered)
+        self._loader = IndexLoader(self._bus, index, self.tasks, self._is_registered, self._on_loaded)
 
     def _tail(self, stream: str, kind: str, handle: Callable[[Entry], None]) -> LogTail:
         subjects = self._bus.subjects
@@ -319,6 +319,9 @@ class ClusterState:
             handed=sent.handed,
             keys=sent.keys,
         )
+        if changed and sent.keys:  # its prompt's KV events may have been read before it: after a start, for example
+            for stage in sent.load.route or (Stage(sent.role, sent.worker),):
+                self._find_computed((stage.worker, stage.rank), sent.keys[-1])
         if changed and (sent.worker in self._left or any(stage.worker in self._left for stage in sent.load.route)):
             stranded = self.tracker.request(sent.request)
             if stranded is not None and self._bus.connected:
@@ -357,6 +360,19 @@ class ClusterState:
                     computed |= self.tracker.stored(target_id, keys_view(event.digests), now_ns)
         if computed:
             self._listener.capacity_changed()
+
+    def _find_computed(self, target_id: TargetId, key: int) -> None:
+        """Prompts that end with this block are computed if the index has it: no event will report them any more."""
+        if self.index is not None and self.index.holds(target_id, key):
+            self.tracker.stored(target_id, (key,), 0)
+
+    def _on_loaded(self, worker: str) -> None:
+        """The events that a dump replaces are not read."""
+        registration = self.tracker.worker(worker)
+        for rank in range(registration.dp_size if registration is not None else 0):
+            for task in self.tracker.loads.uncomputed((worker, rank)):
+                self._find_computed(task.target, task.keys[-1])
+        self._listener.capacity_changed()
 
     # Workers
 

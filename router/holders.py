@@ -138,6 +138,11 @@ class Holders:
         self._names.clear()
         self._named = 0
 
+    def holds(self, holding: Holding, key: int) -> bool:
+        """Whether ``holding`` has a block."""
+        name = key & KEY_MASK
+        return self._holds(holding.bit, self.tree.find(name), name)
+
     def store(self, holding: Holding, keys: Sequence[int], parent: int | None) -> None:
         """Add ``keys``, each the child of the one before, the first a child of ``parent``."""
         if keys:

@@ -167,6 +167,11 @@ class PrefixIndex:
         """``match`` as masks, to be read at once."""
         return self.holders.depths(keys)
 
+    def holds(self, target_id: TargetId, key: int) -> bool:
+        """Whether a target is known to hold a block."""
+        feed = self._feeds.get(target_id)
+        return feed is not None and feed.holding is not None and self.holders.holds(feed.holding, key)
+
     def awaiting_dump(self) -> list[TargetId]:
         """Targets whose events have a gap."""
         return sorted(target_id for target_id, feed in self._feeds.items() if feed.holding is None)

@@ -23,13 +23,22 @@ class IndexLoader:
     """
     Args:
         is_registered: whether to keep asking a worker.
+        loaded: called with each worker whose dump was loaded.
     """
 
-    def __init__(self, bus: Bus, index: PrefixIndex, tasks: Tasks, is_registered: Callable[[str], bool]) -> None:
+    def __init__(
+        self,
+        bus: Bus,
+        index: PrefixIndex,
+        tasks: Tasks,
+        is_registered: Callable[[str], bool],
+        loaded: Callable[[str], None],
+    ) -> None:
         self._bus = bus
         self._index = index
         self._tasks = tasks
         self._is_registered = is_registered
+        self._on_loaded = loaded
         self._loaded: set[str] = set()  # workers whose whole cache is indexed
         self._running: dict[str, asyncio.Task[None]] = {}
 
@@ -78,6 +87,7 @@ class IndexLoader:
                 if await self.load(pages):
                     self._loaded.add(worker)
                     log.info("index_loaded", worker=worker, seq=pages[0].seq)
+                    self._on_loaded(worker)
                     return
             except (NatsError, TimeoutError, msgspec.MsgspecError) as error:
                 log.debug("dump_failed", worker=worker, error=repr(error))

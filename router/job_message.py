@@ -12,6 +12,7 @@ from schemas.jobs import Decision, DecisionInputs, Job, LoadHeader
 # Shorter prompts are computed before it matters to other routers which blocks they have.
 KEYS_FROM_TOKENS = 256
 MOST_KEYS = 4096  # the server takes headers of 64 KiB in all
+KEY_BYTES = 11  # as text (``schemas.blocks.keys_text``)
 
 
 class Positions(NamedTuple):
@@ -83,7 +84,7 @@ def build_load(pending: PendingRequest, decision: RoutingDecision, prefill: Regi
     )
 
 
-def tells_keys(load: LoadHeader, blocks: int) -> bool:
+def tells_keys(load: LoadHeader, blocks: int, room: int = MOST_KEYS * KEY_BYTES) -> bool:
     """Whether other routers that place requests of the model need the keys of this prompt's blocks.
 
     With them a router does not take the blocks that two prompts have in common for twice as many, and knows what a
@@ -92,5 +93,7 @@ def tells_keys(load: LoadHeader, blocks: int) -> bool:
 
     Args:
         blocks: full ones of the prompt.
+        room: bytes that the message may still grow by.
     """
-    return load.prompt_tokens - load.cached_tokens >= KEYS_FROM_TOKENS and blocks <= MOST_KEYS
+    fits = blocks <= MOST_KEYS and blocks * KEY_BYTES <= room
+    return fits and load.prompt_tokens - load.cached_tokens >= KEYS_FROM_TOKENS

@@ -295,11 +295,13 @@ class Router:
         load = build_load(pending, decision, prefill)
         self.cluster.admit(request.id, attempt, decision.route, load, keys, now_ns)
         self._decider.sent(request, decision.route)
-        told = self.intake.shares(request.model) and tells_keys(load, len(keys))
+        body = wire.encode(job)
+        room = self._bus.max_message - len(body)  # the server counts headers, too, and closes the link beyond its limit
+        told = self.intake.shares(request.model) and tells_keys(load, len(keys), room)
         try:
             stored = await self._publisher.send(
                 self._bus.subjects.work(first.role, first.worker),
-                wire.encode(job),
+                body,
                 f"{request.id}:{attempt}",
                 headers=jobs.headers_of(
                     jobs.load_header(*load), no_store=request.no_store, keys=keys_text(keys) if told else ""

@@ -217,7 +217,8 @@ class TargetLoads:
             self.changed.add(row)
         for task in done:
             self._decodes(task, now_ns)
-        self._computed_ns[target] = now_ns
+        if now_ns:
+            self._computed_ns[target] = now_ns
         return done
 
     def end(self, request: str, target: TargetId, now_ns: int = 0) -> Task | None:

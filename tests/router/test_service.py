@@ -568,9 +568,14 @@ async def test_a_gap_in_the_cache_events_is_closed_by_a_dump(clients: Clients, o
     await eventually(lambda: stub.dumps == 1)
     await stub.store(prompts[0].digests)
     await eventually(lambda: index.held(("w1", 0)) == 10)
+    loads = one.router.cluster.tracker.loads
+    await clients.ask(prompts[1])
+    await clients.placed(prompts[1])
+    assert [task.request for task in loads.uncomputed(("w1", 0))] == [prompts[1].id]
     await stub.store(prompts[1].digests, lost=True)
     await stub.store(prompts[2].digests)
     await eventually(lambda: index.held(("w1", 0)) == 30)
+    await eventually(lambda: not loads.uncomputed(("w1", 0)))
     assert stub.dumps == 2
     assert index.awaiting_dump() == []
     whole = PrefixIndex(1000)

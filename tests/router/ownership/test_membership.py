@@ -259,11 +259,11 @@ async def test_two_that_both_believe_to_own_a_model_place_each_request_once(
 
 
 async def test_routers_share_the_requests_of_an_owner_that_asks_them_to(
-    broker: EmbeddedNats, pipeline: Subjects, clients: Clients
+    broker: EmbeddedNats, pipeline: Subjects, clients: Clients, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await never_again(clients)
     async with routing(broker, pipeline, seed=1) as one, routing(broker, pipeline, seed=2) as two:
-        await clients.stub("w1", slots=1000)
+        stub = await clients.stub("w1", slots=1000, total_blocks=10_000)
         owner, helper = await roles(one, two)
         before = [request() for _ in range(20)]
         await clients.ask(*before)
@@ -275,7 +275,9 @@ async def test_routers_share_the_requests_of_an_owner_that_asks_them_to(
         assert not member_of(helper).owns(MODEL)
         await eventually(lambda: helper.folded == owner.unfinished)
         long = [request(range(start, start + 600)) for start in range(0, 4000, 1000)]
-        asked = [*(request() for _ in range(56)), *long]
+        widest = request(range(5000, 5900))  # its job leaves no room for 225 keys
+        monkeypatch.setattr(type(owner.bus), "max_message", property(lambda bus: len(wire.encode(widest)) + 1000))
+        asked = [*(request() for _ in range(55)), widest, *long]
         await clients.ask(*asked)
         for each in asked:
             await clients.placed(each)
@@ -292,6 +294,7 @@ async def test_routers_share_the_requests_of_an_owner_that_asks_them_to(
             assert again is not None
             assert again.chosen[0] == worker, "whichever router decided, its record suffices"
         await eventually(lambda: helper.folded == owner.unfinished)
+        assert sum(widest.id in router.router.cluster.tracker._keys for router in (owner, helper)) == 1
         share(owner, False)
         await eventually(lambda: not member_of(helper).reads)
         last = [request() for _ in range(20)]
@@ -299,6 +302,17 @@ async def test_routers_share_the_requests_of_an_owner_that_asks_them_to(
         for each in last:
             await clients.placed(each)
         assert [job.decision.router for _, job in await clients.work()][80:] == [owner.router.id] * 20
+        await stub.store(long[0].digests)
+        async with routing(broker, pipeline) as third:  # it reads that these blocks are stored before it reads the jobs
+            await eventually(lambda: not third.router.cluster.index.awaiting_dump())
+            await eventually(lambda: third.router.cluster.index.held(("w1", 0)) > 0)
+            assert third.unfinished == owner.unfinished
+            told, left = {each.id for each in long}, {each.id for each in long[1:]}
+            for router in (third.router, owner.router, helper.router):
+                loads = router.cluster.tracker.loads
+                await eventually(
+                    lambda loads=loads: {task.request for task in loads.uncomputed(("w1", 0))} & told == left  # type: ignore[misc]
+                )
 
 
 async def test_what_a_lost_router_had_read_of_shared_requests_comes_again_at_once(
