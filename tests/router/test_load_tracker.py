@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from router.ended_attempts import REMEMBERED
 from router.load import Load, LoadState, merge
 from router.load_tracker import LoadTracker
-from router.placement.target_loads import ACTIVE, CONTEXT, SEQUENCES
+from router.placement.target_loads import ACTIVE, BACKLOG, COMPUTING, CONTEXT, SEQUENCES
+from router.snapshot import only_logged
 from schemas.fleet import Registration, State
 from schemas.jobs import LoadHeader, Stage
 from tests.properties import examples
@@ -155,6 +156,75 @@ def test_a_request_counts_once_whenever_its_worker_registers() -> None:
     f.finish("of another router")
     f.finish("own")
     assert [f.loads.load(0)[column] for column in (SEQUENCES, ACTIVE, CONTEXT)] == [0, 0, 0]
+
+
+NAMES = st.sampled_from("rst")
+TARGETS = [("a", 0), ("a", 1), ("b", 0), ("b", 1)]
+PROMPTS = {"r": (1, 2, 3), "s": (1, 2, 4, 5), "t": (1, 2, 3)}
+SENT = st.tuples(
+    st.sampled_from(["own", "echo", "echo with keys"]), NAMES, st.integers(1, 3), st.sampled_from(TARGETS),
+    st.integers(1, 2), st.sampled_from([0, 32, 128]),
+)  # fmt: skip
+CHANGES = st.one_of(
+    SENT,
+    st.tuples(st.sampled_from(["done", "returned", "released"]), NAMES, st.integers(1, 3)),
+    st.tuples(st.sampled_from(["left", "joined", "joined with one rank"]), st.sampled_from(WORKERS)),
+    st.tuples(st.just("stored"), st.sampled_from(TARGETS), st.sampled_from([(1, 2, 3), (4, 5)])),
+    st.tuples(st.just("restored")),
+)
+
+
+def change(f: LoadTracker, step: tuple[Any, ...], workers: dict[str, Registration]) -> LoadTracker:
+    match step:
+        case ("own" | "echo" | "echo with keys" as kind, name, attempt, (worker, rank), n, cached):
+            route, keys = (Stage("aggregated", worker, rank),), () if kind == "echo" else PROMPTS[name]
+            more = {"n": n, "echoed": kind != "own", "keys": keys, "prompt_tokens": 128, "cached_tokens": cached}
+            admit(f, name, attempt, worker, route=route, **more)
+        case ("done", name, _):
+            f.finish(name, SECOND)
+        case ("returned", name, attempt):
+            f.end_attempt(name, attempt)
+        case ("released", name, attempt):
+            f.release(name, attempt)
+        case ("left", worker):
+            workers.pop(worker, None)
+            f.remove_worker(worker)
+        case ("stored", target, keys):
+            f.stored(target, keys, SECOND)
+        case ("restored",):  # workers register afterwards
+            f = LoadTracker.restore(merge(map(only_logged, f.parts(2))))
+            for registration in workers.values():
+                f.put_worker(registration)
+        case (kind, worker):
+            workers[worker] = registered(worker, dp_size=1 if kind == "joined with one rank" else 2)
+            f.put_worker(workers[worker])
+    return f
+
+
+@examples(100)
+@given(st.lists(CHANGES, max_size=20))
+def test_the_sums_are_those_of_the_active_requests_whatever_happened(steps: list[tuple[Any, ...]]) -> None:
+    f, workers = LoadTracker(), dict[str, Registration]()
+    for step in [("joined", "a"), ("joined", "b"), *steps, *(("done", name, 1) for name in PROMPTS)]:
+        f = change(f, step, workers)
+        for target in TARGETS:
+            at = [e for e in f.active() if e.target_id == target]
+            load = f.load(target, SECOND)
+            assert (load.requests, load.sequences) == (len(at), sum(e.n for e in at))
+            if (row := f.loads.row(target)) is None:
+                continue
+            column, uncomputed = f.loads.load(row), f.loads.uncomputed(target)
+            tasks = {e.request: f.loads._tasks.get((e.request, target)) for e in at}
+            shared = {key for task in tasks.values() if task is not None for key in task.keys}
+            alone = [e.blocks for e in at if (task := tasks[e.request]) is None or not task.keys]
+            assert column[SEQUENCES] == load.sequences
+            assert column[CONTEXT] == sum(e.prompt_blocks * e.n for e in at)
+            assert column[ACTIVE] == len(shared) + sum(alone)
+            assert column[BACKLOG] == sum(task.uncached_tokens for task in uncomputed)
+            assert column[COMPUTING] == sum(task.sequences for task in uncomputed)
+            assert {task.request for task in uncomputed} <= {e.request for e in at}
+    for kept in (f.loads._tasks, f._keys, f._stage_loads, f.loads.estimates):
+        assert not kept, "nothing leaks"
 
 
 def test_prefill_drains_with_time_and_never_exceeds_what_is_unfinished() -> None:
