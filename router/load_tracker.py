@@ -57,7 +57,7 @@ class LoadTracker:
         self._serving: dict[str, list[Registration]] = {}  # cache: by model, sorted by worker id
         self._revisions: dict[tuple[str, str], Revisions] = {}  # cache: by model and tokenizer
         self._requests: dict[str, ActiveRequest] = {}
-        self._stage_loads: dict[str, list[StageLoad]] = {}  # of requests that not only count (``_only_counts``)
+        self._stage_loads: dict[str, list[StageLoad]] = {}  # by request, except those of ``_only_counts``
         self._targets = TargetSums(self.loads, prefill_tokens_per_s)
         self.version = 0  # of the registrations
         self._unchecked: list[str] = []  # requests that the present round of ``expire`` has yet to check
@@ -393,9 +393,9 @@ class LoadTracker:
             self._targets.add(load.target_id, load.sequences, load.blocks, load.uncached_tokens, now_ns)
 
     def _only_counts(self, entry: ActiveRequest) -> bool:
-        """Whether nothing is to be learnt from a request, and no event tells when its prompt is computed.
+        """Whether a request adds to the sums and nothing more: no event tells when its prompt is computed.
 
-        So are short ones that other routers placed. What they cost is in the entry: nothing else is kept of them.
+        This is so for short prompts that other routers placed, the most frequent ones. ``entry`` has what they cost.
         """
         if entry.later or entry.handed or entry.role == ENCODE or entry.request in self._keys:
             return False
