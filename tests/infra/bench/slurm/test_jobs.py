@@ -92,7 +92,7 @@ def until(true: Callable[[], bool]) -> None:
 
 
 def ended(cluster: Cluster) -> bool:
-    return all(path.read_text() not in ("PENDING", "RUNNING") for path in (cluster.folder / "state").glob("*.job"))
+    return all(path.read_text() not in ("", "PENDING", "RUNNING") for path in (cluster.folder / "state").glob("*.job"))
 
 
 def test_a_failed_point_is_submitted_again_and_a_complete_one_is_not(
