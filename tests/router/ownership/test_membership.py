@@ -381,7 +381,7 @@ async def test_what_a_helper_had_that_was_lost_just_after_sharing_ended_comes_ag
         await helper.kill()
         assert len(owner.waiting) < held
         member_of(owner).link_broke(link)
-        await eventually(lambda: len(owner.waiting) == held)
+        await eventually(lambda: len(owner.waiting) >= held)  # the last of the 30 may have come after the count
 
 
 async def swallowed(*message: Any) -> None:
