@@ -84,7 +84,7 @@ def build_load(pending: PendingRequest, decision: RoutingDecision, prefill: Regi
     )
 
 
-def tells_keys(load: LoadHeader, blocks: int, room: int = MOST_KEYS * KEY_BYTES) -> bool:
+def sends_keys(load: LoadHeader, blocks: int, room: int = MOST_KEYS * KEY_BYTES) -> bool:
     """Whether other routers that place requests of the model need the keys of this prompt's blocks.
 
     With them a router does not take the blocks that two prompts have in common for twice as many, and knows what a

@@ -38,7 +38,7 @@ class LoadTracker:
     """Workers and their load.
 
     The log has no message for a first token. If the keys of a prompt are known, since this router placed the request or
-    another one told them, and its worker publishes KV events, the prompt counts in the prefill backlog until its last
+    another one sent them, and its worker publishes KV events, the prompt counts in the prefill backlog until its last
     block is stored. The backlog of other requests is an estimate: a request adds its uncached prompt tokens when it is
     admitted, and the backlog drains at ``prefill_tokens_per_s``, but never exceeds the uncached prompt tokens of the
     active requests.

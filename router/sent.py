@@ -16,7 +16,7 @@ class Sent(NamedTuple):
     Attributes:
         is_copy: of a running job, for routers only.
         handed: to a decode worker, by the prefill worker that computed the prompt.
-        keys: of the full blocks of its prompt, if the router that placed it told them.
+        keys: of the full blocks of its prompt, if the router that placed it sent them.
     """
 
     request: str

@@ -32,7 +32,7 @@ from router.erasure.on_demand import ErasureOnDemand
 from router.filters import describe
 from router.held_requests import HeldRequests
 from router.holders import keys_view
-from router.job_message import build_job, build_load, tells_keys
+from router.job_message import build_job, build_load, sends_keys
 from router.load import ENCODE
 from router.maintenance import Maintenance
 from router.metrics import Metrics
@@ -297,14 +297,14 @@ class Router:
         self._decider.sent(request, decision.route)
         body = wire.encode(job)
         room = self._bus.max_message - len(body)  # the server counts headers, too, and closes the link beyond its limit
-        told = self.intake.shares(request.model) and tells_keys(load, len(keys), room)
+        keys_needed = self.intake.shares(request.model) and sends_keys(load, len(keys), room)
         try:
             stored = await self._publisher.send(
                 self._bus.subjects.work(first.role, first.worker),
                 body,
                 f"{request.id}:{attempt}",
                 headers=jobs.headers_of(
-                    jobs.load_header(*load), no_store=request.no_store, keys=keys_text(keys) if told else ""
+                    jobs.load_header(*load), no_store=request.no_store, keys=keys_text(keys) if keys_needed else ""
                 ),
             )
         except ServingError as failure:  # too large for a message, together with all that was streamed so far

@@ -50,7 +50,7 @@ class RunningRequest(msgspec.Struct, eq=False):
         """Whether every sequence has ended or is to be handed off."""
         return all(o is not None or s.handed_off for o, s in zip(self.outcomes, self.sequences, strict=True))
 
-    def let_go(self) -> None:
+    def detach_sequences(self) -> None:
         """It is over, or handed off. Its sequences no longer refer to it, so it is freed without garbage collection."""
         for sequence in self.sequences:
             sequence.owner = None

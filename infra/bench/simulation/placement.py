@@ -15,7 +15,7 @@ from infra.bench.simulation.trace import Request
 from router import encoders
 from router.approximate import ApproximateIndex
 from router.holders import Holders, Holding
-from router.job_message import tells_keys
+from router.job_message import sends_keys
 from router.load import ENCODE, Load, RoutingTarget
 from router.placement import core
 from router.routing import Weights
@@ -153,7 +153,7 @@ class PlacementPolicy:
             )
             for other in self._cores:
                 if other is not router:
-                    keys = arrival.keys if tells_keys(load, len(arrival.keys)) else ()
+                    keys = arrival.keys if sends_keys(load, len(arrival.keys)) else ()
                     other.tracker.admit(arrival.id, 1, target[0], load, now_ns=now_ns, keys=keys, echoed=True)
 
 

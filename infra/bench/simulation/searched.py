@@ -62,7 +62,7 @@ class SearchedPolicy:
         return None
 
     def decode(self, request: Request, now_ns: int) -> Target:
-        raise NotImplementedError("the searched policy has no pairs")
+        raise AssertionError("`bench router` refuses this policy for prefill and decode workers")
 
     def pump(self, now_ns: int) -> Iterator[tuple[Request, Placement]]:
         self._now = now_ns
