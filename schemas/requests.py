@@ -84,7 +84,7 @@ class Media(msgspec.Struct, frozen=True, omit_defaults=True):
 
     digest: bytes  # blake3 of the raw bytes, 32 bytes; in hex the object's name
     kind: str  # media type ("image/png", ...), or "embedding": a safetensors file of one (tokens, hidden) tensor
-    bytes: int
+    size: int = msgspec.field(name="bytes")
     position: int = 0
     tokens: int = 0
     private: str = ""  # id of the request with ``no_store`` that it is stored for alone, and erased with

@@ -70,12 +70,16 @@ class Function(NamedTuple):
 
 
 class Module(NamedTuple):
-    """What the tests ask of a module. ``imports``: line, module ("" of ``import a``), names behind ``import``."""
+    """What the tests ask of a module. ``imports``: line, module ("" of ``import a``), names behind ``import``.
+
+    ``hidden_types``: classes, and names in their fields' types that are names of their own fields or methods, too.
+    """
 
     docstring: bool
     lines: int
     imports: list[tuple[int, str, list[str]]]
     functions: list[Function]
+    hidden_types: list[tuple[str, set[str]]]
 
 
 @cache
@@ -84,7 +88,7 @@ def module(path: Path) -> Module:
     text = path.read_text(encoding="utf-8")
     tree = ast.parse(text)
     package = path.relative_to(ROOT).parent.parts
-    found = Module(ast.get_docstring(tree) is not None, text.count("\n"), [], [])
+    found = Module(ast.get_docstring(tree) is not None, text.count("\n"), [], [], [])
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             found.imports.append((node.lineno, "", [alias.name for alias in node.names]))
@@ -95,7 +99,16 @@ def module(path: Path) -> Module:
         elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             lines = (node.end_lineno or 0) - node.lineno + 1
             found.functions.append(Function(node.name, lines, positional(node), is_kernel(node)))
+        elif isinstance(node, ast.ClassDef) and (hidden := hidden_types(node)):
+            found.hidden_types.append((node.name, hidden))
     return found
+
+
+def hidden_types(made: ast.ClassDef) -> set[str]:
+    fields = [each for each in made.body if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name)]
+    named = {each.name for each in made.body if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef)}
+    named |= {each.target.id for each in fields if isinstance(each.target, ast.Name)}
+    return named & {part.id for each in fields for part in ast.walk(each.annotation) if isinstance(part, ast.Name)}
 
 
 def imports(path: Path) -> list[tuple[int, str]]:
@@ -198,6 +211,17 @@ def test_modules_and_functions_are_short_and_take_few_parameters() -> None:
                 too_large.append(f"{name}: {function.name} has {len(function.positional)} positional parameters")
     assert too_large == []
     assert 80 <= statistics.median(lengths) <= 140
+
+
+def test_no_field_or_method_hides_a_type_of_the_fields_of_its_class() -> None:
+    """Python 3.14 evaluates annotations when they are asked for: ``bytes`` is the class' own ``bytes`` by then."""
+    hidden = {
+        f"{path.relative_to(ROOT)}: {name}": types
+        for folder in sorted(OURS)
+        for path in sources(folder)
+        for name, types in module(path).hidden_types
+    }
+    assert hidden == {}
 
 
 def is_kernel(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:

@@ -37,9 +37,9 @@ class MediaLoader:
 
     async def _one(self, medium: Media) -> object:
         if medium.private:
-            raw = await get_private(self._bus, "media", medium.private, medium.digest, size=medium.bytes)
+            raw = await get_private(self._bus, "media", medium.private, medium.digest, size=medium.size)
         else:
-            raw = await object_store.get(self._bus, "media", medium.digest.hex(), limit=medium.bytes)
+            raw = await object_store.get(self._bus, "media", medium.digest.hex(), limit=medium.size)
         return await asyncio.get_running_loop().run_in_executor(self._pool, self._prepare, raw, medium)
 
     def _prepare(self, raw: bytes, medium: Media) -> object:

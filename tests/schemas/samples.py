@@ -52,7 +52,7 @@ REQUEST = requests.GenerateRequest(
     user="someone",
     salt="tenant",
     lora="adapter",
-    media=(requests.Media(digest=b"\x11" * 32, kind="image/png", bytes=5, position=1, tokens=2),),
+    media=(requests.Media(digest=b"\x11" * 32, kind="image/png", size=5, position=1, tokens=2),),
     worker="w-1",
     endpoint="chat",
     stops_shown=True,

@@ -99,7 +99,7 @@ async def test_an_image_is_stored_as_it_came_before_its_request_is_made(bus: Bus
     media = prepared.request.media
     assert [m.kind for m in media] == ["image/png", "image/jpeg", "image/gif", "image/webp"]
     for medium, data in zip(media, (PNG, others["jpeg"], others["gif"], others["webp"]), strict=True):
-        assert (medium.digest, medium.bytes, medium.tokens) == (blake3(data).digest(), len(data), 64)
+        assert (medium.digest, medium.size, medium.tokens) == (blake3(data).digest(), len(data), 64)
         assert await get(bus, "media", medium.digest.hex(), limit=1 << 20) == data
     assert prepared.prompt_tokens == len(prepared.request.prompt) // 4 > 4 * 64
 
@@ -303,7 +303,7 @@ async def test_a_large_image_does_not_stop_the_event_loop(bus: Bus) -> None:
     ticking = asyncio.create_task(tick())
     prepared = await gateway.prepare(CHAT, body)
     ticking.cancel()
-    assert prepared.request.media[0].bytes == len(data)
+    assert prepared.request.media[0].size == len(data)
     assert longest < 0.1
 
 
