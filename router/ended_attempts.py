@@ -1,5 +1,6 @@
 """Which attempts have ended, so that a late message in WORK does not revive them. Pure."""
 
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 
 REMEMBERED = 65_536  # requests
@@ -10,14 +11,15 @@ class EndedAttempts:
     """The highest ended attempt of each request; the requests that ended longest ago are forgotten."""
 
     def __init__(self) -> None:
-        self._attempts: dict[str, int] = {}  # oldest first
+        # Oldest first. The first key of a dict is found behind all that were deleted before it: 15 µs at this size.
+        self._attempts: OrderedDict[str, int] = OrderedDict()
 
     def close(self, request: str, attempt: int) -> None:
         """An attempt, and all before it, have ended."""
-        self._attempts.pop(request, None)
         self._attempts[request] = attempt
+        self._attempts.move_to_end(request)
         if len(self._attempts) > REMEMBERED:
-            del self._attempts[next(iter(self._attempts))]
+            self._attempts.popitem(last=False)
 
     def last(self, request: str) -> int:
         """The highest attempt that has ended; -1: none."""
