@@ -8,6 +8,7 @@ import structlog
 from nats.errors import Error as NatsError
 
 from infra.bus.connection import Bus
+from infra.bus.loop_lag import TurnBudget
 from infra.bus.tasks import Tasks
 from router.background import run_in_steps
 from router.index import PrefixIndex
@@ -41,6 +42,7 @@ class IndexLoader:
         self._on_loaded = loaded
         self._loaded: set[str] = set()  # workers whose whole cache is indexed
         self._running: dict[str, asyncio.Task[None]] = {}
+        self._turns = TurnBudget()  # a whole fleet may join at once
 
     def reload(self, worker: str) -> None:
         """Request a dump: events of the worker are missing."""
@@ -83,6 +85,7 @@ class IndexLoader:
     async def _load_until_known(self, worker: str) -> None:
         while self._is_registered(worker):
             try:
+                await self._turns.enter()
                 pages = await self._read_pages(worker)
                 if await self.load(pages):
                     self._loaded.add(worker)
