@@ -14,7 +14,7 @@ from infra.bench.generator.exchange import Exchange
 
 _EVENT = b"data: {"
 _CHUNKED_END = b"\r\n0\r\n\r\n"
-_TEXT = re.compile(rb'("(?:content|reasoning_content|reasoning|text)": ?")(?!")')
+_TEXT = re.compile(rb'"(?:content|reasoning_content|reasoning|text)": ?"(?!")')  # some events have empty text
 _USAGE = {
     "prompt_tokens": re.compile(rb'"prompt_tokens": ?(\d+)'),
     "cached_tokens": re.compile(rb'"cached_tokens": ?(\d+)'),
@@ -46,7 +46,6 @@ class Connection(asyncio.Protocol):
         self._close = False
         self._end = b""  # the last bytes, where a mark may be cut by the border of two reads
         self._tail = b""  # the last part of the body, where the usage is
-        self._mark = b""  # what stands before text, once seen
 
     @property
     def exchange(self) -> Exchange | None:
@@ -103,12 +102,8 @@ class Connection(asyncio.Protocol):
     def _body(self, exchange: Exchange, data: bytes) -> None:
         joined = self._end + data
         exchange.events += joined.count(_EVENT)
-        self._tail = (self._tail + data)[-_TAIL_BYTES:] if self._left < 0 else self._tail + data
-        # Some servers end with an event of empty text.
-        if self._mark and data.count(self._mark) > data.count(self._mark + b'"'):
-            self._text(exchange)
-        elif match := _TEXT.search(joined):
-            self._mark = match[1]
+        self._tail = (self._tail + data[-_TAIL_BYTES:])[-_TAIL_BYTES:] if self._left < 0 else self._tail + data
+        if _TEXT.search(joined):  # ends at the first match, mostly in the first event
             self._text(exchange)
         if self._left >= 0:
             self._left -= len(data)
