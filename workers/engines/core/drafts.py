@@ -21,7 +21,7 @@ class DraftCounts:
     def accept(self, sequence: Sequence, drawn: list[Sampled]) -> list[Sampled]:
         """The drawn tokens up to the first that was not proposed, itself included; the proposals are used up."""
         draft, sequence.draft = sequence.draft, ()
-        right = accepted(draft, [each.token for each in drawn])
+        right = accepted(draft, [token for token, _ in drawn])
         self.count(len(draft), right)
         return drawn[: right + 1]
 

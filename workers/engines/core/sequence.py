@@ -2,9 +2,8 @@
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, Protocol
-
-import msgspec
 
 from schemas.requests import Sampling, Stop
 from schemas.tokens import Logprob
@@ -16,8 +15,12 @@ if TYPE_CHECKING:
     from workers.engines.logits.apply import Chain
 
 
-class Sequence(msgspec.Struct, eq=False):
-    """One running or waiting choice. Owned by the scheduler; executors read it."""
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One running or waiting choice. Owned by the scheduler; executors read it.
+
+    A dataclass, not a struct: several fields change with each token, which costs a struct three times as much.
+    """
 
     key: object
     tokens: list[int]  # prompt, then everything generated
@@ -27,8 +30,10 @@ class Sequence(msgspec.Struct, eq=False):
     choice: int
     digests: list[bytes]  # of full blocks of ``tokens``, as far as they were needed yet
     root: bytes
-    blocks: list[int] = []  # pool blocks in order, only appended to; a new list at each admission; empty while waiting
-    rows: list[int] = []  # of sliding-window layers, by number of the block; before ``first_row`` they are invalid
+    # Pool blocks in order, only appended to; a new list at each admission; empty while waiting.
+    blocks: list[int] = field(default_factory=list)
+    # Rows of sliding-window layers, by number of the block; before ``first_row`` they are invalid.
+    rows: list[int] = field(default_factory=list)
     first_row: int = 0
     computed: int = 0  # leading tokens whose KV is in ``blocks``, once the planned steps are done
     length: int = 0  # of ``tokens``, with those that planned steps will draw
@@ -47,14 +52,15 @@ class Sequence(msgspec.Struct, eq=False):
     stops: frozenset[int] = frozenset()  # EOS and stop ids that end it once more than ``stop.min_tokens`` are out
     stoppable: int = 0  # ``tokens`` must be longer than this for a stop id to count
     limit: int = 0  # length of ``tokens`` at which it ends: "length", or more than the pool holds
-    extra: Mapping[int, bytes] = {}  # hashes of the media in a block, by block position
+    extra: Mapping[int, bytes] = field(default_factory=dict)  # hashes of the media in a block, by block position
     media: Seq[MediaSpan] = ()
     hold: bool = False  # see SequenceRequest
     reservation: Reservation | None = None
     processors: "Chain | None" = None  # of its logits
     constraint: "Matcher | None" = None  # on its output
     score: int = 0  # the next prompt position to be scored; ``prompt_len``: none is wanted any more
-    scores: list[Logprob] = []  # from ``score`` on, by the executor; a new list in each step, taken by the scheduler
+    # Of the prompt, from ``score`` on, by the executor; a new list in each step, taken by the scheduler.
+    scores: list[Logprob] = field(default_factory=list)
 
     @property
     def output_len(self) -> int:
@@ -80,9 +86,7 @@ def scored_to(scheduled: ScheduledSequence) -> int:
     return min(scheduled.start + scheduled.count + 1, scheduled.sequence.prompt_len)
 
 
-class Sampled(NamedTuple):
-    token: int
-    logprob: Logprob | None = None
+Sampled = tuple[int, Logprob | None]  # a drawn token; its log-probabilities, if they are wanted
 
 
 class PendingStep(Protocol):

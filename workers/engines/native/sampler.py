@@ -57,7 +57,7 @@ class Chosen:
             columns = (part.tolist() for part in self.logprobs)
             for (row, k), logprob, ids, values in zip(self.asked, *columns, strict=True):
                 logprobs[row] = Logprob(logprob, _possible(ids[:k], values[:k]))
-        return [Sampled(token, logprobs.get(row)) for row, token in enumerate(self.tokens.tolist())]
+        return [(token, logprobs.get(row)) for row, token in enumerate(self.tokens.tolist())]
 
 
 def _pinned(part: Tensor) -> Tensor:

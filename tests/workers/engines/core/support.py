@@ -62,7 +62,7 @@ class Bench:
         self.shape = [
             (scheduled.sequence.key, scheduled.start, scheduled.count, scheduled.samples) for scheduled in self.plan
         ]
-        return self.scheduler.commit(self.plan, [Sampled(self.token(each)) for each in self.plan if each.samples])
+        return self.scheduler.commit(self.plan, [(self.token(each), None) for each in self.plan if each.samples])
 
     def finish(self, steps: int = 200) -> dict[object, list[Output | Failure]]:
         """Step until nothing is left; what each sequence got."""

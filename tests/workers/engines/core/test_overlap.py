@@ -65,7 +65,7 @@ class Late:
             if samples:
                 (drawn[sequence],) = expected_tokens(tokens, 1, WORDS)
         self._drawn = drawn
-        return Step([Sampled(drawn[scheduled.sequence]) for scheduled in plan if scheduled.samples])
+        return Step([(drawn[scheduled.sequence], None) for scheduled in plan if scheduled.samples])
 
     def memory(self) -> dict[str, Memory]:
         return {}

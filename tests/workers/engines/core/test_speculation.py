@@ -49,7 +49,7 @@ class Verifier(PoolMemory):
             for known in range(len(sequence.tokens), len(tokens) + 1) if samples else ():
                 (token,) = expected_tokens(tokens[:known], 1, WORDS)
                 asked = sequence.sampling.logprobs is not None
-                found.append(Sampled(token, Logprob(-float(known), ()) if asked else None))
+                found.append((token, Logprob(-float(known), ()) if asked else None))
         return found
 
 

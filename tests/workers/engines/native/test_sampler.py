@@ -37,7 +37,7 @@ def noise(seed: int, rows: int = 1, vocab: int = VOCAB) -> Tensor:
 
 
 def tokens(logits: Tensor, sequences: list[Sequence]) -> list[int]:
-    return [drawn.token for drawn in sample(logits, sequences)]
+    return [token for token, _ in sample(logits, sequences)]
 
 
 def test_greedy_takes_the_best() -> None:
@@ -237,13 +237,13 @@ def test_logprobs_are_of_the_untouched_distribution() -> None:
         sequence(temperature=0),
         sequence(logprobs=0, top_k=2),
     ]
-    first, second, third = sample(logits, batch)
-    assert first.token == 0
-    assert first.logprob is not None
-    assert first.logprob.logprob == pytest.approx(float(wanted[0, 0]), abs=1e-5)
+    (token, first), (_, second), (_, third) = sample(logits, batch)
+    assert token == 0
+    assert first is not None
+    assert first.logprob == pytest.approx(float(wanted[0, 0]), abs=1e-5)
     top = wanted[0].topk(3)
-    assert [token for token, _ in first.logprob.top] == top.indices.tolist()
-    assert [value for _, value in first.logprob.top] == pytest.approx(top.values.tolist(), abs=1e-5)
-    assert second.logprob is None
-    assert third.logprob is not None
-    assert third.logprob.top == ()
+    assert [token for token, _ in first.top] == top.indices.tolist()
+    assert [value for _, value in first.top] == pytest.approx(top.values.tolist(), abs=1e-5)
+    assert second is None
+    assert third is not None
+    assert third.top == ()

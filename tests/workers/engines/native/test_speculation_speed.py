@@ -37,7 +37,7 @@ class Clocked:
 
     def execute(self, plan: list[ScheduledSequence], scoring: Seq[ScheduledSequence] = ()) -> list[Sampled]:
         self.now += self._step_s
-        return [Sampled(7) for scheduled in plan if scheduled.samples for _ in range(1 + len(scheduled.sequence.draft))]
+        return [(7, None) for scheduled in plan if scheduled.samples for _ in range(1 + len(scheduled.sequence.draft))]
 
     def launch(self, plan: list[ScheduledSequence], scoring: Seq[ScheduledSequence] = ()) -> PendingStep:
         found = self.execute(plan, scoring)

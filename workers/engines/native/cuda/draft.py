@@ -77,5 +77,5 @@ def _take(drafts: list[list[int]], launched: Seq[tuple[list[int], PendingStep]])
     for left, pending in launched:
         if not left:  # a step of prompts alone
             continue
-        for number, sampled in zip(left, pending.result(), strict=True):
-            drafts[number].append(sampled.token)
+        for number, (token, _) in zip(left, pending.result(), strict=True):
+            drafts[number].append(token)

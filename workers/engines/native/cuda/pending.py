@@ -107,9 +107,11 @@ class HostCopies:
                 after()
             if sampled is None:
                 return []
-            results = (
-                sampled.sampled() if isinstance(sampled, Chosen) else [Sampled(token) for token in sampled.tolist()]
-            )
+            results: list[Sampled]
+            if isinstance(sampled, Chosen):
+                results = sampled.sampled()
+            else:
+                results = [(token, None) for token in sampled.tolist()]
             return [results[row] for row in order] if order else results
 
         return Pending(finish)

@@ -1,6 +1,5 @@
 """Steps whose tokens are drawn after they are launched."""
 
-from workers.engines.core.sequence import Sampled
 from workers.engines.native.cuda.pending import Late, Pending
 
 
@@ -9,14 +8,14 @@ def test_tokens_are_drawn_once_at_the_latest_for_the_result() -> None:
 
     def draw() -> Pending:
         drawn.append(1)
-        return Pending(lambda: [Sampled(7)])
+        return Pending(lambda: [(7, None)])
 
     late = Late(draw)
     assert not drawn
     late.draw()
-    assert [late.result(), late.result()] == [[Sampled(7)], [Sampled(7)]]
+    assert [late.result(), late.result()] == [[(7, None)], [(7, None)]]
     assert drawn == [1]
 
 
 def test_the_result_alone_draws_them_too() -> None:
-    assert Late(lambda: Pending(lambda: [Sampled(3)])).result() == [Sampled(3)]
+    assert Late(lambda: Pending(lambda: [(3, None)])).result() == [(3, None)]
