@@ -3,6 +3,7 @@
 import contextlib
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -13,6 +14,7 @@ from rich.table import Table
 from infra.bench.intervals import Interval
 from infra.bench.plots import PlotsMissing, plot_loads, plot_prefix_ratios
 from infra.bench.simulation.comparison import Cell, Run, Summary, runs, summaries
+from infra.bench.simulation.placement import DELAY_NS
 from infra.bench.simulation.policy import Fleet, WorkerSpec
 from infra.bench.simulation.prefix_sweep import PrefixSweep, series
 from infra.bench.simulation.trace import TraceError, read_multiplied
@@ -61,7 +63,10 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     ranks: Annotated[int, Meta(ge=1, description="attention data-parallel ranks of each worker")] = 1
     slow_workers: Annotated[int, Meta(ge=0, description="of the workers, how many run at half speed")] = 0
     slow_decode: Annotated[int, Meta(ge=0, description="of the workers, how many decode at half speed")] = 0
-    replicas: Annotated[int, Meta(ge=1, description="routers of policy kv; they see each other 5 ms late")] = 1
+    replicas: Annotated[int, Meta(ge=1, description="routers of policy kv, which share the requests")] = 1
+    replica_delay_ms: Annotated[
+        float, Meta(ge=0, description="from a router's decision until the others know of it")
+    ] = DELAY_NS / 1e6
     blocks: Annotated[int, Meta(ge=1, description="KV blocks per rank")] = 16384
     block_size: Annotated[int, Meta(ge=2, description="tokens per block")] = 64
     local_prefill_tokens: Annotated[
@@ -141,13 +146,17 @@ def fleet(settings: Settings) -> Fleet:
 def _cells(settings: Settings) -> list[Cell]:
     engines = fleet(settings)
     weights = Weights(local_prefill_tokens=settings.local_prefill_tokens)
+    cell = partial(
+        Cell,
+        engines,
+        replicas=settings.replicas,
+        replica_delay_ns=round(settings.replica_delay_ms * 1e6),
+        weights=weights,
+    )
     if settings.trace:
         trace = read_multiplied(settings)
         trace.requests(settings.block_size)  # fails before the first run, not in it
-        return [
-            Cell(engines, load, trace.name, trace, replicas=settings.replicas, weights=weights)
-            for load in settings.load
-        ]
+        return [cell(load, trace.name, trace) for load in settings.load]
     if settings.prefix_ratios:
         sweep = PrefixSweep(
             settings.prefix_ratios,
@@ -157,17 +166,9 @@ def _cells(settings: Settings) -> list[Cell]:
             settings.prefixes,
             settings.rate,
         )
-        return [
-            Cell(engines, load, trace.name, trace, replicas=settings.replicas, weights=weights)
-            for load in settings.load
-            for trace in sweep.traces().values()
-        ]
+        return [cell(load, trace.name, trace) for load in settings.load for trace in sweep.traces().values()]
     requests = settings.requests or _REQUESTS_PER_WORKER * len(engines.targets)
-    return [
-        Cell(engines, load, name, None, requests, settings.replicas, weights)
-        for name in settings.workload
-        for load in settings.load
-    ]
+    return [cell(load, name, None, requests) for name in settings.workload for load in settings.load]
 
 
 def _loads(settings: Settings, summaries: Sequence[Summary]) -> list[float]:

@@ -14,7 +14,7 @@ from infra.bench.simulation import rules
 from infra.bench.simulation.dynamo import DynamoPolicy
 from infra.bench.simulation.figures import Figures, figures
 from infra.bench.simulation.fleet import simulate
-from infra.bench.simulation.placement import PlacementPolicy
+from infra.bench.simulation.placement import DELAY_NS, PlacementPolicy
 from infra.bench.simulation.policy import Fleet, Policy
 from infra.bench.simulation.searched import SearchedPolicy
 from infra.bench.simulation.trace import Trace
@@ -50,6 +50,7 @@ class Cell:
     trace: Trace | None = None
     requests: int = 0
     replicas: int = 1  # of the routers of policy "kv"
+    replica_delay_ns: int = DELAY_NS  # until they have folded each other's decisions
     weights: Weights = Weights()  # noqa: RUF009  # frozen; of policy "kv"
 
     def arrivals(self, seed: int) -> tuple[Trace, float]:
@@ -73,7 +74,9 @@ def run(cell: Cell, policy: str, seed: int) -> Run:
     trace, speed = cell.arrivals(seed)
     requests = trace.requests(cell.fleet.block_size, speed)
     if policy.startswith("kv"):
-        made: Policy = PlacementPolicy(seed, cell.replicas, cell.weights, kv_events=policy == "kv")
+        made: Policy = PlacementPolicy(
+            seed, cell.replicas, cell.weights, kv_events=policy == "kv", delay_ns=cell.replica_delay_ns
+        )
     else:
         made = POLICIES[policy](seed)
     result = simulate(cell.fleet, requests, made)

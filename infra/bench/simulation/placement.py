@@ -26,7 +26,7 @@ from schemas.transfer import Endpoint, Memory
 _INDEX_BLOCKS = 1 << 26
 _WAKE_NS = 250_000_000  # between two looks at held requests without an event
 _MODEL = "simulated"
-LAG_NS = 5_000_000  # from a decision to its arrival at another replica
+DELAY_NS = 2_000_000  # from a decision until another replica has folded it; docs/routing.md has how it was measured
 
 
 class PlacementPolicy:
@@ -34,6 +34,7 @@ class PlacementPolicy:
     Args:
         seed: breaks ties.
         replicas: routers that share the requests.
+        delay_ns: from a decision until the other replicas have folded it.
         kv_events: False: they predict what targets cache from their own decisions.
         joined: False: workers take requests only after ``join``.
     """
@@ -46,11 +47,13 @@ class PlacementPolicy:
         *,
         kv_events: bool = True,
         joined: bool = True,
+        delay_ns: int = DELAY_NS,
     ) -> None:
         self._seed = seed
         self._joined = joined
         self._kv_events = kv_events
         self._replicas = replicas
+        self._delay_ns = delay_ns
         self._weights = weights
 
     def start(self, fleet: Fleet, requests: Sequence[Request]) -> None:
@@ -129,7 +132,7 @@ class PlacementPolicy:
 
     def _placement(self, router: core.Placement, placed: core.Placed, now_ns: int) -> Placement:
         if len(self._cores) > 1:
-            self._late.append((now_ns + LAG_NS, router, placed))
+            self._late.append((now_ns + self._delay_ns, router, placed))
         request = self._requests[int(placed.arrival.id)]
         if not self._kv_events:
             self._predict(router, placed, now_ns)

@@ -150,6 +150,14 @@ def test_replicas_decide_nearly_as_well_as_one_router() -> None:
     assert two.ttft_mean < 1.3 * one.ttft_mean
 
 
+def test_replicas_that_know_of_each_other_late_decide_worse() -> None:
+    soon, late = (
+        run(Cell(FOUR, 0.5, "unique", None, 100, 2, replica_delay_ns=ms * 1_000_000), "kv", 0).figures
+        for ms in (0, 1000)
+    )
+    assert late.ttft_mean > 1.1 * soon.ttft_mean
+
+
 def test_a_held_request_is_placed_once_there_is_room() -> None:
     """More prompts at once than the fleet has memory for: held by the router, none preempted."""
     fleet = Fleet((WorkerSpec(blocks=128),) * 2)
