@@ -41,13 +41,21 @@ class Decider:
         self._decisions = 0
 
     def decide(
-        self, pending: PendingRequest, keys: Sequence[int], now_ns: int, *, held: int = 0, waited_s: float | None = None
+        self,
+        pending: PendingRequest,
+        keys: Sequence[int],
+        now_ns: int,
+        *,
+        held: int = 0,
+        waited_s: float | None = None,
+        routers: int = 1,
     ) -> tuple[RoutingDecision, DecisionInputs]:
         """
         Args:
             keys: of the prompt's full blocks.
             held: number of requests held, for the record.
             waited_s: since its arrival, if it was held.
+            routers: that place the model's requests, this one included.
         """
         tracker = self._cluster.tracker
         request = self.request(pending, keys)
@@ -55,7 +63,7 @@ class Decider:
             self._warn_of_many_targets(request.model)
         self._decisions += 1
         reusable: Sequence[int] = () if pending.computes_whole_prompt else keys
-        shared = self._policy.shared_blocks(request.model, reusable)
+        shared = self._policy.shared_blocks(request.model, reusable, routers)
         if shared:
             request = msgspec.structs.replace(request, shared_blocks=shared)
         if pending.request.session:

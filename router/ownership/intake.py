@@ -137,9 +137,9 @@ class Intake:
         """Whether this router places the model's requests: it owns it, or its owner shares them."""
         return self.membership.places(token(model))
 
-    def shares(self, model: str) -> bool:
-        """Whether other routers place the model's requests, too."""
-        return self.membership.is_shared(token(model))
+    def routers(self, model: str) -> int:
+        """How many routers place the model's requests."""
+        return self.membership.routers(token(model))
 
     def _room(self, priority: Priority) -> int:
         return self._space(priority) if self.membership.reads else 0

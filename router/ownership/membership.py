@@ -135,9 +135,9 @@ class Membership:
         """Whether this router places requests for a model: it owns it, or the owner shares them."""
         return self.owner(name) == self._id or self._names.get(name, REST) in self._everyones
 
-    def is_shared(self, name: str) -> bool:
-        """Whether other routers place requests for a model as well."""
-        return bool(self._seen) and self._names.get(name, REST) in self._everyones
+    def routers(self, name: str) -> int:
+        """How many routers place requests for a model."""
+        return len(self._seen) + 1 if self._names.get(name, REST) in self._everyones else 1
 
     def share(self, shares: bool) -> None:
         """Start or stop sharing: all routers place the requests of the models that this one owns."""

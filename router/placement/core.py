@@ -74,6 +74,7 @@ class Placement:
     Args:
         overlaps: leading blocks of a prompt that each target caches (``PrefixIndex.match``); absent: none.
         kv_events: False: ``stored`` is not called, so the backlog of prompts is estimated.
+        routers: that place the requests, this one included.
     """
 
     def __init__(
@@ -83,9 +84,11 @@ class Placement:
         mode: RouterMode = "kv",
         weights: Weights = Weights(),  # noqa: B008  # frozen
         kv_events: bool = True,
+        routers: int = 1,
     ) -> None:
         self.tracker = LoadTracker(kv_events=kv_events)
         self._overlaps = overlaps
+        self._routers = routers
         arrays = array_decisions(self.tracker)
         self._decisions = Decisions(self.tracker, arrays, mode, weights)
         self._order: HeldOrder[Arrival] = HeldOrder(self.tracker, arrays, overlaps, by_size=mode == "kv")
@@ -174,7 +177,7 @@ class Placement:
             arrival.max_tokens,
             prompt_blocks=len(arrival.keys),
             n=arrival.sequences,
-            shared_blocks=self._decisions.shared_blocks(model, arrival.keys),
+            shared_blocks=self._decisions.shared_blocks(model, arrival.keys, self._routers),
         )
 
     def _decide(

@@ -51,8 +51,12 @@ class Decisions:
         self._shared: dict[str, SharedPrefixes] = {}  # by model
         self.sessions = Sessions(lambda request: tracker.request(request) is not None)
 
-    def shared_blocks(self, model: str, keys: Sequence[int]) -> int:
-        """Leading blocks of a prompt that many prompts begin with, for ``RoutingRequest``; it counts from now on."""
+    def shared_blocks(self, model: str, keys: Sequence[int], routers: int = 1) -> int:
+        """Leading blocks of a prompt that many prompts begin with, for ``RoutingRequest``; it counts from now on.
+
+        Args:
+            routers: that place the model's requests; this one sees one of so many prompts.
+        """
         serving = self._tracker.serving(model)
         if self._mode != "kv" or not serving or not len(keys):
             return 0
@@ -61,7 +65,7 @@ class Decisions:
             if len(self._shared) >= MODELS_CACHED:
                 self._shared.clear()
             prefixes = self._shared[model] = SharedPrefixes()
-        return prefixes.blocks(keys, len(serving) * serving[0].dp_size)
+        return prefixes.blocks(keys, len(serving) * serving[0].dp_size / routers)
 
     def decide(
         self,

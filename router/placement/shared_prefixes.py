@@ -27,13 +27,13 @@ class SharedPrefixes:
         self._older: dict[int, int] = {}
         self._prompts = 0  # in the younger generation
 
-    def blocks(self, keys: Sequence[int], targets: int) -> int:
+    def blocks(self, keys: Sequence[int], targets: float) -> int:
         """Leading blocks of a prompt that are shared; this prompt counts from now on.
 
         Looking at the same prompt again adds its longer lengths, and counts at most one for ``ADDED`` of them.
 
         Args:
-            targets: among which the prompts of its model are distributed.
+            targets: among which the prompts of its model are distributed, for each router that places them.
         """
         branches, older = self._branches, self._older
         enough, shared, last = USES * targets, 0, None
@@ -52,7 +52,7 @@ class SharedPrefixes:
             last = key
         return shared
 
-    def _add(self, new: Sequence[int], behind: int | None, targets: int) -> None:
+    def _add(self, new: Sequence[int], behind: int | None, targets: float) -> None:
         self._branches.update(dict.fromkeys(new, 0))
         if behind is not None:
             self._branches[behind] += 1

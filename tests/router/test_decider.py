@@ -13,6 +13,7 @@ from router.decider import Decider
 from router.load_tracker import LoadTracker
 from router.metrics import Metrics
 from router.pending import PendingRequest
+from router.placement.shared_prefixes import USES
 from schemas.fleet import Registration
 from tests.workers.support import MODEL, request
 
@@ -41,3 +42,21 @@ def test_more_than_12_targets_without_numpy_are_decided_and_reported_once(
     (line,) = lines
     assert (line["log_level"], line["targets"]) == ("warning", 13)
     assert line["fix"] == "pip install 'penstock[router]'"
+
+
+def test_a_router_takes_a_prefix_for_shared_after_its_part_of_the_prompts(decider: tuple[Decider, LoadTracker]) -> None:
+    decides, tracker = decider
+    tracker.put_worker(Registration("w", MODEL, "aggregated", "mock", 1, 16, 100, 4, 4096))
+    pending = PendingRequest(request(), b"", "", 0)
+
+    def needed(routers: int) -> int:
+        """Prompts behind a prefix of 4 blocks until it counts as shared."""
+        first = 1000 * routers
+        for number in range(100):
+            keys = [*range(first, first + 4), first + 100 + number]
+            if decides.decide(pending, keys, 0, routers=routers)[1].shared_blocks:
+                return number
+        raise AssertionError("never shared")
+
+    one, two, four = needed(1), needed(2), needed(4)
+    assert (one - two, two - four) == (USES // 2, USES // 4)

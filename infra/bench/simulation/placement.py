@@ -67,6 +67,7 @@ class PlacementPolicy:
                 self._index.match if self._kv_events else predicted.match,
                 weights=self._weights,
                 kv_events=self._kv_events,
+                routers=self._replicas,
             )
             for predicted in self._predicted
         ]
