@@ -1,7 +1,8 @@
 """A message of WORK as routers read it: that a request was sent to a worker. Pure."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+
+import msgspec
 
 from infra.bus.direct_get import Entry
 from router.job_retention import parse_stage
@@ -11,7 +12,7 @@ from schemas.jobs import LoadHeader
 from schemas.subjects import HEADER_KEYS, HEADER_LOAD, HEADER_MSG_ID
 
 
-class Sent(NamedTuple):
+class Sent(msgspec.Struct, frozen=True):
     """
     Attributes:
         is_copy: of a running job, for routers only.

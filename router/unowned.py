@@ -9,6 +9,8 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from typing import NamedTuple
 
+import msgspec
+
 from infra.bus.direct_get import Entry
 
 MOST = 10_000  # messages; one has about 1 kB, and all are folded in 0.3 s, within the lease of who takes over
@@ -38,7 +40,7 @@ class UnownedRequests:
         return self._count >= self._most
 
     def add(self, request: str, entry: Entry, read_ns: int) -> None:
-        headers_only = entry._replace(data=b"")  # messages read from the stream have the whole job
+        headers_only = msgspec.structs.replace(entry, data=b"")  # messages read from the stream have the whole job
         self._messages.setdefault(request, []).append(Unfolded(headers_only, read_ns))
         self._count += 1
 

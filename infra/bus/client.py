@@ -189,7 +189,8 @@ class _Parser(Parser):  # type: ignore[misc]  # untyped
         super().reset()
 
     async def parse(self, data: bytes = b"") -> None:
-        frames, handlers, stats = self._frames, self.nc._handlers, self.nc.stats
+        frames, handlers = self._frames, self.nc._handlers
+        messages = size = 0
         for frame in frames.read(data):
             if self._frames is not frames:
                 return  # the link has broken: the rest is not needed
@@ -198,12 +199,15 @@ class _Parser(Parser):  # type: ignore[misc]  # untyped
             elif (handler := handlers.get(frame.sid)) is None:
                 await self.nc._process_msg(frame.sid, frame.subject, frame.reply, frame.data, frame.headers)
             else:
-                stats["in_msgs"] += 1
-                stats["in_bytes"] += len(frame.data)
+                messages += 1
+                size += len(frame.data)
                 try:
                     handler(frame)
                 except Exception as error:
                     await self.nc._error_cb(error)
+        stats = self.nc.stats
+        stats["in_msgs"] += messages
+        stats["in_bytes"] += size
         reader = getattr(self.nc._transport, "_io_reader", None)
         if reader is None:
             return

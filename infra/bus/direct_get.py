@@ -37,7 +37,7 @@ ASK_S = 2.0
 AGAIN_S = 0.1
 
 
-class Entry(NamedTuple):
+class Entry(msgspec.Struct, frozen=True, gc=False):
     """One stored message.
 
     ``previous``: sequence of the message before it on the same subject; ``stored_ns``: when the server stored it, if

@@ -2,8 +2,10 @@
 
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from functools import lru_cache
+from typing import Any
 
+import msgspec
 from nats.errors import ProtocolError
 
 CRLF = b"\r\n"
@@ -18,7 +20,7 @@ _REPUBLISHED = re.compile(
 _names: dict[str, str] = {}  # header names that are valid, with what stands before their value
 
 
-class Frame(NamedTuple):
+class Frame(msgspec.Struct, frozen=True, gc=False):
     """A message as it came. ``headers``: with the line of the version; b"": none."""
 
     sid: int
@@ -54,13 +56,13 @@ class FrameReader:
         at = self._needed = 0
         while (line_end := data.find(CRLF, at)) >= 0:
             start = line_end + 2
-            kind = data[at : at + 4]
-            if kind != b"HMSG" and kind != b"MSG ":
+            fields = data[at:line_end].split()
+            kind = fields[0] if fields else b""
+            if kind != b"HMSG" and kind != b"MSG":
                 line, at = data[at:start], start
                 yield line
                 continue
-            fields = data[at:line_end].split()
-            sizes = 1 if kind == b"MSG " else 2
+            sizes = 1 if kind == b"MSG" else 2
             try:
                 sid, end = int(fields[2]), start + int(fields[-1])
                 body = start if sizes == 1 else start + int(fields[-2])
@@ -96,6 +98,12 @@ def read_headers(raw: bytes) -> dict[str, str] | None:
     return headers
 
 
+@lru_cache(maxsize=256)
+def _beginning(name: str) -> bytes:
+    """Of a header's line, with the end of the line before."""
+    return b"\r\n%b:" % name.encode()
+
+
 class Headers(Mapping[str, str]):
     """The headers of a message, found when they are asked for: most readers want one or two of ten.
 
@@ -109,12 +117,12 @@ class Headers(Mapping[str, str]):
         self._raw = raw
 
     def get(self, name: str, /, default: Any = None) -> Any:
-        raw, line = self._raw, b"\r\n%b:" % name.encode()
+        raw, line = self._raw, _beginning(name)
         at = raw.rfind(line)  # what the server adds comes last
         if at < 0:
             return default
         at += len(line)
-        return raw[at : raw.index(CRLF, at)].decode(errors="replace").strip()
+        return raw[at : raw.index(CRLF, at)].decode("utf-8", "replace").strip()
 
     def __getitem__(self, name: str) -> str:
         value: str | None = self.get(name)
@@ -123,7 +131,7 @@ class Headers(Mapping[str, str]):
         return value
 
     def __contains__(self, name: object) -> bool:
-        return isinstance(name, str) and b"\r\n%b:" % name.encode() in self._raw
+        return isinstance(name, str) and _beginning(name) in self._raw
 
     def __iter__(self) -> Iterator[str]:
         lines = self._raw.decode(errors="replace").split("\r\n")[1:-2]

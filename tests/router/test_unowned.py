@@ -1,5 +1,6 @@
 """What a router keeps of the requests of other owners, and folds when it takes over."""
 
+import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -118,5 +119,5 @@ def test_what_was_not_folded_yet_is_left_to_a_takeover_that_comes_in_between() -
 def test_the_jobs_themselves_are_not_kept() -> None:
     """After a reconnect the log is read from the stream, with prompts of up to megabytes."""
     kept = UnownedRequests()
-    kept.add("r0", sent(1, "r0", 1, "a")._replace(data=bytes(1 << 20)), 0)
+    kept.add("r0", msgspec.structs.replace(sent(1, "r0", 1, "a"), data=bytes(1 << 20)), 0)
     assert [each.entry.data for each in kept.take()] == [b""]
