@@ -248,12 +248,14 @@ class EngineThread:
                 self._run_command(engine)
             elif steps:
                 ended = len(self._output.ended)
-                began = self._step(engine)
+                began = self._wall_ns()
+                if self._output.add(engine, engine.step(), began):
+                    self.steps += 1
+                elif engine.blocked:
+                    self._run_command(engine, BLOCKED_S)
                 self._ahead += 1
                 if self._block_waits and len(self._output.ended) > ended:
                     self._block_waits.serve(engine)
-                if engine.blocked:
-                    self._run_command(engine, BLOCKED_S)
                 while self._in_flight and not commands.empty():  # the flush before may have been consumed meanwhile
                     self._run_command(engine)
                 if not self._in_flight and self._clock() >= self._flush_due:
@@ -272,13 +274,6 @@ class EngineThread:
         command(engine)
         if self._block_waits:
             self._block_waits.serve(engine)
-
-    def _step(self, engine: Engine) -> int:
-        """Returns when it began; Unix time in ns."""
-        began = self._wall_ns()
-        if self._output.add(engine, engine.step(), began):
-            self.steps += 1
-        return began
 
     def _flush(self) -> None:
         """Deliver the collected output."""

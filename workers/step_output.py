@@ -40,26 +40,22 @@ class StepOutput:
             began_ns: when the step began; Unix time.
         """
         sequence: Any
-        outputs, events, started, failures, computed, held, scored, other_ranks, measured, handed = result
-        if events:
-            self._events += events
-        if other_ranks:
-            for rank, rank_events in other_ranks.items():
+        self._events += result.events
+        self._held += result.held
+        self._scored += result.scored
+        if result.others:
+            for rank, rank_events in result.others.items():
                 self._other_events.setdefault(rank, []).extend(rank_events)
-        if held:
-            self._held += held
-        if scored:
-            self._scored += scored
-        if started:
-            for sequence, cached in started:
-                sequence.cached = cached if sequence.adopted_cached < 0 else sequence.adopted_cached
-                sequence.started_ns = began_ns
-                self._started.append(sequence)
-        for each in measured:
+        for sequence, cached in result.started:
+            sequence.cached = cached if sequence.adopted_cached < 0 else sequence.adopted_cached
+            sequence.started_ns = began_ns
+            self._started.append(sequence)
+        for each in result.measured:
             sequence = each.key
             sequence.measurements = [*(sequence.measurements or ()), each]
         dirty = self._dirty
-        for sequence, token, finish, logprob, stop_token in outputs:
+        for output in result.outputs:
+            sequence, token, finish, logprob = output.key, output.token, output.finish, output.logprob
             if sequence.finish is not None:  # an earlier token of this step completed a stop string
                 continue
             sequence.buffer.append(token)
@@ -73,9 +69,9 @@ class StepOutput:
             if finish:
                 # Else the decode worker continues; the session hands off once it has this token.
                 if finish != "length" or len(sequence.tokens) + len(sequence.buffer) >= sequence.max_tokens:
-                    sequence.finish = Finish(finish, stop_token, sequence.cached)
+                    sequence.finish = Finish(finish, output.stop_token, sequence.cached)
                 self.ended.append(sequence)
-        for sequence, code, message in failures:
+        for sequence, code, message in result.failures:
             if sequence.finish is not None:  # its last token completed a stop string
                 continue
             if code == Code.transfer_failed:  # not the request's fault: another worker can continue
@@ -87,10 +83,9 @@ class StepOutput:
             if not sequence.dirty:
                 sequence.dirty = True
                 dirty.append(sequence)
-        for sequence in handed:
+        for sequence in result.handed:
             self.ended.append(sequence)
-        reported = outputs or events or started or failures or held or scored or other_ranks or measured or handed
-        return bool(computed or reported)
+        return not result.empty
 
     def take(self) -> Flush:
         """All that was collected since the last call."""

@@ -20,6 +20,7 @@ from workers.engines import mock
 from workers.engines.base import Engine, EngineError, EngineStats, Failure, Output, SequenceRequest, StepResult
 from workers.engines.mock.executor import GREEDY, Vocabulary, expected_tokens
 from workers.sequence_state import PROMPT_ITEM_BYTES, CacheSnapshot, Flush, SequenceState
+from workers.step_output import StepOutput
 
 VOCABULARY = Vocabulary(1000)
 ROOT = blocks.root("rev")
@@ -399,19 +400,19 @@ def test_a_stop_ends_the_thread_in_the_middle_of_work(harness: Callable[..., Har
 
 def test_a_failed_sequence_ends_once_even_if_its_last_token_completes_a_stop_string() -> None:
     choice = new_choice(stream=_AlwaysStopped())
-    thread = EngineThread(lambda: None, lambda flush: None, refuse)  # type: ignore[arg-type, return-value]
-    thread._step(_OneStep(choice))  # type: ignore[arg-type]
-    assert thread._output.ended == [choice]
+    step = StepResult([Output(choice, 1)], [], [], [Failure(choice, "out_of_blocks", "")], 1)
+    output = StepOutput()
+    assert output.add(_Idle(), step, 0)  # type: ignore[arg-type]
+    assert output.ended == [choice]
     assert choice.finish is not None
     assert choice.finish.reason == "stop"
 
 
 def test_tokens_behind_a_stop_string_in_the_same_step_are_dropped() -> None:
     choice = new_choice(stream=_AlwaysStopped())
-    thread = EngineThread(lambda: None, lambda flush: None, refuse)  # type: ignore[arg-type, return-value]
-    step = StepResult([Output(choice, token) for token in (7, 8, 9)], [], [], [], 3)
-    thread._step(_OneStep(choice, step))  # type: ignore[arg-type]
-    assert thread._output.ended == [choice]
+    output = StepOutput()
+    assert output.add(_Idle(), StepResult([Output(choice, token) for token in (7, 8, 9)], [], [], [], 3), 0)  # type: ignore[arg-type]
+    assert output.ended == [choice]
     assert list(choice.buffer) == [7]
 
 
@@ -422,16 +423,7 @@ class _AlwaysStopped:
         return ""
 
 
-class _OneStep:
-    def __init__(self, choice: SequenceState, result: StepResult | None = None) -> None:
-        self.choice = choice
-        self.result = result
-
-    def step(self) -> StepResult:
-        return self.result or StepResult(
-            [Output(self.choice, 1)], [], [], [Failure(self.choice, "out_of_blocks", "")], 1
-        )
-
+class _Idle:
     def cancel(self, key: object) -> bool:
         return False
 

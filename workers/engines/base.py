@@ -106,7 +106,7 @@ class SequenceRequest(msgspec.Struct):
     handoff: str = ""  # of a prefill stage: names the handoff of the request in this attempt, for all its choices
 
 
-class Output(NamedTuple):
+class Output(msgspec.Struct, frozen=True):
     """One new token of one sequence. ``finish``: "", "stop" or "length"; ``stop_token``: the id that ended it.
 
     The stopping EOS or stop token itself is included as a token.
@@ -167,7 +167,7 @@ class Measured(NamedTuple):
     preemptions: int = 0
 
 
-class StepResult(NamedTuple):
+class StepResult(msgspec.Struct):
     outputs: list[Output]
     events: list[KvEvent]  # of rank 0, in the order they happened
     started: list[Started]
@@ -178,6 +178,13 @@ class StepResult(NamedTuple):
     others: Mapping[int, list[KvEvent]] = {}  # events of the other ranks, by rank
     measured: Seq[Measured] = ()
     handed: Seq[object] = ()  # keys of sequences of which the next worker's engine draws all tokens
+
+    @property
+    def empty(self) -> bool:
+        """The step did nothing."""
+        if self.computed_tokens or self.outputs or self.events or self.started or self.failures:
+            return False
+        return not (self.held or self.scored or self.others or self.measured or self.handed)
 
 
 class EngineStats(msgspec.Struct, frozen=True):

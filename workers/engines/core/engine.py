@@ -142,9 +142,11 @@ class ScheduledEngine:
                 self._scheduler.cancel(failure.key)
             if unmatched:
                 failed = {failure.key for failure in unmatched}
-                result = result._replace(outputs=[output for output in result.outputs if output.key not in failed])
+                result.outputs = [output for output in result.outputs if output.key not in failed]
                 failures = failures + unmatched
-        return result._replace(failures=result.failures + failures) if failures else result
+        if failures:
+            result.failures += failures
+        return result
 
     def _copy(self, copier: BlockCopier) -> None:
         """Copy the blocks that this plan reassigns to the host, and those that it reads from there."""

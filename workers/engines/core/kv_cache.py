@@ -53,8 +53,8 @@ class KvCacheManager:
 
     def draft_room(self, scheduled: ScheduledSequence, wanted: int) -> int:
         """Allocate for up to ``wanted`` proposed tokens behind a planned one; returns for how many."""
-        sequence, start, count, samples = scheduled
-        if count != 1 or not samples or sequence.lockstep:
+        sequence, start = scheduled.sequence, scheduled.start
+        if scheduled.count != 1 or not scheduled.samples or sequence.lockstep:
             return 0
         wanted = min(wanted, sequence.limit - start - 2)  # one more token is drawn than proposed
         size, blocks = self._block_size, sequence.blocks

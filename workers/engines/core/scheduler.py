@@ -40,8 +40,6 @@ if TYPE_CHECKING:
     from workers.engines.constraints.matcher import Matcher
     from workers.engines.logits.apply import Chain
 
-_tuple = tuple.__new__  # a named tuple's own __new__ costs twice as much, and these are made per token
-
 
 class Scheduler:
     """Call ``schedule`` and ``commit`` in turn; ``submit`` and ``cancel`` may be called between such pairs.
@@ -114,9 +112,7 @@ class Scheduler:
         return bool(self.queue) and not self.running and not self.running.ending
 
     def has_work(self) -> bool:
-        if self._inflight:
-            return True
-        return bool(self._by_key or self.report or self.held.has_new or self.blocks.has_events)
+        return bool(self._by_key or self._inflight or self.report or self.held.has_new or self.blocks.has_events)
 
     # -- schedule --------------------------------------------------------------------------------------------
 
@@ -148,7 +144,7 @@ class Scheduler:
             if sequence.length - start == 1:
                 if not start % size and not running.allocate(sequence, start):
                     continue
-                plan.append(_tuple(ScheduledSequence, (sequence, start, 1, True)))
+                plan.append(ScheduledSequence(sequence, start, 1, True))
                 sequence.computed = start + 1
                 sequence.length += 1
                 sequence.step = number
@@ -196,9 +192,10 @@ class Scheduler:
     def postpone(self, plan: list[ScheduledSequence], removed: list[ScheduledSequence]) -> list[ScheduledSequence]:
         """Remove sequences from the last plan; they are in the next again."""
         left = set()
-        for sequence, start, _, samples in removed:
-            sequence.computed = start
-            sequence.length -= samples
+        for scheduled in removed:
+            sequence = scheduled.sequence
+            sequence.computed = scheduled.start
+            sequence.length -= scheduled.samples
             sequence.step = self._inflight.made - 1  # it may be in the previous plan, which may be in flight
             left.add(id(sequence))
         kept = [scheduled for scheduled in plan if id(scheduled.sequence) not in left]
@@ -226,20 +223,21 @@ class Scheduler:
         ending = self.running.ending
         if plan:
             self._inflight.committed += 1
-        for sequence, start, count, samples in plan:
+        for scheduled in plan:
+            sequence, count = scheduled.sequence, scheduled.count
             total += count
             if ending and sequence.ended:
-                if samples:
+                if scheduled.samples:
                     next(draws)
                 self.running.free_ended(sequence)
                 continue
             if sequence.draft:
                 ended |= self._commit_drafts(sequence, draws, outputs)
                 continue
-            computed = start + count
+            computed = scheduled.start + count
             if naming and (count > 1 or not computed % size):
                 name_blocks(self.blocks, sequence, computed, size)
-            if not samples:
+            if not scheduled.samples:
                 continue
             token, logprob = next(draws)
             tokens = sequence.tokens
@@ -249,7 +247,7 @@ class Scheduler:
                 outputs.append(self._finish(sequence, token, logprob))
                 ended = True
             else:
-                outputs.append(_tuple(Output, (sequence.key, token, "", logprob, None)))
+                outputs.append(Output(sequence.key, token, "", logprob))
         if ended:
             self.running.remove_ended()
         started, failures, measured = self.report.take()

@@ -3,7 +3,9 @@
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Protocol
+
+import msgspec
 
 from schemas.requests import Sampling, Stop
 from schemas.tokens import Logprob
@@ -67,7 +69,7 @@ class Sequence:
         return len(self.tokens) - self.prompt_len
 
 
-class ScheduledSequence(NamedTuple):
+class ScheduledSequence(msgspec.Struct, frozen=True):
     """``count`` tokens of ``sequence`` from position ``start`` are computed in this step.
 
     ``samples``: the last of them is the newest known token, so the next token is drawn from its logits. With
@@ -77,7 +79,7 @@ class ScheduledSequence(NamedTuple):
 
     sequence: Sequence
     start: int
-    count: int  # type: ignore[assignment]  # hides tuple.count
+    count: int
     samples: bool
 
 

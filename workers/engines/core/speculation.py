@@ -8,6 +8,8 @@ as long as they equal the drawn tokens, so the output is that of the target alon
 from collections.abc import Sequence as Seq
 from typing import Protocol
 
+from msgspec.structs import replace
+
 from workers.engines.core.scheduler import Scheduler
 from workers.engines.core.sequence import ScheduledSequence
 
@@ -50,5 +52,5 @@ class Speculation:
         extended = []
         for scheduled, draft in zip(plan, self.drafter.propose(plan, limits), strict=True):
             scheduled.sequence.draft = draft
-            extended.append(scheduled._replace(count=scheduled.count + len(draft)) if draft else scheduled)
+            extended.append(replace(scheduled, count=scheduled.count + len(draft)) if draft else scheduled)
         return extended

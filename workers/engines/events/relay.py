@@ -197,7 +197,8 @@ class Relay:
         for rank, events in result.others.items():
             self._publish(rank, events)
         by_rank = self._receive(0.0 if working else WAIT_S)
-        return result._replace(events=by_rank.pop(0, []), others=by_rank)
+        result.events, result.others = by_rank.pop(0, []), by_rank
+        return result
 
     def _publish(self, rank: int, events: Seq[KvEvent]) -> None:
         if events:

@@ -212,7 +212,8 @@ class ExternalEngine(Generic[C]):
                     (others.setdefault(rank, []) if rank else result.events).extend(events)
             event = self._inbox.get()
         self._raise_broken()
-        return result._replace(computed_tokens=computed)
+        result.computed_tokens = computed
+        return result
 
     def _apply(
         self,

@@ -168,9 +168,10 @@ class MockExecutor:
         sampled: list[Sampled] = []
         allowed = self._vocabulary.allowed
         count = len(allowed)
-        for sequence, _, _, samples in plan:
-            if not samples:
+        for scheduled in plan:
+            if not scheduled.samples:
                 continue
+            sequence = scheduled.sequence
             state = sequence.state  # checksum of everything known; tokens are never taken back
             if not isinstance(state, int):
                 media = self._seen(sequence) if sequence.media else None
@@ -204,18 +205,14 @@ class MockExecutor:
             state = crc32(_pack(token), state)
 
     def _remember(self, blocks: MockBlocks, plan: list[ScheduledSequence]) -> None:
-        for (
-            sequence,
-            start,
-            _,
-            _,
-        ) in plan:  # before all writes: no sequence may read what this step writes
+        for scheduled in plan:  # before all writes: no sequence may read what this step writes
+            sequence = scheduled.sequence
             if sequence.arrived >= self._admitted:
                 self._admitted = sequence.arrived + 1
-                if start:
-                    blocks.check(sequence, start)
-        for sequence, start, count, _ in plan:
-            blocks.write(sequence, start, start + count)
+                if scheduled.start:
+                    blocks.check(sequence, scheduled.start)
+        for scheduled in plan:
+            blocks.write(scheduled.sequence, scheduled.start, scheduled.start + scheduled.count)
 
     def _seen(self, sequence: Sequence) -> int:
         """A model depends on images through its KV; without KV memory, the embeddings themselves are read."""

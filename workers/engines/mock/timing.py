@@ -43,12 +43,12 @@ def step_seconds(plan: Iterable[ScheduledSequence], capacity: int) -> float:
     A sequence's first token comes from its prefill; generated tokens that are computed again cost only a decode.
     """
     sequences = before = now = context = 0
-    for sequence, start, count, samples in plan:
-        prompt = sequence.prompt_len
+    for scheduled in plan:
+        prompt, start, end = scheduled.sequence.prompt_len, scheduled.start, scheduled.start + scheduled.count
         if start < prompt:
             sequences += 1
             before += start
-            now += min(count, prompt - start)
-        if samples and start + count > prompt:
-            context += start + count
+            now += min(end, prompt) - start
+        if scheduled.samples and end > prompt:
+            context += end
     return prefill_seconds(sequences, before, now) + decode_seconds(context, capacity)

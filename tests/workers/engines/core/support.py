@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Sequence
 
+from msgspec.structs import astuple
+
 from schemas.blocks import DIGEST_BYTES, chain, extend, root, split
 from schemas.kv import KvEvent, Removed, Stored
 from schemas.requests import Sampling, Stop
@@ -136,7 +138,7 @@ class PoolMemory:
 
     def execute(self, plan: list[ScheduledSequence], scoring: Sequence[ScheduledSequence] = ()) -> list[Sampled]:
         self.plans.append(plan)
-        for sequence, start, count, samples in plan:
+        for sequence, start, count, samples in map(astuple, plan):
             tokens = sequence.tokens
             assert count > 0
             assert start + count <= len(sequence.blocks) * self.size, "a position without a block"
@@ -145,7 +147,7 @@ class PoolMemory:
                 place = (sequence.blocks[position // self.size], position % self.size)
                 assert self.content.get(place) == tuple(tokens[: position + 1]), "attends to someone else's KV"
         # Writes come after all reads: two sequences of one step do not see each other's blocks.
-        for sequence, start, count, _ in plan:
+        for sequence, start, count, _ in map(astuple, plan):
             for position in range(start, start + count):
                 place = (sequence.blocks[position // self.size], position % self.size)
                 self.content[place] = tuple(sequence.tokens[: position + 1])

@@ -6,6 +6,7 @@ from typing import cast
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import astuple
 
 from schemas.requests import Sampling
 from schemas.transfer import Memory
@@ -49,7 +50,7 @@ class Late:
 
     def launch(self, plan: list[ScheduledSequence], scoring: Sequence[ScheduledSequence] = ()) -> Step:
         drawn, content, size = {}, self.pool.content, self._size
-        for sequence, start, count, samples in plan:
+        for sequence, start, count, samples in map(astuple, plan):
             tokens = list(sequence.tokens)
             if start + count > len(tokens):
                 self.unknown += 1

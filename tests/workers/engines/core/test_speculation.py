@@ -6,6 +6,7 @@ from random import Random
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import astuple
 
 from schemas.requests import Sampling
 from schemas.tokens import Logprob
@@ -36,7 +37,7 @@ class Verifier(PoolMemory):
     def execute(self, plan: list[ScheduledSequence], scoring: Seq[ScheduledSequence] = ()) -> list[Sampled]:
         self.plans.append(plan)
         found = []
-        for sequence, start, count, samples in plan:
+        for sequence, start, count, samples in map(astuple, plan):
             tokens = [*sequence.tokens, *sequence.draft]
             assert not sequence.draft or samples
             assert samples == (start + count == len(tokens))

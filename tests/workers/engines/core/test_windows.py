@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import astuple
 
 from tests.properties import examples
 from tests.workers.engines.core.support import ROOT, Mirror, PoolMemory, check_pool, request
@@ -32,16 +33,16 @@ class WindowMemory(PoolMemory):
     def execute(self, plan: list[ScheduledSequence], scoring: Sequence[ScheduledSequence] = ()) -> list[Sampled]:
         written = [
             (sequence.rows[position // SIZE], position % SIZE)
-            for sequence, start, count, _ in plan
+            for sequence, start, count, _ in map(astuple, plan)
             for position in range(start, start + count)
         ]
         assert len(set(written)) == len(written), "two tokens in one place"
-        for sequence, start, _, _ in plan:
+        for sequence, start, _, _ in map(astuple, plan):
             for position in range(max(0, start - self.window + 1), start):
                 place = (sequence.rows[position // SIZE], position % SIZE)
                 assert self.rows.get(place) == tuple(sequence.tokens[: position + 1]), "attends to someone else's row"
                 assert place not in written, "a row is written that is still read"
-        for sequence, start, count, _ in plan:
+        for sequence, start, count, _ in map(astuple, plan):
             for position in range(start, start + count):
                 place = (sequence.rows[position // SIZE], position % SIZE)
                 self.rows[place] = tuple(sequence.tokens[: position + 1])

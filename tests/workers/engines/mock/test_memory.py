@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from blake3 import blake3
+from msgspec.structs import replace
 from safetensors.torch import save
 
 from configs.settings import WorkerSettings
@@ -77,7 +78,7 @@ def steps(mock: ScheduledEngine, *requests: SequenceRequest) -> list[StepResult]
     while mock.has_work():
         result = mock.step()
         assert not result.failures
-        results.append(result._replace(held=list(result.held), started=list(result.started)))  # the engine's own lists
+        results.append(replace(result, held=list(result.held), started=list(result.started)))  # the engine's own lists
         assert len(results) < 1000, "it hangs"
     return results
 

@@ -170,7 +170,7 @@ def test_stats_and_dump_describe_the_cache() -> None:
 
 def test_a_step_without_work_is_empty() -> None:
     engine = build(MockOptions(vocab_size=300, speedup=1), sleep=lambda seconds: pytest.fail("waited for nothing"))
-    assert not any(engine.step())
+    assert engine.step().empty
 
 
 def test_a_mock_of_a_model_has_its_limits_and_answers_in_text() -> None:

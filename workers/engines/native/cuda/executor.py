@@ -256,7 +256,8 @@ class CudaExecutor:
     def _pack_single(self, plan: list[ScheduledSequence]) -> Packed:
         """``Packing.pack`` for a plan of single tokens, but faster: with small models the GPU waits for it."""
         packed = Packed()
-        for sequence, start, _, _ in plan:
+        for scheduled in plan:
+            sequence, start = scheduled.sequence, scheduled.start
             table_row = self._table_rows.of(sequence)
             tokens = sequence.tokens
             packed.tokens.append(tokens[start] if start < len(tokens) else UNKNOWN)

@@ -4,6 +4,7 @@ from collections.abc import Sequence as Seq
 
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import astuple
 
 from schemas.requests import Sampling, Stop
 from tests.properties import examples
@@ -129,7 +130,7 @@ def test_each_token_has_one_row_and_each_draw_follows_its_token(
     table_rows = {scheduled.sequence: made._table_rows.of(scheduled.sequence).index for scheduled in plan}
     rows = sorted(zip(packed.table_rows, packed.positions, packed.tokens, strict=True))
     wanted = []
-    for sequence_, start, count, _ in plan:
+    for sequence_, start, count, _ in map(astuple, plan):
         tokens = [*sequence_.tokens, *sequence_.draft][start : start + count]
         wanted += [(table_rows[sequence_], start + n, token) for n, token in enumerate(tokens)]
     assert rows == sorted(wanted)
