@@ -6,6 +6,7 @@ once.
 """
 
 from collections.abc import Iterable
+from itertools import compress
 
 import msgspec
 
@@ -19,26 +20,29 @@ from infra.model.detokenizer import Detokenizer
 from schemas.errors import ServingError
 from schemas.requests import GenerateRequest
 from schemas.tokens import PROMPT, Finish, Logprob, TokenItem
-from schemas.wire import unpack_tokens
+from schemas.wire import TOKEN_BYTES, unpack_tokens
 
 _json = msgspec.json.Encoder().encode
+_IDS = [b"id: %d" % position for position in range(4_096)]  # formatting them would be a third of an event's cost
 
 
 class _StreamedChoice:
     """
     Attributes:
         parser: None: text is content, unchanged.
+        plain: the id of each further event is its position, and all of them are sent with this prefix and suffix.
         prefix: of an event, up to its text; ``suffix``: what follows the text.
         sent: an event was written, or skipped as already seen.
         skip: the client has seen events up to this position; -1: the last one too.
     """
 
-    __slots__ = ("parser", "prefix", "push", "sent", "skip", "state", "suffix")
+    __slots__ = ("parser", "plain", "prefix", "push", "sent", "skip", "state", "suffix")
 
     def __init__(self, state: ChoiceState, parser: AnswerParser | None, *, prefix: bytes, suffix: bytes) -> None:
         self.state = state
         self.push = state.push
         self.parser = parser
+        self.plain = False
         self.prefix = prefix
         self.suffix = suffix
         self.sent = False
@@ -141,19 +145,7 @@ class StreamRenderer:
             if self._logprobs is not None or choice.parser is not None:
                 self._token_by_token(out, choice, item)
             else:
-                data = item.tokens
-                if item.finish is not None and state.hides_last(item.finish):
-                    data = data[:-4]
-                # nearly every item has one token: avoid the array
-                for token in (int.from_bytes(data, "little"),) if len(data) == 4 else unpack_tokens(data):
-                    choice.state.position = position = choice.state.position + 1
-                    if text := choice.push(token):
-                        if choice.sent and self._single and not choice.skip:
-                            out.append(b"id: %d%b%b%b" % (position, choice.prefix, _json(text), choice.suffix))
-                        elif not choice.sent or 0 <= choice.skip <= position:
-                            self._event(out, choice, choice.prefix + _json(text) + choice.suffix)
-                if data is not item.tokens:
-                    choice.state.position += 1
+                self._texts(out, choice, item)
             if item.finish is not None:
                 self._finish(out, choice, item.finish)
         if state.done and not self._closed:
@@ -171,6 +163,28 @@ class StreamRenderer:
         self._close(out, finished)
         return b"".join(out)
 
+    def _texts(self, out: list[bytes], choice: _StreamedChoice, item: TokenItem) -> None:
+        """Events of answers without log-probabilities, and that are not parsed."""
+        state, data = choice.state, item.tokens
+        end = state.position + len(data) // TOKEN_BYTES
+        if item.finish is not None and self._state.hides_last(item.finish):
+            data = data[:-TOKEN_BYTES]
+        if choice.plain and len(data) == TOKEN_BYTES:  # most items of engines with longer steps
+            if text := choice.push(int.from_bytes(data, "little")):
+                out.append(b"id: %d%b%b%b" % (state.position + 1, choice.prefix, _json(text), choice.suffix))
+        else:
+            texts = map(choice.push, unpack_tokens(data))
+            if not choice.plain:
+                for text in texts:
+                    state.position += 1
+                    if text:
+                        self._event(out, choice, choice.prefix + _json(text) + choice.suffix)
+                        if choice.plain:
+                            break
+            if choice.plain:
+                out += _events(state.position + 1, list(texts), choice.prefix, choice.suffix)
+        state.position = end
+
     def _event(self, out: list[bytes], choice: _StreamedChoice, data: bytes) -> None:
         """Any event but the most common kind: the first of a choice, one of several choices, or already seen."""
         position = choice.state.position
@@ -182,6 +196,7 @@ class StreamRenderer:
             choice.prefix = choice.prefix.replace(b'"role":"assistant",', b"", 1)
         if position > choice.skip >= 0:
             choice.skip = 0
+            choice.plain = self._single
 
     def _positions(self) -> bytes:
         return ".".join(
@@ -242,6 +257,21 @@ class StreamRenderer:
         shaped = self._logprobs.completion([(token, logprob)], choice.offset)
         choice.offset += len(shaped.tokens[0])
         return shaped
+
+
+def _events(first: int, texts: list[str], prefix: bytes, suffix: bytes) -> list[bytes]:
+    """The pieces of one event for each text that is not empty.
+
+    Args:
+        first: position of the token whose text is the first.
+    """
+    end = first + len(texts)
+    ids = _IDS[first:end] if end <= len(_IDS) else [b"id: %d" % position for position in range(first, end)]
+    shown = [_json(text) for text in texts if text]
+    pieces = [b"", prefix, b"", suffix] * len(shown)
+    pieces[::4] = compress(ids, texts)
+    pieces[2::4] = shown
+    return pieces
 
 
 def _fields(delta: Delta | None) -> bytes:

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gateway.openai import stream_renderer
 from gateway.openai.aggregator import AnswerAggregator
 from gateway.openai.prepare import prepare_chat, prepare_completion
 from gateway.openai.prepare_context import PrepareContext
@@ -183,6 +184,32 @@ def test_a_client_can_go_on_after_any_event_on_another_replica(
     batch = data.draw(st.integers(1, 5))
     resumed = events(b"".join(second.push(items[at : at + batch]) for at in range(0, len(items), batch)))
     assert resumed == whole[cut + 1 :]
+
+
+@examples(60)
+@given(st.data())
+def test_events_do_not_depend_on_how_tokens_are_cut_into_items(
+    model: ModelDir, context: PrepareContext, data: st.DataObject
+) -> None:
+    n, cut, known = (data.draw(st.integers(1, most)) for most in (2, 20, 40))
+    asked = request(context, n=n, stop=data.draw(st.sampled_from([None, ["the", "ü"]])))
+    items = mixed(data.draw, model, n)  # type: ignore[arg-type]
+    single = events(StreamRenderer(asked, model.detokenizer).push(items))
+    joined = [
+        TokenItem(
+            "r", 1, choice, at, b"".join(item.tokens for item in own[at : at + cut]), own[at : at + cut][-1].finish
+        )
+        for choice in range(n)
+        for own in [[item for item in items if item.choice == choice]]
+        for at in range(0, len(own), cut)
+    ]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("gateway.openai.stream_renderer._IDS", stream_renderer._IDS[:known])
+        cut_otherwise = events(StreamRenderer(asked, model.detokenizer).push(joined))
+    for choice in range(n):
+        assert text_of(cut_otherwise, choice) == text_of(single, choice)
+    if n == 1:
+        assert cut_otherwise == single
 
 
 @pytest.mark.parametrize("bad", ["", "x", "1.2", "-1", "1e3", "٣", "f", "9" * 40])
