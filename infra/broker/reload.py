@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 from infra.broker.jetstream_api import BrokerProblem
+from infra.broker.server import command_line
 
 RELOAD_S = 10.0
 _DONE = re.compile(rb"Reloaded server configuration|Failed to reload server configuration: (.*)")
@@ -43,10 +44,10 @@ def running_pid(data_dir: Path) -> int:
     Raises:
         BrokerProblem: no broker runs there.
     """
-    config = str((data_dir / "nats.conf").resolve()).encode()
+    config = str((data_dir / "nats.conf").resolve())
     try:
         pid = int((data_dir / "nats.pid").read_text())
-        if pid > 0 and config in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0"):
+        if pid > 0 and config in command_line(pid):
             return pid
     except (OSError, ValueError):
         pass

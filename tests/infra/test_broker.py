@@ -5,7 +5,9 @@ import contextlib
 import io
 import json
 import os
+import shutil
 import stat
+import subprocess
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +17,7 @@ from nats.aio.client import Client
 from nats.js.api import AckPolicy, ConsumerConfig
 from nats.js.errors import NotFoundError
 
+from infra.broker import server
 from infra.broker.apply import apply, stream_configs, widened
 from infra.broker.binary import find_server, parse_version
 from infra.broker.config import USERS, ServerConfig, render
@@ -22,7 +25,7 @@ from infra.broker.datadir import DataDirBusy, Lock, load_secrets
 from infra.broker.failures import ServerFailed
 from infra.broker.jetstream_api import BrokerProblem
 from infra.broker.roles import ROLES, permissions
-from infra.broker.server import EmbeddedNats
+from infra.broker.server import EmbeddedNats, command_line
 from infra.bus import object_store
 from infra.bus.connection import connect as open_bus
 from infra.launch.sockets import CannotListen
@@ -508,6 +511,16 @@ def test_a_lock_is_free_again_after_release(tmp_path: Path) -> None:
 )
 def test_versions_are_read_from_the_servers_own_words(text: str, version: tuple[int, int, int] | None) -> None:
     assert parse_version(text) == version
+
+
+@pytest.mark.skipif(not shutil.which("ps"), reason="needs ps")
+def test_a_process_is_recognised_without_proc(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As on macOS. What runs for a data folder is ended or reloaded by its command line."""
+    monkeypatch.setattr(server, "Path", lambda path: Path(f"{tmp_path}{path}"))
+    with subprocess.Popen(["sleep", "60"]) as child:
+        assert command_line(child.pid) == "sleep 60"
+        child.kill()
+    assert command_line(child.pid) == ""
 
 
 def test_a_binary_is_found_without_path(monkeypatch: pytest.MonkeyPatch) -> None:
