@@ -281,4 +281,4 @@ def test_blocks_cost_the_garbage_collector_nothing() -> None:
     for start in range(0, 200_000, 100):
         holders.store(holding, range(start, start + 100), None)
     gc.collect()
-    assert len(gc.get_objects()) - before < 200
+    assert len(gc.get_objects()) - before < 1_000  # from Python 3.14 on, a dict for each age of leaves: 820
