@@ -14,7 +14,7 @@ from router.pairs import with_pairs
 from router.pending import PendingRequest, required_revision, routing_request
 from router.placement.decisions import Decisions, array_decisions
 from router.placement.sessions import SessionId
-from router.routing import RoutingDecision, RoutingRequest, Weights
+from router.routing import ALONE, Part, RoutingDecision, RoutingRequest, Weights
 from schemas.jobs import DecisionInputs, Stage
 from schemas.requests import GenerateRequest
 
@@ -48,14 +48,14 @@ class Decider:
         *,
         held: int = 0,
         waited_s: float | None = None,
-        routers: int = 1,
+        part: Part = ALONE,
     ) -> tuple[RoutingDecision, DecisionInputs]:
         """
         Args:
             keys: of the prompt's full blocks.
             held: number of requests held, for the record.
             waited_s: since its arrival, if it was held.
-            routers: that place the model's requests, this one included.
+            part: this router's, if several place the model's requests.
         """
         tracker = self._cluster.tracker
         request = self.request(pending, keys)
@@ -63,7 +63,7 @@ class Decider:
             self._warn_of_many_targets(request.model)
         self._decisions += 1
         reusable: Sequence[int] = () if pending.computes_whole_prompt else keys
-        shared = self._policy.shared_blocks(request.model, reusable, routers)
+        shared = self._policy.shared_blocks(request.model, reusable, part.routers)
         if shared:
             request = msgspec.structs.replace(request, shared_blocks=shared)
         if pending.request.session:
@@ -86,6 +86,7 @@ class Decider:
             seed=inputs.seed,
             turn=inputs.number,
             waited_s=waited_s,
+            part=part,
         )
         if decision.how:  # there are workers for some stages only
             workers = [tracker.worker(each.worker) for each in decision.candidates]

@@ -6,7 +6,7 @@ A ``RoutingContext`` holds every input of a decision: a recorded context can be 
 from collections.abc import Mapping, Sequence
 from math import exp
 from random import Random
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -22,6 +22,16 @@ TIE = 1e-6  # scores closer than this are equal
 PATIENCE_S = 0.004  # per prompt token that a better target saves: for so long a held request waits for it
 
 RouteKind = Literal["aggregated", "local", "split"]
+
+
+class Part(NamedTuple):
+    """Which of the routers that place a model's requests this one is."""
+
+    number: int = 0
+    routers: int = 1
+
+
+ALONE = Part()
 
 
 class RoutingRequest(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -235,7 +235,7 @@ class Router:
                 now_ns,
                 held=len(self._held),
                 waited_s=waited_s,
-                routers=self.intake.routers(request.model),
+                part=self.intake.part(request.model),
             )
             self._metrics.decision.observe((time.time_ns() - now_ns) / 1e9)
             if decision.route:
@@ -304,7 +304,7 @@ class Router:
         self._decider.sent(request, decision.route)
         body = wire.encode(job)
         room = self._bus.max_message - len(body)  # the server counts headers, too, and closes the link beyond its limit
-        keys_needed = self.intake.routers(request.model) > 1 and sends_keys(load, len(keys), room)
+        keys_needed = self.intake.part(request.model).routers > 1 and sends_keys(load, len(keys), room)
         try:
             stored = await self._publisher.send(
                 self._bus.subjects.work(first.role, first.worker),

@@ -20,6 +20,7 @@ from router.ownership.membership import Membership
 from router.ownership.sharing import Sharing
 from router.ownership.takeover import redeliver
 from router.request_retention import sequence
+from router.routing import Part
 from schemas import routers
 from schemas.requests import Priority
 from schemas.subjects import token
@@ -137,9 +138,9 @@ class Intake:
         """Whether this router places the model's requests: it owns it, or its owner shares them."""
         return self.membership.places(token(model))
 
-    def routers(self, model: str) -> int:
-        """How many routers place the model's requests."""
-        return self.membership.routers(token(model))
+    def part(self, model: str) -> Part:
+        """Which of the routers that place the model's requests this one is."""
+        return self.membership.part(token(model))
 
     def _room(self, priority: Priority) -> int:
         return self._space(priority) if self.membership.reads else 0

@@ -26,7 +26,7 @@ from router.load_tracker import LoadTracker
 from router.placement.decisions import Decisions, array_decisions
 from router.placement.held_order import Held, HeldOrder, Overlaps
 from router.placement.sessions import SessionId
-from router.routing import RoutingDecision, RoutingRequest, Weights
+from router.routing import ALONE, Part, RoutingDecision, RoutingRequest, Weights
 from schemas.fleet import Registration
 from schemas.jobs import LoadHeader
 
@@ -74,7 +74,7 @@ class Placement:
     Args:
         overlaps: leading blocks of a prompt that each target caches (``PrefixIndex.match``); absent: none.
         kv_events: False: ``stored`` is not called, so the backlog of prompts is estimated.
-        routers: that place the requests, this one included.
+        part: this router's, if several place the requests.
     """
 
     def __init__(
@@ -84,11 +84,11 @@ class Placement:
         mode: RouterMode = "kv",
         weights: Weights = Weights(),  # noqa: B008  # frozen
         kv_events: bool = True,
-        routers: int = 1,
+        part: Part = ALONE,
     ) -> None:
         self.tracker = LoadTracker(kv_events=kv_events)
         self._overlaps = overlaps
-        self._routers = routers
+        self._part = part
         arrays = array_decisions(self.tracker)
         self._decisions = Decisions(self.tracker, arrays, mode, weights)
         self._order: HeldOrder[Arrival] = HeldOrder(self.tracker, arrays, overlaps, by_size=mode == "kv")
@@ -177,7 +177,7 @@ class Placement:
             arrival.max_tokens,
             prompt_blocks=len(arrival.keys),
             n=arrival.sequences,
-            shared_blocks=self._decisions.shared_blocks(model, arrival.keys, self._routers),
+            shared_blocks=self._decisions.shared_blocks(model, arrival.keys, self._part.routers),
         )
 
     def _decide(
@@ -193,7 +193,14 @@ class Placement:
             targets = self._decisions.sessions.targets(arrival.session_id, arrival.id)
             request = msgspec.structs.replace(request, session=targets)
         return self._decisions.decide(
-            request, arrival.keys, cached, now_ns=now_ns, seed=arrival.seed, turn=self._turn, waited_s=waited_s
+            request,
+            arrival.keys,
+            cached,
+            now_ns=now_ns,
+            seed=arrival.seed,
+            turn=self._turn,
+            waited_s=waited_s,
+            part=self._part,
         )
 
     def _place(self, arrival: Arrival, decision: RoutingDecision, now_ns: int) -> Placed:

@@ -14,7 +14,7 @@ from router.load_tracker import MODELS_CACHED, LoadTracker
 from router.placement.sessions import Sessions
 from router.placement.shared_prefixes import SharedPrefixes
 from router.policy import decide
-from router.routing import RoutingContext, RoutingDecision, RoutingRequest, Weights
+from router.routing import ALONE, Part, RoutingContext, RoutingDecision, RoutingRequest, Weights
 
 if TYPE_CHECKING:
     from router.placement.arrays.decisions import ArrayDecisions
@@ -23,6 +23,11 @@ if TYPE_CHECKING:
 # one target on. But each request changes rows that they have to copy, so they win from four on, and after code that
 # empties the caches from nine on.
 FEW = 4
+
+# In SERVED of targets that other routers prefer: 100 tokens of work for each one that this router prefers, up to 3,000.
+# The more targets, the less it costs to choose among some of them, and the more requests come before others know.
+OTHERS_SERVED = 25_600
+MOST_OTHERS_SERVED = 768_000
 
 
 def array_decisions(tracker: LoadTracker, few: int = FEW) -> "ArrayDecisions | None":
@@ -49,6 +54,7 @@ class Decisions:
         self._mode: RouterMode = mode
         self._weights = weights
         self._shared: dict[str, SharedPrefixes] = {}  # by model
+        self._parts: dict[str, tuple[int, Part]] = {}  # by model: of which workers this router prefers which part
         self.sessions = Sessions(lambda request: tracker.request(request) is not None)
 
     def shared_blocks(self, model: str, keys: Sequence[int], routers: int = 1) -> int:
@@ -67,6 +73,22 @@ class Decisions:
             prefixes = self._shared[model] = SharedPrefixes()
         return prefixes.blocks(keys, len(serving) * serving[0].dp_size / routers)
 
+    def _prefer(self, model: str, part: Part) -> None:
+        """Have routers prefer different targets, since they do not know each other's latest decisions."""
+        state = self._tracker.version, part
+        if self._parts.get(model) == state:
+            return
+        serving = self._tracker.serving(model)
+        if serving:  # requests may name any model
+            self._parts[model] = state
+        pools: dict[str, list[TargetId]] = {}
+        for worker in serving:
+            pools.setdefault(worker.role, []).extend((worker.worker, rank) for rank in range(worker.dp_size))
+        for pool in pools.values():
+            more = min(OTHERS_SERVED * len(pool) // part.routers, MOST_OTHERS_SERVED)
+            for at, target in enumerate(pool):
+                self._tracker.loads.count_more(target, 0 if at % part.routers == part.number else more)
+
     def decide(
         self,
         request: RoutingRequest,
@@ -77,12 +99,16 @@ class Decisions:
         seed: int,
         turn: int = 0,
         waited_s: float | None = None,
+        part: Part = ALONE,
     ) -> RoutingDecision:
         """
         Args:
             keys: of the full blocks of its prompt, as far as they may be reused.
             overlaps, seed, turn, waited_s: as in ``RoutingContext``.
+            part: this router's.
         """
+        if part.routers > 1 or request.model in self._parts:
+            self._prefer(request.model, part)
         tracker, weights = self._tracker, self._weights
         leading: Mapping[TargetId, int] = tracker.loads.prefixes(keys) if self._mode == "kv" else {}
         if self._arrays is not None and self._mode == "kv":

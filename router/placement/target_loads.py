@@ -56,7 +56,8 @@ class TargetLoads:
     SEQUENCES; ACTIVE, distinct prompt blocks of unfinished requests; CONTEXT, the same with shared blocks counted for
     every sequence, as a decode step reads them; BACKLOG, uncached prompt tokens that are not computed yet; COMPUTING,
     sequences whose prompt is not computed yet; SLOWNESS and DECODE_SLOWNESS, time per prompt token and per
-    step relative to the model's other targets; SERVED, prompt tokens that this router sent there lately.
+    step relative to the model's other targets; SERVED, prompt tokens that this router sent there lately, and
+    more if another router prefers the target.
 
     Attributes:
         changed: rows that changed since ``LoadColumns`` read them last.
@@ -72,6 +73,7 @@ class TargetLoads:
         self.changed: set[int] = set()
         self.estimates: dict[int, tuple[float, int, int]] = {}
         self._sent = 0  # prompts since SERVED was halved
+        self._more: dict[int, int] = {}  # in SERVED of rows that other routers prefer
         self._prefixes = ActivePrefixes()
         self._tasks: dict[tuple[str, TargetId], Task] = {}
         self.learned = LearnedCosts()
@@ -132,6 +134,7 @@ class TargetLoads:
         if row is None:
             return []
         self._free.append(row)
+        self._more.pop(row, None)
         self._means.clear()
         self.estimates.pop(row, None)
         lost = [task for (_, at), task in self._tasks.items() if at == target]
@@ -267,14 +270,26 @@ class TargetLoads:
         if self._sent >= SERVED_REQUESTS * len(self._rows):
             self._sent = 0
             for each in self._rows.values():
-                self._values[each][SERVED] //= 2
+                self._values[each][SERVED] -= self._sent_to(each) - self._sent_to(each) // 2
                 self.changed.add(each)
+
+    def count_more(self, target: TargetId, tokens: int) -> None:
+        """Count so many more tokens in SERVED, since another router prefers the target; 0: none does."""
+        row = self._rows.get(target)
+        if row is not None:
+            self._values[row][SERVED] = self._sent_to(row) + tokens
+            self._more[row] = tokens
+            self.changed.add(row)
+
+    def _sent_to(self, row: int) -> int:
+        """SERVED without what ``count_more`` added."""
+        return int(self._values[row][SERVED]) - self._more.get(row, 0)
 
     def _mean_served(self, model: str) -> int:
         """The initial SERVED of a new target, so that it is not sent all requests until it has caught up."""
         mean = self._means.get(model)
         if mean is None:
-            others = [self._values[self._rows[target]][SERVED] for target, at in self._models.items() if at == model]
+            others = [self._sent_to(self._rows[target]) for target, at in self._models.items() if at == model]
             mean = self._means[model] = sum(others) // len(others) if others else 0
         return mean
 

@@ -18,7 +18,7 @@ from router.holders import Holders, Holding
 from router.job_message import sends_keys
 from router.load import ENCODE, Load, RoutingTarget
 from router.placement import core
-from router.routing import Weights
+from router.routing import Part, Weights
 from schemas.fleet import Registration, State
 from schemas.jobs import LoadHeader
 from schemas.transfer import Endpoint, Memory
@@ -67,9 +67,9 @@ class PlacementPolicy:
                 self._index.match if self._kv_events else predicted.match,
                 weights=self._weights,
                 kv_events=self._kv_events,
-                routers=self._replicas,
+                part=Part(index, self._replicas),
             )
-            for predicted in self._predicted
+            for index, predicted in enumerate(self._predicted)
         ]
         self._late: deque[tuple[int, core.Placement, core.Placed]] = deque()
         self._encoders = _Encoders(fleet)

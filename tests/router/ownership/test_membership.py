@@ -13,6 +13,7 @@ from router.decided_again import decide_again
 from router.ownership import intake, membership
 from router.ownership.membership import Link, Membership
 from router.ownership.takeover import redeliver
+from router.routing import ALONE, Part
 from schemas import blocks, routers, wire
 from schemas.routers import HeldByTenant, Member
 from schemas.subjects import Subjects
@@ -270,7 +271,7 @@ async def test_routers_share_the_requests_of_an_owner_that_asks_them_to(
         for each in before:
             await clients.placed(each)
         assert helper.folded == {}, "it reads, and does not fold, what it does not place"
-        assert [member_of(each).routers(MODEL) for each in (owner, helper)] == [1, 1]
+        assert [member_of(each).part(MODEL) for each in (owner, helper)] == [ALONE, ALONE]
         share(owner, True)
         await eventually(lambda: member_of(helper).places(MODEL) and member_of(helper).reads)
         assert not member_of(helper).owns(MODEL)
@@ -279,11 +280,11 @@ async def test_routers_share_the_requests_of_an_owner_that_asks_them_to(
         widest = request(range(5000, 5900))  # its job leaves no room for 225 keys
         monkeypatch.setattr(type(owner.bus), "max_message", property(lambda bus: len(wire.encode(widest)) + 1000))
         asked = [*(request() for _ in range(55)), widest, *long]
-        decided_by: set[int] = set()
+        parts: set[Part] = set()
         decide = owner.router._decider.decide
 
         def counted(*args: Any, **options: Any) -> Any:
-            decided_by.add(options["routers"])
+            parts.add(options["part"])
             return decide(*args, **options)
 
         monkeypatch.setattr(owner.router._decider, "decide", counted)
@@ -295,7 +296,8 @@ async def test_routers_share_the_requests_of_an_owner_that_asks_them_to(
             known = router.cluster.tracker._keys
             await eventually(lambda known=known: all(each.id in known for each in long))  # type: ignore[misc]
             assert all(list(known[each.id]) == list(blocks.keys_of(each.digests)) for each in long)
-        assert decided_by == {2}
+        assert parts == {member_of(owner).part(MODEL)}
+        assert {member_of(each).part(MODEL) for each in (owner, helper)} == {Part(0, 2), Part(1, 2)}
         by = [job.decision.router for _, job in await clients.work()]
         assert len(by) == 80
         assert min(by.count(owner.router.id) - 20, by.count(helper.router.id)) > 0
