@@ -104,7 +104,7 @@ class ClusterState:
     def _tail(self, stream: str, kind: str, handle: Callable[[Entry], None]) -> LogTail:
         subjects = self._bus.subjects
         subject = subjects.all(kind)
-        return LogTail(self._bus, subjects.stream(stream), subject, subjects.live(subject), handle, together=True)
+        return LogTail(self._bus, subjects.stream(stream), subject, subjects.live(subject), handle)
 
     async def start(self, listener: ClusterListener) -> None:
         """

@@ -34,9 +34,9 @@ class Follower:
         self.entries: list[Entry] = []
         self.deaf: Callable[[Entry], bool] = lambda entry: False
         self.subject = subject or bus.subjects.all("tokens")
-        stream, live = bus.subjects.stream("TOKENS"), bus.subjects.live(self.subject)
-        # Both ways: tails of everything handle entries at the end of a turn.
-        self.tail = LogTail(bus, stream, self.subject, live, self.entries.append, together=not subject)
+        self.tail = LogTail(
+            bus, bus.subjects.stream("TOKENS"), self.subject, bus.subjects.live(self.subject), self.entries.append
+        )
         self._hear = self.tail._on_live
         self.tail._on_live = self._on_live  # type: ignore[method-assign]
 
