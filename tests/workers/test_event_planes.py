@@ -42,10 +42,10 @@ class Clearing:
         self.clears = False
 
     def step(self) -> StepResult:
-        result = self._engine.step()
+        result: StepResult = self._engine.step()
         if self.clears:
             self.clears = False
-            return result._replace(events=[kv.Cleared(), *result.events])
+            result.events = [kv.Cleared(), *result.events]
         return result
 
     def __getattr__(self, name: str) -> Any:
