@@ -92,7 +92,7 @@ class RoutingTarget(msgspec.Struct, frozen=True):
     """A worker, or one attention data-parallel rank of it, that requests can be sent to.
 
     Attributes:
-        served_tokens: of the prompts that this router sent there lately.
+        served_tokens: of the prompts that this router sent there lately, and more if another router prefers it.
     """
 
     id: TargetId

@@ -28,7 +28,7 @@ class Candidate(msgspec.Struct, frozen=True, omit_defaults=True):
     computing: int = 0  # of ``running``, those whose prompt was not computed yet
     slowness: float = 1.0  # learnt: time per prompt token, relative to the model's other targets
     decode_slowness: float = 1.0  # the same per step
-    served_tokens: int = 0  # of the prompts that it was sent lately
+    served_tokens: int = 0  # of the prompts that it was sent lately, and more if another router prefers it
 
 
 class Stage(msgspec.Struct, frozen=True, omit_defaults=True):

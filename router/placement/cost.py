@@ -11,7 +11,7 @@ d: sequences that it is decoding, each of which u holds up
 D: prompt tokens of its active sequences, with this request; every step reads them, shared ones for each sequence
 w: sequences beyond its slots, with this request; each waits for another to end, about an answer's time per slot
 S: tokens of the prompts that it was sent lately, cached or not; so idle targets take turns, and no target collects all
-   prefixes that are used now and then
+   prefixes that are used now and then; more if another router prefers it
 s, t: time per prompt token and per step relative to the other targets, learnt
 
 u counts twice: once for this request, once for those that come behind it; and at most 1.25 times more for those that it

@@ -54,7 +54,8 @@ class Decisions:
         self._mode: RouterMode = mode
         self._weights = weights
         self._shared: dict[str, SharedPrefixes] = {}  # by model
-        self._parts: dict[str, tuple[int, Part]] = {}  # by model: of which workers this router prefers which part
+        # By model: of which workers this router prefers which part; None: it places all requests.
+        self._parts: dict[str, tuple[int, Part] | None] = {}
         self.sessions = Sessions(lambda request: tracker.request(request) is not None)
 
     def shared_blocks(self, model: str, keys: Sequence[int], routers: int = 1) -> int:
@@ -73,16 +74,22 @@ class Decisions:
             prefixes = self._shared[model] = SharedPrefixes()
         return prefixes.blocks(keys, len(serving) * serving[0].dp_size / routers)
 
-    def _prefer(self, model: str, part: Part) -> None:
-        """Have routers prefer different targets, since they do not know each other's latest decisions."""
-        state = self._tracker.version, part
+    def _prefer(self, name: str, part: Part) -> None:
+        """Have routers prefer different targets, since they do not know each other's latest decisions.
+
+        Args:
+            name: of the model, or an alias, which some of its workers may not have.
+        """
+        serving = self._tracker.serving(name)
+        if not serving:  # requests may name any model
+            return
+        model = serving[0].model
+        state = (self._tracker.version, part) if part.routers > 1 else None
         if self._parts.get(model) == state:
             return
-        serving = self._tracker.serving(model)
-        if serving:  # requests may name any model
-            self._parts[model] = state
+        self._parts[model] = state
         pools: dict[str, list[TargetId]] = {}
-        for worker in serving:
+        for worker in self._tracker.serving(model):
             pools.setdefault(worker.role, []).extend((worker.worker, rank) for rank in range(worker.dp_size))
         for pool in pools.values():
             more = min(OTHERS_SERVED * len(pool) // part.routers, MOST_OTHERS_SERVED)
@@ -107,7 +114,7 @@ class Decisions:
             overlaps, seed, turn, waited_s: as in ``RoutingContext``.
             part: this router's.
         """
-        if part.routers > 1 or request.model in self._parts:
+        if part.routers > 1 or self._parts:
             self._prefer(request.model, part)
         tracker, weights = self._tracker, self._weights
         leading: Mapping[TargetId, int] = tracker.loads.prefixes(keys) if self._mode == "kv" else {}

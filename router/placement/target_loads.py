@@ -124,7 +124,7 @@ class TargetLoads:
             self._values[row][SERVED] = self._mean_served(model)
         values = self._values[row]
         values[BLOCK_SIZE], values[BLOCKS], values[SLOTS], values[LIMIT] = block_size, blocks, slots, limit
-        self.changed.add(row)
+        self.count_more(target, 0)  # its model may be another one now
         self._models[target] = model
         return new
 

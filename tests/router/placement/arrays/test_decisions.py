@@ -12,7 +12,7 @@ from router.placement.aggregated import HeldRequest, is_ready
 from router.placement.core import Arrival, Placement
 from router.placement.decisions import FEW, Decisions, array_decisions
 from router.policy import decide
-from router.routing import RoutingContext, RoutingDecision, RoutingRequest, Weights
+from router.routing import ALONE, Part, RoutingContext, RoutingDecision, RoutingRequest, Weights
 from schemas import wire
 from schemas.fleet import Registration, State
 from schemas.jobs import LoadHeader
@@ -70,6 +70,7 @@ def fleet(workers: list[dict[str, Any]], jobs: list[tuple[int, int, int, int]]) 
     shared=st.integers(0, 20),
     waited_s=st.sampled_from([None, 0.0, 0.5, 100.0]),
     seed=st.integers(0, 9),
+    part=st.sampled_from([ALONE, Part(0, 2), Part(2, 3)]),
 )
 def test_a_decision_is_that_of_the_loop(
     workers: list[dict[str, Any]],
@@ -80,6 +81,7 @@ def test_a_decision_is_that_of_the_loop(
     shared: int,
     waited_s: float | None,
     seed: int,
+    part: Part,
 ) -> None:
     tracker = fleet(workers, jobs)
     family, blocks, n = asked
@@ -92,7 +94,7 @@ def test_a_decision_is_that_of_the_loop(
     overlaps = Depths(([1 << at for at in held], [*held.values()]), known)
     prompt = keys(family, blocks)
     found = Decisions(tracker, array_decisions(tracker, few=0), "kv", Weights()).decide(
-        request, prompt, overlaps, now_ns=50, seed=seed, turn=1, waited_s=waited_s
+        request, prompt, overlaps, now_ns=50, seed=seed, turn=1, waited_s=waited_s, part=part
     )
     context = RoutingContext(
         request,

@@ -1,0 +1,54 @@
+"""Which targets a router prefers while several place a model's requests."""
+
+from dataclasses import dataclass, field
+
+from router.load_tracker import LoadTracker
+from router.placement.decisions import Decisions
+from router.routing import ALONE, Part, RoutingRequest, Weights
+from schemas.fleet import Registration
+
+
+def worker(number: int, model: str = "m", *aliases: str) -> Registration:
+    return Registration(f"w{number}", model, "aggregated", "mock", 1, 16, 100, 4, 4096, aliases=aliases)
+
+
+@dataclass
+class Router:
+    tracker: LoadTracker = field(default_factory=LoadTracker)
+
+    def __post_init__(self) -> None:
+        self.decisions = Decisions(self.tracker, None, "kv", Weights())
+
+    def decide(self, model: str, part: Part) -> list[int]:
+        """Which workers of ``m`` it does not prefer afterwards."""
+        self.decisions.decide(RoutingRequest(model, 10, 10), (), {}, now_ns=0, seed=0, part=part)
+        return [at for at in range(4) if self.tracker.loads.served_tokens((f"w{at}", 0))]
+
+
+def test_the_names_of_a_model_share_its_preferred_workers_and_lose_them_together() -> None:
+    router = Router()
+    for number in range(4):
+        router.tracker.put_worker(worker(number, "m", "alias"))
+    assert router.decide("alias", Part(0, 2)) == [1, 3]
+    assert router.decide("m", ALONE) == []
+    assert router.decide("m", Part(1, 2)) == [0, 2]
+    assert router.decide("alias", ALONE) == []
+
+
+def test_an_adapter_that_some_workers_have_does_not_change_which_are_preferred() -> None:
+    routers = [Router(), Router()]
+    for router in routers:
+        for number in range(4):
+            router.tracker.put_worker(worker(number, "m", *["adapter"] * (number == 1)))
+    for name in ("m", "adapter"):
+        assert [router.decide(name, Part(at, 2)) for at, router in enumerate(routers)] == [[1, 3], [0, 2]]
+
+
+def test_a_worker_that_changes_to_another_model_is_not_less_preferred_there() -> None:
+    router = Router()
+    for number in range(4):
+        router.tracker.put_worker(worker(number))
+    assert router.decide("m", Part(0, 2)) == [1, 3]
+    router.tracker.put_worker(worker(3, "n"))
+    assert router.decide("n", ALONE) == [1]
+    assert router.decide("m", Part(0, 2)) == [1]
