@@ -202,7 +202,8 @@ _JOBS = {"job": jobs.decode_job, "request": requests.decode, "submitted": reques
 def _open(value: Any, name: str = "") -> Any:
     """Structs as dictionaries, with packed and encoded fields decoded."""
     if isinstance(value, msgspec.Struct):
-        return {field: _open(getattr(value, field), field) for field in value.__struct_fields__}
+        names = zip(value.__struct_fields__, value.__struct_encode_fields__, strict=True)
+        return {encoded: _open(getattr(value, field), field) for field, encoded in names}
     if isinstance(value, msgspec.Raw) or (isinstance(value, bytes) and name == "submitted"):
         try:
             return _open(_JOBS[name](bytes(value))) if len(bytes(value)) else None

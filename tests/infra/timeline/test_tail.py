@@ -10,6 +10,7 @@ from infra.broker.server import EmbeddedNats
 from infra.bus.connection import Bus
 from infra.timeline.tail import run
 from schemas.kv import KvBatch, Stored
+from schemas.requests import Media
 from schemas.subjects import Subjects
 from schemas.wire import encode
 from tests.infra.bus.support import opened
@@ -67,13 +68,15 @@ async def test_a_worker_narrows_every_kind_of_message(bus: Bus, tail) -> None:  
 
 
 async def test_json_has_the_whole_message_with_tokens_as_numbers(bus: Bus, tail) -> None:  # type: ignore[no-untyped-def]
-    request = await accept(bus)
+    request = await accept(bus, media=(Media(b"\0" * 3, "image/png", 5),))
     await assign(bus, request)
     (line,) = await tail("work", "--json")
     found = json.loads(line)
     assert found["kind"] == "job"
     assert found["message"]["request"]["id"] == request.id
     assert found["message"]["request"]["prompt"] == list(range(100))
+    (medium,) = found["message"]["request"]["media"]
+    assert (medium["digest"], medium["bytes"]) == ("AAAA", 5), "fields have the names that they have in messages"
 
 
 async def test_a_message_that_cannot_be_read_is_shown_as_such(bus: Bus, tail) -> None:  # type: ignore[no-untyped-def]
