@@ -517,6 +517,7 @@ def test_versions_are_read_from_the_servers_own_words(text: str, version: tuple[
 def test_a_process_is_recognised_without_proc(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """As on macOS. What runs for a data folder is ended or reloaded by its command line."""
     monkeypatch.setattr(server, "Path", lambda path: Path(f"{tmp_path}{path}"))
+    monkeypatch.setenv("COLUMNS", "5")  # ps cuts its lines at the terminal's width unless asked not to
     with subprocess.Popen(["sleep", "60"]) as child:
         assert command_line(child.pid) == "sleep 60"
         child.kill()
