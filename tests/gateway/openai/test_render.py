@@ -206,10 +206,13 @@ def test_events_do_not_depend_on_how_tokens_are_cut_into_items(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("gateway.openai.stream_renderer._IDS", stream_renderer._IDS[:known])
         cut_otherwise = events(StreamRenderer(asked, model.detokenizer).push(joined))
+        resumed, after = StreamRenderer(asked, model.detokenizer), data.draw(st.integers(0, len(single) - 2))
+        resumed.resume(single[after][0])
+        rest = events(resumed.push(joined))
     for choice in range(n):
         assert text_of(cut_otherwise, choice) == text_of(single, choice)
     if n == 1:
-        assert cut_otherwise == single
+        assert (cut_otherwise, rest) == (single, single[after + 1 :])
 
 
 @pytest.mark.parametrize("bad", ["", "x", "1.2", "-1", "1e3", "٣", "f", "9" * 40])
