@@ -28,6 +28,7 @@ FEW = 4
 # The more targets, the less it costs to choose among some of them, and the more requests come before others know.
 OTHERS_SERVED = 25_600
 MOST_OTHERS_SERVED = 768_000
+TURN_NS = 1_000_000_000  # for so long a router prefers the same targets; a change takes 4 µs per target
 
 
 def array_decisions(tracker: LoadTracker, few: int = FEW) -> "ArrayDecisions | None":
@@ -54,8 +55,8 @@ class Decisions:
         self._mode: RouterMode = mode
         self._weights = weights
         self._shared: dict[str, SharedPrefixes] = {}  # by model
-        # By model: of which workers this router prefers which part; None: it places all requests.
-        self._parts: dict[str, tuple[int, Part] | None] = {}
+        # By model: version of the workers, part that is preferred, number of parts; None: it places all requests.
+        self._parts: dict[str, tuple[int, int, int] | None] = {}
         self.sessions = Sessions(lambda request: tracker.request(request) is not None)
 
     def shared_blocks(self, model: str, keys: Sequence[int], routers: int = 1) -> int:
@@ -74,8 +75,10 @@ class Decisions:
             prefixes = self._shared[model] = SharedPrefixes()
         return prefixes.blocks(keys, len(serving) * serving[0].dp_size / routers)
 
-    def _prefer(self, name: str, part: Part) -> None:
+    def _prefer(self, name: str, part: Part, now_ns: int) -> None:
         """Have routers prefer different targets, since they do not know each other's latest decisions.
+
+        They take turns, by their clocks, with each part: some routers place more requests than others.
 
         Args:
             name: of the model, or an alias, which some of its workers may not have.
@@ -84,7 +87,8 @@ class Decisions:
         if not serving:  # requests may name any model
             return
         model = serving[0].model
-        state = (self._tracker.version, part) if part.routers > 1 else None
+        number = (part.number + now_ns // TURN_NS) % part.routers
+        state = (self._tracker.version, number, part.routers) if part.routers > 1 else None
         if self._parts.get(model) == state:
             return
         self._parts[model] = state
@@ -94,7 +98,7 @@ class Decisions:
         for pool in pools.values():
             more = min(OTHERS_SERVED * len(pool) // part.routers, MOST_OTHERS_SERVED)
             for at, target in enumerate(pool):
-                self._tracker.loads.count_more(target, 0 if at % part.routers == part.number else more)
+                self._tracker.loads.count_more(target, 0 if at % part.routers == number else more)
 
     def decide(
         self,
@@ -115,7 +119,7 @@ class Decisions:
             part: this router's.
         """
         if part.routers > 1 or self._parts:
-            self._prefer(request.model, part)
+            self._prefer(request.model, part, now_ns)
         tracker, weights = self._tracker, self._weights
         leading: Mapping[TargetId, int] = tracker.loads.prefixes(keys) if self._mode == "kv" else {}
         if self._arrays is not None and self._mode == "kv":

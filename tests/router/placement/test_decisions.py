@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from router.load_tracker import LoadTracker
-from router.placement.decisions import Decisions
+from router.placement.decisions import TURN_NS, Decisions
 from router.routing import ALONE, Part, RoutingRequest, Weights
 from schemas.fleet import Registration
 
@@ -19,9 +19,9 @@ class Router:
     def __post_init__(self) -> None:
         self.decisions = Decisions(self.tracker, None, "kv", Weights())
 
-    def decide(self, model: str, part: Part) -> list[int]:
+    def decide(self, model: str, part: Part, now_ns: int = 0) -> list[int]:
         """Which workers of ``m`` it does not prefer afterwards."""
-        self.decisions.decide(RoutingRequest(model, 10, 10), (), {}, now_ns=0, seed=0, part=part)
+        self.decisions.decide(RoutingRequest(model, 10, 10), (), {}, now_ns=now_ns, seed=0, part=part)
         return [at for at in range(4) if self.tracker.loads.served_tokens((f"w{at}", 0))]
 
 
@@ -52,3 +52,14 @@ def test_a_worker_that_changes_to_another_model_is_not_less_preferred_there() ->
     router.tracker.put_worker(worker(3, "n"))
     assert router.decide("n", ALONE) == [1]
     assert router.decide("m", Part(0, 2)) == [1]
+
+
+def test_routers_take_turns_with_each_part_since_some_place_more_requests_than_others() -> None:
+    routers = [Router(), Router()]
+    for router in routers:
+        for number in range(4):
+            router.tracker.put_worker(worker(number))
+    for turn in range(4):
+        for now_ns in (turn * TURN_NS, (turn + 1) * TURN_NS - 1):
+            others = [router.decide("m", Part(at, 2), now_ns) for at, router in enumerate(routers)]
+            assert others == ([[1, 3], [0, 2]] if turn % 2 == 0 else [[0, 2], [1, 3]])
