@@ -30,7 +30,7 @@ class _StreamedChoice:
     """
     Attributes:
         parser: None: text is content, unchanged.
-        plain: the id of each further event is its position, and all of them are sent with this prefix and suffix.
+        plain: all further events are sent, with this prefix and suffix; their ids are positions of this one choice.
         prefix: of an event, up to its text; ``suffix``: what follows the text.
         sent: an event was written, or skipped as already seen.
         skip: the client has seen events up to this position; -1: the last one too.
@@ -164,7 +164,7 @@ class StreamRenderer:
         return b"".join(out)
 
     def _texts(self, out: list[bytes], choice: _StreamedChoice, item: TokenItem) -> None:
-        """Events of answers without log-probabilities, and that are not parsed."""
+        """Events of answers that are not parsed and have no log-probabilities."""
         state, data = choice.state, item.tokens
         end = state.position + len(data) // TOKEN_BYTES
         if item.finish is not None and self._state.hides_last(item.finish):
