@@ -83,9 +83,9 @@ class IndexLoader:
         task.add_done_callback(lambda _: self._running.pop(worker, None))
 
     async def _load_until_known(self, worker: str) -> None:
+        await self._turns.enter()
         while self._is_registered(worker):
             try:
-                await self._turns.enter()
                 pages = await self._read_pages(worker)
                 if await self.load(pages):
                     self._loaded.add(worker)
@@ -95,6 +95,7 @@ class IndexLoader:
             except (NatsError, TimeoutError, msgspec.MsgspecError) as error:
                 log.debug("dump_failed", worker=worker, error=repr(error))
             await asyncio.sleep(RETRY_S)
+            await self._turns.enter()
 
     async def _read_pages(self, worker: str) -> list[kv.KvDump]:
         subject = self._bus.subjects.control(worker)
