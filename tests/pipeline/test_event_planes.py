@@ -121,6 +121,13 @@ async def test_a_cache_beside_the_engine_draws_requests_until_it_is_gone(
         for digests in names:
             cache.publish([kv.Stored(digests)])
             await published(bus, digests)
+
+        async def folded() -> bool:
+            """A router that has restarted reads the first events that follow from the stream, a moment later."""
+            seen = await decision_of(bus, await http.post("/v1/completions", json=text_body(token_prompt(2, 1))))
+            return seen.kv_seq >= (await bus.js.stream_info(bus.subjects.stream("KV"))).state.last_seq
+
+        await until(folded, "the router has read the cache's events")
         answer = await http.post("/v1/completions", json=text_body(one))
         assert cached(answer) == 0  # the mock takes nothing from it
         decision = await decision_of(bus, answer)
