@@ -393,7 +393,7 @@ class LoadTracker:
             self._targets.add(load.target_id, load.sequences, load.blocks, load.uncached_tokens, now_ns)
 
     def _only_counts(self, entry: ActiveRequest) -> bool:
-        """Whether a request adds to the sums and nothing more: no event tells when its prompt is computed.
+        """Whether a request adds to the sums and nothing more: no event will show when its prompt is computed.
 
         This is so for short prompts that other routers placed, the most frequent ones. ``entry`` has what they cost.
         """

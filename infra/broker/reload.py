@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 from infra.broker.jetstream_api import BrokerProblem
-from infra.broker.server import command_line
+from infra.broker.server import was_started_with
 
 RELOAD_S = 10.0
 _DONE = re.compile(rb"Reloaded server configuration|Failed to reload server configuration: (.*)")
@@ -47,7 +47,7 @@ def running_pid(data_dir: Path) -> int:
     config = str((data_dir / "nats.conf").resolve())
     try:
         pid = int((data_dir / "nats.pid").read_text())
-        if pid > 0 and config in command_line(pid):
+        if pid > 0 and was_started_with(pid, config):
             return pid
     except (OSError, ValueError):
         pass

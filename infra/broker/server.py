@@ -210,20 +210,25 @@ def end_stale(pid_file: Path, config: Path) -> None:
     except (OSError, ValueError):
         return
     # The pid may have been reused: only a process started with this configuration file is ours.
-    if pid <= 0 or str(config) not in command_line(pid):
+    if pid <= 0 or not was_started_with(pid, str(config)):
         return
     for sign, patience in ((signal.SIGTERM, _TERM_S), (signal.SIGKILL, 5.0)):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, sign)
         deadline = time.monotonic() + patience
         while time.monotonic() < deadline:
-            if str(config) not in command_line(pid):
+            if not was_started_with(pid, str(config)):
                 return
             time.sleep(_POLL_S)
     raise ServerFailed(f"an earlier nats-server (pid {pid}) does not end: kill it, then start again")
 
 
-def command_line(pid: int) -> str:
+def was_started_with(pid: int, argument: str) -> bool:
+    """Whether a process runs, and has an argument that is this one from end to end, not only a part of it."""
+    return f" {argument} " in f"{_command_line(pid)} "
+
+
+def _command_line(pid: int) -> str:
     """Empty: no such process."""
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")

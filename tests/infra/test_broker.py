@@ -25,7 +25,7 @@ from infra.broker.datadir import DataDirBusy, Lock, load_secrets
 from infra.broker.failures import ServerFailed
 from infra.broker.jetstream_api import BrokerProblem
 from infra.broker.roles import ROLES, permissions
-from infra.broker.server import EmbeddedNats, command_line
+from infra.broker.server import EmbeddedNats, was_started_with
 from infra.bus import object_store
 from infra.bus.connection import connect as open_bus
 from infra.launch.sockets import CannotListen
@@ -513,15 +513,21 @@ def test_versions_are_read_from_the_servers_own_words(text: str, version: tuple[
     assert parse_version(text) == version
 
 
-@pytest.mark.skipif(not shutil.which("ps"), reason="needs ps")
-def test_a_process_is_recognised_without_proc(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """As on macOS. What runs for a data folder is ended or reloaded by its command line."""
-    monkeypatch.setattr(server, "Path", lambda path: Path(f"{tmp_path}{path}"))
-    monkeypatch.setenv("COLUMNS", "5")  # ps cuts its lines at the terminal's width unless asked not to
-    with subprocess.Popen(["sleep", "60"]) as child:
-        assert command_line(child.pid) == "sleep 60"
+@pytest.mark.parametrize("proc", [True, False])
+def test_a_process_is_recognised_by_a_whole_argument(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *, proc: bool
+) -> None:
+    """Otherwise the broker of another folder, whose path has this one in it, would be ended or reloaded."""
+    if not proc:  # as on macOS
+        if not shutil.which("ps"):
+            pytest.skip("needs ps")
+        monkeypatch.setattr(server, "Path", lambda path: Path(f"{tmp_path}{path}"))
+        monkeypatch.setenv("COLUMNS", "5")  # ps cuts its lines at the terminal's width unless asked not to
+    with subprocess.Popen(["sleep", "60.5"]) as child:
+        found = [was_started_with(child.pid, argument) for argument in ("60.5", "60", "0.5")]
         child.kill()
-    assert command_line(child.pid) == ""
+    assert found == [True, False, False]
+    assert not was_started_with(child.pid, "60.5")
 
 
 def test_a_binary_is_found_without_path(monkeypatch: pytest.MonkeyPatch) -> None:
