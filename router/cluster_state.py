@@ -118,7 +118,7 @@ class ClusterState:
         starts = {}
         if saved is not None and saved[0].taken_ns > past:
             at, state = saved
-            self.tracker.load_state(state)
+            self.tracker.restore(state)
             starts = {"done": at.done_seq, "returned": at.returned_seq, "work": at.work_seq}
         # Workers before jobs: jobs are counted in blocks of their worker's size.
         if self.index is not None:
@@ -191,7 +191,7 @@ class ClusterState:
         self._removal.remove_stale()
         if expired := self.disconnects.expired(time.monotonic()):
             self._removal.remove_connections(frozenset(expired))
-        self.tracker.expire(now_ns, OVERDUE_NS, EXPIRE_REQUESTS)
+        self.tracker.expire(now_ns - OVERDUE_NS, EXPIRE_REQUESTS)
         for index in (self.index, self._approximate):
             for _ in range(SWEEP_STEPS):
                 if index is None or index.sweep(SWEEP_BLOCKS):
@@ -331,10 +331,8 @@ class ClusterState:
         if HEADER_NO_STORE in entry.headers:
             self._listener.to_be_erased(entry)
         request = entry.headers.get(HEADER_MSG_ID, "")
-        if self._unowned.end(request) and self.tracker.request(request) is None:
-            self.tracker.note_end(request)
-        else:
-            self.tracker.finish(request, time.time_ns())
+        kept = self._unowned.end(request)
+        if self.tracker.finish(request, time.time_ns()) is not None or not kept:
             self._listener.capacity_changed()
 
     def _on_returned(self, request: str, attempt: int, reason: str) -> None:

@@ -66,16 +66,10 @@ class Holders:
 
     At the cap the blocks that were stored or continued longest ago are evicted, last blocks of prompts first. What a
     target stores behind evicted blocks is refused. So a match reports less than a target holds, never more.
-
-    Attributes:
-        evicted: blocks so far.
-        refused: blocks so far.
     """
 
     def __init__(self, max_blocks: int) -> None:
         self.max_blocks = max_blocks
-        self.evicted = 0
-        self.refused = 0
         self.tree = RadixTree(max_blocks)
         self._by_bit: dict[int, Holding] = {}  # order has no meaning
         self._bits = TargetBits()  # the same, for readers of masks
@@ -92,11 +86,6 @@ class Holders:
     def __len__(self) -> int:
         """Distinct blocks stored, including blocks of retired holdings that are not swept yet."""
         return self.tree.blocks
-
-    @property
-    def retired(self) -> int:
-        """Number of retired holdings whose blocks wait for ``sweep``."""
-        return self._retired.bit_count()
 
     @property
     def ragged(self) -> tuple[TargetId, ...]:
@@ -167,7 +156,6 @@ class Holders:
                 return
             if (node < 0 or not tree.masks[node] & bit) and not self._holds(bit, node, before):
                 if holding.cut:
-                    self.refused += len(names)
                     return
                 self._ragged |= bit
         tree.clock += len(names)
@@ -189,10 +177,13 @@ class Holders:
 
     def remove(self, holding: Holding, keys: Sequence[int]) -> None:
         """Remove ``keys``, in any order; those that are not held are ignored."""
-        self.remove_names(holding, [key & KEY_MASK for key in keys])
+        self._remove(holding, [key & KEY_MASK for key in keys])
 
-    def remove_names(self, holding: Holding, names: list[int]) -> None:
-        """``remove`` of keys as of ``names_of``."""
+    def remove_digests(self, holding: Holding, digests: bytes) -> None:
+        """``remove`` of packed digests."""
+        self._remove(holding, names_of(digests))
+
+    def _remove(self, holding: Holding, names: list[int]) -> None:
         tree, bit = self.tree, holding.bit
         at = 0
         while at < len(names):
@@ -358,7 +349,6 @@ class Holders:
 
     def _evict(self, count: int) -> None:
         tree = self.tree
-        self.evicted += count
         while count > 0:
             node = tree.oldest()
             size = len(tree.chunks[node])

@@ -1,7 +1,7 @@
 """The prefix index: a deterministic fold of the workers' KV events. No NATS, no clock.
 
 Only device blocks (tier 0) of layer group 0 are indexed, since they save prompt work. Group 0 must be the one that
-keeps the longest history; other groups and tiers are counted in ``Stats.ignored``.
+keeps the longest history.
 """
 
 from collections import deque
@@ -11,26 +11,12 @@ from dataclasses import dataclass, field
 import msgspec
 
 from router.depths import Depths, TargetId
-from router.holders import Holders, Holding, names_of
+from router.holders import Holders, Holding
 from schemas.blocks import DIGEST_BYTES
 from schemas.kv import Cleared, KvBatch, KvDump, KvEvent, Stored
 
 PENDING_BATCHES = 1024  # kept per target while its dump is awaited
 STEP_BYTES = 2048 * DIGEST_BYTES  # of a dump per step: 1 ms
-
-
-@dataclass(frozen=True, slots=True)
-class Stats:
-    """Counts. ``evicted`` and ``refused`` blocks exceeded the cap; ``ignored`` ones belong to other tiers or groups."""
-
-    blocks: int
-    targets: int
-    awaiting_dump: int
-    ragged: int
-    retired: int
-    evicted: int
-    refused: int
-    ignored: int
 
 
 @dataclass(slots=True)
@@ -54,7 +40,6 @@ class PrefixIndex:
         self.holders = Holders(max_blocks)
         self._feeds: dict[TargetId, _Feed] = {}
         self._ranks: dict[str, list[int]] = {}  # by worker, of those in ``_feeds``
-        self._ignored = 0
 
     def feeds(self) -> Iterator[tuple[Holding, int, int]]:
         """The completely known holdings, each with its target's epoch and last sequence."""
@@ -195,20 +180,6 @@ class PrefixIndex:
         """
         return self.holders.checksum()
 
-    @property
-    def stats(self) -> Stats:
-        h = self.holders
-        return Stats(
-            blocks=len(h),
-            targets=len(self._feeds),
-            awaiting_dump=len(self.awaiting_dump()),
-            ragged=len(h.ragged),
-            retired=h.retired,
-            evicted=h.evicted,
-            refused=h.refused,
-            ignored=self._ignored,
-        )
-
     def _begin(self, target_id: TargetId, epoch: int) -> _Feed:
         """The first batch of a target's epoch; nothing is missing if its number is 0."""
         self.holders.retire(target_id)
@@ -224,12 +195,11 @@ class PrefixIndex:
     def _fold(self, holding: Holding, event: KvEvent) -> Holding:
         if isinstance(event, Cleared):
             return self.holders.open(holding.target_id)
-        if event.tier or event.group:
-            self._ignored += len(event.digests) // DIGEST_BYTES
-        elif isinstance(event, Stored):
-            self.holders.store_digests(holding, event.digests, event.parent)
-        else:
-            self.holders.remove_names(holding, names_of(event.digests))
+        if not event.tier and not event.group:
+            if isinstance(event, Stored):
+                self.holders.store_digests(holding, event.digests, event.parent)
+            else:
+                self.holders.remove_digests(holding, event.digests)
         return holding
 
 

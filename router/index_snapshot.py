@@ -1,4 +1,4 @@
-"""The prefix index as bytes and back, and the index as it was at a sequence of the KV stream. Pure.
+"""The prefix index as bytes and back. Pure.
 
 A snapshot is of one moment, and is encoded in steps while the index goes on changing. It has the order of eviction
 too, so an index that was restored and one that was not stay equal.
@@ -14,7 +14,7 @@ from router.depths import bits_of
 from router.holders import Holding
 from router.index import PrefixIndex
 from router.radix_tree import Node
-from schemas import kv, wire
+from schemas import wire
 
 PART_BLOCKS = 8192  # encoded at once, in 1 ms
 _LOADED_BLOCKS = 4096  # at once
@@ -142,44 +142,6 @@ def read_head(data: bytes) -> IndexHead:
         msgspec.MsgspecError: it is none.
     """
     return _decode_head(data)
-
-
-def index_at(
-    seq: int, entries: Iterable[tuple[int, bytes]], *, max_blocks: int, snapshot: Sequence[bytes] = ()
-) -> PrefixIndex:
-    """The index after the message ``seq`` of the KV stream.
-
-    It has the events that workers sent by then. Other inputs of a running router (dumps, workers that left) are not in
-    the stream: a worker whose first messages are neither in ``entries`` nor in ``snapshot`` is ``awaiting_dump``.
-
-    Args:
-        entries: (sequence, data) of the stream's messages in order; those up to the snapshot's are skipped.
-        snapshot: as made by ``encoding``, of a sequence up to ``seq``.
-    Raises:
-        ValueError: the snapshot is later, damaged, or one with another cap.
-    """
-    index, after = PrefixIndex(max_blocks), 0
-    if snapshot:
-        head = read_head(snapshot[0])
-        steps = restoring(index, head, snapshot[1:])
-        if head.kv_seq > seq or not _finish(steps):
-            raise ValueError(f"the snapshot of sequence {head.kv_seq} cannot be used for an index at {seq}")
-        after = head.kv_seq
-    for at, data in entries:
-        if after < at <= seq:
-            try:
-                index.apply(kv.decode(data))
-            except msgspec.MsgspecError:
-                continue  # as routers do
-    return index
-
-
-def _finish(steps: Generator[None, None, bool]) -> bool:
-    while True:
-        try:
-            next(steps)
-        except StopIteration as end:
-            return bool(end.value)
 
 
 def _part(nodes: Sequence[tuple[int, Node]], live: int) -> IndexPart:

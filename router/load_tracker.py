@@ -65,8 +65,8 @@ class LoadTracker:
 
     # Workers
 
-    def put_worker(self, registration: Registration) -> bool:
-        """Add or update a worker; True: it is new, or its KV cache was created anew."""
+    def put_worker(self, registration: Registration) -> None:
+        """Add or update a worker."""
         old = self._registrations.get(registration.worker)
         self._registrations[registration.worker] = registration
         self._clear_caches()
@@ -74,7 +74,6 @@ class LoadTracker:
             self.loads.remove((registration.worker, rank))
         for rank in range(registration.dp_size):
             self._put_target((registration.worker, rank), registration)
-        return old is None or old.epoch != registration.epoch
 
     def remove_worker(self, worker: str) -> list[ActiveRequest]:
         """Remove a worker and return the requests at it or on their way to it, which must be requeued.
@@ -243,19 +242,13 @@ class LoadTracker:
             self._remove(entry, now_ns)
         return entry
 
-    def note_end(self, request: str) -> None:
-        """The terminal event of a request of which nothing was admitted here."""
-        self._closed.close(request, EVERY)
-
-    def end_attempt(self, request: str, attempt: int) -> ActiveRequest | None:
+    def end_attempt(self, request: str, attempt: int) -> None:
         """An attempt ended without a result. A later attempt stays active."""
         if self._closed.last(request) < attempt:
             self._closed.close(request, attempt)
         entry = self._requests.get(request)
-        if entry is None or entry.attempt > attempt:
-            return None
-        self._remove(entry)
-        return entry
+        if entry is not None and entry.attempt <= attempt:
+            self._remove(entry)
 
     def release(self, request: str, attempt: int) -> None:
         """Undo this router's own decision, whose job could not be stored. What the log says stays."""
@@ -281,21 +274,20 @@ class LoadTracker:
         """Requests with a stage left at a worker that is not registered: this attempt cannot finish."""
         return self._at(target_id for target_id in self._targets.by_target if target_id[0] not in self._registrations)
 
-    def expire(self, now_ns: int, margin_ns: int = 0, limit: int = 1 << 60) -> list[ActiveRequest]:
-        """Remove and return requests whose deadline passed ``margin_ns`` ago: their terminal event was missed.
+    def expire(self, before_ns: int, limit: int) -> None:
+        """Remove requests whose deadline was at ``before_ns`` or earlier: their terminal event was missed.
 
         Checks ``limit`` requests per call and continues there the next time.
         """
         if not self._unchecked:
             self._unchecked = list(self._requests)
-        part = self._unchecked[-limit:]
+        names = self._unchecked[-limit:]
         del self._unchecked[-limit:]
-        entries = [entry for name in part if (entry := self._requests.get(name)) is not None]
-        late = [entry for entry in entries if entry.deadline_ns + margin_ns <= now_ns]
-        for entry in late:
-            self._closed.close(entry.request, entry.attempt)
-            self._remove(entry)
-        return late
+        for name in names:
+            entry = self._requests.get(name)
+            if entry is not None and entry.deadline_ns <= before_ns:
+                self._closed.close(name, entry.attempt)
+                self._remove(entry)
 
     # Snapshots
 
@@ -312,22 +304,8 @@ class LoadTracker:
         for part in self._closed.parts(size):
             yield LoadState(closed=part)
 
-    @classmethod
-    def restore(
-        cls,
-        state: LoadState,
-        registrations: Iterable[Registration] = (),
-        prefill_tokens_per_s: float = PREFILL_TOKENS_PER_S,
-    ) -> "LoadTracker":
-        """Inverse of ``parts``."""
-        tracker = cls(prefill_tokens_per_s)
-        for registration in registrations:
-            tracker.put_worker(registration)
-        tracker.load_state(state)
-        return tracker
-
-    def load_state(self, state: LoadState) -> None:
-        """Continue from a snapshot; nothing was folded before."""
+    def restore(self, state: LoadState) -> None:
+        """Continue from the merged ``parts`` of a snapshot; nothing was folded before."""
         self._closed.update(state.closed)
         for entry in state.unfinished:
             self._add(entry, 0)

@@ -35,14 +35,13 @@ def delay_ns(uncached_tokens: float) -> int:
 
 
 class RequestQueue(Generic[T]):
-    """At most ``limit`` requests in lanes, which do not wait for each other.
+    """Requests in lanes, which do not wait for each other.
 
     Args:
         weights: by tenant, above 0; 1 unless given. They may change.
     """
 
-    def __init__(self, limit: int, weights: Mapping[str, float] | None = None) -> None:
-        self.limit = limit
+    def __init__(self, weights: Mapping[str, float] | None = None) -> None:
         self._weights: Mapping[str, float] = {} if weights is None else weights
         self._waiting: dict[str, QueueEntry[T]] = {}
         self._lanes: dict[str, dict[int, ClassQueue[T]]] = {}  # by lane and rank; none is empty
@@ -79,7 +78,7 @@ class RequestQueue(Generic[T]):
         tenant: str = "",
         size: float = 1.0,
     ) -> bool:
-        """Add a request; False: the queue is full, or has it already.
+        """Add a request; False: it is there already.
 
         Args:
             rank: of its class, 0 is served first (``Priority.rank``).
@@ -87,7 +86,7 @@ class RequestQueue(Generic[T]):
             delay_ns: by the size of its prompt, see the function.
             size: work that it counts as, in prompt tokens to compute.
         """
-        if id in self._waiting or len(self._waiting) >= self.limit:
+        if id in self._waiting:
             return False
         self._order += 1
         due = min(arrived_ns + delay_ns, deadline_ns - URGENT_NS)

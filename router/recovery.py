@@ -73,13 +73,11 @@ class Recovery:
     def on_worker_lost(self, worker: str, why: str, requests: list[ActiveRequest]) -> None:
         log.warning("worker_lost", worker=worker, why=why, requests=len(requests))
         self._metrics.lost.inc()
-        if requests and self._owns(worker):
-            self._background.spawn(self.recover(requests, WORKER_LOST), f"recover-{worker}")
+        self._recover_owned(worker, requests, WORKER_LOST)
 
     def on_stranded(self, entry: ActiveRequest) -> None:
         """A request was sent to a worker that had left before, or is on its way to one."""
-        if self._owns(entry.worker):
-            self._background.spawn(self.recover([entry], WORKER_LOST), f"recover-{entry.request}")
+        self._recover_owned(entry.worker, [entry], WORKER_LOST)
 
     def on_returned(self, request_id: str, attempt: int, why: str) -> None:
         """A worker returned an attempt."""
@@ -88,18 +86,21 @@ class Recovery:
         if len(self._returned) > RETURNS_REMEMBERED:
             self._returned.popitem(last=False)
         entry = self._cluster.tracker.request(request_id)
-        if entry is not None and entry.attempt == attempt and self._owns(entry.worker):
-            self._background.spawn(self.recover([entry], reason), f"recover-{request_id}")
+        if entry is not None and entry.attempt == attempt:
+            self._recover_owned(entry.worker, [entry], reason)
 
     def on_stalled(self, entry: ActiveRequest, why: str) -> None:
         """The engine of a request's worker makes no steps: another worker continues it, once."""
-        if self._owns(entry.worker):
-            self._background.spawn(self.recover([entry], f"{STALLED}: {why}"), f"recover-{entry.request}")
+        self._recover_owned(entry.worker, [entry], f"{STALLED}: {why}")
 
     def on_late(self, entry: ActiveRequest, why: str) -> None:
         """A request waits at a worker that is late, and another worker is idle."""
-        if self._owns(entry.worker):
-            self._background.spawn(self.recover([entry], f"{LATE}: {why}"), f"recover-{entry.request}")
+        self._recover_owned(entry.worker, [entry], f"{LATE}: {why}")
+
+    def _recover_owned(self, worker: str, entries: list[ActiveRequest], reason: str) -> None:
+        """Recover requests of a worker in the background; ``scan`` looks after those of other routers' models."""
+        if entries and self._owns(worker):
+            self._background.spawn(self.recover(entries, reason), f"recover-{entries[0].request}")
 
     async def scan(self) -> None:
         """Look for orphans and unhandled returns every second, whichever router placed them; never returns."""

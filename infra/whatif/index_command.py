@@ -19,7 +19,8 @@ from infra.operate.workers import registrations
 from infra.terminal import stdout
 from infra.timeline.moments import clock, moment_ns
 from infra.timeline.open_log import Source, add_flags, open_log, run_command
-from router.index_snapshot import index_at
+from router.index import PrefixIndex
+from schemas import kv
 
 
 class TargetBlocks(msgspec.Struct, frozen=True):
@@ -125,13 +126,29 @@ def _last_before(at_ns: int, entries: Entries) -> int:
     return max((seq for seq, time_ns, _ in entries if time_ns <= at_ns), default=0)
 
 
+def index_at(seq: int, entries: Entries, max_blocks: int) -> PrefixIndex:
+    """The index after the message ``seq`` of the KV stream. Pure.
+
+    It has the events that workers sent by then. Other inputs of a running router (dumps, workers that left) are not in
+    the stream: a worker whose first messages are not in ``entries`` is ``awaiting_dump``.
+    """
+    index = PrefixIndex(max_blocks)
+    for at, _, data in entries:
+        if at <= seq:
+            try:
+                index.apply(kv.decode(data))
+            except msgspec.MsgspecError:
+                continue  # as routers do
+    return index
+
+
 def report(seq: int, entries: Entries, max_blocks: int) -> IndexReport:
     """The index after message ``seq``. Pure.
 
     Args:
         max_blocks: cap of the routers' index.
     """
-    index = index_at(seq, ((at, data) for at, _, data in entries), max_blocks=max_blocks)
+    index = index_at(seq, entries, max_blocks)
     unknown = set(index.awaiting_dump())
     complete = {holding.target_id for holding, _, _ in index.feeds()}
     targets = tuple(
@@ -150,7 +167,7 @@ async def _checks(bus: Bus, data_dir: Path, entries: Entries, max_blocks: int) -
             continue
         noted = await metrics(process)
         seq, checksum = (int(noted.get(f"penstock_router_index_{name}", 0)) for name in ("sequence", "checksum"))
-        index = index_at(seq, ((at, data) for at, _, data in entries), max_blocks=max_blocks)
+        index = index_at(seq, entries, max_blocks)
         for worker in index.workers() - registered:  # routers forget them; the stream does not show that
             index.forget(worker)
         yield RouterCheck(process.name, seq, checksum, index.checksum())

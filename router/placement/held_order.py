@@ -58,7 +58,7 @@ class HeldOrder(Generic[T]):
         by_size: bool = True,
         weights: Mapping[str, float] | None = None,
     ) -> None:
-        self.queue: RequestQueue[Held[T]] = RequestQueue(1 << 30, weights)
+        self.queue: RequestQueue[Held[T]] = RequestQueue(weights)
         self._tracker = tracker
         self._arrays = arrays
         self._overlaps = overlaps

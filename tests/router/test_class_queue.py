@@ -25,7 +25,7 @@ def test_every_request_is_taken_after_a_multiple_of_the_work_in_front_of_it(
     steps: list[tuple[int, int, int]],
 ) -> None:
     """Arrivals and turns in any order, short requests first: what goes before a request is bounded."""
-    waiting: RequestQueue[None] = RequestQueue(1000)
+    waiting: RequestQueue[None] = RequestQueue()
     had, front, largest = 0.0, 0.0, 0.0
     bounds: dict[str, float] = {}
     came: dict[str, float] = {}
@@ -47,7 +47,7 @@ def test_every_request_is_taken_after_a_multiple_of_the_work_in_front_of_it(
 
 
 def test_short_requests_overtake_a_long_one_by_a_multiple_of_what_it_waits_for() -> None:
-    waiting: RequestQueue[None] = RequestQueue(1000)
+    waiting: RequestQueue[None] = RequestQueue()
     for number in range(20):
         push(waiting, f"before {number}", 100, at=number)
     push(waiting, "long", 10_000, at=50)
@@ -61,7 +61,7 @@ def test_short_requests_overtake_a_long_one_by_a_multiple_of_what_it_waits_for()
 
 def test_who_had_little_in_front_of_it_does_not_stop_the_short_ones_while_more_is_held_now() -> None:
     """The long one came first. When 50 short ones are held behind it, it goes once as much was taken as is held."""
-    waiting: RequestQueue[None] = RequestQueue(1000)
+    waiting: RequestQueue[None] = RequestQueue()
     push(waiting, "long", 1000)
     for number in range(50):
         push(waiting, f"short {number}", 100, at=1)
@@ -73,7 +73,7 @@ def test_who_had_little_in_front_of_it_does_not_stop_the_short_ones_while_more_i
 
 
 def test_within_the_first_seconds_nothing_is_overdue() -> None:
-    waiting: RequestQueue[None] = RequestQueue(1000)
+    waiting: RequestQueue[None] = RequestQueue()
     push(waiting, "long", 1000)
     for number in range(100):
         push(waiting, f"short {number}", 100, at=1)
@@ -85,7 +85,7 @@ def test_within_the_first_seconds_nothing_is_overdue() -> None:
 
 def test_who_waited_longer_still_is_tried_alone() -> None:
     """No target has room for it until nothing else is placed."""
-    waiting: RequestQueue[None] = RequestQueue(1000)
+    waiting: RequestQueue[None] = RequestQueue()
     for number in range(10):
         push(waiting, f"before {number}", 100, at=number)
     push(waiting, "large", 5000, at=50)
@@ -106,7 +106,7 @@ def test_who_waited_longer_still_is_tried_alone() -> None:
     ("weights", "shares"), [({}, (1, 1, 1)), ({"b": 2.0}, (1, 2, 1)), ({"a": 0.5, "c": 3.0}, (1, 2, 6))]
 )
 def test_shares_of_tenants_converge_to_their_weights(weights: dict[str, float], shares: tuple[int, ...]) -> None:
-    waiting: RequestQueue[None] = RequestQueue(1000, weights)
+    waiting: RequestQueue[None] = RequestQueue(weights)
     ids, had = count(), Counter[str]()
     sizes = {"a": 70, "b": 500, "c": 1900}
     for tenant, size in sizes.items():
@@ -125,7 +125,7 @@ def test_shares_of_tenants_converge_to_their_weights(weights: dict[str, float], 
 @given(st.lists(st.tuples(st.sampled_from("abcd"), st.integers(64, 4000)), min_size=1, max_size=60))
 def test_a_flood_of_one_tenant_delays_another_by_its_share_only(steps: list[tuple[str, int]]) -> None:
     """Whoever comes and goes: "z", which always has something held, gets at least an equal share."""
-    waiting: RequestQueue[None] = RequestQueue(10_000)
+    waiting: RequestQueue[None] = RequestQueue()
     ids, had = count(), Counter[str]()
     for tenant, size in steps:
         push(waiting, f"{next(ids)}", size, tenant=tenant)
@@ -138,7 +138,7 @@ def test_a_flood_of_one_tenant_delays_another_by_its_share_only(steps: list[tupl
 
 
 def test_a_tenant_that_sends_one_at_a_time_gets_no_more_than_its_share() -> None:
-    waiting: RequestQueue[None] = RequestQueue(1000)
+    waiting: RequestQueue[None] = RequestQueue()
     for number in range(50):
         push(waiting, f"b{number}", 100, tenant="b")
     taken = ""
@@ -151,7 +151,7 @@ def test_a_tenant_that_sends_one_at_a_time_gets_no_more_than_its_share() -> None
 
 
 def test_several_tenants_are_tried_when_the_next_one_has_no_target() -> None:
-    waiting: RequestQueue[None] = RequestQueue(1000)
+    waiting: RequestQueue[None] = RequestQueue()
     for number in range(100):
         push(waiting, f"a{number}", 100, tenant="a")
     push(waiting, "b", 100, tenant="b", at=SECOND_NS)

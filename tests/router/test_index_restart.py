@@ -6,9 +6,9 @@ import pytest
 
 from infra.broker.server import EmbeddedNats
 from infra.bus.object_store import get, replace
+from infra.whatif.index_command import index_at
 from router import cluster_state
 from router.index import PrefixIndex
-from router.index_snapshot import index_at
 from schemas.blocks import keys_of
 from schemas.subjects import Subjects
 from tests.infra.bus.support import eventually
@@ -101,7 +101,7 @@ async def test_two_routers_note_equal_checksums_at_equal_sequences(
         assert checksums == {index_of(one).checksum()}
         messages = await clients.bus.js.stream_info(pipeline.stream("KV"))
         entries = [
-            (seq, (await clients.bus.js.get_msg(pipeline.stream("KV"), seq, direct=True)).data or b"")
+            (seq, 0, (await clients.bus.js.get_msg(pipeline.stream("KV"), seq, direct=True)).data or b"")
             for seq in range(1, messages.state.last_seq + 1)
         ]
-        assert index_at(last, entries, max_blocks=1000).checksum() in checksums
+        assert index_at(last, entries, 1000).checksum() in checksums

@@ -1,4 +1,4 @@
-"""The index as bytes and back, and the index at a sequence of the stream."""
+"""The index as bytes and back."""
 
 import random
 
@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.index import PrefixIndex
-from router.index_snapshot import encoding, index_at, read_head, restoring
+from router.index_snapshot import encoding, read_head, restoring
 from schemas import kv, wire
 from schemas.blocks import keys_of
 from schemas.kv import KvBatch
@@ -36,6 +36,13 @@ def stream(seed: int, messages: int, clears: float = 0.02) -> list[tuple[int, by
     return entries
 
 
+def folded(entries: list[tuple[int, bytes]], max_blocks: int) -> PrefixIndex:
+    index = PrefixIndex(max_blocks)
+    for _, data in entries:
+        index.apply(kv.decode(data))
+    return index
+
+
 def restored(parts: list[bytes], max_blocks: int) -> PrefixIndex | None:
     index = PrefixIndex(max_blocks)
     steps = restoring(index, read_head(parts[0]), parts[1:])
@@ -55,10 +62,11 @@ def test_an_index_from_a_snapshot_and_the_tail_equals_one_from_the_whole_stream(
 ) -> None:
     entries = stream(seed, messages, 0.02 if cap == 999 else 0)  # until it is swept, what is cleared takes room
     cut = min(cut, messages)
-    whole = index_at(messages, entries, max_blocks=cap)
-    early = index_at(cut, entries, max_blocks=cap)
-    parts = list(encoding(early, cut, 0))
-    late = index_at(messages, entries, max_blocks=cap, snapshot=parts)
+    whole = folded(entries, cap)
+    late = restored(list(encoding(folded(entries[:cut], cap), cut, 0)), cap)
+    assert late is not None
+    for _, data in entries[cut:]:
+        late.apply(kv.decode(data))
     check(late.holders)
     assert late.checksum() == whole.checksum()
     assert {t.target_id: (t.blocks, e, s) for t, e, s in late.feeds()} == {
@@ -95,8 +103,10 @@ def test_a_snapshot_is_of_one_moment_though_the_index_changes_while_it_is_encode
     check(found.holders)
     check(index.holders)
     assert found.checksum() == then
+    for _, data in entries[half:]:
+        found.apply(kv.decode(data))
     if not leaves:
-        assert index_at(messages, entries, max_blocks=500, snapshot=parts).checksum() == index.checksum()
+        assert found.checksum() == index.checksum()
 
 
 def test_blocks_of_workers_that_left_are_not_in_a_restored_index() -> None:
@@ -132,15 +142,3 @@ def test_a_damaged_snapshot_is_noticed() -> None:
     part["keys"] = part["keys"][:-16]
     with pytest.raises(ValueError, match="keys"):
         restored([parts[0], msgspec.msgpack.encode(part)], 1000)
-
-
-def test_an_index_at_a_sequence_says_what_the_stream_does_not_have() -> None:
-    entries = stream(3, 60)
-    assert index_at(60, entries, max_blocks=1000).awaiting_dump() == []
-    late = index_at(60, entries[30:], max_blocks=1000)
-    assert late.awaiting_dump(), "the beginning is missing"
-    snapshot = list(encoding(index_at(40, entries, max_blocks=1000), 40, 0))
-    with pytest.raises(ValueError, match="sequence 40"):
-        index_at(39, entries, max_blocks=1000, snapshot=snapshot)
-    damaged = [*entries[:5], (6, b"\xc1"), *entries[6:]]
-    assert index_at(60, damaged, max_blocks=1000).awaiting_dump() != []

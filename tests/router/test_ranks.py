@@ -92,7 +92,7 @@ def test_every_rank_is_known_as_it_is_though_batches_of_some_are_lost(steps: lis
             names = blocks.split(digests_of(prompt))
             depth = next((i for i, name in enumerate(names) if name not in worker.held(each)), len(names))
             assert index.match(keys_view(b"".join(names))).get(("w", each), 0) == depth
-    assert index.stats.ragged == 0
+    assert not index.holders.ragged
 
 
 @given(st.integers(0, RANKS - 1), st.integers(0, 1000))

@@ -73,7 +73,7 @@ def test_who_takes_over_has_folded_the_same_as_who_folded_all_the_time(
             continue
         always.finish(request)
         if kept.end(request):
-            later.note_end(request)
+            later.finish(request)
         else:
             later.finish(request)
     for entry, read_ns in kept.take():
