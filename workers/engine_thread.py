@@ -60,13 +60,14 @@ class EngineThread:
         self._failed = failed
         self._wall_ns = wall_ns
         self._clock = clock
-        self._flush_due = 0.0
+        self.flush_due = 0.0  # by the clock; until then the output of short steps is gathered
         self._commands: queue.SimpleQueue[Callable[[Engine], None]] = queue.SimpleQueue()
         self._stopped = False
         self._ready = threading.Event()
         self._error: BaseException | None = None
         self.steps = 0  # that were not empty
         self._engine: Engine | None = None
+        self._lock = threading.Lock()  # held while the fields of output and flushes change
         self._output = StepOutput()
         self._in_flight = 0  # flushes delivered and not yet consumed
         self._ahead = 0  # steps since the last flush
@@ -184,7 +185,8 @@ class EngineThread:
         """Restart the numbers of KV batches, for a worker that registers under a new id."""
 
         def run(engine: Engine) -> None:
-            self._output.new_epoch()
+            with self._lock:
+                self._output.new_epoch()
 
         self._commands.put(run)
 
@@ -193,12 +195,15 @@ class EngineThread:
         self._commands.put(lambda engine: None)
 
     def flush_consumed(self) -> None:
-        """A flush was consumed."""
-
-        def run(engine: Engine) -> None:
+        """A flush was consumed. Its consumer calls ``flush_late`` soon after ``flush_due``."""
+        with self._lock:
             self._in_flight = max(0, self._in_flight - 1)
+        self.wake()
 
-        self._commands.put(run)
+    def flush_late(self) -> None:
+        """Deliver, during a long step, the output of steps that ended before ``flush_due``; from any thread."""
+        if not self._in_flight and self._clock() >= self.flush_due:
+            self._flush()
 
     def stop(self) -> None:
         """End the thread after the current step; the engine is closed in it."""
@@ -247,18 +252,20 @@ class EngineThread:
             if not commands.empty() or not (steps or (not self._in_flight and (working or self._output))):
                 self._run_command(engine)
             elif steps:
-                ended = len(self._output.ended)
                 began = self._wall_ns()
-                if self._output.add(engine, engine.step(), began):
+                result = engine.step()
+                with self._lock:
+                    ended = len(self._output.ended)
+                    computed = self._output.add(engine, result, began)
+                    freed = len(self._output.ended) > ended
+                    self._ahead += 1
+                if computed:
                     self.steps += 1
                 elif engine.blocked:
                     self._run_command(engine, BLOCKED_S)
-                self._ahead += 1
-                if self._block_waits and len(self._output.ended) > ended:
+                if self._block_waits and freed:
                     self._block_waits.serve(engine)
-                while self._in_flight and not commands.empty():  # the flush before may have been consumed meanwhile
-                    self._run_command(engine)
-                if not self._in_flight and self._clock() >= self._flush_due:
+                if not self._in_flight and self._clock() >= self.flush_due:
                     self._flush()
                     if self._in_flight and self._wall_ns() - began < FAST_STEP_NS:
                         self._run_command(engine, GIVE_WAY_S)
@@ -277,11 +284,12 @@ class EngineThread:
 
     def _flush(self) -> None:
         """Deliver the collected output."""
-        if not self._in_flight:
-            self._ahead = 0
-        if not self._output:
-            return
-        flush = self._output.take()
-        self._flush_due = self._clock() + flush_pause(sum(map(len, flush.items.values())))
-        self._in_flight += 1
-        self._deliver(flush)
+        with self._lock:
+            if not self._in_flight:
+                self._ahead = 0
+            if not self._output:
+                return
+            flush = self._output.take()
+            self.flush_due = self._clock() + flush_pause(sum(map(len, flush.items.values())))
+            self._in_flight += 1
+            self._deliver(flush)

@@ -41,6 +41,7 @@ class FlushPublisher:
         self._fetched = fetched
         self._loop = asyncio.get_running_loop()
         self._flushes: asyncio.Queue[Flush] = asyncio.Queue()
+        self._late: asyncio.TimerHandle | None = None
         self._traced: dict[str, RunningRequest] = {}  # traced requests without a token of this worker yet
 
     def deliver(self, flush: Flush) -> None:
@@ -60,6 +61,8 @@ class FlushPublisher:
 
     def discard(self) -> None:
         """Consume delivered flushes without publishing them, so that the engine does not wait."""
+        if self._late is not None:
+            self._late.cancel()
         while not self._flushes.empty():
             self._flushes.get_nowait()
             self._engine.flush_consumed()
@@ -77,6 +80,9 @@ class FlushPublisher:
                 await self._publish(flush)
             finally:
                 self._engine.flush_consumed()
+            if self._late is not None:
+                self._late.cancel()
+            self._late = self._loop.call_at(self._engine.flush_due, self._engine.flush_late)
 
     async def _publish(self, flush: Flush) -> None:
         """A failure ends the requests it concerns; all others continue, and KV batches stay in order."""

@@ -57,7 +57,8 @@ class Counted:
 class Harness:
     """An engine thread whose flushes the test takes one by one; by default a second passes whenever it looks."""
 
-    def __init__(self, clock: Callable[[], float] | None = None, **options: Any) -> None:
+    def __init__(self, clock: Callable[[], float] | None = None, late: bool = False, **options: Any) -> None:
+        self.late = late  # flush in the middle of steps, too
         defaults: dict[str, Any] = {"vocab_size": 1000, "block_size": 4, "total_blocks": 256, "speedup": 0}
         ranks = options.pop("ranks", 1)
         given = mock.MockOptions(**defaults | options)
@@ -80,6 +81,8 @@ class Harness:
         flush = self.flushes.get(timeout=10)
         self.all.append(flush)
         self.thread.flush_consumed()
+        if self.late:
+            self.thread.flush_late()
         return flush
 
     def take_until_ended(self, count: int) -> list[SequenceState]:
@@ -144,8 +147,9 @@ def refuse(error: Exception) -> None:
     raise AssertionError(error)
 
 
-def test_all_tokens_arrive_in_order_and_are_the_expected_ones(harness: Callable[..., Harness]) -> None:
-    h = harness()
+@pytest.mark.parametrize("late", [False, True])
+def test_all_tokens_arrive_in_order_and_are_the_expected_ones(harness: Callable[..., Harness], late: bool) -> None:
+    h = harness(late=late)
     choices = [new_choice(f"r{i}", gateway=f"gw{i % 2}") for i in range(5)]
     for i, choice in enumerate(choices):
         h.thread.submit([sequence(choice, [i, 2, 3], 20 + i)], refuse)

@@ -22,6 +22,7 @@ from schemas.tokens import Finish
 from schemas.trace import Trace
 from tests.infra.bus.support import eventually
 from tests.workers.support import DRAWN, LogClient, WorkerHarness, answer, engine, ids, request, run_worker
+from workers import engine_thread
 from workers import housekeeping as module
 from workers.engines.mock.executor import Vocabulary
 from workers.lease import Lease
@@ -143,6 +144,18 @@ async def test_what_has_ended_is_freed_without_a_garbage_collection(log: LogClie
         await eventually(lambda: not sequences())
     finally:
         gc.enable()
+
+
+async def test_output_that_waits_for_the_pause_between_flushes_does_not_wait_for_a_long_step(
+    log: LogClient, worker: WorkerHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_thread, "MIN_FLUSH_S", 0.1)
+    monkeypatch.setattr(engine_thread, "MAX_FLUSH_S", 0.1)
+    asked = request()
+    worker.engine.hold()
+    worker.engine.allow(2)
+    await log.send_job(worker.id, asked)
+    await log.has_streamed(asked, 2)  # the third step has begun and does not end
 
 
 async def test_each_gateway_gets_its_own_requests_only(log: LogClient, worker: WorkerHarness) -> None:
