@@ -7,14 +7,14 @@ import msgspec
 import structlog
 
 from configs.settings import RouterSettings
-from router.cluster_state import ClusterState
-from router.load import ENCODE
+from router.cluster.cluster_state import ClusterState
+from router.loads.load import ENCODE
 from router.metrics import Metrics
-from router.pairs import with_pairs
 from router.pending import PendingRequest, required_revision, routing_request
 from router.placement.decisions import Decisions, array_decisions
 from router.placement.sessions import SessionId
-from router.routing import ALONE, Part, RoutingDecision, RoutingRequest, Weights
+from router.policy.pairs import with_pairs
+from router.policy.routing import ALONE, Part, RoutingDecision, RoutingRequest, Weights
 from schemas.jobs import DecisionInputs, Stage
 from schemas.requests import GenerateRequest
 

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import msgspec
 
 from router.pending import PendingRequest
-from router.routing import RoutingDecision
+from router.policy.routing import RoutingDecision
 from schemas.fleet import Registration
 from schemas.jobs import Decision, DecisionInputs, Job, LoadHeader
 

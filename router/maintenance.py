@@ -14,12 +14,12 @@ from infra.bus.publisher import Publisher
 from infra.bus.puller import ACK, IN_PROGRESS
 from infra.bus.tasks import Tasks
 from router.background import BackgroundTasks
-from router.cluster_state import ClusterState
-from router.held_requests import HeldRequests
-from router.job_retention import JobRetention
+from router.cluster.cluster_state import ClusterState
+from router.held.held_requests import HeldRequests
 from router.metrics import Metrics
 from router.pending import PendingRequest
-from router.request_retention import RequestRetention
+from router.retention.job_retention import JobRetention
+from router.retention.request_retention import RequestRetention
 from router.terminal_publisher import TerminalPublisher
 from schemas.errors import Code, ServingError
 from schemas.streams import ROUTER_ACK_WAIT_S

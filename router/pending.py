@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import msgspec
 
 from infra.bus.revisions import Revisions
-from router.routing import RoutingRequest
+from router.policy.routing import RoutingRequest
 from schemas.requests import GenerateRequest
 from schemas.tokens import Finish, Logprob
 

@@ -24,27 +24,27 @@ from infra.bus.loop_lag import TimeSlice
 from infra.bus.publisher import Ack, Publisher
 from infra.bus.puller import ACK, NAK, TERM
 from router.background import BackgroundTasks
-from router.cluster_listener import ClusterListener
-from router.cluster_state import ClusterState
+from router.cluster.cluster_listener import ClusterListener
+from router.cluster.cluster_state import ClusterState
 from router.decider import Decider
 from router.erasure.eraser import Eraser
 from router.erasure.on_demand import ErasureOnDemand
-from router.filters import describe
-from router.held_requests import HeldRequests
-from router.holders import keys_view
+from router.held.held_order import HeldOrder
+from router.held.held_requests import HeldRequests
+from router.held.tenant_weights import TenantWeights
+from router.index.holders import keys_view
 from router.job_message import build_job, build_load, sends_keys
-from router.load import ENCODE
+from router.loads.load import ENCODE
 from router.maintenance import Maintenance
 from router.metrics import Metrics
 from router.ownership.intake import Intake
 from router.pending import PendingRequest
-from router.placement.held_order import HeldOrder
-from router.recovery import Recovery
-from router.resteering import resteer
-from router.routing import LOCAL_PREFILL_TOKENS, RoutingDecision
-from router.tenant_weights import TenantWeights
+from router.policy.filters import describe
+from router.policy.routing import LOCAL_PREFILL_TOKENS, RoutingDecision
+from router.recovery.recovery import Recovery
+from router.recovery.resteering import resteer
+from router.recovery.watchdog import watch
 from router.terminal_publisher import TerminalPublisher
-from router.watchdog import watch
 from schemas import jobs, requests, wire
 from schemas.blocks import keys_text
 from schemas.errors import Code, ServingError

@@ -10,10 +10,10 @@ from infra.bus.publisher import Publisher
 from infra.bus.puller import ACK
 from router import terminal_events
 from router.background import BackgroundTasks
-from router.cluster_state import ClusterState
-from router.fencing import InterruptedAttempt
+from router.cluster.cluster_state import ClusterState
 from router.metrics import Metrics
 from router.pending import PendingRequest
+from router.recovery.fencing import InterruptedAttempt
 from schemas import done, wire
 from schemas.errors import Code
 from schemas.requests import GenerateRequest

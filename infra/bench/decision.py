@@ -4,13 +4,13 @@ import os
 import random
 from collections.abc import Callable, Iterator
 
-from router.holders import keys_view
-from router.index import PrefixIndex
+from router.index.holders import keys_view
+from router.index.prefix_index import PrefixIndex
 from router.job_message import Positions, build_job
-from router.load_tracker import LoadTracker
+from router.loads.load_tracker import LoadTracker
 from router.pending import PendingRequest, routing_request
 from router.placement.decisions import Decisions, array_decisions
-from router.routing import Weights
+from router.policy.routing import Weights
 from schemas import wire
 from schemas.blocks import DEFAULT_BLOCK_SIZE
 from schemas.fleet import Registration

@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator
 
 from infra.bench.decision import PROMPT_TOKENS, decisions
 from infra.bus.loop_lag import freeze_loaded
-from router.cluster_state import SWEEP_BLOCKS
-from router.holders import keys_view
-from router.index import PrefixIndex
-from router.index_snapshot import encoding, read_head, restoring
+from router.cluster.cluster_state import SWEEP_BLOCKS
+from router.index.encoding import encoding, read_head, restoring
+from router.index.holders import keys_view
+from router.index.prefix_index import PrefixIndex
 from schemas.blocks import split
 from schemas.kv import KvBatch, Removed, Stored
 

@@ -20,7 +20,7 @@ from infra.bench.simulation.prefix_sweep import PrefixSweep, series
 from infra.bench.simulation.trace import TraceError, read_multiplied
 from infra.bench.simulation.workloads import WORKLOADS
 from infra.terminal import stdout
-from router.routing import Weights
+from router.policy.routing import Weights
 
 _REQUESTS_PER_WORKER = 500
 _SWEEP_REQUESTS = 200

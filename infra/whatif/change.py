@@ -11,10 +11,10 @@ from typing import Literal
 
 import msgspec
 
-from router.decided_again import candidates_of, decide_again, recorded_pools, recorded_route
-from router.depths import TargetId
-from router.load import ENCODE
-from router.routing import Weights, draw
+from infra.whatif.decided_again import candidates_of, decide_again, recorded_pools, recorded_route
+from router.index.depths import TargetId
+from router.loads.load import ENCODE
+from router.policy.routing import Weights, draw
 from schemas.jobs import Job
 
 Mode = Literal["kv", "round_robin", "random", "least_loaded"]
@@ -78,7 +78,7 @@ def redecide(job: Job, change: Change, turn: int) -> Redecided | None:
     Args:
         turn: number of the decision, for round robin.
     Returns:
-        None: the record does not suffice (``router.decided_again.insufficient`` says why).
+        None: the record does not suffice (``infra.whatif.decided_again.insufficient`` says why).
     """
     again = decide_again(job)
     if again is None or job.inputs is None:

@@ -19,7 +19,7 @@ from infra.operate.workers import registrations
 from infra.terminal import stdout
 from infra.timeline.moments import clock, moment_ns
 from infra.timeline.open_log import Source, add_flags, open_log, run_command
-from router.index import PrefixIndex
+from router.index.prefix_index import PrefixIndex
 from schemas import kv
 
 

@@ -18,9 +18,9 @@ from infra.timeline.find_requests import of_entry
 from infra.timeline.moments import clock, moment_ns, span
 from infra.timeline.open_log import Source, add_flags, add_verify_flag, open_log, run_command
 from infra.whatif.change import Change, Redecided, redecide
+from infra.whatif.decided_again import insufficient
 from infra.whatif.report import Distribution, Report, ms_per_token, report
-from router.decided_again import insufficient
-from router.routing import Weights
+from router.policy.routing import Weights
 from schemas import jobs
 from schemas.jobs import Job
 from schemas.streams import LONGEST_DEADLINE_S

@@ -1,0 +1,1 @@
+"""Which router places the requests of which model."""

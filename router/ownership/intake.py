@@ -14,13 +14,13 @@ from infra.bus.message import Message
 from infra.bus.puller import Puller
 from infra.bus.tasks import Tasks
 from router.background import BackgroundTasks
-from router.held_requests import HeldRequests
-from router.load_tracker import LoadTracker
+from router.held.held_requests import HeldRequests
+from router.loads.load_tracker import LoadTracker
 from router.ownership.membership import Membership
 from router.ownership.sharing import Sharing
 from router.ownership.takeover import redeliver
-from router.request_retention import sequence
-from router.routing import Part
+from router.policy.routing import Part
+from router.retention.request_retention import sequence
 from schemas import routers
 from schemas.requests import Priority
 from schemas.subjects import token

@@ -26,7 +26,7 @@ from infra.bus.direct_get import Entry
 from infra.bus.log_tail import LogTail
 from infra.bus.tasks import Tasks
 from router.ownership.assignment import assign, default_owner
-from router.routing import ALONE, Part
+from router.policy.routing import ALONE, Part
 from schemas import routers, wire
 from schemas.errors import ServingError
 from schemas.routers import HeldByTenant, Member

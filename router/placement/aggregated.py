@@ -3,12 +3,12 @@
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from router.depths import TargetId
-from router.filters import rejection
-from router.load import RoutingTarget
-from router.load_tracker import LoadTracker
-from router.routing import PATIENCE_S, RoutingContext, RoutingRequest, Weights
-from router.scoring import target_costs
+from router.index.depths import TargetId
+from router.loads.load import RoutingTarget
+from router.loads.load_tracker import LoadTracker
+from router.policy.filters import rejection
+from router.policy.routing import PATIENCE_S, RoutingContext, RoutingRequest, Weights
+from router.policy.scoring import target_costs
 from schemas.fleet import Registration
 
 

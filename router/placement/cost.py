@@ -24,7 +24,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from router.placement.target_loads import (
+from router.loads.target_loads import (
     ACTIVE,
     BACKLOG,
     BLOCK_SIZE,

@@ -9,12 +9,12 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from configs.settings import RouterMode
-from router.depths import TargetId, as_dict
-from router.load_tracker import MODELS_CACHED, LoadTracker
+from router.index.depths import TargetId, as_dict
+from router.loads.load_tracker import MODELS_CACHED, LoadTracker
 from router.placement.sessions import Sessions
 from router.placement.shared_prefixes import SharedPrefixes
-from router.policy import decide
-from router.routing import ALONE, Part, RoutingContext, RoutingDecision, RoutingRequest, Weights
+from router.policy.decide import decide
+from router.policy.routing import ALONE, Part, RoutingContext, RoutingDecision, RoutingRequest, Weights
 
 if TYPE_CHECKING:
     from router.placement.arrays.decisions import ArrayDecisions

@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from router.depths import TargetId
+from router.index.depths import TargetId
 
 SESSIONS = 32_768  # remembered; those used longest ago are forgotten first
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from router.index import PrefixIndex
+from router.index.prefix_index import PrefixIndex
 from schemas.kv import KvDump
 
 

@@ -10,11 +10,11 @@ from structlog.testing import capture_logs
 from configs.settings import RouterSettings
 from infra.metrics.scope import MetricScope
 from router.decider import Decider
-from router.load_tracker import LoadTracker
+from router.loads.load_tracker import LoadTracker
 from router.metrics import Metrics
 from router.pending import PendingRequest
 from router.placement.shared_prefixes import USES
-from router.routing import Part
+from router.policy.routing import Part
 from schemas.fleet import Registration
 from tests.workers.support import MODEL, request
 

@@ -20,8 +20,8 @@ from infra.bus.loop_lag import freeze_loaded
 from infra.bus.publisher import Publisher
 from infra.metrics.scope import MetricScope
 from infra.model import modeldir
-from router.cluster_state import ClusterState
-from router.ended_attempts import REMEMBERED
+from router.cluster.cluster_state import ClusterState
+from router.loads.ended_attempts import REMEMBERED
 from schemas import fleet, kv, wire
 from schemas.jobs import LoadHeader, Stage
 from schemas.subjects import Subjects

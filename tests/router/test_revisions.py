@@ -5,8 +5,8 @@ from schemas.errors import Code
 from schemas.fleet import State
 from schemas.subjects import Subjects
 from tests.infra.bus.support import eventually
+from tests.router.recovery.test_recovery import lose, on, streamed
 from tests.router.support import Clients, Routing, routing
-from tests.router.test_recovery import lose, on, streamed
 from tests.workers.support import LogClient, answer, request
 
 

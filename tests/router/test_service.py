@@ -11,11 +11,11 @@ from structlog.testing import capture_logs
 
 from infra.broker.server import EmbeddedNats
 from infra.bus.puller import ACK, NAK
-from router.holders import keys_view
-from router.index import PrefixIndex
+from router.index.holders import keys_view
+from router.index.prefix_index import PrefixIndex
 from router.maintenance import CLAIM_S
 from router.placement.decisions import Decisions
-from router.routing import RoutingDecision, RoutingRequest
+from router.policy.routing import RoutingDecision, RoutingRequest
 from router.service import Router
 from schemas import control, fleet, jobs, kv, wire
 from schemas.blocks import keys_of

@@ -7,8 +7,10 @@ import msgspec
 import pytest
 
 from infra.broker.server import EmbeddedNats
-from router import cluster_state, encoders, recovery
-from router.load import Load, RoutingTarget
+from router.cluster import cluster_state
+from router.loads.load import Load, RoutingTarget
+from router.policy import encoders
+from router.recovery import recovery
 from schemas import jobs, wire
 from schemas.errors import Code
 from schemas.jobs import LoadHeader, Stage

@@ -9,8 +9,8 @@ import pytest
 
 from configs.settings import WorkerSettings
 from infra.broker.server import EmbeddedNats
-from router.holders import keys_view
-from router.index import PrefixIndex
+from router.index.holders import keys_view
+from router.index.prefix_index import PrefixIndex
 from schemas import blocks, kv
 from schemas.requests import GenerateRequest
 from schemas.subjects import Subjects

@@ -19,7 +19,7 @@ from infra.bench.simulation.policy import Fleet, Policy
 from infra.bench.simulation.searched import SearchedPolicy
 from infra.bench.simulation.trace import Trace
 from infra.bench.simulation.workloads import WORKLOADS, generate
-from router.routing import Weights
+from router.policy.routing import Weights
 
 POLICIES: Mapping[str, Callable[[int], Policy]] = {
     "kv": PlacementPolicy,

@@ -11,14 +11,14 @@ import msgspec
 
 from infra.bench.simulation.cache import StoredRun
 from infra.bench.simulation.policy import Fleet, Placement, Target
+from infra.bench.simulation.simulated_router import Arrival, Placed, SimulatedRouter
 from infra.bench.simulation.trace import Request
-from router import encoders
-from router.approximate import ApproximateIndex
-from router.holders import Holders, Holding
+from router.index.approximate import ApproximateIndex
+from router.index.holders import Holders, Holding
 from router.job_message import sends_keys
-from router.load import ENCODE, Load, RoutingTarget
-from router.placement import core
-from router.routing import Part, Weights
+from router.loads.load import ENCODE, Load, RoutingTarget
+from router.policy import encoders
+from router.policy.routing import Part, Weights
 from schemas.fleet import Registration, State
 from schemas.jobs import LoadHeader
 from schemas.transfer import Endpoint, Memory
@@ -62,8 +62,8 @@ class PlacementPolicy:
         self._holdings: dict[Target, Holding] = {}
         self._blocks = [worker.blocks for worker in fleet.workers]
         self._predicted = [ApproximateIndex(_INDEX_BLOCKS) for _ in range(self._replicas)]
-        self._cores = [
-            core.Placement(
+        self._routers = [
+            SimulatedRouter(
                 self._index.match if self._kv_events else predicted.match,
                 weights=self._weights,
                 kv_events=self._kv_events,
@@ -71,7 +71,7 @@ class PlacementPolicy:
             )
             for index, predicted in enumerate(self._predicted)
         ]
-        self._late: deque[tuple[int, core.Placement, core.Placed]] = deque()
+        self._late: deque[tuple[int, SimulatedRouter, Placed]] = deque()
         self._encoders = _Encoders(fleet)
         self._now = 0
         self._fleet = fleet
@@ -82,20 +82,20 @@ class PlacementPolicy:
         """A worker is ready."""
         for rank in range(self._fleet.workers[number].ranks):
             self._holdings[number, rank] = self._index.open((name(number), rank))
-        for each in self._cores:
+        for each in self._routers:
             each.join(registration(number, self._fleet))
 
     def drain(self, number: int) -> None:
         """A worker takes no further request."""
-        for each in self._cores:
+        for each in self._routers:
             each.join(msgspec.structs.replace(registration(number, self._fleet), state=State.draining))
 
     def arrive(self, request: Request, now_ns: int) -> Placement | None:
         self._learn(now_ns)
-        router = self._cores[request.index % len(self._cores)]
+        router = self._routers[request.index % len(self._routers)]
         seed = hash((self._seed, request.index)) & 0xFFFFFFFF
         placed = router.arrive(
-            core.Arrival(str(request.index), request.keys, request.prompt_tokens, now_ns, seed=seed), now_ns
+            Arrival(str(request.index), request.keys, request.prompt_tokens, now_ns, seed=seed), now_ns
         )
         return None if placed is None else self._placement(router, placed, now_ns)
 
@@ -104,7 +104,7 @@ class PlacementPolicy:
 
     def pump(self, now_ns: int) -> Iterator[tuple[Request, Placement]]:
         self._learn(now_ns)
-        for router in self._cores:
+        for router in self._routers:
             for placed in router.pump(now_ns):
                 yield self._requests[int(placed.arrival.id)], self._placement(router, placed, now_ns)
 
@@ -119,20 +119,20 @@ class PlacementPolicy:
         self._index.remove(holding, removed)
         for keys, parent in stored:
             self._index.store(holding, keys, parent)
-            for router in self._cores:
+            for router in self._routers:
                 router.stored((name(target[0]), target[1]), keys, now_ns)
 
     def prefilled(self, request: Request, now_ns: int) -> None:
-        for router in self._cores:
+        for router in self._routers:
             router.moved(str(request.index), now_ns)
 
     def finished(self, request: Request, now_ns: int) -> None:
         self._encoders.finished(request)
-        for router in self._cores:
+        for router in self._routers:
             router.ended(str(request.index), now_ns)
 
-    def _placement(self, router: core.Placement, placed: core.Placed, now_ns: int) -> Placement:
-        if len(self._cores) > 1:
+    def _placement(self, router: SimulatedRouter, placed: Placed, now_ns: int) -> Placement:
+        if len(self._routers) > 1:
             self._late.append((now_ns + self._delay_ns, router, placed))
         request = self._requests[int(placed.arrival.id)]
         if not self._kv_events:
@@ -140,8 +140,8 @@ class PlacementPolicy:
         decode = None if placed.decode is None else _target(placed.decode)
         return Placement(_target(placed.target), decode, self._encoders.pick(request))
 
-    def _predict(self, router: core.Placement, placed: core.Placed, now_ns: int) -> None:
-        predicted = self._predicted[self._cores.index(router)]
+    def _predict(self, router: SimulatedRouter, placed: Placed, now_ns: int) -> None:
+        predicted = self._predicted[self._routers.index(router)]
         for target in (placed.target, placed.decode):
             if target is not None:
                 predicted.record(target, placed.arrival.keys, now_ns / 1e9, self._blocks[_target(target)[0]])
@@ -155,7 +155,7 @@ class PlacementPolicy:
             load = LoadHeader(
                 arrival.prompt_tokens, overlap, "", arrival.deadline_ns, "", arrival.sequences, decision.route
             )
-            for other in self._cores:
+            for other in self._routers:
                 if other is not router:
                     keys = arrival.keys if sends_keys(load, len(arrival.keys)) else ()
                     other.tracker.admit(arrival.id, 1, target[0], load, now_ns=now_ns, keys=keys, echoed=True)

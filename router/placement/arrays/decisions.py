@@ -9,16 +9,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from router.depths import TargetId
-from router.load_tracker import LoadTracker
+from router.index.depths import TargetId
+from router.loads.load_tracker import LoadTracker
 from router.placement.aggregated import HeldRequest
 from router.placement.arrays.columns import Column, LoadColumns, Rows
 from router.placement.arrays.costs import Costs, RequestSizes, costs
 from router.placement.arrays.pool import Pool, Pools
 from router.placement.cost import favour_tokens
-from router.routing import PATIENCE_S, TIE, RoutingDecision, RoutingRequest, Weights, draw
-from router.score_table import STORED_CANDIDATES
-from router.scoring import size_of
+from router.policy.routing import PATIENCE_S, TIE, RoutingDecision, RoutingRequest, Weights, draw
+from router.policy.score_table import STORED_CANDIDATES
+from router.policy.scoring import size_of
 from schemas.jobs import Candidate, Stage
 
 

@@ -7,13 +7,13 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from router.depths import Depths, TargetBits, TargetId, bits_of
-from router.filters import rejection
-from router.load import Load, RoutingTarget
-from router.load_tracker import LoadTracker
+from router.index.depths import Depths, TargetBits, TargetId, bits_of
+from router.loads.load import Load, RoutingTarget
+from router.loads.load_tracker import LoadTracker
 from router.placement.aggregated import aggregated_pool, is_plain
 from router.placement.arrays.columns import Column, Rows
-from router.routing import RoutingRequest
+from router.policy.filters import rejection
+from router.policy.routing import RoutingRequest
 from schemas.fleet import Registration
 
 POOLS_CACHED = 256  # kinds of requests

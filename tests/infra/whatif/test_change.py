@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from infra.whatif.change import Change, Redecided, redecide
+from infra.whatif.decided_again import decide_again
 from infra.whatif.report import ms_per_token, report
-from router.decided_again import decide_again
-from router.routing import Weights
+from router.policy.routing import Weights
 from schemas.jobs import Candidate, Decision, DecisionInputs, Job
 from tests.schemas.samples import REQUEST
 

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from infra.broker.server import EmbeddedNats
-from router.decided_again import decide_again
+from infra.whatif.decided_again import decide_again
 from router.ownership import intake, membership
 from router.ownership.membership import Link, Membership
 from router.ownership.takeover import redeliver
-from router.routing import ALONE, Part
+from router.policy.routing import ALONE, Part
 from schemas import blocks, routers, wire
 from schemas.routers import HeldByTenant, Member
 from schemas.subjects import Subjects

@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass, field
 
-from router.load_tracker import LoadTracker
+from router.loads.load_tracker import LoadTracker
 from router.placement.decisions import TURN_NS, Decisions
-from router.routing import ALONE, Part, RoutingRequest, Weights
+from router.policy.routing import ALONE, Part, RoutingRequest, Weights
 from schemas.fleet import Registration
 
 

@@ -12,7 +12,7 @@ from infra.bench.simulation.rules import RulePolicy, least_requests, round_robin
 from infra.bench.simulation.searched import SearchedPolicy
 from infra.bench.simulation.trace import Request
 from infra.bench.simulation.workloads import WORKLOADS, generate
-from router.routing import Weights
+from router.policy.routing import Weights
 
 FOUR = Fleet((WorkerSpec(blocks=4096),) * 4)
 

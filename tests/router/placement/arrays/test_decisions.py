@@ -6,13 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.depths import Depths, TargetBits
-from router.load_tracker import LoadTracker
+from infra.bench.simulation.simulated_router import Arrival, SimulatedRouter
+from router.index.depths import Depths, TargetBits
+from router.loads.load_tracker import LoadTracker
 from router.placement.aggregated import HeldRequest, is_ready
-from router.placement.core import Arrival, Placement
 from router.placement.decisions import FEW, Decisions, array_decisions
-from router.policy import decide
-from router.routing import ALONE, Part, RoutingContext, RoutingDecision, RoutingRequest, Weights
+from router.policy.decide import decide
+from router.policy.routing import ALONE, Part, RoutingContext, RoutingDecision, RoutingRequest, Weights
 from schemas import wire
 from schemas.fleet import Registration, State
 from schemas.jobs import LoadHeader
@@ -144,7 +144,7 @@ def test_a_run_without_numpy_places_the_same_requests_in_the_same_order(
     slots: list[int], arrivals: list[tuple[int, int]], ends: list[int]
 ) -> None:
     def run() -> list[tuple[str, tuple[str, int]]]:
-        core = Placement(lambda keys: {})
+        core = SimulatedRouter(lambda keys: {})
         for number, count in enumerate(slots):
             core.join(Registration(f"w{number:02}", "m", "aggregated", "mock", 1, 16, 60, count, 1 << 20))
         placed = []
@@ -158,7 +158,7 @@ def test_a_run_without_numpy_places_the_same_requests_in_the_same_order(
 
     with_arrays = run()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("router.placement.core.array_decisions", lambda tracker: None)
+        patch.setattr("infra.bench.simulation.simulated_router.array_decisions", lambda tracker: None)
         assert run() == with_arrays
 
 

@@ -4,11 +4,11 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.depths import Depths, TargetBits
-from router.load_tracker import LoadTracker
+from router.index.depths import Depths, TargetBits
+from router.loads.load_tracker import LoadTracker
 from router.placement.arrays.decisions import _lowest
 from router.placement.arrays.pool import Pools
-from router.routing import RoutingRequest
+from router.policy.routing import RoutingRequest
 from schemas.fleet import Registration
 from tests.properties import examples
 

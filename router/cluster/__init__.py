@@ -1,0 +1,1 @@
+"""The cluster as the logs and the workers bucket show it."""

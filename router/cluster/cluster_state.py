@@ -1,0 +1,407 @@
+"""The state of the cluster as a router sees it: the logs and the workers bucket, folded into index and loads.
+
+This is the shell around ``PrefixIndex`` and ``LoadTracker``: it follows KV, WORK, DONE and the bucket.
+"""
+
+import asyncio
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
+from typing import NamedTuple
+
+import msgspec
+import structlog
+
+from configs.settings import RouterSettings
+from infra.bus.connection import Bus
+from infra.bus.direct_get import Entry
+from infra.bus.log_tail import LogTail
+from infra.bus.registry import RegisteredWorker, WorkerRegistry
+from router.cluster.cluster_listener import ClusterListener
+from router.cluster.disconnects import DisconnectWatch
+from router.cluster.registration_removal import RegistrationRemoval
+from router.cluster.returned_attempts import ReturnedAttempts
+from router.cluster.sent import read_sent
+from router.cluster.snapshots import IndexSnapshots, Snapshot, Snapshots, encode_part, only_logged
+from router.cluster.unowned import Unfolded, UnownedRequests
+from router.erasure.ledger import ErasureLedger
+from router.index.approximate import ApproximateIndex
+from router.index.depths import TargetId, as_dict
+from router.index.holders import keys_view
+from router.index.loader import IndexLoader
+from router.index.prefix_index import PrefixIndex
+from router.job_message import Positions
+from router.loads.load import ENCODE, ActiveRequest
+from router.loads.load_tracker import LoadTracker
+from schemas import fleet, kv
+from schemas.jobs import LoadHeader, Stage
+from schemas.streams import LONGEST_DEADLINE_S
+from schemas.subjects import HEADER_MSG_ID, HEADER_NO_STORE
+
+log = structlog.get_logger("router")
+
+SETTLE_S = fleet.LEASE_S + 0.5  # after a (re)connect, for workers to renew their leases
+SWEEP_BLOCKS = 1_000  # of the index, at once: 1 ms
+SWEEP_STEPS = 10
+INDEX_SNAPSHOT_S = 60.0  # between two: each has 8 bytes a block
+CHECK_EVERY = 4096  # messages of the KV stream: where all routers note the index's checksum
+EXPIRE_REQUESTS = 2_000
+FOLD_AT_ONCE = 100  # messages that were left unfolded: 2 ms
+LEFT_REMEMBERED = 1024  # workers that left
+OVERDUE_NS = 30_000_000_000  # after its deadline; the terminal event of such a request was missed
+
+
+class IndexCheck(NamedTuple):
+    """The index's checksum after a message of the KV stream: equal in all routers that noted that sequence."""
+
+    kv_seq: int
+    checksum: int
+
+
+class ClusterState:
+    """Everything that a decision depends on. ``start`` it with a listener."""
+
+    def __init__(self, bus: Bus, settings: RouterSettings) -> None:
+        self._bus = bus
+        self._settings = settings
+        self._listener: ClusterListener
+        self.tasks = bus.tasks.group("cluster")
+        self.tracker = LoadTracker(kv_events=settings.kv_events)
+        self.erasures = ErasureLedger(settings.no_store_grace_s)
+        self.index: PrefixIndex | None = None
+        self._approximate = ApproximateIndex(settings.max_index_blocks, settings.predicted_ttl_s)  # of silent caches
+        self._loader: IndexLoader | None = None
+        if settings.kv_events:
+            self._use_index(PrefixIndex(settings.max_index_blocks))
+        self._registry = WorkerRegistry(bus, joined=self._on_joined, left=self._on_left, renewed=self._on_renewed)
+        self._removal = RegistrationRemoval(bus, self._registry, self.tasks)
+        self.disconnects = DisconnectWatch(self._is_worker_connection)
+        self._kv = self._tail("KV", "kv", self._on_kv)
+        self._work = self._tail("WORK", "work", self._on_work)
+        self._done = self._tail("DONE", "done", self._on_done)
+        self._returns = ReturnedAttempts(bus, self._on_returned)
+        self._returned = self._tail("DONE", "returned", self._returns.on_entry)
+        self._following = AsyncExitStack()
+        self.stalled: frozenset[str] = frozenset()  # workers whose engines make no steps; set by the watchdog
+        self.late: frozenset[str] = frozenset()  # workers whose requests are placed again; set by ``resteer``
+        self._left: OrderedDict[str, str] = OrderedDict()  # workers that left, the most recent last -> model
+        self._connected_since = time.monotonic()
+        self._snapshots = Snapshots(bus, settings.name)
+        self._saved = (0, 0, 0)
+        self._index_snapshots = IndexSnapshots(bus, settings.name)
+        self._index_saved = (time.monotonic(), 0)  # when, and up to which KV sequence
+        self._kv_seen = 0
+        self.check = IndexCheck(0, 0)
+        self.places: Callable[[str], bool] = lambda model: True  # call ``owners_changed`` if it changes
+        self._placed_here: dict[str, bool] = {}  # by worker
+        self._unowned = UnownedRequests()
+
+    def _use_index(self, index: PrefixIndex) -> None:
+        self.index = index
+        self._loader = IndexLoader(self._bus, index, self.tasks, self._is_registered, self._on_loaded)
+
+    def _tail(self, stream: str, kind: str, handle: Callable[[Entry], None]) -> LogTail:
+        subjects = self._bus.subjects
+        subject = subjects.all(kind)
+        return LogTail(self._bus, subjects.stream(stream), subject, subjects.live(subject), handle)
+
+    async def start(self, listener: ClusterListener) -> None:
+        """
+        Raises:
+            ServingError: a stream or the bucket cannot be read.
+        """
+        self._listener = listener
+        now_ns = time.time_ns()
+        past = now_ns - int(LONGEST_DEADLINE_S * 1e9)
+        saved = await self._snapshots.load()
+        starts = {}
+        if saved is not None and saved[0].taken_ns > past:
+            at, state = saved
+            self.tracker.restore(state)
+            starts = {"done": at.done_seq, "returned": at.returned_seq, "work": at.work_seq}
+        # Workers before jobs: jobs are counted in blocks of their worker's size.
+        if self.index is not None:
+            after = await self._restore_index()
+            since_ns = 0 if after else now_ns
+            await self._following.enter_async_context(self._kv.following(after=after, since_ns=since_ns))
+        await self._following.enter_async_context(self._registry)
+        self._forget_unregistered()
+        # Ends before beginnings: a request that is known to be over never counts as active.
+        for name, tail in (("done", self._done), ("returned", self._returned), ("work", self._work)):
+            after = starts.get(name, 0)
+            await self._following.enter_async_context(tail.following(after=after, since_ns=0 if after else past))
+        self._bus.on_reconnect.append(self._on_reconnect)
+        self._connected_since = time.monotonic()
+        if self._settings.sys_nats_url:
+            await self.disconnects.start(self._settings.sys_nats_url)
+
+    async def _restore_index(self) -> int:
+        """Take the index from a snapshot. Returns: its KV sequence; 0: there is none, so all workers have to dump."""
+        restored = await self._index_snapshots.load(self._settings.max_index_blocks)
+        if restored is None:
+            return 0
+        index, kv_seq = restored
+        self._use_index(index)
+        return kv_seq
+
+    def _forget_unregistered(self) -> None:
+        """Workers that are in the snapshot or the tail, and left before this router started."""
+        if self.index is None or self._loader is None:
+            return
+        for worker in self.index.workers():
+            if not self._is_registered(worker):
+                self._loader.forget(worker)
+
+    async def stop(self) -> None:
+        await self._returns.stop()
+        if self._loader is not None:
+            await self._loader.stop()
+        await self._following.aclose()
+        await self.disconnects.stop()
+
+    async def _on_reconnect(self) -> None:
+        self._connected_since = time.monotonic()
+
+    async def save(self) -> None:
+        """Store the loads for the next start, and less often the index, if they have changed since the last time."""
+        positions = (self._work.position, self._done.position, self._returned.position)
+        if positions != self._saved and self._bus.connected:
+            self._saved, taken_ns, parts = positions, time.time_ns(), []
+            for count, unfolded in enumerate(self._unowned.take(), 1):
+                self._fold_kept(unfolded)
+                if count % FOLD_AT_ONCE == 0:
+                    await asyncio.sleep(0)
+            for part in self.tracker.parts():
+                parts.append(encode_part(only_logged(part)))
+                await asyncio.sleep(0)
+            await self._snapshots.save(Snapshot(taken_ns, *positions), parts)
+        if time.monotonic() - self._index_saved[0] >= INDEX_SNAPSHOT_S:
+            await self.save_index()
+
+    async def save_index(self) -> None:
+        position = self._kv.position
+        if self.index is not None and position != self._index_saved[1] and self._bus.connected:
+            self._index_saved = (time.monotonic(), position)
+            await self._index_snapshots.save(self.index, position)
+
+    async def maintain(self, now_ns: int) -> None:
+        """Expire leases, broken connections and overdue requests, and clean up the index; a few times a second."""
+        self._registry.expire()
+        self._removal.remove_stale()
+        if expired := self.disconnects.expired(time.monotonic()):
+            self._removal.remove_connections(frozenset(expired))
+        self.tracker.expire(now_ns - OVERDUE_NS, EXPIRE_REQUESTS)
+        for index in (self.index, self._approximate):
+            for _ in range(SWEEP_STEPS):
+                if index is None or index.sweep(SWEEP_BLOCKS):
+                    break
+                await asyncio.sleep(0)
+        self._approximate.expire(now_ns / 1e9)
+        self.tracker.loads.sweep(SWEEP_BLOCKS)
+        if self._kv.position == self._kv_seen != self.check.kv_seq:  # at rest: all routers come to the same sequence
+            self._check_index()
+        self._kv_seen = self._kv.position
+
+    def _check_index(self) -> None:
+        if self.index is not None:
+            self.check = IndexCheck(self._kv.position, self.index.checksum())
+
+    # Decisions
+
+    def overlaps(self, keys: Sequence[int]) -> Mapping[TargetId, int]:
+        """Leading prompt blocks cached, or predicted to be, by target."""
+        return self._with_predicted({} if self.index is None else self.index.match(keys), keys)
+
+    def depths(self, keys: Sequence[int]) -> Mapping[TargetId, int]:
+        """``overlaps`` for a decision that is made at once."""
+        return self._with_predicted({} if self.index is None else self.index.depths(keys), keys)
+
+    def _with_predicted(self, overlaps: Mapping[TargetId, int], keys: Sequence[int]) -> Mapping[TargetId, int]:
+        predicted = self._approximate.match(keys) if len(self._approximate) else None
+        return {**as_dict(overlaps), **predicted} if predicted else overlaps
+
+    def suspects(self) -> frozenset[str]:
+        """Workers whose connection is broken at the moment, whose engine is stalled, or that are late."""
+        broken = self.disconnects.broken
+        slow = self.stalled | self.late
+        if not broken:
+            return slow
+        workers = self._registry.members.items()
+        return slow | {name for name, worker in workers if worker.registration.connection in broken}
+
+    def steps(self) -> dict[str, tuple[int, int]]:
+        """Epoch of each worker, and the steps of its engine by its last renewal (-1: unknown)."""
+        members = (member.registration for member in self._registry.members.values())
+        return {each.worker: (each.epoch, each.load.steps) for each in members}
+
+    def admit(
+        self, request: str, attempt: int, route: Sequence[Stage], load: LoadHeader, keys: Sequence[int], now_ns: int
+    ) -> None:
+        """Count a decision of this router, at all stages of its route, before it is read from the log.
+
+        Args:
+            load: as it is sent with the job.
+            keys: of the prompt's full blocks.
+        """
+        first = route[0]
+        self.tracker.admit(request, attempt, first.worker, load, now_ns=now_ns, role=first.role, keys=keys)
+        for stage in route:
+            worker = self.tracker.worker(stage.worker)
+            if worker is not None and stage.role != ENCODE and (self.index is None or worker.silent_cache):
+                target = stage.worker, stage.rank
+                self._approximate.record(target, keys, now_ns / 1e9, worker.total_blocks)
+
+    def model_of(self, worker: str) -> str:
+        """The model of a worker that is registered, or left not long ago; "": unknown."""
+        registration = self.tracker.worker(worker)
+        return registration.model if registration is not None else self._left.get(worker, "")
+
+    def orphans(self) -> list[ActiveRequest]:
+        """Requests with a stage left at an unregistered worker, once all workers have had time to register."""
+        settled = time.monotonic() - self._connected_since > SETTLE_S
+        return self.tracker.orphans() if settled and self._bus.connected else []
+
+    def positions(self) -> Positions:
+        """The stream sequences that the present state was folded from."""
+        return Positions(self._kv.position, self._work.position, self._done.position)
+
+    # Logs
+
+    def owners_changed(self) -> None:
+        """Fold messages that were left to other routers: this one may have to decide for their models now."""
+        self._placed_here.clear()
+        self.fold_unowned()
+
+    def fold_unowned(self) -> None:
+        """Before a decision for a model of another router."""
+        for unfolded in self._unowned.take():
+            self._fold_kept(unfolded)
+
+    def _on_work(self, entry: Entry) -> None:
+        if HEADER_NO_STORE in entry.headers:
+            self.erasures.add_job(entry.headers.get(HEADER_MSG_ID, "").partition(":")[0], entry.seq)
+        read_ns, worker = time.time_ns(), entry.subject.rpartition(".")[2]
+        owned = self._placed_here.get(worker)
+        if owned is None and (registration := self.tracker.worker(worker)) is not None:
+            owned = self._placed_here[worker] = self.places(registration.model)
+        if owned is False and not self._unowned.full:
+            request = entry.headers.get(HEADER_MSG_ID, "").partition(":")[0]
+            if self.tracker.request(request) is None:
+                if not self.tracker.ended(request):
+                    self._unowned.add(request, entry, read_ns)
+                return
+        self._fold_work(entry, read_ns)
+
+    def _fold_kept(self, unfolded: Unfolded) -> None:
+        try:
+            self._fold_work(*unfolded)
+        except Exception:  # the others are folded nevertheless, as when they are read
+            log.exception("log_handler_failed", stream="WORK", seq=unfolded.entry.seq)
+
+    def _fold_work(self, entry: Entry, read_ns: int) -> None:
+        try:
+            sent = read_sent(entry)
+        except ValueError:
+            log.warning("work_header_unreadable", seq=entry.seq)
+            return
+        if sent is None or (sent.is_copy and self.tracker.set_seq(sent.request, sent.attempt, entry.seq)):
+            return
+        changed = self.tracker.admit(
+            sent.request,
+            sent.attempt,
+            sent.worker,
+            sent.load,
+            now_ns=read_ns,
+            role=sent.role,
+            echoed=True,
+            seq=entry.seq,
+            handed=sent.handed,
+            keys=sent.keys,
+        )
+        if changed and sent.keys:  # its prompt's KV events may have been read before it: after a start, for example
+            for stage in sent.load.route or (Stage(sent.role, sent.worker),):
+                self._find_computed((stage.worker, stage.rank), sent.keys[-1])
+        if changed and (sent.worker in self._left or any(stage.worker in self._left for stage in sent.load.route)):
+            stranded = self.tracker.request(sent.request)
+            if stranded is not None and self._bus.connected:
+                self._listener.request_stranded(stranded)
+
+    def _on_done(self, entry: Entry) -> None:
+        if HEADER_NO_STORE in entry.headers:
+            self._listener.to_be_erased(entry)
+        request = entry.headers.get(HEADER_MSG_ID, "")
+        kept = self._unowned.end(request)
+        if self.tracker.finish(request, time.time_ns()) is not None or not kept:
+            self._listener.capacity_changed()
+
+    def _on_returned(self, request: str, attempt: int, reason: str) -> None:
+        self._listener.attempt_returned(request, attempt, reason)
+
+    def _on_kv(self, entry: Entry) -> None:
+        assert self.index is not None
+        assert self._loader is not None
+        try:
+            batch = kv.decode(entry.data)
+        except msgspec.MsgspecError as error:
+            log.warning("kv_batch_unreadable", seq=entry.seq, error=str(error))
+            return
+        if not self.index.apply(batch):
+            self._loader.reload(batch.worker)
+        if entry.seq % CHECK_EVERY == 0:
+            self._check_index()
+        target_id, computed = (batch.worker, batch.rank), False
+        if self.tracker.loads.is_computing(target_id):
+            now_ns = time.time_ns()
+            for event in batch.events:
+                if isinstance(event, kv.Stored) and not event.tier and not event.group:
+                    computed |= self.tracker.stored(target_id, keys_view(event.digests), now_ns)
+        if computed:
+            self._listener.capacity_changed()
+
+    def _find_computed(self, target_id: TargetId, key: int) -> None:
+        """Prompts that end with this block are computed if the index has it: no event will report them any more."""
+        if self.index is not None and self.index.holds(target_id, key):
+            self.tracker.stored(target_id, (key,), 0)
+
+    def _on_loaded(self, worker: str) -> None:
+        """The events that a dump replaces are not read."""
+        registration = self.tracker.worker(worker)
+        for rank in range(registration.dp_size if registration is not None else 0):
+            for task in self.tracker.loads.uncomputed((worker, rank)):
+                self._find_computed(task.target, task.keys[-1])
+        self._listener.capacity_changed()
+
+    # Workers
+
+    def _is_registered(self, worker: str) -> bool:
+        return self.tracker.worker(worker) is not None
+
+    def _is_worker_connection(self, connection: str) -> bool:
+        return any(worker.registration.connection == connection for worker in self._registry.members.values())
+
+    def _on_joined(self, worker: RegisteredWorker) -> None:
+        registration = worker.registration
+        self.tracker.put_worker(registration)
+        self._placed_here.pop(registration.worker, None)
+        self._left.pop(registration.worker, None)
+        self.disconnects.restored(registration.connection)
+        if self._loader is not None and registration.kv_events:
+            self._loader.ensure(registration.worker, registration.dp_size)
+        self._listener.capacity_changed()
+
+    def _on_renewed(self, worker: RegisteredWorker) -> None:
+        if self.disconnects.broken:
+            self.disconnects.restored(worker.registration.connection)
+
+    def _on_left(self, worker: RegisteredWorker, why: str) -> None:
+        name = worker.registration.worker
+        self._placed_here.pop(name, None)
+        requests = self.tracker.remove_worker(name)
+        self._left[name] = worker.registration.model
+        if len(self._left) > LEFT_REMEMBERED:
+            self._left.popitem(last=False)
+        if self._loader is not None:
+            self._loader.forget(name)
+        self._approximate.forget(name)
+        self._listener.worker_lost(name, why, requests)

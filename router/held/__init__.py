@@ -1,0 +1,1 @@
+"""Requests that wait for a worker, and the order in which they are tried."""

@@ -1,0 +1,162 @@
+"""The requests that a router holds until a worker has capacity, bounded by class and by model. No clock, no NATS."""
+
+from collections import Counter
+from collections.abc import Iterator
+
+from router.held.class_queue import QueueEntry
+from router.held.held_order import Held, HeldOrder
+from router.index.holders import keys_view
+from router.pending import PendingRequest, lane, routing_request
+from schemas.requests import Priority
+from schemas.routers import HeldByTenant, held_by_tenant
+
+PASSED_ON = 2  # times the space: what other routers pass on comes on top
+
+
+class HeldRequests:
+    """
+    Args:
+        max_pending: requests held per class. Models without a worker may take a quarter of it together, each other
+            model half, so that one model's requests leave space for those of others.
+        local_prefill_tokens: longer prompts may need a prefill worker, and wait in a lane of their own.
+        order: in which they are tried.
+    """
+
+    def __init__(self, max_pending: int, local_prefill_tokens: int, order: HeldOrder[PendingRequest]) -> None:
+        self._max_pending = max_pending
+        self._local_prefill_tokens = local_prefill_tokens
+        self._order = order
+        self._queue = order.queue
+        self._held = dict.fromkeys(Priority, 0)
+        self._shares: Counter[tuple[Priority, str]] = Counter()
+        self._tenants: dict[Priority, Counter[str]] = {priority: Counter() for priority in Priority}
+        self._deferred: dict[str, str] = {}  # request -> reply, of requests that the broker will deliver again
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._queue
+
+    def __iter__(self) -> Iterator[PendingRequest]:
+        return (entry.item.item for entry in self._queue)
+
+    def space(self, priority: Priority) -> int:
+        """Further requests of a class that may be read from the log."""
+        return max(0, self._max_pending - self._held[priority])
+
+    def by_tenant(self) -> tuple[HeldByTenant, ...]:
+        """How many requests are held, by class and tenant."""
+        return tuple(held_by_tenant(priority.value, counts) for priority, counts in self._tenants.items() if counts)
+
+    def hold(self, pending: PendingRequest, serving: int, registered: int, now_ns: int = 0) -> bool:
+        """Hold a request; False: its model has its share of the space, or others passed on more than there is space
+        for, and its message must be delivered again later.
+
+        A later attempt, which has no message, is always held.
+
+        Args:
+            serving: number of workers that serve its model.
+            registered: number of all workers.
+        """
+        request = pending.request
+        full = self._held[request.priority] >= PASSED_ON * self._max_pending
+        if pending.reply and (full or (serving != registered and self._share_is_full(pending, serving))):
+            self._deferred[request.id] = pending.reply
+            return False
+        keys = () if pending.computes_whole_prompt else keys_view(request.digests)
+        entered = self._order.push(
+            request.id,
+            Held(pending, routing_request(pending, keys, avoid=frozenset(), revision=None), keys),
+            rank=request.priority.rank,
+            arrived_ns=request.created_ns,
+            deadline_ns=request.deadline_ns,
+            now_ns=now_ns,
+            lane=self._lane(pending),
+            tenant=request.tenant,
+        )
+        if entered:
+            self._held[request.priority] += 1
+            self._shares[request.priority, pending.share] += 1
+            self._tenants[request.priority][request.tenant] += 1
+        return True
+
+    def delivered_again(self, request_id: str, reply: str) -> bool:
+        """Whether a request is held. Its latest delivery counts: the broker ignores rejections of earlier ones."""
+        entry = self._queue.get(request_id)
+        if entry is not None and entry.item.item.reply:
+            entry.item.item.reply = reply
+        return entry is not None
+
+    def remove(self, request_id: str) -> PendingRequest | None:
+        return self._removed(self._queue.remove(request_id))
+
+    def expired(self, now_ns: int) -> list[PendingRequest]:
+        """Remove and return the requests whose deadline has passed."""
+        requests = [self._removed(entry) for entry in self._queue.expired(now_ns)]
+        return [pending for pending in requests if pending is not None]
+
+    def heads(self) -> list[tuple[int, str]]:
+        """The turn and the name of every lane."""
+        lanes = self._queue.lanes
+        return [(turn, name) for name in lanes if (turn := self._queue.turn(name)) is not None]
+
+    def turn(self, lane_name: str) -> int | None:
+        return self._queue.turn(lane_name)
+
+    def is_waiting(self, pending: PendingRequest) -> bool:
+        """Whether requests are held that wait for the same workers as ``pending``."""
+        return len(self._queue) > 0 and self._queue.turn(self._lane(pending)) is not None
+
+    def candidates(self, lane_name: str, now_ns: int) -> list[PendingRequest]:
+        """The requests of a lane to decide on, next first; after one was placed, the list is void."""
+        self._order.refresh(now_ns)
+        return [entry.item.item for entry in self._order.candidates(lane_name, now_ns)]
+
+    def take(self, request_id: str) -> PendingRequest | None:
+        """Remove and return a held request to place it."""
+        return self._removed(self._queue.take(request_id) if request_id in self._queue else None)
+
+    def unacknowledged(self, *, reading: bool) -> list[tuple[str, str]]:
+        """(request, reply) of the requests deferred since the last call, and of held ones.
+
+        Held requests are left out where this router reads no more of their class: a copy would be stored behind
+        requests that no router has read.
+
+        Args:
+            reading: whether this router reads requests at all.
+        """
+        deferred, self._deferred = self._deferred, {}
+        held = {
+            pending.request.id: pending.reply
+            for pending in self
+            if reading and pending.reply and self.space(pending.request.priority)
+        }
+        return list((deferred | held).items())
+
+    def release(self, request_id: str, reply: str) -> None:
+        """Remove a request if it is held with this message; a copy of it was published."""
+        entry = self._queue.get(request_id)
+        if entry is not None and entry.item.item.reply == reply:
+            self.remove(request_id)
+
+    def _share_is_full(self, pending: PendingRequest, serving: int) -> bool:
+        pending.share = pending.request.model if serving else ""
+        limit = self._max_pending // (2 if serving else 4)
+        return self._shares[pending.request.priority, pending.share] >= max(1, limit)
+
+    def _lane(self, pending: PendingRequest) -> str:
+        return lane(pending, self._local_prefill_tokens)
+
+    def _removed(self, entry: QueueEntry[Held[PendingRequest]] | None) -> PendingRequest | None:
+        if entry is None:
+            return None
+        pending = entry.item.item
+        priority = pending.request.priority
+        self._held[priority] -= 1
+        self._shares[priority, pending.share] -= 1
+        counts, tenant = self._tenants[priority], pending.request.tenant
+        counts[tenant] -= 1
+        if not counts[tenant]:
+            del counts[tenant]
+        return pending

@@ -1,0 +1,1 @@
+"""Which target caches which prefix."""

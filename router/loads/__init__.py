@@ -1,0 +1,1 @@
+"""What each target has to do."""

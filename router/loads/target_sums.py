@@ -1,0 +1,70 @@
+"""What the active requests of each target add up to. No clock, no NATS."""
+
+from router.index.depths import TargetId
+from router.loads.target_loads import TargetLoads
+
+
+class TargetLoad:
+    """Sums over the active requests of one target, and its prefill backlog as a leaky bucket."""
+
+    __slots__ = ("at_ns", "backlog", "blocks", "requests", "sequences", "uncached_tokens")
+
+    def __init__(self) -> None:
+        self.requests = self.sequences = self.blocks = self.uncached_tokens = 0
+        self.backlog = 0.0
+        self.at_ns = 0
+
+    def add(self, sequences: int, blocks: int, uncached_tokens: int) -> None:
+        self.requests += 1
+        self.sequences += sequences
+        self.blocks += blocks
+        self.uncached_tokens += uncached_tokens
+
+    def remove(self, sequences: int, blocks: int, uncached_tokens: int) -> None:
+        self.requests -= 1
+        self.sequences -= sequences
+        self.blocks -= blocks
+        self.uncached_tokens -= uncached_tokens
+
+    def prefill_tokens(self, now_ns: int, tokens_per_s: float) -> float:
+        if not self.backlog:
+            return 0.0
+        drained = max(0, now_ns - self.at_ns) * tokens_per_s / 1e9
+        return min(max(0.0, self.backlog - drained), float(self.uncached_tokens))
+
+
+class TargetSums:
+    """The ``TargetLoad`` of each target that has active requests.
+
+    Args:
+        loads: gets the estimated backlogs.
+        tokens_per_s: at which these drain.
+    """
+
+    def __init__(self, loads: TargetLoads, tokens_per_s: float) -> None:
+        self.by_target: dict[TargetId, TargetLoad] = {}
+        self._loads = loads
+        self._tokens_per_s = tokens_per_s
+
+    def add(self, target_id: TargetId, sequences: int, blocks: int, uncached_tokens: int, now_ns: int) -> None:
+        held = self.by_target.get(target_id)
+        if held is None:
+            held = self.by_target[target_id] = TargetLoad()
+        if uncached_tokens or held.backlog:
+            left = held.prefill_tokens(now_ns, self._tokens_per_s)
+            held.backlog, held.at_ns = left + uncached_tokens, max(now_ns, held.at_ns)
+        held.add(sequences, blocks, uncached_tokens)
+        if uncached_tokens:
+            self._loads.estimate(target_id, held.backlog, held.at_ns, held.uncached_tokens)
+
+    def remove(self, target_id: TargetId, sequences: int, blocks: int, uncached_tokens: int) -> None:
+        held = self.by_target[target_id]
+        held.remove(sequences, blocks, uncached_tokens)
+        if uncached_tokens:
+            self._loads.estimate(target_id, held.backlog, held.at_ns, held.uncached_tokens)
+        if not held.requests:
+            del self.by_target[target_id]
+
+    def backlogs(self) -> tuple[tuple[str, int, float, int], ...]:
+        """As in ``LoadState``."""
+        return tuple((*target_id, held.backlog, held.at_ns) for target_id, held in sorted(self.by_target.items()))

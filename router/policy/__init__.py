@@ -1,0 +1,1 @@
+"""Which targets a request goes to."""

@@ -1,0 +1,216 @@
+"""Requests of workers that were lost or that returned them: fence the attempt, then requeue, complete or end it."""
+
+import asyncio
+import time
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable
+
+import structlog
+
+from infra.bus.connection import Bus
+from infra.bus.loop_lag import TimeSlice
+from infra.bus.publisher import Publisher
+from router.background import BackgroundTasks
+from router.cluster.cluster_state import ClusterState
+from router.loads.load import ActiveRequest
+from router.metrics import Metrics
+from router.pending import PendingRequest
+from router.recovery.fencing import InterruptedAttempt, fence
+from router.terminal_publisher import TerminalPublisher
+from schemas import jobs, wire
+from schemas.errors import Code, ServingError
+from schemas.tokens import carried
+
+log = structlog.get_logger("router")
+
+SCAN_S = 1.0
+SCANS_LEFT = 2
+RETURNS_REMEMBERED = 50_000
+UNKNOWN_S = 30.0  # a return of an unknown request is remembered for so long: its job may be read later
+WORKER_LOST = "worker_lost"
+LATE = "resteered"  # begins the reason of a request that waited at a worker that is late
+STALLED = "stalled"  # begins the reason of a request whose worker's engine makes no steps
+
+
+class Recovery:
+    """
+    Args:
+        router: id of this router.
+        owns: whether this router owns the model of a worker. What concerns others' is left to their owners for two
+            scans, and then done here too, in case that its owner was lost.
+        place: gives a later attempt to a worker, or holds it.
+    """
+
+    def __init__(
+        self,
+        bus: Bus,
+        publisher: Publisher,
+        router: str,
+        *,
+        cluster: ClusterState,
+        terminal: TerminalPublisher,
+        background: BackgroundTasks,
+        metrics: Metrics,
+        max_attempts: int,
+        owns: Callable[[str], bool],
+        place: Callable[[PendingRequest], Awaitable[bool]],
+    ) -> None:
+        self._bus = bus
+        self._publisher = publisher
+        self._router = router
+        self._cluster = cluster
+        self._terminal = terminal
+        self._background = background
+        self._metrics = metrics
+        self._max_attempts = max_attempts
+        self._owns = owns
+        self._place = place
+        self._returned: OrderedDict[str, tuple[int, str, float]] = OrderedDict()  # request -> attempt, reason, when
+        self._recovering: set[tuple[str, int]] = set()
+        self._left_to_owner: dict[tuple[str, int], int] = {}  # request, attempt -> scans
+        self._time_slice = TimeSlice()
+
+    def on_worker_lost(self, worker: str, why: str, requests: list[ActiveRequest]) -> None:
+        log.warning("worker_lost", worker=worker, why=why, requests=len(requests))
+        self._metrics.lost.inc()
+        self._recover_owned(worker, requests, WORKER_LOST)
+
+    def on_stranded(self, entry: ActiveRequest) -> None:
+        """A request was sent to a worker that had left before, or is on its way to one."""
+        self._recover_owned(entry.worker, [entry], WORKER_LOST)
+
+    def on_returned(self, request_id: str, attempt: int, why: str) -> None:
+        """A worker returned an attempt."""
+        reason = f"returned: {why}"[:200]
+        self._returned[request_id] = (attempt, reason, time.monotonic())
+        if len(self._returned) > RETURNS_REMEMBERED:
+            self._returned.popitem(last=False)
+        entry = self._cluster.tracker.request(request_id)
+        if entry is not None and entry.attempt == attempt:
+            self._recover_owned(entry.worker, [entry], reason)
+
+    def on_stalled(self, entry: ActiveRequest, why: str) -> None:
+        """The engine of a request's worker makes no steps: another worker continues it, once."""
+        self._recover_owned(entry.worker, [entry], f"{STALLED}: {why}")
+
+    def on_late(self, entry: ActiveRequest, why: str) -> None:
+        """A request waits at a worker that is late, and another worker is idle."""
+        self._recover_owned(entry.worker, [entry], f"{LATE}: {why}")
+
+    def _recover_owned(self, worker: str, entries: list[ActiveRequest], reason: str) -> None:
+        """Recover requests of a worker in the background; ``scan`` looks after those of other routers' models."""
+        if entries and self._owns(worker):
+            self._background.spawn(self.recover(entries, reason), f"recover-{entries[0].request}")
+
+    async def scan(self) -> None:
+        """Look for orphans and unhandled returns every second, whichever router placed them; never returns."""
+        while True:
+            await asyncio.sleep(SCAN_S)
+            await self.scan_now()
+
+    async def scan_now(self) -> None:
+        before, self._left_to_owner = self._left_to_owner, {}
+        if orphans := self._due(self._cluster.orphans(), before):
+            await self.recover(orphans, WORKER_LOST)
+        for reason, entries in self._unhandled_returns(time.monotonic()).items():
+            if due := self._due(entries, before):
+                await self.recover(due, reason)
+
+    def _due(self, entries: list[ActiveRequest], before: dict[tuple[str, int], int]) -> list[ActiveRequest]:
+        """Those to recover here: of own models, and what its owner has not recovered for two scans."""
+        due = []
+        for entry in entries:
+            name = (entry.request, entry.attempt)
+            scans = before.get(name, 0)
+            if scans >= SCANS_LEFT or self._owns(entry.worker):
+                due.append(entry)
+            else:
+                self._left_to_owner[name] = scans + 1
+        return due
+
+    async def recover(self, entries: list[ActiveRequest], reason: str) -> None:
+        """Requeue requests behind the tokens that they have streamed."""
+        fresh = [entry for entry in entries if (entry.request, entry.attempt) not in self._recovering]
+        if not fresh:
+            return
+        names = {(entry.request, entry.attempt) for entry in fresh}
+        self._recovering |= names
+        try:
+            attempts = [InterruptedAttempt(e.request, e.attempt, e.worker, e.gateway, e.seq) for e in fresh]
+            for interrupted in await fence(self._bus, self._publisher, self._router, attempts):
+                await self._continue(interrupted, reason)
+                await self._time_slice.yield_if_spent()
+        except ServingError as error:
+            log.warning("recovery_postponed", error=error.message, requests=len(fresh))
+        finally:
+            self._recovering -= names
+
+    def _unhandled_returns(self, now: float) -> dict[str, list[ActiveRequest]]:
+        """By reason: returns that were read before their job, or whose recovery failed."""
+        returns: dict[str, list[ActiveRequest]] = {}
+        for request_id, (attempt, reason, since) in list(self._returned.items()):
+            entry = self._cluster.tracker.request(request_id)
+            if entry is not None and entry.attempt == attempt:
+                returns.setdefault(reason, []).append(entry)
+            elif entry is not None or now - since > UNKNOWN_S or self._cluster.tracker.ended(request_id):
+                del self._returned[request_id]
+        return returns
+
+    async def _continue(self, attempt: InterruptedAttempt, reason: str) -> None:
+        entry = self._cluster.tracker.request(attempt.request_id)
+        if entry is None or entry.attempt != attempt.attempt:
+            return  # its terminal event, or the decision of another router, was read in the meantime
+        stalled = reason.startswith(STALLED)
+        if stalled or reason.startswith(LATE) or (reason == WORKER_LOST and entry.later):
+            await self._revoke(entry)
+        pending = _next_attempt(attempt, reason, time.time_ns())
+        if len(pending.finished) == pending.request.n:
+            self._terminal.complete(attempt)
+        elif stalled and attempt.reason.startswith(STALLED):
+            message = f"{reason}; the attempt before {attempt.reason}"
+            self._terminal.end(pending, Code.engine_error, message)
+        elif pending.attempt > self._max_attempts:
+            workers = "1 worker was" if attempt.attempt == 1 else f"{attempt.attempt} workers in turn were"
+            message = f"{workers} lost or failed while running this request ({reason})"
+            self._terminal.end(pending, Code.worker_lost, message)
+        else:
+            log.info("request_requeued", request=attempt.request_id, attempt=pending.attempt, reason=reason)
+            self._cluster.tracker.end_attempt(attempt.request_id, attempt.attempt)
+            await self._place(pending)
+
+    async def _revoke(self, entry: ActiveRequest) -> None:
+        """Stop the worker of the present stage: the attempt is void."""
+        holder = self._cluster.tracker.worker(entry.worker)
+        if holder is None:
+            return
+        try:
+            stored = await self._publisher.send(
+                self._bus.subjects.work(holder.role, holder.worker),
+                wire.encode(jobs.Revoke(entry.request, entry.attempt)),
+                f"{entry.request}:{entry.attempt}:revoke",
+            )
+            stored.add_done_callback(lambda future: future.cancelled() or future.exception())
+        except ServingError as error:  # the worker computes in vain; the answer is not affected
+            log.warning("attempt_not_revoked", request=entry.request, worker=entry.worker, error=error.message)
+
+
+def _next_attempt(attempt: InterruptedAttempt, reason: str, now_ns: int) -> PendingRequest:
+    request, progress = attempt.request, attempt.progress
+    assert request is not None
+    wants_logprobs = request.sampling.logprobs is not None
+    return PendingRequest(
+        request,
+        attempt.raw,
+        "",
+        now_ns,
+        attempt=attempt.attempt + 1,
+        resume=() if request.embedding is not None else tuple(part.tokens for part in progress),
+        finished=tuple(i for i, part in enumerate(progress) if part.finish is not None),
+        endings=tuple(part.finish for part in progress if part.finish is not None),
+        reason=reason,
+        revision=attempt.revision,
+        logprobs=tuple(carried(part.logprobs) for part in progress) if wants_logprobs else (),
+        scores=carried(attempt.scores),
+        scored=len(attempt.scores) + 1 if attempt.scores else 0,
+        streamed_ns=attempt.streamed_ns,
+    )

@@ -1,0 +1,114 @@
+"""Requests that wait at a worker that is late, while another one is idle: they are placed again.
+
+A worker is late if it has computed no prompt for ``LATE`` times as long as its oldest uncomputed one should take, by
+what was learnt of the model's workers, and for a least time. It may be slowed down by a neighbour, throttled or stuck;
+the watchdog ends only what makes no step at all. What it was sent last is the least likely to have begun, so that goes
+first, one request for each idle target. A wrong guess costs computing a prompt twice, and never the answer: the attempt
+is fenced, as that of a lost worker is.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import structlog
+
+from infra.bus.connection import Bus
+from router.cluster.cluster_state import ClusterState
+from router.index.depths import TargetId
+from router.loads.load import ActiveRequest
+from router.loads.load_tracker import LoadTracker
+from router.loads.target_loads import Task
+from schemas.fleet import State
+
+log = structlog.get_logger("router")
+
+CHECK_S = 1.0
+LATE = 4.0
+LEAST_SAMPLES = 8  # prompts of a model; before, nothing says how long one should take
+ROLES = ("aggregated", "prefill")  # that compute prompts
+
+
+class Late(NamedTuple):
+    """A request to be placed again. ``seconds``: for so long its worker has computed no prompt."""
+
+    entry: ActiveRequest
+    seconds: float
+
+
+def find_late(tracker: LoadTracker, now_ns: int, least_s: float) -> list[Late]:
+    """The requests to place again now. Pure.
+
+    Only first attempts whose prompt this router knows not to be computed, at the worker that is to compute it.
+
+    Args:
+        least_s: seconds without a computed prompt before a worker is late.
+    """
+    all_late: list[Late] = []
+    for (model, role), targets in _groups(tracker).items():
+        idle = sum(not tracker.loads.uncomputed(each) and tracker.capacity(*each) > 0 for each in targets)
+        if not idle or role not in ROLES:
+            continue
+        late = [pair for each in targets for pair in _late_tasks(tracker, model, each, now_ns, least_s)]
+        late.sort(key=lambda pair: pair[0].at_ns, reverse=True)
+        entries = ((tracker.request(task.request), task, seconds) for task, seconds in late)
+        ready = [
+            Late(entry, seconds)
+            for entry, task, seconds in entries
+            if entry is not None and entry.echoed and entry.attempt == 1 and entry.target_id == task.target
+        ]
+        all_late += ready[:idle]
+    return all_late
+
+
+def _groups(tracker: LoadTracker) -> dict[tuple[str, str], list[TargetId]]:
+    """Targets by model and role."""
+    groups: dict[tuple[str, str], list[TargetId]] = {}
+    for each in tracker.workers():
+        if each.state is State.ready:
+            groups.setdefault((each.model, each.role), []).extend((each.worker, rank) for rank in range(each.dp_size))
+    return groups
+
+
+def _late_tasks(
+    tracker: LoadTracker, model: str, target: TargetId, now_ns: int, least_s: float
+) -> Iterator[tuple[Task, float]]:
+    """The uncomputed prompts of a target, if it is late, each with the seconds since it computed one."""
+    loads = tracker.loads
+    tasks = [task for task in loads.uncomputed(target) if task.at_ns]
+    if not tasks:
+        return
+    oldest = min(tasks, key=lambda task: task.at_ns)
+    expected = loads.learned.expected(model, oldest.uncached_tokens, LEAST_SAMPLES)
+    seconds = (now_ns - max(oldest.at_ns, loads.computed_ns(target))) / 1e9
+    if expected is not None and seconds >= max(least_s, LATE * expected):
+        for task in tasks:
+            yield task, seconds
+
+
+async def resteer(
+    bus: Bus, cluster: ClusterState, least_s: float, on_late: Callable[[ActiveRequest, str], None]
+) -> None:
+    """Check once a second, and report the requests to place again. Never returns.
+
+    While a worker is late, it gets new requests only if no other is left.
+
+    Args:
+        on_late: called with the request and why.
+    """
+    connected_ns = time.time_ns()
+    while True:
+        await asyncio.sleep(CHECK_S)
+        now_ns = time.time_ns()
+        if not bus.connected:
+            connected_ns = now_ns
+        if now_ns - connected_ns < least_s * 1e9:  # what was computed meanwhile may not have been read yet
+            cluster.late = frozenset()
+            continue
+        late = find_late(cluster.tracker, now_ns, least_s)
+        cluster.late = frozenset(entry.worker for entry, _ in late)
+        for entry, seconds in late:
+            why = f"worker {entry.worker} has computed no prompt for {seconds:.1f} s"
+            log.info("request_resteered", request=entry.request, worker=entry.worker, seconds=round(seconds, 1))
+            on_late(entry, why)

@@ -1,0 +1,1 @@
+"""Messages that are still needed are published again before their stream discards them."""

@@ -1,0 +1,158 @@
+"""Within a class: no request waits much longer than first come, first served, and tenants get their shares."""
+
+from collections import Counter
+from itertools import count
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.held.class_queue import ALONE_AFTER, OVERDUE_AFTER, OVERDUE_NS
+from router.held.queue import SECOND_NS, RequestQueue, delay_ns
+
+LATER = 1 << 62
+LONG_AFTER_NS = 1000 * OVERDUE_NS
+
+
+def push(waiting: RequestQueue[None], id: str, size: float, *, at: int = 0, tenant: str = "", rank: int = 0) -> None:
+    assert waiting.push(
+        id, None, rank=rank, arrived_ns=at, deadline_ns=LATER, delay_ns=delay_ns(size), tenant=tenant, size=size
+    )
+
+
+@given(st.lists(st.tuples(st.integers(0, 4), st.integers(1, 5000), st.integers(0, 2)), min_size=1, max_size=120))
+def test_every_request_is_taken_after_a_multiple_of_the_work_in_front_of_it(
+    steps: list[tuple[int, int, int]],
+) -> None:
+    """Arrivals and turns in any order, short requests first: what goes before a request is bounded."""
+    waiting: RequestQueue[None] = RequestQueue()
+    had, front, largest = 0.0, 0.0, 0.0
+    bounds: dict[str, float] = {}
+    came: dict[str, float] = {}
+    most: dict[str, float] = {}  # held at once since it came
+    sizes: dict[str, float] = {}
+    for number, (kind, size, turns) in enumerate([*steps, (0, 1, 200)]):
+        if kind:
+            held = sum(sizes.values())
+            front = max(front, had + OVERDUE_AFTER * held) if sizes else had + OVERDUE_AFTER * held
+            push(waiting, str(number), size, at=number)
+            sizes[str(number)], bounds[str(number)], came[str(number)] = size, front, had
+            largest, most = max(largest, size), {id: max(most.get(id, 0), held + size) for id in sizes}
+        for _ in range(turns):
+            for entry in waiting.window(size=1, now_ns=LONG_AFTER_NS):
+                assert had <= max(bounds.pop(entry.id), came[entry.id] + most[entry.id]) + largest
+                had += sizes.pop(entry.id)
+                waiting.take(entry.id)
+    assert not len(waiting)
+
+
+def test_short_requests_overtake_a_long_one_by_a_multiple_of_what_it_waits_for() -> None:
+    waiting: RequestQueue[None] = RequestQueue()
+    for number in range(20):
+        push(waiting, f"before {number}", 100, at=number)
+    push(waiting, "long", 10_000, at=50)
+    taken: list[str] = []
+    for number in range(300):
+        push(waiting, f"short {number}", 100, at=100 + number)
+        (entry,) = waiting.window(size=1, now_ns=LONG_AFTER_NS)
+        taken.append(waiting.take(entry.id).id)
+    assert taken.index("long") == 20 * OVERDUE_AFTER + 1
+
+
+def test_who_had_little_in_front_of_it_does_not_stop_the_short_ones_while_more_is_held_now() -> None:
+    """The long one came first. When 50 short ones are held behind it, it goes once as much was taken as is held."""
+    waiting: RequestQueue[None] = RequestQueue()
+    push(waiting, "long", 1000)
+    for number in range(50):
+        push(waiting, f"short {number}", 100, at=1)
+    taken: list[str] = []
+    while len(waiting):
+        (entry,) = waiting.window(size=1, now_ns=LONG_AFTER_NS)
+        taken.append(waiting.take(entry.id).id)
+    assert taken.index("long") == 31  # 31 taken, 19 and the long one held: 3,100 of work and 2,900
+
+
+def test_within_the_first_seconds_nothing_is_overdue() -> None:
+    waiting: RequestQueue[None] = RequestQueue()
+    push(waiting, "long", 1000)
+    for number in range(100):
+        push(waiting, f"short {number}", 100, at=1)
+    for _ in range(60):
+        (entry,) = waiting.window(size=1, now_ns=OVERDUE_NS - 1)
+        assert waiting.take(entry.id).id != "long"
+    assert [entry.id for entry in waiting.window(size=1, now_ns=OVERDUE_NS)] == ["long"]
+
+
+def test_who_waited_longer_still_is_tried_alone() -> None:
+    """No target has room for it until nothing else is placed."""
+    waiting: RequestQueue[None] = RequestQueue()
+    for number in range(10):
+        push(waiting, f"before {number}", 100, at=number)
+    push(waiting, "large", 5000, at=50)
+    placed = 0
+    for number in range(200):
+        push(waiting, f"short {number}", 100, at=100 + number)
+        window = waiting.window(now_ns=LONG_AFTER_NS)
+        small = next((entry for entry in window if entry.id != "large"), None)
+        if small is None:
+            break
+        waiting.take(small.id)
+        placed += 1
+    assert [entry.id for entry in window] == ["large"]
+    assert placed == 10 * ALONE_AFTER + 1
+
+
+@pytest.mark.parametrize(
+    ("weights", "shares"), [({}, (1, 1, 1)), ({"b": 2.0}, (1, 2, 1)), ({"a": 0.5, "c": 3.0}, (1, 2, 6))]
+)
+def test_shares_of_tenants_converge_to_their_weights(weights: dict[str, float], shares: tuple[int, ...]) -> None:
+    waiting: RequestQueue[None] = RequestQueue(weights)
+    ids, had = count(), Counter[str]()
+    sizes = {"a": 70, "b": 500, "c": 1900}
+    for tenant, size in sizes.items():
+        for _ in range(5):
+            push(waiting, f"{next(ids)}", size, tenant=tenant)
+    for _ in range(4000):
+        (entry,) = waiting.window(size=1)
+        waiting.take(entry.id)
+        had[entry.tenant] += int(entry.size)
+        push(waiting, f"{next(ids)}", entry.size, tenant=entry.tenant)
+    total = sum(had.values())
+    for tenant, share in zip("abc", shares, strict=True):
+        assert had[tenant] / total == pytest.approx(share / sum(shares), rel=0.05)
+
+
+@given(st.lists(st.tuples(st.sampled_from("abcd"), st.integers(64, 4000)), min_size=1, max_size=60))
+def test_a_flood_of_one_tenant_delays_another_by_its_share_only(steps: list[tuple[str, int]]) -> None:
+    """Whoever comes and goes: "z", which always has something held, gets at least an equal share."""
+    waiting: RequestQueue[None] = RequestQueue()
+    ids, had = count(), Counter[str]()
+    for tenant, size in steps:
+        push(waiting, f"{next(ids)}", size, tenant=tenant)
+        push(waiting, f"{next(ids)}", size, tenant=tenant)
+        push(waiting, f"{next(ids)}", 1000, tenant="z")
+        (entry,) = waiting.window(size=1)
+        had[entry.tenant] += int(waiting.take(entry.id).size)
+        for other in "abcd":
+            assert had["z"] >= had[other] - 2 * 4000
+
+
+def test_a_tenant_that_sends_one_at_a_time_gets_no_more_than_its_share() -> None:
+    waiting: RequestQueue[None] = RequestQueue()
+    for number in range(50):
+        push(waiting, f"b{number}", 100, tenant="b")
+    taken = ""
+    for number in range(40):
+        if not any(entry.tenant == "a" for entry in waiting):
+            push(waiting, f"a{number}", 100, tenant="a")
+        (entry,) = waiting.window(size=1)
+        taken += waiting.take(entry.id).tenant
+    assert taken == "ab" * 20
+
+
+def test_several_tenants_are_tried_when_the_next_one_has_no_target() -> None:
+    waiting: RequestQueue[None] = RequestQueue()
+    for number in range(100):
+        push(waiting, f"a{number}", 100, tenant="a")
+    push(waiting, "b", 100, tenant="b", at=SECOND_NS)
+    assert {entry.tenant for entry in waiting.window()} == {"a", "b"}

@@ -1,0 +1,104 @@
+"""Which requests a router holds: bounded by class and by model, and what it publishes again."""
+
+from typing import Any
+
+from router.held.held_order import HeldOrder
+from router.held.held_requests import HeldRequests
+from router.loads.load_tracker import LoadTracker
+from router.pending import PendingRequest
+from router.placement.decisions import array_decisions
+from schemas.requests import Priority
+from schemas.routers import TENANTS, HeldByTenant
+from tests.workers.support import MODEL, request
+
+STANDARD = Priority.standard
+
+
+def pending(model: str = MODEL, reply: str = "reply", **options: Any) -> PendingRequest:
+    return PendingRequest(request(model=model, **options), b"", reply, 0)
+
+
+def made(max_pending: int) -> HeldRequests:
+    tracker = LoadTracker()
+    return HeldRequests(max_pending, 256, HeldOrder(tracker, array_decisions(tracker), lambda _: {}))
+
+
+def fill(held: HeldRequests, model: str, count: int, serving: int, registered: int) -> int:
+    """How many of ``count`` requests are held."""
+    return sum(held.hold(pending(model), serving, registered) for _ in range(count))
+
+
+def test_a_model_leaves_space_for_requests_of_others() -> None:
+    held = made(16)
+    assert fill(held, "missing", 10, serving=0, registered=3) == 4, "a quarter of the class"
+    assert fill(held, "absent", 10, serving=0, registered=3) == 0, "which models without workers share"
+    assert fill(held, "busy", 10, serving=2, registered=3) == 8, "half of the class"
+    assert held.space(STANDARD) == 4
+    assert held.space(Priority.batch) == 16
+
+
+def test_the_only_model_may_take_all_the_space() -> None:
+    held = made(16)
+    assert fill(held, MODEL, 16, serving=3, registered=3) == 16
+    assert held.space(STANDARD) == 0
+
+
+def test_a_later_attempt_is_held_beyond_the_share_of_its_model() -> None:
+    held = made(4)
+    assert fill(held, "missing", 2, serving=0, registered=3) == 1
+    assert held.hold(pending("missing", reply=""), 0, 3)
+
+
+def test_requests_are_counted_by_class_and_tenant_however_they_leave() -> None:
+    held = made(100)
+    gone = [pending(tenant="acme", deadline_s=-1.0), pending(tenant="acme"), pending(tenant="zoe")]
+    for each in [*gone, pending(tenant="acme"), pending(tenant="ann", priority=Priority.batch)]:
+        assert held.hold(each, 1, 1)
+    assert held.by_tenant() == (
+        HeldByTenant("standard", (("acme", 3), ("zoe", 1))),
+        HeldByTenant("batch", (("ann", 1),)),
+    )
+    held.expired(gone[0].request.created_ns)
+    held.remove(gone[1].request.id)
+    held.take(gone[2].request.id)
+    assert held.by_tenant() == (HeldByTenant("standard", (("acme", 1),)), HeldByTenant("batch", (("ann", 1),)))
+
+
+def test_the_tenants_that_have_most_are_named_and_the_others_counted_together() -> None:
+    held = made(100)
+    for number in range(TENANTS + 3):
+        for _ in range(2 if number == TENANTS + 1 else 1):
+            held.hold(pending(tenant=f"t-{number:02}"), 1, 1)
+    (counts,) = held.by_tenant()
+    assert counts.tenants[0] == ("t-09", 2)
+    assert (len(counts.tenants), counts.others) == (TENANTS, 3)
+
+
+def test_space_is_free_again_however_a_request_leaves() -> None:
+    held = made(16)
+    gone = [pending(deadline_s=-1.0), pending(), pending(), pending()]
+    for each in gone:
+        assert held.hold(each, 1, 2)
+    now_ns = gone[0].request.created_ns
+    assert held.expired(now_ns) == [gone[0]]
+    assert held.remove(gone[1].request.id) is gone[1]
+    assert held.remove(gone[1].request.id) is None
+    held.release(gone[2].request.id, "another message")
+    assert gone[2].request.id in held
+    held.release(gone[2].request.id, "reply")
+    ((_, lane),) = held.heads()
+    assert held.candidates(lane, now_ns) == [gone[3]]
+    assert held.take(gone[3].request.id) is gone[3]
+    assert (held.space(STANDARD), len(held), held.heads()) == (16, 0, [])
+    assert fill(held, MODEL, 10, serving=1, registered=2) == 8, "the share of the model, too"
+
+
+def test_deferred_requests_are_named_once_and_held_ones_while_the_router_reads() -> None:
+    held = made(4)
+    kept, deferred = pending("missing", reply="a"), pending("missing", reply="b")
+    assert held.hold(kept, 0, 3)
+    assert not held.hold(deferred, 0, 3)
+    assert held.unacknowledged(reading=False) == [(deferred.request.id, "b")]
+    assert held.unacknowledged(reading=True) == [(kept.request.id, "a")]
+    assert fill(held, MODEL, 3, serving=3, registered=3) == 3
+    assert held.unacknowledged(reading=True) == [], "no space, so this router reads no more of the class"

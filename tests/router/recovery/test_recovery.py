@@ -1,0 +1,388 @@
+"""Requests of lost workers are recovered: no token is lost or repeated, and attempts are bounded."""
+
+import asyncio
+import contextlib
+import time
+from typing import Any
+
+import pytest
+
+from infra.broker.server import EmbeddedNats
+from infra.bus.direct_get import read
+from router.cluster import cluster_state
+from router.recovery import recovery
+from router.recovery.fencing import InterruptedAttempt, fence
+from schemas import done, jobs, tokens, wire
+from schemas.errors import Code, ServingError
+from schemas.requests import GenerateRequest
+from schemas.subjects import HEADER_LOAD, HEADER_MSG_ID, Subjects
+from schemas.tokens import WHOLE_REQUEST, Finish, TokenBatch, TokenItem
+from tests.infra.bus.support import eventually
+from tests.router.support import Clients, Routing, Stub, routing
+from tests.workers.support import DRAWN, GATEWAY, LogClient, WorkerHarness, answer, engine, ids, request, run_worker
+
+
+@pytest.fixture(autouse=True)
+def _often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recovery, "SCAN_S", 0.1)
+
+
+async def lose(clients: Clients, stub: Stub) -> None:
+    await stub.stop()
+    await clients.log.remove_key(stub.id)
+
+
+async def streamed(log: LogClient, asked: GenerateRequest, token_items: list[int], choice: int = 0) -> None:
+    """Attempt 1 has streamed so much, and it is in the log."""
+    await log.publish_tokens(asked, 1, token_items, choice)
+    await eventually(lambda: log.streamed(asked, choice) == token_items)
+
+
+async def on(clients: Clients, one: Routing, worker: str, asked: GenerateRequest, **fields: Any) -> Stub:
+    """A worker that was given a request."""
+    stub = await clients.stub(worker, **fields)
+    await one.knows(worker)
+    await clients.ask(asked)
+    assert (await clients.placed(asked))[0] == worker
+    await eventually(lambda: _echoed(one, asked))
+    return stub
+
+
+def _echoed(one: Routing, asked: GenerateRequest) -> bool:
+    entry = one.router.cluster.tracker.request(asked.id)
+    return entry is not None and entry.echoed
+
+
+# -- one router ---------------------------------------------------------------------------------------------------
+
+
+async def test_the_request_of_a_lost_worker_continues_behind_what_was_streamed(
+    broker: EmbeddedNats, pipeline: Subjects, log: LogClient, clients: Clients, one: Routing
+) -> None:
+    asked = request(max_tokens=20)
+    stub = await on(clients, one, "w1", asked)
+    await streamed(log, asked, answer(asked, 7))
+    async with run_worker(broker, pipeline) as worker:
+        await one.knows(worker.id)
+        await lose(clients, stub)
+        end = await log.end(asked)
+        name, job = await clients.placed(asked, 2)
+        assert name == worker.id
+        assert (job.decision.reason, job.decision.chosen) == ("worker_lost", worker.id)
+        assert [ids(part) for part in job.resume] == [answer(asked, 7)]
+        assert (job.finished, job.endings) == ((), ())
+        assert bytes(job.request) == wire.encode(asked)
+        assert (end.attempt, end.worker, end.code) == (2, worker.id, "")
+        assert ids(end.choices[0].tokens) == log.streamed(asked) == answer(asked)
+        assert job.streamed_ns == end.timings.streamed_ns == end.timings.client_first_token_ns
+        assert end.timings.created_ns < end.timings.streamed_ns < end.timings.ended_ns
+        await eventually(lambda: one.unfinished == {})
+
+
+async def test_tokens_of_a_lost_worker_after_the_fence_are_void(log: LogClient, clients: Clients, one: Routing) -> None:
+    asked = request(max_tokens=20)
+    stub = await on(clients, one, "w1", asked)
+    second = await clients.stub("w2")
+    await one.knows("w2")
+    await streamed(log, asked, answer(asked, 3))
+    await lose(clients, stub)
+    _, job = await clients.placed(asked, 2)
+    await log.publish_tokens(asked, 1, [1] * 20)  # the zombie: longer than what counts, and wrong
+    assert ids(job.resume[0]) == answer(asked, 3)
+    await lose(clients, second)
+    third = await clients.stub("w3")
+    worker, job = await clients.placed(asked, 3)
+    assert (worker, ids(job.resume[0])) == (third.id, answer(asked, 3))
+    assert log.streamed(asked) == answer(asked, 3)
+
+
+async def test_choices_that_had_ended_are_not_run_again(log: LogClient, clients: Clients, one: Routing) -> None:
+    asked = request(n=3, sampling=DRAWN)
+    stub = await on(clients, one, "w1", asked)
+    ending = Finish("stop", "x", 4)
+    items = (
+        TokenItem(asked.id, 1, 1, 0, wire.pack_tokens([5, 6]), ending),
+        TokenItem(asked.id, 1, 2, 0, wire.pack_tokens([7])),
+    )
+    subject = log.bus.subjects.tokens(GATEWAY)
+    await log.bus.js.publish(subject, wire.encode(TokenBatch("w1", 0, 0, items)))
+    await lose(clients, stub)
+    await clients.stub("w2")
+    _, job = await clients.placed(asked, 2)
+    assert [ids(part) for part in job.resume] == [[], [5, 6], [7]]
+    assert (job.finished, job.endings) == ((1,), (ending,))
+
+
+async def test_a_request_that_misses_only_its_terminal_event_gets_it_without_a_worker(
+    log: LogClient, clients: Clients, one: Routing
+) -> None:
+    asked = request(n=2, user="ann")
+    stub = await on(clients, one, "w1", asked)
+    items = tuple(
+        TokenItem(asked.id, 1, choice, 0, wire.pack_tokens([choice + 5]), Finish("length", None, 4))
+        for choice in range(2)
+    )
+    subject = log.bus.subjects.tokens(GATEWAY)
+    await log.bus.js.publish(subject, wire.encode(TokenBatch("w1", 0, 0, items)))
+    await lose(clients, stub)
+    end = await log.end(asked)
+    assert (end.attempt, end.worker, end.code, end.user) == (1, "w1", "", "ann")
+    assert end.choices == tuple(done.Outcome(wire.pack_tokens([c + 5]), "length") for c in range(2))
+    assert end.usage == done.Usage(prompt=5, completion=2, cached=4)
+    assert len(await clients.work()) == 1
+    await eventually(lambda: one.unfinished == {})
+
+
+async def test_a_request_that_outlives_too_many_workers_ends(
+    broker: EmbeddedNats, pipeline: Subjects, log: LogClient, clients: Clients
+) -> None:
+    async with routing(broker, pipeline, max_attempts=2) as one:
+        asked = request(max_tokens=20)
+        stub = await on(clients, one, "w1", asked)
+        await streamed(log, asked, answer(asked, 3))
+        second = await clients.stub("w2")
+        await one.knows("w2")
+        await lose(clients, stub)
+        await clients.placed(asked, 2)
+        await eventually(lambda: _echoed(one, asked))
+        await lose(clients, second)
+        end = await log.end(asked)
+        assert end.code == Code.worker_lost
+        assert "2 workers" in end.message
+        assert ids(end.choices[0].tokens) == log.streamed(asked) == answer(asked, 3)
+        assert end.choices[0].reason == "error"
+        finish = log.progress(asked)[0].finish
+        assert finish is not None
+        assert finish.code == Code.worker_lost
+        await eventually(lambda: one.unfinished == {})
+        assert len(log.ends(asked)) == 1
+        assert [job.attempt for _, job in await clients.work()] == [1, 2]
+
+
+@pytest.mark.parametrize("header", [True, False])
+async def test_a_returned_request_is_requeued(log: LogClient, clients: Clients, one: Routing, header: bool) -> None:
+    """Also by a worker of a release whose returned jobs are recognised by their bodies alone."""
+    asked = request()
+    stub = await on(clients, one, "w1", asked)
+    await streamed(log, asked, answer(asked, 2))
+    await stub.change(state="draining")
+    await clients.stub("w2")
+    await one.knows("w2")
+    await stub.hand_back(asked, header=header)
+    worker, job = await clients.placed(asked, 2)
+    assert (worker, job.decision.reason, ids(job.resume[0])) == ("w2", "returned: draining", answer(asked, 2))
+    assert one.unfinished == {asked.id: (2, "w2")}
+    await stub.hand_back(asked)  # stored once
+    assert len(await clients.work()) == 2
+
+
+async def test_a_requeued_request_waits_for_a_worker_and_can_be_cancelled(
+    log: LogClient, clients: Clients, one: Routing
+) -> None:
+    asked = request()
+    stub = await on(clients, one, "w1", asked)
+    await streamed(log, asked, answer(asked, 2))
+    await lose(clients, stub)
+    await eventually(lambda: one.waiting == [asked.id])
+    await one.router.on_cancel(asked.id, "gone")
+    end = await log.end(asked)
+    assert (end.code, end.attempt) == (Code.cancelled, 2)
+    assert ids(end.choices[0].tokens) == answer(asked, 2)
+    (item,) = [item for item in log.items if item.finish is not None]
+    assert (item.choice, item.attempt) == (WHOLE_REQUEST, 2)
+
+
+async def test_a_return_that_could_not_be_handled_is_handled_later(
+    log: LogClient, clients: Clients, one: Routing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its worker may live on for long: nobody else would look after the request."""
+    asked = request()
+    stub = await on(clients, one, "w1", asked)
+    tries = 0
+
+    async def fails_first(*args: Any) -> list[InterruptedAttempt]:
+        nonlocal tries
+        tries += 1
+        if tries == 1:
+            raise ServingError(Code.broker_unavailable, "not now")
+        return await fence(*args)
+
+    monkeypatch.setattr(recovery, "fence", fails_first)
+    await stub.hand_back(asked)
+    worker, _ = await clients.placed(asked, 2)
+    assert worker == "w1"
+    assert tries >= 2
+
+
+async def test_a_router_that_starts_handles_a_return_from_before_its_start(
+    broker: EmbeddedNats, pipeline: Subjects, clients: Clients
+) -> None:
+    asked = request()
+    async with routing(broker, pipeline) as one:
+        stub = await on(clients, one, "w1", asked)
+        await one.kill()
+    await stub.hand_back(asked)
+    async with routing(broker, pipeline):
+        assert (await clients.placed(asked, 2))[0] == "w1"
+
+
+# -- several routers, and restarts --------------------------------------------------------------------------------
+
+
+async def test_replicas_recover_a_request_together_and_it_runs_once(
+    broker: EmbeddedNats, pipeline: Subjects, log: LogClient, clients: Clients, one: Routing
+) -> None:
+    async with routing(broker, pipeline, seed=2) as two:
+        asked = [request(max_tokens=20) for _ in range(10)]
+        stub = await clients.stub("w1", slots=50)
+        for each in (one, two):
+            await each.knows("w1")
+        await clients.ask(*asked)
+        for each_asked in asked:
+            await clients.placed(each_asked)
+            await streamed(log, each_asked, answer(each_asked, 3))
+        for name in ("w2", "w3"):
+            await clients.stub(name, slots=50)
+        for each in (one, two):
+            await each.knows("w2", "w3")
+        await lose(clients, stub)
+        homes = {a.id: (await clients.placed(a, 2))[0] for a in asked}
+        await eventually(lambda: one.unfinished == two.unfinished == {i: (2, home) for i, home in homes.items()})
+        assert len(await clients.work()) == 20
+        fences = [item for item in log.items if item.attempt == 2]
+        assert sorted(item.request for item in fences) == sorted(each.id for each in asked)
+
+
+async def test_orphans_of_before_its_start_are_found(
+    broker: EmbeddedNats, pipeline: Subjects, log: LogClient, clients: Clients, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cluster_state, "SETTLE_S", 0.3)
+    asked = request()
+    async with routing(broker, pipeline) as one:
+        stub = await on(clients, one, "w1", asked)
+        await streamed(log, asked, answer(asked, 2))
+        await one.kill()
+    await lose(clients, stub)  # while no router runs
+    await clients.stub("w2")
+    async with routing(broker, pipeline):
+        worker, job = await clients.placed(asked, 2)
+        assert (worker, ids(job.resume[0])) == ("w2", answer(asked, 2))
+
+
+async def test_a_worker_that_has_not_registered_yet_is_given_time(
+    broker: EmbeddedNats, pipeline: Subjects, clients: Clients
+) -> None:
+    """After a broker's restart the leases come back later than the logs."""
+    asked = request()
+    async with routing(broker, pipeline) as one:
+        stub = await on(clients, one, "w1", asked)
+        await one.kill()
+    await lose(clients, stub)
+    async with routing(broker, pipeline) as two:
+        await asyncio.sleep(0.5)  # well within SETTLE_S, some looks long
+        await stub.register()
+        await two.knows("w1")
+        assert two.unfinished == {asked.id: (1, "w1")}
+        assert len(await clients.work()) == 1
+
+
+# -- real workers -------------------------------------------------------------------------------------------------
+
+
+async def test_a_broken_connection_is_noticed_long_before_the_lease_ends(
+    broker: EmbeddedNats, pipeline: Subjects, log: LogClient, clients: Clients
+) -> None:
+    async with (
+        routing(broker, pipeline, sys_nats_url=broker.sys_url) as one,
+        run_worker(broker, pipeline) as worker,
+    ):
+        await one.knows(worker.id)
+        worker.engine.hold()
+        asked = request(max_tokens=30)
+        await clients.ask(asked)
+        worker.engine.allow(1)
+        await log.has_streamed(asked)
+        await eventually(lambda: _echoed(one, asked))
+        async with run_worker(broker, pipeline) as other:
+            await one.knows(other.id)
+            began = time.monotonic()
+            worker.bus.closing = True
+            await worker.bus.nc.close()
+            end = await log.end(asked)
+            assert time.monotonic() - began < 2.0
+            assert (end.worker, end.attempt) == (other.id, 2)
+            assert log.streamed(asked) == answer(asked)
+        worker.engine.resume()
+
+
+async def test_no_answer_suffers_when_workers_die_and_drain_under_load(
+    broker: EmbeddedNats, pipeline: Subjects, log: LogClient, clients: Clients
+) -> None:
+    async with contextlib.AsyncExitStack() as stack:
+        routers = [await stack.enter_async_context(routing(broker, pipeline, seed=i + 1)) for i in range(2)]
+        workers: list[WorkerHarness] = []
+        for _ in range(3):
+            held = engine(max_running=4, speedup=3)
+            workers.append(await stack.enter_async_context(run_worker(broker, pipeline, held)))
+        for each in routers:
+            await each.knows(*(worker.id for worker in workers))
+        asked = [request([i, i % 3, 7], max_tokens=40 + i % 20, n=1 + i % 2, sampling=DRAWN) for i in range(24)]
+        await clients.ask(*asked)
+        await eventually(lambda: len({item.request for item in log.items}) >= 8)
+        dead, drained = workers[0], workers[1]
+        await dead.die()
+        await log.remove_key(dead.id)
+        await drained.session.drain(0.05)
+        for each_asked in asked:
+            end = await log.end(each_asked, 30)
+            assert end.code == ""
+            for choice in range(each_asked.n):
+                expected = answer(each_asked, choice=choice)
+                assert log.streamed(each_asked, choice) == expected
+                assert ids(end.choices[choice].tokens) == expected
+        assert sorted(event.request for event in log.done) == sorted(each.id for each in asked)
+        assert max(event.attempt for event in log.done) >= 2
+        await eventually(lambda: all(each.unfinished == {} for each in routers))
+        await clients.acknowledged(24)
+        await workers[2].frees_everything()
+
+
+# -- recover itself -----------------------------------------------------------------------------------------------
+
+
+async def test_fencing_leaves_out_attempts_without_a_job(log: LogClient, clients: Clients, one: Routing) -> None:
+    asked, other = request(), request()
+    seq = await log.send_job("w1", asked)
+    await log.publish_tokens(asked, 1, [1, 2])
+    orphans = [
+        InterruptedAttempt(asked.id, 1, "w1", GATEWAY, seq),
+        InterruptedAttempt(other.id, 1, "w1", GATEWAY, 0),  # not in the log yet
+        InterruptedAttempt(other.id, 1, "w1", GATEWAY, seq),  # another request's job
+    ]
+    found = await fence(one.bus, one.publisher, "r", orphans)
+    assert [orphan.request_id for orphan in found] == [asked.id]
+    assert found[0].request == asked
+    assert found[0].raw == wire.encode(asked)
+    assert [ids(part.tokens) for part in found[0].progress] == [[1, 2]]
+    again = await fence(one.bus, one.publisher, "r2", orphans[:1])  # by another replica
+    assert [ids(part.tokens) for part in again[0].progress] == [[1, 2]]
+    stream, subject = log.bus.subjects.stream("TOKENS"), log.bus.subjects.tokens(GATEWAY)
+    token_items = [item async for entry in read(log.bus, stream, subject) for item in tokens.decode(entry.data).items]
+    assert [(item.attempt, item.choice, item.tokens) for item in token_items[1:]] == [(2, WHOLE_REQUEST, b"")]
+
+
+async def test_one_unreadable_message_keeps_no_other_request_from_recovery(
+    log: LogClient, clients: Clients, one: Routing
+) -> None:
+    asked, odd = request(gateway="g9"), request()
+    stub = await on(clients, one, "w1", asked)
+    subjects = log.bus.subjects
+    await log.bus.js.publish(subjects.tokens("g9"), b"\xc1 not tokens")
+    load = jobs.load_header(5, 0, GATEWAY, odd.deadline_ns, "standard", 1)
+    headers = {HEADER_MSG_ID: f"{odd.id}:1", HEADER_LOAD: load}
+    await log.bus.js.publish(subjects.work("aggregated", "w1"), b"\xc1 not a job", headers=headers)
+    await eventually(lambda: odd.id in one.unfinished)
+    await lose(clients, stub)
+    await clients.stub("w2")
+    assert (await clients.placed(asked, 2))[0] == "w2"
+    assert one.unfinished[odd.id] == (1, "w1")
