@@ -57,8 +57,9 @@ def run(argv: Sequence[str]) -> int:
             return inspect.run(arguments)
         case "retry":
             return _retry(arguments)
-    print(f"{USAGE}\n\n`penstock dead VERB --help` lists the flags.", file=sys.stderr if argv else sys.stdout)
-    return 0 if verb in ("-h", "--help") else 2
+    asked = verb in ("-h", "--help")
+    print(f"{USAGE}\n\n`penstock dead VERB --help` lists the flags.", file=sys.stdout if asked else sys.stderr)
+    return 0 if asked else 2
 
 
 # --- list ---

@@ -76,7 +76,11 @@ async def test_only_requests_that_lost_their_workers_are_tried_again(
         assert said in capsys.readouterr().err
 
 
-def test_a_wrong_verb_gets_the_usage(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["lst"]) == 2
-    assert "{list,show,retry}" in capsys.readouterr().err
-    assert run(["--help"]) == 0
+@pytest.mark.parametrize(("argv", "status"), [(["lst"], 2), ([], 2), (["--help"], 0), (["-h"], 0)])
+def test_usage_is_output_if_it_was_asked_for_and_else_an_error(
+    argv: list[str], status: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(argv) == status
+    shown, other = capsys.readouterr() if status == 0 else reversed(capsys.readouterr())
+    assert "{list,show,retry}" in shown
+    assert not other
