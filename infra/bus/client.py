@@ -13,8 +13,10 @@ from typing import Any
 
 from nats.aio.client import Client
 from nats.aio.subscription import Subscription
+from nats.errors import Error
 from nats.protocol.parser import Parser
 
+from infra.bus.transport import LinkTransport
 from infra.bus.wire_protocol import Frame, FrameReader, publish_command, read_headers
 
 _BUFFERED_BYTES = 64 << 10  # in the socket's buffer; above, nats-py's flusher waits for the server
@@ -52,6 +54,7 @@ class BusClient(Client):  # type: ignore[misc]  # untyped
         self.gathers = False
         self.expects_more: Callable[[], bool] | None = None
         self._turns = 0  # gathered because more was expected
+        self._ended = False
 
     def drop_link(self) -> None:
         """Close a link that was not finished; nats-py leaves it open when ``connect`` fails or is cancelled."""
@@ -60,10 +63,23 @@ class BusClient(Client):  # type: ignore[misc]  # untyped
                 self._transport.close()
 
     async def _connect_to_server(self, s: Any) -> None:
-        if self.is_closed:
+        if self._ended:
             raise asyncio.CancelledError
         self.drop_link()
+        if self._transport is None and s.uri.scheme not in ("ws", "wss"):
+            self._transport = LinkTransport()
         await super()._connect_to_server(s)
+
+    async def _close(self, status: int, do_cbs: bool = True) -> None:
+        self._ended = self._ended or status == Client.CLOSED  # not what nats-py closes between two first attempts
+        await super()._close(status, do_cbs)
+
+    async def _process_info(self, info: dict[str, Any], initial_connection: bool = False) -> None:
+        if initial_connection and self._current_server.uri.scheme == "tls" and not info.get("tls_required"):
+            if not info.get("tls_available"):
+                raise Error("the URL asks for TLS (tls://), and the server has none")
+            info["tls_required"] = True  # nats-py would send the password in the clear
+        await super()._process_info(info, initial_connection)
 
     async def _process_pong(self) -> None:
         if self._pongs and self._pongs[0].done():

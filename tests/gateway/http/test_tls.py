@@ -18,18 +18,9 @@ from gateway.http.tls import BadCertificate, Certificate
 from gateway.main import listen
 from infra.bus.tasks import Tasks
 from tests.gateway.http.test_connections import GET, Application
+from tests.tls_support import issue
 
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl to make certificates")
-
-
-def issue(folder: Path, name: str) -> tuple[Path, Path]:
-    cert, key = folder / f"{name}.crt", folder / f"{name}.key"
-    subprocess.run(
-        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2",
-         "-subj", f"/CN={name}", "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", key, "-out", cert],
-        check=True, capture_output=True,
-    )  # fmt: skip
-    return cert, key
 
 
 @pytest.fixture(scope="module")

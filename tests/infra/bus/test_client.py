@@ -8,7 +8,9 @@ from nats.errors import BadSubjectError, Error
 from infra.broker.server import EmbeddedNats
 from infra.bus import client
 from infra.bus.client import BusClient
+from infra.bus.connection import connect as bus_connect
 from infra.bus.wire_protocol import Frame, Headers
+from schemas.errors import ServingError
 from tests.conftest import Connect
 from tests.infra.bus.support import eventually
 
@@ -25,6 +27,12 @@ async def test_a_direct_handler_gets_each_message_once_and_in_order(broker: Embe
     await eventually(lambda: len(found) == MANY)
     assert [int(Headers(message.headers)["Number"]) for message in found] == list(range(MANY))
     assert all(len(message.data) == number % 5000 for number, message in enumerate(found))
+
+
+async def test_a_wrong_password_is_reported_as_such(broker: EmbeddedNats) -> None:
+    server = broker.url().rpartition("@")[2]
+    with pytest.raises(ServingError, match=f"{server} within 0.3 s .*Authorization Violation.*credentials"):
+        await bus_connect(f"nats://operator:wrong@{server}", role="operator", name="test", timeout=0.3)
 
 
 async def test_messages_larger_than_a_read_arrive_whole(broker: EmbeddedNats, connect: Connect) -> None:

@@ -1,0 +1,40 @@
+"""The stream of bytes to a broker, over TCP or TLS: nats-py's, with what TLS lacks there.
+
+The scheme ``tls`` asks for TLS; a server that requires TLS gets it whatever the scheme is. Certificates are verified
+against the system's authorities, or those in the file that ``SSL_CERT_FILE`` names.
+"""
+
+import asyncio
+import contextlib
+import ssl
+from typing import Any
+from urllib.parse import ParseResult
+
+from nats.aio.transport import TcpTransport
+
+CLOSED_S = 1.0
+
+
+class LinkTransport(TcpTransport):  # type: ignore[misc]  # untyped
+    def __bool__(self) -> bool:
+        return True  # nats-py replaces one that is not connected by its own
+
+    async def connect_tls(
+        self, uri: str | ParseResult, ssl_context: ssl.SSLContext, buffer_size: int, connect_timeout: int
+    ) -> None:
+        await super().connect_tls(uri, ssl_context, buffer_size, connect_timeout)
+        reader, writer = self._io_reader, self._io_writer
+        reader.set_transport(writer.transport)  # without it, nothing can pause reading, and the buffer has no limit
+        writer._protocol._over_ssl = True  # as of any stream over TLS: asyncio warns otherwise when it is closed
+
+    async def wait_closed(self) -> None:
+        """nats-py waits for this before it connects again, and a server that hangs answers no goodbye of TLS."""
+        writer: Any = self._io_writer
+        if writer is None:
+            return
+        with contextlib.suppress(OSError, RuntimeError):  # the link was broken: that is why it is closed
+            try:
+                async with asyncio.timeout(CLOSED_S):
+                    await asyncio.shield(super().wait_closed())  # others may wait for the same end
+            except TimeoutError:
+                writer.transport.abort()
