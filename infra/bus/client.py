@@ -34,6 +34,7 @@ class BusClient(Client):  # type: ignore[misc]  # untyped
     more). The link to a server that accepted it and sent nothing is closed before the next server is tried.
     Reconnecting ends with ``close``: a cancellation that arrives as a connect fails is lost (``asyncio.wait_for``
     before Python 3.12), and the loop would try servers for ever, with the end of the event loop waiting for it.
+    ``flush`` waits for what was published and subscribed in the same turn, too.
 
     Attributes:
         read_pause_s: seconds between two reads of the link. Who follows a log without hurry reads many messages at a
@@ -55,6 +56,7 @@ class BusClient(Client):  # type: ignore[misc]  # untyped
         self.expects_more: Callable[[], bool] | None = None
         self._turns = 0  # gathered because more was expected
         self._ended = False
+        self._transport: Any = None
 
     def drop_link(self) -> None:
         """Close a link that was not finished; nats-py leaves it open when ``connect`` fails or is cancelled."""
@@ -150,6 +152,12 @@ class BusClient(Client):  # type: ignore[misc]  # untyped
     ) -> None:
         if not self.post(subject, payload, reply, headers):
             await super().publish(subject, payload, reply, headers)
+
+    async def _send_ping(self, future: Any = None) -> None:
+        if future is not None and self._pending and self.is_connected:
+            data, self._pending, self._pending_data_size = b"".join(self._pending), [], 0
+            self._transport.write(data)  # a flush is over when its ping is answered, which nats-py sends at once
+        await super()._send_ping(future)
 
     async def _flush_pending(self, force_flush: bool = False) -> Any:
         if force_flush or not self.is_connected:

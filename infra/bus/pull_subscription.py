@@ -35,9 +35,7 @@ class PullSubscription:
         if self._bus.connected:
             with contextlib.suppress(NatsError, OSError):  # messages in flight on a broken connection are lost
                 await nc._send_unsubscribe(self._sub._id)
-                # The server's answer is behind its last message. The first PING may overtake buffered messages.
-                await nc.flush(timeout=FLUSH_S)
-                await nc.flush(timeout=FLUSH_S)
+                await nc.flush(timeout=FLUSH_S)  # the server's answer is behind its last message
         await self._sub._pending_queue.join()
 
     async def close(self) -> None:

@@ -5,9 +5,7 @@ against the system's authorities, or those in the file that ``SSL_CERT_FILE`` na
 """
 
 import asyncio
-import contextlib
 import ssl
-from typing import Any
 from urllib.parse import ParseResult
 
 from nats.aio.transport import TcpTransport
@@ -29,12 +27,11 @@ class LinkTransport(TcpTransport):  # type: ignore[misc]  # untyped
 
     async def wait_closed(self) -> None:
         """nats-py waits for this before it connects again, and a server that hangs answers no goodbye of TLS."""
-        writer: Any = self._io_writer
-        if writer is None:
+        if self._io_writer is None:
             return
-        with contextlib.suppress(OSError, RuntimeError):  # the link was broken: that is why it is closed
-            try:
-                async with asyncio.timeout(CLOSED_S):
-                    await asyncio.shield(super().wait_closed())  # others may wait for the same end
-            except TimeoutError:
-                writer.transport.abort()
+        closed: asyncio.Future[None] = self._io_writer._protocol._get_close_waiter(self._io_writer)
+        await asyncio.wait([closed], timeout=CLOSED_S)  # which cancels nothing: others may wait for the same end
+        if not closed.done():
+            self._io_writer.transport.abort()
+        elif not closed.cancelled():
+            closed.exception()  # the link was broken: that is why it is closed

@@ -284,3 +284,21 @@ async def test_turns_leave_in_one_write_while_more_is_expected_but_not_many(
         assert len(written) == 1
         await asyncio.sleep(0)
     assert len(written) == 2
+
+
+async def test_a_flush_is_over_when_what_was_sent_before_it_was_read(broker: EmbeddedNats, connect: Connect) -> None:
+    nc = await connect(broker)
+    written: list[bytes] = []
+    write = nc._transport.write
+
+    def note(data: bytes) -> None:
+        written.append(data)
+        write(data)
+
+    nc._transport.write = note
+    nc.gathers = True
+    await nc.subscribe_direct("bus-test.flushed", lambda message: None)
+    await nc.publish("bus-test.flushed", b"1")
+    await nc.flush()
+    sent = b"".join(written)
+    assert sent.index(b"SUB bus-test.flushed") < sent.index(b"PUB bus-test.flushed") < sent.index(b"PING")
