@@ -335,16 +335,8 @@ class LoadTracker:
         return True
 
     def _at(self, target_ids: Iterable[TargetId]) -> list[ActiveRequest]:
-        at: dict[TargetId, list[ActiveRequest]] = {target_id: [] for target_id in target_ids}
-        if not at:
-            return []
-        for entry in self._requests.values():
-            for target_id in (
-                {(stage.worker, stage.rank) for stage in entry.stages} if entry.later else (entry.target_id,)
-            ):
-                if target_id in at:
-                    at[target_id].append(entry)
-        return list({entry.request: entry for entries in at.values() for entry in entries}.values())
+        names = {name: None for target_id in target_ids for name in self._targets.by_target[target_id].names}
+        return [self._requests[name] for name in names]
 
     def _block_size(self, role: str, worker: str, later: Sequence[Stage]) -> int:
         """The block size of the worker that computes the prompt."""
@@ -357,7 +349,7 @@ class LoadTracker:
         self._requests[entry.request] = entry
         if self._only_counts(entry):
             self.loads.count(entry.target_id, entry.n, entry.blocks, entry.prompt_blocks)
-            self._targets.add(entry.target_id, entry.n, entry.blocks, entry.uncached_tokens, now_ns)
+            self._targets.add(entry.target_id, entry.request, entry.n, entry.blocks, entry.uncached_tokens, now_ns)
             return
         loads = self._stage_loads[entry.request] = []
         computed = entry.handed
@@ -368,7 +360,7 @@ class LoadTracker:
             loads.append(self._tracked(entry, role, keys, load, now_ns))
             computed = computed or role != ENCODE
         for load in loads:
-            self._targets.add(load.target_id, load.sequences, load.blocks, load.uncached_tokens, now_ns)
+            self._targets.add(load.target_id, entry.request, load.sequences, load.blocks, load.uncached_tokens, now_ns)
 
     def _only_counts(self, entry: ActiveRequest) -> bool:
         """Whether a request adds to the sums and nothing more: no event will show when its prompt is computed.
@@ -416,9 +408,9 @@ class LoadTracker:
         loads = self._stage_loads.pop(entry.request, None)
         if loads is None:
             self.loads.count(entry.target_id, -entry.n, -entry.blocks, entry.prompt_blocks)
-            self._targets.remove(entry.target_id, entry.n, entry.blocks, entry.uncached_tokens)
+            self._targets.remove(entry.target_id, entry.request, entry.n, entry.blocks, entry.uncached_tokens)
             return
         self._keys.pop(entry.request, None)
         for load in loads:
             self.loads.end(entry.request, load.target_id, now_ns)
-            self._targets.remove(load.target_id, load.sequences, load.blocks, load.uncached_tokens)
+            self._targets.remove(load.target_id, entry.request, load.sequences, load.blocks, load.uncached_tokens)

@@ -5,22 +5,25 @@ from router.loads.target_loads import TargetLoads
 
 
 class TargetLoad:
-    """Sums over the active requests of one target, and its prefill backlog as a leaky bucket."""
+    """The active requests of one target, what they add up to, and its prefill backlog as a leaky bucket."""
 
-    __slots__ = ("at_ns", "backlog", "blocks", "requests", "sequences", "uncached_tokens")
+    __slots__ = ("at_ns", "backlog", "blocks", "names", "requests", "sequences", "uncached_tokens")
 
     def __init__(self) -> None:
+        self.names: dict[str, None] = {}  # oldest first
         self.requests = self.sequences = self.blocks = self.uncached_tokens = 0
         self.backlog = 0.0
         self.at_ns = 0
 
-    def add(self, sequences: int, blocks: int, uncached_tokens: int) -> None:
+    def add(self, request: str, sequences: int, blocks: int, uncached_tokens: int) -> None:
+        self.names[request] = None
         self.requests += 1
         self.sequences += sequences
         self.blocks += blocks
         self.uncached_tokens += uncached_tokens
 
-    def remove(self, sequences: int, blocks: int, uncached_tokens: int) -> None:
+    def remove(self, request: str, sequences: int, blocks: int, uncached_tokens: int) -> None:
+        self.names.pop(request, None)  # two of its stages may have been here
         self.requests -= 1
         self.sequences -= sequences
         self.blocks -= blocks
@@ -46,20 +49,22 @@ class TargetSums:
         self._loads = loads
         self._tokens_per_s = tokens_per_s
 
-    def add(self, target_id: TargetId, sequences: int, blocks: int, uncached_tokens: int, now_ns: int) -> None:
+    def add(
+        self, target_id: TargetId, request: str, sequences: int, blocks: int, uncached_tokens: int, now_ns: int
+    ) -> None:
         held = self.by_target.get(target_id)
         if held is None:
             held = self.by_target[target_id] = TargetLoad()
         if uncached_tokens or held.backlog:
             left = held.prefill_tokens(now_ns, self._tokens_per_s)
             held.backlog, held.at_ns = left + uncached_tokens, max(now_ns, held.at_ns)
-        held.add(sequences, blocks, uncached_tokens)
+        held.add(request, sequences, blocks, uncached_tokens)
         if uncached_tokens:
             self._loads.estimate(target_id, held.backlog, held.at_ns, held.uncached_tokens)
 
-    def remove(self, target_id: TargetId, sequences: int, blocks: int, uncached_tokens: int) -> None:
+    def remove(self, target_id: TargetId, request: str, sequences: int, blocks: int, uncached_tokens: int) -> None:
         held = self.by_target[target_id]
-        held.remove(sequences, blocks, uncached_tokens)
+        held.remove(request, sequences, blocks, uncached_tokens)
         if uncached_tokens:
             self._loads.estimate(target_id, held.backlog, held.at_ns, held.uncached_tokens)
         if not held.requests:

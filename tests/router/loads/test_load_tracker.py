@@ -169,6 +169,23 @@ def test_a_request_counts_once_whenever_its_worker_registers() -> None:
     assert [f.loads.load(0)[column] for column in (SEQUENCES, ACTIVE, CONTEXT)] == [0, 0, 0]
 
 
+def test_who_joins_or_leaves_costs_no_look_at_the_requests_of_all_workers() -> None:
+    class Unscanned(dict[str, Any]):
+        def values(self) -> Any:
+            raise AssertionError("a router may have 20,000 active requests")
+
+        __iter__ = items = values
+
+    f = fleet()
+    for number, worker in enumerate("abca"):
+        admit(f, f"r{number}", worker=worker, echoed=True)
+    f._requests = Unscanned(f._requests)
+    assert [e.request for e in f.orphans()] == ["r2"]
+    f.put_worker(registered("c"))
+    assert f.load(("c", 0), 0).sequences == 1
+    assert [e.request for e in f.remove_worker("a")] == ["r0", "r3"]
+
+
 NAMES = st.sampled_from("rst")
 TARGETS = [("a", 0), ("a", 1), ("b", 0), ("b", 1)]
 PROMPTS = {"r": (1, 2, 3), "s": (1, 2, 4, 5), "t": (1, 2, 3)}
@@ -218,6 +235,7 @@ def test_the_sums_are_those_of_the_active_requests_whatever_happened(steps: list
     f, workers = LoadTracker(), dict[str, Registration]()
     for step in [("joined", "a"), ("joined", "b"), *steps, *(("done", name, 1) for name in PROMPTS)]:
         f = change(f, step, workers)
+        assert f.active_at("a") == [e for target in TARGETS[:2] for e in f.active() if e.target_id == target]
         for target in TARGETS:
             at = [e for e in f.active() if e.target_id == target]
             load = f.load(target, SECOND)
