@@ -266,8 +266,10 @@ class EngineThread:
                 if self._block_waits and freed:
                     self._block_waits.serve(engine)
                 if not self._in_flight and self._clock() >= self.flush_due:
-                    self._flush()
-                    if self._in_flight and self._wall_ns() - began < FAST_STEP_NS:
+                    fast = self._wall_ns() - began < FAST_STEP_NS
+                    # Another flush follows soon: one message with KV events costs the broker and routers less than two.
+                    self._flush(keep_events=fast and engine.has_work())
+                    if self._in_flight and fast:
                         self._run_command(engine, GIVE_WAY_S)
             else:
                 self._flush()
@@ -282,14 +284,14 @@ class EngineThread:
         if self._block_waits:
             self._block_waits.serve(engine)
 
-    def _flush(self) -> None:
+    def _flush(self, *, keep_events: bool = False) -> None:
         """Deliver the collected output."""
         with self._lock:
             if not self._in_flight:
                 self._ahead = 0
             if not self._output:
                 return
-            flush = self._output.take()
+            flush = self._output.take(keep_events=keep_events)
             self.flush_due = self._clock() + flush_pause(sum(map(len, flush.items.values())))
             self._in_flight += 1
             self._deliver(flush)

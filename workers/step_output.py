@@ -26,6 +26,7 @@ class StepOutput:
         self._other_events: dict[int, list[kv.KvEvent]] = {}  # of the other ranks
         self._kv_seqs: dict[int, int] = {}  # of the next batch, by rank
         self._kv_first = 0
+        self._kept = False  # KV events were kept by the last ``take``
 
     def __bool__(self) -> bool:
         """Whether there is something to flush."""
@@ -87,8 +88,12 @@ class StepOutput:
             self.ended.append(sequence)
         return not result.empty
 
-    def take(self) -> Flush:
-        """All that was collected since the last call."""
+    def take(self, *, keep_events: bool = False) -> Flush:
+        """What was collected since the last call.
+
+        Args:
+            keep_events: KV events may wait for the next call, but for no other, and not if a sequence has ended.
+        """
         flush = Flush()
         if self._scored:  # before the tokens: a reader of a sequence's first token has all of its prompt logprobs
             self._add_prompt_logprobs(flush)
@@ -98,6 +103,9 @@ class StepOutput:
         flush.started, self._started = self._started, []
         flush.held, self._held = self._held, []
         self._dirty.clear()
+        self._kept = keep_events and not self._kept and bool(flush.items) and not (flush.ended or flush.held)
+        if self._kept:
+            return flush
         if self._events:
             flush.batches.append(self._batch(0, self._events))
             self._events = []

@@ -15,7 +15,7 @@ from infra.model.modeldir import TINY, load_tokenizer
 from schemas import blocks, kv, wire
 from schemas.requests import Sampling, Stop
 from schemas.tokens import PROMPT, Logprob, TokenItem
-from workers.engine_thread import MAX_AHEAD, EngineThread
+from workers.engine_thread import FAST_STEP_NS, MAX_AHEAD, EngineThread
 from workers.engines import mock
 from workers.engines.base import Engine, EngineError, EngineStats, Failure, Output, SequenceRequest, StepResult
 from workers.engines.mock.executor import GREEDY, Vocabulary, expected_tokens
@@ -57,7 +57,13 @@ class Counted:
 class Harness:
     """An engine thread whose flushes the test takes one by one; by default a second passes whenever it looks."""
 
-    def __init__(self, clock: Callable[[], float] | None = None, late: bool = False, **options: Any) -> None:
+    def __init__(
+        self,
+        clock: Callable[[], float] | None = None,
+        wall_ns: Callable[[], int] = lambda: 77,
+        late: bool = False,
+        **options: Any,
+    ) -> None:
         self.late = late  # flush in the middle of steps, too
         defaults: dict[str, Any] = {"vocab_size": 1000, "block_size": 4, "total_blocks": 256, "speedup": 0}
         ranks = options.pop("ranks", 1)
@@ -69,7 +75,7 @@ class Harness:
             lambda: self.engine,
             self.flushes.put,
             self.failures.append,
-            wall_ns=lambda: 77,
+            wall_ns=wall_ns,
             clock=clock or count().__next__,
         )
         self.all: list[Flush] = []
@@ -456,6 +462,25 @@ def fold(flushes: list[Flush], upto: int | None = None, rank: int = 0) -> tuple[
                 case kv.Cleared():
                     known.clear()
     return known, seqs
+
+
+@pytest.mark.parametrize(("step_ns", "carrier"), [(FAST_STEP_NS - 1, 1), (FAST_STEP_NS, 0)])
+def test_kv_events_of_a_fast_step_leave_with_the_next_flush_unless_a_sequence_ends(
+    harness: Callable[..., Harness], step_ns: int, carrier: int
+) -> None:
+    h = harness(wall_ns=count(0, step_ns).__next__)  # read at the beginning and the end of a step
+    h.engine.gate = threading.Semaphore(0)
+    h.thread.submit([sequence(new_choice("long"), list(range(9)), 13)], refuse)
+    h.engine.gate.release()
+    h.take()
+    h.engine.gate.release(12)
+    h.take_until_ended(1)
+    assert next(index for index, flush in enumerate(h.all) if flush.batches) == carrier
+    assert len(fold(h.all)[0]) == 5  # 21 tokens, of which the last is not computed
+
+    h.thread.submit([sequence(new_choice("short"), list(range(100, 109)), 1)], refuse)
+    h.engine.gate.release(1)
+    assert h.take().batches
 
 
 def test_a_dump_is_what_the_batches_up_to_its_sequence_add_up_to(harness: Callable[..., Harness]) -> None:
