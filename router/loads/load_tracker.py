@@ -9,7 +9,7 @@ message to a later stage moves it on. The newest message of an attempt is the on
 the order of arrival.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from infra.bus.revisions import Revisions, revisions
 from router.index.depths import TargetId
@@ -56,6 +56,7 @@ class LoadTracker:
         self._registrations: dict[str, Registration] = {}
         self._serving: dict[str, list[Registration]] = {}  # cache: by model, sorted by worker id
         self._revisions: dict[tuple[str, str], Revisions] = {}  # cache: by model and tokenizer
+        self._models: dict[str, str] = {}  # cache: by name
         self._requests: dict[str, ActiveRequest] = {}
         self._stage_loads: dict[str, list[StageLoad]] = {}  # by request, except those of ``_only_counts``
         self._targets = TargetSums(self.loads, prefill_tokens_per_s)
@@ -125,6 +126,14 @@ class LoadTracker:
             self._serving[model] = serving
         return serving
 
+    def models(self) -> Mapping[str, str]:
+        """The model that each name stands for: its own, or an alias, which several may have."""
+        if not self._models:
+            workers = [self._registrations[name] for name in sorted(self._registrations)]
+            aliases = {alias: each.model for each in workers for alias in each.aliases}
+            self._models = aliases | {each.model: each.model for each in workers}
+        return self._models
+
     def revisions(self, model: str, tokenizer: str) -> Revisions:
         """The revisions of a model whose workers can read prompts of this tokenizer."""
         cached = self._revisions.get((model, tokenizer))
@@ -171,6 +180,7 @@ class LoadTracker:
         self.version += 1
         self._serving.clear()
         self._revisions.clear()
+        self._models = {}
 
     # Requests
 

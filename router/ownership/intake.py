@@ -148,9 +148,7 @@ class Intake:
     def _model_names(self) -> Mapping[str, str]:
         """The models with workers: every name as a subject token, and the model's own name as one."""
         if self._version != self._tracker.version:
-            workers = sorted(self._tracker.workers(), key=lambda each: each.worker)
-            aliases = {token(alias): token(each.model) for each in workers for alias in each.aliases}
-            self._names = aliases | {token(each.model): token(each.model) for each in workers}
+            self._names = {token(name): token(model) for name, model in self._tracker.models().items()}
             self._version = self._tracker.version
         return self._names
 

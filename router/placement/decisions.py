@@ -82,11 +82,11 @@ class Decisions:
 
         Args:
             name: of the model, or an alias, which some of its workers may not have.
+            part: of the model that the name stands for.
         """
-        serving = self._tracker.serving(name)
-        if not serving:  # requests may name any model
+        model = self._tracker.models().get(name)
+        if model is None:  # requests may name any model
             return
-        model = serving[0].model
         number = (part.number + now_ns // TURN_NS) % part.routers
         state = (self._tracker.version, number, part.routers) if part.routers > 1 else None
         if self._parts.get(model) == state:

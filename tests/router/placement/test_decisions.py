@@ -20,7 +20,7 @@ class Router:
         self.decisions = Decisions(self.tracker, None, "kv", Weights())
 
     def decide(self, model: str, part: Part, now_ns: int = 0) -> list[int]:
-        """Which workers of ``m`` it does not prefer afterwards."""
+        """Which workers it does not prefer afterwards."""
         self.decisions.decide(RoutingRequest(model, 10, 10), (), {}, now_ns=now_ns, seed=0, part=part)
         return [at for at in range(4) if self.tracker.loads.served_tokens((f"w{at}", 0))]
 
@@ -42,6 +42,17 @@ def test_an_adapter_that_some_workers_have_does_not_change_which_are_preferred()
             router.tracker.put_worker(worker(number, "m", *["adapter"] * (number == 1)))
     for name in ("m", "adapter"):
         assert [router.decide(name, Part(at, 2)) for at, router in enumerate(routers)] == [[1, 3], [0, 2]]
+
+
+def test_an_alias_of_two_models_leaves_the_preferred_workers_of_the_one_that_it_does_not_stand_for() -> None:
+    router = Router()
+    for number in range(4):
+        router.tracker.put_worker(worker(number, "m" if number < 2 else "n", "alias"))
+    assert router.tracker.models() == {"alias": "n", "m": "m", "n": "n"}
+    assert router.decide("m", Part(0, 2)) == [1]
+    assert router.decide("alias", ALONE) == [1]
+    assert router.decide("alias", Part(1, 2)) == [1, 2]
+    assert router.decide("n", ALONE) == [1]
 
 
 def test_a_worker_that_changes_to_another_model_is_not_less_preferred_there() -> None:
