@@ -79,7 +79,7 @@ def main(arguments: list[str] | None = None) -> int:
             results.append((each, point, result))
             print(f"{each.name} {point}: {result}", file=sys.stderr, flush=True)
             write(args.out, results, limits, args.connections)
-            if args.all and len(results) == len(series[0].points):
+            if args.all and not limits and len(results) >= args.rounds * len(series[0].points):
                 limits += [broker.measure(count, BROKER_S) for count in (1, 4, 8)]
     except KeyboardInterrupt:
         print("interrupted: this is what was measured until then", file=sys.stderr)
@@ -94,19 +94,18 @@ def _results(series: Iterable[Series], args: argparse.Namespace) -> Iterator[tup
     until = time.monotonic() + args.limit_s
     for each in series:
         for point in each.points:
-            result: Figures | str
             if time.monotonic() + args.warm_up_s + args.duration_s + START_S > until:
-                result = f"left out: --limit-s {args.limit_s:g} s were over"
-            else:
-                try:
-                    result = measure(point, each, args)
-                except (OSError, RuntimeError, subprocess.TimeoutExpired) as error:
-                    result = str(error)
-            yield each, point, result
+                yield each, point, f"left out: --limit-s {args.limit_s:g} s were over"
+                continue
+            try:
+                for result in measure(point, each, args, until):
+                    yield each, point, result
+            except (OSError, RuntimeError, subprocess.TimeoutExpired) as error:
+                yield each, point, str(error)
 
 
-def measure(point: Point, series: Series, args: argparse.Namespace) -> Figures:
-    """Start a deployment, or several cells, load them, and stop them.
+def measure(point: Point, series: Series, args: argparse.Namespace, until: float) -> list[Figures]:
+    """Start a deployment, or several cells, load them so many times, or until ``until`` is near, and stop them.
 
     Raises:
         RuntimeError: it did not start, or a generator failed; the text has the end of its output.
@@ -123,7 +122,10 @@ def measure(point: Point, series: Series, args: argparse.Namespace) -> Figures:
             broker = [f"--nats-url={states[cell % point.brokers].nats_url}"] if cell >= point.brokers else []
             cells.enter_context(running(data, *arguments, f"--namespace=cell{cell}", *broker))
             states.append(read_state(data / "data" / "state.json"))
-        return _load(point, series, args, base, states)
+        found = [_load(point, series, args, base, states)]
+        while len(found) < args.rounds and time.monotonic() + args.warm_up_s + args.duration_s < until:
+            found.append(_load(point, series, args, base, states))
+        return found
 
 
 def _load(point: Point, series: Series, args: argparse.Namespace, base: Path, states: Sequence[State]) -> Figures:
@@ -214,6 +216,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="SECONDS",
         help="per point, before that; routers begin to share requests after 4 (default: 1.5)",
     )
+    add("--rounds", type=int, default=1, metavar="N", help="loads of each point, one after the other (default: 1)")
     add("--max-running", type=int, default=256, metavar="N", help="sequences per step of a worker (default: 256)")
     add("--mock-speedup", type=float, default=0.0, metavar="X", help="0: without step times (default: 0)")
     add("--limit-s", type=float, default=260.0, metavar="SECONDS", help="no point begins after this (default: 260)")

@@ -1,11 +1,14 @@
 """The figures of one point, from those of its load generators, and what is written of them."""
 
 import json
+import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from infra.bench import scale
 from infra.bench.broker import BrokerFigures
 from infra.bench.scale import all_series, default_points, figures, main
 from infra.bench.scale_report import Figures, Point, Series, write
@@ -52,6 +55,15 @@ def test_a_point_may_have_several_cells_on_one_broker_or_more() -> None:
     for malformed in ("2:1:3x", "2:1:3x0", "2:1:3/2"):
         with pytest.raises(ValueError, match="2:1:2x4"):
             Point.parse(malformed)
+
+
+def test_a_deployment_is_loaded_as_often_as_asked_and_as_time_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scale, "running", lambda *_: nullcontext())
+    monkeypatch.setattr(scale, "read_state", lambda path: path)
+    monkeypatch.setattr(scale, "_load", lambda *_: Figures(1000.0, 64_000.0, 5.0, 0, {}, {}, 0.2))
+    series, args = Series("", 200, 64, (Point(1, 1, 2),)), scale._parser().parse_args(["--rounds", "3"])
+    assert len(scale.measure(series.points[0], series, args, time.monotonic() + 3600)) == 3
+    assert len(scale.measure(series.points[0], series, args, time.monotonic())) == 1
 
 
 @pytest.mark.parametrize("cores", [1, 2, 16, 64])
