@@ -215,7 +215,6 @@ class DisaggCoordinator:
         self._requests.mark_ended(running.request.id, running.attempt)
         running.kv_holder = None  # the ticket's lease holds the blocks
         self._requests.remove(running, cancel=False)
-        running.detach_sequences()
 
     # --- decode ---
 

@@ -56,6 +56,7 @@ class RequestTable:
         """This worker has no more to do with it. ``cancel``: the runner may still be computing it."""
         if self.owns(running):
             del self.running[running.request.id]
+        running.detach_sequences()
         self._on_removed(running, cancel)
 
     def begin_ending(self, running: RunningRequest) -> None:

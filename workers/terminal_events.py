@@ -118,7 +118,6 @@ class TerminalEvents:
             self._requests.mark_ended(running.request.id, running.attempt)
             if not self._bus.nc.post(running.delivery.reply, ACK, later=True):
                 await self._bus.nc.publish(running.delivery.reply, ACK)
-            running.detach_sequences()
         finally:
             self._requests.stop_ending(running)
 

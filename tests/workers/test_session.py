@@ -124,11 +124,17 @@ async def test_choices_are_drawn_apart_and_end_in_one_event(log: LogClient, work
     assert end.usage.completion == 24
 
 
-async def test_what_has_ended_is_freed_without_a_garbage_collection(log: LogClient, worker: WorkerHarness) -> None:
+@pytest.mark.parametrize("how", ["ended", "revoked", "its end is not stored"])
+async def test_what_is_over_is_freed_without_a_garbage_collection(
+    log: LogClient, worker: WorkerHarness, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
     """Full collections are rare in a process that serves."""
 
     def sequences() -> list[SequenceState]:
         return [each for each in gc.get_objects() if isinstance(each, SequenceState) and each.request_id == asked.id]
+
+    async def refuse(*_: object) -> None:
+        raise RuntimeError("the stream is full")
 
     asked = request(n=2, sampling=DRAWN)
     gc.disable()
@@ -136,8 +142,14 @@ async def test_what_has_ended_is_freed_without_a_garbage_collection(log: LogClie
         worker.engine.hold()
         await log.send_job(worker.id, asked)
         await eventually(lambda: len(sequences()) == 2)
-        worker.engine.resume()
-        await log.end(asked)
+        with monkeypatch.context() as patched:
+            if how == "revoked":
+                await log.revoke(worker.id, asked, 1)
+                await eventually(lambda: not _running(worker, asked))
+            elif how != "ended":
+                patched.setattr(worker.session._reporter, "done", refuse)
+            worker.engine.resume()
+            await eventually(lambda: not _running(worker, asked) and not worker.session._terminal.pending)
         following = request()
         await log.send_job(worker.id, following)  # locals still refer to the last request
         await log.end(following)
