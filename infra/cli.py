@@ -60,7 +60,7 @@ COMMANDS = {
         choices=("add", "list", "rotate", "remove"),
     ),
     "keys": Command(
-        "manage API keys of the HTTP API: create, list, show, revoke",
+        "manage API keys of the HTTP API: create, list, show, revoke, export, import",
         "infra.operate.keys:run",
         choices=("create", "list", "show", "revoke"),
     ),

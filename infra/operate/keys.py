@@ -14,6 +14,7 @@ from rich.table import Table
 from configs.flags import Parser
 from infra.bus.connection import Bus
 from infra.operate import key_store
+from infra.operate.key_copies import copy_into, line_of, read_keys
 from infra.terminal import escape, stdout
 from infra.timeline.moments import duration_ns
 from infra.timeline.open_log import Source, open_log, run_command
@@ -22,7 +23,7 @@ from schemas.requests import Priority
 from schemas.subjects import DEFAULT_TENANT
 from schemas.tenants import check_name
 
-VERBS = ("create", "list", "show", "revoke")
+VERBS = ("create", "list", "show", "revoke", "export", "import")
 USAGE = f"usage: penstock keys {{{','.join(VERBS)}}} [FLAGS]"
 MAX_ABOUT = 200  # characters
 
@@ -38,6 +39,10 @@ def run(argv: Sequence[str]) -> int:
             return run_command("keys list", lambda: _list(args, console))
         case "show":
             return run_command("keys show", lambda: _show(args, console))
+        case "export":
+            return run_command("keys export", lambda: _export(args))
+        case "import":
+            return run_command("keys import", lambda: _import(args))
     return run_command("keys revoke", lambda: _revoke(args, console))
 
 
@@ -57,6 +62,13 @@ def _parser() -> Parser:
     ):
         one = verbs.add_parser(verb, help=about, description=about)
         one.add_argument("key", metavar="PREFIX", help="as `penstock keys list` shows it: pst-0a1b2c3d4e5f")
+    about_export = "write all keys without their secrets, one JSON object per line, for `penstock keys import`"
+    verbs.add_parser("export", help=about_export, description=about_export)
+    about_import = (
+        "read what `penstock keys export` wrote from the standard input: add the keys that are not here, and revoke "
+        "those that were revoked there; may be repeated"
+    )
+    verbs.add_parser("import", help=about_import, description=about_import)
     for one in verbs.choices.values():
         one.add_argument(
             "--data-dir",
@@ -224,6 +236,17 @@ async def _revoke(args: argparse.Namespace, console: Console) -> None:
         key, was_valid = await key_store.revoke(_running(log.stopped, log.bus), key_id)
     when = "revoked" if was_valid else f"was revoked already, {_day(key.revoked_ns)}"
     console.print(f"{key.prefix} of tenant {key.tenant}: {when}", highlight=False)
+
+
+async def _export(args: argparse.Namespace) -> None:
+    sys.stdout.writelines(map(line_of, await _keys(args)))
+
+
+async def _import(args: argparse.Namespace) -> None:
+    keys = read_keys(sys.stdin)
+    async with open_log(_source(args), name="keys", role="operator", streams=()) as log:
+        copied = await copy_into(_running(log.stopped, log.bus), keys)
+    print(f"{copied.added} keys added, {copied.revoked} revoked, {copied.unchanged} as they were")
 
 
 def _running(stopped: bool, bus: Bus) -> Bus:

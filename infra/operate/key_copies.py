@@ -1,0 +1,71 @@
+"""The same API keys in several deployments: what ``penstock keys export`` writes, ``penstock keys import`` reads.
+
+A line is an entry of the ``keys`` bucket as JSON. It has the key's digest, and nobody can make the key from that.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from infra.bus.connection import Bus
+from infra.operate import key_store
+from infra.operate.key_store import KeyProblem
+from schemas.keys import ApiKey, check_id
+from schemas.tenants import check_name
+
+DIGEST_BYTES = 32
+MAX_LINE = 65_536  # characters
+
+
+class Copied(NamedTuple):
+    """How many keys were added and revoked, and how many were as they should be."""
+
+    added: int
+    revoked: int
+    unchanged: int
+
+
+def line_of(key: ApiKey) -> str:
+    return msgspec.json.encode(key).decode() + "\n"
+
+
+def read_keys(lines: Iterable[str]) -> list[ApiKey]:
+    """
+    Raises:
+        ValueError: a line is not a key; the text has its number.
+    """
+    keys = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            key = msgspec.json.decode(line[:MAX_LINE], type=ApiKey)
+            if check_id(key.id) != key.id or len(key.digest) != DIGEST_BYTES:
+                raise ValueError("its id or its digest is damaged")
+            check_name(key.tenant)
+        except ValueError as error:  # msgspec's are, too
+            raise ValueError(f"line {number} is not what `penstock keys export` writes: {error}") from None
+        keys.append(key)
+    return keys
+
+
+async def copy_into(bus: Bus, keys: Sequence[ApiKey]) -> Copied:
+    """Add the valid keys that are not here, and revoke those that were revoked there. Nothing else changes.
+
+    Raises:
+        KeyProblem: a tenant is not here, the broker does not store the keys, or a key has another digest here.
+    """
+    here = {key.id: key for key in await key_store.all_keys(bus)}
+    new = [key for key in keys if key.id not in here and not key.revoked_ns]
+    for tenant in sorted({key.tenant for key in new}):
+        await key_store.check_tenant(bus, tenant)
+    for key in keys:
+        if key.id in here and key.digest != here[key.id].digest:
+            raise KeyProblem(f"{key.prefix} is another key here; nothing was changed")
+    for key in new:
+        await key_store.add(bus, key)
+    ended = [key for key in keys if key.revoked_ns and key.id in here and not here[key.id].revoked_ns]
+    for key in ended:
+        await key_store.revoke(bus, key.id)
+    return Copied(len(new), len(ended), sum(key.id in here for key in keys) - len(ended))
