@@ -122,6 +122,24 @@ class GatewaySettings(Common, frozen=True, kw_only=True):
     max_queue: Annotated[
         Positive, about("unrouted requests per priority (interactive, standard, batch); beyond it, clients get 429")
     ] = 4096
+    queue_full_status: Annotated[
+        int,
+        Meta(
+            ge=400,
+            le=599,
+            description="HTTP status with which --max-queue refuses; 503: a load balancer can tell it from the limits "
+            "of API keys (429), and ask another cell",
+        ),
+    ] = 429
+    cell: Annotated[
+        int,
+        Meta(
+            ge=-1,
+            le=4095,
+            description="number of this cell, if a load balancer is in front of several: ids of requests end with it, "
+            "as three hexadecimal digits; -1: none",
+        ),
+    ] = -1
     block_size: Annotated[Positive, about("tokens per KV block, until a worker has registered with its own")] = 32
     max_media_bytes: Annotated[Positive, about("largest image or embedding file, in bytes")] = 20 << 20
     max_image_pixels: Annotated[Positive, about("largest image, in pixels (width x height)")] = 40_000_000

@@ -129,6 +129,8 @@ class UpSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     batch_invariant: Annotated[bool, _OF_WORKER] = _WORKER.batch_invariant
     max_running: Annotated[int, _OF_WORKER] = _WORKER.max_running
     max_queue: Annotated[int, _OF_GATEWAY] = _GATEWAY.max_queue
+    queue_full_status: Annotated[int, _OF_GATEWAY] = _GATEWAY.queue_full_status
+    cell: Annotated[int, _OF_GATEWAY] = _GATEWAY.cell
     list_requests: Annotated[bool, _OF_GATEWAY] = _GATEWAY.list_requests
     tls_cert: Annotated[str, _OF_GATEWAY] = _GATEWAY.tls_cert
     tls_key: Annotated[str, _OF_GATEWAY] = _GATEWAY.tls_key

@@ -35,6 +35,7 @@ from gateway.openai.responses_api.record import encode_stored
 from gateway.openai.responses_api.requests import parse_response
 from gateway.option_names import check_options
 from schemas.errors import Code, ServingError
+from schemas.ids import new_request_id
 from schemas.requests import EMBEDDING
 
 LARGE_BODY = 8_192  # bytes; larger ones are prepared in a thread: to tokenise 1 KB takes 0.3 ms
@@ -92,6 +93,8 @@ class RequestPreparer:
             ServingError: the body cannot be served.
         """
         now_ns = time.time_ns()
+        if request_id is None:
+            request_id = new_request_id(now_ns, cell=self._settings.cell)
         if self._settings.strict_options:
             await self.run_for(body, check_options, endpoint, body)
         if endpoint in PATHS:

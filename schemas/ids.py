@@ -4,15 +4,20 @@ import os
 import time
 from uuid import UUID
 
+CELL_BITS = 12
 
-def new_request_id(now_ns: int | None = None, randomness: bytes | None = None) -> str:
+
+def new_request_id(now_ns: int | None = None, randomness: bytes | None = None, *, cell: int = -1) -> str:
     """A UUIDv7 (RFC 9562, section 5.7) as text: 48 bits of Unix milliseconds, then 74 random bits.
 
     Args:
         randomness: 10 bytes to use instead, for ids that several processes derive from the same input.
+        cell: the last three hexadecimal digits; -1: they are random, too.
     """
     ms = (time.time_ns() if now_ns is None else now_ns) // 1_000_000
     value = (ms << 80) | int.from_bytes(os.urandom(10) if randomness is None else randomness, "big")
+    if cell >= 0:
+        value = value >> CELL_BITS << CELL_BITS | cell
     value = value & ~(0xF << 76) | (0x7 << 76)
     value = value & ~(0x3 << 62) | (0x2 << 62)
     text = f"{value:032x}"

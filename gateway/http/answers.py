@@ -18,7 +18,7 @@ from gateway.access.caller import caller_of
 from gateway.answer_shapes import Aggregator, Renderer, aggregator_for, renderer_for
 from gateway.http.connections import SCOPE, Connection
 from gateway.http.headers import Send as Send
-from gateway.http.headers import show_limits, with_header
+from gateway.http.headers import show_limits, with_header, with_status_of_full
 from gateway.http.idempotency import ClientIds, read_client_ids, submit_once, with_client_id
 from gateway.log.inflight import InflightRequest
 from gateway.metrics import Metrics
@@ -145,6 +145,7 @@ class Generations:
             code = error.code.value
             if error.code is Code.rate_limit_exceeded and key is not None and len(reserved) < 2:
                 show_limits(scope, gateway.limiter, key)
+            send = with_status_of_full(send, error.code, gateway.settings.queue_full_status)
             await self._send_error(send, error, accepted)
         except ClientDisconnected:
             code = Code.cancelled.value

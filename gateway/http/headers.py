@@ -1,10 +1,11 @@
-"""Headers that are added to an answer when it begins, such as what an API key has left."""
+"""What is changed of an answer when it begins: further headers, such as what an API key has left, or its status."""
 
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 from gateway.access.limiter import Limiter
 from gateway.http.connections import SCOPE, Connection
+from schemas.errors import Code
 from schemas.keys import ApiKey
 
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
@@ -17,6 +18,17 @@ def with_header(send: Send, name: bytes, value: bytes) -> Send:
         if message["type"] == "http.response.start":
             message = {**message, "headers": [*message["headers"], (name, value)]}
         await send(message)
+
+    return wrapped
+
+
+def with_status_of_full(send: Send, code: Code, status: int) -> Send:
+    """``send`` for an error, which has this status if the queue is full."""
+    if code is not Code.queue_full:
+        return send
+
+    async def wrapped(message: MutableMapping[str, Any]) -> None:
+        await send({**message, "status": status} if message["type"] == "http.response.start" else message)
 
     return wrapped
 

@@ -35,6 +35,7 @@ class _Settings:
     default_deadline_s = 60.0
     always_no_store = False
     strict_options = False
+    cell = -1
 
 
 @pytest.mark.parametrize("endpoint", ["chat", "text", "images"])
@@ -55,6 +56,16 @@ async def test_only_large_bodies_are_prepared_in_a_thread(
     kind = next(iter(preparation.PATHS)) if endpoint == "images" else endpoint
     assert await preparer.prepare(kind, b'"%b"' % (b"x" * size)) is prepared
     assert [thread is threading.main_thread() for thread in threads] == [size < LARGE_BODY]
+
+
+@pytest.mark.parametrize("kind", ["chat", "text"])
+async def test_ids_end_with_the_cell_of_their_gateway(
+    preparer: RequestPreparer, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.setattr(_Settings, "cell", 42)
+    body = {"model": "tiny", "prompt": "a", "messages": [{"role": "user", "content": "a"}]}
+    prepared = await preparer.prepare(kind, json.dumps(body).encode())
+    assert prepared.request.id.endswith("02a")
 
 
 async def test_a_body_with_far_more_values_than_the_context_has_tokens_is_refused_unread(

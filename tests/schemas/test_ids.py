@@ -26,6 +26,12 @@ def test_ids_of_the_same_millisecond_differ_in_about_half_of_their_random_bits()
     assert 34 < sum(changed) / len(changed) < 40
 
 
+def test_an_id_ends_with_its_cell_and_has_62_random_bits_then() -> None:
+    ones, zeros = (new_request_id(0, randomness, cell=0x02A) for randomness in (b"\xff" * 10, bytes(10)))
+    assert ones[-3:] == zeros[-3:] == "02a"
+    assert (_bits(ones) ^ _bits(zeros)).bit_count() == 62
+
+
 @pytest.mark.parametrize("text", ["", "x", "01a202c8-4c32-494a-8917-357ea3fdacde", "0" * 32])
 def test_what_is_no_request_id_is_refused_with_where_to_find_one(text: str) -> None:
     with pytest.raises(ValueError, match="is not a request id, which is a UUIDv7 as in the X-Request-Id header"):

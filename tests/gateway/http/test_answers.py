@@ -8,10 +8,12 @@ from unittest.mock import MagicMock
 import msgspec
 import pytest
 
+from configs.settings import GatewaySettings
 from gateway.access.caller import ANYONE, CALLER
 from gateway.anthropic.render import PING, ClientBody, MessageRenderer
-from gateway.http.answers import Generations, Responder, answer_text
+from gateway.http.answers import Generations, Responder, SendError, answer_text, send_error
 from gateway.http.connections import SCOPE
+from gateway.http.messages import send_message_error
 from gateway.log.inflight import InflightRequest
 from infra.bus.loop_lag import TurnBudget
 from schemas.errors import Code, ServingError
@@ -70,3 +72,29 @@ async def test_a_request_waits_for_its_portion_when_its_body_has_arrived() -> No
     gateway.turns.enter, gateway.run_for = enter, prepare
     await Generations(gateway, "chat", answer_text)({"headers": [], CALLER: ANYONE}, receive, send)
     assert steps == ["body", "portion", "prepare", "400", "end"]
+
+
+@pytest.mark.parametrize("refuse", [send_error, send_message_error])
+@pytest.mark.parametrize(("code", "status"), [(Code.queue_full, 503), (Code.rate_limit_exceeded, 429)])
+async def test_a_full_queue_can_have_another_status_than_a_keys_limits(
+    refuse: SendError, code: Code, status: int
+) -> None:
+    sent: list[MutableMapping[str, Any]] = []
+
+    async def receive() -> MutableMapping[str, Any]:
+        return {"type": "http.request", "body": b"{}"}
+
+    async def prepare(*_: object) -> None:
+        raise ServingError(code, "try again later", retry_after=1.0)
+
+    async def nothing(*_: object) -> None:
+        return None
+
+    async def send(message: MutableMapping[str, Any]) -> None:
+        sent.append(message)
+
+    settings = GatewaySettings(queue_full_status=503)
+    gateway = MagicMock(settings=settings, turns=MagicMock(enter=nothing), run_for=prepare)
+    await Generations(gateway, "chat", answer_text, refuse)({"headers": [], CALLER: ANYONE}, receive, send)
+    assert (sent[0]["status"], dict(sent[0]["headers"])[b"retry-after"]) == (status, b"1")
+    assert msgspec.json.decode(sent[1]["body"])["error"]["code"] == code.value
