@@ -1,0 +1,136 @@
+"""The documented HAProxy in front of three cells, which are small servers here: where it sends what, and what again."""
+
+import asyncio
+import shutil
+import socket
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, suppress
+from pathlib import Path
+
+import httpx
+import pytest
+
+from schemas.ids import new_request_id
+
+CONFIGURATION = Path("infra/deploy/cells/haproxy.cfg").read_text()
+ADDRESSES = ("127.0.0.1:9000", "127.0.0.1:9010", "127.0.0.1:9020")  # of the cells in the file
+CHAT = "/v1/chat/completions"
+SIZE = 20_000  # bytes of a body: more than arrives at once
+
+pytestmark = pytest.mark.skipif(shutil.which("haproxy") is None, reason="haproxy is not installed")
+
+
+class Cell:
+    """A server that answers with ``status``; 0: it closes the connection instead. ``asked``: paths."""
+
+    def __init__(self) -> None:
+        self.status = 200
+        self.asked: list[str] = []
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(asyncio.IncompleteReadError, ConnectionError):
+            head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
+            await reader.readexactly(int(head.partition("content-length: ")[2].partition("\r\n")[0] or 0))
+            path = head.split()[1]
+            if path == "/health/ready":
+                writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\nconnection: close\r\n\r\n")
+            else:
+                self.asked.append(path)
+                if self.status:
+                    writer.write(b"HTTP/1.1 %d X\r\ncontent-length: 0\r\nconnection: close\r\n\r\n" % self.status)
+        writer.close()
+
+
+class Cells:
+    """Three of them, and a client of HAProxy."""
+
+    def __init__(self, cells: list[Cell], servers: list[asyncio.Server], http: httpx.AsyncClient) -> None:
+        self.cells, self.servers, self._http = cells, servers, http
+
+    async def ask(self, path: str = CHAT, key: str = "pst-aaaaaaaaaaaa-x", **more: object) -> tuple[int, list[int]]:
+        """The status, and the numbers of the cells that were asked."""
+        before = [len(cell.asked) for cell in self.cells]
+        headers = {"Authorization": f"Bearer {key}", **more.pop("headers", {})}  # type: ignore[dict-item]
+        body = {"model": "m", "padding": "x" * SIZE, **more}
+        answer = await (
+            self._http.get(path, headers=headers)
+            if path.count("/") > 2 and path != CHAT
+            else self._http.post(path, headers=headers, json=body)
+        )
+        if answer.status_code == 503 and answer.content:
+            assert (answer.json()["error"]["code"], answer.headers["retry-after"]) == ("broker_unavailable", "2")
+        return answer.status_code, [n for n in range(3) if len(self.cells[n].asked) > before[n]]
+
+
+@pytest.fixture
+async def cells(tmp_path: Path) -> AsyncIterator[Cells]:
+    async with AsyncExitStack() as stack:
+        made = [Cell() for _ in ADDRESSES]
+        servers = [await asyncio.start_server(cell.serve, "127.0.0.1", 0) for cell in made]
+        text = CONFIGURATION
+        for address, server in zip(ADDRESSES, servers, strict=True):
+            stack.callback(server.close)
+            assert text.count(address) == 2  # in both backends
+            text = text.replace(address, f"127.0.0.1:{server.sockets[0].getsockname()[1]}")
+        listening = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        assert "bind 127.0.0.1:8000\n" in text
+        text = text.replace("bind 127.0.0.1:8000\n", f"bind fd@{listening.fileno()}\n")
+        (tmp_path / "haproxy.cfg").write_text(text)
+        with (tmp_path / "haproxy.log").open("w") as log:
+            process = await asyncio.create_subprocess_exec(
+                "haproxy", "-f", tmp_path / "haproxy.cfg", pass_fds=[listening.fileno()], stdout=log, stderr=log
+            )
+        url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        http = await stack.enter_async_context(httpx.AsyncClient(base_url=url, trust_env=False, timeout=10))
+        yield Cells(made, servers, http)
+        process.kill()
+        await process.wait()
+        assert "[ALERT]" not in (tmp_path / "haproxy.log").read_text()
+
+
+async def test_each_request_goes_to_the_cell_of_its_key_or_to_that_of_its_id(cells: Cells) -> None:
+    homes = {key: await cells.ask(key=key) for key in (f"pst-{n:012d}-secret" for n in range(12))}
+    assert {home for _, [home] in homes.values()} == {0, 1, 2}
+    for key, home in homes.items():
+        assert await cells.ask("/v1/messages", key=key.replace("secret", "other")) == home  # the public part counts
+        for number in range(3):
+            made = new_request_id(cell=number)
+            for kind, rest in (("responses/resp_", "/input_items"), ("requests/chatcmpl-", ""), ("files/", "-0-0.png")):
+                assert await cells.ask(f"/v1/{kind}{made}{rest}", key=key) == (200, [number])
+            assert await cells.ask("/v1/responses", key=key, previous_response_id=f"resp_{made}") == (200, [number])
+        assert await cells.ask("/v1/responses", key=key, previous_response_id=None) == home
+
+
+async def test_what_a_cell_refuses_or_loses_goes_to_another_one_once_if_it_may(cells: Cells) -> None:
+    _, [home] = await cells.ask()
+    for cells.cells[home].status in (503, 0):
+        status, asked = await cells.ask()
+        assert (status, len(asked), home in asked) == (200, 2, True)
+    cells.cells[home].status = 503
+    for refused in (
+        await cells.ask(headers={"Idempotency-Key": "once"}),
+        await cells.ask("/v1/responses", previous_response_id=f"resp_{new_request_id(cell=home)}"),
+        await cells.ask(f"/v1/responses/resp_{new_request_id(cell=home)}"),
+    ):
+        assert refused == (503, [home])
+    for cells.cells[home].status in (400, 404, 429, 500, 504):
+        assert await cells.ask() == (cells.cells[home].status, [home])
+    for cell in cells.cells:
+        cell.status = 503
+    status, asked = await cells.ask()
+    assert (status, len(asked)) == (503, 2)
+
+
+async def test_a_cell_that_is_down_is_replaced_except_for_what_only_it_has(cells: Cells) -> None:
+    _, [home] = await cells.ask()
+    cells.servers[home].close()
+    status, [other] = await cells.ask()
+    assert status == 200
+    assert other != home
+    for alone in (
+        await cells.ask(headers={"Idempotency-Key": "once"}),
+        await cells.ask("/v1/responses", previous_response_id=f"resp_{new_request_id(cell=home)}"),
+        await cells.ask(f"/v1/requests/{new_request_id(cell=home)}"),
+    ):
+        assert alone == (503, [])
+    assert await cells.ask(f"/v1/requests/{new_request_id(cell=other)}") == (200, [other])
