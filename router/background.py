@@ -3,9 +3,8 @@
 Its message is delivered again after ack_wait, and the scan for orphans finds a request that was placed.
 """
 
-import asyncio
-from collections.abc import Coroutine, Generator
-from typing import Any, TypeVar
+from collections.abc import Coroutine
+from typing import Any
 
 import structlog
 
@@ -13,19 +12,6 @@ from infra.bus.connection import Bus
 from infra.bus.tasks import Tasks
 
 log = structlog.get_logger("router")
-
-Result = TypeVar("Result")
-
-
-async def run_in_steps(steps: Generator[None, None, Result]) -> Result:
-    """Run a generator to its end, and everything else that is due after each of its steps."""
-    while True:
-        try:
-            next(steps)
-        except StopIteration as end:
-            result: Result = end.value
-            return result
-        await asyncio.sleep(0)
 
 
 class BackgroundTasks:

@@ -84,7 +84,7 @@ class Decider:
             self._cluster.depths(reusable),
             now_ns=now_ns,
             seed=inputs.seed,
-            turn=inputs.number,
+            number=inputs.number,
             waited_s=waited_s,
             part=part,
         )

@@ -1,6 +1,7 @@
 """Subject names. Each deployment has a namespace; several can share a NATS server."""
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Annotated
@@ -48,6 +49,11 @@ def token(name: str) -> str:
 def _shard(request: str) -> str:
     """One of 4,096 shards: three random digits of the id."""
     return token(request[-3:])
+
+
+def request_of(headers: Mapping[str, str]) -> str:
+    """The request that a stored message is about, with whose id its message id begins; "": it has none."""
+    return headers.get(HEADER_MSG_ID, "").partition(":")[0]
 
 
 @dataclass(frozen=True, slots=True)

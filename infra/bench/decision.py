@@ -73,7 +73,7 @@ class Fleet:
         pending, turn = self._pending, self._turn
         keys = keys_view(pending.request.digests)
         request = routing_request(pending, keys, avoid=frozenset(), revision=None)
-        decision = self._decisions.decide(request, keys, self.index.depths(keys), now_ns=turn, seed=turn, turn=turn)
+        decision = self._decisions.decide(request, keys, self.index.depths(keys), now_ns=turn, seed=turn, number=turn)
         job = build_job(
             pending,
             decision,

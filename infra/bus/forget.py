@@ -11,7 +11,7 @@ from infra.bus.connection import Bus
 from infra.bus.direct_get import get_last, read
 from schemas.ids import time_of
 from schemas.streams import CLOCK_SKEW_NS
-from schemas.subjects import HEADER_MSG_ID, HEADER_NO_STORE
+from schemas.subjects import HEADER_NO_STORE, request_of
 
 Delete = Callable[[Bus, str, int], Awaitable[object]]  # (bus, stream, sequence)
 
@@ -63,7 +63,7 @@ async def forget_messages(bus: Bus, ended: Sequence[Ended], delete: Delete) -> i
                 break
             if entry.subject == bus.subjects.erased:
                 continue
-            if entry.headers.get(HEADER_MSG_ID, "").partition(":")[0] in ids:
+            if request_of(entry.headers) in ids:
                 await delete(bus, stream, entry.seq)
                 messages += 1
     messages += await _forget_unstored(bus, ids, since_ns, delete)
@@ -83,7 +83,7 @@ async def _forget_unstored(bus: Bus, ids: Collection[str], since_ns: int, delete
         entries += [(stream, entry.seq) async for entry in read(bus, stream, bus.subjects.tokens_of(each))]
     stream = bus.subjects.stream("REQUESTS")
     async for entry in read(bus, stream, bus.subjects.erased, since_ns=since_ns):
-        if entry.headers.get(HEADER_MSG_ID, "").partition(":")[0] in ids:
+        if request_of(entry.headers) in ids:
             entries.append((stream, entry.seq))
     for name, seq in entries:
         await delete(bus, name, seq)

@@ -9,7 +9,7 @@ import msgspec
 from infra.counts import counted
 from schemas import done, fleet, jobs, kv, plans, requests, tokens, transfer
 from schemas.blocks import DIGEST_BYTES
-from schemas.subjects import HEADER_MSG_ID
+from schemas.subjects import request_of
 from schemas.tokens import PROMPT, WHOLE_REQUEST
 from schemas.wire import unpack_tokens
 
@@ -35,7 +35,7 @@ def describe(subject: str, headers: Mapping[str, str], data: bytes) -> Described
     if reader is None:
         return Described(kind or "other", _NONE, f"{len(data)} bytes")
     if not data:
-        about = headers.get(HEADER_MSG_ID, "").partition(":")[0]
+        about = request_of(headers)
         why = headers.get("KV-Operation", headers.get("Nats-Marker-Reason", "no body"))
         return Described(kind, frozenset((about,)) if about else _NONE, why)
     try:

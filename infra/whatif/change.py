@@ -72,11 +72,11 @@ class Redecided(msgspec.Struct, frozen=True):
     then: ChosenTargets | None
 
 
-def redecide(job: Job, change: Change, turn: int) -> Redecided | None:
+def redecide(job: Job, change: Change, number: int) -> Redecided | None:
     """Decide a job's decision again.
 
     Args:
-        turn: number of the decision, for round robin.
+        number: number of the decision, for round robin.
     Returns:
         None: the record does not suffice (``infra.whatif.decided_again.insufficient`` says why).
     """
@@ -87,7 +87,7 @@ def redecide(job: Job, change: Change, turn: int) -> Redecided | None:
     tokens = len(msgspec.msgpack.decode(job.request, type=_Prompt).prompt) // 4
     recorded = recorded_route(job)
     without = {each.worker for each in decision.candidates if change.removes(each.worker, decision.at_ns)}
-    then = () if _without_encoder(job, without) else _choose(job, without, change, turn)
+    then = () if _without_encoder(job, without) else _choose(job, without, change, number)
     return Redecided(
         decision.at_ns,
         tokens,
@@ -101,11 +101,11 @@ class _Prompt(msgspec.Struct):
     prompt: bytes = b""
 
 
-def _choose(job: Job, without: Collection[str], change: Change, turn: int) -> tuple[TargetId, ...]:
+def _choose(job: Job, without: Collection[str], change: Change, number: int) -> tuple[TargetId, ...]:
     """Choose the targets for prompt and tokens. Empty: none is left."""
     pools = recorded_pools(job, change.weights, without)
     if pools is not None:
-        return pools.decide(recorded_route(job), change.mode, turn)
+        return pools.decide(recorded_route(job), change.mode, number)
     if change.mode == "kv":
         again = decide_again(job, change.weights, without)
         return again.route if again is not None else ()
@@ -115,7 +115,7 @@ def _choose(job: Job, without: Collection[str], change: Change, turn: int) -> tu
     order = sorted(left, key=lambda each: (each.worker, each.rank))  # as routers number their targets
     match change.mode:
         case "round_robin":
-            chosen = order[turn % len(order)]
+            chosen = order[number % len(order)]
         case "random":
             chosen = order[draw(job.inputs.seed) % len(order)]
         case _:

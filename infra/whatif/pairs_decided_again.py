@@ -70,29 +70,31 @@ class RecordedPools:
                       if (each.link.role, each.at.excluded) == ("prefill", "full")}  # fmt: skip
         self._options = [option for each in targets if (option := self._option(each, pairs)) is not None]
 
-    def decide(self, recorded: tuple[TargetId, ...], mode: RouterMode = "kv", turn: int = 0) -> tuple[TargetId, ...]:
+    def decide(self, recorded: tuple[TargetId, ...], mode: RouterMode = "kv", number: int = 0) -> tuple[TargetId, ...]:
         """The target, or the prefill and the decode target; empty: there is none.
 
         Args:
             recorded: what is taken of equal ones.
-            turn: number of the decision, for round robin.
+            number: number of the decision, for round robin.
         """
         if not self._options:
             return ()
-        chosen = self._pick(self._options, recorded[-1], mode, turn, 0)
+        chosen = self._pick(self._options, recorded[-1], mode, number, 0)
         if not chosen.partners:
             return (chosen.id,)
-        return (self._pick(chosen.partners, recorded[0], mode, turn, 1).id, chosen.id)
+        return (self._pick(chosen.partners, recorded[0], mode, number, 1).id, chosen.id)
 
     def scores(self, candidates: Sequence[Candidate]) -> tuple[float | None, ...]:
         """Of each candidate; None: it was excluded, or only computes prompts."""
         costs = {each.id: each.cost for each in self._options}
         return tuple(costs.get((each.worker, each.rank)) for each in candidates)
 
-    def _pick(self, options: Sequence[_Option], recorded: TargetId, mode: RouterMode, turn: int, stage: int) -> _Option:
+    def _pick(
+        self, options: Sequence[_Option], recorded: TargetId, mode: RouterMode, number: int, stage: int
+    ) -> _Option:
         order = sorted(options, key=lambda each: each.id)  # as routers number their targets
         if mode == "round_robin":
-            return order[turn % len(order)]
+            return order[number % len(order)]
         if mode == "random":
             return order[draw(self._seed, stage) % len(order)]
         if mode == "least_loaded":

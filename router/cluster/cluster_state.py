@@ -23,7 +23,7 @@ from router.cluster.disconnects import DisconnectWatch
 from router.cluster.registration_removal import RegistrationRemoval
 from router.cluster.returned_attempts import ReturnedAttempts
 from router.cluster.sent import read_sent
-from router.cluster.snapshots import IndexSnapshots, Snapshot, Snapshots, encode_part, only_logged
+from router.cluster.snapshots import IndexSnapshots, Snapshot, Snapshots
 from router.cluster.unowned import Unfolded, UnownedRequests
 from router.erasure.ledger import ErasureLedger
 from router.index.approximate import ApproximateIndex
@@ -37,7 +37,7 @@ from router.loads.load_tracker import LoadTracker
 from schemas import fleet, kv
 from schemas.jobs import LoadHeader, Stage
 from schemas.streams import LONGEST_DEADLINE_S
-from schemas.subjects import HEADER_MSG_ID, HEADER_NO_STORE
+from schemas.subjects import HEADER_NO_STORE, request_of
 
 log = structlog.get_logger("router")
 
@@ -167,15 +167,12 @@ class ClusterState:
         """Store the loads for the next start, and less often the index, if they have changed since the last time."""
         positions = (self._work.position, self._done.position, self._returned.position)
         if positions != self._saved and self._bus.connected:
-            self._saved, taken_ns, parts = positions, time.time_ns(), []
+            self._saved, head = positions, Snapshot(time.time_ns(), *positions)
             for count, unfolded in enumerate(self._unowned.take(), 1):
                 self._fold_kept(unfolded)
                 if count % FOLD_AT_ONCE == 0:
                     await asyncio.sleep(0)
-            for part in self.tracker.parts():
-                parts.append(encode_part(only_logged(part)))
-                await asyncio.sleep(0)
-            await self._snapshots.save(Snapshot(taken_ns, *positions), parts)
+            await self._snapshots.save(head, self.tracker.parts())
         if time.monotonic() - self._index_saved[0] >= INDEX_SNAPSHOT_S:
             await self.save_index()
 
@@ -280,13 +277,13 @@ class ClusterState:
 
     def _on_work(self, entry: Entry) -> None:
         if HEADER_NO_STORE in entry.headers:
-            self.erasures.add_job(entry.headers.get(HEADER_MSG_ID, "").partition(":")[0], entry.seq)
+            self.erasures.add_job(request_of(entry.headers), entry.seq)
         read_ns, worker = time.time_ns(), entry.subject.rpartition(".")[2]
         owned = self._placed_here.get(worker)
         if owned is None and (registration := self.tracker.worker(worker)) is not None:
             owned = self._placed_here[worker] = self.places(registration.model)
         if owned is False and not self._unowned.full:
-            request = entry.headers.get(HEADER_MSG_ID, "").partition(":")[0]
+            request = request_of(entry.headers)
             if self.tracker.request(request) is None:
                 if not self.tracker.ended(request):
                     self._unowned.add(request, entry, read_ns)
@@ -330,7 +327,7 @@ class ClusterState:
     def _on_done(self, entry: Entry) -> None:
         if HEADER_NO_STORE in entry.headers:
             self._listener.to_be_erased(entry)
-        request = entry.headers.get(HEADER_MSG_ID, "")
+        request = request_of(entry.headers)
         kept = self._unowned.end(request)
         if self.tracker.finish(request, time.time_ns()) is not None or not kept:
             self._listener.capacity_changed()

@@ -9,7 +9,7 @@ import structlog
 from infra.bus.connection import Bus
 from infra.bus.direct_get import Entry
 from schemas import done
-from schemas.subjects import HEADER_MSG_ID, HEADER_RETURNED
+from schemas.subjects import HEADER_RETURNED, request_of
 
 log = structlog.get_logger("router")
 
@@ -30,7 +30,7 @@ class ReturnedAttempts:
         header = entry.headers.get(HEADER_RETURNED)
         try:
             if header is not None:
-                request = entry.headers.get(HEADER_MSG_ID, "").partition(":")[0]
+                request = request_of(entry.headers)
                 self._returned(request, *done.read_returned_header(header))
             elif entry.data:
                 self._on_body(entry.data)

@@ -5,15 +5,15 @@ Snapshots are made in parts, and the event loop runs in between. Each part is st
 
 import asyncio
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 import msgspec
 import structlog
 
 from infra.bus.connection import Bus
 from infra.bus.object_store import get, replace
-from router.background import run_in_steps
 from router.index.encoding import encoding, read_head, restoring
+from router.index.loader import run_in_steps
 from router.index.prefix_index import PrefixIndex
 from router.loads.load import LoadState, merge
 from schemas import wire
@@ -36,7 +36,6 @@ class Snapshot(msgspec.Struct, frozen=True, omit_defaults=True):
     returned_seq: int
 
 
-encode_part = wire.encode
 _decode_part = wire.decoder(LoadState)
 _decode = wire.decoder(Snapshot)
 
@@ -57,14 +56,17 @@ class Snapshots:
             log.info("no_snapshot", reason=repr(error)[:200])
             return None
 
-    async def save(self, snapshot: Snapshot, parts: Sequence[bytes]) -> None:
+    async def save(self, head: Snapshot, state: Iterable[LoadState]) -> None:
         """
         Args:
-            parts: as made by ``encode_part``.
+            state: ``LoadTracker.parts``.
         """
+        parts = [_prefixed(wire.encode(head))]
+        for part in state:
+            parts.append(_prefixed(wire.encode(only_logged(part))))
+            await asyncio.sleep(0)
         try:
-            data = b"".join(map(_prefixed, [wire.encode(snapshot), *parts]))
-            await replace(self._bus, "snapshots", self._name, data, timeout=_TIMEOUT_S)
+            await replace(self._bus, "snapshots", self._name, parts, timeout=_TIMEOUT_S)
         except ServingError as error:
             log.warning("snapshot_not_saved", error=error.message)
 

@@ -30,7 +30,7 @@ from schemas import done, requests, wire
 from schemas.errors import ServingError
 from schemas.ids import time_of
 from schemas.streams import CLOCK_SKEW_NS
-from schemas.subjects import HEADER_MSG_ID, token
+from schemas.subjects import request_of, token
 
 log = structlog.get_logger("router")
 
@@ -76,7 +76,7 @@ class Eraser:
             self._add(entry)
 
     def _add(self, entry: Entry) -> None:
-        request = entry.headers.get(HEADER_MSG_ID, "")
+        request = request_of(entry.headers)
         try:
             created_ns = time_of(request)
         except ValueError:
@@ -115,7 +115,7 @@ class Eraser:
         subjects = self._bus.subjects
         stored: dict[str, Entry] = {}
         async for entry in read(self._bus, subjects.stream("REQUESTS"), subjects.to_be_erased):
-            stored.setdefault(entry.headers.get(HEADER_MSG_ID, "").partition(":")[0], entry)
+            stored.setdefault(request_of(entry.headers), entry)
         left = [request for request in await self._with_tokens() if request not in stored]
         self._ledger.left_over([*left, *stored])
         for request in left:  # sent late, after another router had erased it
@@ -149,13 +149,13 @@ class Eraser:
 
     async def erase_due(self, now_ns: int) -> bool:
         """Erase the next requests that are due. False: none is left."""
-        due = self._ledger.due(now_ns, TOGETHER)
+        due, work = self._ledger.due(now_ns, TOGETHER), self._bus.subjects.stream("WORK")
         if not due:
             return False
         try:
             jobs = await self._jobs(due)
             for each in due:
-                await self._erase_all("WORK", each.jobs | jobs.get(each.request, frozenset()))
+                await self._erase_all(work, each.jobs | jobs.get(each.request, frozenset()))
                 await self._erase_tokens(each.request)
             await self._erase_requests(due)
         except (ServingError, NatsError, OSError, TimeoutError) as error:
@@ -183,7 +183,7 @@ class Eraser:
         async for entry in read(self._bus, subjects.stream("WORK"), subjects.all("work"), since_ns=since):
             if entry.time_ns > until:
                 break
-            of = sequences.get(entry.headers.get(HEADER_MSG_ID, "").partition(":")[0])
+            of = sequences.get(request_of(entry.headers))
             if of is not None:
                 of.add(entry.seq)
         return {request: frozenset(seqs) for request, seqs in sequences.items()}
@@ -191,7 +191,7 @@ class Eraser:
     async def _erase_tokens(self, request: str) -> None:
         subjects = self._bus.subjects
         stored = read(self._bus, subjects.stream("TOKENS"), subjects.tokens_of(request))
-        await self._erase_all("TOKENS", [entry.seq async for entry in stored])
+        await self._erase_all(subjects.stream("TOKENS"), [entry.seq async for entry in stored])
 
     async def _erase_requests(self, due: Iterable[Due]) -> None:
         """Erase the requests themselves, which ends the task. Their summaries for lists are stored first."""
@@ -199,7 +199,7 @@ class Eraser:
         subjects, since = self._bus.subjects, min(each.created_ns for each in due) - CLOCK_SKEW_NS
         seqs = []
         async for entry in read(self._bus, subjects.stream("REQUESTS"), subjects.to_be_erased, since_ns=since):
-            name = entry.headers.get(HEADER_MSG_ID, "").partition(":")[0]
+            name = request_of(entry.headers)
             request = _decoded(entry) if name in names else None
             if name not in names:
                 continue
@@ -209,10 +209,11 @@ class Eraser:
                 remains = wire.encode(done.without_text(request))
                 await self._publisher.publish(subjects.erased, remains, f"{name}:erased", timeout=5.0)
             seqs.append(entry.seq)
-        await self._erase_all("REQUESTS", seqs)
+        await self._erase_all(subjects.stream("REQUESTS"), seqs)
 
     async def _erase_media(self, request: str) -> None:
-        await self._erase_all("", await private_sequences(self._bus, MEDIA, request))
+        seqs = await private_sequences(self._bus, MEDIA, request)
+        await self._erase_all(f"OBJ_{self._bus.subjects.bucket(MEDIA)}", seqs)
 
     async def _erase_unaccepted_media(self, accepted: Mapping[str, Entry], now_ns: int) -> None:
         """Erase media of requests that were never accepted: their gateway died, or refused them."""
@@ -228,9 +229,7 @@ class Eraser:
                     await self._erase_media(owner)
                     log.info("media_erased", request=owner)
 
-    async def _erase_all(self, name: str, seqs: Iterable[int]) -> None:
-        stream = self._bus.subjects.stream(name) if name else f"OBJ_{self._bus.subjects.bucket(MEDIA)}"
-
+    async def _erase_all(self, stream: str, seqs: Iterable[int]) -> None:
         async def one(seq: int) -> None:
             async with self._slots:
                 await erase(self._bus, stream, seq)

@@ -16,7 +16,7 @@ from schemas.blocks import DIGEST_BYTES, key_of, keys_of
 
 _CHECKSUM = (1 << 48) - 1  # whole numbers that a metric, which is a float, can have
 _LOW_BITS = bytes(byte & 15 for byte in range(256))
-_MOST_NAMED = 1 << 18  # targets, in all remembered masks
+_MOST_REMEMBERED = 1 << 18  # targets, in all masks of the cache
 
 
 def keys_view(digests: bytes) -> Sequence[int]:
@@ -28,8 +28,11 @@ def keys_view(digests: bytes) -> Sequence[int]:
     return memoryview(digests).cast("q")[::2]
 
 
-def names_of(digests: bytes) -> list[int]:
-    """The keys that a tree has: the low 60 bits of ``keys_of``. Clearing the bits in the bytes is four times faster."""
+def tree_keys_of(digests: bytes) -> list[int]:
+    """The keys that a ``RadixTree`` has: the low 60 bits of ``keys_of``.
+
+    Clearing the other bits in the bytes is four times as fast as in the numbers.
+    """
     if sys.byteorder == "big" or len(digests) % DIGEST_BYTES:
         return [key & KEY_MASK for key in keys_of(digests)]
     if len(digests) == DIGEST_BYTES:
@@ -80,8 +83,8 @@ class Holders:
         self._sweeping = 0  # retired bits that the present sweep clears
         self._slots = 0  # number of bits ever assigned
         self._free_bits: list[int] = []
-        self._names: dict[int, dict[TargetId, int]] = {}  # targets by mask, as keys
-        self._named = 0
+        self._targets_of: dict[int, dict[TargetId, int]] = {}  # cache: by mask, its targets as keys
+        self._remembered = 0  # targets in it
 
     def __len__(self) -> int:
         """Distinct blocks stored, including blocks of retired holdings that are not swept yet."""
@@ -124,13 +127,12 @@ class Holders:
         self._live &= ~holding.bit
         self._ragged &= ~holding.bit
         self._retired |= holding.bit
-        self._names.clear()
-        self._named = 0
+        self._clear_cache()
 
     def holds(self, holding: Holding, key: int) -> bool:
         """Whether ``holding`` has a block."""
-        name = key & KEY_MASK
-        return self._holds(holding.bit, self.tree.find(name), name)
+        tree_key = key & KEY_MASK
+        return self._holds(holding.bit, self.tree.find(tree_key), tree_key)
 
     def store(self, holding: Holding, keys: Sequence[int], parent: int | None) -> None:
         """Add ``keys``, each the child of the one before, the first a child of ``parent``."""
@@ -141,16 +143,16 @@ class Holders:
     def store_digests(self, holding: Holding, digests: bytes, parent: bytes | None) -> None:
         """``store`` of packed digests."""
         if digests:
-            self._store(holding, names_of(digests), None if parent is None else key_of(parent) & KEY_MASK)
+            self._store(holding, tree_keys_of(digests), None if parent is None else key_of(parent) & KEY_MASK)
 
-    def _store(self, holding: Holding, names: list[int], parent: int | None) -> None:
+    def _store(self, holding: Holding, tree_keys: list[int], parent: int | None) -> None:
         tree, bit = self.tree, holding.bit
         node, before = NOTHING, 0
         if parent is not None:
             before, node = parent, tree.shards[parent & SLOT].get(parent, NOTHING)
-            if node >= 0 and len(names) == 1 and tree.grow(node, before, names[0], bit):
+            if node >= 0 and len(tree_keys) == 1 and tree.grow(node, before, tree_keys[0], bit):
                 holding.blocks += 1
-                holding.key_sum += names[0]
+                holding.key_sum += tree_keys[0]
                 if tree.blocks > self.max_blocks:
                     self._evict(tree.blocks - self.max_blocks)
                 return
@@ -158,20 +160,20 @@ class Holders:
                 if holding.cut:
                     return
                 self._ragged |= bit
-        tree.clock += len(names)
-        at, end = 0, len(names)
+        tree.clock += len(tree_keys)
+        at, end = 0, len(tree_keys)
         while at < end:
-            owner = tree.find(names[at])
+            owner = tree.find(tree_keys[at])
             if owner < 0:
-                part = names[at : at + NODE_BLOCKS]
+                part = tree_keys[at : at + NODE_BLOCKS]
                 node, count = tree.insert(part, node, before, bit)
                 holding.blocks += count
                 holding.key_sum += sum(part[:count])
             else:
-                node, count = owner, self._join(holding, owner, names, at)
+                node, count = owner, self._join(holding, owner, tree_keys, at)
                 tree.touch(node)
             at += count
-            before = names[at - 1]
+            before = tree_keys[at - 1]
         if tree.blocks > self.max_blocks:
             self._evict(tree.blocks - self.max_blocks)
 
@@ -181,15 +183,15 @@ class Holders:
 
     def remove_digests(self, holding: Holding, digests: bytes) -> None:
         """``remove`` of packed digests."""
-        self._remove(holding, names_of(digests))
+        self._remove(holding, tree_keys_of(digests))
 
-    def _remove(self, holding: Holding, names: list[int]) -> None:
+    def _remove(self, holding: Holding, tree_keys: list[int]) -> None:
         tree, bit = self.tree, holding.bit
         at = 0
-        while at < len(names):
-            count, node = 1, tree.find(names[at])
+        while at < len(tree_keys):
+            count, node = 1, tree.find(tree_keys[at])
             if node >= 0 and (held := tree.held(node, bit)):
-                count = self._leave(holding, node, held, names, at)
+                count = self._leave(holding, node, held, tree_keys, at)
             at += count
 
     def match(self, keys: Sequence[int]) -> dict[TargetId, int]:
@@ -278,23 +280,26 @@ class Holders:
         self._bits.put(holding.bit, holding.target_id)
         self._slots = max(self._slots, holding.bit.bit_length())
         self._live |= holding.bit
-        self._names.clear()
-        self._named = 0
+        self._clear_cache()
         return holding
 
-    def _holds(self, bit: int, node: int, name: int) -> bool:
+    def _clear_cache(self) -> None:
+        self._targets_of.clear()
+        self._remembered = 0
+
+    def _holds(self, bit: int, node: int, tree_key: int) -> bool:
         if node < 0:
             return False
         held = self.tree.held(node, bit)
         chunk = self.tree.chunks[node]
-        return held == len(chunk) or (held > 0 and chunk.index(name) < held)
+        return held == len(chunk) or (held > 0 and chunk.index(tree_key) < held)
 
-    def _join(self, holding: Holding, node: int, names: Sequence[int], at: int) -> int:
-        """``holding`` gets those first ``names`` from ``at`` on that are in ``node``. Returns: their number."""
+    def _join(self, holding: Holding, node: int, tree_keys: Sequence[int], at: int) -> int:
+        """``holding`` gets those first ``tree_keys`` from ``at`` on that are in ``node``. Returns: their number."""
         tree, bit = self.tree, holding.bit
         chunk, held = tree.chunks[node], tree.held(node, bit)
-        start = 0 if chunk[0] == names[at] else chunk.index(names[at])
-        size = _common(chunk, start, names, at)
+        start = 0 if chunk[0] == tree_keys[at] else chunk.index(tree_keys[at])
+        size = _common(chunk, start, tree_keys, at)
         if start > held:
             tree.split(node, start)
             chunk, start, held = tree.chunks[node], 0, 0
@@ -305,29 +310,29 @@ class Holders:
             tree.set_held(node, bit, start + size)
         return size
 
-    def _leave(self, holding: Holding, node: int, held: int, names: list[int], at: int) -> int:
-        """``holding`` loses ``names`` from ``at`` on, which begin in ``node``. Returns: how many of them, 1 or more."""
-        chunk, first = self.tree.chunks[node], names[at]
+    def _leave(self, holding: Holding, node: int, held: int, tree_keys: list[int], at: int) -> int:
+        """``holding`` loses ``tree_keys`` from ``at`` on, the first one in ``node``. Returns: how many, at least 1."""
+        chunk, first = self.tree.chunks[node], tree_keys[at]
         if first == chunk[held - 1]:  # last blocks first: the usual order of engines
-            size = min(held, len(names) - at)
-            if size == 1 or list(chunk[held - size : held]) == names[at : at + size][::-1]:
+            size = min(held, len(tree_keys) - at)
+            if size == 1 or list(chunk[held - size : held]) == tree_keys[at : at + size][::-1]:
                 self._shrink(holding, node, held, held - size)
                 return size
-        elif first == chunk[0] and list(chunk[:held]) == names[at : at + held]:
+        elif first == chunk[0] and list(chunk[:held]) == tree_keys[at : at + held]:
             self._shrink(holding, node, held, 0)
             return held
         by_node: dict[int, list[int]] = {}  # in any order: each split copies a node, so a node is split for all at once
-        for name in names[at:]:
-            by_node.setdefault(self.tree.find(name), []).append(name)
+        for tree_key in tree_keys[at:]:
+            by_node.setdefault(self.tree.find(tree_key), []).append(tree_key)
         for node, lost in by_node.items():
             if node >= 0 and (held := self.tree.held(node, holding.bit)):
                 self._lose(holding, node, held, lost)
-        return len(names) - at
+        return len(tree_keys) - at
 
-    def _lose(self, holding: Holding, node: int, held: int, names: list[int]) -> None:
+    def _lose(self, holding: Holding, node: int, held: int, tree_keys: list[int]) -> None:
         """``holding`` loses any blocks of ``node``."""
-        position = {name: at for at, name in enumerate(self.tree.chunks[node][:held])}
-        lost = sorted({position[name] for name in names if name in position}, reverse=True)
+        position = {tree_key: at for at, tree_key in enumerate(self.tree.chunks[node][:held])}
+        lost = sorted({position[tree_key] for tree_key in tree_keys if tree_key in position}, reverse=True)
         gone = 0  # blocks at the front that splits moved: they begin there, since each moves all that is before it
         while lost:
             begin = lost.pop()
@@ -367,14 +372,13 @@ class Holders:
 
     def _targets(self, mask: int) -> dict[TargetId, int]:
         """As the keys of a dict: of those, ``dict.fromkeys`` takes the hashes too."""
-        targets = self._names.get(mask)
+        targets = self._targets_of.get(mask)
         if targets is None:
             bits = bits_of(mask)
-            if self._named > _MOST_NAMED:
-                self._names.clear()
-                self._named = 0
-            self._named += len(bits)
-            targets = self._names[mask] = {self._by_bit[bit].target_id: 0 for bit in bits}
+            if self._remembered > _MOST_REMEMBERED:
+                self._clear_cache()
+            self._remembered += len(bits)
+            targets = self._targets_of[mask] = {self._by_bit[bit].target_id: 0 for bit in bits}
         return targets
 
 

@@ -36,7 +36,7 @@ class LeafAges:
         if not leaves:
             del self.by_age[age]
 
-    def renamed(self, age: int) -> None:
+    def first_key_changed(self, age: int) -> None:
         """A node of this age has another first key now."""
         if age == self._victims_age:
             self._victims = []

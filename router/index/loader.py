@@ -1,7 +1,7 @@
 """Loads the prefix index with the KV caches of workers: asks for a dump after a gap, or when a worker joins."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 
 import msgspec
 import structlog
@@ -10,7 +10,6 @@ from nats.errors import Error as NatsError
 from infra.bus.connection import Bus
 from infra.bus.loop_lag import TurnBudget
 from infra.bus.tasks import Tasks
-from router.background import run_in_steps
 from router.index.prefix_index import PrefixIndex
 from schemas import control, kv, wire
 
@@ -114,3 +113,13 @@ def by_rank(pages: Sequence[kv.KvDump]) -> list[list[kv.KvDump]]:
     for page in pages:
         pages_of.setdefault(page.rank, []).append(page)
     return list(pages_of.values())
+
+
+async def run_in_steps(steps: Generator[None, None, bool]) -> bool:
+    """Run a generator to its end, and everything else that is due after each of its steps."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            return bool(end.value)
+        await asyncio.sleep(0)

@@ -131,36 +131,36 @@ class RadixTree:
         if not partial:
             del self.partial[node]
 
-    def grow(self, node: int, last: int, name: int, bit: int) -> bool:
+    def grow(self, node: int, last: int, key: int, bit: int) -> bool:
         """Add one block to ``node``, as a decoding worker does; False: only ``insert`` can add it, or it is there.
 
         Args:
             last: what it has to follow.
         """
-        chunk, shard = self.chunks[node], self.shards[name & SLOT]
+        chunk, shard = self.chunks[node], self.shards[key & SLOT]
         grows = self.masks[node] == bit and chunk[-1] == last and not self.children[node]
-        if not grows or len(chunk) >= GROWN_BLOCKS or name in shard:
+        if not grows or len(chunk) >= GROWN_BLOCKS or key in shard:
             return False
         if self._frozen is not None:
             self._keep(node)
-        shard[name] = node
-        self.chunks[node] += (name,)
+        shard[key] = node
+        self.chunks[node] += (key,)
         self.blocks += 1
         self.clock += 1
         if self.ages[node] != self.clock // self._per_age:
             self.touch(node)
         return True
 
-    def insert(self, names: list[int], node: int, before: int, bit: int) -> tuple[int, int]:
-        """Add blocks that ``bit`` holds: those of ``names`` up to the first known one, and at most a node full.
+    def insert(self, keys: list[int], node: int, before: int, bit: int) -> tuple[int, int]:
+        """Add blocks that ``bit`` holds: those of ``keys`` up to the first known one, and at most a node full.
 
         Args:
-            names: at least one; the first is not in the tree.
+            keys: at least one; the first is not in the tree.
             node: has the block ``before`` the first one; NOTHING: unknown, or the first one begins a prompt.
         Returns: the node that they are in, and their number.
         """
         chunk: tuple[int, ...] = ()
-        most = NODE_BLOCKS if len(names) > 1 else min(NODE_BLOCKS, GROWN_BLOCKS)
+        most = NODE_BLOCKS if len(keys) > 1 else min(NODE_BLOCKS, GROWN_BLOCKS)
         if node >= 0:
             chunk = self.chunks[node]
             if chunk[-1] != before:
@@ -174,18 +174,18 @@ class RadixTree:
             self.touch(node)
         else:
             node = self._new(node, bit)
-        if len(names) > NODE_BLOCKS - len(chunk):
-            names = names[: NODE_BLOCKS - len(chunk)]
+        if len(keys) > NODE_BLOCKS - len(chunk):
+            keys = keys[: NODE_BLOCKS - len(chunk)]
         shards = self.shards
-        owners = [shards[name & SLOT].setdefault(name, node) for name in names]
+        owners = [shards[key & SLOT].setdefault(key, node) for key in keys]
         count = owners.count(node)
-        if count < len(names):
+        if count < len(keys):
             count = next(at for at, other in enumerate(owners) if other != node)
-            for name, other in zip(names[count:], owners[count:], strict=True):
+            for key, other in zip(keys[count:], owners[count:], strict=True):
                 if other == node:
-                    shards[name & SLOT].pop(name, None)
-            names = names[:count]
-        self.chunks[node] = chunk + tuple(names)
+                    shards[key & SLOT].pop(key, None)
+            keys = keys[:count]
+        self.chunks[node] = chunk + tuple(keys)
         self.blocks += count
         if others := self.masks[node] ^ bit:
             self.masks[node] = bit
@@ -210,15 +210,15 @@ class RadixTree:
         self.chunks[front], self.chunks[node] = chunk[:at], chunk[at:]
         self.masks[front], self.parents[front], self.parents[node] = mask, parent, front
         self.ages[front], self.children[front] = self.ages[node], 1
-        for name in chunk[:at]:
-            self.shards[name & SLOT][name] = front
+        for key in chunk[:at]:
+            self.shards[key & SLOT][key] = front
         for count, bits in self.partial.pop(node, _NONE).items():
             self._add_held(front, bits, min(count, at))
             if count > at:
                 self._add_held(node, bits, count - at)
         if self._sweeping:
             self._unswept.append(front)
-        self._leaves.renamed(self.ages[node])
+        self._leaves.first_key_changed(self.ages[node])
         return front
 
     def touch(self, node: int) -> None:
@@ -256,8 +256,8 @@ class RadixTree:
             return
         if self._frozen is not None:
             self._keep(node)
-        for name in chunk[keep:]:
-            self.shards[name & SLOT].pop(name, None)
+        for key in chunk[keep:]:
+            self.shards[key & SLOT].pop(key, None)
         self.blocks -= len(chunk) - keep
         self.chunks[node] = chunk[:keep]
         partial = self.partial.pop(node, _NONE)
@@ -335,8 +335,8 @@ class RadixTree:
             self._number_at_end()
         self.chunks[node], self.parents[node], self.ages[node] = chunk, parent, age
         self.masks[node] = self._share(mask)
-        for name in chunk:
-            self.shards[name & SLOT][name] = node
+        for key in chunk:
+            self.shards[key & SLOT][key] = node
         self.blocks += len(chunk)
 
     def link(self) -> Iterator[None]:

@@ -86,19 +86,15 @@ class Load(msgspec.Struct, frozen=True, omit_defaults=True):
     slowness: float = 1.0  # time per prompt token, relative to the other targets of the model
     context_blocks: int = 0  # prompt blocks of its active sequences, shared ones counted for each
     decode_slowness: float = 1.0  # time per step, relative to the other targets of the model
+    served_tokens: int = 0  # of prompts that this router sent there lately; more if another router prefers it
 
 
 class RoutingTarget(msgspec.Struct, frozen=True):
-    """A worker, or one attention data-parallel rank of it, that requests can be sent to.
-
-    Attributes:
-        served_tokens: of the prompts that this router sent there lately, and more if another router prefers it.
-    """
+    """A worker, or one attention data-parallel rank of it, that requests can be sent to."""
 
     id: TargetId
     registration: Registration
     load: Load
-    served_tokens: int = 0
 
     @property
     def capacity(self) -> int:

@@ -21,6 +21,8 @@ from router.loads.target_loads import (
     COMPUTING,
     CONTEXT,
     DECODE_SLOWNESS,
+    SEQUENCES,
+    SERVED,
     SLOWNESS,
     TargetLoads,
     Task,
@@ -101,7 +103,7 @@ class LoadTracker:
     def targets(self, now_ns: int, model: str) -> list[RoutingTarget]:
         """All targets of a model with their load, sorted by worker and rank."""
         return [
-            RoutingTarget(target, each, self.load(target, now_ns), self.loads.served_tokens(target))
+            RoutingTarget(target, each, self.load(target, now_ns))
             for each in self.serving(model)
             for rank in range(each.dp_size)
             for target in ((each.worker, rank),)
@@ -144,33 +146,32 @@ class LoadTracker:
         return cached
 
     def load(self, target_id: TargetId, now_ns: int) -> Load:
-        held = self._targets.by_target.get(target_id)
+        """The load of a registered target; that of others counts as none."""
         row = self.loads.row(target_id)
         if row is None:
-            if held is None:
-                return Load()
-            return Load(held.requests, held.sequences, held.blocks, held.prefill_tokens(now_ns, self.tokens_per_s))
-        column = self.loads.load(row)
+            return Load()
+        column, held = self.loads.load(row), self._targets.by_target.get(target_id)
         if held is None:
-            return Load(slowness=column[SLOWNESS], decode_slowness=column[DECODE_SLOWNESS])
+            slowness, decode_slowness, served = column[SLOWNESS], column[DECODE_SLOWNESS], column[SERVED]
+            return Load(slowness=slowness, decode_slowness=decode_slowness, served_tokens=served)
         return Load(
             held.requests,
-            held.sequences,
+            column[SEQUENCES],
             int(column[ACTIVE]),
             column[BACKLOG] + held.prefill_tokens(now_ns, self.tokens_per_s) // 1,
             int(column[COMPUTING]),
             column[SLOWNESS],
             int(column[CONTEXT]),
             column[DECODE_SLOWNESS],
+            column[SERVED],
         )
 
     def capacity(self, worker: str, rank: int = 0) -> int:
         """Further sequences that a target accepts; 0 if it is unknown or draining. Slots count per rank."""
-        registration = self._registrations.get(worker)
-        if registration is None or registration.state is not State.ready:
+        registration, row = self._registrations.get(worker), self.loads.row((worker, rank))
+        if registration is None or row is None or registration.state is not State.ready:
             return 0
-        held = self._targets.by_target.get((worker, rank))
-        return max(0, registration.slots + registration.queue - (held.sequences if held else 0))
+        return max(0, registration.slots + registration.queue - int(self.loads.load(row)[SEQUENCES]))
 
     def has_capacity(self) -> bool:
         """Whether any target accepts another sequence."""
@@ -359,7 +360,7 @@ class LoadTracker:
         self._requests[entry.request] = entry
         if self._only_counts(entry):
             self.loads.count(entry.target_id, entry.n, entry.blocks, entry.prompt_blocks)
-            self._targets.add(entry.target_id, entry.request, entry.n, entry.blocks, entry.uncached_tokens, now_ns)
+            self._targets.add(entry.target_id, entry.request, entry.uncached_tokens, now_ns)
             return
         loads = self._stage_loads[entry.request] = []
         computed = entry.handed
@@ -370,7 +371,7 @@ class LoadTracker:
             loads.append(self._tracked(entry, role, keys, load, now_ns))
             computed = computed or role != ENCODE
         for load in loads:
-            self._targets.add(load.target_id, entry.request, load.sequences, load.blocks, load.uncached_tokens, now_ns)
+            self._targets.add(load.target_id, entry.request, load.uncached_tokens, now_ns)
 
     def _only_counts(self, entry: ActiveRequest) -> bool:
         """Whether a request adds to the sums and nothing more: no event will show when its prompt is computed.
@@ -418,9 +419,9 @@ class LoadTracker:
         loads = self._stage_loads.pop(entry.request, None)
         if loads is None:
             self.loads.count(entry.target_id, -entry.n, -entry.blocks, entry.prompt_blocks)
-            self._targets.remove(entry.target_id, entry.request, entry.n, entry.blocks, entry.uncached_tokens)
+            self._targets.remove(entry.target_id, entry.request, entry.uncached_tokens)
             return
         self._keys.pop(entry.request, None)
         for load in loads:
             self.loads.end(entry.request, load.target_id, now_ns)
-            self._targets.remove(load.target_id, entry.request, load.sequences, load.blocks, load.uncached_tokens)
+            self._targets.remove(load.target_id, entry.request, load.uncached_tokens)

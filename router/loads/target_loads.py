@@ -85,7 +85,7 @@ class TargetLoads:
         self._computing: dict[TargetId, dict[int, dict[str, Task]]] = {}  # by last key of the prompt and request
 
     def row(self, target: TargetId) -> int | None:
-        """The column of a target; None: it is unknown."""
+        """The row of a target; None: it is unknown."""
         return self._rows.get(target)
 
     def block_size(self, target: TargetId) -> int:

@@ -1,33 +1,19 @@
-"""What the active requests of each target add up to. No clock, no NATS."""
+"""The active requests of each target, and its estimated prefill backlog. No clock, no NATS."""
 
 from router.index.depths import TargetId
 from router.loads.target_loads import TargetLoads
 
 
-class TargetLoad:
-    """The active requests of one target, what they add up to, and its prefill backlog as a leaky bucket."""
+class TargetSum:
+    """The active requests of one target, and its prefill backlog as a leaky bucket."""
 
-    __slots__ = ("at_ns", "backlog", "blocks", "names", "requests", "sequences", "uncached_tokens")
+    __slots__ = ("at_ns", "backlog", "names", "requests", "uncached_tokens")
 
     def __init__(self) -> None:
         self.names: dict[str, None] = {}  # oldest first
-        self.requests = self.sequences = self.blocks = self.uncached_tokens = 0
+        self.requests = self.uncached_tokens = 0
         self.backlog = 0.0
         self.at_ns = 0
-
-    def add(self, request: str, sequences: int, blocks: int, uncached_tokens: int) -> None:
-        self.names[request] = None
-        self.requests += 1
-        self.sequences += sequences
-        self.blocks += blocks
-        self.uncached_tokens += uncached_tokens
-
-    def remove(self, request: str, sequences: int, blocks: int, uncached_tokens: int) -> None:
-        self.names.pop(request, None)  # two of its stages may have been here
-        self.requests -= 1
-        self.sequences -= sequences
-        self.blocks -= blocks
-        self.uncached_tokens -= uncached_tokens
 
     def prefill_tokens(self, now_ns: int, tokens_per_s: float) -> float:
         if not self.backlog:
@@ -37,7 +23,7 @@ class TargetLoad:
 
 
 class TargetSums:
-    """The ``TargetLoad`` of each target that has active requests.
+    """The ``TargetSum`` of each target that has active requests.
 
     Args:
         loads: gets the estimated backlogs.
@@ -45,27 +31,29 @@ class TargetSums:
     """
 
     def __init__(self, loads: TargetLoads, tokens_per_s: float) -> None:
-        self.by_target: dict[TargetId, TargetLoad] = {}
+        self.by_target: dict[TargetId, TargetSum] = {}
         self._loads = loads
         self._tokens_per_s = tokens_per_s
 
-    def add(
-        self, target_id: TargetId, request: str, sequences: int, blocks: int, uncached_tokens: int, now_ns: int
-    ) -> None:
+    def add(self, target_id: TargetId, request: str, uncached_tokens: int, now_ns: int) -> None:
         held = self.by_target.get(target_id)
         if held is None:
-            held = self.by_target[target_id] = TargetLoad()
+            held = self.by_target[target_id] = TargetSum()
         if uncached_tokens or held.backlog:
             left = held.prefill_tokens(now_ns, self._tokens_per_s)
             held.backlog, held.at_ns = left + uncached_tokens, max(now_ns, held.at_ns)
-        held.add(request, sequences, blocks, uncached_tokens)
+        held.names[request] = None
+        held.requests += 1
         if uncached_tokens:
+            held.uncached_tokens += uncached_tokens
             self._loads.estimate(target_id, held.backlog, held.at_ns, held.uncached_tokens)
 
-    def remove(self, target_id: TargetId, request: str, sequences: int, blocks: int, uncached_tokens: int) -> None:
+    def remove(self, target_id: TargetId, request: str, uncached_tokens: int) -> None:
         held = self.by_target[target_id]
-        held.remove(request, sequences, blocks, uncached_tokens)
+        held.names.pop(request, None)  # two of its stages may have been here
+        held.requests -= 1
         if uncached_tokens:
+            held.uncached_tokens -= uncached_tokens
             self._loads.estimate(target_id, held.backlog, held.at_ns, held.uncached_tokens)
         if not held.requests:
             del self.by_target[target_id]

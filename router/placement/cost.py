@@ -44,7 +44,7 @@ OWN_WORK = 2.0
 HELD_UP = 1 / 40  # of each sequence: with 1 / 64 answers at the knee take 5 % longer, with 1 / 32 the p99 is 5 % higher
 MOST_HELD_UP = 1.25  # of all sequences: a higher end lengthens the p99, a lower one the mean
 OCCUPANCY = 1 / 32  # with 1 / 16 the p99 of overload is 5 % higher where prompts share a long prefix
-TURNS = 1 / 256  # with 1 / 128 answers take 3 % longer where long prompts come among short ones
+SERVED_COST = 1 / 256  # with 1 / 128 answers take 3 % longer where long prompts come among short ones
 FAVOUR = 256.0  # prompt tokens of work, at most, that a session's last target is ahead
 SLOT_TOKENS = 3000.0  # prompt tokens that a target computes in the time in which one of its slots becomes free
 
@@ -155,11 +155,11 @@ def target_terms(at: Any, sequences: Any, ops: Any, prefill_weight: float = 1.0)
     block = OCCUPANCY * at[BLOCK_SIZE] * at[DECODE_SLOWNESS]
     beyond = ops.maximum(0.0, running + sequences - at[SLOTS])
     decode = block * at[CONTEXT] + SLOT_TOKENS * at[DECODE_SLOWNESS] * beyond
-    turn = TURNS * ops.maximum(at[SLOWNESS], at[DECODE_SLOWNESS]) * at[SERVED]
+    served = SERVED_COST * ops.maximum(at[SLOWNESS], at[DECODE_SLOWNESS]) * at[SERVED]
     room = FILL * at[BLOCKS] - (at[ACTIVE] + running + sequences)
     room = ops.where(running + sequences <= at[LIMIT], room, -math.inf)
     return TargetTerms(
-        compute * at[BACKLOG] + decode + turn,
+        compute * at[BACKLOG] + decode + served,
         decode,
         OWN_WORK * compute,
         compute * ops.minimum(MOST_HELD_UP, HELD_UP * (running - at[COMPUTING])),

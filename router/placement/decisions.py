@@ -108,14 +108,14 @@ class Decisions:
         *,
         now_ns: int,
         seed: int,
-        turn: int = 0,
+        number: int = 0,
         waited_s: float | None = None,
         part: Part = ALONE,
     ) -> RoutingDecision:
         """
         Args:
             keys: of the full blocks of its prompt, as far as they may be reused.
-            overlaps, seed, turn, waited_s: as in ``RoutingContext``.
+            overlaps, seed, number, waited_s: as in ``RoutingContext``.
             part: this router's.
         """
         if part.routers > 1 or self._parts:
@@ -129,4 +129,4 @@ class Decisions:
             if decision is not None:
                 return decision
         targets, cached, active = tracker.targets(now_ns, request.model), as_dict(overlaps), as_dict(leading)
-        return decide(RoutingContext(request, targets, cached, self._mode, weights, seed, turn, active, waited_s))
+        return decide(RoutingContext(request, targets, cached, self._mode, weights, seed, number, active, waited_s))

@@ -90,7 +90,7 @@ class RoutingContext(msgspec.Struct, frozen=True):
         targets: in the order of ``LoadTracker.targets``.
         overlaps: leading prompt blocks cached, by target (``PrefixIndex.match``); absent: none.
         seed: breaks ties and draws in mode "random" and at a temperature above 0.
-        turn: number of decisions before this one; used by mode "round_robin".
+        number: of the decision, for mode "round_robin".
         leading: leading prompt blocks that active requests have, by target; absent: none.
         waited_s: since its arrival, if the request is held; None: it may be placed without regard to others.
     """
@@ -101,7 +101,7 @@ class RoutingContext(msgspec.Struct, frozen=True):
     mode: RouterMode
     weights: Weights
     seed: int
-    turn: int = 0
+    number: int = 0
     leading: Mapping[TargetId, int] = {}
     waited_s: float | None = None
 
@@ -114,7 +114,7 @@ class RoutingContext(msgspec.Struct, frozen=True):
         """The position of the score to take; each ``stage`` draws anew."""
         seed = draw(self.seed, stage)
         if self.mode == "round_robin":
-            return self.turn % len(scores)
+            return self.number % len(scores)
         if self.mode == "random":
             return seed % len(scores)
         return lowest(scores, self.weights.temperature, seed)

@@ -1,11 +1,15 @@
 """The score table that is stored with a job: the chosen targets, the best others, and those that were rejected."""
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
+from router.index.depths import TargetId
 from router.loads.load import RoutingTarget
+from router.loads.target_loads import BACKLOG
 from router.policy.filters import common_reason, error_code
 from router.policy.pairs import PrefillPool
 from router.policy.routing import RoutingContext, RoutingDecision
+from router.policy.scoring import columns_of
 from schemas.jobs import Candidate
 
 STORED_CANDIDATES = 16
@@ -28,24 +32,36 @@ class ScoredTargets(NamedTuple):
 def candidate(
     context: RoutingContext, target: RoutingTarget, score: float, rejection: str = "", role: str = ""
 ) -> Candidate:
-    load = target.load
-    worker, rank = target.id
+    columns = columns_of(target)
+    columns[BACKLOG] = int(columns[BACKLOG])
+    return candidate_of(target.id, context.overlap(target), columns, score, rejection, role)
+
+
+def candidate_of(
+    target_id: TargetId, overlap: int, columns: Sequence[Any], score: float, rejection: str, role: str = ""
+) -> Candidate:
+    """
+    Args:
+        columns: of ``TargetLoads``.
+    """
+    worker, rank = target_id
+    _, _, slots, _, running, active, context, backlog, computing, slowness, decode_slowness, served = columns
     return Candidate(
         worker,
-        context.overlap(target),
-        load.active_blocks,
-        int(load.prefill_tokens),
-        load.sequences,
-        target.registration.slots,
+        overlap,
+        active,
+        backlog,
+        running,
+        slots,
         score,
         rejection,
         rank,
         role,
-        load.context_blocks,
-        load.computing,
-        load.slowness,
-        load.decode_slowness,
-        target.served_tokens,
+        context,
+        computing,
+        slowness,
+        decode_slowness,
+        served,
     )
 
 

@@ -1,6 +1,7 @@
 """What a request costs at each target of a decision. Pure; ``placement.cost`` has the formula of mode "kv"."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from typing import Any
 
 from router.index.depths import TargetId
 from router.loads.load import RoutingTarget
@@ -16,7 +17,7 @@ def target_costs(context: RoutingContext) -> Mapping[TargetId, TargetCost]:
             size,
             context.overlaps.get(target.id, 0),
             context.leading.get(target.id, 0),
-            _columns(target),
+            columns_of(target),
             overlap_weight=weights.overlap,
             prefill_weight=weights.prefill,
         )
@@ -45,10 +46,10 @@ def uncached_tokens(request: RoutingRequest, target: RoutingTarget, overlap: int
     return max(0, request.prompt_tokens + request.resumed_tokens - cached)
 
 
-def _columns(target: RoutingTarget) -> Sequence[float]:
-    """The columns of ``TargetLoads``."""
+def columns_of(target: RoutingTarget) -> list[Any]:
+    """As ``TargetLoads`` has them."""
     registration, load = target.registration, target.load
-    return (
+    return [
         registration.block_size,
         registration.total_blocks,
         registration.slots,
@@ -60,5 +61,5 @@ def _columns(target: RoutingTarget) -> Sequence[float]:
         load.computing,
         load.slowness,
         load.decode_slowness,
-        target.served_tokens,
-    )
+        load.served_tokens,
+    ]

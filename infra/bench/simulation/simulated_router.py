@@ -89,7 +89,7 @@ class SimulatedRouter:
         arrays = array_decisions(self.tracker)
         self._decisions = Decisions(self.tracker, arrays, mode, weights)
         self._order: HeldOrder[Arrival] = HeldOrder(self.tracker, arrays, overlaps, by_size=mode == "kv")
-        self._turn = 0
+        self._number = 0
         self._changed = False  # since the last ``pump`` that placed nothing
 
     def __len__(self) -> int:
@@ -185,7 +185,7 @@ class SimulatedRouter:
         now_ns: int,
         waited_s: float | None,
     ) -> RoutingDecision:
-        self._turn += 1
+        self._number += 1
         if arrival.session:
             targets = self._decisions.sessions.targets(arrival.session_id, arrival.id)
             request = msgspec.structs.replace(request, session=targets)
@@ -195,7 +195,7 @@ class SimulatedRouter:
             cached,
             now_ns=now_ns,
             seed=arrival.seed,
-            turn=self._turn,
+            number=self._number,
             waited_s=waited_s,
             part=self._part,
         )

@@ -4,7 +4,6 @@ The results are those of ``policy.decide`` and of ``aggregated.is_ready``; prope
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +16,7 @@ from router.placement.arrays.costs import Costs, RequestSizes, costs
 from router.placement.arrays.pool import Pool, Pools
 from router.placement.cost import favour_tokens
 from router.policy.routing import PATIENCE_S, TIE, RoutingDecision, RoutingRequest, Weights, draw
-from router.policy.score_table import STORED_CANDIDATES
+from router.policy.score_table import STORED_CANDIDATES, candidate_of
 from router.policy.scoring import size_of
 from schemas.jobs import Candidate, Stage
 
@@ -85,7 +84,7 @@ class ArrayDecisions:
             scores[number], rejections[number] = 0.0, pool.rejection(places[number], request) or "full"
         blocks = target_costs.blocks[at].astype(np.int64).tolist()
         loads = self._columns.loads(pool.rows[at], now_ns)
-        return tuple(map(_candidate, ids, blocks, loads, scores, rejections))
+        return tuple(map(candidate_of, ids, blocks, loads, scores, rejections))
 
     def ready(self, requests: Sequence[HeldRequest], now_ns: int) -> list[int]:
         """Positions of the requests for which ``is_ready`` holds.
@@ -145,30 +144,3 @@ def _lowest(scores: Column, count: int) -> Rows:
     near = (scores <= np.partition(scores, count)[count]).nonzero()[0]
     lowest: Rows = near[scores[near].argsort(kind="stable")[:count]]
     return lowest
-
-
-def _candidate(target: TargetId, overlap: int, load: Sequence[Any], score: float, rejection: str) -> Candidate:
-    """As ``score_table.candidate`` makes it.
-
-    Args:
-        load: columns of ``TargetLoads``.
-    """
-    worker, rank = target
-    _, _, slots, _, running, active, context, backlog, computing, slowness, decode_slowness, served = load
-    return Candidate(
-        worker,
-        overlap,
-        active,
-        backlog,
-        running,
-        slots,
-        score,
-        rejection,
-        rank,
-        "",
-        context,
-        computing,
-        slowness,
-        decode_slowness,
-        served,
-    )

@@ -59,10 +59,10 @@ def test_nothing_moves_without_a_change(found: list[Candidate]) -> None:
     st.integers(0, 10),
 )
 def test_a_request_goes_to_a_candidate_that_is_left_or_waits(
-    found: list[Candidate], weights: Weights, mode: str, without: set[str], turn: int
+    found: list[Candidate], weights: Weights, mode: str, without: set[str], number: int
 ) -> None:
     change = Change(weights, mode, frozenset(without))  # type: ignore[arg-type]
-    made = redecide(job(found), change, turn)
+    made = redecide(job(found), change, number)
     assert made is not None
     left = {each.worker for each in found if not each.excluded and each.worker[:8] not in without}
     assert (made.then is None) == (not left)

@@ -104,9 +104,9 @@ def test_a_decision_is_allowed_repeatable_and_explained(
 ) -> None:
     overlaps = {m.id: held[i] for i, m in enumerate(members) if i in held}
     weights = Weights(temperature=temperature)
-    choice = decide(RoutingContext(ASK, members, overlaps, mode, weights, seed, turn=seed))
-    assert choice == decide(RoutingContext(ASK, members, overlaps, mode, weights, seed, turn=seed))
-    context = RoutingContext(ASK, members, overlaps, mode, weights, seed, turn=seed)
+    choice = decide(RoutingContext(ASK, members, overlaps, mode, weights, seed, number=seed))
+    assert choice == decide(RoutingContext(ASK, members, overlaps, mode, weights, seed, number=seed))
+    context = RoutingContext(ASK, members, overlaps, mode, weights, seed, number=seed)
     costs = target_costs(context)
     usable = {m.id: m for m in members if not rejection(ASK, m) and (mode != "kv" or costs[m.id].fits)}
     assert (choice.chosen in usable) == bool(usable)
@@ -127,7 +127,7 @@ def test_ties_are_broken_evenly_and_round_robin_takes_turns() -> None:
     members = [member(f"w{i}") for i in range(4)]
     picks = [decide(RoutingContext(ASK, members, {}, "kv", Weights(), seed)).chosen for seed in range(400)]
     assert min(picks.count(m.id) for m in members) > 60
-    turns = [decide(RoutingContext(ASK, members, {}, "round_robin", Weights(), 0, turn=t)).chosen for t in range(8)]
+    turns = [decide(RoutingContext(ASK, members, {}, "round_robin", Weights(), 0, number=t)).chosen for t in range(8)]
     assert turns == [m.id for m in members] * 2
 
 

@@ -43,10 +43,10 @@ def decided(
     mode: RouterMode = "kv",
     weights: Weights = Weights(),  # noqa: B008  # frozen
     seed: int = 0,
-    turn: int = 0,
+    number: int = 0,
 ) -> RoutingDecision:
     overlaps = {m.id: held[m.id[0]] for m in members if held and m.id[0] in held}
-    return decide(RoutingContext(ask, members, overlaps, mode, weights, seed, turn))
+    return decide(RoutingContext(ask, members, overlaps, mode, weights, seed, number))
 
 
 def reading(blocks: int) -> Load:
@@ -262,7 +262,7 @@ def test_other_modes_pick_each_stage_in_their_way() -> None:
     prefills = [member(f"p{i}", "prefill", Load(2 - i, 2 - i)) for i in range(3)]
     fleet = [*decodes, *prefills]
     assert names(decided(*fleet, mode="least_loaded")) == ["prefill p2", "decode d0"]
-    turns = [names(decided(*fleet, mode="round_robin", turn=t)) for t in range(4)]
+    turns = [names(decided(*fleet, mode="round_robin", number=t)) for t in range(4)]
     assert turns == [[f"prefill p{t % 3}", f"decode d{t % 3}"] for t in range(4)]
     drawn = {tuple(names(decided(*fleet, mode="random", seed=seed))) for seed in range(150)}
     assert len(drawn) == 9
@@ -321,8 +321,8 @@ def test_a_route_is_one_that_its_workers_can_go_and_is_explained(
     ask = RoutingRequest("m", 4000, 100, 125, medium=b"m" * 32 if picture else b"")
     overlaps = {m.id: held[i] for i, m in enumerate(members) if i in held}
     weights = Weights(temperature=temperature)
-    choice = decide(RoutingContext(ask, members, overlaps, mode, weights, seed, turn=seed))
-    assert choice == decide(RoutingContext(ask, members, overlaps, mode, weights, seed, turn=seed))
+    choice = decide(RoutingContext(ask, members, overlaps, mode, weights, seed, number=seed))
+    assert choice == decide(RoutingContext(ask, members, overlaps, mode, weights, seed, number=seed))
     assert len(choice.candidates) <= STORED_CANDIDATES
     lines = [(c.worker, c.rank, c.role) for c in choice.candidates]
     assert len(lines) == len(set(lines))

@@ -94,7 +94,7 @@ def test_a_decision_is_that_of_the_loop(
     overlaps = Depths(([1 << at for at in held], [*held.values()]), known)
     prompt = keys(family, blocks)
     found = Decisions(tracker, array_decisions(tracker, few=0), "kv", Weights()).decide(
-        request, prompt, overlaps, now_ns=50, seed=seed, turn=1, waited_s=waited_s, part=part
+        request, prompt, overlaps, now_ns=50, seed=seed, number=1, waited_s=waited_s, part=part
     )
     context = RoutingContext(
         request,
