@@ -250,9 +250,12 @@ class Connection(HttpToolsProtocol):
     @property
     def _unconfirmed_bytes(self) -> int:
         """Bytes that were written and that the client's machine has not confirmed."""
+        socket = self.transport.get_extra_info("socket")
+        if socket is None:
+            return 0  # over TLS, between its end and ``connection_lost``
         unsent = self.transport.get_write_buffer_size()
         with contextlib.suppress(OSError, ValueError):
-            queued = fcntl.ioctl(self.transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, b"\0\0\0\0")
+            queued = fcntl.ioctl(socket.fileno(), termios.TIOCOUTQ, b"\0\0\0\0")
             unsent += int.from_bytes(queued, sys.byteorder)
         return unsent
 

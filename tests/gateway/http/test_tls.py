@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import uvloop
 
 from gateway.http.connections import Limits
 from gateway.http.server import HttpServer
@@ -101,6 +102,27 @@ async def test_half_a_replacement_changes_nothing(
     assert not certificate.reload()
     put(made["second"], pair)
     assert certificate.reload()
+
+
+def test_a_connection_may_be_looked_at_when_its_tls_has_ended(pair: tuple[Path, Path]) -> None:
+    async def look() -> None:
+        listener, tasks = listen("127.0.0.1", 0), Tasks("test")
+        server = HttpServer(Application(), [listener], Limits(), tasks, tls=Certificate(*map(str, pair)))
+        await server.start()
+        client = await connected(listener.getsockname()[1], pair[0])
+        assert await answer(*client) == b"HTTP/1.1 200 OK"
+        (connection,) = server.connections
+        lost = asyncio.Event()
+        connection.on_lost = lost.set
+        await closed(client[1])
+        await lost.wait()
+        try:
+            connection.check(asyncio.get_running_loop().time())
+        finally:
+            await server.close()
+            await tasks.aclose()
+
+    uvloop.run(look())  # as in a gateway
 
 
 async def test_plain_http_is_not_answered(served: tuple[int, Certificate]) -> None:
