@@ -336,7 +336,7 @@ class _SettingsParser(Parser):
 def _plain(message: str) -> str:
     """An error of argparse in our words."""
     if missing := re.fullmatch(r"the following arguments are required: (.*)", message):
-        return f"missing: {missing[1]}"
+        return f"missing: {re.sub(r'{(.*)}', lambda choice: 'one of ' + choice[1].replace(',', ', '), missing[1])}"
     if alone := re.fullmatch(r"argument (\S+): expected (?:one|at least one) argument", message):
         return f"{alone[1]} needs a value"
     if match := re.fullmatch(r"argument (\S+): invalid choice: '(.*)' \(choose from (.*)\)", message):

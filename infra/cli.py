@@ -235,8 +235,9 @@ class StreamsSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line; the exit status: 130 after Ctrl-C, 1 if a file or standard output cannot be used."""
+    args = list(sys.argv[1:] if argv is None else argv)
     try:
-        return _run(list(sys.argv[1:] if argv is None else argv))
+        return _run(args)
     except KeyboardInterrupt:  # while modules are imported, or in a command that has nothing to stop in order
         return INTERRUPTED
     except BrokenPipeError:  # `| head -1` has read enough
@@ -247,7 +248,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if error.errno not in OF_FILES:
             raise
         file = f"{error.filename}: " if error.filename else ""
-        print(f"penstock: {file}{error.strerror}", file=sys.stderr)
+        print(f"penstock {split(args)[0] or ''}: {file}{error.strerror}", file=sys.stderr)
         return 1
 
 

@@ -216,6 +216,9 @@ async def _forget(nc: Client, subjects: Subjects, name: str) -> None:
 
 
 def _list(existing: Tenants) -> None:
+    if not existing:
+        print("there is no tenant but 'default'")
+        return
     print(f"{'tenant':<32}  {'max-pending':>11}  {'weight':>6}  {'cache':<6}  models")
     for name, tenant in sorted(existing.items()):
         cache, models = "shared" if tenant.shared_cache else "own", ",".join(tenant.models) or "all"

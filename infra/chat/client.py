@@ -116,8 +116,9 @@ class ChatClient:
 
 def _message(status: int, content: bytes) -> str:
     """An error as the server words it."""
+    hint = " (here: --key KEY, or $OPENAI_API_KEY)" if status == 401 else ""
     try:
         error = msgspec.json.decode(content)["error"]
-        return str(error["message"] if isinstance(error, dict) else error)
+        return str(error["message"] if isinstance(error, dict) else error) + hint
     except (msgspec.MsgspecError, KeyError, TypeError):
         return f"the server answered {status}: {content[:200].decode(errors='replace')}"

@@ -130,7 +130,7 @@ def _chosen(name: str, models: Sequence[str]) -> str:
     if not models:
         raise ValueError("the server has no model yet: `penstock doctor` says why")
     if name and name not in models:
-        raise ValueError(f"{name} is not served; there are {', '.join(models)}")
+        raise ValueError(f"model {name!r} is not served; served: {', '.join(models)}")
     return name or models[0]
 
 

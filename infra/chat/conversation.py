@@ -100,8 +100,7 @@ def image_url(source: str) -> str:
     """An image for ``ask``: a URL as it is, a file as a data URL.
 
     Raises:
-        OSError: the file cannot be read.
-        ValueError: it is too large, or no image by its name.
+        ValueError: the file cannot be read, is too large, or no image by its name.
     """
     if source.startswith(("http://", "https://", "data:")):
         return source
@@ -109,7 +108,10 @@ def image_url(source: str) -> str:
     kind, _ = mimetypes.guess_type(file.name)
     if kind is None or not kind.startswith("image/"):
         raise ValueError(f"{source} is no image: its name should end in .png, .jpg, .webp or .gif")
-    size = file.stat().st_size
-    if size > IMAGE_BYTES:
-        raise ValueError(f"{source} has {size:,} bytes; the limit is {IMAGE_BYTES:,}")
-    return f"data:{kind};base64,{base64.b64encode(file.read_bytes()).decode()}"
+    try:
+        size = file.stat().st_size
+        if size > IMAGE_BYTES:
+            raise ValueError(f"{source} has {size:,} bytes; the limit is {IMAGE_BYTES:,}")
+        return f"data:{kind};base64,{base64.b64encode(file.read_bytes()).decode()}"
+    except OSError as error:
+        raise ValueError(f"image {source}: {error.strerror or error}") from error

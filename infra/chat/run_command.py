@@ -51,7 +51,8 @@ def run(argv: Sequence[str]) -> int:
         epilog="flags of `penstock up` go behind --, as in: penstock run demo 'What is 12 + 5?' -- --threads 2",
     )
     parser.add_argument("model", help="model directory, Hugging Face id, or a bundled model such as demo")
-    parser.add_argument("question", nargs="*", help="what to ask; -: read it from standard input; without one: talk")
+    question_help = "what to ask; -: read it from standard input; without one: talk"
+    parser.add_argument("question", nargs="*", default=[], help=question_help)
     parser.add_argument("--data-dir", default="", metavar="FOLDER", help="keep the log here; default: it is deleted")
     add_chat_flags(parser)
     own, flags = _split(list(argv))

@@ -171,7 +171,7 @@ class Session:
     def _model(self, name: str) -> None:
         models = self._runner.run(self._client.models())
         if name and name not in models:
-            raise ValueError(f"{name} is not served; there are {', '.join(models)}")
+            raise ValueError(f"model {name!r} is not served; served: {', '.join(models)}")
         self._conversation.model = name or self._conversation.model
         for each in models if not name else ():
             mark = "*" if each == self._conversation.model else " "

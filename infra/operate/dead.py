@@ -54,7 +54,7 @@ def run(argv: Sequence[str]) -> int:
         case "list":
             return _list(arguments)
         case "show":
-            return inspect.run(arguments)
+            return inspect.run(arguments, "dead show")
         case "retry":
             return _retry(arguments)
     asked = verb in ("-h", "--help")

@@ -227,7 +227,8 @@ async def _show(args: argparse.Namespace, console: Console) -> None:
     async with open_log(_source(args), name="keys", role="operator", streams=()) as log:
         key, _ = await key_store.find(_running(log.stopped, log.bus), key_id)
     for name, value in _public(key, now_ns).items():
-        console.print(f"{name:<20} {escape(str(value))}", highlight=False, soft_wrap=True)
+        shown = "–" if value is None else ("no", "yes")[value] if isinstance(value, bool) else value
+        console.print(f"{name:<20} {escape(str(shown))}", highlight=False, soft_wrap=True)
 
 
 async def _revoke(args: argparse.Namespace, console: Console) -> None:

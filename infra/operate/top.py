@@ -87,7 +87,7 @@ def picture(snapshot: Snapshot, width: int) -> Group:
         _workers(snapshot.workers, width),
         _queues(snapshot.queues, width),
         _streams(snapshot, width),
-        _ended(snapshot, width),
+        *([_ended(snapshot, width)] if snapshot.recent else []),
     )
     return Group(head, _rates(snapshot.rates), *(part for table in tables for part in (Text(), table)))
 

@@ -24,10 +24,13 @@ from infra.replay.show_report import show
 from infra.replay.texts import with_texts
 from infra.terminal import stdout
 from infra.timeline.log_copy import MEDIA
+from infra.timeline.moments import show_duration
 from infra.timeline.open_log import Source, add_flags, open_log, run_command
 
 FAIL_ON = ("tokens", "errors", "never")
 MAX_SPEED = "max"
+LONG_S = 10.0
+INTERRUPTED = 130
 
 
 def run(argv: Sequence[str]) -> int:
@@ -45,8 +48,11 @@ def run(argv: Sequence[str]) -> int:
         reports.append(await _replay(args))
 
     status = run_command("replay", work)
-    if status or not reports:
+    if status:
         return status
+    if not reports:
+        print("penstock replay: interrupted; requests that were sent still run", file=sys.stderr)
+        return INTERRUPTED
     report = reports[0]
     if args.json != "-":
         show(report, console)
@@ -119,7 +125,7 @@ async def _replay(args: argparse.Namespace) -> Report:
         recorded = await collect(log, chosen._replace(kv=False))
         plan = _plan(recorded, args.limit, over_http=args.target.startswith("http"))
         began_ns = time.time_ns()
-        print(f"replaying {counted(len(plan.runs), 'request')}", file=sys.stderr)
+        print(f"replaying {counted(len(plan.runs), 'request')}{_pauses(plan.runs, speed)}", file=sys.stderr)
         if args.target.startswith(("http://", "https://")):
             replayed = await replay_over_http(args, plan.runs, changes, speed)
         else:
@@ -142,6 +148,13 @@ def _speed(text: str) -> float:
         if (speed := float(text)) > 0:
             return speed
     raise ValueError(f"--speed {text}: write 1 for the recorded pace, 10 for ten times as fast, or max")
+
+
+def _pauses(runs: Sequence[Run], speed: float) -> str:
+    """How long sending takes at the recorded pace, if that is long."""
+    made = [run.request.created_ns for run in runs if run.request is not None]
+    seconds = (max(made) - min(made)) / 1e9 / speed if speed else 0.0
+    return f" in {show_duration(seconds)}, at their recorded pace (--speed max: no pauses)" if seconds > LONG_S else ""
 
 
 def _plan(recorded: Recording, limit: int, *, over_http: bool) -> _Plan:

@@ -31,10 +31,10 @@ class Options(NamedTuple):
     model_path: str
 
 
-def run(argv: Sequence[str]) -> int:
-    """Inspect one request; returns the exit status."""
+def run(argv: Sequence[str], name: str = "inspect") -> int:
+    """Inspect one request as the command ``name``; returns the exit status."""
     parser = Parser(
-        prog="penstock inspect",
+        prog=f"penstock {name}",
         description="show everything that happened to a request, and why: running, ended, failed or cancelled",
     )
     parser.add_argument("request_id", metavar="ID", help="X-Request-Id header, or id, of the answer")
@@ -54,7 +54,7 @@ def run(argv: Sequence[str]) -> int:
     options = Options(not args.no_batches, args.text, args.tokens, args.json, args.html, args.model_path)
     request_id = args.request_id.removeprefix("chatcmpl-").removeprefix("cmpl-")
     console = stdout()
-    return run_command("inspect", lambda: _run(request_id, Source.of(args), options, console))
+    return run_command(name, lambda: _run(request_id, Source.of(args), options, console))
 
 
 async def _run(request_id: str, source: Source, options: Options, console: Console) -> None:

@@ -135,6 +135,9 @@ def test_the_first_of_two_words_lists_the_second(
 UNUSABLE: list[tuple[list[str], int, str]] = [
     (["quux"], 2, "penstock: no command 'quux' (see `penstock --help`)"),
     (["inspect"], 2, "penstock inspect: missing: ID"),
+    (["run"], 2, "penstock run: missing: model\n"),
+    (["keys"], 2, "penstock keys: missing: one of create, list, show, revoke"),
+    (["dead", "show", "x", "--data-dir", "/nonexistent"], 1, "penstock dead show: no deployment in"),
     (["completion", "csh"], 2, "penstock completion: 'csh' is not one of bash, fish, zsh"),
     (
         ["tenants", "ad", "x"],
@@ -147,6 +150,11 @@ UNUSABLE: list[tuple[list[str], int, str]] = [
         "penstock router: --namespace: 'A B' is not a lower-case word of at most",
     ),
     (["recipe", "check", "none.yaml"], 1, "none.yaml: No such file or directory"),
+    (
+        ["profile", "sla", "--source", "mock", "--prices", "none.yaml"],
+        1,
+        "penstock profile sla: none.yaml: No such file",
+    ),
     (["kubernetes", "render", "none"], 1, "no recipe 'none'"),
     (["bench", "http", "--url", "http://127.0.0.1:1"], 1, "no server answers at http://127.0.0.1:1: start one"),
     (["bench", "split", "--whole", "http://127.0.0.1:1"], 1, "http://127.0.0.1:1 does not answer"),
@@ -182,8 +190,11 @@ def test_ctrl_c_while_a_command_is_loaded_ends_it_without_a_traceback(
 @pytest.mark.parametrize(
     ("error", "said"),
     [
-        (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), "penstock: No space left on device\n"),
-        (PermissionError(errno.EACCES, os.strerror(errno.EACCES), "/x/y"), "penstock: /x/y: Permission denied\n"),
+        (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), "penstock bench plot: No space left on device\n"),
+        (
+            PermissionError(errno.EACCES, os.strerror(errno.EACCES), "/x/y"),
+            "penstock bench plot: /x/y: Permission denied\n",
+        ),
     ],
     ids=["full", "rights"],
 )

@@ -116,6 +116,7 @@ async def test_without_keys_everyone_is_served_and_with_the_first_one_nobody_els
     shown = capsys.readouterr().out
     assert shown.count(prefix) == 2
     assert text not in shown
+    assert "None" not in shown
 
 
 async def test_a_revoked_key_is_refused_by_every_gateway_within_a_second(

@@ -29,6 +29,7 @@ class Server(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.parts: list[bytes] = []
         self.breaks = 1 << 30
+        self.keys = False  # whether it needs one
         self.bodies: list[dict[str, Any]] = []
         self.resumed: list[tuple[str, str | None]] = []
         self.url = f"http://127.0.0.1:{self.server_port}"
@@ -38,6 +39,9 @@ class Handler(BaseHTTPRequestHandler):
     server: Server
 
     def do_GET(self) -> None:
+        if self.server.keys:
+            self._send(401, b'{"error": {"message": "send a key"}}')
+            return
         if self.path == "/v1/models":
             self._send(200, b'{"data": [{"id": "m"}, {"id": "other"}]}')
             return
@@ -174,13 +178,22 @@ def test_the_command_answers_one_question_and_goes_on_with_it_later(
     assert run(["--data-dir", str(tmp_path), "a"]) == 1
     printed, errors = capfd.readouterr()
     assert printed == "17\n17\n"
-    assert "nosuch is not served; there are m, other" in errors
+    assert "model 'nosuch' is not served; served: m, other" in errors
     assert "no deployment runs in" in errors
     first, second = server.bodies
     assert (first["temperature"], first["messages"][0]) == (0, {"role": "system", "content": "Be brief."})
     assert [message["content"] for message in second["messages"]] == ["Be brief.", "12 + 5?", "17", "and now?"]
 
 
-def test_a_file_of_tools_that_cannot_be_read_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_that_cannot_be_read_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["--url", "http://127.0.0.1:1", "--tools", "/nonexistent", "hello"]) == 1
     assert capsys.readouterr().err == "penstock chat: --tools /nonexistent: No such file or directory\n"
+    assert run(["--url", "http://127.0.0.1:1", "--image", "/nonexistent.png", "hello"]) == 1
+    assert capsys.readouterr().err == "penstock chat: image /nonexistent.png: No such file or directory\n"
+
+
+def test_a_server_that_needs_a_key_is_asked_with_a_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    with serving() as server:
+        server.keys = True
+        assert run(["--url", server.url, "hello"]) == 1
+    assert capsys.readouterr().err == "penstock chat: send a key (here: --key KEY, or $OPENAI_API_KEY)\n"

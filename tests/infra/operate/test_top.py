@@ -6,12 +6,23 @@ import json
 import time
 from collections.abc import AsyncIterator
 
+import msgspec
 import pytest
 from rich.console import Console
 
 from infra.broker.server import EmbeddedNats
 from infra.bus.connection import Bus
-from infra.operate.observe import Count, Observer, QueueView, held_by_class, hit_rate, rates, tenant_rows, workers
+from infra.operate.observe import (
+    Count,
+    Observer,
+    QueueView,
+    Snapshot,
+    held_by_class,
+    hit_rate,
+    rates,
+    tenant_rows,
+    workers,
+)
 from infra.operate.top import bar, picture, run
 from schemas import wire
 from schemas.fleet import Load, Registration
@@ -62,6 +73,14 @@ def test_workers_share_the_output_by_what_they_finished() -> None:
     one, two = workers(found, [summary("w-1", out=30), summary("w-2", out=10, cached=50)], 400.0)
     assert (one.tokens_per_s, two.tokens_per_s) == (300.0, 100.0)
     assert (one.slots, one.total_blocks, two.hit_rate) == (16, 200, 0.5)
+
+
+def test_what_ended_has_no_heading_while_nothing_has() -> None:
+    quiet = Snapshot(1, "ps", (), (), rates([Count(1.0, 0, 0)], []), (), ())
+    for snapshot, shown in (quiet, False), (msgspec.structs.replace(quiet, recent=(summary(),)), True):
+        printed = io.StringIO()
+        Console(file=printed, width=100).print(picture(snapshot, 100))
+        assert ("ended last" in printed.getvalue()) is shown
 
 
 def test_a_bar_of_nothing_is_a_dash_and_none_is_longer_than_full() -> None:
