@@ -318,11 +318,6 @@ def _left_s(stored: _StoredObject, age_s: float) -> float:
     return age_s - MARGIN_S - (time.time_ns() - stored.stored_ns) / 1e9
 
 
-def _cut(data: bytes) -> list[memoryview]:
-    view = memoryview(data)
-    return [view[at : at + CHUNK] for at in range(0, len(data), CHUNK)]
-
-
 def _sha256(chunks: Sequence[bytes | memoryview]) -> str:
     digest = hashlib.sha256()
     for chunk in chunks:

@@ -74,7 +74,7 @@ async def test_an_object_is_stored_once(bus: Bus) -> None:
 
 
 async def test_gateways_that_put_the_same_at_once_leave_one_whole_object(bus: Bus) -> None:
-    data = some(3 * CHUNK)
+    data = some(CHUNK + 1)
     left = await asyncio.gather(*(put(bus, "media", "name", data) for _ in range(8)))
     assert min(left) > LIFE - 120
     assert await read_back(bus, "name") == data
