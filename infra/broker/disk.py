@@ -32,6 +32,9 @@ class Server(Protocol):
     log_path: Path
     data_dir: Path
 
+    @property
+    def pid(self) -> int | None: ...
+
     def terminate(self) -> None: ...
 
 
@@ -49,6 +52,7 @@ class DiskWatch:
         with contextlib.suppress(OSError):
             self._read = server.log_path.stat().st_size
         self._rest = b""
+        self._ending: int | None = None  # the server that was asked to end: until it has, it still meets the full disk
         self._full = False
         self._warned = False
         self._task: asyncio.Task[None] | None = None
@@ -89,6 +93,7 @@ class DiskWatch:
         if self._full and usage.free >= room and (now := self._clock()) >= self._restart_after:
             self._full, self._restart_after = False, now + REST_S
             log.warning("broker_restarts", reason="the disk was full and has room again", free_bytes=usage.free)
+            self._ending = self._server.pid
             self._server.terminate()
         scarce = usage.free < SCARCE * usage.total
         if scarce and not self._warned and not self._full:
@@ -101,6 +106,6 @@ class DiskWatch:
             file.seek(self._read)
             new = file.read(1 << 20)
         self._read += len(new)
-        text = self._rest + new
-        self._rest = text[-len(FULL) + 1 :]  # never the words themselves, which count once
-        return FULL in text
+        *lines, self._rest = (self._rest + new).split(b"\n")
+        gone = b"[%d] " % (self._ending or 0)
+        return any(FULL in line and not line.startswith(gone) for line in lines)

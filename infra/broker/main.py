@@ -3,8 +3,8 @@
 import asyncio
 import sys
 
-import nats
 from nats.aio.client import Client
+from nats.errors import Error as NatsError
 
 from configs.logs import setup
 from configs.settings import NatsSettings
@@ -15,6 +15,7 @@ from infra.broker.failures import NoServerBinary, ServerFailed
 from infra.broker.jetstream_api import BrokerProblem
 from infra.broker.roles import ROLES, inbox_prefix
 from infra.broker.server import EmbeddedNats
+from infra.bus.client import BusClient
 from infra.bus.connection import why_unreachable
 from infra.cli import StreamsSettings
 from infra.launch.signals import Stop
@@ -106,9 +107,10 @@ async def connect_operator(url: str) -> Client:
     async def note(error: Exception) -> None:
         problems.append(error)
 
+    client = BusClient()
     try:
         async with asyncio.timeout(CONNECT_S):
-            return await nats.connect(
+            await client.connect(
                 url.split(","),
                 name="penstock-operator",
                 inbox_prefix=inbox_prefix("operator"),
@@ -116,7 +118,9 @@ async def connect_operator(url: str) -> Client:
                 max_reconnect_attempts=2,
                 reconnect_time_wait=0.2,
             )
-    except (OSError, TimeoutError, nats.errors.Error) as error:
+            return client
+    except (OSError, TimeoutError, NatsError) as error:
+        client.drop_link()
         reason = why_unreachable(problems[-1] if problems else error)
         raise BrokerProblem(
             f"no connection to {_without_password(url)} ({reason}): "

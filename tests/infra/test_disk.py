@@ -24,6 +24,7 @@ class Server:
 
     def __init__(self, folder: Path) -> None:
         self.data_dir, self.log_path, self.ended = folder, folder / "nats.log", 0
+        self.pid = 7
         self.log_path.write_text("[INF] write /x: no space left on device, of an earlier run\n")
 
     def terminate(self) -> None:
@@ -70,6 +71,23 @@ def test_a_server_that_met_no_full_disk_is_left_alone(tmp_path: Path, free: dict
     free["bytes"] = 500
     watch.look()
     assert server.ended == 0
+
+
+def test_what_a_server_that_was_asked_to_end_still_says_of_a_full_disk_does_not_end_the_next_one(
+    tmp_path: Path, free: dict[str, int]
+) -> None:
+    server = Server(tmp_path)
+    watch = DiskWatch(server, clock=iter(range(0, 1000, 100)).__next__)
+    server.says("[7] [ERR] write /x: no space left on device\n")
+    free["bytes"] = 500
+    watch.look()
+    server.says("[7] [ERR] write /x: no space left on device\n[7] [INF] Exiting\n[8] [INF] Starting\n")
+    server.pid = 8
+    watch.look()
+    assert server.ended == 1
+    server.says("[8] [ERR] write /x: no space left on device\n")
+    watch.look()
+    assert server.ended == 2
 
 
 def test_one_message_counts_once_wherever_a_look_cuts_the_log(tmp_path: Path, free: dict[str, int]) -> None:

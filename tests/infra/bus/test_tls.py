@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from infra.broker.jetstream_api import BrokerProblem
+from infra.broker.main import connect_operator
 from infra.broker.server import EmbeddedNats
 from infra.bus.client import BusClient
 from infra.bus.connection import connect
@@ -69,8 +71,11 @@ async def test_a_server_that_hangs_is_left_within_two_seconds_although_it_ends_n
 
 
 async def test_no_password_goes_to_a_server_without_tls_if_the_url_asks_for_tls(broker: EmbeddedNats) -> None:
+    url = broker.url().replace("nats://", "tls://")
     with pytest.raises(ServingError, match="server has none"):
-        await connect(broker.url().replace("nats://", "tls://"), role="operator", name="test", timeout=0.5)
+        await connect(url, role="operator", name="test", timeout=0.3)
+    with pytest.raises(BrokerProblem, match="server has none"):
+        await connect_operator(url)
 
 
 async def test_a_certificate_that_no_authority_has_signed_is_refused(
