@@ -81,7 +81,7 @@ class Decider:
         decision = self._policy.decide(
             request,
             reusable,
-            self._cluster.depths(reusable),
+            self._cluster.caches.depths(reusable),
             now_ns=now_ns,
             seed=inputs.seed,
             number=inputs.number,

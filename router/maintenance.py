@@ -95,10 +95,11 @@ class Maintenance:
                 await self._claim(pending.reply)
             await self._time_slice.yield_if_spent()
         self._metrics.waiting.set(len(self._held))
-        if self._cluster.index is not None:
-            self._metrics.blocks.set(self._cluster.index.blocks)
-            self._metrics.index_sequence.set(self._cluster.check.kv_seq)
-            self._metrics.index_checksum.set(self._cluster.check.checksum)
+        caches = self._cluster.caches
+        if caches.index is not None:
+            self._metrics.blocks.set(caches.index.blocks)
+            self._metrics.index_sequence.set(caches.check.kv_seq)
+            self._metrics.index_checksum.set(caches.check.checksum)
         self._metrics.workers.set(self._cluster.tracker.size)
         self._place_held()
 

@@ -123,7 +123,7 @@ class Router:
         order = HeldOrder[PendingRequest](
             cluster.tracker,
             self._decider.arrays,
-            cluster.overlaps,
+            cluster.caches.overlaps,
             by_size=settings.mode == "kv",
             weights=self._tenants.weights,
         )

@@ -1,4 +1,4 @@
-"""Publishing the end of a request that no worker ends."""
+"""Publishes the end of a request that no worker ends."""
 
 import asyncio
 import time
@@ -27,7 +27,7 @@ POLL_S = 0.1
 
 
 class TerminalPublisher:
-    """Whether the end of a request is being published."""
+    """Publishes in the background. ``in``: whether the end of a request is being published."""
 
     def __init__(
         self,

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 
 from infra.bench.decision import PROMPT_TOKENS, decisions
 from infra.bus.loop_lag import freeze_loaded
-from router.cluster.cluster_state import SWEEP_BLOCKS
+from router.cluster.caches import SWEEP_BLOCKS
 from router.index.encoding import encoding, read_head, restoring
 from router.index.holders import keys_view
 from router.index.prefix_index import PrefixIndex

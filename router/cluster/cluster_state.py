@@ -1,16 +1,14 @@
-"""The state of the cluster as a router sees it: the logs and the workers bucket, folded into index and loads.
+"""The state of the cluster as a router sees it: what its workers cache (``caches``) and have to do (``LoadTracker``).
 
-This is the shell around ``PrefixIndex`` and ``LoadTracker``: it follows KV, WORK, DONE and the bucket.
+This is the shell around the load tracker: it follows WORK, DONE and the workers bucket.
 """
 
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
-from typing import NamedTuple
 
-import msgspec
 import structlog
 
 from configs.settings import RouterSettings
@@ -18,19 +16,17 @@ from infra.bus.connection import Bus
 from infra.bus.direct_get import Entry
 from infra.bus.log_tail import LogTail
 from infra.bus.registry import RegisteredWorker, WorkerRegistry
+from router.cluster.caches import SWEEP_BLOCKS, Caches
 from router.cluster.cluster_listener import ClusterListener
 from router.cluster.disconnects import DisconnectWatch
 from router.cluster.registration_removal import RegistrationRemoval
 from router.cluster.returned_attempts import ReturnedAttempts
 from router.cluster.sent import read_sent
-from router.cluster.snapshots import IndexSnapshots, Snapshot, Snapshots
+from router.cluster.snapshots import Snapshot, Snapshots
 from router.cluster.unowned import Unfolded, UnownedRequests
 from router.erasure.ledger import ErasureLedger
-from router.index.approximate import ApproximateIndex
-from router.index.depths import TargetId, as_dict
+from router.index.depths import TargetId
 from router.index.holders import keys_view
-from router.index.loader import IndexLoader
-from router.index.prefix_index import PrefixIndex
 from router.job_message import Positions
 from router.loads.load import ENCODE, ActiveRequest
 from router.loads.load_tracker import LoadTracker
@@ -42,21 +38,10 @@ from schemas.subjects import HEADER_NO_STORE, request_of
 log = structlog.get_logger("router")
 
 SETTLE_S = fleet.LEASE_S + 0.5  # after a (re)connect, for workers to renew their leases
-SWEEP_BLOCKS = 1_000  # of the index, at once: 1 ms
-SWEEP_STEPS = 10
-INDEX_SNAPSHOT_S = 60.0  # between two: each has 8 bytes a block
-CHECK_EVERY = 4096  # messages of the KV stream: where all routers note the index's checksum
 EXPIRE_REQUESTS = 2_000
 FOLD_AT_ONCE = 100  # messages that were left unfolded: 2 ms
 LEFT_REMEMBERED = 1024  # workers that left
 OVERDUE_NS = 30_000_000_000  # after its deadline; the terminal event of such a request was missed
-
-
-class IndexCheck(NamedTuple):
-    """The index's checksum after a message of the KV stream: equal in all routers that noted that sequence."""
-
-    kv_seq: int
-    checksum: int
 
 
 class ClusterState:
@@ -69,15 +54,12 @@ class ClusterState:
         self.tasks = bus.tasks.group("cluster")
         self.tracker = LoadTracker(kv_events=settings.kv_events)
         self.erasures = ErasureLedger(settings.no_store_grace_s)
-        self.index: PrefixIndex | None = None
-        self._approximate = ApproximateIndex(settings.max_index_blocks, settings.predicted_ttl_s)  # of silent caches
-        self._loader: IndexLoader | None = None
-        if settings.kv_events:
-            self._use_index(PrefixIndex(settings.max_index_blocks))
+        self.caches = Caches(
+            bus, settings, self.tasks, is_registered=self._is_registered, folded=self._on_kv, loaded=self._on_loaded
+        )
         self._registry = WorkerRegistry(bus, joined=self._on_joined, left=self._on_left, renewed=self._on_renewed)
         self._removal = RegistrationRemoval(bus, self._registry, self.tasks)
         self.disconnects = DisconnectWatch(self._is_worker_connection)
-        self._kv = self._tail("KV", "kv", self._on_kv)
         self._work = self._tail("WORK", "work", self._on_work)
         self._done = self._tail("DONE", "done", self._on_done)
         self._returns = ReturnedAttempts(bus, self._on_returned)
@@ -89,17 +71,9 @@ class ClusterState:
         self._connected_since = time.monotonic()
         self._snapshots = Snapshots(bus, settings.name)
         self._saved = (0, 0, 0)
-        self._index_snapshots = IndexSnapshots(bus, settings.name)
-        self._index_saved = (time.monotonic(), 0)  # when, and up to which KV sequence
-        self._kv_seen = 0
-        self.check = IndexCheck(0, 0)
         self.places: Callable[[str], bool] = lambda model: True  # call ``owners_changed`` if it changes
         self._placed_here: dict[str, bool] = {}  # by worker
         self._unowned = UnownedRequests()
-
-    def _use_index(self, index: PrefixIndex) -> None:
-        self.index = index
-        self._loader = IndexLoader(self._bus, index, self.tasks, self._is_registered, self._on_loaded)
 
     def _tail(self, stream: str, kind: str, handle: Callable[[Entry], None]) -> LogTail:
         subjects = self._bus.subjects
@@ -121,12 +95,9 @@ class ClusterState:
             self.tracker.restore(state)
             starts = {"done": at.done_seq, "returned": at.returned_seq, "work": at.work_seq}
         # Workers before jobs: jobs are counted in blocks of their worker's size.
-        if self.index is not None:
-            after = await self._restore_index()
-            since_ns = 0 if after else now_ns
-            await self._following.enter_async_context(self._kv.following(after=after, since_ns=since_ns))
+        await self.caches.start(now_ns)
         await self._following.enter_async_context(self._registry)
-        self._forget_unregistered()
+        self.caches.forget_unregistered()
         # Ends before beginnings: a request that is known to be over never counts as active.
         for name, tail in (("done", self._done), ("returned", self._returned), ("work", self._work)):
             after = starts.get(name, 0)
@@ -136,27 +107,9 @@ class ClusterState:
         if self._settings.sys_nats_url:
             await self.disconnects.start(self._settings.sys_nats_url)
 
-    async def _restore_index(self) -> int:
-        """Take the index from a snapshot. Returns: its KV sequence; 0: there is none, so all workers have to dump."""
-        restored = await self._index_snapshots.load(self._settings.max_index_blocks)
-        if restored is None:
-            return 0
-        index, kv_seq = restored
-        self._use_index(index)
-        return kv_seq
-
-    def _forget_unregistered(self) -> None:
-        """Workers that are in the snapshot or the tail, and left before this router started."""
-        if self.index is None or self._loader is None:
-            return
-        for worker in self.index.workers():
-            if not self._is_registered(worker):
-                self._loader.forget(worker)
-
     async def stop(self) -> None:
         await self._returns.stop()
-        if self._loader is not None:
-            await self._loader.stop()
+        await self.caches.stop()
         await self._following.aclose()
         await self.disconnects.stop()
 
@@ -173,50 +126,19 @@ class ClusterState:
                 if count % FOLD_AT_ONCE == 0:
                     await asyncio.sleep(0)
             await self._snapshots.save(head, self.tracker.parts())
-        if time.monotonic() - self._index_saved[0] >= INDEX_SNAPSHOT_S:
-            await self.save_index()
-
-    async def save_index(self) -> None:
-        position = self._kv.position
-        if self.index is not None and position != self._index_saved[1] and self._bus.connected:
-            self._index_saved = (time.monotonic(), position)
-            await self._index_snapshots.save(self.index, position)
+        await self.caches.save_sometimes()
 
     async def maintain(self, now_ns: int) -> None:
-        """Expire leases, broken connections and overdue requests, and clean up the index; a few times a second."""
+        """Expire leases, broken connections and overdue requests, and clean up; a few times a second."""
         self._registry.expire()
         self._removal.remove_stale()
         if expired := self.disconnects.expired(time.monotonic()):
             self._removal.remove_connections(frozenset(expired))
         self.tracker.expire(now_ns - OVERDUE_NS, EXPIRE_REQUESTS)
-        for index in (self.index, self._approximate):
-            for _ in range(SWEEP_STEPS):
-                if index is None or index.sweep(SWEEP_BLOCKS):
-                    break
-                await asyncio.sleep(0)
-        self._approximate.expire(now_ns / 1e9)
+        await self.caches.maintain(now_ns / 1e9)
         self.tracker.loads.sweep(SWEEP_BLOCKS)
-        if self._kv.position == self._kv_seen != self.check.kv_seq:  # at rest: all routers come to the same sequence
-            self._check_index()
-        self._kv_seen = self._kv.position
-
-    def _check_index(self) -> None:
-        if self.index is not None:
-            self.check = IndexCheck(self._kv.position, self.index.checksum())
 
     # Decisions
-
-    def overlaps(self, keys: Sequence[int]) -> Mapping[TargetId, int]:
-        """Leading prompt blocks cached, or predicted to be, by target."""
-        return self._with_predicted({} if self.index is None else self.index.match(keys), keys)
-
-    def depths(self, keys: Sequence[int]) -> Mapping[TargetId, int]:
-        """``overlaps`` for a decision that is made at once."""
-        return self._with_predicted({} if self.index is None else self.index.depths(keys), keys)
-
-    def _with_predicted(self, overlaps: Mapping[TargetId, int], keys: Sequence[int]) -> Mapping[TargetId, int]:
-        predicted = self._approximate.match(keys) if len(self._approximate) else None
-        return {**as_dict(overlaps), **predicted} if predicted else overlaps
 
     def suspects(self) -> frozenset[str]:
         """Workers whose connection is broken at the moment, whose engine is stalled, or that are late."""
@@ -245,9 +167,8 @@ class ClusterState:
         self.tracker.admit(request, attempt, first.worker, load, now_ns=now_ns, role=first.role, keys=keys)
         for stage in route:
             worker = self.tracker.worker(stage.worker)
-            if worker is not None and stage.role != ENCODE and (self.index is None or worker.silent_cache):
-                target = stage.worker, stage.rank
-                self._approximate.record(target, keys, now_ns / 1e9, worker.total_blocks)
+            if worker is not None and stage.role != ENCODE:
+                self.caches.sent(worker, stage.rank, keys, now_ns)
 
     def model_of(self, worker: str) -> str:
         """The model of a worker that is registered, or left not long ago; "": unknown."""
@@ -261,7 +182,7 @@ class ClusterState:
 
     def positions(self) -> Positions:
         """The stream sequences that the present state was folded from."""
-        return Positions(self._kv.position, self._work.position, self._done.position)
+        return Positions(self.caches.position, self._work.position, self._done.position)
 
     # Logs
 
@@ -335,18 +256,7 @@ class ClusterState:
     def _on_returned(self, request: str, attempt: int, reason: str) -> None:
         self._listener.attempt_returned(request, attempt, reason)
 
-    def _on_kv(self, entry: Entry) -> None:
-        assert self.index is not None
-        assert self._loader is not None
-        try:
-            batch = kv.decode(entry.data)
-        except msgspec.MsgspecError as error:
-            log.warning("kv_batch_unreadable", seq=entry.seq, error=str(error))
-            return
-        if not self.index.apply(batch):
-            self._loader.reload(batch.worker)
-        if entry.seq % CHECK_EVERY == 0:
-            self._check_index()
+    def _on_kv(self, batch: kv.KvBatch) -> None:
         target_id, computed = (batch.worker, batch.rank), False
         if self.tracker.loads.is_computing(target_id):
             now_ns = time.time_ns()
@@ -358,7 +268,7 @@ class ClusterState:
 
     def _find_computed(self, target_id: TargetId, key: int) -> None:
         """Prompts that end with this block are computed if the index has it: no event will report them any more."""
-        if self.index is not None and self.index.holds(target_id, key):
+        if self.caches.holds(target_id, key):
             self.tracker.stored(target_id, (key,), 0)
 
     def _on_loaded(self, worker: str) -> None:
@@ -383,8 +293,7 @@ class ClusterState:
         self._placed_here.pop(registration.worker, None)
         self._left.pop(registration.worker, None)
         self.disconnects.restored(registration.connection)
-        if self._loader is not None and registration.kv_events:
-            self._loader.ensure(registration.worker, registration.dp_size)
+        self.caches.joined(registration)
         self._listener.capacity_changed()
 
     def _on_renewed(self, worker: RegisteredWorker) -> None:
@@ -398,7 +307,5 @@ class ClusterState:
         self._left[name] = worker.registration.model
         if len(self._left) > LEFT_REMEMBERED:
             self._left.popitem(last=False)
-        if self._loader is not None:
-            self._loader.forget(name)
-        self._approximate.forget(name)
+        self.caches.left(name)
         self._listener.worker_lost(name, why, requests)

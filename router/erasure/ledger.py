@@ -112,7 +112,7 @@ class ErasureLedger:
             self._erased.popitem(last=False)
 
     def failed(self, done: Due, retry_ns: int) -> None:
-        """Retry at ``then``: not everything could be erased."""
+        """Not everything could be erased: retry at ``retry_ns``."""
         ended = self._ended.get(done.request)
         if ended is not None:
             ended.due_ns = retry_ns

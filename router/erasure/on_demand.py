@@ -21,7 +21,7 @@ from schemas.wire import encode
 log = structlog.get_logger("router")
 
 AT_ONCE = 4
-WAITING = 64  # beyond these, a gateway is told to ask again
+WAITING = 64  # beyond these, a gateway has to ask again
 
 
 class ErasureOnDemand:

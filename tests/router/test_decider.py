@@ -23,7 +23,7 @@ from tests.workers.support import MODEL, request
 def decider(monkeypatch: pytest.MonkeyPatch) -> tuple[Decider, LoadTracker]:
     monkeypatch.setitem(sys.modules, "numpy", None)
     tracker = LoadTracker()
-    cluster: Any = SimpleNamespace(tracker=tracker, depths=lambda keys: {}, suspects=frozenset)
+    cluster: Any = SimpleNamespace(tracker=tracker, caches=SimpleNamespace(depths=lambda keys: {}), suspects=frozenset)
     return Decider(cluster, RouterSettings(seed=1), Metrics(MetricScope())), tracker
 
 

@@ -88,10 +88,10 @@ def fill(cluster: ClusterState) -> None:
         worker = f"w{number % WORKERS:04}"
         load = LoadHeader(100, 0, "", far_ns, "", 1, (Stage("aggregated", worker),))
         cluster.tracker.admit(f"busy-{number}", 1, worker, load, now_ns=0, echoed=True, seq=number)
-    assert cluster.index is not None
+    assert cluster.caches.index is not None
     for number in range(BLOCKS // 1000):
         batch = kv.KvBatch(f"w{number:04}", 1, 0, (kv.Stored(secrets.token_bytes(16_000), None),))
-        cluster.index.apply(batch)
+        cluster.caches.index.apply(batch)
 
 
 @pytest.fixture
@@ -111,17 +111,17 @@ async def test_snapshots_sweeps_and_dumps_do_not_hold_up_the_loop(
     one: Routing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cluster = one.router.cluster
-    assert cluster.index is not None
+    assert cluster.caches.index is not None
     dump = kv.KvDump("w0500", 1, 0, (kv.Stored(secrets.token_bytes(16 * 100_000), None),))
     callbacks = Callbacks(monkeypatch)
     await cluster.save()
-    await cluster.save_index()
+    await cluster.caches.save()
     for number in range(20):
-        cluster.index.forget(f"w{number:04}")
-    while not cluster.index.sweep(0):
+        cluster.caches.index.forget(f"w{number:04}")
+    while not cluster.caches.index.sweep(0):
         await one.router._maintenance.sweep(time.time_ns(), time.monotonic())
-    assert await cluster._loader.load([dump])
-    assert cluster.index.held(("w0500", 0)) == 100_000
+    assert await cluster.caches.loader.load([dump])
+    assert cluster.caches.index.held(("w0500", 0)) == 100_000
     await rest()
     callbacks.check()
 

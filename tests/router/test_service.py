@@ -238,7 +238,7 @@ async def test_what_a_worker_without_cache_events_holds_is_predicted_beside_what
     await one.knows("telling", "silent", "cacheless")
     held = [7] * 41
     await telling.store(request(held).digests)
-    await eventually(lambda: one.router.cluster.overlaps(keys_view(request(held).digests)))
+    await eventually(lambda: one.router.cluster.caches.overlaps(keys_view(request(held).digests)))
     predicted = request([8] * 41, worker="silent")
     await clients.ask(predicted)
     await clients.placed(predicted)
@@ -294,7 +294,7 @@ async def test_the_deadline_of_a_held_request_ends_it_once(log: LogClient, clien
     await eventually(lambda: len(log.ends(asked)) == 1)
 
 
-async def test_cancelled_while_it_waits(
+async def test_a_request_that_is_cancelled_while_it_waits_ends(
     broker: EmbeddedNats, pipeline: Subjects, log: LogClient, clients: Clients, one: Routing
 ) -> None:
     async with routing(broker, pipeline) as other:
@@ -391,11 +391,11 @@ async def test_one_replica_places_every_request_once_and_the_other_agrees(
         assert one.unfinished == two.unfinished
         for each in (one, two):
             assert all(entry.echoed for entry in each.router.cluster.tracker.active())
-        assert one.router.cluster.index is not None
-        assert two.router.cluster.index is not None
-        assert one.router.cluster.index.blocks > 0
+        assert one.router.cluster.caches.index is not None
+        assert two.router.cluster.caches.index is not None
+        assert one.router.cluster.caches.index.blocks > 0
         await eventually(lambda: one.router.cluster.positions() == two.router.cluster.positions())
-        assert one.router.cluster.index.checksum() == two.router.cluster.index.checksum()
+        assert one.router.cluster.caches.index.checksum() == two.router.cluster.caches.index.checksum()
 
 
 async def test_a_router_that_dies_before_its_acknowledgement_does_not_double_the_request(
@@ -556,8 +556,8 @@ async def test_a_router_that_starts_knows_the_loads_from_the_logs(
 
 
 def index_of(router: Router) -> PrefixIndex:
-    assert router.cluster.index is not None
-    return router.cluster.index
+    assert router.cluster.caches.index is not None
+    return router.cluster.caches.index
 
 
 async def test_a_gap_in_the_cache_events_is_closed_by_a_dump(clients: Clients, one: Routing) -> None:

@@ -162,7 +162,7 @@ async def test_decisions_and_loads_name_the_rank_that_holds_the_prompt(
     for rank in (0, 2):
         await stub.store(prompts[rank].digests, rank=rank)
     async with routing(broker, pipeline) as one, routing(broker, pipeline) as two:
-        index = [each.router.cluster.index for each in (one, two)]
+        index = [each.router.cluster.caches.index for each in (one, two)]
         await eventually(lambda: all(i is not None and i.held(("w", 2)) == 10 for i in index))
         for rank in (1, 3):
             await stub.store(prompts[rank].digests, rank=rank)

@@ -75,7 +75,7 @@ async def worker(
 
 
 def index_of(routing: Routing) -> PrefixIndex:
-    index = routing.router.cluster.index
+    index = routing.router.cluster.caches.index
     assert index is not None
     return index
 

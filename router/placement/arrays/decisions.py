@@ -43,7 +43,7 @@ class ArrayDecisions:
         seed: int,
         waited_s: float | None = None,
     ) -> RoutingDecision | None:
-        """The cheapest target with room; None: there is none, a better one is to be waited for, or a loop has to tell.
+        """The cheapest target with room; None: there is none, a better one will have room, or a loop has to decide.
 
         Args:
             overlaps, leading, seed, waited_s: as in ``RoutingContext``.

@@ -7,7 +7,7 @@ import pytest
 from infra.broker.server import EmbeddedNats
 from infra.bus.object_store import get, replace
 from infra.whatif.index_command import index_at
-from router.cluster import cluster_state
+from router.cluster import caches
 from router.index.prefix_index import PrefixIndex
 from schemas.blocks import keys_of
 from schemas.subjects import Subjects
@@ -19,8 +19,8 @@ PROMPTS = [request([number] * 41) for number in range(4)]  # of ten blocks each
 
 
 def index_of(one: Routing) -> PrefixIndex:
-    assert one.router.cluster.index is not None
-    return one.router.cluster.index
+    assert one.router.cluster.caches.index is not None
+    return one.router.cluster.caches.index
 
 
 def found(one: Routing) -> list[dict[Any, int]]:
@@ -35,7 +35,7 @@ async def remembered(broker: EmbeddedNats, pipeline: Subjects, stubs: list[Stub]
         for stub, asked in zip(stubs, PROMPTS, strict=False):
             await stub.store(asked.digests)
         await eventually(lambda: index_of(one).blocks == 20)
-        await one.router.cluster.save_index()
+        await one.router.cluster.caches.save()
 
 
 async def test_a_router_that_restarts_needs_no_dump(broker: EmbeddedNats, pipeline: Subjects, clients: Clients) -> None:
@@ -86,7 +86,7 @@ async def test_without_a_good_snapshot_workers_are_asked_for_dumps(
 async def test_two_routers_note_equal_checksums_at_equal_sequences(
     broker: EmbeddedNats, pipeline: Subjects, clients: Clients, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cluster_state, "CHECK_EVERY", 3)
+    monkeypatch.setattr(caches, "CHECK_EVERY", 3)
     stub = await clients.stub("w1")
     async with routing(broker, pipeline, name="one") as one, routing(broker, pipeline, name="two") as two:
         for each in (one, two):

@@ -316,8 +316,8 @@ async def test_routers_share_the_requests_of_an_owner_that_asks_them_to(
         assert [job.decision.router for _, job in await clients.work()][80:] == [owner.router.id] * 20
         await stub.store(long[0].digests)
         async with routing(broker, pipeline) as third:  # it reads that these blocks are stored before it reads the jobs
-            await eventually(lambda: not third.router.cluster.index.awaiting_dump())
-            await eventually(lambda: third.router.cluster.index.held(("w1", 0)) > 0)
+            await eventually(lambda: not third.router.cluster.caches.index.awaiting_dump())
+            await eventually(lambda: third.router.cluster.caches.index.held(("w1", 0)) > 0)
             assert third.unfinished == owner.unfinished
             told, left = {each.id for each in long}, {each.id for each in long[1:]}
             for router in (third.router, owner.router, helper.router):

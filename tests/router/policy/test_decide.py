@@ -35,7 +35,7 @@ EDITED = RoutingRequest("m", 1, 1, processors=frozenset({"x", "y"}))
 EDITING: dict[str, Any] = {"logits_processors": ("x", "y", "z")}
 
 
-def test_golden_score_table() -> None:
+def test_the_score_table_lists_the_chosen_the_others_and_the_rejected() -> None:
     members = [
         member("busy", load=Load(2, 2, 30, 2000.0, context_blocks=40)),
         member("idle"),

@@ -61,7 +61,7 @@ def names(choice: RoutingDecision) -> list[str]:
 # -- pairs --------------------------------------------------------------------------------------------------------
 
 
-def test_golden_table_of_a_pair() -> None:
+def test_a_pair_has_the_cheapest_stages_and_a_table_of_both_pools() -> None:
     choice = decided(
         member("d1", "decode", Load(1, 1, 200, context_blocks=200)),
         member("d2", "decode", Load(1, 1, 20, context_blocks=20)),
@@ -190,7 +190,7 @@ SMALL = member("d", "decode", total_blocks=9)
         ([A], {}, ["aggregated a"], "", "aggregated"),
     ],
 )
-def test_who_runs_a_request_and_why(
+def test_a_request_runs_where_its_prompt_and_the_pools_lead_it_and_says_why(
     members: list[RoutingTarget], held: dict[str, int], route: list[str], how: str, kind: str
 ) -> None:
     choice = decided(*members, held=held)
@@ -394,7 +394,9 @@ def test_an_image_goes_through_an_encode_worker_and_then_where_text_goes() -> No
         ([], [], "no_worker", None),
     ],
 )
-def test_who_takes_an_image(members: list[RoutingTarget], route: list[str], reason: str, code: Code | None) -> None:
+def test_an_image_goes_to_a_worker_that_can_take_it_or_nowhere(
+    members: list[RoutingTarget], route: list[str], reason: str, code: Code | None
+) -> None:
     choice = decided(*members, ask=IMAGE)
     assert (names(choice), choice.reason, choice.code) == (route, reason, code)
 
