@@ -16,6 +16,7 @@ from infra.broker.datadir import Lock, load_secrets, write_private
 from infra.broker.failures import ServerFailed
 from infra.broker.tenants import INCLUDE, write_accounts
 from infra.launch.deathsig import die_with_parent
+from infra.launch.scheduling import lax_timers
 from infra.launch.sockets import CannotListen, bind, check_free
 from schemas.subjects import Subjects
 
@@ -106,7 +107,7 @@ class EmbeddedNats:
                     stderr=log,
                     # Its own session: Ctrl-C on the terminal must not end it before those who still need it.
                     start_new_session=True,
-                    preexec_fn=die_with_parent(),
+                    preexec_fn=die_with_parent() if self._durability == "power" else lax_timers(die_with_parent()),
                 )
             write_private(self.data_dir / "nats.pid", str(self._process.pid))
             await self._ready(time.monotonic() + timeout_s)

@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from configs.up_settings import UpSettings
+from infra.launch import scheduling
 from infra.launch.groups import fleet_of
 from infra.launch.plan import plan
 
@@ -28,6 +29,19 @@ def test_children_of_a_batch_process_are_batch_processes_unless_made_ordinary() 
     assert ran.stdout.split() == [
         str(each) for each in (os.SCHED_BATCH, os.SCHED_BATCH, os.SCHED_BATCH, os.SCHED_OTHER)
     ]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="timer slack is Linux's")
+@pytest.mark.parametrize("few", [1, 10_000])
+def test_timers_of_a_child_may_be_late_on_few_cores_only(monkeypatch: pytest.MonkeyPatch, few: int) -> None:
+    monkeypatch.setattr(scheduling, "FEW_CORES", few)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
+    show = ["cat", "/proc/self/timerslack_ns"]
+    usual, child = (
+        int(subprocess.run(show, capture_output=True, check=True, preexec_fn=preexec).stdout)
+        for preexec in (None, scheduling.lax_timers(None))
+    )
+    assert child == (usual if few == 1 else scheduling.TIMER_SLACK_NS)
 
 
 @pytest.mark.parametrize(
