@@ -82,7 +82,9 @@ class FlushPublisher:
                 self._engine.flush_consumed()
             if self._late is not None:
                 self._late.cancel()
-            self._late = self._loop.call_at(self._engine.flush_due, self._engine.flush_late)
+                self._late = None
+            if self._requests.running:
+                self._late = self._loop.call_at(self._engine.flush_due, self._engine.flush_late)
 
     async def _publish(self, flush: Flush) -> None:
         """A failure ends the requests it concerns; all others continue, and KV batches stay in order."""
