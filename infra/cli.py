@@ -62,7 +62,7 @@ COMMANDS = {
     "keys": Command(
         "manage API keys of the HTTP API: create, list, show, revoke, export, import",
         "infra.operate.keys:run",
-        choices=("create", "list", "show", "revoke"),
+        choices=("create", "list", "show", "revoke", "export", "import"),
     ),
     "gateway": Command("run a gateway (OpenAI API)", "gateway.main:run", "GatewaySettings"),
     "router": Command("run a router", "router.main:run", "RouterSettings"),

@@ -31,11 +31,12 @@ def line_of(key: ApiKey) -> str:
 
 
 def read_keys(lines: Iterable[str]) -> list[ApiKey]:
-    """
+    """What the lines say, each key once: a key that one line says is revoked is revoked.
+
     Raises:
-        ValueError: a line is not a key; the text has its number.
+        ValueError: a line is not a key, or a key has two digests; the text has the line's number.
     """
-    keys = []
+    keys: dict[str, ApiKey] = {}
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
@@ -44,10 +45,13 @@ def read_keys(lines: Iterable[str]) -> list[ApiKey]:
             if check_id(key.id) != key.id or len(key.digest) != DIGEST_BYTES:
                 raise ValueError("its id or its digest is damaged")
             check_name(key.tenant)
+            known = keys.get(key.id, key)
+            if known.digest != key.digest:
+                raise ValueError(f"{key.prefix} has another digest in an earlier line")
         except ValueError as error:  # msgspec's are, too
             raise ValueError(f"line {number} is not what `penstock keys export` writes: {error}") from None
-        keys.append(key)
-    return keys
+        keys[key.id] = known if known.revoked_ns else key
+    return list(keys.values())
 
 
 async def copy_into(bus: Bus, keys: Sequence[ApiKey]) -> Copied:

@@ -11,9 +11,10 @@ import pytest
 
 from infra.broker.server import EmbeddedNats
 from infra.bus.connection import Bus
+from infra.cli import COMMANDS
 from infra.operate import key_store
 from infra.operate.key_copies import line_of, read_keys
-from infra.operate.keys import run
+from infra.operate.keys import VERBS, run
 from schemas.keys import ApiKey, digest_of, new_key
 from schemas.subjects import Subjects
 from tests.infra.bus.support import opened
@@ -60,7 +61,18 @@ async def test_keys_of_one_deployment_become_keys_of_another_and_end_with_them(
     assert (await key_store.find(cells[1], stays.id))[0].revoked_ns
 
 
-@pytest.mark.parametrize("problem", ["tenant", "digest", "line"])
+async def test_exports_of_several_deployments_are_read_as_one(
+    cells: list[Bus], broker: EmbeddedNats, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stays, ends = key(created_ns=1), key(created_ns=2)
+    ended = msgspec.structs.replace(ends, revoked_ns=3)
+    monkeypatch.setattr("sys.stdin", io.StringIO("".join(map(line_of, (stays, ended, stays, ends)))))
+    assert await keys("import", cells[1], broker) == 0
+    assert capsys.readouterr().out == "1 keys added, 0 revoked, 0 as they were\n"
+    assert await key_store.all_keys(cells[1]) == [stays]
+
+
+@pytest.mark.parametrize("problem", ["tenant", "digest", "line", "two digests"])
 async def test_an_import_that_cannot_be_done_changes_nothing(
     cells: list[Bus], broker: EmbeddedNats, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
     problem: str,
@@ -70,12 +82,17 @@ async def test_an_import_that_cannot_be_done_changes_nothing(
     lines, said = {
         "tenant": (line_of(key(tenant="acme")), "penstock tenants add acme"),
         "digest": (line_of(msgspec.structs.replace(there, digest=bytes(32))), "is another key here"),
+        "two digests": (2 * line_of(there) + line_of(msgspec.structs.replace(there, digest=bytes(32))), "line 4"),
         "line": ('{"id": "pst-x", "digest": ""}\n', "line 2"),
     }[problem]
     monkeypatch.setattr("sys.stdin", io.StringIO(line_of(key()) + lines))
     assert await keys("import", cells[1], broker) == 1
     assert said in capsys.readouterr().err
     assert await key_store.all_keys(cells[1]) == [there]
+
+
+def test_every_verb_is_completed() -> None:
+    assert COMMANDS["keys"].choices == VERBS
 
 
 def test_a_line_is_a_key_again_and_has_no_secret() -> None:
