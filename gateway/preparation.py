@@ -80,7 +80,6 @@ class RequestPreparer:
         self,
         endpoint: str,
         body: bytes,
-        request_id: str | None = None,
         *,
         no_store: bool = False,
         caller: Caller = ANYONE,
@@ -93,8 +92,7 @@ class RequestPreparer:
             ServingError: the body cannot be served.
         """
         now_ns = time.time_ns()
-        if request_id is None:
-            request_id = new_request_id(now_ns, cell=self._settings.cell)
+        request_id = new_request_id(now_ns, cell=self._settings.cell)
         if self._settings.strict_options:
             await self.run_for(body, check_options, endpoint, body)
         if endpoint in PATHS:

@@ -168,7 +168,6 @@ class Gateway:
         self,
         endpoint: str,
         body: bytes,
-        request_id: str | None = None,
         *,
         no_store: bool = False,
         caller: Caller = ANYONE,
@@ -185,7 +184,7 @@ class Gateway:
         self._queue_monitor.check_log()
         if self._queue_monitor.class_matters:
             await self.run_for(body, self._queue_monitor.check_class, body)
-        return await self._preparer.prepare(endpoint, body, request_id, no_store=no_store, caller=caller)
+        return await self._preparer.prepare(endpoint, body, no_store=no_store, caller=caller)
 
     async def input_tokens(self, body: bytes, caller: Caller = ANYONE) -> InputTokens:
         """Tokens of the prompt of a response, the conversation before it included.

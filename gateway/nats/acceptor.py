@@ -13,7 +13,6 @@ from gateway.service import Gateway
 from gateway.tenants import TenantTable
 from gateway.tracing import from_nats_headers, with_trace
 from schemas.errors import Code, ServingError
-from schemas.ids import new_request_id
 
 _TRANSIENT = frozenset({Code.queue_full, Code.shutting_down, Code.broker_unavailable})
 
@@ -70,9 +69,7 @@ class RequestAcceptor:
         self._table.check_model(origin.tenant, shape.model)
         no_store = parse_headers(message.headers or {}, gateway.bus.subjects.namespace).no_store
         caller = self._table.caller(origin.tenant)
-        prepared: PreparedRequest = await gateway.prepare(
-            shape.endpoint, body, new_request_id(), no_store=no_store, caller=caller
-        )
+        prepared: PreparedRequest = await gateway.prepare(shape.endpoint, body, no_store=no_store, caller=caller)
         prepared = with_trace(prepared, from_nats_headers(message.headers or {}, gateway.settings.tracing))
         request = msgspec.structs.replace(prepared.request, form=shape.form)
         return prepared._replace(request=request)
