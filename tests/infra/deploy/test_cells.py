@@ -91,6 +91,8 @@ async def cells(tmp_path: Path) -> AsyncIterator[Cells]:
 async def test_each_request_goes_to_the_cell_of_its_key_or_to_that_of_its_id(cells: Cells) -> None:
     homes = {key: await cells.ask(key=key) for key in (f"pst-{n:012d}-secret" for n in range(12))}
     assert {home for _, [home] in homes.values()} == {0, 1, 2}
+    strangers = [await cells.ask(key=f"sk-{n}") for n in range(8)]  # not ours: the client's address counts
+    assert strangers.count(strangers[0]) == 8
     for key, home in homes.items():
         assert await cells.ask("/v1/messages", key=key.replace("secret", "other")) == home  # the public part counts
         for number in range(3):
