@@ -1,7 +1,6 @@
 """How much the broker holds of each stream, as metrics of a process."""
 
 import asyncio
-from collections.abc import Iterable
 
 import structlog
 from nats.errors import Error as NatsError
@@ -20,12 +19,11 @@ class StreamMetrics:
 
     Args:
         scope: of the broker's metrics.
-        streams: without the namespace.
     """
 
-    def __init__(self, bus: Bus, scope: MetricScope, streams: Iterable[str] = STREAMS) -> None:
+    def __init__(self, bus: Bus, scope: MetricScope) -> None:
         self._bus = bus
-        self._streams = tuple(bus.subjects.stream(name) for name in streams)
+        self._streams = tuple(bus.subjects.stream(name) for name in STREAMS)
         self._bytes = scope.gauge("stream_bytes", "size of a stream", ["stream"])
         self._limit = scope.gauge("stream_max_bytes", "its limit; 0: none", ["stream"])
         self._messages = scope.gauge("stream_messages", "messages in it", ["stream"])

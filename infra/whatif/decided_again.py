@@ -91,7 +91,7 @@ def recorded_route(job: Job) -> tuple[TargetId, ...]:
     return stages or ((decision.chosen, decision.rank),)
 
 
-def recorded_pools(job: Job, weights: Weights, without: Collection[str] = ()) -> RecordedPools | None:
+def recorded_pools(job: Job, weights: Weights, without: Collection[str]) -> RecordedPools | None:
     """The pools of prefill and decode workers among which was decided; None: there were none, or are not recorded."""
     if job.inputs is None or not job.inputs.links:
         return None

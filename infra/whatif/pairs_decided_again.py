@@ -43,7 +43,7 @@ class RecordedPools:
         without: workers that are not there.
     """
 
-    def __init__(self, job: Job, request: GenerateRequest, weights: Weights, without: Collection[str] = ()) -> None:
+    def __init__(self, job: Job, request: GenerateRequest, weights: Weights, without: Collection[str]) -> None:
         assert job.inputs is not None
         self._weights = weights
         self._inputs = job.inputs

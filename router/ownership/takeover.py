@@ -20,7 +20,7 @@ AT_ONCE = 500  # 1.5 ms
 MOST = 200_000  # further back, requests wait for ack_wait
 
 
-async def redeliver(bus: Bus, stream: str, consumer: str, held: Collection[int] = ()) -> int:
+async def redeliver(bus: Bus, stream: str, consumer: str, held: Collection[int]) -> int:
     """Reject what is delivered and not acknowledged; returns how many that were, ``held`` included.
 
     Args:

@@ -59,7 +59,7 @@ class Decisions:
         self._parts: dict[str, tuple[int, int, int] | None] = {}
         self.sessions = Sessions(lambda request: tracker.request(request) is not None)
 
-    def shared_blocks(self, model: str, keys: Sequence[int], routers: int = 1) -> int:
+    def shared_blocks(self, model: str, keys: Sequence[int], routers: int) -> int:
         """Leading blocks of a prompt that many prompts begin with, for ``RoutingRequest``; it counts from now on.
 
         Args:
