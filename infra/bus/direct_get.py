@@ -396,7 +396,11 @@ async def _batch_once(bus: "Bus", stream: str, query: dict[str, Any], stall_s: f
             if len(entries) == before and not ended.done():
                 if entries:  # the link broke halfway; return what came, and read on
                     return entries, max(_pending(entries[-1].headers), 1)
-                raise ServingError(Code.broker_unavailable, f"stream {stream} did not answer within {stall_s:g} s")
+                raise ServingError(
+                    Code.broker_unavailable,
+                    f"stream {stream} did not answer within {stall_s:g} s; check that the broker runs and that the "
+                    "user of --nats-url has the permissions of this role",
+                )
         headers = ended.result().headers or {}
         match headers.get("Status"):
             case "204":

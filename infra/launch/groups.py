@@ -121,7 +121,10 @@ def fleet_of(
         groups.append(_diffusion(up))
     if up.embed:
         groups.append(_embedding(up, engine, model))
-    alone = bool(up.diffusion or up.embed_model) and not sum(roles.values()) and not up.model
+    # Without workers for text, a model that embed workers have makes vectors only.
+    alone = not sum(roles.values()) and (
+        bool(up.embed and not up.embed_model) or (not up.model and bool(up.diffusion or up.embed_model))
+    )
     return Fleet(tuple(groups), engine, "" if alone else model, block_size)
 
 

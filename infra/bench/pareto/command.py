@@ -81,7 +81,9 @@ def _parser() -> Parser:
 def _prices(path: Path) -> Prices:
     try:
         return read(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, BadPrices) as error:
+    except OSError as error:
+        raise BadPrices(f"{path}: {error.strerror}") from None
+    except (UnicodeDecodeError, BadPrices) as error:
         raise BadPrices(f"{path}: {error}") from None
 
 

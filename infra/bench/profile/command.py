@@ -161,8 +161,8 @@ def setup_of(settings: Settings, model: str, capacity: Capacity) -> Setup:
         tokens = grid.kv_tokens(batch, context - settings.osl, settings.osl)
     if settings.mode != "prefill" and not tokens:
         raise BadSettings(
-            "no metrics page says how many tokens the KV cache holds; give --max-kv-tokens, --max-batch, or the page "
-            "with --metrics"
+            "no metrics page says how many tokens the KV cache holds; name a deployment of Penstock by its state.json, "
+            "or give --max-kv-tokens, --max-batch, or the page with --metrics"
         )
     return Setup(
         model=model,

@@ -301,5 +301,8 @@ def test_an_embedding_model_gets_workers_of_the_role_that_serves_it() -> None:
     assert settings_of(beside["embed-0"], "role", "engine", "model") == ["embed", "mock", "/bert"]
     same = found(model="/talker", embed=1)
     assert settings_of(same["embed-0"], "model") == ["/talker"], "a decoder's vectors beside its text"
+    assert settings_of(same["gateway-0"], "model") == ["/talker"]
+    only = found(model="/talker", embed=1, workers=0)
+    assert settings_of(only["gateway-0"], "model") == [""], "a gateway is ready without workers for text"
     with pytest.raises(PlanError, match="--prefill: --model /bert makes embeddings and generates no text"):
         found(model="/bert", prefill=1, decode=1)

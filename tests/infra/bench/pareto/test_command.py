@@ -57,6 +57,8 @@ def test_what_is_missing_is_named_with_the_flag_that_gives_it(
     assert run([str(tmp_path)]) == 1
     assert "--deployment fast:total_gpus=N" in capsys.readouterr().err
     (tmp_path / FILE).write_text('{"total_gpus": 2}')  # for both
+    assert run([str(tmp_path), "--prices", "none.yaml"]) == 1
+    assert "pareto: none.yaml: No such file or directory\n" in capsys.readouterr().err
     assert run([str(tmp_path), "--prices", str(tmp_path / "prices.yaml")]) == 1
     assert "--deployment fast:gpu=TYPE" in capsys.readouterr().err
     assert run([str(tmp_path), "--baseline", "none"]) == 1
