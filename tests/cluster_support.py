@@ -12,7 +12,7 @@ import os
 import shutil
 import signal
 import socket
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import ExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,9 @@ ELECTED_S = 30.0
 class LocalCluster:
     """Nodes are called by their place, 0 to 2."""
 
-    def __init__(self, folder: Path, namespace: str = "ps", **options: Any) -> None:
+    def __init__(
+        self, folder: Path, namespace: str = "ps", *, make: Callable[..., EmbeddedNats] = EmbeddedNats, **options: Any
+    ) -> None:
         self.subjects = Subjects(namespace)
         ports = free_ports(2 * NODES)
         clients, routes = ports[:NODES], ports[NODES:]
@@ -48,7 +50,7 @@ class LocalCluster:
             if index:
                 shutil.copy(first, home / "secrets.json")
             place = Cluster(f"test-{namespace}", f"node-{index}", route, addresses)
-            self.nodes.append(EmbeddedNats(home, namespace, port, cluster=place, **options))
+            self.nodes.append(make(home, namespace, port, cluster=place, **options))
         self._frozen: set[int] = set()
 
     async def start(self) -> None:

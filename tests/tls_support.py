@@ -7,8 +7,10 @@ from typing import Any
 
 from infra.broker.server import EmbeddedNats
 
+Pair = tuple[Path, Path]  # files of a certificate and its key
 
-def issue(folder: Path, name: str) -> tuple[Path, Path]:
+
+def issue(folder: Path, name: str) -> Pair:
     """Certificate and key of 127.0.0.1; the certificate is its own authority."""
     cert, key = folder / f"{name}.crt", folder / f"{name}.key"
     subprocess.run(
@@ -22,7 +24,7 @@ def issue(folder: Path, name: str) -> tuple[Path, Path]:
 class TlsNats(EmbeddedNats):
     """Args: pair: files of its certificate and key."""
 
-    def __init__(self, folder: Path, *args: Any, pair: tuple[Path, Path], **options: Any) -> None:
+    def __init__(self, folder: Path, *args: Any, pair: Pair, **options: Any) -> None:
         super().__init__(folder, *args, **options)
         self._cert, self._key = pair
 

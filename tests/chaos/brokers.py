@@ -1,12 +1,15 @@
 """A cluster of brokers of our own, of which one at a time is away."""
 
 import asyncio
+from functools import partial
 from pathlib import Path
 from typing import Self
 
 from infra.broker.main import apply_at
+from infra.broker.server import EmbeddedNats
 from tests.chaos.plan import BROKER
 from tests.cluster_support import NODES, LocalCluster
+from tests.tls_support import Pair, TlsNats
 
 AWAY_S = 2.0  # of a broker that was killed
 CATCH_UP_S = 4.0
@@ -21,8 +24,9 @@ class Brokers:
         self.whole = True
 
     @classmethod
-    async def started(cls, home: Path) -> Self:
-        cluster = LocalCluster(home)
+    async def started(cls, home: Path, pair: Pair | None = None) -> Self:
+        """``pair``: they speak TLS with this certificate."""
+        cluster = LocalCluster(home, make=partial(TlsNats, pair=pair) if pair else EmbeddedNats)
         await cluster.start()
         await apply_at(cluster.url(), cluster.subjects, replicas=NODES)
         return cls(cluster)

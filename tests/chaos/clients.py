@@ -45,7 +45,7 @@ class HttpClients:
     async def ask(self, recipe: Recipe, tag: str, rng: random.Random) -> list[Seen]:
         """One question, by one client or several that ask the same."""
         body = recipe.body | {"user": tag, "timeout_s": DEADLINE_S}
-        if rng.random() < 0.5:
+        if rng.random() < 0.5 and recipe.kind != "embed":
             body["cache_salt"] = tag  # computed anew
         key = str(uuid4()) if self.keys and (recipe.kind == "repeat" or rng.random() < 0.8) else ""
         copies = rng.randrange(2, 5) if recipe.kind == "repeat" and key else 1
@@ -131,8 +131,10 @@ class _Conversation:
             try:
                 async with self._post() as answer:
                     if await self._accepted(answer):
-                        seen.take_whole(json.loads(await answer.read()))
-                        return
+                        whole = json.loads(await answer.read())
+                        if not self._recipe.body.get("background"):
+                            seen.take_whole(whole)
+                            return
             except Broken as broken:
                 self._broke(broken)
                 if self._key:

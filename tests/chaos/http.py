@@ -2,7 +2,9 @@
 
 import asyncio
 import json
+import os
 import socket
+import ssl
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
 from typing import Any
@@ -11,6 +13,7 @@ from urllib.parse import urlsplit
 import h11
 
 CONNECT_S = 3.0
+_CONTEXTS: dict[str, ssl.SSLContext] = {}  # by the file of trusted certificates
 SLOW_BYTES, SLOW_S = 2048, 0.05  # 40 KB/s, at most
 
 
@@ -69,6 +72,11 @@ class _Connection:
         return event
 
 
+def _context() -> ssl.SSLContext:
+    trusted = os.environ.get("SSL_CERT_FILE", "")
+    return _CONTEXTS.setdefault(trusted, ssl.create_default_context())
+
+
 @asynccontextmanager
 async def opened(
     method: str,
@@ -96,7 +104,11 @@ async def opened(
                 connecting.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             try:
                 await asyncio.get_running_loop().sock_connect(connecting, (at.hostname, at.port))
-                reader, writer = await asyncio.open_connection(sock=connecting, limit=2048 if slow else 1 << 16)
+                secured: dict[str, Any] = {}
+                if at.scheme == "https":
+                    secured = {"ssl": _context(), "server_hostname": at.hostname}
+                limit = 2048 if slow else 1 << 16
+                reader, writer = await asyncio.open_connection(sock=connecting, limit=limit, **secured)
             except BaseException:
                 connecting.close()
                 raise

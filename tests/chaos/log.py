@@ -7,10 +7,11 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from infra.bus.connection import Bus
 from infra.bus.direct_get import read
+from infra.launch.http import get_url
 from infra.timeline.leases import leases
 from schemas import done, fleet, requests
 from tests.chaos.audit import End, Log
-from tests.pipeline.support import metrics
+from tests.pipeline.support import samples
 
 POLL_S = 0.5
 GHOST_S = 10.0  # a registration that was not renewed for so long is of nobody; a lease is 3 s
@@ -109,10 +110,22 @@ async def residue(bus: Bus, urls: Sequence[str], gone: int = 0) -> list[str]:
     if len(orphans) > gone:
         found.append(f"{len(orphans)} consumers of workers that are gone, {gone} of them lately: {' '.join(orphans)}")
     for url in urls:
+        status, page = await get_url(url, "/metrics")
+        if status != 200:
+            found.append(f"gateway {url} shows no metrics")
+            continue
         for gauge in ("open_requests", "queued_requests"):
-            if value := (await metrics(url)).get(f"penstock_gateway_{gauge}", 0):
+            if value := samples(page.decode()).get(f"penstock_gateway_{gauge}", 0):
                 found.append(f"gateway {url}: {value:g} {gauge.replace('_', ' ')}")
     return found
+
+
+async def inventory(bus: Bus) -> list[str]:
+    """Streams and consumers, other than those of workers, which come and go."""
+    reply = await bus.nc.request("$JS.API.STREAM.NAMES", b"{}", timeout=10)
+    found = sorted(json.loads(reply.data)["streams"])
+    kept = [name for name in found if name != bus.subjects.stream("WORK")]
+    return found + [f"{name}.{each['name']}" for name in kept for each in await consumers(bus, name)]
 
 
 async def consumers(bus: Bus, stream: str) -> list[dict]:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from infra.demo_model import vision
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+RESPONSE, EMBEDDINGS = "/v1/responses", "/v1/embeddings"
 
 # How a client behaves, and how often (by weight).
 WEIGHTS = {
@@ -20,6 +21,8 @@ WEIGHTS = {
     "cancel": 1.0,
     "slow": 0.5,
     "repeat": 1.0,
+    "background": 1.0,
+    "embed": 2.0,
     "nats": 3.0,
     "nats-whole": 1.0,
     "nats-raw": 1.0,
@@ -43,15 +46,29 @@ class Recipe(NamedTuple):
         return bool(self.body.get("stream"))
 
 
-def make(seed: int, model: str, kinds: Iterable[str], *, each: int = 4, tokens: int = 90, real: bool = False) -> list:
+def make(
+    seed: int,
+    model: str,
+    kinds: Iterable[str],
+    *,
+    each: int = 4,
+    tokens: int = 90,
+    real: bool = False,
+    embed: str = "",
+) -> list[Recipe]:
     """Recipes of these kinds, ``each`` of a kind.
 
     Args:
+        embed: the model of embeddings.
         tokens: answers are about this long.
         real: the model means what it says: it is asked what it knows, greedily, and ends by itself.
     """
     rng = random.Random(f"recipes-{seed}")
-    return [_recipe(rng, model, kind, number, tokens, real) for kind in kinds for number in range(each)]
+    return [
+        _embeddings(rng, embed, number) if kind == "embed" else _recipe(rng, model, kind, number, tokens, real)
+        for kind in kinds
+        for number in range(each)
+    ]
 
 
 def _recipe(rng: random.Random, model: str, kind: str, number: int, tokens: int, real: bool) -> Recipe:
@@ -63,11 +80,16 @@ def _recipe(rng: random.Random, model: str, kind: str, number: int, tokens: int,
             [{"temperature": 0}, {"temperature": 0.8, "seed": rng.randrange(999)}]
         )
     path = TEXT if rng.random() < 0.2 and kind != "image" and not real else CHAT
+    path = RESPONSE if kind == "background" else path
     prompt = _question(rng) if real else _words(rng)
     if kind == "image":
         body["messages"] = [{"role": "user", "content": [_picture(number), {"type": "text", "text": prompt}]}]
     elif path == CHAT:
         body["messages"] = [{"role": "user", "content": prompt}]
+    elif path == RESPONSE:
+        body.pop("ignore_eos", None)
+        body |= {"input": prompt, "background": True, "max_output_tokens": body.pop("max_tokens")}
+        return Recipe(f"{kind}-{number}", kind, path, body)
     else:
         body["prompt"] = prompt
     body["stream"] = kind not in ("whole", "nats-whole") and (kind not in ("repeat", "nats-repeat") or number % 2 == 0)
@@ -82,6 +104,13 @@ def _recipe(rng: random.Random, model: str, kind: str, number: int, tokens: int,
     elif kind == "image":
         body["max_tokens"] = min(40, body["max_tokens"])
     return Recipe(f"{kind}-{number}", kind, path, body)
+
+
+def _embeddings(rng: random.Random, model: str, number: int) -> Recipe:
+    """Of 1 to 40 texts, as numbers or base64."""
+    inputs = [_words(rng) for _ in range(rng.choice((1, 5, 40)))]
+    body = {"model": model, "input": inputs, "encoding_format": ("float", "base64")[number % 2]}
+    return Recipe(f"embed-{number}", "embed", EMBEDDINGS, body)
 
 
 def with_stop(recipe: Recipe, text: str, rng: random.Random) -> Recipe:

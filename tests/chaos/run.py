@@ -88,7 +88,7 @@ class _Run:
     def __init__(self, system: System, bus: Bus, options: Options, say: Callable[[str], None]) -> None:
         self._system, self._bus, self._options, self._say = system, bus, options, say
         topology = system.topology
-        left_out = set() if topology.images else {"image"}
+        left_out = {kind for kind, there in (("image", topology.images), ("embed", topology.embed)) if not there}
         self._kinds = [kind for kind in options.kinds or recipes.KINDS if kind not in left_out]
         self._recipes: list[Recipe] = []
         self._expected: dict[str, Expected] = {}
@@ -107,6 +107,7 @@ class _Run:
     async def _audited(self) -> Report:
         await self._learn()
         before = self._system.footprints()
+        there = await log.inventory(self._bus)
         since_ns = time.time_ns()
         await self._load()
         settled = await self._system.settle()
@@ -117,6 +118,10 @@ class _Run:
         judgement = audit.judge(self._seen, found, self._expected, once=self._http.keys)
         judgement.problems += audit.memory_problems(before, after)
         judgement.problems += await self._asked_again()
+        judgement.problems += [
+            Problem("residue", f"{name} is new in the broker, or gone from it")
+            for name in sorted(set(there) ^ set(await log.inventory(self._bus)))
+        ]
         judgement.problems += [Problem("late", line) for line in self._system.late]
         if not settled:
             judgement.problems.append(Problem("residue", "not everything runs again"))
@@ -159,6 +164,7 @@ class _Run:
             self._options.seed,
             topology.model,
             kinds,
+            embed=topology.embed,
             each=self._options.each,
             tokens=topology.tokens,
             real=topology.real,

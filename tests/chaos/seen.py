@@ -66,10 +66,21 @@ class Seen:
 
     def take_whole(self, body: Mapping[str, Any]) -> None:
         """A whole answer."""
-        for part in body["choices"]:
+        for part in _choices(body):
             text = part["text"] if "text" in part else part["message"].get("content") or ""
             shown = self.choices[part["index"]] = Shown(text, part["finish_reason"], [])
             _take_logprobs(shown, part.get("logprobs"))
+
+
+def _choices(body: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Those of a chat or a text; a response of the Responses API and a list of vectors are one each."""
+    if "output" in body:
+        parts = [part["text"] for item in body["output"] for part in item.get("content", ())]
+        return [{"index": 0, "text": "".join(parts), "finish_reason": body["status"]}]
+    if "data" in body:
+        vectors = [str(each["embedding"]) for each in body["data"]]
+        return [{"index": 0, "text": " ".join(vectors), "finish_reason": "stop"}]
+    return list(body["choices"])
 
 
 def goes_on(last: str, event_id: str) -> bool:

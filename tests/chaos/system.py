@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Self
 
 import msgspec
 
-from infra.launch.http import get
+from infra.launch.http import get_url
 from infra.launch.machine import free_run
 from infra.launch.state import State
 from tests.chaos.audit import Footprint
@@ -20,6 +20,7 @@ from tests.chaos.builds import VARIABLE, OtherBuild, begin, snapshot
 from tests.chaos.plan import BROKER, Act, Disturbance
 from tests.chaos.topology import Topology
 from tests.pipeline.support import Deployment
+from tests.tls_support import issue
 
 BACK_S = 90.0  # until everything runs again
 DRAIN_S = 10.0
@@ -75,12 +76,17 @@ class System:
             share: there are three routers, which share their requests now and then.
         """
         brokers = None
-        ports = free_run(0, 3)  # shared, and one of each gateway; the same after a crash
+        ports = free_run(0, 1 + topology.gateways)  # shared, and one of each gateway; the same after a crash
         flags = [*topology.flags, "--drain-s", f"{DRAIN_S:g}", "--http-port", str(ports[0])]
         if share:
             flags += ["--routers", "3"]
+        pair = None
+        if topology.tls:
+            pair = issue(home, "everyone")
+            os.environ["SSL_CERT_FILE"] = str(pair[0])
+            flags += ["--tls-cert", str(pair[0]), "--tls-key", str(pair[1])]
         if topology.cluster:
-            brokers = await Brokers.started(home / "brokers")
+            brokers = await Brokers.started(home / "brokers", pair)
             flags += ["--nats-url", brokers.url]
 
         def start() -> Deployment:
@@ -137,7 +143,8 @@ class System:
         found = {}
         for name, pid in self.pids.items():
             with contextlib.suppress(OSError):
-                found[name] = Footprint(pid, int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * _PAGE)
+                rss = int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * _PAGE
+                found[name] = Footprint(pid, rss, len(os.listdir(f"/proc/{pid}/fd")))
         return found
 
     # -- disturbing it --------------------------------------------------------------------------------------------
@@ -260,12 +267,8 @@ class System:
         state = self._state()
         if state is None or not all(process.pid for process in state.processes):
             return False
-        for url in self.urls:
-            host, _, port = url.removeprefix("http://").partition(":")
-            status, _ = await get(host, int(port), "/health/ready")
-            if status != 200:
-                return False
-        return True
+        answers = [await get_url(url, "/health/ready") for url in self.urls]
+        return all(status == 200 for status, _ in answers)
 
     async def settle(self) -> bool:
         """Wait until it is ready; False: it is not within ``BACK_S``."""

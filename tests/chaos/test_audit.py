@@ -180,6 +180,14 @@ def test_processes_that_are_larger_afterwards_than_they_may_be_are_named() -> No
     assert [problem.text.partition(":")[0] for problem in problems] == ["gateway-1", "decode-1"]
 
 
+def test_processes_that_keep_files_open_are_named() -> None:
+    before = {"gateway-0": Footprint(1, 0, 30), "gateway-1": Footprint(2, 0, 30)}
+    problems = memory_problems(before, {"gateway-0": Footprint(1, 0, 60), "gateway-1": Footprint(2, 0, 90)})
+    assert [(problem.what, problem.text) for problem in problems] == [
+        ("files", "gateway-1: 30 open files before, 90 after")
+    ]
+
+
 def test_recovery_is_the_wait_of_the_slowest_stream_that_was_under_way() -> None:
     streams = [[1.0, 2.0, 3.0], [1.5, 6.0], [0.5, 1.0], [9.0, 10.0], []]
     assert recovery(2.0, streams) == 4.0

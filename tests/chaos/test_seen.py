@@ -32,6 +32,18 @@ def test_text_completions_are_read_as_chats_are() -> None:
     assert not seen.finished
 
 
+def test_responses_and_vectors_are_one_choice() -> None:
+    seen = Seen("t", "r", "background")
+    message = {
+        "type": "message",
+        "content": [{"type": "output_text", "text": "a"}, {"type": "output_text", "text": "b"}],
+    }
+    seen.take_whole({"status": "completed", "output": [{"type": "reasoning"}, message]})
+    assert seen.choices == {0: Shown("ab", "completed")}
+    seen.take_whole({"data": [{"embedding": "AAAA"}, {"embedding": [0.5, -1]}]})
+    assert seen.choices == {0: Shown("AAAA [0.5, -1]", "stop")}
+
+
 @pytest.mark.parametrize(
     ("last", "event_id", "goes"),
     [

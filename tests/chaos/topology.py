@@ -15,6 +15,12 @@ class Topology(NamedTuple):
     images: bool = False
     tokens: int = 90
     cluster: bool = False  # three brokers with three copies of each stream, of which one at a time is lost
+    tls: bool = False  # of gateways, and of the brokers of a cluster
+    embed: str = ""  # name of the embedding model
+
+    @property
+    def gateways(self) -> int:
+        return int(self.flags[self.flags.index("--gateways") + 1])
 
 
 TOPOLOGIES = {
@@ -28,6 +34,18 @@ TOPOLOGIES = {
         {"worker": 2, "gateway": 1, "router": 1, BROKER: 4},
         "tiny",
         cluster=True,
+    ),
+    "tls": Topology(
+        (
+            *("--mock-speedup", "1", "--prefill", "1", "--decode", "1", "--workers", "1", "--embed", "1"),
+            *("--embed-served-name", "vectors", "--gateways", "3", "--routers", "2", "--kv-blocks", "4000"),
+            *("--local-prefill-tokens", "64", "--handoff-lease-s", "10"),
+        ),
+        {"prefill": 2, "decode": 2, "worker": 2, "embed": 2, "gateway": 3, "router": 2, BROKER: 3},
+        "tiny",
+        cluster=True,
+        tls=True,
+        embed="vectors",
     ),
     "pd": Topology(
         (
