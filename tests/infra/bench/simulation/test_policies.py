@@ -7,6 +7,8 @@ import pytest
 from infra.bench.simulation.comparison import POLICIES, Cell, run, runs, summaries
 from infra.bench.simulation.dynamo import DynamoPolicy
 from infra.bench.simulation.fleet import simulate
+from infra.bench.simulation.groups import GroupedPolicy
+from infra.bench.simulation.placement import PlacementPolicy
 from infra.bench.simulation.policy import Fleet, Placement, WorkerSpec
 from infra.bench.simulation.rules import RulePolicy, least_requests, round_robin
 from infra.bench.simulation.searched import SearchedPolicy
@@ -156,6 +158,21 @@ def test_replicas_that_know_of_each_other_late_decide_worse() -> None:
         for ms in (0, 1000)
     )
     assert late.ttft_mean > 1.1 * soon.ttft_mean
+
+
+def test_the_dispatcher_keeps_prefixes_in_their_group_and_balances_the_rest() -> None:
+    policy = GroupedPolicy(2, PlacementPolicy)
+    turns = [request(n, 6400, [*range(50), *range(n * 1000, n * 1000 + 50)]) for n in (0, 1)]
+    others = [request(n, 6400) for n in range(2, 8)]
+    policy.start(FOUR, [*turns, *others])
+
+    def group(asked: Request) -> int:
+        placed = policy.arrive(asked, 0)
+        assert placed is not None
+        return placed.target[0] % 2
+
+    assert group(turns[0]) == group(turns[1])
+    assert sorted(map(group, others)) == [0, 0, 1, 1, 1, 1]  # group 0 has the two turns
 
 
 def test_a_held_request_is_placed_once_there_is_room() -> None:
