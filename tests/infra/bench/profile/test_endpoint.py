@@ -42,7 +42,7 @@ async def test_answers_that_never_overlap_end_the_levels_of_their_length(tmp_pat
         assert await measured.run(Grid(prefill=(), decode=((100, (1, 2, 4)), (200, (1,))))) == 0
     assert [body["max_tokens"] for body in server.bodies] == [1, SETUP.osl, 1, SETUP.osl]
     assert measured.profile.decode.z_itl == ()
-    assert "did not all decode at once" in measured.profile.warnings[0]
+    assert any("did not all decode at once" in each for each in measured.profile.warnings)
 
 
 async def test_a_failed_request_ends_the_profile_and_what_was_measured_stays(tmp_path: Path) -> None:
