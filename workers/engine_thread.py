@@ -69,6 +69,7 @@ class EngineThread:
         self._engine: Engine | None = None
         self._lock = threading.Lock()  # held while the fields of output and flushes change
         self._output = StepOutput()
+        self._waits_for_consumer = False  # there is something to do once a flush was consumed
         self._in_flight = 0  # flushes delivered and not yet consumed
         self._ahead = 0  # steps since the last flush
         self._block_waits = BlockWaitQueue()  # used in the thread only
@@ -198,7 +199,8 @@ class EngineThread:
         """A flush was consumed. Its consumer calls ``flush_late`` soon after ``flush_due``."""
         with self._lock:
             self._in_flight = max(0, self._in_flight - 1)
-        self.wake()
+        if self._waits_for_consumer:
+            self.wake()
 
     def flush_late(self) -> None:
         """Deliver, during a long step, the output of steps that ended before ``flush_due``; from any thread."""
@@ -248,6 +250,7 @@ class EngineThread:
         commands = self._commands
         while not self._stopped:
             working = engine.has_work()
+            self._waits_for_consumer = working or bool(self._output)  # before ``_in_flight`` is read
             steps = working and self._ahead < MAX_AHEAD
             if not commands.empty() or not (steps or (not self._in_flight and (working or self._output))):
                 self._run_command(engine)

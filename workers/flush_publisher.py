@@ -30,6 +30,7 @@ class FlushPublisher:
         completed: Callable[[RunningRequest], None],
         fetched: Callable[[RunningRequest], None],
     ) -> None:
+        self._nc = context.bus.nc
         self._reporter = context.reporter
         self._requests = context.requests
         self._terminal = context.terminal
@@ -78,8 +79,8 @@ class FlushPublisher:
                 continue
             try:
                 await self._publish(flush)
-            finally:
-                self._engine.flush_consumed()
+            finally:  # the engine needs the interpreter as soon as it may go on
+                self._nc.when_written(self._engine.flush_consumed)
             if self._late is not None:
                 self._late.cancel()
                 self._late = None

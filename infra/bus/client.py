@@ -55,6 +55,7 @@ class BusClient(Client):  # type: ignore[misc]  # untyped
         self.gathers = False
         self.expects_more: Callable[[], bool] | None = None
         self._turns = 0  # gathered because more was expected
+        self._written: list[Callable[[], object]] = []
         self._ended = False
         self._transport: Any = None
 
@@ -181,7 +182,20 @@ class BusClient(Client):  # type: ignore[misc]  # untyped
             self._turns = 0
             self._write()
 
+    def when_written(self, then: Callable[[], object]) -> None:
+        """Call ``then`` when what was published so far has been written; now if it has."""
+        if self._write_scheduled:
+            self._written.append(then)
+        else:
+            then()
+
     def _write(self) -> None:
+        self._write_pending()
+        written, self._written = self._written, []
+        for then in written:
+            then()
+
+    def _write_pending(self) -> None:
         """Send pending messages, or let nats-py's flusher do so, which waits for a server that reads slowly."""
         self._write_scheduled = False
         if self._write_later is not None:

@@ -251,6 +251,22 @@ def test_a_slow_consumer_makes_flushes_fewer_and_never_more_than_some_steps_larg
     assert all(len(item.tokens) // 4 <= MAX_AHEAD + 1 for item in h.items())
 
 
+def test_the_consumer_of_the_last_flush_leaves_the_thread_asleep(harness: Callable[..., Harness]) -> None:
+    h = harness()
+    wakes: list[int] = []
+    wake = h.thread.wake
+    h.thread.wake = lambda: (wakes.append(1), wake())  # type: ignore[assignment, func-returns-value]
+    h.thread.submit([sequence(new_choice(), [1, 2], 40)], refuse)
+    while not h.flushes.get(timeout=10).ended:
+        h.thread.flush_consumed()
+    for _ in range(2):  # the first may be answered while it gives way
+        h.stats()
+    assert wakes
+    wakes.clear()
+    h.thread.flush_consumed()
+    assert not wakes
+
+
 def test_an_engine_faster_than_the_clock_gathers_its_output(harness: Callable[..., Harness]) -> None:
     h = harness(clock=lambda: 5.0)
     choice = new_choice()

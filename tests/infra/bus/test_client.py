@@ -250,6 +250,25 @@ async def test_what_nobody_waits_for_is_sent_before_the_connection_closes(
     await eventually(lambda: found == [b"1", b"2"])
 
 
+@pytest.mark.parametrize("connected", [True, False])
+async def test_a_callback_waits_for_the_write_of_what_was_published_before_it(
+    broker: EmbeddedNats, connect: Connect, *, connected: bool
+) -> None:
+    nc = await connect(broker)
+    done: list[bytes] = []
+    nc._transport._io_writer.write = done.append
+    nc.gathers = True
+    nc.when_written(lambda: done.append(b"nothing waits"))
+    assert nc.post("bus-test.then", b"1")
+    nc.when_written(lambda: done.append(b"written"))
+    if not connected:
+        nc._status = nc.RECONNECTING
+    for _ in range(3):
+        await asyncio.sleep(0)
+    nc._status = nc.CONNECTED
+    assert done == [b"nothing waits", *([b"PUB bus-test.then  1\r\n1\r\n"] if connected else []), b"written"]
+
+
 async def test_two_turns_of_the_event_loop_leave_in_one_write(broker: EmbeddedNats, connect: Connect) -> None:
     nc = await connect(broker)
     written: list[bytes] = []
