@@ -103,6 +103,11 @@ async def test_each_request_goes_to_the_cell_of_its_key_or_to_that_of_its_id(cel
         assert await cells.ask("/v1/responses", key=key, previous_response_id=None) == home
 
 
+@pytest.mark.parametrize("path", ["/", "/metrics", "/%6detrics", "/version", "/health/ready", "/%68ealth"])
+async def test_what_speaks_of_one_gateway_is_not_passed_on(cells: Cells, path: str) -> None:
+    assert await cells.ask(path) == (404, [])
+
+
 async def test_what_a_cell_refuses_or_loses_goes_to_another_one_once_if_it_may(cells: Cells) -> None:
     _, [home] = await cells.ask()
     for cells.cells[home].status in (503, 0):
