@@ -6,14 +6,15 @@ import hashlib
 from collections.abc import Callable
 from typing import Any
 
-import nats
 from nats.aio.client import Client as NatsClient
+from nats.aio.transport import TcpTransport
 from nats.errors import Error as NatsError
 
 from .errors import error
 
 CONNECT_S = 10.0
 CLOSE_S = 5.0
+CLOSED_S = 1.0
 
 
 class Connection:
@@ -69,6 +70,23 @@ def token(name: str) -> str:
     return "".join(out) or "_"
 
 
+class _TlsTransport(TcpTransport):  # type: ignore[misc]  # untyped
+    """nats-py waits for the end of a link before it tries the next server; a link whose TLS never began has none."""
+
+    def __bool__(self) -> bool:
+        return True  # nats-py replaces one that is not connected by its own
+
+    async def wait_closed(self) -> None:
+        if self._io_writer is None:
+            return
+        closed: asyncio.Future[None] = self._io_writer._protocol._get_close_waiter(self._io_writer)
+        await asyncio.wait([closed], timeout=CLOSED_S)
+        if not closed.done():
+            self._io_writer.transport.abort()
+        elif not closed.cancelled():
+            closed.exception()  # the link was broken: that is why it is closed
+
+
 async def connect(url: str, namespace: str, **options: Any) -> Connection:
     """
     Args:
@@ -95,7 +113,10 @@ async def connect(url: str, namespace: str, **options: Any) -> Connection:
     }
     try:
         async with asyncio.timeout(CONNECT_S):
-            nc = await nats.connect(url.split(","), **nats_options | options)
+            nc = NatsClient()
+            if url.startswith("tls://"):
+                nc._transport = _TlsTransport()
+            await nc.connect(url.split(","), **nats_options | options)
     except (NatsError, OSError, TimeoutError) as problem:
         where = ", ".join(part.rpartition("@")[2] for part in url.split(","))
         reason = f"{type(problem).__name__}: {problem}".rstrip(": ")

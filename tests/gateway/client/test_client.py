@@ -20,6 +20,7 @@ from gateway.client import (
     PenstockError,
     Position,
     Timeout,
+    connection,
     reader,
 )
 from gateway.client.connection import token
@@ -312,3 +313,25 @@ def test_the_client_imports_nothing_of_the_server() -> None:
     assert loaded.isdisjoint({"schemas", "configs", "infra", "router", "workers", "torch", "transformers", "starlette"})
     theirs = {"nats", "msgspec", "nkeys", "aiohttp", "typing_extensions"}
     assert loaded - set(sys.stdlib_module_names) <= {"gateway"} | theirs
+
+
+async def test_a_server_that_ends_before_tls_began_is_left_for_the_next_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tried: set[str] = set()
+
+    async def ends(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        tried.add(writer.get_extra_info("sockname"))
+        writer.write(b'INFO {"tls_required": true, "max_payload": 1000}\r\n')
+        await reader.read(10)
+        writer.transport.abort()
+
+    servers = [await asyncio.start_server(ends, "127.0.0.1", 0) for _ in range(2)]
+    monkeypatch.setattr(connection, "CONNECT_S", 0.8)
+    monkeypatch.setattr(connection, "CLOSED_S", 0.05)
+    urls = ",".join(f"tls://user:word@127.0.0.1:{server.sockets[0].getsockname()[1]}" for server in servers)
+    with pytest.raises(PenstockError, match="accepted the connection within"):
+        await connection.connect(urls, "ps")
+    assert len(tried) == 2
+    for server in servers:
+        server.close()
