@@ -523,7 +523,11 @@ def test_a_process_is_recognised_by_a_whole_argument(
             pytest.skip("needs ps")
         monkeypatch.setattr(server, "Path", lambda path: Path(f"{tmp_path}{path}"))
         monkeypatch.setenv("COLUMNS", "5")  # ps cuts its lines at the terminal's width unless asked not to
-    with subprocess.Popen(["sleep", "60.5"]) as child:
+    # A new process has no arguments yet when Popen returns, so it says that it runs.
+    command = ["sh", "-c", "echo; read end", "sh", "60.5"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        child.stdout.readline()
         found = [was_started_with(child.pid, argument) for argument in ("60.5", "60", "0.5")]
         child.kill()
     assert found == [True, False, False]
