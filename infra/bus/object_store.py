@@ -63,6 +63,21 @@ class _StoredObject(NamedTuple):
     stored_ns: int
 
 
+class Until(NamedTuple):
+    """The end of a call's time, and how much it had, in seconds."""
+
+    end: float
+    timeout: float
+
+    @classmethod
+    def after(cls, timeout: float) -> "Until":
+        return cls(time.monotonic() + timeout, timeout)
+
+    @property
+    def left(self) -> float:
+        return self.end - time.monotonic()
+
+
 class _Moved(Exception):
     """Another upload wrote the entry."""
 
@@ -89,7 +104,7 @@ async def put(bus: Bus, bucket: str, name: str, data: bytes, *, keep_s: float = 
     full = bus.subjects.bucket(bucket)
     age_s = next(spec.max_age_s for spec in topology(bus.subjects).objects if spec.name == full)
     needed_s = min(max(age_s / 2, keep_s), age_s - 2 * MARGIN_S)
-    until = time.monotonic() + timeout
+    until = Until.after(timeout)
     stored = await _find(bus, full, name, until)
     if stored is not None and not stored.info.deleted and (left_s := _left_s(stored, age_s)) >= needed_s:
         return left_s
@@ -107,7 +122,7 @@ async def replace(bus: Bus, bucket: str, name: str, data: bytes | Sequence[bytes
     Raises:
         ServingError: as ``put``.
     """
-    full, until = bus.subjects.bucket(bucket), time.monotonic() + timeout
+    full, until = bus.subjects.bucket(bucket), Until.after(timeout)
     stored = await _find(bus, full, name, until, newest=True)
     winner = await _upload(bus, full, name, data, stored, until)
     if winner is None and stored is not None:
@@ -115,7 +130,7 @@ async def replace(bus: Bus, bucket: str, name: str, data: bytes | Sequence[bytes
 
 
 async def _upload(
-    bus: Bus, full: str, name: str, data: bytes | Sequence[bytes], previous: _StoredObject | None, until: float
+    bus: Bus, full: str, name: str, data: bytes | Sequence[bytes], previous: _StoredObject | None, until: Until
 ) -> _StoredObject | None:
     """Store chunks, then an entry over ``previous``. Returns the entry of another upload that came first, if any."""
     chunks = (
@@ -157,7 +172,7 @@ async def get(bus: Bus, bucket: str, name: str, *, limit: int, newest: bool = Fa
         ServingError: request_not_found: never stored, or too old; body_too_large; broker_unavailable: the broker did
             not answer within ``timeout`` seconds.
     """
-    full, until = bus.subjects.bucket(bucket), time.monotonic() + timeout
+    full, until = bus.subjects.bucket(bucket), Until.after(timeout)
     try:
         async with asyncio.timeout(timeout):
             stored = await _find(bus, full, name, until, newest=newest)
@@ -174,7 +189,7 @@ async def get(bus: Bus, bucket: str, name: str, *, limit: int, newest: bool = Fa
 
 async def messages(bus: Bus, bucket: str, name: str, *, limit: int, timeout: float = GET_S) -> list[Entry]:
     """An object as it is stored: its chunks, then its entry. The arguments and errors are those of ``get``."""
-    full, until = bus.subjects.bucket(bucket), time.monotonic() + timeout
+    full, until = bus.subjects.bucket(bucket), Until.after(timeout)
     try:
         async with asyncio.timeout(timeout):
             stored = await _find(bus, full, name, until)
@@ -208,7 +223,7 @@ async def _read(bus: Bus, full: str, info: _Info, limit: int) -> bytes | None:
     return b"".join(parts) if size == info.size else None
 
 
-async def _send_chunks(bus: Bus, subject: str, chunks: Sequence[bytes | memoryview], until: float) -> None:
+async def _send_chunks(bus: Bus, subject: str, chunks: Sequence[bytes | memoryview], until: Until) -> None:
     """Send all chunks, a few at a time; one connection keeps their order.
 
     Raises:
@@ -225,7 +240,7 @@ async def _send_chunks(bus: Bus, subject: str, chunks: Sequence[bytes | memoryvi
                 raise _Interrupted
 
 
-async def _store_entry(bus: Bus, subject: str, payload: bytes, headers: dict[str, str], until: float) -> None:
+async def _store_entry(bus: Bus, subject: str, payload: bytes, headers: dict[str, str], until: Until) -> None:
     """Publish until it is confirmed; the message id makes that safe.
 
     Raises:
@@ -258,13 +273,13 @@ def _refused(reply: Message, subject: str) -> bool:
     )
 
 
-async def _find(bus: Bus, full: str, name: str, until: float, *, newest: bool = False) -> _StoredObject | None:
+async def _find(bus: Bus, full: str, name: str, until: Until, *, newest: bool = False) -> _StoredObject | None:
     """The entry of a name.
 
     Raises:
         ServingError: the bucket cannot be read.
     """
-    entry = await get_last(bus, f"OBJ_{full}", _entry(full, name), newest=newest, within_s=until - time.monotonic())
+    entry = await get_last(bus, f"OBJ_{full}", _entry(full, name), newest=newest, within_s=until.left)
     if entry is None:
         return None
     try:
@@ -275,7 +290,7 @@ async def _find(bus: Bus, full: str, name: str, until: float, *, newest: bool = 
 
 
 async def _request(
-    bus: Bus, subject: str, payload: bytes, headers: dict[str, str] | None, until: float, again: bool = True
+    bus: Bus, subject: str, payload: bytes, headers: dict[str, str] | None, until: Until, again: bool = True
 ) -> Message:
     """A request, repeated while the broker is away (no stream answers for a moment after its restart).
 
@@ -283,8 +298,7 @@ async def _request(
         ServingError: no answer until then.
         _Interrupted: the first try was not answered, and ``again`` is False.
     """
-    began = time.monotonic()
-    while (left := until - time.monotonic()) > 0:
+    while (left := until.left) > 0:
         try:
             if bus.connected:
                 reply: Message = await bus.nc.request(subject, payload, timeout=min(REQUEST_S, left), headers=headers)
@@ -294,7 +308,7 @@ async def _request(
         await asyncio.sleep(PAUSE_S)
         if not again:
             raise _Interrupted
-    raise _silent(subject, time.monotonic() - began)
+    raise _silent(subject, until.timeout)
 
 
 async def _delete_chunks(bus: Bus, full: str, subject: str) -> None:
@@ -328,7 +342,7 @@ def _sha256(chunks: Sequence[bytes | memoryview]) -> str:
 def _silent(operation: str, seconds: float) -> ServingError:
     return ServingError(
         Code.broker_unavailable,
-        f"the broker did not answer for {operation} within {seconds:.0f} s; check that it runs and has its streams "
+        f"the broker did not answer for {operation} within {seconds:g} s; check that it runs and has its streams "
         "('penstock streams apply')",
         retry_after=1.0,
     )

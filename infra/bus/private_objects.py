@@ -6,14 +6,13 @@ knows a request's id finds all that is stored for it, also parts of an upload th
 """
 
 import asyncio
-import time
 
 import msgspec
 from blake3 import blake3
 
 from infra.bus.connection import Bus
 from infra.bus.direct_get import read
-from infra.bus.object_store import CHUNK, GET_S, PAUSE_S, PUT_S, _refused, _request
+from infra.bus.object_store import CHUNK, GET_S, PAUSE_S, PUT_S, Until, _refused, _request
 from schemas.errors import Code, ServingError
 from schemas.subjects import HEADER_MSG_ID
 
@@ -39,7 +38,7 @@ async def put_private(bus: Bus, bucket: str, request: str, digest: bytes, data: 
     Raises:
         ServingError: broker_unavailable: not confirmed in time, or the bucket is full or missing.
     """
-    subject, until = _subject(bus, bucket, request, digest), time.monotonic() + PUT_S
+    subject, until = _subject(bus, bucket, request, digest), Until.after(PUT_S)
     for number, at in enumerate(range(0, len(data), CHUNK)):
         # One at a time: a chunk that is sent again is dropped by its id, and never comes behind its successors.
         headers = {HEADER_MSG_ID: f"{subject}.{number}"}

@@ -202,6 +202,8 @@ async def test_a_broker_that_went_away_is_an_error_within_the_time(
                 await call
             assert caught.value.code is Code.broker_unavailable
             assert time.monotonic() - began < 2
+        with pytest.raises(ServingError, match=r"within 20 s"):  # the time of the whole call, which is over
+            await object_store._request(bus, "anything", b"", None, object_store.Until(time.monotonic() - 1, 20.0))
 
 
 @pytest.mark.parametrize("role", ["gateway", "worker"])
