@@ -1,8 +1,9 @@
 """Finds accepted requests in the log by their ids.
 
 An id has a time, and so about the place of its request in the stream, and determines its shard: one round trip finds
-it; those with ``no_store`` share a shard. Requests that releases up to 0.1 accepted have none; concurrent look-ups of
-those share one forward read.
+it; those with ``no_store`` share a shard. The time is by a gateway's clock, the place by the broker's: what is not
+found is looked for in the minutes around it. Requests that releases up to 0.1 accepted have no shard; concurrent
+look-ups of those share one forward read.
 """
 
 import asyncio
@@ -20,6 +21,7 @@ from schemas.subjects import HEADER_MSG_ID
 
 WINDOW_NS = 16_000_000_000  # behind an id's time: by then its request is stored, or was given up
 EARLIER_NS = 50_000_000  # before it: the clocks of two machines differ
+FAR_NS = 1_200_000_000_000  # either side of it, if the clock that made the id is wrong by minutes
 JUMP_NS = 1_000_000_000  # a gap between two ids from which it is cheaper to begin a new read
 BATCH = 100
 FEW = 8  # requests of one shard lie far apart
@@ -49,10 +51,12 @@ class RequestFinder:
         except ValueError:
             raise unknown(request_id) from None
         subjects = self._bus.subjects
-        for shard in (subjects.shard_of(request_id), subjects.to_be_erased):
-            request = await self._in_shard(shard, request_id, made_ns)
-            if request is not None:
-                return request
+        near, far = (made_ns - CLOCK_SKEW_NS, made_ns + WINDOW_NS), (made_ns - FAR_NS, made_ns + FAR_NS)
+        for span, batch in ((near, FEW), (far, BATCH)):
+            for shard in (subjects.shard_of(request_id), subjects.to_be_erased):
+                request = await self._in_shard(shard, request_id, span, batch)
+                if request is not None:
+                    return request
         if await get_last(self._bus, subjects.stream("REQUESTS"), subjects.unsharded) is None:
             raise unknown(request_id)
         future = self._wanted.get(request_id)
@@ -63,10 +67,10 @@ class RequestFinder:
                 self._tasks.spawn(self._run(), name="find")
         return await asyncio.shield(future)
 
-    async def _in_shard(self, shard: str, request_id: str, made_ns: int) -> GenerateRequest | None:
-        since, until = made_ns - CLOCK_SKEW_NS, made_ns + WINDOW_NS
+    async def _in_shard(self, shard: str, request_id: str, span: tuple[int, int], batch: int) -> GenerateRequest | None:
+        since, until = max(1, span[0]), span[1]
         stream = self._bus.subjects.stream("REQUESTS")
-        async with aclosing(read(self._bus, stream, shard, since_ns=since, batch=FEW)) as entries:
+        async with aclosing(read(self._bus, stream, shard, since_ns=since, batch=batch)) as entries:
             async for entry in entries:
                 if entry.headers.get(HEADER_MSG_ID) == request_id:
                     return requests.decode(entry.data)

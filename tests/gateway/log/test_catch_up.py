@@ -194,6 +194,29 @@ async def test_a_request_that_wants_everything_has_it_when_it_is_attached(
 # -- finding requests ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("no_store", [False, True])
+async def test_a_request_is_found_although_its_gateways_clock_is_minutes_off(bus: Bus, *, no_store: bool) -> None:
+    tasks, publisher = Tasks("test"), Publisher(bus)
+    finder = RequestFinder(bus, tasks)
+    await publisher.open()
+    made = []
+    for minutes in (-10, 10):
+        made_ns = time.time_ns() + minutes * 60_000_000_000
+        last = new_request_id(made_ns)
+        ids = [f"{new_request_id(made_ns)[:-3]}{last[-3:]}" for _ in range(10)]  # of one shard: more than one batch
+        for request_id in ids:
+            request = msgspec.structs.replace(request_of(), id=request_id, created_ns=made_ns)
+            subject = bus.subjects.request("tiny", "standard", request_id, no_store=no_store)
+            await publisher.publish(subject, wire.encode(request), request_id)
+        made += ids
+    assert [(await finder.find(request_id)).id for request_id in made] == made
+    with pytest.raises(ServingError, match="no request"):
+        await finder.find(new_request_id(made_ns))
+    await publisher.close()
+    await finder.close()
+    assert await tasks.aclose()
+
+
 async def test_requests_are_found_together_and_unknown_ones_are_not(bus: Bus) -> None:
     tasks, publisher = Tasks("test"), Publisher(bus)
     finder = RequestFinder(bus, tasks)
