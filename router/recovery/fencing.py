@@ -35,6 +35,7 @@ class InterruptedAttempt(msgspec.Struct):
         reason: why this attempt was placed.
         scores: log-probabilities of the prompt's tokens 1 .., as far as they were streamed.
         streamed_ns: when its first token was stored, Unix time; 0: none was.
+        since_ns: no token of the request was stored earlier.
     """
 
     request_id: str
@@ -49,6 +50,7 @@ class InterruptedAttempt(msgspec.Struct):
     scores: tuple[Logprob, ...] = ()
     reason: str = ""
     streamed_ns: int = 0
+    since_ns: int = 0
 
 
 async def fence(
@@ -85,7 +87,10 @@ async def _load_job(bus: Bus, attempt: InterruptedAttempt) -> bool:
             attempt.raw = bytes(job.request)
             attempt.revision = job.decision.revision
             attempt.reason = job.decision.reason
-            attempt.request = requests.decode(attempt.raw)
+            attempt.request = request = requests.decode(attempt.raw)
+            attempt.since_ns = request.created_ns - CLOCK_SKEW_NS
+            if attempt.since_ns > entry.time_ns:  # the gateway's clock is ahead of the broker's
+                attempt.since_ns = entry.time_ns - (request.deadline_ns - request.created_ns)
             return True
         log.error("job_not_found", request=attempt.request_id, seq=attempt.work_seq)
     except msgspec.MsgspecError as error:  # perhaps of a newer version; the other attempts must not wait for it
@@ -110,7 +115,7 @@ async def _publish_fences(
 async def _read_progress(bus: Bus, gateway: str, group: list[InterruptedAttempt], until_seq: int) -> None:
     items: dict[str, list[TokenItem]] = {attempt.request_id: [] for attempt in group}
     streamed_ns: dict[str, int] = {}
-    since = min(attempt.request.created_ns for attempt in group if attempt.request is not None) - CLOCK_SKEW_NS
+    since = min(attempt.since_ns for attempt in group)
     stream, subject = bus.subjects.stream("TOKENS"), bus.subjects.tokens(gateway)
     async for entry in read(bus, stream, subject, since_ns=since, until_seq=until_seq):
         try:

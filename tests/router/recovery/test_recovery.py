@@ -371,6 +371,15 @@ async def test_fencing_leaves_out_attempts_without_a_job(log: LogClient, clients
     assert [(item.attempt, item.choice, item.tokens) for item in token_items[1:]] == [(2, WHOLE_REQUEST, b"")]
 
 
+async def test_progress_is_read_although_the_gateways_clock_is_minutes_ahead(log: LogClient, one: Routing) -> None:
+    created_ns = time.time_ns() + 600_000_000_000
+    asked = request(created_ns=created_ns, deadline_ns=created_ns + 60_000_000_000)
+    seq = await log.send_job("w1", asked)
+    await log.publish_tokens(asked, 1, [1, 2])
+    (found,) = await fence(one.bus, one.publisher, "r", [InterruptedAttempt(asked.id, 1, "w1", GATEWAY, seq)])
+    assert [ids(part.tokens) for part in found.progress] == [[1, 2]]
+
+
 async def test_one_unreadable_message_keeps_no_other_request_from_recovery(
     log: LogClient, clients: Clients, one: Routing
 ) -> None:
