@@ -29,7 +29,7 @@ from router.metrics import Metrics
 from schemas import done, requests, wire
 from schemas.errors import ServingError
 from schemas.ids import time_of
-from schemas.streams import CLOCK_SKEW_NS
+from schemas.streams import CLOCK_SKEW_NS, LONGEST_DEADLINE_S
 from schemas.subjects import request_of, token
 
 log = structlog.get_logger("router")
@@ -81,7 +81,10 @@ class Eraser:
             created_ns = time_of(request)
         except ValueError:
             return
-        self._ledger.end(request, created_ns, entry.time_ns or time.time_ns(), own=self._owns(_model(entry)))
+        ended_ns = entry.time_ns or time.time_ns()
+        if created_ns > ended_ns:  # its gateway's clock is ahead of the broker's
+            created_ns = ended_ns - int(LONGEST_DEADLINE_S * 1e9)
+        self._ledger.end(request, created_ns, ended_ns, own=self._owns(_model(entry)))
 
     def start(self, tasks: Tasks) -> None:
         tasks.spawn(self._run(), name="erasure")
@@ -196,9 +199,9 @@ class Eraser:
     async def _erase_requests(self, due: Iterable[Due]) -> None:
         """Erase the requests themselves, which ends the task. Their summaries for lists are stored first."""
         names = {each.request for each in due}
-        subjects, since = self._bus.subjects, min(each.created_ns for each in due) - CLOCK_SKEW_NS
+        subjects = self._bus.subjects
         seqs = []
-        async for entry in read(self._bus, subjects.stream("REQUESTS"), subjects.to_be_erased, since_ns=since):
+        async for entry in read(self._bus, subjects.stream("REQUESTS"), subjects.to_be_erased):
             name = request_of(entry.headers)
             request = _decoded(entry) if name in names else None
             if name not in names:

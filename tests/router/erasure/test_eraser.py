@@ -154,6 +154,15 @@ async def test_a_router_that_saw_nothing_finds_what_has_ended_and_leaves_the_res
     assert on_disk(broker.data_dir, parts(PROMPT), parts(pack_tokens(ANSWER))) == []
 
 
+async def test_a_request_is_erased_although_its_gateways_clock_is_minutes_ahead(bus: Bus, publisher: Publisher) -> None:
+    request = await private(bus, id=new_request_id(time.time_ns() + 600_000_000_000))
+    await ended(bus, request)
+    one = eraser(bus, publisher, ErasureLedger(0.0), since_ns=time.time_ns())
+    await one.scan()
+    await erase_all(one)
+    assert await stored(bus, request.id) == ["erased", "DONE"]
+
+
 async def test_what_is_left_for_lists_says_who_and_when_and_nothing_more(bus: Bus, publisher: Publisher) -> None:
     request = await private(bus, user="somebody", salt="secret")
     await ended(bus, request)
