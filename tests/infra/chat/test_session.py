@@ -113,7 +113,7 @@ def test_a_refused_question_is_explained_and_taken_back() -> None:
     with serving() as server:
         server.parts = [event("1", content="fine", finish="stop")]
         printed = talk(server, "bad", "good", "/undo", "/undo", "/nosuch", "/model nosuch", "/model", "again")
-    for line in ("at most 3 words", "no question to take back", "no command /nosuch", "there are m, other", "* m"):
+    for line in ("at most 3 words", "no question to take back", "no command /nosuch", "served: m, other", "* m"):
         assert line in printed
     assert [body["messages"] for body in server.bodies[1:]] == [
         [{"role": "user", "content": "good"}],

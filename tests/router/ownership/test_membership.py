@@ -200,7 +200,7 @@ async def test_what_is_delivered_again_while_it_is_held_is_returned_by_its_lates
         await clients.ask(*asked)
         await eventually(lambda: len(one.waiting) == 5)
         replies = {pending.reply for pending in one.router._held}
-        await redeliver(one.bus, pipeline.stream("REQUESTS"), "router-standard")
+        await redeliver(one.bus, pipeline.stream("REQUESTS"), "router-standard", ())
         await eventually(lambda: not replies & {pending.reply for pending in one.router._held})
         await one.close()
         async with routing(broker, pipeline) as two:
@@ -218,7 +218,7 @@ async def test_what_another_router_holds_is_not_placed_twice_by_a_takeover(
         await eventually(lambda: len(one.waiting) == 19)
         while await clients.unacknowledged() > 19:
             await one.bus.nc.flush()  # an acknowledgement leaves with what is sent next, or after 10 ms
-        assert await redeliver(one.bus, pipeline.stream("REQUESTS"), "router-standard") == 19
+        assert await redeliver(one.bus, pipeline.stream("REQUESTS"), "router-standard", ()) == 19
         await worker.change(slots=100)
         for each in asked:
             await clients.placed(each)
