@@ -4,7 +4,7 @@ import os
 import time
 from uuid import UUID
 
-CELL_BITS = 12
+CELL_AT = 36  # bit; the last 12 bits choose a request's shard in the log (``subjects``), and stay random
 
 
 def new_request_id(now_ns: int | None = None, randomness: bytes | None = None, *, cell: int = -1) -> str:
@@ -12,12 +12,12 @@ def new_request_id(now_ns: int | None = None, randomness: bytes | None = None, *
 
     Args:
         randomness: 10 bytes to use instead, for ids that several processes derive from the same input.
-        cell: the last three hexadecimal digits; -1: they are random, too.
+        cell: the three hexadecimal digits behind the last hyphen; -1: they are random, too.
     """
     ms = (time.time_ns() if now_ns is None else now_ns) // 1_000_000
     value = (ms << 80) | int.from_bytes(os.urandom(10) if randomness is None else randomness, "big")
     if cell >= 0:
-        value = value >> CELL_BITS << CELL_BITS | cell
+        value = value & ~(0xFFF << CELL_AT) | cell << CELL_AT
     value = value & ~(0xF << 76) | (0x7 << 76)
     value = value & ~(0x3 << 62) | (0x2 << 62)
     text = f"{value:032x}"

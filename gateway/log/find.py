@@ -36,6 +36,7 @@ class RequestFinder:
         self._tasks = tasks.group("find")
         self._wanted: _Wanted = {}
         self._running = 0
+        self._far = asyncio.Semaphore(MAX_RUNS)  # each unknown id reads minutes of its shard
 
     async def close(self) -> None:
         await self._tasks.aclose()
@@ -51,12 +52,12 @@ class RequestFinder:
         except ValueError:
             raise unknown(request_id) from None
         subjects = self._bus.subjects
-        near, far = (made_ns - CLOCK_SKEW_NS, made_ns + WINDOW_NS), (made_ns - FAR_NS, made_ns + FAR_NS)
-        for span, batch in ((near, FEW), (far, BATCH)):
-            for shard in (subjects.shard_of(request_id), subjects.to_be_erased):
-                request = await self._in_shard(shard, request_id, span, batch)
-                if request is not None:
-                    return request
+        request = await self._in_shards(request_id, (made_ns - CLOCK_SKEW_NS, made_ns + WINDOW_NS), FEW)
+        if request is None:
+            async with self._far:
+                request = await self._in_shards(request_id, (made_ns - FAR_NS, made_ns + FAR_NS), BATCH)
+        if request is not None:
+            return request
         if await get_last(self._bus, subjects.stream("REQUESTS"), subjects.unsharded) is None:
             raise unknown(request_id)
         future = self._wanted.get(request_id)
@@ -66,6 +67,14 @@ class RequestFinder:
                 self._running += 1
                 self._tasks.spawn(self._run(), name="find")
         return await asyncio.shield(future)
+
+    async def _in_shards(self, request_id: str, span: tuple[int, int], batch: int) -> GenerateRequest | None:
+        subjects = self._bus.subjects
+        for shard in (subjects.shard_of(request_id), subjects.to_be_erased):
+            request = await self._in_shard(shard, request_id, span, batch)
+            if request is not None:
+                return request
+        return None
 
     async def _in_shard(self, shard: str, request_id: str, span: tuple[int, int], batch: int) -> GenerateRequest | None:
         since, until = max(1, span[0]), span[1]

@@ -12,6 +12,7 @@ from gateway import preparation
 from gateway.openai.prepare_context import PrepareContext
 from gateway.preparation import COUNT_BYTES, LARGE_BODY, RequestPreparer, check_values
 from schemas.errors import Code, ServingError
+from schemas.subjects import Subjects
 
 
 class Fleet:
@@ -59,13 +60,14 @@ async def test_only_large_bodies_are_prepared_in_a_thread(
 
 
 @pytest.mark.parametrize("kind", ["chat", "text"])
-async def test_ids_end_with_the_cell_of_their_gateway(
+async def test_ids_have_the_cell_of_their_gateway_and_lie_in_all_shards(
     preparer: RequestPreparer, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     monkeypatch.setattr(_Settings, "cell", 42)
     body = {"model": "tiny", "prompt": "a", "messages": [{"role": "user", "content": "a"}]}
-    prepared = await preparer.prepare(kind, json.dumps(body).encode())
-    assert prepared.request.id.endswith("02a")
+    ids = [(await preparer.prepare(kind, json.dumps(body).encode())).request.id for _ in range(8)]
+    assert {each.rpartition("-")[2][:3] for each in ids} == {"02a"}
+    assert len({Subjects().shard_of(each) for each in ids}) > 1
 
 
 async def test_a_body_with_far_more_values_than_the_context_has_tokens_is_refused_unread(

@@ -26,9 +26,9 @@ def test_ids_of_the_same_millisecond_differ_in_about_half_of_their_random_bits()
     assert 34 < sum(changed) / len(changed) < 40
 
 
-def test_an_id_ends_with_its_cell_and_has_62_random_bits_then() -> None:
+def test_an_id_has_its_cell_behind_its_last_hyphen_and_62_random_bits_then() -> None:
     ones, zeros = (new_request_id(0, randomness, cell=0x02A) for randomness in (b"\xff" * 10, bytes(10)))
-    assert ones[-3:] == zeros[-3:] == "02a"
+    assert [each.rpartition("-")[2] for each in (ones, zeros)] == ["02afffffffff", "02a000000000"]
     assert (_bits(ones) ^ _bits(zeros)).bit_count() == 62
 
 

@@ -42,4 +42,4 @@ async def test_the_id_of_a_submission_is_made_where_that_of_an_http_request_is()
     message = MagicMock(data=b"{}", headers={})
     with pytest.raises(ServingError, match="this is all"):
         await acceptor.accept(message, origin_of("ps.ask.tiny", "ask"), "")
-    assert given == ["chat", b"{}"]  # no id: it ends with the number of the cell, too
+    assert given == ["chat", b"{}"]  # no id: it has the number of the cell, too
