@@ -80,12 +80,15 @@ class FlushPublisher:
             try:
                 await self._publish(flush)
             finally:  # the engine needs the interpreter as soon as it may go on
-                self._nc.when_written(self._engine.flush_consumed)
-            if self._late is not None:
-                self._late.cancel()
-                self._late = None
-            if self._requests.running:
-                self._late = self._loop.call_at(self._engine.flush_due, self._engine.flush_late)
+                self._nc.when_written(self._consumed)
+
+    def _consumed(self) -> None:
+        self._engine.flush_consumed()
+        if self._late is not None:
+            self._late.cancel()
+            self._late = None
+        if self._requests.running:  # not earlier: until a flush is consumed, the next does not leave
+            self._late = self._loop.call_at(self._engine.flush_due, self._engine.flush_late)
 
     async def _publish(self, flush: Flush) -> None:
         """A failure ends the requests it concerns; all others continue, and KV batches stay in order."""

@@ -4,6 +4,7 @@ import asyncio
 import gc
 import time
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -159,11 +160,15 @@ async def test_what_is_over_is_freed_without_a_garbage_collection(
         gc.enable()
 
 
+@pytest.mark.parametrize("written_after_s", [0.0, 0.2])
 async def test_output_that_waits_for_the_pause_between_flushes_does_not_wait_for_a_long_step(
-    log: LogClient, worker: WorkerHarness, monkeypatch: pytest.MonkeyPatch
+    log: LogClient, worker: WorkerHarness, monkeypatch: pytest.MonkeyPatch, written_after_s: float
 ) -> None:
     monkeypatch.setattr(engine_thread, "MIN_FLUSH_S", 0.1)
     monkeypatch.setattr(engine_thread, "MAX_FLUSH_S", 0.1)
+    if written_after_s:  # a busy event loop writes a flush when the pause is over
+        loop = asyncio.get_running_loop()
+        monkeypatch.setattr(worker.bus.nc, "when_written", partial(loop.call_later, written_after_s))
     asked = request()
     worker.engine.hold()
     worker.engine.allow(2)
