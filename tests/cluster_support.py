@@ -11,9 +11,8 @@ import json
 import os
 import shutil
 import signal
-import socket
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import ExitStack, asynccontextmanager, suppress
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from infra.broker.datadir import load_secrets
 from infra.broker.roles import inbox_prefix
 from infra.broker.server import EmbeddedNats
 from schemas.subjects import Subjects
+from tests.pipeline.support import free_port
 
 NODES = 3
 ELECTED_S = 30.0
@@ -37,7 +37,7 @@ class LocalCluster:
         self, folder: Path, namespace: str = "ps", *, make: Callable[..., EmbeddedNats] = EmbeddedNats, **options: Any
     ) -> None:
         self.subjects = Subjects(namespace)
-        ports = free_ports(2 * NODES)
+        ports = [free_port() for _ in range(2 * NODES)]
         clients, routes = ports[:NODES], ports[NODES:]
         addresses = tuple(f"127.0.0.1:{port}" for port in routes)
         first = folder / "node-0" / "secrets.json"
@@ -139,11 +139,3 @@ async def three_nodes(folder: Path, namespace: str = "ps", **options: Any) -> As
         yield cluster
     finally:
         await cluster.stop()
-
-
-def free_ports(count: int) -> list[int]:
-    with ExitStack() as held:
-        probes = [held.enter_context(socket.socket()) for _ in range(count)]
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        return [int(probe.getsockname()[1]) for probe in probes]

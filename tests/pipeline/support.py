@@ -4,12 +4,11 @@ import asyncio
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, closing, suppress
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 from zlib import crc32
@@ -21,6 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from infra.bus.connection import Bus
 from infra.bus.direct_get import read
 from infra.launch.deathsig import die_with_parent
+from infra.launch.sockets import bind
 from infra.launch.state import State, read_state
 from infra.model import modeldir
 from infra.timeline.read import read_timeline
@@ -52,9 +52,15 @@ async def until(holds: Callable[[], Any], what: str, within_s: float = 30.0) -> 
 
 
 def free_port() -> int:
-    with closing(socket.socket()) as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port for a server that a test starts.
+
+    Until the tests end, a socket is bound to it that does not listen: the kernel gives the port to nothing else, while
+    a server with SO_REUSEADDR can listen on it.
+    """
+    held = bind("127.0.0.1", 0)
+    port: int = held.getsockname()[1]
+    held.detach()
+    return port
 
 
 class Process:
@@ -100,6 +106,12 @@ class Process:
         """Until it ends by itself; the exit status."""
         return self._process.wait(within_s)
 
+    def kill(self) -> None:
+        """SIGKILL, if it still runs. Without it, a later test would fail with the warning of a process left behind."""
+        if self._process.poll() is None:
+            self._process.kill()
+            self._process.wait(STOP_S)
+
     def stop(self) -> int:
         """SIGTERM, unless that was sent; the exit status."""
         if not self._asked:
@@ -129,7 +141,7 @@ class Deployment:
     def __init__(self, home: Path, *flags: str, module: str = "infra.cli", **variables: str) -> None:
         self.home = home
         self.data_dir = home / "data"
-        self._extra = 0
+        self._others: list[Process] = []
         self._up = Process(
             home / "up.log",
             *("up", "--engine", "mock", "--http-port", "0", "--data-dir", str(self.data_dir), "--drain-s", "3"),
@@ -155,9 +167,10 @@ class Deployment:
 
     def also(self, role: str, *flags: str, **variables: str) -> Process:
         """One more process of a role on this deployment's broker; ``variables`` of its environment."""
-        self._extra += 1
-        log = self.home / f"{role}-{self._extra}.log"
-        return Process(log, role, "--log-format", "json", *flags, nats_url=self.state.nats_url, **variables)
+        log = self.home / f"{role}-{len(self._others) + 1}.log"
+        made = Process(log, role, "--log-format", "json", *flags, nats_url=self.state.nats_url, **variables)
+        self._others.append(made)
+        return made
 
     async def also_workers(self, *flags: str, count: int = 1) -> list[Process]:
         """Further mock workers that take no time; returns when they are registered."""
@@ -184,6 +197,8 @@ class Deployment:
         self._up.ask_to_stop()
 
     def stop(self) -> int:
+        for process in self._others:
+            process.kill()
         return self._up.stop()
 
 

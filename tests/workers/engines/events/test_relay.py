@@ -25,6 +25,7 @@ from schemas import blocks
 from schemas.kv import KvEvent, Removed, Stored
 from schemas.requests import Stop
 from tests import standins
+from tests.pipeline.support import free_port
 from tests.workers.engines.events.support import Names, digest, fold
 from workers.engines import mock
 from workers.engines.base import Engine, EngineError, SequenceRequest
@@ -251,15 +252,9 @@ time.sleep(60)
 """
 
 
-def _free_port() -> int:
-    with closing(socket.socket()) as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 @pytest.mark.parametrize("end", ["kill", "stop"])
 def test_the_blocks_of_a_dead_or_hanging_publisher_are_dropped_in_time(make: Callable[..., Any], end: str) -> None:
-    port, replay = _free_port(), _free_port()
+    port, replay = free_port(), free_port()
     argv = [sys.executable, "-c", DIES, f"tcp://127.0.0.1:{port}", f"tcp://127.0.0.1:{replay}"]
     process = subprocess.Popen(argv, stdout=subprocess.PIPE, env=os.environ | {"PYTHONPATH": os.getcwd()})
     try:
