@@ -7,6 +7,7 @@ import asyncio
 import os
 import signal
 from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import pytest
 from infra.broker.main import apply_at
 from infra.broker.server import EmbeddedNats
 from tests.conftest import outside
-from tests.pipeline.support import MODEL, Process, free_port, samples, stopped, until
+from tests.pipeline.support import MODEL, Process, free_port, stopped, until
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -24,6 +25,7 @@ NO_ROUTER = "no router takes requests; start one with 'penstock router'"
 NO_WORKER = "no worker serves 'tiny'; start one with 'penstock worker'"
 NO_BROKER = "the broker is not connected"
 STOPPING = "this gateway is shutting down"
+BODY: dict[str, Any] = {"model": "tiny", "prompt": "one two three", "max_tokens": 3, "ignore_eos": True}
 
 
 class Parts:
@@ -139,9 +141,25 @@ async def components(http: httpx.AsyncClient) -> tuple[int, dict[str, str]]:
     return answer.status_code, {each["name"]: each.get("reason", "") for each in body["components"]}
 
 
-async def served(http: httpx.AsyncClient, **more: Any) -> int:
-    body = {"model": "tiny", "prompt": "one two three", "max_tokens": 3, "ignore_eos": True} | more
-    return (await http.post("/v1/completions", json=body)).status_code
+async def served(http: httpx.AsyncClient) -> int:
+    return (await http.post("/v1/completions", json=BODY)).status_code
+
+
+@asynccontextmanager
+async def begun(http: httpx.AsyncClient) -> AsyncIterator[asyncio.Task[str]]:
+    """What is left of a stream of seconds that a worker has begun."""
+    async with http.stream("POST", "/v1/completions", json=BODY | {"max_tokens": 150, "stream": True}) as answer:
+        texts = answer.aiter_text()
+        await anext(texts)
+        rest = asyncio.create_task(joined(texts))
+        try:
+            yield rest
+        finally:
+            rest.cancel()
+
+
+async def joined(texts: AsyncIterator[str]) -> str:
+    return "".join([text async for text in texts])
 
 
 async def test_a_gateway_is_ready_once_a_router_and_a_worker_of_its_model_are_there(
@@ -174,16 +192,11 @@ async def test_a_gateway_is_ready_once_a_router_and_a_worker_of_its_model_are_th
 
 
 async def test_a_worker_that_drains_makes_nobody_ready(parts: Parts, http: httpx.AsyncClient, worker: Process) -> None:
-    running = asyncio.create_task(served(http, max_tokens=150))
-
-    async def runs() -> bool:
-        return samples((await http.get("/metrics")).text)["penstock_gateway_open_requests"] == 1
-
-    await until(runs, "the request is open")
-    worker.ask_to_stop()
-    await becomes(http, NO_WORKER)
-    assert not running.done()  # it still answers what it has begun
-    assert await running == 200
+    async with begun(http) as rest:
+        worker.ask_to_stop()
+        await becomes(http, NO_WORKER)
+        assert not rest.done()  # it still answers what it has begun
+        assert "data: [DONE]" in await rest
     assert await parts.ended(worker) == 0
 
 
@@ -202,15 +215,11 @@ async def test_without_its_broker_a_gateway_is_not_ready_and_is_again_when_it_is
 async def test_a_gateway_that_drains_is_not_ready_on_the_connections_that_it_still_has(
     parts: Parts, http: httpx.AsyncClient, worker: Process
 ) -> None:
-    running = asyncio.create_task(served(http, max_tokens=150))
-
-    async def runs() -> bool:
-        return samples((await http.get("/metrics")).text)["penstock_gateway_open_requests"] == 1
-
-    await until(runs, "the request is open")
-    parts.gateway.ask_to_stop()
-    await asyncio.to_thread(parts.gateway.wait_for, "gateway_stopping")
-    answer = await http.get("/health/ready")
-    assert (answer.status_code, answer.json()["reasons"]) == (503, [STOPPING])
-    assert await running == 200
+    async with begun(http) as rest:
+        await becomes(http)  # on a second connection, which stays
+        parts.gateway.ask_to_stop()
+        await asyncio.to_thread(parts.gateway.wait_for, "gateway_stopping")
+        answer = await http.get("/health/ready")
+        assert (answer.status_code, answer.json()["reasons"]) == (503, [STOPPING])
+        assert "data: [DONE]" in await rest
     assert await parts.ended(parts.gateway) == 0
