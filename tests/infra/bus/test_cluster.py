@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from infra.broker.main import apply_at
+from infra.bus import direct_get
 from infra.bus.connection import Bus, connect
 from infra.bus.direct_get import Entry, get, get_last, read
 from infra.bus.log_tail import LogTail
@@ -17,8 +18,8 @@ from tests.cluster_support import NODES, LocalCluster
 from tests.conftest import outside
 from tests.infra.bus.support import eventually
 
-ROUNDS = 8
-READERS = 40
+ROUNDS = 40
+READERS = 8
 COUNT = 500
 
 
@@ -64,15 +65,23 @@ class Raw:
         for _ in range(READERS):
             await self._bus.nc.publish(f"$JS.API.DIRECT.GET.{self._stream}", query, reply=inbox)
 
+    async def answered(self) -> None:
+        await eventually(lambda: len(self.answers) == READERS)
+
     async def _on_answer(self, message: Any) -> None:
         self.answers.append(int((message.headers or {}).get("Nats-Sequence", "0")))
 
 
-async def test_what_a_lagging_follower_does_not_have_yet_is_neither_missing_nor_the_end(cluster: LocalCluster) -> None:
+async def test_what_a_lagging_follower_does_not_have_yet_is_neither_missing_nor_the_end(
+    cluster: LocalCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    patient = {"ping_interval": 60}  # the reader stays at the follower, however long it is stopped
+    monkeypatch.setattr(direct_get, "ASK_S", 30.0)
+    monkeypatch.setattr(direct_get, "STALL_S", 30.0)
     stream = cluster.subjects.stream("TOKENS")
     leader, followers = await cluster.placement(stream)
     stale = 0
-    async with on_nodes(cluster, leader) as writer, on_nodes(cluster, followers[0]) as bus:
+    async with on_nodes(cluster, leader) as writer, on_nodes(cluster, followers[0], **patient) as bus:
         for number in range(ROUNDS):
             subject = cluster.subjects.tokens(f"lag{number}")
             raw = Raw(bus, stream, subject)
@@ -88,6 +97,7 @@ async def test_what_a_lagging_follower_does_not_have_yet_is_neither_missing_nor_
                 cluster.thaw(followers[0])
             assert None not in await asyncio.gather(*found)
             assert {len(entries) for entries in await asyncio.gather(*whole)} == {COUNT}
+            await raw.answered()
             last = (await all_of(bus, stream, subject))[-1].seq
             stale += sum(answer != last for answer in raw.answers)
             if stale:
