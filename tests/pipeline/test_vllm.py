@@ -87,9 +87,9 @@ def fleet(deployment: Deployment, variables: dict[str, str]) -> Iterator[Fleet]:
         worker.stop()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", autouse=True)
 def reference(fleet: Fleet, deployment: Deployment) -> str:
-    """What one whole worker answers to ``QUESTION``."""
+    """What one whole worker answers to ``QUESTION``; asked before a test stops them."""
     answer = httpx.post(deployment.urls[0] + "/v1/chat/completions", json=chat(QUESTION), timeout=60, trust_env=False)
     text: str = answer.json()["choices"][0]["message"]["content"]
     return text
