@@ -24,8 +24,16 @@ def new_request_id(now_ns: int | None = None, randomness: bytes | None = None, *
     return f"{text[:8]}-{text[8:12]}-{text[12:16]}-{text[16:20]}-{text[20:]}"
 
 
+_ANSWERS = ("chatcmpl-", "cmpl-", "resp_", "msg_")  # how ids of answers begin
 _LONGEST_SHOWN = 80  # characters of what is no id
 _LAST_MS = 253_402_300_799_999  # the year 9999, the last that RFC 3339 can write
+
+
+def request_of_answer(answer_id: str) -> str:
+    """The id of the request that an answer, or a request, names."""
+    for prefix in _ANSWERS:
+        answer_id = answer_id.removeprefix(prefix)
+    return answer_id
 
 
 def time_of(request_id: str) -> int:

@@ -29,6 +29,7 @@ from gateway.option_names import listed, unknown_options
 from gateway.service import Gateway
 from gateway.tracing import from_http_headers, with_trace
 from schemas.errors import Code, ServingError
+from schemas.ids import request_of_answer
 from schemas.requests import GenerateRequest
 from schemas.tokens import TokenItem
 from schemas.wire import TOKEN_BYTES
@@ -209,7 +210,9 @@ class Reattach:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         gateway = self._gateway
         try:
-            request, record = await gateway.look_up(strip_id_prefix(scope["path_params"]["id"]), caller_of(scope).sees)
+            request, record = await gateway.look_up(
+                request_of_answer(scope["path_params"]["id"]), caller_of(scope).sees
+            )
             last = dict(scope["headers"]).get(b"last-event-id", b"").decode("latin-1")
             if request.diffusion is not None:
                 await self._images(request, last, scope, receive, send)
@@ -442,9 +445,3 @@ async def send_error(send: Send, error: ServingError, request_id: str = "") -> N
         headers.append((REQUEST_ID, request_id.encode()))
     await send({"type": "http.response.start", "status": error.code.status, "headers": headers})
     await send({"type": "http.response.body", "body": body})
-
-
-def strip_id_prefix(text: str) -> str:
-    for prefix in ("chatcmpl-", "cmpl-", "resp_", "msg_"):
-        text = text.removeprefix(prefix)
-    return text

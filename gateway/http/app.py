@@ -30,7 +30,6 @@ from gateway.http.answers import (
     Send,
     answer_text,
     send_error,
-    strip_id_prefix,
 )
 from gateway.http.computed import Computed
 from gateway.http.headers import with_header
@@ -50,6 +49,7 @@ from gateway.openai.tokenization import detokenize, tokenize
 from gateway.service import Gateway
 from schemas.errors import Code, ServingError
 from schemas.fleet import Diffuser, Embedder
+from schemas.ids import request_of_answer
 from schemas.requests import EMBEDDING
 
 log = structlog.get_logger("gateway")
@@ -213,12 +213,12 @@ class _Api:
 
     async def request(self, request: Request) -> Response:
         gateway = self._gateway
-        stored = await gateway.look_up(strip_id_prefix(request.path_params["id"]), caller_of(request.scope).sees)
+        stored = await gateway.look_up(request_of_answer(request.path_params["id"]), caller_of(request.scope).sees)
         return _reply(await status_of(gateway, stored, base_url(request.scope, gateway)))
 
     async def cancel(self, request: Request) -> Response:
         sees = caller_of(request.scope).sees
-        state, record = await self._gateway.look_up(strip_id_prefix(request.path_params["id"]), sees)
+        state, record = await self._gateway.look_up(request_of_answer(request.path_params["id"]), sees)
         if record is not None:
             return _reply(CancelResponse(state.id, False, final_state(record)))
         await self._gateway.cancel_surely(state.id, "cancelled by request")

@@ -24,7 +24,7 @@ from infra.timeline.open_log import REQUEST_STREAMS, Log, Source, add_flags, ope
 from infra.timeline.read import read_timeline
 from infra.timeline.request_timeline import RequestTimeline
 from schemas.errors import Code
-from schemas.ids import time_of
+from schemas.ids import request_of_answer, time_of
 from schemas.summary import Criteria, RequestSummary
 
 VERBS = ("list", "show", "retry")
@@ -151,7 +151,7 @@ def _retry(argv: Sequence[str]) -> int:
     args = parser.parse_args(argv)
     if bool(args.ids) == args.all:
         parser.error("give ids of requests, or --all")
-    ids: list[str] = [each.removeprefix("chatcmpl-").removeprefix("cmpl-") for each in args.ids]
+    ids: list[str] = [request_of_answer(each) for each in args.ids]
 
     async def find() -> None:
         async with open_log(Source.of(args), name="dead", streams=REQUEST_STREAMS, files=True) as log:

@@ -24,7 +24,7 @@ from infra.counts import counted
 from infra.terminal import confirmed, stdout
 from infra.timeline.open_log import Source, add_flags, open_log, run_command
 from infra.timeline.summary_cache import cache_folder
-from schemas.ids import time_of
+from schemas.ids import request_of_answer, time_of
 from schemas.subjects import HEADER_NO_STORE
 
 
@@ -87,7 +87,7 @@ async def _named(bus: Bus, ids: Iterable[str]) -> list[Ended]:
         ValueError: not the id of a request, or it has not ended, or is not in the log.
     """
     ended = []
-    for request_id in dict.fromkeys(ids):
+    for request_id in dict.fromkeys(map(request_of_answer, ids)):
         time_of(request_id)
         found = await find_ended(bus, request_id)
         if found is None:

@@ -43,7 +43,7 @@ from infra.timeline.moments import moment_ns
 from infra.timeline.open_log import Log, Source, add_flags, add_verify_flag, open_log, run_command
 from schemas import fleet
 from schemas.errors import ServingError
-from schemas.ids import time_of
+from schemas.ids import request_of_answer, time_of
 from schemas.requests import GenerateRequest
 
 SAMPLED = 200  # records from which the models are known
@@ -106,7 +106,7 @@ async def selection(args: argparse.Namespace, bus: Readable, *, everything: bool
         ValueError: they select nothing, or contradict each other.
         ServingError: the log cannot be read.
     """
-    ids = frozenset(each.removeprefix("chatcmpl-").removeprefix("cmpl-") for each in args.ids)
+    ids = frozenset(map(request_of_answer, args.ids))
     ranged = bool(args.since or args.until or args.from_seq)
     if (bool(ids) + ranged + everything) != 1:
         raise ValueError(

@@ -17,6 +17,7 @@ from infra.timeline.read import read_timeline
 from infra.timeline.request_timeline import RequestTimeline
 from infra.timeline.show_inspection import show
 from infra.timeline.texts import Texts
+from schemas.ids import request_of_answer
 from schemas.summary import as_dict
 
 
@@ -52,7 +53,7 @@ def run(argv: Sequence[str], name: str = "inspect") -> int:
     add_verify_flag(parser)
     args = parser.parse_args(argv)
     options = Options(not args.no_batches, args.text, args.tokens, args.json, args.html, args.model_path)
-    request_id = args.request_id.removeprefix("chatcmpl-").removeprefix("cmpl-")
+    request_id = request_of_answer(args.request_id)
     console = stdout()
     return run_command(name, lambda: _run(request_id, Source.of(args), options, console))
 

@@ -16,7 +16,7 @@ from infra.terminal import escape, print_hanging, stdout
 from infra.timeline.describe import Described, describe, plain
 from infra.timeline.moments import clock, moment_ns
 from infra.timeline.open_log import Source, add_flags, open_log, run_command
-from schemas.ids import time_of
+from schemas.ids import request_of_answer, time_of
 from schemas.streams import CLOCK_SKEW_NS
 
 POLL_S = 0.25
@@ -115,7 +115,7 @@ def _options(args: argparse.Namespace, bus: Readable) -> Options:
         )
     if args.lines < 0:
         raise ValueError(f"--lines {args.lines}: give a number of messages")
-    request = args.request.removeprefix("chatcmpl-").removeprefix("cmpl-")
+    request = request_of_answer(args.request)
     if request:
         time_of(request)  # raises before anything is read
     return Options(

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from schemas.ids import new_request_id, time_of
+from schemas.ids import new_request_id, request_of_answer, time_of
 
 
 def _bits(text: str) -> int:
@@ -30,6 +30,12 @@ def test_an_id_has_its_cell_behind_its_last_hyphen_and_62_random_bits_then() -> 
     ones, zeros = (new_request_id(0, randomness, cell=0x02A) for randomness in (b"\xff" * 10, bytes(10)))
     assert [each.rpartition("-")[2] for each in (ones, zeros)] == ["02afffffffff", "02a000000000"]
     assert (_bits(ones) ^ _bits(zeros)).bit_count() == 62
+
+
+@pytest.mark.parametrize("prefix", ["", "chatcmpl-", "cmpl-", "resp_", "msg_"])
+def test_the_id_of_an_answer_of_any_api_names_its_request(prefix: str) -> None:
+    request = new_request_id()
+    assert request_of_answer(prefix + request) == request
 
 
 @pytest.mark.parametrize("text", ["", "x", "01a202c8-4c32-494a-8917-357ea3fdacde", "0" * 32])

@@ -24,6 +24,7 @@ from infra.timeline.tracing.position import BEFORE_NS, Position, PositionStore, 
 from infra.timeline.tracing.show import show
 from infra.timeline.tracing.spans import spans
 from schemas.errors import ServingError
+from schemas.ids import request_of_answer
 
 log = structlog.get_logger("trace")
 
@@ -99,7 +100,7 @@ def _source(settings: TraceSettings) -> Source:
 
 
 async def _print(settings: TraceSettings) -> int:
-    request_id = settings.request.removeprefix("chatcmpl-").removeprefix("cmpl-")
+    request_id = request_of_answer(settings.request)
     async with open_log(_source(settings), name="trace", files=True) as opened:
         trace = spans(await read_timeline(opened.reader, request_id))
         namespace = opened.reader.subjects.namespace

@@ -115,7 +115,7 @@ async def test_one_request_is_exported_without_the_others(
 ) -> None:
     ids = await recorded(bus)
     file = tmp_path / "one.jsonl"
-    assert await run(export.run, f"chatcmpl-{ids[2]}", "-o", str(file)) == 0
+    assert await run(export.run, f"resp_{ids[2]}", "-o", str(file)) == 0
     assert "1 request, 4 messages" in capsys.readouterr().err
     text = file.read_text()
     assert ids[2] in text
