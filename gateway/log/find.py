@@ -9,8 +9,10 @@ look-ups of those share one forward read.
 import asyncio
 from contextlib import aclosing
 
+import msgspec
+
 from infra.bus.connection import Bus
-from infra.bus.direct_get import get_last, read
+from infra.bus.direct_get import Entry, get_last, read
 from infra.bus.tasks import Tasks, as_serving_error
 from schemas import requests
 from schemas.errors import Code, ServingError
@@ -82,7 +84,7 @@ class RequestFinder:
         async with aclosing(read(self._bus, stream, shard, since_ns=since, batch=batch)) as entries:
             async for entry in entries:
                 if entry.headers.get(HEADER_MSG_ID) == request_id:
-                    return requests.decode(entry.data)
+                    return _accepted(entry)
                 if entry.time_ns > until:
                     return None
         return None
@@ -122,7 +124,7 @@ class RequestFinder:
                 request_id = entry.headers.get(HEADER_MSG_ID, "")
                 future = pending.pop(request_id, None)
                 if future is not None and not future.done():
-                    future.set_result(requests.decode(entry.data))
+                    future.set_result(_accepted(entry))
                 now_ns = entry.time_ns
                 while times and (times[0][1] not in pending or now_ns > times[0][0] + WINDOW_NS):
                     times.pop(0)
@@ -131,6 +133,15 @@ class RequestFinder:
                 if times[0][0] - earlier_ns > now_ns + JUMP_NS:
                     return True
         return False
+
+
+def _accepted(entry: Entry) -> GenerateRequest:
+    """A stored request, created no later than the broker stored it.
+
+    Its tokens are read from its creation on: by the clock of a gateway that was ahead, the first ones would be missed.
+    """
+    request = requests.decode(entry.data)
+    return msgspec.structs.replace(request, created_ns=min(request.created_ns, entry.time_ns))
 
 
 def _fail(future: "asyncio.Future[GenerateRequest]", error: ServingError) -> None:

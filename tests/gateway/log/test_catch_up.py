@@ -217,6 +217,27 @@ async def test_a_request_is_found_although_its_gateways_clock_is_minutes_off(bus
     assert await tasks.aclose()
 
 
+async def test_a_stream_that_goes_on_elsewhere_begins_with_its_first_token_although_its_gateways_clock_is_ahead(
+    bus: Bus, subscription: TokenSubscription
+) -> None:
+    tasks, publisher, ahead_ns = Tasks("test"), Publisher(bus), time.time_ns() + 600_000_000_000
+    finder = RequestFinder(bus, tasks)
+    await publisher.open()
+    async with Worker(bus, 1) as worker:
+        request = msgspec.structs.replace(worker.requests[0], id=new_request_id(ahead_ns), created_ns=ahead_ns)
+        worker.requests = [request]
+        await publisher.publish(bus.subjects.request("tiny", "standard", request.id), wire.encode(request), request.id)
+        await worker.step(3)
+        await subscription.start(since_ns=time.time_ns())
+        client = Client(subscription, await finder.find(request.id))
+        await eventually(lambda: client.tokens == pack_tokens(range(3)))
+        await worker.step(end=True)
+        await finished([client], worker)
+    await publisher.close()
+    await finder.close()
+    assert await tasks.aclose()
+
+
 async def test_requests_are_found_together_and_unknown_ones_are_not(bus: Bus) -> None:
     tasks, publisher = Tasks("test"), Publisher(bus)
     finder = RequestFinder(bus, tasks)
