@@ -7,6 +7,7 @@ from typing import Any
 
 from infra.broker.server import EmbeddedNats
 
+DAYS = 2  # for which certificates are valid
 Pair = tuple[Path, Path]  # files of a certificate and its key
 
 
@@ -14,8 +15,9 @@ def issue(folder: Path, name: str) -> Pair:
     """Certificate and key of 127.0.0.1; the certificate is its own authority."""
     cert, key = folder / f"{name}.crt", folder / f"{name}.key"
     subprocess.run(
-        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2",
-         "-subj", f"/CN={name}", "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", key, "-out", cert],
+        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes",
+         "-days", str(DAYS), "-subj", f"/CN={name}", "-addext", "subjectAltName=IP:127.0.0.1",
+         "-keyout", key, "-out", cert],
         check=True, capture_output=True,
     )  # fmt: skip
     return cert, key

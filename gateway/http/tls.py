@@ -4,12 +4,19 @@ import asyncio
 import contextlib
 import os
 import ssl
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
 
 import structlog
+
+from gateway.http.certificate_dates import date_problem
 
 log = structlog.get_logger("gateway")
 
 LOOK_S = 2.0
+CHECK_DATES_S = 86_400.0
 HANDSHAKE_S = 10.0
 
 _Stamp = tuple[tuple[int, ...], ...]
@@ -24,6 +31,7 @@ class Certificate:
     Args:
         cert: PEM file with the certificate and its chain.
         key: PEM file with its private key, without a password.
+        now: Unix time; the log warns of a certificate that is not valid then, or not for long.
     Raises:
         BadCertificate: the files cannot be used.
 
@@ -31,16 +39,22 @@ class Certificate:
         context: of the server's sockets; new handshakes use what was loaded last.
     """
 
-    def __init__(self, cert: str, key: str) -> None:
-        self._cert, self._key = cert, key
+    def __init__(self, cert: str, key: str, now: Callable[[], float] = time.time) -> None:
+        self._cert, self._key, self._now = cert, key, now
         self._stamp = self._stamped()
         self.context = self._loaded()
+        self._check_dates()
 
     async def watch(self) -> None:
         """Load the files again whenever they have changed. A pair that does not fit is tried again when it changes."""
         while True:
             await asyncio.sleep(LOOK_S)
-            self.reload()
+            self.look()
+
+    def look(self) -> None:
+        """Load the files if they have changed; check the dates once a day."""
+        if not self.reload() and self._now() - self._checked > CHECK_DATES_S:
+            self._check_dates()
 
     def reload(self) -> bool:
         """Load the files if they have changed; returns whether they were loaded."""
@@ -55,6 +69,7 @@ class Certificate:
             log.warning("certificate_not_loaded", error=str(error), effect="the last one stays in use")
             return False
         log.info("certificate_loaded", file=self._cert)
+        self._check_dates()
         return True
 
     def _loaded(self) -> ssl.SSLContext:
@@ -69,6 +84,20 @@ class Certificate:
         except (OSError, ValueError) as error:
             raise BadCertificate(f"--tls-cert {self._cert}, --tls-key {self._key}: {error}") from None
         return context
+
+    def _check_dates(self) -> None:
+        self._checked = self._now()
+        try:
+            problem = date_problem(
+                Path(self._cert).read_text(errors="replace"), datetime.fromtimestamp(self._checked, UTC)
+            )
+        except (OSError, ValueError) as error:
+            log.warning("certificate_dates_unknown", file=self._cert, error=str(error))
+            return
+        if problem is not None:
+            event = "certificate_not_valid" if problem.refused else "certificate_expires_soon"
+            fix = "replace the files of --tls-cert and --tls-key; a restart is not needed"
+            log.warning(event, file=self._cert, problem=f"it {problem.text}", fix=fix)
 
     def _stamped(self) -> _Stamp:
         """What differs when a file is replaced, written or made readable, through links as Kubernetes makes them."""

@@ -65,6 +65,11 @@ class BusClient(Client):  # type: ignore[misc]  # untyped
             with contextlib.suppress(Exception):
                 self._transport.close()
 
+    @property
+    def peer_certificate(self) -> bytes:
+        """The broker's certificate, DER; empty without TLS."""
+        return self._transport.peer_certificate() if isinstance(self._transport, LinkTransport) else b""
+
     async def _connect_to_server(self, s: Any) -> None:
         if self._ended:
             raise asyncio.CancelledError

@@ -25,6 +25,11 @@ class LinkTransport(TcpTransport):  # type: ignore[misc]  # untyped
         reader.set_transport(writer.transport)  # without it, nothing can pause reading, and the buffer has no limit
         writer._protocol._over_ssl = True  # as of any stream over TLS: asyncio warns otherwise when it is closed
 
+    def peer_certificate(self) -> bytes:
+        """The server's certificate, DER; empty without TLS."""
+        link = self._io_writer.get_extra_info("ssl_object") if self._io_writer is not None else None
+        return (link.getpeercert(binary_form=True) or b"") if link is not None else b""
+
     async def wait_closed(self) -> None:
         """nats-py waits for this before it connects again, and a server that hangs answers no goodbye of TLS."""
         if self._io_writer is None:

@@ -10,6 +10,7 @@ from infra.broker.retention import StreamUse, uses
 from infra.bus.connection import Bus
 from infra.bus.direct_get import parse_time
 from infra.bus.jetstream import CONSUMER_NOT_FOUND, STREAM_NOT_FOUND
+from infra.operate.doctor.certificates import check_broker_certificate
 from infra.operate.doctor.finding import Finding, ok, problem, warning
 from schemas.streams import topology
 
@@ -52,7 +53,7 @@ def _version(bus: Bus) -> str:
 
 async def check_broker(bus: Bus) -> list[Finding]:
     """All checks of a broker that is connected."""
-    findings = [ok("broker", f"connected to nats-server {_version(bus)}")]
+    findings = [ok("broker", f"connected to nats-server {_version(bus)}"), *check_broker_certificate(bus)]
     expected = topology(bus.subjects)
     try:
         await check(bus.nc, expected)

@@ -1,5 +1,6 @@
 """Checks of what runs: gateways, routers, workers, and the way of KV events from an engine to the routers' index."""
 
+import asyncio
 import ipaddress
 import re
 from collections import defaultdict
@@ -13,6 +14,7 @@ from infra.bus.connection import Bus
 from infra.counts import counted
 from infra.launch.http import get, get_url
 from infra.launch.state import Running, State
+from infra.operate.doctor.certificates import check_gateway_certificate
 from infra.operate.doctor.finding import Finding, ok, problem, warning
 from infra.operate.observe import CLASSES
 from infra.operate.workers import registrations
@@ -47,6 +49,7 @@ async def check_gateways(urls: Sequence[str]) -> list[Finding]:
     for url in urls:
         parts = urlsplit(url)
         status, body = await get_url(url, "/health/ready")
+        findings += await asyncio.to_thread(check_gateway_certificate, url)
         if status and not is_loopback(parts.hostname or "") and (await get_url(url, "/v1/models"))[0] == 200:
             fix = "make API keys (`penstock keys create`), or let it listen on loopback"
             findings.append(warning("gateway", f"{url} answers everyone who reaches it, without an API key", fix))

@@ -5,13 +5,15 @@ import os
 import shutil
 import ssl
 import subprocess
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import uvloop
+from structlog.testing import capture_logs
 
 from gateway.http.connections import Limits
 from gateway.http.server import HttpServer
@@ -19,9 +21,11 @@ from gateway.http.tls import BadCertificate, Certificate
 from gateway.main import listen
 from infra.bus.tasks import Tasks
 from tests.gateway.http.test_connections import GET, Application
-from tests.tls_support import issue
+from tests.tls_support import DAYS, issue
 
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl to make certificates")
+
+DAY_S = 86_400
 
 
 @pytest.fixture(scope="module")
@@ -151,6 +155,31 @@ def test_files_that_cannot_be_used_are_refused_at_start(tmp_path: Path, made: di
     for cert, key, why in wrong:
         with pytest.raises(BadCertificate, match=why):
             Certificate(str(cert), str(key))
+
+
+def test_the_log_warns_of_dates_at_start_when_the_files_change_and_once_a_day(
+    made: dict[str, tuple[Path, Path]], pair: tuple[Path, Path]
+) -> None:
+    now = [time.time()]
+
+    def warnings(act: Callable[[], object]) -> list[tuple[str, str]]:
+        with capture_logs() as lines:
+            act()
+        return [(line["event"], line["problem"]) for line in lines if line["log_level"] == "warning"]
+
+    certificate = Certificate(*map(str, pair), lambda: now[0])
+    assert warnings(lambda: Certificate(*map(str, pair), lambda: now[0])) == warnings(certificate.look) == []
+    now[0] += DAYS * DAY_S - 3600
+    ((event, problem),) = warnings(certificate.look)
+    assert (event, problem[:15]) == ("certificate_expires_soon", "it expires on 2")
+    assert not warnings(certificate.look)
+    put(made["second"], pair)
+    assert [event for event, _ in warnings(certificate.look)] == ["certificate_expires_soon"]
+    now[0] += DAY_S + 1
+    ((event, problem),) = warnings(certificate.look)
+    assert (event, problem[:15]) == ("certificate_not_valid", "it expired on 2")
+    ((event, problem),) = warnings(lambda: Certificate(*map(str, pair), lambda: 0.0))
+    assert (event, problem[:20]) == ("certificate_not_valid", "it is not valid befo")
 
 
 def test_files_that_are_made_readable_after_they_were_written_are_tried_again(

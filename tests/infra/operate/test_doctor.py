@@ -3,20 +3,24 @@
 import asyncio
 import json
 import os
+import shutil
 import socket
+import ssl
 import stat
 import tarfile
 from collections.abc import AsyncIterator, Iterator
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
 
 from infra.broker.server import EmbeddedNats
+from infra.bus.client import BusClient
 from infra.bus.connection import Bus
 from infra.launch.http import get
 from infra.launch.state import Running, State, write_state
+from infra.operate.doctor import certificates, machine
 from infra.operate.doctor import fleet as fleet_checks
-from infra.operate.doctor import machine
 from infra.operate.doctor.broker import check_address, check_broker
 from infra.operate.doctor.bundle import redacted, write_bundle
 from infra.operate.doctor.finding import Finding, Status
@@ -29,6 +33,7 @@ from schemas.fleet import State as WorkerState
 from schemas.subjects import Subjects
 from schemas.transfer import Endpoint
 from tests.infra.bus.support import opened
+from tests.tls_support import DAYS, TlsNats, issue
 
 
 @pytest.fixture
@@ -180,6 +185,41 @@ async def test_a_gateway_that_answers_others_without_a_key_is_named(
         assert [finding.status for finding in found] == [Status.warning, Status.ok]
         answers["/v1/models"] = 401
         assert [finding.status for finding in await check_gateways([url])] == [Status.ok]
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl to make certificates")
+async def test_certificates_of_a_gateway_and_of_the_broker_that_expire_are_named(
+    listening: socket.socket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = issue(tmp_path, "both")
+    monkeypatch.setenv("SSL_CERT_FILE", str(pair[0]))
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(*pair)
+    server = TlsNats(tmp_path / "nats", pair=pair, jetstream=False)
+    await server.start()
+    nc = BusClient()
+    await nc.connect(server.url())
+
+    async def found(days: float) -> list[Status]:
+        then = datetime.now(UTC) + timedelta(days=days)
+        monkeypatch.setattr(certificates, "now", lambda: then)
+        of_gateway = await asyncio.to_thread(certificates.check_gateway_certificate, url)
+        findings = [*of_gateway, *certificates.check_broker_certificate(Bus(nc, Subjects()))]
+        assert {finding.check for finding in findings} == {"certificate"}
+        return [finding.status for finding in findings]
+
+    async def hang_up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.close()
+
+    url = f"https://127.0.0.1:{listening.getsockname()[1]}"
+    async with await asyncio.start_server(hang_up, sock=listening, ssl=context):
+        for days, status in ((0, Status.ok), (DAYS - 0.1, Status.warning), (DAYS + 0.1, Status.problem)):
+            assert await found(days) == [status, status]
+    assert certificates.check_gateway_certificate(url) == []  # it does not answer
+    assert certificates.check_gateway_certificate(url.replace("https", "http")) == []
+    await nc.close()
+    server.kill()
+    await server.stop()
 
 
 def test_loopback_is_what_only_this_machine_reaches() -> None:
