@@ -55,14 +55,17 @@ def read_keys(lines: Iterable[str]) -> list[ApiKey]:
 
 
 async def copy_into(bus: Bus, keys: Sequence[ApiKey]) -> Copied:
-    """Add the valid keys that are not here, and revoke those that were revoked there. Nothing else changes.
+    """Add the keys that are not here, and revoke those that were revoked there. Nothing else changes.
+
+    Revoked keys are added as such: an older export of another deployment may have them as valid ones.
 
     Raises:
         KeyProblem: a tenant is not here, the broker does not store the keys, or a key has another digest here.
     """
     here = {key.id: key for key in await key_store.all_keys(bus)}
-    new = [key for key in keys if key.id not in here and not key.revoked_ns]
-    for tenant in sorted({key.tenant for key in new}):
+    new = [key for key in keys if key.id not in here]
+    valid = [key for key in new if not key.revoked_ns]
+    for tenant in sorted({key.tenant for key in valid}):
         await key_store.check_tenant(bus, tenant)
     for key in keys:
         if key.id in here and key.digest != here[key.id].digest:
@@ -72,4 +75,4 @@ async def copy_into(bus: Bus, keys: Sequence[ApiKey]) -> Copied:
     ended = [key for key in keys if key.revoked_ns and key.id in here and not here[key.id].revoked_ns]
     for key in ended:
         await key_store.revoke(bus, key.id)
-    return Copied(len(new), len(ended), sum(key.id in here for key in keys) - len(ended))
+    return Copied(len(valid), len(ended) + len(new) - len(valid), sum(key.id in here for key in keys) - len(ended))
