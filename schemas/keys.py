@@ -9,6 +9,7 @@ import hmac
 import re
 import secrets
 import string
+from collections.abc import Iterable
 from typing import Annotated
 
 import msgspec
@@ -78,6 +79,12 @@ class ApiKey(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 decode = decoder(ApiKey)
+
+
+def check_fields(fields: Iterable[str]) -> None:
+    """Raises: ValueError: a later release gave keys further fields, which a copy made here would lack."""
+    if later := sorted(set(fields) - set(ApiKey.__struct_fields__)):
+        raise ValueError(f"this release of penstock does not know {', '.join(later)}; use the one that made the key")
 
 
 def new_key() -> tuple[str, str]:

@@ -11,7 +11,7 @@ import msgspec
 from infra.bus.connection import Bus
 from infra.operate import key_store
 from infra.operate.key_store import KeyProblem
-from schemas.keys import ApiKey, check_id
+from schemas.keys import ApiKey, check_fields, check_id
 from schemas.tenants import check_name
 
 DIGEST_BYTES = 32
@@ -34,7 +34,8 @@ def read_keys(lines: Iterable[str]) -> list[ApiKey]:
     """What the lines say, each key once: a key that one line says is revoked is revoked.
 
     Raises:
-        ValueError: a line is not a key, or a key has two digests; the text has the line's number.
+        ValueError: a line is not a key, has a later release's fields, or a key has two digests; the text has the
+            line's number.
     """
     keys: dict[str, ApiKey] = {}
     for number, line in enumerate(lines, 1):
@@ -42,6 +43,7 @@ def read_keys(lines: Iterable[str]) -> list[ApiKey]:
             continue
         try:
             key = msgspec.json.decode(line[:MAX_LINE], type=ApiKey)
+            check_fields(msgspec.json.decode(line[:MAX_LINE]))
             if check_id(key.id) != key.id or len(key.digest) != DIGEST_BYTES:
                 raise ValueError("its id or its digest is damaged")
             check_name(key.tenant)
@@ -49,7 +51,9 @@ def read_keys(lines: Iterable[str]) -> list[ApiKey]:
             if known.digest != key.digest:
                 raise ValueError(f"{key.prefix} has another digest in an earlier line")
         except ValueError as error:  # msgspec's are, too
-            raise ValueError(f"line {number} is not what `penstock keys export` writes: {error}") from None
+            raise ValueError(
+                f"line {number} is not what this release's `penstock keys export` writes: {error}"
+            ) from None
         keys[key.id] = known if known.revoked_ns else key
     return list(keys.values())
 

@@ -11,7 +11,7 @@ from nats.errors import Error as NatsError
 from infra.bus.connection import Bus
 from infra.bus.direct_get import get_last, read
 from infra.bus.jetstream import WRONG_LAST_SEQUENCE, decode_publish_reply
-from schemas.keys import ApiKey, decode
+from schemas.keys import ApiKey, check_fields, decode
 from schemas.subjects import DEFAULT_TENANT, HEADER_LAST_ON_SUBJECT
 from schemas.wire import encode
 
@@ -23,19 +23,31 @@ class KeyProblem(ValueError):
     """A key cannot be made or changed; the text says why."""
 
 
-async def all_keys(bus: Bus, unreadable: Callable[[str], None] = lambda key_id: None) -> list[ApiKey]:
+async def all_keys(
+    bus: Bus, unreadable: Callable[[str], None] = lambda key_id: None, *, whole: bool = False
+) -> list[ApiKey]:
     """Every key, revoked ones too, the newest last.
 
     Args:
         unreadable: called with the id of each entry that cannot be read; it is left out.
+        whole: they are to be copied: no field of a key may be missing.
+    Raises:
+        KeyProblem: a key has fields of a later release, and ``whole`` is set.
     """
     found: list[ApiKey] = []
     async for entry in read(bus, f"KV_{bus.subjects.bucket('keys')}", f"$KV.{bus.subjects.bucket('keys')}.>"):
         try:
-            found.append(decode(entry.data))
+            key = decode(entry.data)
         except msgspec.MsgspecError:
             if entry.data:
                 unreadable(entry.subject.rpartition(".")[2])
+            continue
+        if whole:
+            try:
+                check_fields(msgspec.msgpack.decode(entry.data))
+            except ValueError as error:
+                raise KeyProblem(f"{key.prefix} cannot be copied: {error}") from None
+        found.append(key)
     return sorted(found, key=lambda key: key.created_ns)
 
 

@@ -190,9 +190,9 @@ def _unreadable(key_id: str) -> None:
     print(text, file=sys.stderr)
 
 
-async def _keys(args: argparse.Namespace) -> list[ApiKey]:
+async def _keys(args: argparse.Namespace, *, whole: bool = False) -> list[ApiKey]:
     async with open_log(_source(args), name="keys", role="operator", streams=()) as log:
-        return await key_store.all_keys(_running(log.stopped, log.bus), _unreadable)
+        return await key_store.all_keys(_running(log.stopped, log.bus), _unreadable, whole=whole)
 
 
 async def _list(args: argparse.Namespace, console: Console) -> None:
@@ -240,7 +240,7 @@ async def _revoke(args: argparse.Namespace, console: Console) -> None:
 
 
 async def _export(args: argparse.Namespace) -> None:
-    sys.stdout.writelines(map(line_of, await _keys(args)))
+    sys.stdout.writelines(map(line_of, await _keys(args, whole=True)))
 
 
 async def _import(args: argparse.Namespace) -> None:

@@ -77,7 +77,7 @@ async def test_exports_of_several_deployments_are_read_as_one(
     assert sorted(await key_store.all_keys(cells[1]), key=lambda each: each.created_ns) == [stays, ended]
 
 
-@pytest.mark.parametrize("problem", ["tenant", "digest", "line", "two digests"])
+@pytest.mark.parametrize("problem", ["tenant", "digest", "line", "later field", "two digests"])
 async def test_an_import_that_cannot_be_done_changes_nothing(
     cells: list[Bus], broker: EmbeddedNats, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
     problem: str,
@@ -88,12 +88,27 @@ async def test_an_import_that_cannot_be_done_changes_nothing(
         "tenant": (line_of(key(tenant="acme")), "penstock tenants add acme"),
         "digest": (line_of(msgspec.structs.replace(there, digest=bytes(32))), "is another key here"),
         "two digests": (2 * line_of(there) + line_of(msgspec.structs.replace(there, digest=bytes(32))), "line 4"),
+        "later field": (line_of(key()).replace("}", ',"networks":["10.0.0.0/8"]}'), "does not know networks"),
         "line": ('{"id": "pst-x", "digest": ""}\n', "line 2"),
     }[problem]
     monkeypatch.setattr("sys.stdin", io.StringIO(line_of(key()) + lines))
     assert await keys("import", cells[1], broker) == 1
     assert said in capsys.readouterr().err
     assert await key_store.all_keys(cells[1]) == [there]
+
+
+async def test_a_key_with_a_later_releases_fields_is_listed_and_not_exported(
+    cells: list[Bus], broker: EmbeddedNats, capsys: pytest.CaptureFixture[str]
+) -> None:
+    later = key()
+    entry = msgspec.msgpack.encode(msgspec.to_builtins(later, builtin_types=(bytes,)) | {"networks": ["10.0.0.0/8"]})
+    await cells[0].js.publish(f"$KV.{cells[0].subjects.bucket('keys')}.{later.id}", entry)
+    assert await keys("list", cells[0], broker) == 0
+    assert later.prefix in capsys.readouterr().out
+    assert await keys("export", cells[0], broker) == 1
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert f"{later.prefix} cannot be copied: this release of penstock does not know networks" in said.err
 
 
 def test_every_verb_is_completed() -> None:
