@@ -4,7 +4,7 @@ import asyncio
 import shutil
 import socket
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 
 import httpx
@@ -13,6 +13,7 @@ import pytest
 from schemas.ids import new_request_id
 
 CONFIGURATION = Path("infra/deploy/cells/haproxy.cfg").read_text()
+GATEWAYS = Path("docs/cells.md").read_text().partition("```text\nlisten ")[2].partition("```")[0]
 ADDRESSES = ("127.0.0.1:9000", "127.0.0.1:9010", "127.0.0.1:9020")  # of the cells in the file
 CHAT = "/v1/chat/completions"
 SIZE = 20_000  # bytes of a body: more than arrives at once
@@ -72,20 +73,26 @@ async def cells(tmp_path: Path) -> AsyncIterator[Cells]:
             stack.callback(server.close)
             assert text.count(address) == 2  # in both backends
             text = text.replace(address, f"127.0.0.1:{server.sockets[0].getsockname()[1]}")
-        listening = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
-        assert "bind 127.0.0.1:8000\n" in text
-        text = text.replace("bind 127.0.0.1:8000\n", f"bind fd@{listening.fileno()}\n")
-        (tmp_path / "haproxy.cfg").write_text(text)
-        with (tmp_path / "haproxy.log").open("w") as log:
-            process = await asyncio.create_subprocess_exec(
-                "haproxy", "-f", tmp_path / "haproxy.cfg", pass_fds=[listening.fileno()], stdout=log, stderr=log
-            )
+        yield Cells(made, servers, await stack.enter_async_context(haproxy(text, "127.0.0.1:8000", tmp_path)))
+
+
+@asynccontextmanager
+async def haproxy(text: str, address: str, folder: Path) -> AsyncIterator[httpx.AsyncClient]:
+    """Run it with a configuration; a client of what it binds to ``address`` there."""
+    with socket.create_server(("127.0.0.1", 0)) as listening, (folder / "haproxy.log").open("w+") as log:
+        assert text.count(f"bind {address}\n") == 1
+        text = text.replace(f"bind {address}\n", f"bind fd@{listening.fileno()}\n")
+        (folder / "haproxy.cfg").write_text(text)
+        process = await asyncio.create_subprocess_exec(
+            "haproxy", "-f", folder / "haproxy.cfg", pass_fds=[listening.fileno()], stdout=log, stderr=log
+        )
         url = f"http://127.0.0.1:{listening.getsockname()[1]}"
-        http = await stack.enter_async_context(httpx.AsyncClient(base_url=url, trust_env=False, timeout=10))
-        yield Cells(made, servers, http)
+        async with httpx.AsyncClient(base_url=url, trust_env=False, timeout=10) as http:
+            yield http
         process.kill()
         await process.wait()
-        assert "[ALERT]" not in (tmp_path / "haproxy.log").read_text()
+        log.seek(0)
+        assert "[ALERT]" not in log.read()
 
 
 async def test_each_request_goes_to_the_cell_of_its_key_or_to_that_of_its_id(cells: Cells) -> None:
@@ -141,3 +148,18 @@ async def test_a_cell_that_is_down_is_replaced_except_for_what_only_it_has(cells
     ):
         assert alone == (503, [])
     assert await cells.ask(f"/v1/requests/{new_request_id(cell=other)}") == (200, [other])
+
+
+async def test_what_a_dead_gateway_of_a_cell_refuses_goes_to_another_one_of_this_cell(tmp_path: Path) -> None:
+    gateways = [Cell(), Cell()]
+    servers = [await asyncio.start_server(gateway.serve, "127.0.0.1", 0) for gateway in gateways]
+    text = CONFIGURATION.partition("frontend api")[0] + "listen " + GATEWAYS
+    for number, server in enumerate(servers, 1):
+        text = text.replace(f"10.0.0.{number}:8000", f"127.0.0.1:{server.sockets[0].getsockname()[1]}")
+    async with haproxy(text, "unix@/run/haproxy/cell-000.sock mode 600", tmp_path) as http:
+        assert (await http.get("/v1/models")).status_code == 200
+        servers[0].close()
+        answers = await asyncio.gather(*(http.get(f"/v1/requests/{new_request_id(cell=0)}") for _ in range(8)))
+    servers[1].close()
+    assert {answer.status_code for answer in answers} == {200}
+    assert len(gateways[1].asked) >= len(answers)
