@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from workers.block_waits import BlockWait
-from workers.engine_thread import EngineThread
+from workers.engine_loop import EngineLoop
 from workers.engines.base import Engine
 from workers.request_table import RequestTable
 from workers.requests import RunningRequest
@@ -21,7 +21,7 @@ class BlockReserver:
         quarantine_s: the longest time that a transfer of unknown state may still write.
     """
 
-    def __init__(self, engine: EngineThread, requests: RequestTable, quarantine_s: float) -> None:
+    def __init__(self, engine: EngineLoop, requests: RequestTable, quarantine_s: float) -> None:
         self._engine = engine
         self._requests = requests
         self._quarantine_s = quarantine_s

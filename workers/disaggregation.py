@@ -22,7 +22,7 @@ from schemas.subjects import HEADER_LOAD
 from schemas.transfer import Encoded, Prefilled, Ticket
 from workers.block_reserver import BlockReserver
 from workers.embedding_stage import EmbeddingStage
-from workers.engine_thread import EngineThread
+from workers.engine_loop import EngineLoop
 from workers.engines.base import Engine, EngineInfo, Reservation, VisionEngine, kv_transfer_of
 from workers.kv_transfer.base import TransferError, Transport
 from workers.kv_transfer.handoff.ledger import Ledger
@@ -51,7 +51,7 @@ class DisaggCoordinator:
     def __init__(
         self,
         context: SessionContext,
-        engine: EngineThread,
+        engine: EngineLoop,
         info: EngineInfo,
         transport: Transport | None,
         vision: VisionEngine | None,

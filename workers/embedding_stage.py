@@ -13,7 +13,7 @@ from schemas import wire
 from schemas.errors import Code, ServingError
 from schemas.transfer import Encoded, Ticket
 from workers.block_reserver import BlockReserver
-from workers.engine_thread import EngineThread
+from workers.engine_loop import EngineLoop
 from workers.engines.base import Engine, MediaReservation, RequestError, VisionEngine, vision_of
 from workers.kv_transfer.base import TransferError
 from workers.kv_transfer.handoff.owner import Owner
@@ -34,7 +34,7 @@ class EmbeddingStage:
     def __init__(
         self,
         context: SessionContext,
-        engine: EngineThread,
+        engine: EngineLoop,
         vision: VisionEngine | None,
         reserver: BlockReserver,
         owner: Owner | None,

@@ -1,83 +1,53 @@
-"""The engine's thread: submits sequences, steps the engine, and delivers its output (``step_output``) in few flushes.
+"""Where an engine runs: in a thread of its own or, if its steps are short, in the event loop's.
 
-No NATS here. All per-token work happens in this thread; the event loop sees one ``Flush`` for one or more steps. While
-the loop has not consumed the last flush, up to ``MAX_AHEAD`` steps are batched; then the engine waits, so that neither
-memory nor latency grows when the broker is slow.
+Python runs one thread at a time: an engine that computes in Python gains nothing from a thread of its own, and each
+request would wake both threads several times.
 """
 
-import concurrent.futures
-import contextlib
-import queue
+import asyncio
 import threading
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable
 
 import structlog
 
-from workers.block_waits import BlockWait, BlockWaitQueue
-from workers.engines.base import Engine, EngineError, RequestError, SequenceRequest
-from workers.sequence_state import CacheSnapshot, Flush, SequenceState
-from workers.step_output import StepOutput
+from workers.engine_loop import EngineLoop
+from workers.engines.base import Engine
 
 log = structlog.get_logger("engine")
 
-T = TypeVar("T")
-
-MAX_AHEAD = 64
-BLOCKED_S = 0.005  # pause between steps of an engine that waits for blocks held for other workers
-MIN_FLUSH_S = 0.002  # each flush costs the gateway a wake-up per request, and its client one
-MAX_FLUSH_S = 0.004  # of engines with shorter steps; the others flush every step
-ITEMS_PER_S = 5_000  # token items that a worker publishes, within these bounds
-FAST_STEP_NS = 500_000  # a step this short is computed in Python: the event loop cannot run meanwhile
-GIVE_WAY_S = 0.002
-
-
-def flush_pause(items: int) -> float:
-    """Seconds from a flush with so many token items to the next."""
-    return min(max(MIN_FLUSH_S, items / ITEMS_PER_S), MAX_FLUSH_S)
+SLICE_S = 0.001  # of steps without a pause in the event loop, which then does what else is due
 
 
 class EngineThread:
     """Owns an engine from its construction to its end.
 
     Args:
-        build: makes the engine, in the thread.
-        deliver: called in the thread with each Flush; its consumer calls ``flush_consumed``.
-        failed: called in the thread, once, when the engine is broken.
+        build: makes the engine, in a thread of its own.
+        engine_loop: what is done with the engine.
+        failed: called in the engine thread, once, when the engine is broken.
+        event_loop: runs an engine with short steps, and must run until ``join`` has returned; None: none.
     """
 
     def __init__(
         self,
         build: Callable[[], Engine],
-        deliver: Callable[[Flush], None],
+        engine_loop: EngineLoop,
         failed: Callable[[BaseException], None],
-        wall_ns: Callable[[], int] = time.time_ns,
-        clock: Callable[[], float] = time.monotonic,
+        event_loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
         self._build = build
-        self._deliver = deliver
+        self._engine_loop = engine_loop
         self._failed = failed
-        self._wall_ns = wall_ns
-        self._clock = clock
-        self.flush_due = 0.0  # by the clock; until then the output of short steps is gathered
-        self._commands: queue.SimpleQueue[Callable[[Engine], None]] = queue.SimpleQueue()
-        self._stopped = False
-        self._ready = threading.Event()
+        self._event_loop = event_loop
+        self._scheduled = False  # a turn
+        self._timer: asyncio.TimerHandle | None = None  # of a turn, unless something is to be done before
+        self._loop_thread = 0  # the event loop's; known from the first turn on
         self._error: BaseException | None = None
-        self.steps = 0  # that were not empty
-        self._engine: Engine | None = None
-        self._lock = threading.Lock()  # held while the fields of output and flushes change
-        self._output = StepOutput()
-        self._waits_for_consumer = False  # there is something to do once a flush was consumed
-        self._in_flight = 0  # flushes delivered and not yet consumed
-        self._ahead = 0  # steps since the last flush
-        self._block_waits = BlockWaitQueue()  # used in the thread only
-        self._calls: set[concurrent.futures.Future[Any]] = set()  # not yet answered
-        self._ended_error: EngineError | None = None  # the thread has ended
+        self._engine: Engine
+        self._ready = threading.Event()
+        self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
-
-    # --- called from the event loop ---
 
     def start(self) -> None:
         self._thread.start()
@@ -88,213 +58,89 @@ class EngineThread:
             raise TimeoutError("the engine is still loading")
         if self._error is not None:
             raise self._error
-        assert self._engine is not None
         return self._engine
 
-    def submit(self, requests: list[SequenceRequest], refused: Callable[[RequestError], None]) -> None:
-        """Submit all sequences of a request. If the engine refuses one, none runs and the thread calls ``refused``."""
-
-        def run(engine: Engine) -> None:
-            done: list[SequenceRequest] = []
-            try:
-                for request in requests:
-                    engine.submit(request)
-                    done.append(request)
-            except RequestError as error:
-                for request in done:
-                    engine.cancel(request.key)
-                if requests[0].reservation is not None and engine.kv_transfer is not None:  # the others shared it
-                    engine.kv_transfer.release(requests[0].reservation)
-                refused(error)
-
-        self._commands.put(run)
-
-    def cancel(self, sequences: list[SequenceState], done: Callable[[], None] | None = None) -> None:
-        """Cancel sequences before the next step. ``done`` is called in the thread when their output was flushed."""
-
-        def run(engine: Engine) -> None:
-            for sequence in sequences:
-                engine.cancel(sequence)
-            if done is not None:
-                self._flush()
-                done()
-
-        self._commands.put(run)
-
-    def cancel_unstarted(self, groups: Sequence[list[SequenceState]]) -> "concurrent.futures.Future[list[bool]]":
-        """Cancel each group of sequences of which the engine has started none; True: the group was cancelled."""
-
-        def run(engine: Engine) -> list[bool]:
-            cancelled = [not any(sequence.started_ns for sequence in sequences) for sequences in groups]
-            for sequences, unstarted in zip(groups, cancelled, strict=True):
-                for sequence in sequences if unstarted else ():
-                    engine.cancel(sequence)
-            return cancelled
-
-        return self.call(run)
-
-    def ask(self, question: Callable[[Engine], Any], answer: Callable[[Any], None]) -> None:
-        """Run ``question`` between two steps and call ``answer`` with its result, in the thread."""
-        self._commands.put(lambda engine: answer(question(engine)))
-
-    def call(self, question: Callable[[Engine], T]) -> "concurrent.futures.Future[T]":
-        """Run ``question`` between two steps.
-
-        The future fails with the RequestError that ``question`` raised, or with EngineError if the engine ended first.
-        Any other exception fails the future and ends the engine.
-        """
-        future: concurrent.futures.Future[T] = concurrent.futures.Future()
-
-        def run(engine: Engine) -> None:
-            self._calls.discard(future)
-            if not future.set_running_or_notify_cancel():
-                return
-            try:
-                future.set_result(question(engine))
-            except BaseException as error:
-                future.set_exception(error)
-                if not isinstance(error, RequestError):
-                    raise
-
-        self._calls.add(future)
-        self._commands.put(run)
-        if self._ended_error is not None:
-            self._fail_calls(self._ended_error)
-        return future
-
-    def wait(self, pool: str, take: Callable[[Engine], T | None]) -> BlockWait[T]:
-        """Wait for blocks or slots of a pool, in turn. ``take`` is tried now and when some come free."""
-        wait = BlockWait(pool, take)
-        self.call(lambda engine: self._block_waits.add(wait, engine)).add_done_callback(wait.failed)
-        return wait
-
-    def cancel_wait(self, wait: BlockWait[Any]) -> None:
-        """Answer with None, unless it was answered."""
-        self._commands.put(lambda engine: self._block_waits.cancel_wait(wait, engine))
-
-    def dump(self, answer: Callable[[list[CacheSnapshot]], None]) -> None:
-        """Call ``answer`` with the cached block names of each rank, all as of one moment."""
-
-        def run(engine: Engine) -> None:
-            self._flush()
-            ranks = range(engine.info.dp_size)
-            answer([CacheSnapshot(engine.dump(rank), self._output.kv_seq(rank) - 1) for rank in ranks])
-
-        self._commands.put(run)
-
-    def new_epoch(self) -> None:
-        """Restart the numbers of KV batches, for a worker that registers under a new id."""
-
-        def run(engine: Engine) -> None:
-            with self._lock:
-                self._output.new_epoch()
-
-        self._commands.put(run)
-
-    def wake(self) -> None:
-        """Have the thread check whether the engine has work; from any thread."""
-        self._commands.put(lambda engine: None)
-
-    def flush_consumed(self) -> None:
-        """A flush was consumed. Its consumer calls ``flush_late`` soon after ``flush_due``."""
-        with self._lock:
-            self._in_flight = max(0, self._in_flight - 1)
-        if self._waits_for_consumer:
-            self.wake()
-
-    def flush_late(self) -> None:
-        """Deliver, during a long step, the output of steps that ended before ``flush_due``; from any thread."""
-        if not self._in_flight and self._clock() >= self.flush_due:
-            self._flush()
-
-    def stop(self) -> None:
-        """End the thread after the current step; the engine is closed in it."""
-
-        def run(engine: Engine) -> None:
-            self._stopped = True
-
-        self._commands.put(run)
-
     def join(self, timeout: float) -> bool:
-        self._thread.join(timeout)
-        return not self._thread.is_alive()
+        """Block until the engine is closed, behind ``EngineLoop.stop``; not in the event loop. False: it is not yet."""
+        return self._ended.wait(timeout)
 
-    # --- the thread ---
+    # --- in a thread of its own ---
 
     def _run(self) -> None:
         try:
             engine = self._engine = self._build()
         except BaseException as error:
             self._error = error
+            self._ended.set()
             self._ready.set()
             return
+        in_event_loop = self._engine_loop.in_event_loop = self._event_loop is not None and engine.short_steps
+        if in_event_loop:
+            self._engine_loop.on_command = self._request_turn
+            self._request_turn()
         self._ready.set()
-        try:
-            self._loop(engine)
-        except BaseException as error:
-            log.error("engine_failed", error=repr(error), exc_info=True)
-            self._failed(error)
-        finally:
-            self._ended_error = EngineError("the engine has ended")
-            self._fail_calls(self._ended_error)
-            self._block_waits.fail(self._ended_error)
-            engine.close()
-
-    def _fail_calls(self, error: EngineError) -> None:
-        """Fail all unanswered calls: the thread has ended."""
-        while self._calls:
-            with contextlib.suppress(KeyError, concurrent.futures.InvalidStateError):  # both threads may get here
-                self._calls.pop().set_exception(error)
-
-    def _loop(self, engine: Engine) -> None:
-        commands = self._commands
-        while not self._stopped:
-            working = engine.has_work()
-            self._waits_for_consumer = working or bool(self._output)  # before ``_in_flight`` is read
-            steps = working and self._ahead < MAX_AHEAD
-            if not commands.empty() or not (steps or (not self._in_flight and (working or self._output))):
-                self._run_command(engine)
-            elif steps:
-                began = self._wall_ns()
-                result = engine.step()
-                with self._lock:
-                    ended = len(self._output.ended)
-                    computed = self._output.add(engine, result, began)
-                    freed = len(self._output.ended) > ended
-                    self._ahead += 1
-                if computed:
-                    self.steps += 1
-                elif engine.blocked:
-                    self._run_command(engine, BLOCKED_S)
-                if self._block_waits and freed:
-                    self._block_waits.serve(engine)
-                if not self._in_flight and self._clock() >= self.flush_due:
-                    fast = self._wall_ns() - began < FAST_STEP_NS
-                    # Another flush follows soon: one message with KV events costs the broker and routers less than two.
-                    self._flush(keep_events=fast and engine.has_work())
-                    if self._in_flight and fast:
-                        self._run_command(engine, GIVE_WAY_S)
-            else:
-                self._flush()
-
-    def _run_command(self, engine: Engine, timeout: float | None = None) -> None:
-        """Wait for a command and run it. One comes when a flush was consumed."""
-        try:
-            command = self._commands.get(timeout=timeout)
-        except queue.Empty:
+        if in_event_loop:
             return
-        command(engine)
-        if self._block_waits:
-            self._block_waits.serve(engine)
+        try:
+            while not self._engine_loop.stopped:
+                pause = self._engine_loop.advance(engine)
+                if pause != 0:
+                    self._engine_loop.run_command(engine, pause)
+        except BaseException as error:
+            self._on_error(error)
+        finally:
+            self._close()
 
-    def _flush(self, *, keep_events: bool = False) -> None:
-        """Deliver the collected output."""
-        with self._lock:
-            if not self._in_flight:
-                self._ahead = 0
-            if not self._output:
-                return
-            flush = self._output.take(keep_events=keep_events)
-            self.flush_due = self._clock() + flush_pause(sum(map(len, flush.items.values())))
-            self._in_flight += 1
-            self._deliver(flush)
+    # --- in the event loop ---
+
+    def _request_turn(self) -> None:
+        """From any thread."""
+        assert self._event_loop is not None
+        if threading.get_ident() == self._loop_thread:
+            self._turn_soon()
+        else:
+            self._event_loop.call_soon_threadsafe(self._turn_soon)
+
+    def _turn_soon(self) -> None:
+        if not self._scheduled:
+            assert self._event_loop is not None
+            self._scheduled = True
+            self._event_loop.call_soon(self._turn)
+
+    def _turn(self) -> None:
+        """Advance for a time slice, or until there is nothing to do."""
+        self._loop_thread = threading.get_ident()
+        self._scheduled = False
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        engine_loop, engine, event_loop = self._engine_loop, self._engine, self._event_loop
+        assert event_loop is not None
+        if self._ended.is_set():
+            return
+        until = time.perf_counter() + SLICE_S
+        try:
+            while not engine_loop.stopped:
+                pause = engine_loop.advance(engine)
+                if pause is None:
+                    return
+                if pause:
+                    self._timer = event_loop.call_later(pause, self._turn_soon)
+                    return
+                if time.perf_counter() >= until:
+                    self._turn_soon()
+                    return
+        except BaseException as error:
+            self._on_error(error)
+        self._close()
+
+    # --- in either ---
+
+    def _on_error(self, error: BaseException) -> None:
+        log.error("engine_failed", error=repr(error), exc_info=True)
+        self._failed(error)
+
+    def _close(self) -> None:
+        self._engine_loop.end()
+        self._engine.close()
+        self._ended.set()

@@ -1,4 +1,4 @@
-"""From the engine thread's flushes to published token items, KV events and ended sequences, in order."""
+"""From the engine's flushes to published token items, KV events and ended sequences, in order."""
 
 import asyncio
 import time
@@ -7,7 +7,7 @@ from collections.abc import Callable
 import structlog
 
 from schemas import done
-from workers.engine_thread import EngineThread
+from workers.engine_loop import EngineLoop
 from workers.request_runner import SessionContext
 from workers.requests import RunningRequest
 from workers.sequence_state import Flush, SequenceState
@@ -26,7 +26,7 @@ class FlushPublisher:
     def __init__(
         self,
         context: SessionContext,
-        engine: EngineThread,
+        engine: EngineLoop,
         completed: Callable[[RunningRequest], None],
         fetched: Callable[[RunningRequest], None],
     ) -> None:
@@ -47,11 +47,14 @@ class FlushPublisher:
 
     def deliver(self, flush: Flush) -> None:
         """Publish a flush after the earlier ones."""
-        self._loop.call_soon_threadsafe(self._flushes.put_nowait, flush)
+        if self._engine.in_event_loop:
+            self._flushes.put_nowait(flush)
+        else:
+            self._loop.call_soon_threadsafe(self._flushes.put_nowait, flush)
 
     def end_cancelled(self, running: RunningRequest) -> None:
         """End a cancelled request after the flushes with its last tokens."""
-        self._loop.call_soon_threadsafe(self._flushes.put_nowait, _Cancelled(running))
+        self.deliver(_Cancelled(running))
 
     def trace_first_token(self, running: RunningRequest) -> None:
         self._traced[running.request.id] = running

@@ -4,7 +4,7 @@ import asyncio
 from typing import Any, NamedTuple
 
 from schemas import kv
-from workers.engine_thread import EngineThread
+from workers.engine_loop import EngineLoop
 from workers.sequence_state import CacheSnapshot
 
 ANSWER_S = 5.0
@@ -20,7 +20,7 @@ class Page(NamedTuple):
 class Dumper:
     """Page 0 takes a snapshot of all ranks at once; later pages are the rest of it, rank by rank."""
 
-    def __init__(self, engine: EngineThread, worker: str, epoch: int) -> None:
+    def __init__(self, engine: EngineLoop, worker: str, epoch: int) -> None:
         self._engine = engine
         self._worker = worker
         self._epoch = epoch

@@ -1,4 +1,4 @@
-"""The backend of a worker that generates tokens: an engine in its thread, and the transport to other workers."""
+"""The backend of a worker that generates tokens: an engine, where it runs, and the transport to other workers."""
 
 import asyncio
 import signal
@@ -15,6 +15,7 @@ from infra.model.embedding_model import is_encoder
 from infra.model.weight_files import elsewhere
 from schemas import blocks
 from schemas.transfer import Endpoint
+from workers.engine_loop import EngineLoop
 from workers.engine_thread import EngineThread
 from workers.engines.base import Engine, EngineError, EngineInfo, Grammars, VisionEngine
 from workers.kv_transfer.base import Transport, TransportUnavailable
@@ -37,6 +38,7 @@ class TokenBackend:
         self._metrics = metrics
         self._events = events
         self._loop = asyncio.get_running_loop()
+        self._engine_loop = EngineLoop(self._deliver)
         self._thread: EngineThread | None = None
         self._transport: Transport | None = None
         self._runner: TokenRunner | None = None
@@ -60,7 +62,7 @@ class TokenBackend:
                 return engine
             from workers.engines.events.relay import start_relay
 
-            return start_relay(engine, settings, blocks.root(described.revision), thread.wake)
+            return start_relay(engine, settings, blocks.root(described.revision), self._engine_loop.wake)
 
         def failed(error: BaseException) -> None:
             self._loop.call_soon_threadsafe(self._events.engine_failed, error)
@@ -68,8 +70,8 @@ class TokenBackend:
         if settings.engine == "sglang" and threading.current_thread() is threading.main_thread():
             # SGLang's processes send it when they fail; unhandled, it ends this process with all its requests.
             self._loop.add_signal_handler(signal.SIGQUIT, self._on_quit)
-        thread = self._thread = EngineThread(build, self._deliver, failed)
-        thread.start()
+        self._thread = EngineThread(build, self._engine_loop, failed, self._loop)
+        self._thread.start()
 
     def _on_quit(self) -> None:
         error = EngineError("a process of SGLang has failed; the log above has its error")
@@ -90,7 +92,7 @@ class TokenBackend:
             self._metrics.process.register(collector)
         self._vision = engine.vision
         self._grammars = engine.grammars
-        self._transport = await self._open_transport(self._thread, connection)
+        self._transport = await self._open_transport(connection)
         loop_lag.freeze_loaded()
         served = self._served_model(connection)
         self._metrics.engine_built(served.name, engine.info)
@@ -111,7 +113,7 @@ class TokenBackend:
             described.tokenizer_digest,
         )
 
-    async def _open_transport(self, thread: EngineThread, name: str) -> Transport | None:
+    async def _open_transport(self, name: str) -> Transport | None:
         """How blocks move to and from other workers; None: this worker moves none.
 
         Raises:
@@ -128,7 +130,7 @@ class TokenBackend:
 
         from workers.kv_transfer.opening import open_transport
 
-        pools = await asyncio.wrap_future(thread.call(lambda engine: engine.memory()))
+        pools = await asyncio.wrap_future(self._engine_loop.call(lambda engine: engine.memory()))
         try:
             return await asyncio.to_thread(
                 open_transport, settings.transfer, name, pools, on_renewed=renewed, quarantine_s=settings.quarantine_s
@@ -140,8 +142,9 @@ class TokenBackend:
             return None
 
     def make_runner(self, context: SessionContext) -> TokenRunner:
-        assert self._thread is not None
-        self._runner = TokenRunner(context, self._thread, self._info, self._transport, self._vision, self._grammars)
+        self._runner = TokenRunner(
+            context, self._engine_loop, self._info, self._transport, self._vision, self._grammars
+        )
         return self._runner
 
     def _deliver(self, flush: Flush) -> None:
@@ -156,7 +159,7 @@ class TokenBackend:
     def stop(self, timeout: float) -> bool:
         if self._thread is None:
             return True
-        self._thread.stop()
+        self._engine_loop.stop()
         return self._thread.join(timeout)
 
 

@@ -20,7 +20,7 @@ from schemas.errors import Code
 from schemas.tokens import Finish, TokenItem
 from schemas.transfer import Endpoint, Memory, Prefilled
 from workers.disaggregation import DisaggCoordinator
-from workers.engine_thread import EngineThread
+from workers.engine_loop import EngineLoop
 from workers.engines.base import (
     Engine,
     EngineError,
@@ -50,8 +50,8 @@ FENCE_S = 10.0  # how long a fenced session waits for the engine to drop its seq
 class TokenRunner:
     """
     Args:
-        engine: the thread that runs the engine.
-        info: what the engine in it is.
+        engine: takes the sequences.
+        info: what the engine is.
         transport: moves KV blocks to and from other workers; None: this worker moves none.
         vision: of the engine, if its model takes images.
         grammars: of the engine, if it applies constraints.
@@ -60,7 +60,7 @@ class TokenRunner:
     def __init__(
         self,
         context: SessionContext,
-        engine: EngineThread,
+        engine: EngineLoop,
         info: EngineInfo,
         transport: Transport | None = None,
         vision: VisionEngine | None = None,

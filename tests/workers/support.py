@@ -31,6 +31,7 @@ from schemas.tokens import Finish, TokenBatch, TokenItem
 from schemas.transfer import Handoff
 from tests.infra.bus.support import eventually
 from tests.workers.kv_transfer.loopback import LoopbackNetwork, open_loopback
+from workers.engine_loop import EngineLoop
 from workers.engine_thread import EngineThread
 from workers.engines import mock
 from workers.engines.base import Engine, StepResult
@@ -317,14 +318,19 @@ async def log_client(server: EmbeddedNats, subjects: Subjects) -> AsyncIterator[
 
 
 class ControlledEngine:
-    """An engine whose steps the test can count, hold and break."""
+    """An engine whose steps the test can count, hold and break.
 
-    def __init__(self, engine: Engine) -> None:
+    A step that is held blocks its thread, as a long one does. With ``short_steps`` there is nothing to do meanwhile.
+    """
+
+    def __init__(self, engine: Engine, *, short_steps: bool = False) -> None:
         self._engine = engine
+        self.short_steps = short_steps
+        self.wake: Callable[[], None] = lambda: None
         self._go = threading.Semaphore(0)
         self._free = threading.Event()
         self._free.set()
-        self._closing = False
+        self._allowed = 0
         self.steps = 0
         self.breaks_at: int | None = None
         self.closes = 0
@@ -334,16 +340,24 @@ class ControlledEngine:
         self._free.clear()
 
     def allow(self, steps: int) -> None:
-        for _ in range(steps):
-            self._go.release()
+        self._allowed += steps
+        self._go.release(steps)
+        self.wake()
 
     def resume(self) -> None:
         self._free.set()
+        self._allowed = 0
         self._go.release()
+        self.wake()
+
+    def has_work(self) -> bool:
+        held = self.short_steps and not self._free.is_set() and not self._allowed
+        return not held and self._engine.has_work()
 
     def step(self) -> StepResult:
         if not self._free.is_set():
-            assert self._go.acquire(timeout=30)
+            self._allowed -= 1
+            assert self.short_steps or self._go.acquire(timeout=30)
         if self.steps == self.breaks_at:
             raise RuntimeError("the device is gone")
         self.steps += 1
@@ -357,8 +371,8 @@ class ControlledEngine:
         return getattr(self._engine, name)
 
 
-def engine(**options: Any) -> ControlledEngine:
-    """A mock engine of the tests' sizes, without step times."""
+def engine(*, short_steps: bool = False, **options: Any) -> ControlledEngine:
+    """A mock engine of the tests' sizes, without step times. It runs in the event loop if it has ``short_steps``."""
     defaults: dict[str, Any] = {
         "vocab_size": 1000,
         "block_size": BLOCK,
@@ -366,11 +380,11 @@ def engine(**options: Any) -> ControlledEngine:
         "max_model_len": 1000,
         "speedup": 0,
     }
-    return ControlledEngine(mock.build(mock.MockOptions(**defaults | options)))
+    return ControlledEngine(mock.build(mock.MockOptions(**defaults | options)), short_steps=short_steps)
 
 
 class WorkerHarness:
-    """One worker process in miniature: a connection, an engine thread, one session at a time."""
+    """One worker process in miniature: a connection, an engine, one session at a time."""
 
     def __init__(
         self,
@@ -392,7 +406,9 @@ class WorkerHarness:
         self.metrics = Metrics(MetricScope())
         self.failures: list[BaseException] = []
         self.fatal: list[BaseException] = []  # of tasks: they end a real process
-        self.thread = EngineThread(lambda: held, self._deliver, self.failures.append)
+        self.loop = EngineLoop(self._deliver)
+        self.thread = EngineThread(lambda: held, self.loop, self.failures.append, asyncio.get_running_loop())
+        held.wake = self.loop.wake
         self.model = ServedModel(model, (), REVISION, detokenizer, bus.nc.options["name"])
         self._controls: list[Any] = []
         self.session: WorkerSession
@@ -410,7 +426,7 @@ class WorkerHarness:
         vision = self.engine.vision
         self.session = session = WorkerSession(
             *(self.bus, self.publisher, self.model, self.settings, self.metrics),
-            lambda context: TokenRunner(context, self.thread, info, self.transport, vision),
+            lambda context: TokenRunner(context, self.loop, info, self.transport, vision),
         )
 
         async def obey(message: Any) -> None:
@@ -442,7 +458,7 @@ class WorkerHarness:
         def answer(stats: Any) -> None:
             loop.call_soon_threadsafe(answered.set_result, stats)
 
-        self.thread.ask(lambda engine: engine.stats(), answer)
+        self.loop.ask(lambda engine: engine.stats(), answer)
         return await asyncio.wait_for(answered, 10)
 
     async def frees_everything(self) -> None:
@@ -481,7 +497,7 @@ async def run_worker(
                 await made.session.fence()
             if made.transport is not None:
                 await asyncio.to_thread(made.transport.close)
-            made.thread.stop()
+            made.loop.stop()
             assert await asyncio.to_thread(made.thread.join, 10)
             await made.publisher.close()
         assert made.engine.closes == 1

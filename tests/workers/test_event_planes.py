@@ -67,7 +67,7 @@ async def worker(
     if plane == "zmq":
         sources = tuple(f"{each.endpoint}/{each.replay.rpartition(':')[2]}" for each in others)
         settings = WorkerSettings(event_plane="zmq", kv_events_port=0, kv_events_from=sources)
-        outer = start_relay(inner, settings, blocks.root(REVISION), lambda: made[0].thread.wake() if made else None)
+        outer = start_relay(inner, settings, blocks.root(REVISION), lambda: made[0].loop.wake() if made else None)
     async with run_worker(server, subjects, ControlledEngine(outer)) as one:
         one.inner = inner  # type: ignore[attr-defined]
         made.append(one)

@@ -23,7 +23,7 @@ from schemas.tokens import Finish
 from schemas.trace import Trace
 from tests.infra.bus.support import eventually
 from tests.workers.support import DRAWN, LogClient, WorkerHarness, answer, engine, ids, request, run_worker
-from workers import engine_thread
+from workers import engine_loop
 from workers import housekeeping as module
 from workers.engines.mock.executor import Vocabulary
 from workers.lease import Lease
@@ -32,9 +32,14 @@ from workers.sequence_state import SequenceState
 UNSAMPLED = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-00"
 
 
+WHEREVER_IT_RUNS = pytest.mark.parametrize("worker", [False, True], ids=["own thread", "event loop"], indirect=True)
+
+
 @pytest.fixture
-async def worker(broker: EmbeddedNats, pipeline: Subjects) -> AsyncIterator[WorkerHarness]:
-    async with run_worker(broker, pipeline) as worker:
+async def worker(
+    broker: EmbeddedNats, pipeline: Subjects, request: pytest.FixtureRequest
+) -> AsyncIterator[WorkerHarness]:
+    async with run_worker(broker, pipeline, engine(short_steps=getattr(request, "param", False))) as worker:
         yield worker
 
 
@@ -48,6 +53,7 @@ async def narrow(broker: EmbeddedNats, pipeline: Subjects) -> AsyncIterator[Work
 # -- the way of a job ---------------------------------------------------------------------------------------------
 
 
+@WHEREVER_IT_RUNS
 async def test_a_job_becomes_tokens_then_a_terminal_event_then_an_acknowledgement(
     log: LogClient, worker: WorkerHarness
 ) -> None:
@@ -164,8 +170,8 @@ async def test_what_is_over_is_freed_without_a_garbage_collection(
 async def test_output_that_waits_for_the_pause_between_flushes_does_not_wait_for_a_long_step(
     log: LogClient, worker: WorkerHarness, monkeypatch: pytest.MonkeyPatch, written_after_s: float
 ) -> None:
-    monkeypatch.setattr(engine_thread, "MIN_FLUSH_S", 0.1)
-    monkeypatch.setattr(engine_thread, "MAX_FLUSH_S", 0.1)
+    monkeypatch.setattr(engine_loop, "MIN_FLUSH_S", 0.1)
+    monkeypatch.setattr(engine_loop, "MAX_FLUSH_S", 0.1)
     if written_after_s:  # a busy event loop writes a flush when the pause is over
         loop = asyncio.get_running_loop()
         monkeypatch.setattr(worker.bus.nc, "when_written", partial(loop.call_later, written_after_s))
@@ -267,6 +273,7 @@ async def test_a_stop_string_ends_the_answer_where_it_appears(
 # -- what goes wrong ----------------------------------------------------------------------------------------------
 
 
+@WHEREVER_IT_RUNS
 async def test_a_request_that_the_engine_refuses_fails_alone(log: LogClient, worker: WorkerHarness) -> None:
     worker.engine.hold()
     neighbours = [request([i, 2, 3]) for i in range(3)]
@@ -361,6 +368,7 @@ async def test_cancelled_while_it_waits_for_a_slot(log: LogClient, narrow: Worke
     await is_cancelled(log, narrow, waiting)
 
 
+@WHEREVER_IT_RUNS
 async def test_cancelled_while_it_runs(log: LogClient, worker: WorkerHarness) -> None:
     worker.engine.hold()
     asked, neighbour = request(max_tokens=500), request(max_tokens=20)
@@ -580,6 +588,7 @@ async def test_with_events_switched_off_not_one_is_published(
         assert info.state.last_seq == 0
 
 
+@WHEREVER_IT_RUNS
 async def test_a_dump_names_what_the_events_named_in_pages_that_fit(
     log: LogClient, worker: WorkerHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -587,7 +596,7 @@ async def test_a_dump_names_what_the_events_named_in_pages_that_fit(
         asked = request([i + 1] * 40)
         await log.send_job(worker.id, asked)
         await log.end(asked)
-    await eventually(lambda: log.kv and log.kv[-1].seq == worker.thread._output.kv_seq(0) - 1)
+    await eventually(lambda: log.kv and log.kv[-1].seq == worker.loop._output.kv_seq(0) - 1)
     reported = {d for batch in log.kv for event in batch.events for d in _digests(event)}
     monkeypatch.setattr(Bus, "max_message", property(lambda bus: 512))
     pages = [await worker.session.dump(0)]
@@ -683,6 +692,7 @@ async def test_what_does_not_end_in_the_drain_time_is_requeued_too(log: LogClien
     assert not log.ends(asked)
 
 
+@WHEREVER_IT_RUNS
 async def test_a_drain_is_not_held_up_by_a_revoked_request(log: LogClient, worker: WorkerHarness) -> None:
     worker.engine.hold()
     asked = request(max_tokens=500)
@@ -697,6 +707,7 @@ async def test_a_drain_is_not_held_up_by_a_revoked_request(log: LogClient, worke
     assert not log.returned
 
 
+@WHEREVER_IT_RUNS
 async def test_a_worker_that_lost_its_lease_publishes_nothing_more_and_starts_anew(
     log: LogClient, worker: WorkerHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:

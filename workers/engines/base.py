@@ -1,6 +1,7 @@
 """The engine protocol: the interface between a worker and anything that generates tokens.
 
-Everything here is synchronous and used from one thread, the engine thread. No NATS, no torch.
+Everything here is synchronous and used from one thread, the engine thread. If the engine has ``short_steps``, that may
+be the event loop's. No NATS, no torch.
 """
 
 from collections.abc import Mapping
@@ -210,6 +211,7 @@ class Engine(Protocol):
 
     info: EngineInfo
     kv_transfer: "KvTransfer | None"  # None: it cannot take KV blocks from other workers
+    short_steps: bool  # everything here takes about a millisecond at most, computed in Python, and nothing waits
 
     @property
     def vision(self) -> "VisionEngine | None":

@@ -124,6 +124,7 @@ class ExternalEngine(Generic[C]):
         self.info = info
         self.kv_transfer: KvTransfer | None = None  # the engine moves its KV itself
         self.grammars: Grammars | None = grammars
+        self.short_steps = False
         self._constrained = ConstrainedOutputs(grammars)
         self._adapter = adapter
         self._loop = runtime.loop

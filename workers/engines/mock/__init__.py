@@ -123,6 +123,7 @@ def build(options: MockOptions, *, sleep: Callable[[float], None] = time.sleep) 
         constraints=ALL_CONSTRAINTS if grammars is not None else (),
     )
     engine = ScheduledEngine(info, scheduler, executor, encoder, grammars=grammars)
+    engine.short_steps = not options.speedup and encoder is None
     if options.played:
         executor.plays = True
         engine.hold = Player(options.played, speedup=options.speedup, sleep=sleep).hold

@@ -10,7 +10,7 @@ from infra.bus.tasks import Tasks
 from schemas import wire
 from schemas.control import Ok, Push, Pushed, Release
 from schemas.transfer import Endpoint, Ticket
-from workers.engine_thread import EngineThread
+from workers.engine_loop import EngineLoop
 from workers.engines.base import Engine
 from workers.kv_transfer.base import TransferError, Transport
 from workers.kv_transfer.handoff.ledger import Ledger
@@ -25,7 +25,7 @@ class Owner:
 
     def __init__(
         self,
-        engine: EngineThread,
+        engine: EngineLoop,
         transport: Transport | None,
         ledger: Ledger,
         worker: str,

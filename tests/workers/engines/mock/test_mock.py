@@ -173,6 +173,15 @@ def test_a_step_without_work_is_empty() -> None:
     assert engine.step().empty
 
 
+@pytest.mark.parametrize(
+    ("options", "short"), [({"speedup": 0}, True), ({}, False), ({"speedup": 0, "image_tokens": 4}, False)]
+)
+def test_steps_are_short_unless_they_take_simulated_time_or_images_are_encoded_between_them(
+    options: dict[str, int], short: bool
+) -> None:
+    assert build(MockOptions(vocab_size=50, **options)).short_steps is short
+
+
 def test_a_mock_of_a_model_has_its_limits_and_answers_in_text() -> None:
     settings = WorkerSettings(engine="mock", kv_blocks=50, max_running=7, mock_speedup=0, prefix_cache=False)
     engine, model = from_settings(settings, modeldir.TINY), modeldir.load(modeldir.TINY)
