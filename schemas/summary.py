@@ -3,7 +3,7 @@
 Part of the wire contract: it says what the messages of a request mean, for commands and the gateway alike.
 """
 
-from typing import TypeVar
+from typing import Final, Literal, TypeVar, get_args
 
 import msgspec
 
@@ -12,15 +12,26 @@ from schemas.requests import GenerateRequest, Priority
 from schemas.tokens import FAILURES
 from schemas.wire import decoder
 
-WAITING, RUNNING, FINISHED, CANCELLED, FAILED = "waiting", "running", "finished", "cancelled", "failed"
-STATES = (WAITING, RUNNING, FINISHED, CANCELLED, FAILED)
+State = Literal["queued", "running", "done", "failed", "cancelled"]
+QUEUED: Final = "queued"
+RUNNING: Final = "running"
+DONE: Final = "done"
+FAILED: Final = "failed"
+CANCELLED: Final = "cancelled"
+STATES: tuple[State, ...] = get_args(State)
+_EARLIER = {"waiting": QUEUED, "finished": DONE}
+
+
+def state_named(text: str) -> str:
+    """The state that a user means, who may use the word that commands had for it earlier."""
+    return _EARLIER.get(text, text)
 
 
 class RequestSummary(msgspec.Struct, frozen=True, omit_defaults=True):
     """A request, unfinished or over. Times are Unix time in ns, 0: not yet, or not recorded.
 
     Attributes:
-        state: one of ``STATES``; "waiting" until a router has placed it.
+        state: "queued" until a router has placed it; in lists over HTTP and in commands alike.
         code: of a failure, as clients get it.
         reason: why its first choice ended ("stop", "length", ...).
         attempts: number of the last one; 0: none yet.
@@ -29,7 +40,7 @@ class RequestSummary(msgspec.Struct, frozen=True, omit_defaults=True):
 
     id: str
     model: str
-    state: str
+    state: State
     created_ns: int
     tenant: str = ""
     priority: str = ""
@@ -65,7 +76,7 @@ def as_dict(summary: RequestSummary) -> dict[str, object]:
 
 
 def of_request(
-    request: GenerateRequest, *, state: str = WAITING, attempt: int = 0, worker: str = "", routed_ns: int = 0
+    request: GenerateRequest, *, state: State = QUEUED, attempt: int = 0, worker: str = "", routed_ns: int = 0
 ) -> RequestSummary:
     """A request that has not ended."""
     return RequestSummary(
@@ -155,9 +166,9 @@ def _of_record(event: Done | _Record, request: GenerateRequest | _Origin | None,
     first: Outcome | _Reason | None = event.choices[0] if event.choices else None
     reason = first.reason if first is not None else ""
     if event.code == "cancelled" or (not event.code and reason == "cancelled"):
-        state = CANCELLED
+        state: State = CANCELLED
     else:
-        state = FAILED if event.code or reason in FAILURES else FINISHED
+        state = FAILED if event.code or reason in FAILURES else DONE
     return kind(
         event.request,
         event.model,

@@ -8,20 +8,10 @@ from msgspec import Struct
 
 from gateway.log.listing import Page
 from schemas.errors import Code, ServingError
-from schemas.summary import CANCELLED, FAILED, FINISHED, RUNNING, WAITING, Criteria, RequestSummary
+from schemas.summary import STATES, Criteria, RequestSummary, State
 
 DEFAULT_LIMIT, MAX_LIMIT = 20, 100
 PARAMETERS = ("limit", "after", "model", "state", "since", "until", "tenant", "user", "worker", "code")
-
-State = Literal["queued", "running", "done", "failed", "cancelled"]
-_STATES: dict[str, State] = {
-    WAITING: "queued",
-    RUNNING: "running",
-    FINISHED: "done",
-    FAILED: "failed",
-    CANCELLED: "cancelled",
-}
-_NAMED: dict[str, str] = {name: state for state, name in _STATES.items()}
 
 
 class ListedRequest(Struct, frozen=True):
@@ -80,8 +70,8 @@ def parse(query: Mapping[str, str], sees: str | None = None) -> ListQuery:
         raise _invalid("limit", f"limit {text[:80]!r}: give a number from 1 to {MAX_LIMIT}")
     states = [each for each in query.get("state", "").split(",") if each]
     for state in states:
-        if state not in _NAMED:
-            names = ", ".join(_NAMED)
+        if state not in STATES:
+            names = ", ".join(STATES)
             raise _invalid("state", f"state {state[:80]!r} is none of {names}; several: state=failed,cancelled")
     tenant = query.get("tenant", "")
     if sees is not None:
@@ -98,7 +88,7 @@ def parse(query: Mapping[str, str], sees: str | None = None) -> ListQuery:
         tenant,
         query.get("worker", ""),
         query.get("user", ""),
-        frozenset(_NAMED[state] for state in states),
+        frozenset(states),
         query.get("code", ""),
     )
     return ListQuery(criteria, int(text), query.get("after", ""))
@@ -113,7 +103,7 @@ def _listed(each: RequestSummary) -> ListedRequest:
     return ListedRequest(
         each.id,
         each.model,
-        _STATES[each.state],
+        each.state,
         each.created_ns / 1e9,
         each.tenant,
         each.priority,

@@ -16,10 +16,9 @@ from schemas import done
 from schemas.control import Progress
 from schemas.errors import Code, ServingError
 from schemas.requests import GenerateRequest
+from schemas.summary import State
 
 _json = msgspec.json.encode
-
-State = Literal["queued", "running", "done", "failed", "cancelled"]
 
 
 async def status_of(gateway: Gateway, stored: StoredRequest, base_url: str) -> Status:

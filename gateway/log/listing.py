@@ -19,7 +19,7 @@ from schemas import done, requests
 from schemas.errors import Code, ServingError
 from schemas.requests import GenerateRequest
 from schemas.streams import CLOCK_SKEW_NS, LONGEST_DEADLINE_S
-from schemas.summary import RUNNING, WAITING, Criteria, RequestSummary, of_done, of_request
+from schemas.summary import QUEUED, RUNNING, Criteria, RequestSummary, of_done, of_request
 
 MAX_READ = 2_000  # requests that one page reads
 TOGETHER = 100  # whose ends are looked up at once
@@ -146,7 +146,7 @@ class RequestListing:
     async def _running(self, request: GenerateRequest) -> RequestSummary:
         progress = self._progress.here(request.id) or await self._progress.ask(request.gateway, request.id)
         if progress is None or progress.attempt < 1:
-            return of_request(request, state=WAITING)
+            return of_request(request, state=QUEUED)
         summary = of_request(request, state=RUNNING, attempt=progress.attempt)
         return msgspec.structs.replace(summary, completion_tokens=progress.tokens)
 

@@ -5,6 +5,7 @@ from typing import Any, Literal
 from msgspec import UNSET, Struct, UnsetType
 
 from schemas.errors import Code, ServingError
+from schemas.summary import State
 
 
 class PromptTokensDetails(Struct, frozen=True):
@@ -199,7 +200,7 @@ class Status(Struct, frozen=True, omit_defaults=True):
 
     id: str
     model: str
-    state: Literal["queued", "running", "done", "failed", "cancelled"]
+    state: State
     created: int
     deadline: int
     gateway: str = ""

@@ -23,7 +23,7 @@ BAR = 10  # characters
 FULL = 0.8  # shown in yellow from here on
 ENDED_SHOWN = 8
 _STATES = {"ready": "green", "draining": "yellow"}
-_ENDS = {"finished": "green", "failed": "red", "cancelled": "yellow"}
+_ENDS = {"done": "green", "failed": "red", "cancelled": "yellow"}
 
 
 def run(argv: Sequence[str]) -> int:

@@ -15,7 +15,7 @@ from infra.timeline.find_requests import of_entry
 from schemas.fleet import Registration, State
 from schemas.plans import ROLES, Observation, Pool, Role
 from schemas.requests import Priority
-from schemas.summary import FINISHED, RequestSummary
+from schemas.summary import DONE, RequestSummary
 
 MOST = 2000  # records that are read of one interval
 
@@ -108,7 +108,7 @@ def observation(
     Args:
         records: of requests that ended; only those that finished say how long they were and took.
     """
-    done = [each for each in records if each.state == FINISHED and each.completion_tokens]
+    done = [each for each in records if each.state == DONE and each.completion_tokens]
     prompt = sum(each.prompt_tokens for each in done)
     ttft = [each.ttft_ms for each in done if each.ttft_ms is not None]
     itl = [

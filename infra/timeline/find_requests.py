@@ -19,7 +19,7 @@ from schemas.jobs import Job, Revoke
 from schemas.requests import GenerateRequest
 from schemas.streams import LONGEST_DEADLINE_S
 from schemas.subjects import KEPT
-from schemas.summary import RUNNING, WAITING, Criteria, RequestSummary, of_done, of_request
+from schemas.summary import QUEUED, RUNNING, Criteria, RequestSummary, of_done, of_request
 
 log = structlog.get_logger("timeline")
 
@@ -83,14 +83,14 @@ async def unfinished(
         for name, subject, data in left_open(bus, await _hour_before_end(bus), cache):
             if name == "REQUESTS":
                 request = requests.decode(data)
-                by_id[request.id] = LoggedRequest(of_request(request, state=WAITING), request)
+                by_id[request.id] = LoggedRequest(of_request(request, state=QUEUED), request)
             elif (running := _running(subject, data)) is not None:
                 _keep_later(by_id, running)
         left = [each for each in by_id.values() if criteria.accepts(each.summary)]
         return sorted(left, key=lambda each: each.summary.created_ns, reverse=True)
     async for entry in _unacknowledged(bus, "REQUESTS", stopped):
         request = requests.decode(entry.data)
-        by_id[request.id] = LoggedRequest(of_request(request, state=WAITING), request)
+        by_id[request.id] = LoggedRequest(of_request(request, state=QUEUED), request)
     async for entry in _unacknowledged(bus, "WORK", stopped):
         running = _running(entry.subject, entry.data)
         if running is not None:

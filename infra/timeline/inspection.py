@@ -30,7 +30,7 @@ from infra.timeline.token_lines import token_lines
 from schemas.done import Done
 from schemas.jobs import Candidate
 from schemas.requests import GenerateRequest
-from schemas.summary import RUNNING, WAITING, RequestSummary, of_done, of_request
+from schemas.summary import QUEUED, RUNNING, RequestSummary, of_done, of_request
 
 
 class InspectedEvent(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -110,7 +110,7 @@ def inspect(timeline: RequestTimeline, *, with_tokens: bool = True) -> Inspectio
 def _unfinished(timeline: RequestTimeline) -> RequestSummary:
     request = timeline.request
     if not timeline.stages:
-        return of_request(request, state=WAITING)
+        return of_request(request, state=QUEUED)
     last = timeline.stages[-1]
     routed = timeline.routed[-1].at_ns if timeline.routed else 0
     return of_request(request, state=RUNNING, attempt=last.attempt, worker=last.worker, routed_ns=routed)

@@ -21,7 +21,7 @@ from infra.timeline.open_log import Log, Source, add_flags, add_verify_flag, ope
 from infra.timeline.request_lines import RequestLine, lines
 from infra.timeline.summary_cache import cache_folder, summaries
 from infra.timeline.texts import Texts
-from schemas.summary import STATES, WAITING, Criteria, as_dict
+from schemas.summary import QUEUED, RUNNING, STATES, Criteria, as_dict, state_named
 
 POLL_S = 0.5
 WRITTEN_TOGETHER = 500  # lines
@@ -61,7 +61,9 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tenant", default="", help="whose requests")
     parser.add_argument("--worker", default="", help="id of its last worker, or the beginning of it")
     parser.add_argument("--user", default="", help="the client's `user` field")
-    parser.add_argument("--state", action="append", choices=STATES, default=[], help="may be given several times")
+    parser.add_argument(
+        "--state", action="append", type=state_named, choices=STATES, default=[], help="may be given several times"
+    )
     parser.add_argument("--code", default="", help="error code, such as deadline_exceeded; `any`: every failure")
     parser.add_argument("--min-duration", default="0s", help="took at least, from acceptance to the end: 300ms, 20s")
     parser.add_argument("--min-ttft", default="0s", help="took at least so long to its first token")
@@ -127,7 +129,7 @@ async def _list(log: Log, options: Options) -> AsyncGenerator[RequestLine, None]
             count += 1
             if count == options.limit:
                 return
-    if states and not states - {"waiting", "running"}:
+    if states and not states - {QUEUED, RUNNING}:
         return
     async for line in _ended(log.reader, options):
         yield line
@@ -149,7 +151,7 @@ async def _ended(bus: Readable, options: Options) -> AsyncGenerator[RequestLine,
 def _may_be_unfinished(criteria: Criteria) -> bool:
     if criteria.code or criteria.min_ms:
         return False
-    return not criteria.states or bool(criteria.states & {WAITING, "running"})
+    return not criteria.states or bool(criteria.states & {QUEUED, RUNNING})
 
 
 async def _follow(bus: Readable, after: int, options: Options, console: Console) -> None:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from infra.timeline.moments import clock, span
 from schemas.summary import RequestSummary
 
-_COLOURS = {"finished": "32", "failed": "31", "cancelled": "33", "running": "36", "waiting": "35"}  # ANSI
+_COLOURS = {"done": "32", "failed": "31", "cancelled": "33", "running": "36", "queued": "35"}  # ANSI
 _GAP = "  "
 _NONE, _ERROR, _MATCH = -len(_GAP), 16, 24  # columns for nothing, for an error, for what --grep found
 _LEAST = 8

@@ -27,7 +27,7 @@ _EVENTS = {
     "routed": "magenta",
     "tokens": "dim",
 }
-_STATES = {"finished": "green", "failed": "red", "cancelled": "yellow", "running": "cyan", "waiting": "magenta"}
+_STATES = {"done": "green", "failed": "red", "cancelled": "yellow", "running": "cyan", "queued": "magenta"}
 
 
 def show(inspection: Inspection, console: Console, *, now_ns: int) -> None:

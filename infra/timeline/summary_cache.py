@@ -20,7 +20,7 @@ from infra.bus.direct_get import LogFiles, Readable, StreamState, read, read_bac
 from infra.bus.jetstream import ApiError
 from infra.store.log import StoredLog
 from schemas.errors import Code, ServingError
-from schemas.summary import Criteria, RequestSummary, of_encoded_done
+from schemas.summary import STATES, Criteria, RequestSummary, of_encoded_done
 
 log = structlog.get_logger("timeline")
 
@@ -30,7 +30,7 @@ BATCH = 1_000
 
 
 class _Summary(RequestSummary, frozen=True, array_like=True, omit_defaults=False):
-    """A summary as the cache stores it: without the names of its fields, which belong to this ``_VERSION``."""
+    """A summary as the cache stores it: without the names of its fields. These and the states have a ``_VERSION``."""
 
 
 class _Segment(msgspec.Struct, frozen=True, array_like=True):
@@ -54,7 +54,7 @@ class _Info(msgspec.Struct):
     error: ApiError | None = None
 
 
-_VERSION = hashlib.sha256(" ".join(RequestSummary.__struct_fields__).encode()).hexdigest()[:8]
+_VERSION = hashlib.sha256(" ".join((*RequestSummary.__struct_fields__, *STATES)).encode()).hexdigest()[:8]
 _decode = msgspec.msgpack.Decoder(_Segment).decode
 _encode = msgspec.msgpack.Encoder().encode
 

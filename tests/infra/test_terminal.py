@@ -14,7 +14,7 @@ def test_what_clients_wrote_moves_no_cursor() -> None:
 
 
 def test_text_that_was_found_moves_no_cursor() -> None:
-    found = RequestLine(RequestSummary(id="a", model="m", state="finished", created_ns=1), "red \x1b]0;owned\x07")
+    found = RequestLine(RequestSummary(id="a", model="m", state="done", created_ns=1), "red \x1b]0;owned\x07")
     (line,) = lines([found], width=200, now_ns=1)
     assert line.endswith("red \ufffd]0;owned\ufffd")
 

@@ -51,8 +51,8 @@ async def test_every_request_is_on_one_page_the_newest_first(bus: Bus, requests:
     page = await requests.page(ALL, 50)
     states = {each.id: each.state for each in page.found}
     assert [states[each.id] for each in sent] == [
-        *("finished", "waiting", "failed", "waiting"),
-        *("finished", "waiting", "waiting"),
+        *("done", "queued", "failed", "queued"),
+        *("done", "queued", "queued"),
     ]
 
 

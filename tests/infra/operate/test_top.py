@@ -28,7 +28,7 @@ from schemas import wire
 from schemas.fleet import Load, Registration
 from schemas.routers import TENANTS, HeldByTenant, Member
 from schemas.subjects import Subjects
-from schemas.summary import RequestSummary
+from schemas.summary import RequestSummary, State
 from tests.infra.bus.support import opened
 from tests.infra.operate.support import holds
 from tests.infra.timeline.support import accept, end
@@ -40,7 +40,7 @@ async def bus(broker: EmbeddedNats, subjects: Subjects) -> AsyncIterator[Bus]:
         yield bus
 
 
-def summary(worker: str = "w-1", *, state: str = "finished", prompt: int = 100, cached: int = 0, out: int = 10,
+def summary(worker: str = "w-1", *, state: State = "done", prompt: int = 100, cached: int = 0, out: int = 10,
             ttft_ms: int = 10) -> RequestSummary:  # fmt: skip
     return RequestSummary(
         "id", "m", state, 0, worker=worker, prompt_tokens=prompt, cached_tokens=cached, completion_tokens=out,

@@ -83,7 +83,7 @@ async def test_damaged_messages_are_left_out_of_lists_if_checksums_are_verified(
     path = block_of(data_dir, "DONE")
     offsets = [at for _, _, at in records(path.read_bytes()).places]
     flip(path, offsets[2] - 20)  # in the body of the second
-    argv = ("--data-dir", str(data_dir), "--state", "finished", "--json")
+    argv = ("--data-dir", str(data_dir), "--state", "done", "--json")
     with capture_logs() as logs:
         lines = (await asyncio.to_thread(run, list_requests.run, *argv, "--verify")).splitlines()
     assert [json.loads(line)["id"] for line in lines] == [requests[2].id, requests[0].id]

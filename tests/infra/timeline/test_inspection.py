@@ -229,7 +229,7 @@ async def test_both_attempts_of_a_request_whose_worker_died_are_shown(broker: Em
             await log.end(asked, within_s=20)
             assert log.streamed(asked) == answer(asked, 12)
             found = inspect(await read_timeline(log.bus, asked.id, with_tokens=True))
-    assert (found.request.state, found.request.attempts) == ("finished", 2)
+    assert (found.request.state, found.request.attempts) == ("done", 2)
     assert {phase.where for phase in found.phases if phase.name == "aggregated"} == {dying.id, other.id}
     (continued,) = [entry for entry in found.events if entry.kind == "continued"]
     assert f"{other.id} goes on instead of {dying.id}, behind" in continued.text

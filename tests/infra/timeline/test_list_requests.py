@@ -57,7 +57,7 @@ async def test_unfinished_requests_come_first_and_the_last_to_end_before_others(
     await bus.js.pull_subscribe(bus.subjects.work("aggregated", "w-1"), "w-1", bus.subjects.stream("WORK"))
     found = await listed(bus, broker)
     assert [line["id"] for line in found] == [requests[n].id for n in (3, 2, 0, 1)]
-    assert [line["state"] for line in found] == ["waiting", "running", "finished", "finished"]
+    assert [line["state"] for line in found] == ["queued", "running", "done", "done"]
     assert found[1]["worker"] == "w-1"
     assert (found[2]["completion_tokens"], found[2]["ttft_ms"], found[2]["duration_ms"]) == (2, 10.0, 50.0)
 
@@ -86,6 +86,7 @@ async def test_what_consumers_have_acknowledged_is_not_read_again(bus: Bus) -> N
         (("--model", "other"), [1]),
         (("--worker", "w-2"), [2]),
         (("--state", "failed"), [3]),
+        (("--state", "finished"), [2, 1, 0]),  # the earlier word for "done"
         (("--code", "any"), [3]),
         (("--code", "deadline_exceeded"), [3]),
         (("--code", "internal"), []),
@@ -151,7 +152,7 @@ async def test_the_log_of_a_stopped_deployment_lists_what_it_left_unfinished(
     await server.stop()
     assert await asyncio.to_thread(run, ["--data-dir", str(server.data_dir), "--json"]) == 0
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    expected = [(waiting.id, "waiting"), (running.id, "running"), (over.id, "finished")]
+    expected = [(waiting.id, "queued"), (running.id, "running"), (over.id, "done")]
     assert [(line["id"], line["state"]) for line in lines] == expected
     assert await asyncio.to_thread(run, ["--data-dir", str(server.data_dir), "--follow"]) == 1
     assert "nothing to follow" in capsys.readouterr().err
@@ -173,7 +174,7 @@ async def test_what_a_stopped_deployment_left_unfinished_is_looked_for_once(
         await end(bus, over)
         await assign(bus, running)
     await server.stop()
-    expected = [(waiting.id, "waiting"), (running.id, "running")]
+    expected = [(waiting.id, "queued"), (running.id, "running")]
     assert await found(None) == await found() == expected
     (note,) = os.listdir(cache)
     assert running.id.encode() not in (cache / note).read_bytes()

@@ -108,7 +108,7 @@ def test_the_cache_lies_in_the_data_folder_or_in_the_users(tmp_path: Path, monke
 def test_lines_have_columns_that_fit_and_cut_only_the_last(width: int) -> None:
     made = [
         RequestSummary(f"id-{n:033}", "m" * n, state, 10**18, worker="w", code=code, message="too\nlong " * 40)
-        for n, (state, code) in enumerate((("failed", "deadline_exceeded"), ("finished", ""), ("waiting", "")))
+        for n, (state, code) in enumerate((("failed", "deadline_exceeded"), ("done", ""), ("queued", "")))
     ]
     found = [RequestLine(each) for each in made]
     plain = list(lines(found, width=width, now_ns=10**18, header="error"))
