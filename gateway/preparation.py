@@ -122,7 +122,7 @@ class RequestPreparer:
         return prepared
 
     async def _embedding(
-        self, body: bytes, caller: Caller, *, now_ns: int, request_id: str | None, no_store: bool
+        self, body: bytes, caller: Caller, *, now_ns: int, request_id: str, no_store: bool
     ) -> PreparedRequest:
         fleet = self._fleet
         work = partial(
@@ -150,7 +150,7 @@ class RequestPreparer:
         sees: str | None,
         *,
         now_ns: int,
-        request_id: str | None,
+        request_id: str,
     ) -> PreparedRequest:
         if endpoint == RESPONSE:
             return await self._response(body, context, sees, now_ns=now_ns, request_id=request_id)
@@ -163,7 +163,7 @@ class RequestPreparer:
         return prepared
 
     async def _response(
-        self, body: bytes, context: PrepareContext, sees: str | None, *, now_ns: int, request_id: str | None
+        self, body: bytes, context: PrepareContext, sees: str | None, *, now_ns: int, request_id: str
     ) -> PreparedRequest:
         asked = await self.run_for(body, parse_response, body)
         history = await self._conversations.history(asked.previous_response_id, sees)
@@ -174,9 +174,7 @@ class RequestPreparer:
             prepared = await self._with_media(prepared, context)
         return with_body(prepared, RESPONSE, stored)._replace(detached=bool(asked.background))
 
-    async def _message(
-        self, body: bytes, context: PrepareContext, *, now_ns: int, request_id: str | None
-    ) -> PreparedRequest:
+    async def _message(self, body: bytes, context: PrepareContext, *, now_ns: int, request_id: str) -> PreparedRequest:
         found = await self.run_for(body, prepare_message, body, context, now_ns=now_ns, request_id=request_id)
         prepared = found.prepared
         if isinstance(prepared, PendingMediaRequest):

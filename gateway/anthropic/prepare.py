@@ -27,9 +27,7 @@ class PreparedMessage(NamedTuple):
     client_body: bytes
 
 
-def prepare_message(
-    data: bytes, context: PrepareContext, *, now_ns: int, request_id: str | None = None
-) -> PreparedMessage:
+def prepare_message(data: bytes, context: PrepareContext, *, now_ns: int, request_id: str) -> PreparedMessage:
     """
     Raises:
         ServingError: the body cannot be served; names the field and the limit.

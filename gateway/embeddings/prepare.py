@@ -13,7 +13,6 @@ from gateway.openai.errors import invalid, unsupported
 from gateway.openai.prepare import PreparedRequest
 from schemas.errors import Code, ServingError
 from schemas.fleet import Embedder
-from schemas.ids import new_request_id
 from schemas.requests import EMBEDDING, Embedding, GenerateRequest, Stop
 from schemas.wire import pack_tokens
 
@@ -30,7 +29,7 @@ def prepare_embedding(
     now_ns: int,
     others: Collection[str] = (),
     no_store: bool = False,
-    request_id: str | None = None,
+    request_id: str,
 ) -> PreparedRequest:
     """
     Args:
@@ -47,7 +46,7 @@ def prepare_embedding(
         raise invalid("input", f"{text}: send several requests")
     tokens = [_checked(at, each, body, model) for at, each in enumerate(inputs.tokens)]
     request = GenerateRequest(
-        id=request_id or new_request_id(now_ns),
+        id=request_id,
         model=body.model,
         gateway=gateway,
         prompt=pack_tokens(list(chain.from_iterable(tokens))),

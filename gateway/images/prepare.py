@@ -12,7 +12,6 @@ from gateway.openai.errors import invalid, unsupported
 from gateway.openai.prepare import PreparedRequest
 from schemas.errors import Code, ServingError
 from schemas.fleet import Diffuser
-from schemas.ids import new_request_id
 from schemas.requests import GenerateRequest, Stop
 
 IMAGE = "image"  # values of GenerateRequest.endpoint
@@ -28,7 +27,7 @@ def prepare_images(
     gateway: str,
     default_deadline_s: float,
     now_ns: int,
-    request_id: str | None = None,
+    request_id: str,
     seed: Callable[[], int] = random_seed,
 ) -> PreparedRequest:
     """
@@ -44,7 +43,7 @@ def prepare_images(
     model = _find_model(body.model, endpoint, models)
     diffusion = resolve_parameters(body, model, resolve_seed(body, seed))
     request = GenerateRequest(
-        id=request_id or new_request_id(now_ns),
+        id=request_id,
         model=body.model,
         gateway=gateway,
         prompt=b"",

@@ -14,7 +14,6 @@ from gateway.openai.prepare_context import PrepareContext
 from gateway.openai.prompt import Prompt, chat_prompt, completion_prompt, expand_media, truncated
 from gateway.openai.requests import ChatCompletionRequest, CompletionRequest, parse_chat, parse_completion
 from schemas.blocks import chain, media_extra, root
-from schemas.ids import new_request_id
 from schemas.requests import GenerateRequest, Media
 from schemas.wire import pack_tokens
 
@@ -46,7 +45,7 @@ class PendingMediaRequest(NamedTuple):
     prompt: Prompt
     deadline_s: float
     now_ns: int
-    request_id: str | None
+    request_id: str
     no_store: bool = False
 
 
@@ -55,7 +54,7 @@ def prepare_chat(
     context: PrepareContext,
     *,
     now_ns: int,
-    request_id: str | None = None,
+    request_id: str,
     seed: Callable[[], int] = random_seed,
 ) -> PreparedRequest | PendingMediaRequest:
     """
@@ -70,7 +69,7 @@ def prepare_chat_body(
     context: PrepareContext,
     *,
     now_ns: int,
-    request_id: str | None = None,
+    request_id: str,
     seed: Callable[[], int] = random_seed,
 ) -> PreparedRequest | PendingMediaRequest:
     """A chat that ``check_chat`` accepts, in whichever API it was written.
@@ -86,8 +85,6 @@ def prepare_chat_body(
     if prompt.media:
         deadline_s = resolve_deadline_s(body, context.default_deadline_s)
         no_store = context.no_store or bool(body.no_store)
-        if no_store and request_id is None:  # its images are stored under it
-            request_id = new_request_id(now_ns)
         return PendingMediaRequest(body, prompt, deadline_s, now_ns, request_id, no_store)
     return _prepared(body, CHAT, prompt.tokens, options, context, now_ns=now_ns, request_id=request_id)
 
@@ -129,7 +126,7 @@ def prepare_completion(
     context: PrepareContext,
     *,
     now_ns: int,
-    request_id: str | None = None,
+    request_id: str,
     seed: Callable[[], int] = random_seed,
 ) -> PreparedRequest:
     """
@@ -151,7 +148,7 @@ def _prepared(
     context: PrepareContext,
     *,
     now_ns: int,
-    request_id: str | None,
+    request_id: str,
     media: tuple[Media, ...] = (),
 ) -> PreparedRequest:
     model = context.model
@@ -159,7 +156,7 @@ def _prepared(
     salt = context.salt(body.cache_salt or "")
     extra = media_extra(((m.position, m.tokens, m.digest) for m in media), context.block_size) if media else None
     request = GenerateRequest(
-        id=request_id or new_request_id(now_ns),
+        id=request_id,
         model=context.names[0],
         gateway=context.gateway,
         prompt=prompt,

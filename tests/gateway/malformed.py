@@ -145,18 +145,18 @@ _CONTEXT = CONTEXT._replace(names=("tiny",))
 
 def _response(data: bytes) -> None:
     body = parse_response(data)
-    prepare_response(body, (), _CONTEXT, now_ns=NOW)
+    prepare_response(body, (), _CONTEXT, now_ns=NOW, request_id="r")
     assert read_stored(encode_stored(body)).body.model == body.model
     input_items("resp_1", body.input or ())
 
 
 def _embedding(data: bytes) -> None:
     models = {"tiny": Embedder(64, max_tokens=100, vocab_size=1000)}
-    prepare_embedding(data, models, gateway="g", default_deadline_s=60, now_ns=NOW)
+    prepare_embedding(data, models, gateway="g", default_deadline_s=60, now_ns=NOW, request_id="r")
 
 
 def _generation(data: bytes, prepare: Callable[..., Any]) -> None:
-    prepared = prepare(data, _CONTEXT, now_ns=NOW)
+    prepared = prepare(data, _CONTEXT, now_ns=NOW, request_id="r")
     if isinstance(prepared, PendingMediaRequest) or prepared.request.constraint is None:
         return
     try:
@@ -174,7 +174,7 @@ ROUTES: dict[str, tuple[list[dict[str, Any]], Callable[[bytes], object]]] = {
     "/detokenize": (DETOKENIZE, lambda data: detokenize(data, _CONTEXT)),
     "/v1/responses": (RESPONSES, _response),
     "/v1/responses/input_tokens": (RESPONSES, lambda data: count_prompt_of(parse_response(data), (), _CONTEXT)),
-    "/v1/messages": (MESSAGES, lambda data: prepare_message(data, _CONTEXT, now_ns=NOW)),
+    "/v1/messages": (MESSAGES, lambda data: prepare_message(data, _CONTEXT, now_ns=NOW, request_id="r")),
     "/v1/messages/count_tokens": (MESSAGES, lambda data: count_message(data, _CONTEXT)),
 }
 

@@ -20,7 +20,9 @@ ANY = {"name": "temperature", "args": {"temperature": 0.5}}
 def asked(context: PrepareContext, processors: Any, *, chat: bool = True) -> tuple[LogitsProcessor, ...]:
     body: dict[str, Any] = {"model": "tiny", "logits_processors": processors}
     body |= {"messages": [{"role": "user", "content": "hi"}]} if chat else {"prompt": "hi"}
-    prepared = (prepare_chat if chat else prepare_completion)(json.dumps(body).encode(), context, now_ns=NOW)
+    prepared = (prepare_chat if chat else prepare_completion)(
+        json.dumps(body).encode(), context, now_ns=NOW, request_id="r"
+    )
     assert isinstance(prepared, PreparedRequest)
     return prepared.request.sampling.logits_processors
 

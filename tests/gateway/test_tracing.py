@@ -42,7 +42,9 @@ def test_tracestate_goes_with_its_parent_and_several_are_one_list() -> None:
 
 
 def test_only_a_traced_request_is_larger(context: PrepareContext) -> None:
-    plain = prepare_completion(json.dumps({"model": "tiny", "prompt": "hi"}).encode(), context, now_ns=10**18)
+    plain = prepare_completion(
+        json.dumps({"model": "tiny", "prompt": "hi"}).encode(), context, now_ns=10**18, request_id="r"
+    )
     assert with_trace(plain, None) is plain
     assert b"trace" not in encode(plain.request)
     asked = with_trace(plain, Trace(PARENT))

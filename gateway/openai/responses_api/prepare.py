@@ -22,7 +22,7 @@ def prepare_response(
     context: PrepareContext,
     *,
     now_ns: int,
-    request_id: str | None = None,
+    request_id: str,
 ) -> PreparedRequest | PendingMediaRequest:
     """
     Raises:

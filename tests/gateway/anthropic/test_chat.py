@@ -30,7 +30,7 @@ def chat(**fields: Any) -> ChatCompletionRequest:
 
 
 def prepared(**fields: Any) -> GenerateRequest:
-    found = prepare_message(encoded(**fields), CONTEXT, now_ns=NOW).prepared
+    found = prepare_message(encoded(**fields), CONTEXT, now_ns=NOW, request_id="r").prepared
     assert isinstance(found, PreparedRequest)
     return found.request
 
@@ -112,7 +112,7 @@ def test_a_format_becomes_a_constraint() -> None:
 def test_a_budget_for_thoughts_is_kept_by_a_model_that_has_none() -> None:
     thinking = {"type": "enabled", "budget_tokens": 5}
     data = encoded(thinking=thinking)
-    plain = prepare_message(data, CONTEXT._replace(parsers=None), now_ns=NOW).prepared
+    plain = prepare_message(data, CONTEXT._replace(parsers=None), now_ns=NOW, request_id="r").prepared
     assert isinstance(plain, PreparedRequest)
     assert plain.request.constraint is None
     assert prepared(thinking=thinking).constraint is not None
@@ -200,7 +200,7 @@ def test_a_deferred_tool_is_offered_once_a_result_names_it() -> None:
 def test_an_error_in_a_tool_behind_a_deferred_one_names_the_clients_place() -> None:
     tools = [{**TOOL, "name": "later", "defer_loading": True}, {**TOOL, "name": "no name"}]
     with pytest.raises(ServingError) as refused:
-        prepare_message(encoded(tools=tools), CONTEXT, now_ns=NOW)
+        prepare_message(encoded(tools=tools), CONTEXT, now_ns=NOW, request_id="r")
     assert refused.value.param is not None
     assert refused.value.param.startswith("tools[1]")
 

@@ -22,7 +22,9 @@ MODELS = {
 
 def prepared(model: str = "small", **body: Any) -> PreparedRequest:
     data = json.dumps({"model": model} | body).encode()
-    return prepare_embedding(data, MODELS, gateway="g", default_deadline_s=60, now_ns=1_000, others=("talker",))
+    return prepare_embedding(
+        data, MODELS, gateway="g", default_deadline_s=60, now_ns=1_000, request_id="r", others=("talker",)
+    )
 
 
 @pytest.mark.parametrize(

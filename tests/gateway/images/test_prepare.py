@@ -42,7 +42,9 @@ NOW_NS = 1_700_000_000_000_000_000
 def prepared(kind: str, **body: Any) -> PreparedRequest:
     full = {"model": "painter" if kind == IMAGE else "filmer", "prompt": "a boat"} | body
     data = json.dumps(full).encode()
-    return prepare_images(kind, data, KNOWN, gateway="g", default_deadline_s=60.0, now_ns=NOW_NS, seed=lambda: 11)
+    return prepare_images(
+        kind, data, KNOWN, gateway="g", default_deadline_s=60.0, now_ns=NOW_NS, request_id="r", seed=lambda: 11
+    )
 
 
 def diffusion(kind: str, **body: Any) -> Diffusion:
@@ -185,5 +187,5 @@ def test_a_side_that_one_format_cannot_hold_is_made_in_another() -> None:
 def test_what_is_not_json_is_refused() -> None:
     for data in (b"", b"[]", b"{", b'{"model": 1}', b"\xff"):
         with pytest.raises(ServingError) as caught:
-            prepare_images(IMAGE, data, KNOWN, gateway="g", default_deadline_s=60.0, now_ns=NOW_NS)
+            prepare_images(IMAGE, data, KNOWN, gateway="g", default_deadline_s=60.0, now_ns=NOW_NS, request_id="r")
         assert caught.value.code is Code.invalid_request

@@ -55,7 +55,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 def prompt(context: PrepareContext, messages: list[dict[str, Any]], **more: Any) -> list[int]:
     data = json.dumps({"model": "tiny", "max_tokens": 1, "messages": messages, **more}).encode()
-    made = prepare_chat(data, context, now_ns=NOW)
+    made = prepare_chat(data, context, now_ns=NOW, request_id="r")
     return list(unpack_tokens(made.request.prompt))  # type: ignore[union-attr]
 
 

@@ -24,11 +24,13 @@ NOW = 1_700_000_000 * 10**9
 
 def chat(context: PrepareContext, content: Any = "hi", **options: Any) -> PreparedRequest:
     body = {"model": "tiny", "messages": [{"role": "user", "content": content}], **options}
-    return prepare_chat(json.dumps(body).encode(), context, now_ns=NOW)
+    return prepare_chat(json.dumps(body).encode(), context, now_ns=NOW, request_id="r")
 
 
 def text(context: PrepareContext, prompt: Any = "hi", **options: Any) -> PreparedRequest:
-    return prepare_completion(json.dumps({"model": "tiny", "prompt": prompt, **options}).encode(), context, now_ns=NOW)
+    return prepare_completion(
+        json.dumps({"model": "tiny", "prompt": prompt, **options}).encode(), context, now_ns=NOW, request_id="r"
+    )
 
 
 def refusal(call: Any, *args: Any, **options: Any) -> ServingError:
@@ -212,7 +214,7 @@ def test_what_a_template_refuses_is_the_clients_error(
     )
     strict = context._replace(model=load(write(tmp_path_factory.mktemp("m"), template=source)))
     body = {"model": "tiny", "messages": [{"role": "user", "content": "a"}] * 2}
-    error = refusal(prepare_chat, json.dumps(body).encode(), strict, now_ns=NOW)
+    error = refusal(prepare_chat, json.dumps(body).encode(), strict, now_ns=NOW, request_id="r")
     assert error.code is Code.invalid_request
     assert "roles must alternate" in error.message
 
@@ -222,7 +224,10 @@ def test_arguments_that_are_nested_too_deeply_for_the_template_are_named() -> No
     body = {"model": "demo", "messages": [{"role": "assistant", "tool_calls": [call]}]}
     with pytest.raises(ServingError, match="arguments or variables are nested too deeply"):
         prepare_chat(
-            json.dumps(body).encode(), PrepareContext(modeldir.load(modeldir.DEMO), ("demo",), "gw1"), now_ns=NOW
+            json.dumps(body).encode(),
+            PrepareContext(modeldir.load(modeldir.DEMO), ("demo",), "gw1"),
+            now_ns=NOW,
+            request_id="r",
         )
 
 
@@ -262,7 +267,7 @@ def test_all_but_the_tokenisation_of_a_long_prompt_is_fast(
     best = 1.0
     for _ in range(5):
         spent, start = 0.0, time.thread_time()
-        done = prepare_chat(data, long_context, now_ns=NOW)
+        done = prepare_chat(data, long_context, now_ns=NOW, request_id="r")
         best = min(best, time.thread_time() - start - spent)
     assert done.prompt_tokens > 100_000
     assert best < 0.02
@@ -287,7 +292,7 @@ def test_a_body_that_is_prepared_on_the_event_loop_does_not_stall_it(long_contex
     best = 1.0
     for _ in range(10):
         start = time.thread_time()
-        prepare_chat(data, long_context, now_ns=NOW)
+        prepare_chat(data, long_context, now_ns=NOW, request_id="r")
         best = min(best, time.thread_time() - start)
     assert best < 0.005
 

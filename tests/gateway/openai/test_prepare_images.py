@@ -37,7 +37,7 @@ def medium(number: int, tokens: int = PER_IMAGE) -> Media:
 
 
 def pending(context: PrepareContext, *content: Any, **options: Any) -> PendingMediaRequest:
-    found = prepare_chat(chat_body(*content, **options), context, now_ns=NOW)
+    found = prepare_chat(chat_body(*content, **options), context, now_ns=NOW, request_id="r")
     assert isinstance(found, PendingMediaRequest)
     return found
 
@@ -48,7 +48,9 @@ def whole(context: PrepareContext, *content: Any, media: list[Media] | None = No
 
 
 def plain(context: PrepareContext, messages: Any, **options: Any) -> PreparedRequest:
-    found = prepare_chat(json.dumps({"model": "m", "messages": messages, **options}).encode(), context, now_ns=NOW)
+    found = prepare_chat(
+        json.dumps({"model": "m", "messages": messages, **options}).encode(), context, now_ns=NOW, request_id="r"
+    )
     assert isinstance(found, PreparedRequest)
     return found
 
@@ -68,7 +70,7 @@ def refusal(call: Any, *args: Any, **options: Any) -> ServingError:
 def test_a_prompt_is_the_one_that_the_model_was_trained_with(vision_context: PrepareContext, task: str) -> None:
     for sample in vision.cases(task, 5, 1):
         body = json.dumps({"model": "m", "messages": messages_of(sample)}).encode()
-        made = prepare_chat(body, vision_context, now_ns=NOW)
+        made = prepare_chat(body, vision_context, now_ns=NOW, request_id="r")
         assert isinstance(made, PendingMediaRequest)
         done = attach_media(made, [medium(0)], vision_context)
         expected = ids(template.prompt(sample.messages), vision_context.model)
@@ -93,7 +95,9 @@ def test_a_prompt_is_that_of_the_models_own_processor(vision_context: PrepareCon
     images = [Image.new("RGB", (50, 60)), Image.new("RGB", (200, 90))]
     expected = list(processor(text=text, images=images)["input_ids"][0])
     asked = [*messages[:-1], {"role": "user", "content": [image(URL) if p["type"] == "image" else p for p in parts]}]
-    made = prepare_chat(json.dumps({"model": "m", "messages": asked}).encode(), vision_context, now_ns=NOW)
+    made = prepare_chat(
+        json.dumps({"model": "m", "messages": asked}).encode(), vision_context, now_ns=NOW, request_id="r"
+    )
     assert isinstance(made, PendingMediaRequest)
     done = attach_media(made, [medium(0), medium(1)], vision_context)
     assert list(unpack_tokens(done.request.prompt)) == expected
@@ -176,7 +180,7 @@ REFUSED: list[tuple[dict[str, Any], Code, str]] = [
 def test_other_parts_are_refused_by_name(
     vision_context: PrepareContext, part: dict[str, Any], code: Code, field: str
 ) -> None:
-    error = refusal(prepare_chat, chat_body(part), vision_context, now_ns=NOW)
+    error = refusal(prepare_chat, chat_body(part), vision_context, now_ns=NOW, request_id="r")
     assert (error.code, error.param) == (code, field)
     assert len(error.message) < 500
 
@@ -187,7 +191,9 @@ def test_only_users_and_tools_give_images(vision_context: PrepareContext, role: 
     error = refusal(plain, vision_context, messages)
     assert (error.code, error.param) == (Code.unsupported, "messages[0].content[0].image_url")
     messages[0]["role"] = "tool"
-    made = prepare_chat(json.dumps({"model": "m", "messages": messages}).encode(), vision_context, now_ns=NOW)
+    made = prepare_chat(
+        json.dumps({"model": "m", "messages": messages}).encode(), vision_context, now_ns=NOW, request_id="r"
+    )
     assert isinstance(made, PendingMediaRequest)
 
 
@@ -248,7 +254,10 @@ def test_an_image_token_that_a_client_writes_stays_text(
     assert text.count("<image>") == json.dumps([messages, options]).count("<image>")
     with_image = [*messages, {"role": "user", "content": [{"type": "text", "text": "<image>"}, image(URL)]}]
     made = prepare_chat(
-        json.dumps({"model": "m", "messages": with_image, **options}).encode(), vision_context, now_ns=NOW
+        json.dumps({"model": "m", "messages": with_image, **options}).encode(),
+        vision_context,
+        now_ns=NOW,
+        request_id="r",
     )
     assert isinstance(made, PendingMediaRequest)
     assert made.prompt.tokens.count(IMAGE_ID) == 1
@@ -313,11 +322,13 @@ def test_a_template_without_a_place_for_images_is_a_clear_error(vision_context: 
 def test_completions_take_no_image_tokens(vision_context: PrepareContext) -> None:
     for prompt in ("a <image> b", [5, IMAGE_ID]):
         body = json.dumps({"model": "m", "prompt": prompt}).encode()
-        error = refusal(prepare_completion, body, vision_context, now_ns=NOW)
+        error = refusal(prepare_completion, body, vision_context, now_ns=NOW, request_id="r")
         assert (error.code, error.param) == (Code.invalid_request, "prompt")
         assert "/v1/chat/completions" in error.message
     assert (
-        prepare_completion(json.dumps({"model": "m", "prompt": "a"}).encode(), vision_context, now_ns=NOW).prompt_tokens
+        prepare_completion(
+            json.dumps({"model": "m", "prompt": "a"}).encode(), vision_context, now_ns=NOW, request_id="r"
+        ).prompt_tokens
         == 1
     )
 
@@ -348,6 +359,6 @@ def test_a_body_as_large_as_allowed_is_parsed_in_little_time(vision_context: Pre
     rng = Random(1)
     body = chat_body(image("data:image/png;base64," + "".join(rng.choices("ABCD", k=1000)) * 15_000), "x")
     began = time.thread_time()
-    made = prepare_chat(body, vision_context, now_ns=NOW)
+    made = prepare_chat(body, vision_context, now_ns=NOW, request_id="r")
     assert isinstance(made, PendingMediaRequest)
     assert time.thread_time() - began < 0.5

@@ -23,13 +23,15 @@ NOW = 1_700_000_000 * 10**9
 
 def chat(context: PrepareContext, **options: Any) -> PreparedRequest:
     body = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], **options}
-    done = prepare_chat(json.dumps(body).encode(), context, now_ns=NOW)
+    done = prepare_chat(json.dumps(body).encode(), context, now_ns=NOW, request_id="r")
     assert isinstance(done, PreparedRequest)
     return done
 
 
 def text(context: PrepareContext, prompt: Any = "The broker keeps", **options: Any) -> PreparedRequest:
-    return prepare_completion(json.dumps({"model": "tiny", "prompt": prompt, **options}).encode(), context, now_ns=NOW)
+    return prepare_completion(
+        json.dumps({"model": "tiny", "prompt": prompt, **options}).encode(), context, now_ns=NOW, request_id="r"
+    )
 
 
 def sampling(context: PrepareContext, **options: Any) -> Sampling:

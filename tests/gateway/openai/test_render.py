@@ -26,9 +26,9 @@ NOW = 1_700_000_000 * 10**9
 def request(context: PrepareContext, endpoint: str = "chat", **options: Any) -> GenerateRequest:
     if endpoint == "text":
         body = {"model": "tiny", "prompt": "hi", **options}
-        return prepare_completion(json.dumps(body).encode(), context, now_ns=NOW).request
+        return prepare_completion(json.dumps(body).encode(), context, now_ns=NOW, request_id="r").request
     body = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], **options}
-    return prepare_chat(json.dumps(body).encode(), context, now_ns=NOW).request
+    return prepare_chat(json.dumps(body).encode(), context, now_ns=NOW, request_id="r").request
 
 
 def answer(model: ModelDir, text: str, *, choice: int = 0, finish: Finish | None = None) -> list[TokenItem]:

@@ -48,7 +48,7 @@ def special(tmp_path_factory: pytest.TempPathFactory) -> PrepareContext:
 
 def request(context: PrepareContext, **options: Any) -> GenerateRequest:
     body = {"model": context.names[0], "messages": [{"role": "user", "content": "hi"}], "tools": [TOOL], **options}
-    prepared = prepare_chat(json.dumps(body).encode(), context, now_ns=NOW)
+    prepared = prepare_chat(json.dumps(body).encode(), context, now_ns=NOW, request_id="r")
     return prepared.request  # type: ignore[union-attr]
 
 
@@ -189,7 +189,7 @@ def test_without_tools_calls_stay_text(demo: PrepareContext) -> None:
         message = added(chunks(StreamRenderer(asked, demo.model.detokenizer).push(answer(demo.model, CALL))))
         assert (message["content"], message["finish"]) == (CALL, "stop")
     assert request(demo._replace(parsers=None)).parsing is None
-    prepared = prepare_completion(b'{"model": "demo", "prompt": "hi"}', demo, now_ns=NOW)
+    prepared = prepare_completion(b'{"model": "demo", "prompt": "hi"}', demo, now_ns=NOW, request_id="r")
     assert prepared.request.parsing is None
 
 

@@ -28,7 +28,9 @@ def messages(given: Any, **fields: Any) -> list[ChatMessage]:
 
 def prepared(room: int = 0, **fields: Any) -> PreparedRequest:
     """``room``: tokens of the context, if not the model's own."""
-    found = prepare_response(parsed(**fields), (), CONTEXT._replace(worker_max_model_len=room), now_ns=NOW)
+    found = prepare_response(
+        parsed(**fields), (), CONTEXT._replace(worker_max_model_len=room), now_ns=NOW, request_id="r"
+    )
     assert isinstance(found, PreparedRequest)
     return found
 
