@@ -20,7 +20,7 @@ class State(enum.StrEnum):
     draining = "draining"
 
 
-class Load(msgspec.Struct, frozen=True, omit_defaults=True):
+class Load(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """The engine's load at the last renewal. Routers read only ``steps``: they track load from the log."""
 
     running: int = 0
@@ -61,7 +61,7 @@ class Embedder(msgspec.Struct, frozen=True, omit_defaults=True):
     matryoshka: tuple[int, ...] = ()  # the shorter vectors it was trained for; empty: unknown
 
 
-class Registration(msgspec.Struct, frozen=True, omit_defaults=True):
+class Registration(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     worker: str  # unique per process start
     model: str
     role: str

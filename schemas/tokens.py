@@ -61,8 +61,11 @@ class Finish(msgspec.Struct, frozen=True, array_like=True):
     files: tuple[File, ...] = ()  # of an image or video request
 
 
-class TokenItem(msgspec.Struct, frozen=True, array_like=True):
-    """Tokens ``first`` .. of one choice; ``tokens`` is packed u32, ``logprobs`` one per token if asked for."""
+class TokenItem(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Tokens ``first`` .. of one choice; ``tokens`` is packed u32, ``logprobs`` one per token if asked for.
+
+    Thousands are under way in a process, so garbage collection passes over them: they are part of no cycle.
+    """
 
     request: str
     attempt: int

@@ -11,8 +11,10 @@ import pytest
 
 import schemas
 from schemas import done
+from schemas.fleet import Load, Registration
 from schemas.requests import Embedding, Priority
 from schemas.summary import RequestSummary, of_done, of_encoded_done
+from schemas.tokens import TokenItem
 from schemas.wire import encode, pack_tokens
 from tests.infra.timeline.tracing import samples
 from tests.schemas.samples import SAMPLES
@@ -145,6 +147,12 @@ def test_new_fields_of_array_messages_have_defaults_from_the_first_optional_on()
 
 def test_messages_cannot_be_changed() -> None:
     assert all(kind.__struct_config__.frozen for kind in message_types())
+
+
+@pytest.mark.parametrize("kept", [TokenItem, Registration, Load])
+def test_what_processes_keep_thousands_of_is_nothing_to_garbage_collection(kept: type[msgspec.Struct]) -> None:
+    assert not kept.__struct_config__.gc
+    assert kept.__struct_config__.frozen  # so it is part of no cycle
 
 
 def test_anything_else_is_a_validation_error(sample: tuple[str, Any, Any]) -> None:
