@@ -1,12 +1,16 @@
 """The gauge that shows when something blocks an event loop."""
 
 import asyncio
+import gc
 import time
+import weakref
 
+import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from infra.bus.loop_lag import EVERY_S, READS, SLICE_S, TURN_S, WINDOW_S, LoopLag, TimeSlice, TurnBudget, gauge
+from infra.bus import loop_lag
+from infra.bus.loop_lag import CROWD, EVERY_S, READS, SLICE_S, TURN_S, WINDOW_S, LoopLag, TimeSlice, TurnBudget, gauge
 from infra.metrics.scope import MetricScope
 from tests.infra.bus.support import eventually
 
@@ -38,6 +42,24 @@ def test_the_worst_is_shown_for_one_window_at_least_and_two_at_most() -> None:
     lag.late(0.2)
     now += 10 * WINDOW_S
     assert lag.worst_s == 0.0
+
+
+async def test_garbage_is_collected_while_nothing_else_is_due(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Node:
+        other: "Node"
+
+    monkeypatch.setattr(loop_lag, "EVERY_S", 0.001)
+    monkeypatch.setattr(loop_lag, "IDLE_S", 10.0)
+    gc.disable()
+    try:
+        node = Node()
+        node.other, alive = node, weakref.ref(node)
+        del node
+        watching = asyncio.create_task(LoopLag().watch())
+        await eventually(lambda: alive() is None)
+    finally:
+        gc.enable()
+    watching.cancel()
 
 
 async def test_a_short_turn_is_not_given_away_however_long_the_loop_was_idle_before() -> None:
@@ -142,6 +164,14 @@ def test_short_parts_share_turns() -> None:
     burst = Burst([0.00001] * 1000)
     asyncio.run(burst.run())
     assert len(burst.took) < 50
+
+
+def test_turns_are_half_as_long_while_hundreds_wait() -> None:
+    burst = Burst([0.0003] * (CROWD + 200))
+    asyncio.run(burst.run())
+    began = [took for turn, took in sorted(burst.took.items()) if turn > 1][:20]
+    assert max(began) <= TURN_S / 2 + 0.0003 + 1e-9
+    assert max(burst.took.values()) > TURN_S / 2 + 0.0003  # when few are left
 
 
 def test_running_answers_and_new_requests_take_turns() -> None:
