@@ -8,6 +8,7 @@ nats-py's private parts are used here and in ``pull_subscription`` only.
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +23,7 @@ from infra.bus.wire_protocol import Frame, FrameReader, publish_command, read_he
 _BUFFERED_BYTES = 64 << 10  # in the socket's buffer; above, nats-py's flusher waits for the server
 _LATER_S = 0.01
 MOST_TURNS = 5  # of a few milliseconds each: smaller batches cost every process behind this one wake-ups
+READ_S = 0.001  # for the messages that are handled in one turn, and at most one more
 _BURST_BYTES = 64 << 10  # read between two pauses; after more, reading goes on at once
 
 Handler = Callable[[Frame], None]
@@ -234,7 +236,11 @@ class _Parser(Parser):  # type: ignore[misc]  # untyped
     async def parse(self, data: bytes = b"") -> None:
         frames, handlers = self._frames, self.nc._handlers
         messages = size = 0
+        until = time.monotonic() + READ_S
         for frame in frames.read(data):
+            if time.monotonic() > until:  # a read may have hundreds of messages
+                await asyncio.sleep(0)
+                until = time.monotonic() + READ_S
             if self._frames is not frames:
                 return  # the link has broken: the rest is not needed
             if isinstance(frame, bytes):

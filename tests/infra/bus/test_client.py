@@ -1,6 +1,7 @@
 """Our ways through nats-py's client, on a real broker."""
 
 import asyncio
+import time
 
 import pytest
 from nats.errors import BadSubjectError, Error
@@ -27,6 +28,25 @@ async def test_a_direct_handler_gets_each_message_once_and_in_order(broker: Embe
     await eventually(lambda: len(found) == MANY)
     assert [int(Headers(message.headers)["Number"]) for message in found] == list(range(MANY))
     assert all(len(message.data) == number % 5000 for number, message in enumerate(found))
+
+
+async def test_other_tasks_run_between_the_messages_of_one_read(broker: EmbeddedNats, connect: Connect) -> None:
+    nc, other = await connect(broker), await connect(broker)
+    order: list[str] = []
+
+    def handle(frame: Frame) -> None:
+        time.sleep(1.1 * client.READ_S)
+        order.append("message")
+
+    await nc.subscribe_direct("bus-test.direct.slow", handle)
+    await nc.flush()
+    for _ in range(20):
+        assert other.post("bus-test.direct.slow", b"x")  # in one write, and so in one read
+    while order.count("message") < 20:
+        order.append("other")
+        await asyncio.sleep(0)
+    between = "".join(each[0] for each in order).split("o")
+    assert max(map(len, between)) == 1
 
 
 async def test_a_wrong_password_is_reported_as_such(broker: EmbeddedNats) -> None:
