@@ -23,7 +23,7 @@ from schemas.tokens import Finish
 from schemas.trace import Trace
 from tests.infra.bus.support import eventually
 from tests.workers.support import DRAWN, LogClient, WorkerHarness, answer, engine, ids, request, run_worker
-from workers import engine_loop
+from workers import engine_loop, reporter
 from workers import housekeeping as module
 from workers.engines.mock.executor import Vocabulary
 from workers.lease import Lease
@@ -513,11 +513,12 @@ async def test_a_long_job_is_not_delivered_again_while_it_runs(
 # -- messages -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(("limit", "most"), [(600, 400), (1 << 20, 9)], ids=["bytes", "items"])
 async def test_output_that_does_not_fit_one_message_is_split(
-    log: LogClient, worker: WorkerHarness, monkeypatch: pytest.MonkeyPatch
+    log: LogClient, worker: WorkerHarness, monkeypatch: pytest.MonkeyPatch, limit: int, most: int
 ) -> None:
-    limit = 600
     monkeypatch.setattr(Bus, "max_message", property(lambda bus: limit))
+    monkeypatch.setattr(reporter, "MOST_ITEMS", most)
     worker.engine.hold()
     asked = [request([i + 1, 2], max_tokens=1) for i in range(40)]
     for one in asked:
@@ -528,7 +529,9 @@ async def test_output_that_does_not_fit_one_message_is_split(
         await log.end(one)
         assert log.streamed(one) == answer(one)
     sizes = [len(wire.encode(batch)) for batch in log.batches]
-    assert max(sizes) <= limit < sum(sizes)
+    assert max(sizes) <= limit
+    assert max(len(batch.items) for batch in log.batches) <= most
+    assert len(sizes) > 1
     assert [batch.seq for batch in log.batches] == list(range(len(sizes)))
 
 
