@@ -37,9 +37,9 @@ class TokenReassembler:
         self._prompt: _ChoiceCursor | None = None
 
     @property
-    def mark(self) -> tuple[int, ...]:
-        """A value that changes whenever items were returned, or an attempt began."""
-        return (self.attempt, self.open, self.scored, *(choice.position for choice in self._choices))
+    def mark(self) -> int:
+        """A number that grows whenever items were returned, or an attempt began."""
+        return self.attempt - self.open + self.scored + sum([choice.position for choice in self._choices])
 
     def conclude(self, items: Sequence[TokenItem]) -> Sequence[TokenItem]:
         """Push the items of a terminal event (``schemas.done.items``), of whatever attempt.

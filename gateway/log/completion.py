@@ -26,7 +26,7 @@ class Completion:
 
     def __init__(self, records: Records) -> None:
         self._records = records
-        self._marks: dict[InflightRequest, tuple[int, ...]] = {}
+        self._marks: dict[InflightRequest, int] = {}
         self._idle: list[InflightRequest] = []  # to be looked up
         self._looked = 0.0
 
@@ -37,14 +37,16 @@ class Completion:
         """
         if now - self._looked >= LOOK_S and not self._idle:
             self._looked = now
-            marks: dict[InflightRequest, tuple[int, ...]] = {}
+            marks: dict[InflightRequest, int] = {}
+            idle = []
             for number, inflight in enumerate(readers, 1):
                 if not (inflight.ended or inflight.paused):
-                    marks[inflight] = inflight.fold.mark
+                    marks[inflight] = mark = inflight.fold.mark
+                    if self._marks.get(inflight) == mark:
+                        idle.append(inflight)
                 if number % AT_ONCE == 0:
                     await asyncio.sleep(0)
-            self._idle = [inflight for inflight, mark in marks.items() if self._marks.get(inflight) == mark]
-            self._marks = marks
+            self._idle, self._marks = idle, marks
         batch, self._idle = self._idle[:AT_ONCE], self._idle[AT_ONCE:]
         if not batch:
             return

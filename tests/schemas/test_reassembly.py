@@ -28,7 +28,10 @@ def read(fold: TokenReassembler, items: list[TokenItem]) -> dict[int, list[int]]
     """Tokens that came out per choice, checking that each item continues the one before."""
     out: dict[int, list[int]] = {}
     for pushed in items:
-        for due in fold.push(pushed):
+        mark = fold.mark
+        returned = fold.push(pushed)
+        assert fold.mark > mark if returned else fold.mark >= mark
+        for due in returned:
             tokens = out.setdefault(due.choice, [])
             assert due.first == len(tokens)
             new = list(unpack_tokens(due.tokens))
