@@ -47,8 +47,10 @@ def find_late(tracker: LoadTracker, now_ns: int, least_s: float) -> list[Late]:
     """
     all_late: list[Late] = []
     for (model, role), targets in _groups(tracker).items():
+        if role not in ROLES or not any(map(tracker.loads.is_computing, targets)):
+            continue
         idle = sum(not tracker.loads.uncomputed(each) and tracker.capacity(*each) > 0 for each in targets)
-        if not idle or role not in ROLES:
+        if not idle:
             continue
         late = [pair for each in targets for pair in _late_tasks(tracker, model, each, now_ns, least_s)]
         late.sort(key=lambda pair: pair[0].at_ns, reverse=True)
