@@ -1,11 +1,15 @@
 """What a large fleet costs the processes that follow it: CPU, event-loop lag and time of decisions.
 
-python -m infra.bench.registrations                              # 1,000 workers, 5,000 open streams: about a minute
+python -m infra.bench.registrations                              # 1,000 workers, 5,000 open streams: four minutes
+python -m infra.bench.registrations --arrival-s 10               # the streams arrive over ten seconds, not all at once
 
 The workers are simulated: registrations under real leases, renewed over one connection as their owners would, of a
-model of their own, so that no request goes to them. The streams are answers of the slow mock engine, all open at once.
-Both run beside two gateways, two routers and two workers, which are measured for some seconds: without anything, with
-the registrations, and with the streams as well.
+model of their own, so that no request goes to them. Routers that ask what they cache are answered: nothing. The streams
+are answers of the slow mock engine, all open at once. Both run beside two gateways, two routers and two workers.
+
+These are measured three times: without anything, with the registrations, and with the streams as well; in between are
+the lags of the moments in which the workers register and the streams arrive. The metric shows the worst lag of 30 to
+60 s, so a measurement of 60 s has none of what was before it, and the moment behind it at most those of both.
 """
 
 import argparse
@@ -15,8 +19,8 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator
-from contextlib import AsyncExitStack, contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
@@ -24,13 +28,18 @@ from prometheus_client.parser import text_string_to_metric_families
 from infra.bench.cpu import cpu_seconds
 from infra.bench.deployment import end_of, penstock, running
 from infra.bus.connection import Bus, connect
+from infra.bus.loop_lag import EVERY_S, WINDOW_S
+from infra.bus.wire_protocol import Frame
 from infra.launch.state import State, read_state
+from infra.model.modeldir import TINY
+from schemas import kv, wire
 from schemas.fleet import Registration
 from workers.lease import Lease
 
 GENERATORS = 2
-OPEN_S = 90.0  # until all streams are open
+OPEN_S = 90.0  # until all streams are open, beyond the time over which they arrive
 TOKENS = 4_000  # of each answer: more than are written while it is measured
+STREAM_S = 600.0  # the longest that one may last
 ROLES = ("router", "gateway", "worker", "nats")
 
 
@@ -41,8 +50,8 @@ def main(arguments: list[str] | None = None) -> int:
         slots = -(-args.streams // 2)
         try:
             with running(
-                base, "--engine=mock", f"--mock-speedup={args.mock_speedup:g}", "--gateways=2", "--routers=2",
-                "--workers=2", f"--max-running={slots}", "--kv-blocks=400000",
+                base, "--engine=mock", f"--model={TINY}", f"--mock-speedup={args.mock_speedup:g}", "--gateways=2",
+                "--routers=2", "--workers=2", f"--max-running={slots}", "--kv-blocks=400000",
             ):  # fmt: skip
                 asyncio.run(_measure(base, args))
         except (OSError, RuntimeError, TimeoutError) as error:
@@ -60,18 +69,19 @@ async def _measure(base: Path, args: argparse.Namespace) -> None:
         bus = await registered.enter_async_context(
             await connect(state.nats_url, role="operator", name="registrations", namespace=state.namespace)
         )
-        began = time.monotonic()
-        for first in range(0, args.workers, 100):
-            numbers = range(first, min(first + 100, args.workers))
-            leases = await asyncio.gather(*(_register(bus, number) for number in numbers))
-            for lease in leases:
-                registered.push_async_callback(lease.stop)
-        print(f"{args.workers} registrations in {time.monotonic() - began:.1f} s", file=sys.stderr)
-        await _row(f"{args.workers:,} registrations", state, args.duration_s)
-        with _streams(base, state, args.streams):
-            await _until_open(state, args.streams)
+        async with _moment(f"while {args.workers:,} workers register", state):
+            for first in range(0, args.workers, 100):
+                numbers = range(first, min(first + 100, args.workers))
+                leases = await asyncio.gather(*(_register(bus, number) for number in numbers))
+                for lease in leases:
+                    registered.push_async_callback(lease.stop)
+        await _row(f"{args.workers:,} registered workers", state, args.duration_s)
+        async with AsyncExitStack() as streams:
+            async with _moment(f"while {args.streams:,} streams arrive", state):
+                streams.enter_context(_streams(base, state, args.streams, args.arrival_s))
+                await _until_open(state, args.streams, OPEN_S + args.arrival_s)
             before = await asyncio.to_thread(_decisions, state)
-            await _row(f"and {args.streams:,} open streams", state, args.duration_s)
+            await _row(f"{args.streams:,} open streams", state, args.duration_s)
             count, seconds = (now - then for now, then in zip(_decisions(state), before, strict=True))
             if not count:
                 count, seconds = before
@@ -82,24 +92,32 @@ async def _register(bus: Bus, number: int) -> Lease:
     registration = Registration(
         f"simulated-{number}", "simulated", "aggregated", "mock", time.time_ns(), 32, 8_000, 256, 32_768
     )
+    empty = wire.encode(kv.KvDump(registration.worker, registration.epoch, -1))
+
+    def dump(asked: Frame) -> None:
+        bus.nc.post(asked.reply.decode(), empty)
 
     async def regained() -> None:
         return None
 
+    await bus.nc.subscribe_direct(bus.subjects.control(registration.worker), dump)
     lease = Lease(bus, registration.worker, lambda: registration, lambda: None, regained)
     await lease.acquire()
     return lease
 
 
 @contextmanager
-def _streams(base: Path, state: State, count: int) -> Iterator[None]:
+def _streams(base: Path, state: State, count: int, arrival_s: float) -> Iterator[None]:
     """Answers that are being written; their generators end with it."""
     each = -(-count // GENERATORS)
+    arrivals = f"--rate={each / arrival_s:g}" if arrival_s else f"--concurrency={each}"
     generators = [
         penstock(
-            "bench", "http", f"--url={state.http_urls[number % len(state.http_urls)]}", f"--model={state.model}",
-            f"--concurrency={each}", f"--requests={each}", "--prompt-words=8", f"--output-tokens={TOKENS}",
-            "--warm-up-s=0", f"--seed={number}", log=base / f"streams-{number}.log",
+            "bench", "sweep", f"--endpoint=penstock={state.http_urls[number % len(state.http_urls)]}",
+            f"--model={state.model}", f"--tokenizer={TINY}", arrivals, f"--requests={each}", "--isl=40",
+            "--isl-stddev=0", f"--osl={TOKENS}", "--warm-up=0", f"--timeout-s={STREAM_S:g}",
+            f"--scrape-s={STREAM_S:g}", f"--seed={number}", f"--out={base / f'streams-{number}'}",
+            log=base / f"streams-{number}.log",
         )
         for number in range(GENERATORS)
     ]  # fmt: skip
@@ -119,37 +137,50 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
     process.wait()
 
 
-async def _until_open(state: State, count: int) -> None:
+async def _until_open(state: State, count: int, within_s: float) -> None:
     """
     Raises:
-        TimeoutError: fewer streams were open after ``OPEN_S``.
+        TimeoutError: fewer streams were open after ``within_s``.
     """
-    until, open_streams = time.monotonic() + OPEN_S, 0.0
+    until, open_streams = time.monotonic() + within_s, 0.0
     while time.monotonic() < until:
         open_streams = await asyncio.to_thread(_sum, state, "worker", "penstock_worker_running")
         if open_streams >= count:
             return
         await asyncio.sleep(0.5)
-    raise TimeoutError(f"{open_streams:.0f} of {count} streams were open after {OPEN_S:g} s")
+    raise TimeoutError(f"{open_streams:.0f} of {count} streams were open after {within_s:g} s")
 
 
 async def _row(name: str, state: State, seconds: float) -> None:
+    """Measure for some seconds."""
     before = {process.name: cpu_seconds(process.pid or 0) for process in state.processes}
     began = time.monotonic()
     await asyncio.sleep(seconds)
     spent = time.monotonic() - began
-    shares, lags = dict.fromkeys(ROLES, 0.0), dict.fromkeys(ROLES, 0.0)
+    shares = dict.fromkeys(ROLES, 0.0)
     for process in state.processes:
         if process.role in shares:
             share = (cpu_seconds(process.pid or 0) - before[process.name]) / spent
             shares[process.role] = max(shares[process.role], share)
+    await _print_row(name, "".join(f"{100 * shares[role]:8.1f}%" for role in ROLES), state)
+
+
+@asynccontextmanager
+async def _moment(name: str, state: State) -> AsyncIterator[None]:
+    """Show the worst lag up to the end of what happens inside."""
+    began = time.monotonic()
+    yield
+    seconds = time.monotonic() - began
+    await asyncio.sleep(2 * EVERY_S)  # until the last of it shows
+    await _print_row(name, f"{f'in {seconds:.1f} s':>36}", state)
+
+
+async def _print_row(name: str, shares: str, state: State) -> None:
+    lags = []
     for role in ROLES[:3]:
-        lags[role] = max(await asyncio.to_thread(_values, state, role, f"penstock_{role}_loop_lag_seconds"), default=0)
-    print(
-        f"{name:34}{''.join(f'{100 * shares[role]:8.1f}%' for role in ROLES)}"
-        f"{''.join(f'{1e3 * lags[role]:9.1f}' for role in ROLES[:3])}",
-        flush=True,
-    )
+        values = await asyncio.to_thread(_values, state, role, f"penstock_{role}_loop_lag_seconds")
+        lags.append(max(values, default=0.0))
+    print(f"{name:34}{shares}{''.join(f'{1e3 * lag:9.1f}' for lag in lags)}", flush=True)
 
 
 def _decisions(state: State) -> tuple[float, float]:
@@ -186,7 +217,15 @@ def _parser() -> argparse.ArgumentParser:
     add("--workers", type=int, default=1_000, metavar="N", help="simulated registrations (default: 1000)")
     add("--streams", type=int, default=5_000, metavar="N", help="answers that are open at once (default: 5000)")
     add("--mock-speedup", type=float, default=0.1, metavar="X", help="of the mock engine (default: 0.1)")
-    add("--duration-s", type=float, default=10.0, metavar="SECONDS", help="of each measurement (default: 10)")
+    add(
+        "--arrival-s", type=float, default=0.0, metavar="SECONDS",
+        help="time over which the streams arrive; 0: all at once (default: 0)",
+    )  # fmt: skip
+    add(
+        "--duration-s", type=float, default=2 * WINDOW_S, metavar="SECONDS",
+        help="of each measurement; lags of less than %(default)g s are those of earlier moments, too (default: "
+        "%(default)g)",
+    )  # fmt: skip
     return parser
 
 
