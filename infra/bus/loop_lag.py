@@ -54,9 +54,12 @@ class TurnBudget:
     thousand requests that arrive at once stop the loop until all of them are prepared. Running answers and new requests
     wait in lines of their own, first come, first served, and take turns. Processor time counts: while other processes
     have the core, nothing is gained by smaller portions.
+
+    Args:
+        at_once: how many tasks are woken in one turn at most; fewer if their parts take long.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.thread_time) -> None:
+    def __init__(self, clock: Callable[[], float] = time.thread_time, *, at_once: int = AT_ONCE) -> None:
         self._clock = clock
         self._running: deque[asyncio.Future[None]] = deque()
         self._new: deque[asyncio.Future[None]] = deque()
@@ -64,7 +67,7 @@ class TurnBudget:
         self._lines = [self._running, self._new]
         self._unread: deque[Callable[[], None]] = deque()
         self._turn_s = TURN_S
-        self._at_once = AT_ONCE  # how many of those that wait are woken in one turn
+        self._most_at_once = self._at_once = at_once
         self._woken = 0  # in this turn
         self._read = 0
         self._entering = 0  # new requests that waited for this turn
@@ -136,8 +139,8 @@ class TurnBudget:
         late = self._late
         if late:
             self._at_once = max(1, self._at_once // 2)
-        elif self._at_once < AT_ONCE and self._until - self._clock() > self._turn_s / 2:
-            self._at_once = min(2 * self._at_once, AT_ONCE)
+        elif self._at_once < self._most_at_once and self._until - self._clock() > self._turn_s / 2:
+            self._at_once = min(2 * self._at_once, self._most_at_once)
         for line, waiter in reversed(late):
             line.appendleft(waiter)
         late.clear()

@@ -4,9 +4,8 @@ import asyncio
 from types import SimpleNamespace
 from typing import Any
 
-from infra.bus.loop_lag import AT_ONCE
 from infra.bus.tasks import Tasks
-from router.index.loader import IndexLoader
+from router.index.loader import AT_ONCE, IndexLoader
 from router.index.prefix_index import PrefixIndex
 from schemas import wire
 from schemas.kv import KvDump
