@@ -16,16 +16,21 @@ CONFIGURATION = Path("infra/deploy/cells/haproxy.cfg").read_text()
 GATEWAYS = Path("docs/cells.md").read_text().partition("```text\nlisten ")[2].partition("```")[0]
 ADDRESSES = ("127.0.0.1:9000", "127.0.0.1:9010", "127.0.0.1:9020")  # of the cells in the file
 CHAT = "/v1/chat/completions"
+KEY = "pst-aaaaaaaaaaaa-x"
 SIZE = 20_000  # bytes of a body: more than arrives at once
 
 pytestmark = pytest.mark.skipif(shutil.which("haproxy") is None, reason="haproxy is not installed")
 
 
 class Cell:
-    """A server that answers with ``status``; 0: it closes the connection instead. ``asked``: paths."""
+    """A server that answers with ``status``; 0: it closes the connection instead. ``asked``: paths.
+
+    While ``hangs`` is set, it accepts connections and says nothing.
+    """
 
     def __init__(self) -> None:
         self.status = 200
+        self.hangs = False
         self.asked: list[str] = []
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -33,12 +38,14 @@ class Cell:
             head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
             await reader.readexactly(int(head.partition("content-length: ")[2].partition("\r\n")[0] or 0))
             path = head.split()[1]
-            if path == "/health/ready":
-                writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\nconnection: close\r\n\r\n")
-            else:
+            if path != "/health/ready":
                 self.asked.append(path)
-                if self.status:
-                    writer.write(b"HTTP/1.1 %d X\r\ncontent-length: 0\r\nconnection: close\r\n\r\n" % self.status)
+            if self.hangs:
+                await reader.read()  # until HAProxy gives it up
+            elif path == "/health/ready":
+                writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\nconnection: close\r\n\r\n")
+            elif self.status:
+                writer.write(b"HTTP/1.1 %d X\r\ncontent-length: 0\r\nconnection: close\r\n\r\n" % self.status)
         writer.close()
 
 
@@ -46,34 +53,41 @@ class Cells:
     """Three of them, and a client of HAProxy."""
 
     def __init__(self, cells: list[Cell], servers: list[asyncio.Server], http: httpx.AsyncClient) -> None:
-        self.cells, self.servers, self._http = cells, servers, http
+        self.cells, self.servers, self.http = cells, servers, http
 
-    async def ask(self, path: str = CHAT, key: str = "pst-aaaaaaaaaaaa-x", **more: object) -> tuple[int, list[int]]:
+    async def ask(self, path: str = CHAT, key: str = KEY, **more: object) -> tuple[int, list[int]]:
         """The status, and the numbers of the cells that were asked."""
         before = [len(cell.asked) for cell in self.cells]
         headers = {"Authorization": f"Bearer {key}", **more.pop("headers", {})}  # type: ignore[dict-item]
         body = {"model": "m", "padding": "x" * SIZE, **more}
         answer = await (
-            self._http.get(path, headers=headers)
+            self.http.get(path, headers=headers)
             if path.count("/") > 2 and path != CHAT
-            else self._http.post(path, headers=headers, json=body)
+            else self.http.post(path, headers=headers, json=body)
         )
         if answer.status_code == 503 and answer.content:
             assert (answer.json()["error"]["code"], answer.headers["retry-after"]) == ("broker_unavailable", "2")
+        elif answer.status_code == 504 and answer.content:
+            assert answer.json()["error"]["code"] == "deadline_exceeded"
         return answer.status_code, [n for n in range(3) if len(self.cells[n].asked) > before[n]]
 
 
 @pytest.fixture
 async def cells(tmp_path: Path) -> AsyncIterator[Cells]:
+    async with three_cells(CONFIGURATION, tmp_path) as made:
+        yield made
+
+
+@asynccontextmanager
+async def three_cells(text: str, folder: Path) -> AsyncIterator[Cells]:
     async with AsyncExitStack() as stack:
         made = [Cell() for _ in ADDRESSES]
         servers = [await asyncio.start_server(cell.serve, "127.0.0.1", 0) for cell in made]
-        text = CONFIGURATION
         for address, server in zip(ADDRESSES, servers, strict=True):
             stack.callback(server.close)
             assert text.count(address) == 2  # in both backends
             text = text.replace(address, f"127.0.0.1:{server.sockets[0].getsockname()[1]}")
-        yield Cells(made, servers, await stack.enter_async_context(haproxy(text, "127.0.0.1:8000", tmp_path)))
+        yield Cells(made, servers, await stack.enter_async_context(haproxy(text, "127.0.0.1:8000", folder)))
 
 
 @asynccontextmanager
@@ -148,6 +162,28 @@ async def test_a_cell_that_is_down_is_replaced_except_for_what_only_it_has(cells
     ):
         assert alone == (503, [])
     assert await cells.ask(f"/v1/requests/{new_request_id(cell=other)}") == (200, [other])
+
+
+async def test_what_only_a_cell_that_hangs_can_do_waits_for_its_timeout_and_is_asked_nowhere_else(
+    tmp_path: Path,
+) -> None:
+    assert CONFIGURATION.count("timeout server 610s") == 1
+    text = CONFIGURATION.replace("timeout server 610s", "timeout server 500ms")
+    async with three_cells(text, tmp_path) as cells:
+        once = {"Idempotency-Key": "once"}
+        _, [home] = await cells.ask(headers=once)
+        cells.cells[home].hangs = True
+        assert await cells.ask(headers=once) == (504, [home])
+        cells.cells[home].hangs = False
+        assert await cells.ask(headers=once) == (200, [home])
+        cells.cells[home].status = 0
+        async with httpx.AsyncClient(base_url=cells.http.base_url, trust_env=False) as first:
+            answer = await first.post(CHAT, headers=once | {"x-api-key": KEY}, json={})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (502, "broker_unavailable")
+        with pytest.raises(httpx.RemoteProtocolError):  # on a connection that had an answer, HAProxy says nothing
+            await cells.ask(headers=once)
+        assert len(cells.cells[home].asked) == 5
+        assert not any(cell.asked for cell in cells.cells if cell is not cells.cells[home])
 
 
 async def test_what_a_dead_gateway_of_a_cell_refuses_goes_to_another_one_of_this_cell(tmp_path: Path) -> None:
