@@ -14,7 +14,7 @@ from router.pending import PendingRequest, required_revision, routing_request
 from router.placement.decisions import Decisions, array_decisions
 from router.placement.sessions import SessionId
 from router.policy.pairs import with_pairs
-from router.policy.routing import ALONE, Part, RoutingDecision, RoutingRequest, Weights
+from router.policy.routing import ALONE, ModelPart, RoutingDecision, RoutingRequest, Weights
 from schemas.jobs import DecisionInputs, Stage
 from schemas.requests import GenerateRequest
 
@@ -48,7 +48,7 @@ class Decider:
         *,
         held: int = 0,
         waited_s: float | None = None,
-        part: Part = ALONE,
+        part: ModelPart = ALONE,
     ) -> tuple[RoutingDecision, DecisionInputs]:
         """
         Args:

@@ -19,7 +19,7 @@ from router.loads.load_tracker import LoadTracker
 from router.ownership.membership import Membership
 from router.ownership.sharing import Sharing
 from router.ownership.takeover import redeliver
-from router.policy.routing import Part
+from router.policy.routing import ModelPart
 from router.retention.request_retention import sequence
 from schemas import routers
 from schemas.requests import Priority
@@ -138,7 +138,7 @@ class Intake:
         """Whether this router places the model's requests: it owns it, or its owner shares them."""
         return self.membership.places(token(model))
 
-    def part(self, model: str) -> Part:
+    def part(self, model: str) -> ModelPart:
         """Which of the routers that place the model's requests this one is."""
         return self.membership.part(token(model))
 

@@ -26,7 +26,7 @@ from infra.bus.direct_get import Entry
 from infra.bus.log_tail import LogTail
 from infra.bus.tasks import Tasks
 from router.ownership.assignment import assign, default_owner
-from router.policy.routing import ALONE, Part
+from router.policy.routing import ALONE, ModelPart
 from schemas import routers, wire
 from schemas.errors import ServingError
 from schemas.routers import HeldByTenant, Member
@@ -136,11 +136,11 @@ class Membership:
         """Whether this router places requests for a model: it owns it, or the owner shares them."""
         return self.owner(name) == self._id or self._names.get(name, REST) in self._everyones
 
-    def part(self, name: str) -> Part:
+    def part(self, name: str) -> ModelPart:
         """Which of the routers that place requests for a model this one is."""
         if not self._seen or self._names.get(name, REST) not in self._everyones:
             return ALONE
-        return Part(sum(other < self._id for other in self._seen), len(self._seen) + 1)
+        return ModelPart(sum(other < self._id for other in self._seen), len(self._seen) + 1)
 
     def share(self, shares: bool) -> None:
         """Start or stop sharing: all routers place the requests of the models that this one owns."""

@@ -14,7 +14,7 @@ from router.loads.load_tracker import MODELS_CACHED, LoadTracker
 from router.placement.sessions import Sessions
 from router.placement.shared_prefixes import SharedPrefixes
 from router.policy.decide import decide
-from router.policy.routing import ALONE, Part, RoutingContext, RoutingDecision, RoutingRequest, Weights
+from router.policy.routing import ALONE, ModelPart, RoutingContext, RoutingDecision, RoutingRequest, Weights
 
 if TYPE_CHECKING:
     from router.placement.arrays.decisions import ArrayDecisions
@@ -28,7 +28,7 @@ FEW = 4
 # The more targets, the less it costs to choose among some of them, and the more requests come before others know.
 OTHERS_SERVED = 25_600
 MOST_OTHERS_SERVED = 768_000
-TURN_NS = 1_000_000_000  # for so long a router prefers the same targets; a change takes 4 µs per target
+PREFERENCE_NS = 1_000_000_000  # for so long a router prefers the same targets; a change takes 4 µs per target
 
 
 def array_decisions(tracker: LoadTracker, few: int = FEW) -> "ArrayDecisions | None":
@@ -75,7 +75,7 @@ class Decisions:
             prefixes = self._shared[model] = SharedPrefixes()
         return prefixes.blocks(keys, len(serving) * serving[0].dp_size / routers)
 
-    def _prefer(self, name: str, part: Part, now_ns: int) -> None:
+    def _prefer(self, name: str, part: ModelPart, now_ns: int) -> None:
         """Have routers prefer different targets, since they do not know each other's latest decisions.
 
         They take turns, by their clocks, with each part: some routers place more requests than others.
@@ -87,7 +87,7 @@ class Decisions:
         model = self._tracker.models().get(name)
         if model is None:  # requests may name any model
             return
-        number = (part.number + now_ns // TURN_NS) % part.routers
+        number = (part.number + now_ns // PREFERENCE_NS) % part.routers
         state = (self._tracker.version, number, part.routers) if part.routers > 1 else None
         if self._parts.get(model) == state:
             return
@@ -110,7 +110,7 @@ class Decisions:
         seed: int,
         number: int = 0,
         waited_s: float | None = None,
-        part: Part = ALONE,
+        part: ModelPart = ALONE,
     ) -> RoutingDecision:
         """
         Args:

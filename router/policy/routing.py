@@ -24,14 +24,14 @@ PATIENCE_S = 0.004  # per prompt token that a better target saves: for so long a
 RouteKind = Literal["aggregated", "local", "split"]
 
 
-class Part(NamedTuple):
-    """Which of the routers that place a model's requests this one is."""
+class ModelPart(NamedTuple):
+    """A router's part of a model's requests: which of the routers that place them it is."""
 
     number: int = 0
     routers: int = 1
 
 
-ALONE = Part()
+ALONE = ModelPart()
 
 
 class RoutingRequest(msgspec.Struct, frozen=True, omit_defaults=True):

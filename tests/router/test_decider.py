@@ -14,7 +14,7 @@ from router.loads.load_tracker import LoadTracker
 from router.metrics import Metrics
 from router.pending import PendingRequest
 from router.placement.shared_prefixes import USES
-from router.policy.routing import Part
+from router.policy.routing import ModelPart
 from schemas.fleet import Registration
 from tests.workers.support import MODEL, request
 
@@ -55,7 +55,7 @@ def test_a_router_takes_a_prefix_for_shared_after_its_part_of_the_prompts(decide
         first = 1000 * routers
         for number in range(100):
             keys = [*range(first, first + 4), first + 100 + number]
-            if decides.decide(pending, keys, 0, part=Part(0, routers))[1].shared_blocks:
+            if decides.decide(pending, keys, 0, part=ModelPart(0, routers))[1].shared_blocks:
                 return number
         raise AssertionError("never shared")
 

@@ -18,7 +18,7 @@ from router.index.holders import Holders, Holding
 from router.job_message import sends_keys
 from router.loads.load import ENCODE, Load, RoutingTarget
 from router.policy import encoders
-from router.policy.routing import Part, Weights
+from router.policy.routing import ModelPart, Weights
 from schemas.fleet import Registration, State
 from schemas.jobs import LoadHeader
 from schemas.transfer import Endpoint, Memory
@@ -67,7 +67,7 @@ class PlacementPolicy:
                 self._index.match if self._kv_events else predicted.match,
                 weights=self._weights,
                 kv_events=self._kv_events,
-                part=Part(index, self._replicas),
+                part=ModelPart(index, self._replicas),
             )
             for index, predicted in enumerate(self._predicted)
         ]

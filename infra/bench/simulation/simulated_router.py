@@ -23,7 +23,7 @@ from router.index.depths import TargetId
 from router.loads.load_tracker import LoadTracker
 from router.placement.decisions import Decisions, array_decisions
 from router.placement.sessions import SessionId
-from router.policy.routing import ALONE, Part, RoutingDecision, RoutingRequest, Weights
+from router.policy.routing import ALONE, ModelPart, RoutingDecision, RoutingRequest, Weights
 from schemas.fleet import Registration
 from schemas.jobs import LoadHeader
 
@@ -81,7 +81,7 @@ class SimulatedRouter:
         mode: RouterMode = "kv",
         weights: Weights = Weights(),  # noqa: B008  # frozen
         kv_events: bool = True,
-        part: Part = ALONE,
+        part: ModelPart = ALONE,
     ) -> None:
         self.tracker = LoadTracker(kv_events=kv_events)
         self._overlaps = overlaps

@@ -13,7 +13,7 @@ from infra.whatif.decided_again import decide_again
 from router.ownership import intake, membership
 from router.ownership.membership import Link, Membership
 from router.ownership.takeover import redeliver
-from router.policy.routing import ALONE, Part
+from router.policy.routing import ALONE, ModelPart
 from schemas import blocks, routers, wire
 from schemas.routers import HeldByTenant, Member
 from schemas.subjects import Subjects
@@ -280,7 +280,7 @@ async def test_routers_share_the_requests_of_an_owner_that_asks_them_to(
         widest = request(range(5000, 5900))  # its job leaves no room for 225 keys
         monkeypatch.setattr(type(owner.bus), "max_message", property(lambda bus: len(wire.encode(widest)) + 1000))
         asked = [*(request() for _ in range(55)), widest, *long]
-        parts: set[Part] = set()
+        parts: set[ModelPart] = set()
         decide = owner.router._decider.decide
 
         def counted(*args: Any, **options: Any) -> Any:
@@ -297,7 +297,7 @@ async def test_routers_share_the_requests_of_an_owner_that_asks_them_to(
             await eventually(lambda known=known: all(each.id in known for each in long))  # type: ignore[misc]
             assert all(list(known[each.id]) == list(blocks.keys_of(each.digests)) for each in long)
         assert parts == {member_of(owner).part(MODEL)}
-        assert {member_of(each).part(MODEL) for each in (owner, helper)} == {Part(0, 2), Part(1, 2)}
+        assert {member_of(each).part(MODEL) for each in (owner, helper)} == {ModelPart(0, 2), ModelPart(1, 2)}
         by = [job.decision.router for _, job in await clients.work()]
         assert len(by) == 80
         assert min(by.count(owner.router.id) - 20, by.count(helper.router.id)) > 0

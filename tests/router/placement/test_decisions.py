@@ -3,8 +3,8 @@
 from dataclasses import dataclass, field
 
 from router.loads.load_tracker import LoadTracker
-from router.placement.decisions import TURN_NS, Decisions
-from router.policy.routing import ALONE, Part, RoutingRequest, Weights
+from router.placement.decisions import PREFERENCE_NS, Decisions
+from router.policy.routing import ALONE, ModelPart, RoutingRequest, Weights
 from schemas.fleet import Registration
 
 
@@ -19,7 +19,7 @@ class Router:
     def __post_init__(self) -> None:
         self.decisions = Decisions(self.tracker, None, "kv", Weights())
 
-    def decide(self, model: str, part: Part, now_ns: int = 0) -> list[int]:
+    def decide(self, model: str, part: ModelPart, now_ns: int = 0) -> list[int]:
         """Which workers it does not prefer afterwards."""
         self.decisions.decide(RoutingRequest(model, 10, 10), (), {}, now_ns=now_ns, seed=0, part=part)
         return [at for at in range(4) if self.tracker.loads.served_tokens((f"w{at}", 0))]
@@ -29,9 +29,9 @@ def test_the_names_of_a_model_share_its_preferred_workers_and_lose_them_together
     router = Router()
     for number in range(4):
         router.tracker.put_worker(worker(number, "m", "alias"))
-    assert router.decide("alias", Part(0, 2)) == [1, 3]
+    assert router.decide("alias", ModelPart(0, 2)) == [1, 3]
     assert router.decide("m", ALONE) == []
-    assert router.decide("m", Part(1, 2)) == [0, 2]
+    assert router.decide("m", ModelPart(1, 2)) == [0, 2]
     assert router.decide("alias", ALONE) == []
 
 
@@ -41,7 +41,7 @@ def test_an_adapter_that_some_workers_have_does_not_change_which_are_preferred()
         for number in range(4):
             router.tracker.put_worker(worker(number, "m", *["adapter"] * (number == 1)))
     for name in ("m", "adapter"):
-        assert [router.decide(name, Part(at, 2)) for at, router in enumerate(routers)] == [[1, 3], [0, 2]]
+        assert [router.decide(name, ModelPart(at, 2)) for at, router in enumerate(routers)] == [[1, 3], [0, 2]]
 
 
 def test_an_alias_of_two_models_leaves_the_preferred_workers_of_the_one_that_it_does_not_stand_for() -> None:
@@ -49,9 +49,9 @@ def test_an_alias_of_two_models_leaves_the_preferred_workers_of_the_one_that_it_
     for number in range(4):
         router.tracker.put_worker(worker(number, "m" if number < 2 else "n", "alias"))
     assert router.tracker.models() == {"alias": "n", "m": "m", "n": "n"}
-    assert router.decide("m", Part(0, 2)) == [1]
+    assert router.decide("m", ModelPart(0, 2)) == [1]
     assert router.decide("alias", ALONE) == [1]
-    assert router.decide("alias", Part(1, 2)) == [1, 2]
+    assert router.decide("alias", ModelPart(1, 2)) == [1, 2]
     assert router.decide("n", ALONE) == [1]
 
 
@@ -59,10 +59,10 @@ def test_a_worker_that_changes_to_another_model_is_not_less_preferred_there() ->
     router = Router()
     for number in range(4):
         router.tracker.put_worker(worker(number))
-    assert router.decide("m", Part(0, 2)) == [1, 3]
+    assert router.decide("m", ModelPart(0, 2)) == [1, 3]
     router.tracker.put_worker(worker(3, "n"))
     assert router.decide("n", ALONE) == [1]
-    assert router.decide("m", Part(0, 2)) == [1]
+    assert router.decide("m", ModelPart(0, 2)) == [1]
 
 
 def test_routers_take_turns_with_each_part_since_some_place_more_requests_than_others() -> None:
@@ -71,6 +71,6 @@ def test_routers_take_turns_with_each_part_since_some_place_more_requests_than_o
         for number in range(4):
             router.tracker.put_worker(worker(number))
     for turn in range(4):
-        for now_ns in (turn * TURN_NS, (turn + 1) * TURN_NS - 1):
-            others = [router.decide("m", Part(at, 2), now_ns) for at, router in enumerate(routers)]
+        for now_ns in (turn * PREFERENCE_NS, (turn + 1) * PREFERENCE_NS - 1):
+            others = [router.decide("m", ModelPart(at, 2), now_ns) for at, router in enumerate(routers)]
             assert others == ([[1, 3], [0, 2]] if turn % 2 == 0 else [[0, 2], [1, 3]])

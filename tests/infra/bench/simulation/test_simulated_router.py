@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from infra.bench.simulation.simulated_router import Arrival, Placed, SimulatedRouter
 from router.index.depths import TargetId
-from router.policy.routing import ALONE, Part
+from router.policy.routing import ALONE, ModelPart
 from schemas.fleet import Registration
 
 MS, S = 1_000_000, 1_000_000_000
@@ -25,7 +25,7 @@ class Caches:
 
 
 def placement(
-    workers: int = 2, blocks: int = 100, slots: int = 8, part: Part = ALONE
+    workers: int = 2, blocks: int = 100, slots: int = 8, part: ModelPart = ALONE
 ) -> tuple[SimulatedRouter, Caches]:
     caches = Caches()
     made = SimulatedRouter(caches.match, part=part)
@@ -63,7 +63,7 @@ def test_idle_targets_take_turns_however_the_seed_falls() -> None:
 def test_routers_that_do_not_know_of_each_other_begin_with_different_targets() -> None:
     targets = [
         [target(core.arrive(arrival(f"r{n}", 80, family=n), 0)) for n in range(4)]
-        for core, _ in (placement(4, 1000, part=Part(index, 2)) for index in range(2))
+        for core, _ in (placement(4, 1000, part=ModelPart(index, 2)) for index in range(2))
     ]
     assert [set(first[:2]) for first in targets] == [{"w0", "w2"}, {"w1", "w3"}]
     assert [set(each) for each in targets] == [{"w0", "w1", "w2", "w3"}] * 2, "but leave none idle"

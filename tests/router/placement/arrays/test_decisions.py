@@ -12,7 +12,7 @@ from router.loads.load_tracker import LoadTracker
 from router.placement.aggregated import HeldRequest, is_ready
 from router.placement.decisions import FEW, Decisions, array_decisions
 from router.policy.decide import decide
-from router.policy.routing import ALONE, Part, RoutingContext, RoutingDecision, RoutingRequest, Weights
+from router.policy.routing import ALONE, ModelPart, RoutingContext, RoutingDecision, RoutingRequest, Weights
 from schemas import wire
 from schemas.fleet import Registration, State
 from schemas.jobs import LoadHeader
@@ -70,7 +70,7 @@ def fleet(workers: list[dict[str, Any]], jobs: list[tuple[int, int, int, int]]) 
     shared=st.integers(0, 20),
     waited_s=st.sampled_from([None, 0.0, 0.5, 100.0]),
     seed=st.integers(0, 9),
-    part=st.sampled_from([ALONE, Part(0, 2), Part(2, 3)]),
+    part=st.sampled_from([ALONE, ModelPart(0, 2), ModelPart(2, 3)]),
 )
 def test_a_decision_is_that_of_the_loop(
     workers: list[dict[str, Any]],
@@ -81,7 +81,7 @@ def test_a_decision_is_that_of_the_loop(
     shared: int,
     waited_s: float | None,
     seed: int,
-    part: Part,
+    part: ModelPart,
 ) -> None:
     tracker = fleet(workers, jobs)
     family, blocks, n = asked
