@@ -138,7 +138,7 @@ async def test_what_was_handed_off_is_freed_without_a_garbage_collection(log: Lo
     ids = {each.id for each in asked}
 
     def left() -> set[str]:
-        found = (each for each in gc.get_objects() if isinstance(each, SequenceState))
+        found = (each for each in gc.get_objects() if type(each) is SequenceState)
         return {each.request_id for each in found if each.request_id in ids}
 
     gc.collect()  # what earlier tests left may have the same ids

@@ -138,7 +138,7 @@ async def test_what_is_over_is_freed_without_a_garbage_collection(
     """Full collections are rare in a process that serves."""
 
     def sequences() -> list[SequenceState]:
-        return [each for each in gc.get_objects() if isinstance(each, SequenceState) and each.request_id == asked.id]
+        return [each for each in gc.get_objects() if type(each) is SequenceState and each.request_id == asked.id]
 
     async def refuse(*_: object) -> None:
         raise RuntimeError("the stream is full")
