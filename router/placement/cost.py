@@ -1,23 +1,26 @@
 """The cost of a request at each target, in prompt tokens of work. Pure.
 
-    whole request   s · (A + 2 u + u · min(d / 40, 1.25))  +  t · (D / 32 + 3000 w)  +  max(s, t) · S / 256
-    prefill stage   s · (A + 2 u)                          +  t · (D / 32 + 3000 w)  +  max(s, t) · S / 256
-    decode stage                                              t · (D / 32 + 3000 w)
+    whole request   s · (A + A · min(u / 8192, 1) + 2 u + u · min(d / 40 + n / 8, 2.5))
+                                    +  t · (D / 32 + 3000 w)  +  max(s, t) · S / 256
+    prefill stage   s · (A + 2 u)   +  t · (D / 32 + 3000 w)  +  max(s, t) · S / 256
+    decode stage                       t · (D / 32 + 3000 w)
 
 u: tokens of the prompt that the target neither caches nor is about to compute for another request, at least 1; but
    those of a prefix that many prompts share are free (``shared_prefixes``)
 A: tokens that it has yet to compute for other requests, which come first
 d: sequences that it is decoding, each of which u holds up
+n: sequences whose prompt it has yet to compute, each of which u holds up where one pass computes them together
 D: prompt tokens of its active sequences, with this request; every step reads them, shared ones for each sequence
 w: sequences beyond its slots, with this request; each waits for another to end, about an answer's time per slot
 S: tokens of the prompts that it was sent lately, cached or not; so idle targets take turns, and no target collects all
    prefixes that are used now and then; more if another router prefers it
 s, t: time per prompt token and per step relative to the other targets, learnt
 
-u counts twice: once for this request, once for those that come behind it; and at most 1.25 times more for those that it
-holds up, so that no prompt waits behind more than that to spare them. A target has room for a request if it is
-idle, or if the blocks of all its active prompts, one for the answer of each sequence included, fill at most ``FILL`` of
-its KV cache, and it accepts another sequence.
+u counts twice: once for this request, once for those that come behind it; and at most 2.5 times more for those that it
+holds up, so that no prompt waits behind more than that to spare them. A counts up to twice for a long prompt: long ones
+have the longest TTFT anyway, so they avoid each other, and short ones go where work waits. A target has room for a
+request if it is idle, or if the blocks of all its active prompts, one for the answer of each sequence included, fill at
+most ``FILL`` of its KV cache, and it accepts another sequence.
 """
 
 import math
@@ -42,7 +45,9 @@ from router.loads.target_loads import (
 FILL = 0.95
 OWN_WORK = 2.0
 HELD_UP = 1 / 40  # of each sequence: with 1 / 64 answers at the knee take 5 % longer, with 1 / 32 the p99 is 5 % higher
-MOST_HELD_UP = 1.25  # of all sequences: a higher end lengthens the p99, a lower one the mean
+HELD_UP_COMPUTING = 1 / 8  # of each that is not computed; many of them are in the running pass, where u delays none
+MOST_HELD_UP = 2.5  # of all these: a higher end lengthens the p99, a lower one the mean
+PASS_TOKENS = 8192  # for prompts of this length A counts twice; an engine computes about as many tokens in a pass
 OCCUPANCY = 1 / 32  # with 1 / 16 the p99 of overload is 5 % higher where prompts share a long prefix
 SERVED_COST = 1 / 256  # with 1 / 128 answers take 3 % longer where long prompts come among short ones
 FAVOUR = 256.0  # prompt tokens of work, at most, that a session's last target is ahead
@@ -103,11 +108,11 @@ def target_cost(
         prefill_weight: of a token to compute.
     """
     own = target_terms(at, size.sequences, Scalars, prefill_weight)
-    fixed, decode, slope, held_up, read, room = own
+    fixed, decode, slope, held_up, queued, read, room = own
     reused = reuse(size, max(cached, leading), at[BLOCK_SIZE], Scalars, overlap_weight)
     prompt_blocks = size.tokens // at[BLOCK_SIZE]
     reading = read * prompt_blocks
-    whole = fixed + (slope + held_up) * reused.work + reading
+    whole = fixed + (slope + held_up + queued) * reused.work + reading - queued * max(0.0, reused.work - PASS_TOKENS)
     fits = prompt_blocks - min(leading, size.blocks) <= room
     return TargetCost(whole, fixed + slope * reused.work + reading, decode + reading, reused.uncached_tokens, fits)
 
@@ -130,7 +135,8 @@ class TargetTerms(NamedTuple):
         fixed: of the whole request and of its prefill stage.
         decode: the same of its decode stage.
         slope: for each token to compute.
-        held_up: for each token to compute, by the sequences that it holds up.
+        held_up: for each token to compute, by the sequences and prompts that it holds up.
+        queued: for each token to compute, up to ``PASS_TOKENS``, by the work that it waits for.
         read: for each block of the prompt.
         room: blocks of the prompt, other than those of active requests, up to which the request fits.
     """
@@ -139,6 +145,7 @@ class TargetTerms(NamedTuple):
     decode: Any
     slope: Any
     held_up: Any
+    queued: Any
     read: Any
     room: Any
 
@@ -150,7 +157,7 @@ def target_terms(at: Any, sequences: Any, ops: Any, prefill_weight: float = 1.0)
         sequences: of the request.
         ops: ``Scalars``, or ``numpy`` for arrays.
     """
-    running = at[SEQUENCES]
+    running, computing = at[SEQUENCES], at[COMPUTING]
     compute = prefill_weight * at[SLOWNESS]
     block = OCCUPANCY * at[BLOCK_SIZE] * at[DECODE_SLOWNESS]
     beyond = ops.maximum(0.0, running + sequences - at[SLOTS])
@@ -158,11 +165,13 @@ def target_terms(at: Any, sequences: Any, ops: Any, prefill_weight: float = 1.0)
     served = SERVED_COST * ops.maximum(at[SLOWNESS], at[DECODE_SLOWNESS]) * at[SERVED]
     room = FILL * at[BLOCKS] - (at[ACTIVE] + running + sequences)
     room = ops.where(running + sequences <= at[LIMIT], room, -math.inf)
+    backlog = compute * at[BACKLOG]
     return TargetTerms(
-        compute * at[BACKLOG] + decode + served,
+        backlog + decode + served,
         decode,
         OWN_WORK * compute,
-        compute * ops.minimum(MOST_HELD_UP, HELD_UP * (running - at[COMPUTING])),
+        compute * ops.minimum(MOST_HELD_UP, HELD_UP * (running - computing) + HELD_UP_COMPUTING * computing),
+        backlog / PASS_TOKENS,
         block * sequences,
         ops.where(running == 0, math.inf, room),
     )

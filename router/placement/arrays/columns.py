@@ -14,10 +14,11 @@ Column = NDArray[np.float64]
 
 
 class WholeTerms(NamedTuple):
-    """What ``TargetTerms`` has for whole requests. ``slope``: for each token to compute, with the sequences held up."""
+    """What ``TargetTerms`` has for whole requests. ``slope``: all of a token to compute, up to ``PASS_TOKENS``."""
 
     fixed: Any
     slope: Any
+    queued: Any
     read: Any
     room: Any
 
@@ -25,7 +26,7 @@ class WholeTerms(NamedTuple):
 def whole_terms(at: Any, sequences: Any, ops: Any, prefill_weight: float = 1.0) -> WholeTerms:
     """As ``target_terms``."""
     own = target_terms(at, sequences, ops, prefill_weight)
-    return WholeTerms(own.fixed, own.slope + own.held_up, own.read, own.room)
+    return WholeTerms(own.fixed, own.slope + own.held_up + own.queued, own.queued, own.read, own.room)
 
 
 _TERMS = len(WholeTerms._fields)

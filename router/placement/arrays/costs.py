@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from router.placement.arrays.columns import Column, WholeTerms
-from router.placement.cost import RequestSize, reuse
+from router.placement.cost import PASS_TOKENS, RequestSize, reuse
 
 
 class RequestSizes(NamedTuple):
@@ -48,6 +48,8 @@ def costs(
     reused = reuse(size, blocks, block_size, np, overlap_weight)
     prompt_blocks = size.tokens // block_size
     whole = own.fixed + own.slope * reused.work + own.read * prompt_blocks
+    if not isinstance(size.tokens, int) or size.tokens > PASS_TOKENS:
+        whole -= own.queued * np.maximum(0.0, reused.work - PASS_TOKENS)
     needed = prompt_blocks if leading is None else prompt_blocks - np.minimum(leading, size.blocks)
     fits = needed <= own.room
     return Costs(reused.blocks, whole, reused.uncached_tokens, fits)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from configs.settings import RouterMode
 from router.loads.load import Load, RoutingTarget
-from router.placement.cost import HELD_UP, OCCUPANCY, OWN_WORK
+from router.placement.cost import HELD_UP, OCCUPANCY, OWN_WORK, PASS_TOKENS
 from router.policy.decide import decide
 from router.policy.filters import rejection
 from router.policy.routing import RoutingContext, RoutingRequest, Weights
@@ -53,7 +53,7 @@ def test_the_score_table_lists_the_chosen_the_others_and_the_rejected() -> None:
     assert choice.overlap_blocks == 2
     assert [(c.worker, c.score, c.excluded) for c in choice.candidates] == [
         ("idle", OWN_WORK * (330 - 64) + OCCUPANCY * 32 * 10, ""),
-        ("busy", 2000 + (OWN_WORK + 2 * HELD_UP) * (330 - 320) + OCCUPANCY * 32 * (40 + 10), ""),
+        ("busy", 2000 * (1 + 10 / PASS_TOKENS) + (OWN_WORK + 2 * HELD_UP) * 10 + OCCUPANCY * 32 * (40 + 10), ""),
         ("full", 0.0, "full"),
         ("leaving", 0.0, "draining"),
         ("small", 0.0, "too_small"),
@@ -62,11 +62,13 @@ def test_the_score_table_lists_the_chosen_the_others_and_the_rejected() -> None:
 
 
 def test_the_sequences_that_a_prompt_holds_up_count_up_to_an_end() -> None:
-    few, many, more = (member(f"{n}", load=Load(n, n), slots=512) for n in (20, 50, 256))
-    choice = decide(RoutingContext(ASK, [few, many, more], {}, "kv", Weights(), 0))
+    members = [member(f"{n}", load=Load(n, n), slots=512) for n in (20, 100, 256)]
+    members.append(member("computing", load=Load(20, 20, computing=4), slots=512))
+    choice = decide(RoutingContext(ASK, members, {}, "kv", Weights(), 0))
     scores = {each.worker: each.score for each in choice.candidates}
-    assert scores["50"] - scores["20"] == 330 * 0.75
-    assert scores["256"] == scores["50"]
+    assert scores["100"] - scores["20"] == 330 * 2
+    assert scores["256"] == scores["100"]
+    assert scores["computing"] - scores["20"] == pytest.approx(330 * (4 / 8 - 4 / 40))
 
 
 def test_overlap_wins_until_load_outweighs_it() -> None:

@@ -22,7 +22,7 @@ WORKERS = st.lists(
     st.fixed_dictionaries(
         {
             "block_size": st.sampled_from([16, 32]),
-            "total_blocks": st.integers(5, 60),
+            "total_blocks": st.integers(5, 60) | st.just(2000),
             "slots": st.integers(1, 4),
             "queue": st.integers(0, 1),
             "max_model_len": st.integers(200, 1200),
@@ -65,6 +65,7 @@ def fleet(workers: list[dict[str, Any]], jobs: list[tuple[int, int, int, int]]) 
             "processors": st.sampled_from([frozenset(), frozenset("x")]),
             "revision": st.sampled_from([None, "b"]),
             "session": st.sampled_from([(), (("w01", 0),), (("gone", 0), ("w03", 0))]),
+            "resumed_tokens": st.sampled_from([0, 9000]),
         }
     ),
     shared=st.integers(0, 20),
