@@ -15,7 +15,7 @@ async def test_every_recorded_request_has_its_whole_way_in_the_log(broker: Embed
         ids = await record(bus, 300, seed=7)
         found = {each.summary.id: each.summary async for _, each in ended(bus, Criteria())}
         assert set(found) == set(ids)
-        assert {each.state for each in found.values()} == {"finished", "failed", "cancelled"}
+        assert {each.state for each in found.values()} == {"done", "failed", "cancelled"}
         twice = [name for name in ids if found[name].attempts == 2]
         assert twice
         for name in (*twice[:2], *ids[:6], ids[-1]):

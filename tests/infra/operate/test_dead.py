@@ -71,7 +71,7 @@ async def test_only_requests_that_lost_their_workers_are_tried_again(
 ) -> None:
     fine, unknown = await accept(bus), new_request_id()
     await end(bus, fine, 1)
-    for request_id, said in ((fine.id, "did not lose its workers (finished)"), (unknown, "was forgotten, or is older")):
+    for request_id, said in ((fine.id, "did not lose its workers (done)"), (unknown, "was forgotten, or is older")):
         assert await asyncio.to_thread(run, ["retry", request_id, "--yes", *where(bus, broker)]) == 1
         assert said in capsys.readouterr().err
 
