@@ -62,7 +62,7 @@ class _Vectors:
 
 
 class _Batch(NamedTuple):
-    inputs: list[Input[str]]
+    inputs: list[Input[_Vectors]]
     vectors: list[bytes]
 
 
@@ -88,7 +88,7 @@ class EmbeddingRunner:
         self._thread = thread
         self._engine = engine
         self._engine_failed = engine_failed
-        self._inputs: InputQueue[str] = InputQueue(context.settings.max_batched_tokens)
+        self._inputs: InputQueue[_Vectors] = InputQueue(context.settings.max_batched_tokens)
         self._open: dict[str, _Vectors] = {}
         self._added = asyncio.Event()
         self._steps = 0
@@ -116,8 +116,8 @@ class EmbeddingRunner:
             await self._terminal.end(running, Code(error.code), error.message)
             return
         if self._requests.is_current(running):
-            self._open[request.id] = _Vectors(running, request.embedding, inputs)
-            self._inputs.add(request.id, inputs)
+            entry = self._open[request.id] = _Vectors(running, request.embedding, inputs)
+            self._inputs.add(entry, inputs)
             self._added.set()
 
     async def _run_all(self) -> None:
@@ -142,11 +142,11 @@ class EmbeddingRunner:
                 return
             self._steps += 1
 
-    def _begin(self, inputs: list[Input[str]]) -> "asyncio.Future[list[bytes]]":
+    def _begin(self, inputs: list[Input[_Vectors]]) -> "asyncio.Future[list[bytes]]":
         now = time.time_ns()
         for each in inputs:
-            if (entry := self._open.get(each.key)) is not None and not entry.running.started_ns:
-                entry.running.started_ns = now
+            if not each.key.running.started_ns:
+                each.key.running.started_ns = now
         batch = [each.tokens for each in inputs]
         metrics = self._context.metrics.embed
         metrics.batch_inputs.observe(len(batch))
@@ -155,15 +155,15 @@ class EmbeddingRunner:
         return asyncio.wrap_future(self._thread.call(lambda: self._engine.embed(batch)))
 
     def _deliver(self, batch: _Batch) -> None:
-        for (key, index, _), vector in zip(batch.inputs, batch.vectors, strict=True):
-            entry = self._open.get(key)
-            if entry is None:  # it was cancelled, or failed
+        for (entry, index, _), vector in zip(batch.inputs, batch.vectors, strict=True):
+            request = entry.running.request.id
+            if self._open.get(request) is not entry:  # cancelled, failed or revoked: another attempt may run here
                 continue
             if not finite(vector):
                 self._drop(entry.running)
                 self._terminal.spawn(self._terminal.end(entry.running, Code.engine_error, NOT_FINITE.format(index)))
             elif entry.put(index, vector):
-                del self._open[key]
+                del self._open[request]
                 self._terminal.spawn(self._finish(entry))
 
     async def _finish(self, entry: _Vectors) -> None:
@@ -198,7 +198,7 @@ class EmbeddingRunner:
         entry = self._open.get(running.request.id)
         if entry is not None and entry.running is running:
             del self._open[running.request.id]
-            self._inputs.drop(running.request.id)
+            self._inputs.drop(entry)
 
     def release_input(self, stage_input: StageInput) -> None:
         """No stage comes before this one."""
