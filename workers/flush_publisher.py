@@ -1,6 +1,7 @@
 """From the engine's flushes to published token items, KV events and ended sequences, in order."""
 
 import asyncio
+import os
 import time
 from collections.abc import Callable
 
@@ -13,6 +14,8 @@ from workers.requests import RunningRequest
 from workers.sequence_state import Flush, SequenceState
 
 log = structlog.get_logger("worker")
+
+FEW = 8  # running requests, up to which the first tokens count more than CPU time
 
 
 class FlushPublisher:
@@ -86,6 +89,8 @@ class FlushPublisher:
                 self._nc.when_written(self._consumed)
 
     def _consumed(self) -> None:
+        if self._engine.in_event_loop and len(self._requests.running) <= FEW:
+            os.sched_yield()  # the broker may have been woken on this core, and would wait for the steps that follow
         self._engine.flush_consumed()
         if self._late is not None:
             self._late.cancel()
