@@ -211,7 +211,7 @@ class Engine(Protocol):
 
     info: EngineInfo
     kv_transfer: "KvTransfer | None"  # None: it cannot take KV blocks from other workers
-    short_steps: bool  # everything here takes about a millisecond at most, computed in Python, and nothing waits
+    short_steps: bool  # all is computed in Python, a step in some µs for each sequence, and nothing waits
 
     @property
     def vision(self) -> "VisionEngine | None":
