@@ -120,7 +120,7 @@ async def _serve(settings: GatewaySettings, model: modeldir.ModelDir, front: Fro
     metrics = Metrics(process_scope("gateway", labels).child("gateway"))
     loop = asyncio.get_running_loop()
     metrics.tasks.set_function(lambda: len(asyncio.all_tasks(loop)))
-    bus.tasks.spawn(loop_lag.gauge(metrics.scope).watch(), name="loop-lag")
+    lag = loop_lag.gauge(metrics.scope)
     gateway = Gateway(bus, publisher, model, settings, metrics)
     nats_api = NatsApi(gateway, bus.tasks.group("nats-api"))
     app = application(gateway)
@@ -138,6 +138,7 @@ async def _serve(settings: GatewaySettings, model: modeldir.ModelDir, front: Fro
         if not gateway.guard.closed and not settings.insecure:
             check_loopback(listeners)
         loop_lag.freeze_loaded()
+        bus.tasks.spawn(lag.watch(), name="loop-lag")
         await server.start()
         log.info("gateway_listening", port=listeners[0].getsockname()[1], gateway=gateway.id, models=gateway.names)
         await stop.wait()

@@ -62,7 +62,7 @@ async def _run_router(settings: RouterSettings, bus: Bus, publisher: Publisher, 
     metrics = Metrics(scope.child("router"))
     loop = asyncio.get_running_loop()
     metrics.tasks.set_function(lambda: len(asyncio.all_tasks(loop)))
-    bus.tasks.spawn(loop_lag.gauge(metrics.scope).watch(), name="loop-lag")
+    lag = loop_lag.gauge(metrics.scope)
     bus.tasks.spawn(StreamMetrics(bus, scope.child("broker")).run(), name="stream-metrics")
     router = Router(bus, publisher, settings, metrics)
     broker = OwnConnection(bus)
@@ -76,6 +76,7 @@ async def _run_router(settings: RouterSettings, bus: Bus, publisher: Publisher, 
     await app.start()
     await router.open()
     loop_lag.freeze_loaded()
+    bus.tasks.spawn(lag.watch(), name="loop-lag")
     if settings.metrics_port:
         start_http_server(settings.metrics_port, settings.metrics_host, registry=scope.registry)
     await stop.wait()

@@ -40,7 +40,8 @@ GENERATORS = 2
 OPEN_S = 90.0  # until all streams are open, beyond the time over which they arrive
 TOKENS = 4_000  # of each answer: more than are written while it is measured
 STREAM_S = 600.0  # the longest that one may last
-ROLES = ("router", "gateway", "worker", "nats")
+LOOPS = ("router", "gateway", "worker")
+ROLES = (*LOOPS, "nats")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -62,8 +63,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 async def _measure(base: Path, args: argparse.Namespace) -> None:
     state = read_state(base / "data" / "state.json")
-    print(f"{'':34}{'share of a core':>36}{'worst lag, ms':>28}")
-    print(f"{'':34}{''.join(f'{role:>9}' for role in ROLES)}{''.join(f'{role:>9}' for role in ROLES[:3])}")
+    print(f"{'':34}{'share of a core':>36}{'worst lag, ms (without waits for a core), and how often late':>66}")
+    print(f"{'':34}{''.join(f'{role:>9}' for role in ROLES)}{''.join(f'{role:>22}' for role in LOOPS)}")
     await _row("nothing", state, args.duration_s)
     async with AsyncExitStack() as registered:
         bus = await registered.enter_async_context(
@@ -153,6 +154,7 @@ async def _until_open(state: State, count: int, within_s: float) -> None:
 
 async def _row(name: str, state: State, seconds: float) -> None:
     """Measure for some seconds."""
+    late = await _late(state)
     before = {process.name: cpu_seconds(process.pid or 0) for process in state.processes}
     began = time.monotonic()
     await asyncio.sleep(seconds)
@@ -162,25 +164,34 @@ async def _row(name: str, state: State, seconds: float) -> None:
         if process.role in shares:
             share = (cpu_seconds(process.pid or 0) - before[process.name]) / spent
             shares[process.role] = max(shares[process.role], share)
-    await _print_row(name, "".join(f"{100 * shares[role]:8.1f}%" for role in ROLES), state)
+    await _print_row(name, "".join(f"{100 * shares[role]:8.1f}%" for role in ROLES), state, late)
 
 
 @asynccontextmanager
 async def _moment(name: str, state: State) -> AsyncIterator[None]:
-    """Show the worst lag up to the end of what happens inside."""
+    """Show the worst lag up to the end of what happens inside, and how often one was late meanwhile."""
+    late = await _late(state)
     began = time.monotonic()
     yield
     seconds = time.monotonic() - began
     await asyncio.sleep(2 * EVERY_S)  # until the last of it shows
-    await _print_row(name, f"{f'in {seconds:.1f} s':>36}", state)
+    await _print_row(name, f"{f'in {seconds:.1f} s':>36}", state, late)
 
 
-async def _print_row(name: str, shares: str, state: State) -> None:
-    lags = []
-    for role in ROLES[:3]:
-        values = await asyncio.to_thread(_values, state, role, f"penstock_{role}_loop_lag_seconds")
-        lags.append(max(values, default=0.0))
-    print(f"{name:34}{shares}{''.join(f'{1e3 * lag:9.1f}' for lag in lags)}", flush=True)
+async def _print_row(name: str, shares: str, state: State, late_before: dict[str, float]) -> None:
+    late, lags = await _late(state), ""
+    for role in LOOPS:
+        worst, worst_cpu = [
+            max(await asyncio.to_thread(_values, state, role, f"penstock_{role}_loop_{kind}_seconds"), default=0.0)
+            for kind in ("lag", "lag_cpu")
+        ]
+        lags += f"{f'{1e3 * worst:.1f} ({1e3 * worst_cpu:.1f}), {late[role] - late_before[role]:.0f}':>22}"
+    print(f"{name:34}{shares}{lags}", flush=True)
+
+
+async def _late(state: State) -> dict[str, float]:
+    """How often event loops were late so far, by role."""
+    return {role: await asyncio.to_thread(_sum, state, role, f"penstock_{role}_loop_late_total") for role in LOOPS}
 
 
 def _decisions(state: State) -> tuple[float, float]:

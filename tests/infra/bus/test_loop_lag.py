@@ -10,38 +10,97 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from infra.bus import loop_lag
-from infra.bus.loop_lag import CROWD, EVERY_S, READS, SLICE_S, TURN_S, WINDOW_S, LoopLag, TimeSlice, TurnBudget, gauge
+from infra.bus.loop_lag import (
+    CROWD,
+    EVERY_S,
+    READS,
+    SLICE_S,
+    TURN_S,
+    WINDOW_S,
+    LoopLag,
+    ThreadTimes,
+    TimeSlice,
+    TurnBudget,
+    Worst,
+    gauge,
+)
 from infra.metrics.scope import MetricScope
 from tests.infra.bus.support import eventually
 
 
-async def test_whatever_blocks_the_loop_shows_in_the_gauge() -> None:
+async def test_whatever_blocks_the_loop_shows_in_the_metrics() -> None:
     scope = MetricScope(prefix="penstock_router")
     lag = gauge(scope)
+
+    def shown(name: str) -> float:
+        return scope.registry.get_sample_value(f"penstock_router_loop_{name}") or 0.0
+
     watching = asyncio.create_task(lag.watch())
     await asyncio.sleep(0.03)
-    before = lag.worst_s
+    before, late = shown("lag_seconds"), shown("late_total")
     time.sleep(before + 0.4)  # noqa: ASYNC251 - this is what it is for
-    await eventually(lambda: lag.worst_s > before)
+    await eventually(lambda: shown("lag_seconds") > before)
     watching.cancel()
-    shown = scope.registry.get_sample_value("penstock_router_loop_lag_seconds")
-    assert shown == lag.worst_s
-    assert shown >= before + 0.4 - EVERY_S - 0.05
+    assert shown("lag_seconds") >= before + 0.4 - EVERY_S - 0.05
+    assert shown("late_total") == late + 1
+
+
+async def test_work_of_the_loop_shows_in_its_processor_time_and_a_pause_of_the_process_does_not() -> None:
+    lag = LoopLag()
+    watching = asyncio.create_task(lag.watch())
+    await asyncio.sleep(0.01)
+    time.sleep(0.6)  # noqa: ASYNC251 - as if something else had the core
+    await eventually(lambda: lag.worst.value > 0.3)
+    assert lag.worst_cpu.value < 0.3
+    until = time.thread_time() + 0.6
+    while time.thread_time() < until:
+        pass
+    await eventually(lambda: lag.worst_cpu.value > 0.3)
+    watching.cancel()
+
+
+def test_a_lag_is_shown_without_the_threads_waits_for_a_core_and_never_more_than_it_ran() -> None:
+    late = 0
+
+    def count() -> None:
+        nonlocal late
+        late += 1
+
+    for seconds, ran, waited, expected in (
+        (0.02, 0.05, 0.015, 0.005),
+        (0.02, 0.001, 0.0, 0.001),
+        (0.004, 1.0, 0.01, 0),
+    ):
+        lag = LoopLag(count)
+        lag.measured(seconds, ran, waited)
+        assert lag.worst.value == seconds
+        assert lag.worst_cpu.value == pytest.approx(expected)
+    assert late == 2
+
+
+def test_where_the_system_counts_no_waits_the_thread_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(*arguments: object, **options: object) -> None:
+        raise FileNotFoundError
+
+    monkeypatch.setattr("builtins.open", missing)
+    times = ThreadTimes()
+    assert times.lap()[1] == 0.0
+    times.close()
 
 
 def test_the_worst_is_shown_for_one_window_at_least_and_two_at_most() -> None:
     now = 100.0
-    lag = LoopLag(lambda: now)
-    lag.late(0.5)
-    lag.late(0.1)
-    for seconds, worst in ((0.0, 0.5), (WINDOW_S - 1, 0.5), (WINDOW_S, 0.5), (2 * WINDOW_S - 1, 0.5)):
+    worst = Worst(lambda: now)
+    worst.add(0.5)
+    worst.add(0.1)
+    for seconds, value in ((0.0, 0.5), (WINDOW_S - 1, 0.5), (WINDOW_S, 0.5), (2 * WINDOW_S - 1, 0.5)):
         now = 100.0 + seconds
-        assert lag.worst_s == worst
+        assert worst.value == value
     now = 100.0 + 2 * WINDOW_S
-    assert lag.worst_s == 0.0
-    lag.late(0.2)
+    assert worst.value == 0.0
+    worst.add(0.2)
     now += 10 * WINDOW_S
-    assert lag.worst_s == 0.0
+    assert worst.value == 0.0
 
 
 async def test_garbage_is_collected_while_nothing_else_is_due(monkeypatch: pytest.MonkeyPatch) -> None:
