@@ -1,9 +1,9 @@
 """Finds accepted requests in the log by their ids.
 
 An id has a time, and so about the place of its request in the stream, and determines its shard: one round trip finds
-it; those with ``no_store`` share a shard. The time is by a gateway's clock, the place by the broker's: what is not
-found is looked for in the minutes around it. Requests that releases up to 0.1 accepted have no shard; concurrent
-look-ups of those share one forward read.
+it. The time is by a gateway's clock, the place by the broker's: what is not found is looked for in the minutes around
+it. Requests with ``no_store`` share a shard, of which this gateway has an index. Requests that releases up to 0.1
+accepted have no shard; concurrent look-ups of those share one forward read.
 """
 
 import asyncio
@@ -12,14 +12,15 @@ from contextlib import aclosing
 import msgspec
 
 from infra.bus.connection import Bus
-from infra.bus.direct_get import Entry, get_last, read
+from infra.bus.direct_get import Entry, get, get_last, read
 from infra.bus.tasks import Tasks, as_serving_error
+from infra.bus.unerased import UnerasedRequests
 from schemas import requests
 from schemas.errors import Code, ServingError
 from schemas.ids import time_of
 from schemas.requests import GenerateRequest
 from schemas.streams import CLOCK_SKEW_NS
-from schemas.subjects import HEADER_MSG_ID
+from schemas.subjects import HEADER_MSG_ID, request_of
 
 WINDOW_NS = 16_000_000_000  # behind an id's time: by then its request is stored, or was given up
 EARLIER_NS = 50_000_000  # before it: the clocks of two machines differ
@@ -36,6 +37,7 @@ class RequestFinder:
     def __init__(self, bus: Bus, tasks: Tasks) -> None:
         self._bus = bus
         self._tasks = tasks.group("find")
+        self._unerased = UnerasedRequests(bus)
         self._wanted: _Wanted = {}
         self._running = 0
         self._far = asyncio.Semaphore(MAX_RUNS)  # each unknown id reads minutes of its shard
@@ -54,10 +56,12 @@ class RequestFinder:
         except ValueError:
             raise unknown(request_id) from None
         subjects = self._bus.subjects
-        request = await self._in_shards(request_id, (made_ns - CLOCK_SKEW_NS, made_ns + WINDOW_NS), FEW)
+        request = await self._in_shard(request_id, (made_ns - CLOCK_SKEW_NS, made_ns + WINDOW_NS), FEW)
+        if request is None:
+            request = await self._in_index(request_id)
         if request is None:
             async with self._far:
-                request = await self._in_shards(request_id, (made_ns - FAR_NS, made_ns + FAR_NS), BATCH)
+                request = await self._in_shard(request_id, (made_ns - FAR_NS, made_ns + FAR_NS), BATCH)
         if request is not None:
             return request
         if await get_last(self._bus, subjects.stream("REQUESTS"), subjects.unsharded) is None:
@@ -70,23 +74,27 @@ class RequestFinder:
                 self._tasks.spawn(self._run(), name="find")
         return await asyncio.shield(future)
 
-    async def _in_shards(self, request_id: str, span: tuple[int, int], batch: int) -> GenerateRequest | None:
-        subjects = self._bus.subjects
-        for shard in (subjects.shard_of(request_id), subjects.to_be_erased):
-            request = await self._in_shard(shard, request_id, span, batch)
-            if request is not None:
-                return request
-        return None
-
-    async def _in_shard(self, shard: str, request_id: str, span: tuple[int, int], batch: int) -> GenerateRequest | None:
+    async def _in_shard(self, request_id: str, span: tuple[int, int], batch: int) -> GenerateRequest | None:
         since, until = max(1, span[0]), span[1]
-        stream = self._bus.subjects.stream("REQUESTS")
-        async with aclosing(read(self._bus, stream, shard, since_ns=since, batch=batch)) as entries:
+        subjects = self._bus.subjects
+        stored = read(
+            self._bus, subjects.stream("REQUESTS"), subjects.shard_of(request_id), since_ns=since, batch=batch
+        )
+        async with aclosing(stored) as entries:
             async for entry in entries:
-                if entry.headers.get(HEADER_MSG_ID) == request_id:
+                if request_of(entry.headers) == request_id:
                     return _accepted(entry)
                 if entry.time_ns > until:
                     return None
+        return None
+
+    async def _in_index(self, request_id: str) -> GenerateRequest | None:
+        await self._unerased.refresh()
+        found = self._unerased.get(request_id)
+        for seq in found.seqs if found is not None else ():
+            entry = await get(self._bus, self._bus.subjects.stream("REQUESTS"), seq)
+            if entry is not None and request_of(entry.headers) == request_id:
+                return _accepted(entry)
         return None
 
     async def _run(self) -> None:

@@ -14,6 +14,7 @@ from infra.bus.connection import Bus
 from infra.bus.direct_get import read
 from infra.bus.object_store import CHUNK, GET_S, PAUSE_S, PUT_S, Until, _refused, _request
 from schemas.errors import Code, ServingError
+from schemas.requests import GenerateRequest
 from schemas.subjects import HEADER_MSG_ID
 
 _NAME_BYTES = 16
@@ -69,6 +70,12 @@ async def get_private(bus: Bus, bucket: str, request: str, digest: bytes, *, siz
     if received != size:
         raise ServingError(Code.request_not_found, f"bucket {full} no longer has an image of request {request}")
     return b"".join(parts)
+
+
+def media_owners(request: GenerateRequest) -> frozenset[str]:
+    """Under which ids its media are stored: another than its own, if it took the id of an idempotency key's claim."""
+    owners = (medium.private for medium in request.media if medium.private)
+    return frozenset((request.id, *owners)) if request.media else frozenset()
 
 
 async def private_sequences(bus: Bus, bucket: str, request: str) -> list[int]:
