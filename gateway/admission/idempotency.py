@@ -116,18 +116,18 @@ async def reclaim(
     return _checked(stored, digest, request_id)
 
 
-async def find_claim(bus: Bus, tenant: str, name: str, body: bytes | None = None) -> Claim | None:
+async def find_claim(bus: Bus, tenant: str, name: str, digest: bytes | None = None) -> Claim | None:
     """The request that ``name`` stands for; None: none that is known.
 
     Args:
-        body: if given, it must be the one that it was claimed with.
+        digest: of the body, if given: it must be the one that it was claimed with.
     Raises:
         ServingError: idempotency_conflict; broker_unavailable.
     """
     stored = await _get(bus, _subject(bus, tenant, name))
     if stored is None or not stored[0]:
         return None
-    return _checked(stored, digest_of(body) if body is not None else None, "")
+    return _checked(stored, digest, "")
 
 
 def _digest(body: bytes | None) -> bytes:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from gateway.admission.idempotency import Claim, claim, find_claim
+from gateway.admission.idempotency import Claim, claim, digest_of, find_claim
 from gateway.claimed_submission import submit_claimed
 from gateway.http.canonical_json import canonical_json
 from gateway.log.inflight import InflightRequest
@@ -99,7 +99,7 @@ async def submit_once(
     """
     name = f"key:{key}"
     canonical = await gateway.run_for(body, _canonical_body, endpoint, body)
-    stored_claim = await find_claim(gateway.bus, tenant, name, canonical)
+    stored_claim = await find_claim(gateway.bus, tenant, name, digest_of(canonical))
     if stored_claim is None:
         prepared = await prepare()
         claimed_body = None if prepared.request.no_store else canonical

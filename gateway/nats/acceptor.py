@@ -4,7 +4,7 @@ from typing import Any
 
 import msgspec
 
-from gateway.admission.idempotency import claim, find_claim
+from gateway.admission.idempotency import claim, digest_of, find_claim
 from gateway.claimed_submission import submit_claimed
 from gateway.nats.delivery import AcceptedRequest, AnswerDelivery
 from gateway.nats.protocol import Origin, parse_headers, shape_of
@@ -13,8 +13,6 @@ from gateway.service import Gateway
 from gateway.tenants import TenantTable
 from gateway.tracing import from_nats_headers, with_trace
 from schemas.errors import Code, ServingError
-
-_TRANSIENT = frozenset({Code.queue_full, Code.shutting_down, Code.broker_unavailable})
 
 
 class RequestAcceptor:
@@ -33,6 +31,8 @@ class RequestAcceptor:
     async def accept(self, message: Any, origin: Origin, name: str) -> AcceptedRequest:
         """The request, in the log; with its in-flight request if it was put there now.
 
+        A repeat means the earlier request also while no new ones are accepted, or if it would be refused by now.
+
         Args:
             name: what a repeat has in common with it; "": it has no repeats.
         Raises:
@@ -41,8 +41,8 @@ class RequestAcceptor:
         body = bytes(message.data)
         try:
             prepared = await self._prepare(message, body, origin)
-        except ServingError as error:
-            if name and error.code in _TRANSIENT and (earlier := await self._known(origin, name, body)) is not None:
+        except ServingError:
+            if name and (earlier := await self.find_repeated(origin, name, digest_of(body))) is not None:
                 return earlier
             raise
         request = prepared.request
@@ -74,9 +74,22 @@ class RequestAcceptor:
         request = msgspec.structs.replace(prepared.request, form=shape.form)
         return prepared._replace(request=request)
 
-    async def _known(self, origin: Origin, name: str, body: bytes) -> AcceptedRequest | None:
-        """The request that a repeat means. Repeats are answered even while no new requests are accepted."""
-        stored_claim = await find_claim(self._gateway.bus, origin.tenant, name)
+    async def stands_for(self, origin: Origin, name: str, digest: bytes) -> bool:
+        """Whether a name has a request, or may have one."""
+        try:
+            return await self.find_repeated(origin, name, digest) is not None
+        except ServingError:  # it has another body, or is erased
+            return True
+
+    async def find_repeated(self, origin: Origin, name: str, digest: bytes) -> AcceptedRequest | None:
+        """The request that a repeat means; None: it repeats none.
+
+        Args:
+            digest: of the repeat's body.
+        Raises:
+            ServingError: idempotency_conflict: the request has another body; request_erased; broker_unavailable.
+        """
+        stored_claim = await find_claim(self._gateway.bus, origin.tenant, name, digest)
         if stored_claim is None:
             return None
         try:

@@ -23,7 +23,6 @@ class ReplyPublisher:
         check_interest: set ``unread`` once there was no subscriber for ``INTEREST_S``; requires ``close``.
 
     Attributes:
-        reports_end: the end of an answer is sent also if it lies before ``first``.
         unread: the answer has no reader.
     """
 
@@ -44,7 +43,6 @@ class ReplyPublisher:
         self.first = first
         self.until = until
         self.durable = durable
-        self.reports_end = False
         self.check_interest = check_interest
         self.unread = False
         self._checks: Any = None  # subscription to the broker's "no responders"
@@ -62,7 +60,7 @@ class ReplyPublisher:
 
     def ended_before_first(self, message: AnswerMessage) -> bool:
         """Whether the answer ends with this message, before the first that is to be sent."""
-        return self.reports_end and message.final and not message.record and message.number < self.first
+        return message.final and not message.record and message.number < self.first
 
     def require_subscriber(self) -> None:
         """Have the next message wait for a subscriber: after a reconnect, a gateway is back before its clients."""
@@ -85,6 +83,11 @@ class ReplyPublisher:
         reply = await self._check_reply() if self.check_interest else ""
         for subject in self._subjects:
             await self._bus.nc.publish(subject, message.body, reply=reply, headers=headers)
+
+    async def refuse(self, refusal: AnswerMessage) -> None:
+        """Send why there is no answer, whichever of its messages were wanted."""
+        self.first, self.until = 0, None
+        await self.send(refusal)
 
     async def close(self) -> None:
         if self._checks is not None and not self._bus.nc.is_closed:

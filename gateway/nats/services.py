@@ -114,10 +114,10 @@ class Services:
             try:
                 await serve(message, origin, replies)
             except ServingError as error:
-                await replies.send(failure(error, number))
+                await replies.refuse(failure(error, number))
             except Exception as error:
                 log.exception("service_failed", subject=message.subject)
-                await replies.send(failure(as_serving_error(error, "this call"), number))
+                await replies.refuse(failure(as_serving_error(error, "this call"), number))
             finally:
                 await replies.close()
 
@@ -180,7 +180,7 @@ class Services:
             if not request.output and request.model not in self._gateway.names:
                 await self._pass_on("read", token(request.model), origin, message)
                 return
-            replies.first, replies.until, replies.reports_end = query.first, query.until, True
+            replies.first, replies.until = query.first, query.until
             replies.check_interest = True
             await self._delivery.deliver(accepted, replies)
 

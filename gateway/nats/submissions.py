@@ -14,12 +14,23 @@ import structlog
 from nats.errors import Error as NatsError
 
 from gateway.admission.idempotency import Conflict, digest_of
+from gateway.log.find import unknown
 from gateway.nats.acceptor import RequestAcceptor
 from gateway.nats.delivery import AcceptedRequest, AnswerDelivery
 from gateway.nats.keyed_slots import KeyedSlots
-from gateway.nats.messages import failure
-from gateway.nats.protocol import Origin, key_of, may_ask_for_no_store, origin_of, parse_headers, usable_reply_to
+from gateway.nats.messages import AnswerMessage, failure
+from gateway.nats.protocol import (
+    MAX_MESSAGE_ID,
+    Origin,
+    SubmitHeaders,
+    key_of,
+    may_ask_for_no_store,
+    origin_of,
+    parse_headers,
+    usable_reply_to,
+)
 from gateway.nats.reply_publisher import ReplyPublisher
+from gateway.openai.responses import stopping
 from gateway.service import Gateway
 from infra.bus.erase import erase
 from infra.bus.puller import ACK, IN_PROGRESS, NAK, Puller
@@ -27,7 +38,7 @@ from infra.bus.tasks import Tasks, as_serving_error
 from schemas.errors import Code, ServingError
 from schemas.ids import new_request_id
 from schemas.streams import submissions
-from schemas.subjects import HEADER_MSG_ID, HEADER_REPLY_TO
+from schemas.subjects import HEADER_MSG_ID
 
 log = structlog.get_logger("gateway")
 
@@ -43,27 +54,33 @@ ERASE_AGAIN_S = 1.0
 DISCARDED_S = 1.0  # a repeat so soon after the first may not have been stored; the window is 0.1 s
 
 _Key = tuple[str, str]  # tenant, message id
-_AGAIN = (Code.shutting_down, Code.broker_unavailable)
+_AGAIN = {Code.queue_full: LATER, Code.broker_unavailable: LATER, Code.shutting_down: NAK}
 
 
 class _Delivery:
     """One submission that is being answered here, or was until a moment ago."""
 
-    __slots__ = ("accepted", "body", "ended", "reply", "reply_subjects")
+    __slots__ = ("body", "candidate", "decided", "ended", "reply")
 
     def __init__(self, reply: str, body: bytes) -> None:
         self.reply = reply  # of the delivery
         self.body = body  # digest
-        self.accepted: asyncio.Future[AcceptedRequest | None] = asyncio.get_running_loop().create_future()
-        self.reply_subjects: set[str] = set()
+        self.candidate = new_request_id()  # the request's id, if none was accepted before
+        # None: accepted; else why it was not.
+        self.decided: asyncio.Future[AnswerMessage | None] = asyncio.get_running_loop().create_future()
         self.ended = 0.0
+
+    def decide(self, refusal: AnswerMessage | None) -> None:
+        if not self.decided.done():
+            self.decided.set_result(refusal)
 
 
 class _SeenSubmission(NamedTuple):
     """A submission that was received from the subject, beside the stream."""
 
     at: float
-    headers: dict[str, str]
+    reply_to: str
+    options: SubmitHeaders | ServingError  # not its headers: they may have megabytes
     body: bytes  # digest
 
 
@@ -109,13 +126,13 @@ class Submissions:
 
     async def close(self, timeout: float) -> None:
         """Take no more, wait ``timeout`` seconds for those that run, and leave the rest to other gateways."""
-        if self._sub is not None and not self._nc.is_closed:
-            await self._sub.unsubscribe()
         for puller in self._pullers.values():
             await puller.stop()
         deadline = time.monotonic() + timeout
         while self._open and time.monotonic() < deadline:  # noqa: ASYNC110 - the tasks have many ends
             await asyncio.sleep(0.05)
+        if self._sub is not None and not self._nc.is_closed:
+            await self._sub.unsubscribe()
         left = list(self._open.values())
         await self._tasks.aclose()
         if self._bus.connected:
@@ -147,8 +164,7 @@ class Submissions:
     def _ended(self, at: tuple[str, int], origin: Origin) -> None:
         entry = self._open.pop(at)
         entry.ended = time.monotonic()
-        if not entry.accepted.done():
-            entry.accepted.set_result(None)
+        entry.decide(failure(stopping(""), -1))
         puller = self._pullers.get(origin.tenant)
         if puller is not None and len(self._open) == MAX_OPEN // 2:
             self._tasks.spawn(puller.top_up(), name="submit-top-up")
@@ -156,40 +172,40 @@ class Submissions:
     async def _serve(self, message: Any, at: tuple[str, int], entry: _Delivery, origin: Origin) -> None:
         """Answer one submission, then acknowledge it or have it delivered again."""
         code, verdict, accepted = "ok", ACK, None
-        candidate = new_request_id()
-        message_id = str((message.headers or {}).get(HEADER_MSG_ID, ""))
-        key = key_of(message_id) if message_id else candidate
+        headers, namespace = message.headers or {}, self._subjects.namespace
+        message_id = str(headers.get(HEADER_MSG_ID, ""))
+        stored = f"{at[0]}:{at[1]}:{message.metadata.timestamp.timestamp():.6f}"
+        name = f"id:{message_id}" if message_id else f"at:{stored}"
+        key = key_of(message_id) if message_id else entry.candidate
         # Until the headers are read: a refusal of another header must arrive, too.
-        reply_to = usable_reply_to(message.headers or {}, self._subjects.namespace)
-        replies = self._replies_for(origin, key, reply_to, 0)
-        replies.set_request(candidate)
+        replies = self._replies_for(origin, key, usable_reply_to(headers, namespace), 0)
+        replies.set_request(entry.candidate)
+        if 0 < len(message_id) <= MAX_MESSAGE_ID:
+            await self._remember((origin.tenant, message_id), entry, origin)
         try:
-            options = parse_headers(message.headers or {}, self._subjects.namespace)
-            if message_id:
-                self._remember((origin.tenant, message_id), entry, origin)
-            stored = f"{at[0]}:{at[1]}:{message.metadata.timestamp.timestamp():.6f}"
-            replies = self._replies_for(origin, key, options.reply_to, options.first)
-            replies.set_request(candidate)
-            entry.reply_subjects.add(options.reply_to)
-            name = f"id:{message_id}" if message_id else f"at:{stored}"
+            options = parse_headers(headers, namespace)
+            replies.first = options.first
             async with self._same_key.hold((origin.tenant, name), "submissions with this message id"):
                 accepted = await self._acceptor.accept(message, origin, name)
-                entry.accepted.set_result(accepted)
+                entry.decide(None)
                 if not message_id:
                     replies = self._replies_for(origin, accepted.request.id, options.reply_to, options.first)
                 code = await self._delivery.deliver(accepted, replies)
         except ServingError as error:
-            code = error.code.value
-            if error.code is Code.queue_full:
-                verdict = LATER
-            elif error.code in _AGAIN:
-                verdict = NAK if error.code is Code.shutting_down else LATER
-            else:
-                await replies.send(failure(error, -1 if isinstance(error, Conflict) else 0))
+            code, verdict = error.code.value, _AGAIN.get(error.code, ACK)
+            is_answer = (
+                verdict == ACK and accepted is None and not await self._acceptor.stands_for(origin, name, entry.body)
+            )
+            refusal = failure(error, 0 if is_answer else -1)
+            entry.decide(refusal)
+            if verdict == ACK:
+                await replies.refuse(refusal)
         except Exception as error:  # else every gateway would try and fail in turn
             code = Code.internal.value
             log.exception("submission_failed", stream=at[0], sequence=at[1], error=repr(error))
-            await replies.send(failure(as_serving_error(error, "the submission")))
+            refusal = failure(as_serving_error(error, "the submission"), 0 if accepted is None else -1)
+            entry.decide(refusal)
+            await replies.refuse(refusal)
         self._gateway.metrics.requests.labels("nats", code).inc()
         if verdict == ACK and self._is_erased(message, accepted):
             await self._erase(at)
@@ -234,16 +250,21 @@ class Submissions:
 
     async def _on_submission_seen(self, message: Any) -> None:
         """Called for every submission, also on gateways that do not answer it."""
-        headers = message.headers
-        message_id = headers.get(HEADER_MSG_ID) if headers else None
-        if not message_id:
+        headers, namespace = message.headers or {}, self._subjects.namespace
+        message_id = headers.get(HEADER_MSG_ID, "")
+        if not 0 < len(message_id) <= MAX_MESSAGE_ID:
             return
+        options: SubmitHeaders | ServingError
+        try:
+            options = parse_headers(headers, namespace)
+        except ServingError as error:
+            options = error
+        seen = _SeenSubmission(time.monotonic(), usable_reply_to(headers, namespace), options, digest_of(message.data))
         origin = origin_of(message.subject, "submit")
         key = (origin.tenant, message_id)
         entry = self._recent.get(key)
-        seen = _SeenSubmission(time.monotonic(), headers, digest_of(message.data))
         if entry is not None and (not entry.ended or seen.at - entry.ended < DISCARDED_S):
-            self._handle_repeat(entry, seen, origin)
+            await self._handle_repeat(key, entry, seen, origin)
             return
         waiting = self._repeats.setdefault(key, [])
         waiting.append(seen)
@@ -251,40 +272,48 @@ class Submissions:
         while len(self._repeats) > MAX_REPEATS:
             self._repeats.popitem(last=False)
 
-    def _remember(self, key: _Key, entry: _Delivery, origin: Origin) -> None:
+    async def _remember(self, key: _Key, entry: _Delivery, origin: Origin) -> None:
         """Pass repeats to ``_handle_repeat`` from now on, and those that were received before this delivery at once."""
         self._recent[key] = entry
         self._recent.move_to_end(key)
         for seen in self._repeats.pop(key, [])[1:]:  # the first is this submission itself
-            self._handle_repeat(entry, seen, origin)
+            await self._handle_repeat(key, entry, seen, origin)
 
-    def _handle_repeat(self, entry: _Delivery, seen: _SeenSubmission, origin: Origin) -> None:
-        reply_to = seen.headers.get(HEADER_REPLY_TO, "")
-        if reply_to in entry.reply_subjects and not entry.ended and seen.body == entry.body:
-            return  # that is where the answer goes anyway
+    async def _handle_repeat(self, key: _Key, entry: _Delivery, seen: _SeenSubmission, origin: Origin) -> None:
+        """Answer a repeat, even where the first answer goes: of that, its reader may have missed the beginning."""
+        replies = self._replies_for(origin, key_of(key[1]), seen.reply_to, 0)
+        replies.set_request(entry.candidate)
         if len(self._tasks) > 4 * MAX_OPEN:
-            return  # it can be read
-        entry.reply_subjects.add(reply_to)
+            error = ServingError(Code.queue_full, "too many repeats are being answered; read the answer at ps.read")
+            await replies.refuse(failure(error, -1))
+            return
         self._tasks.spawn(
-            self._answer_repeat(entry, seen, origin), name="submit-repeat", on_failure=_note_failed_repeat
+            self._answer_repeat(key, entry, seen, origin, replies),
+            name="submit-repeat",
+            on_failure=_note_failed_repeat,
         )
 
-    async def _answer_repeat(self, entry: _Delivery, seen: _SeenSubmission, origin: Origin) -> None:
-        first = await asyncio.shield(entry.accepted)
-        if first is None:
-            return
-        request = first.request
+    async def _answer_repeat(
+        self, key: _Key, entry: _Delivery, seen: _SeenSubmission, origin: Origin, replies: ReplyPublisher
+    ) -> None:
+        refusal = await asyncio.shield(entry.decided)
+        name = f"id:{key[1]}"
         try:
-            options = parse_headers(seen.headers, self._subjects.namespace)
-            replies = self._replies_for(origin, key_of(options.message_id), options.reply_to, options.first)
-            if seen.body != entry.body:
-                replies.set_request(request.id)
-                await replies.send(failure(Conflict(), -1))
-                return
-            async with self._same_key.hold((origin.tenant, f"id:{options.message_id}"), "repeats of this submission"):
-                await self._delivery.deliver(await self._delivery.find(origin.tenant, request.id), replies)
+            if isinstance(seen.options, ServingError):
+                raise seen.options
+            replies.first = seen.options.first
+            async with self._same_key.hold((origin.tenant, name), "repeats of this submission"):
+                accepted = await self._acceptor.find_repeated(origin, name, seen.body)
+                if accepted is not None:
+                    await self._delivery.deliver(accepted, replies)
+                elif seen.body != entry.body:
+                    raise Conflict
+                elif refusal is not None:
+                    await replies.refuse(refusal)
+                else:
+                    raise unknown(entry.candidate)
         except ServingError as error:
-            log.debug("repeat_unanswered", request=request.id, error=error.message)
+            await replies.refuse(failure(error, -1))
 
     def _forget(self) -> None:
         limit = time.monotonic() - DISCARDED_S
