@@ -57,6 +57,17 @@ TOPOLOGIES = {
         "demo-vision",
         images=True,
     ),
+    # Without step times, the engines step in their workers' event loops; answers are long, or few are interrupted.
+    "event-loop": Topology(
+        (
+            *("--mock-speedup", "0", "--prefill", "1", "--decode", "1", "--workers", "2"),
+            *("--gateways", "2", "--routers", "2", "--kv-blocks", "4000"),
+            *("--local-prefill-tokens", "64", "--handoff-lease-s", "10"),
+        ),
+        {"worker": 5, "prefill": 2, "decode": 2, "gateway": 2, "router": 2, BROKER: 1},
+        "tiny",
+        tokens=300,
+    ),
     "vision": Topology(
         (
             *("--engine", "native", "--model", "demo-vision", "--threads", "1", "--kv-blocks", "600"),
