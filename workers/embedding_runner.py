@@ -217,9 +217,6 @@ class EmbeddingRunner:
     async def close(self) -> None:
         """Nothing to do: there are only the session's tasks."""
 
-    async def closed(self, *, fenced: bool) -> None:
-        """Nothing to do: there is no output to discard."""
-
     def registration(self, state: fleet.State) -> fleet.Registration:
         context, settings, model = self._context, self._context.settings, self._context.model
         return fleet.Registration(

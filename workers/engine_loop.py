@@ -36,9 +36,8 @@ def flush_pause(items: int) -> float:
 
 
 class EngineLoop:
-    """
-    Args:
-        deliver: called in the engine thread with each Flush; its consumer calls ``flush_consumed``.
+    """Its output goes to one session after the other (``begin_session``).
+
     Attributes:
         on_command: called after each command, in the thread that gave it.
         in_event_loop: the engine thread is the event loop's.
@@ -47,14 +46,13 @@ class EngineLoop:
 
     def __init__(
         self,
-        deliver: Callable[[Flush], None],
         wall_ns: Callable[[], int] = time.time_ns,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.on_command: Callable[[], None] = lambda: None
         self.in_event_loop = False
         self.stopped = False
-        self._deliver = deliver
+        self._deliver: Callable[[Flush], None] | None = None  # to the session; None: there was none yet
         self._wall_ns = wall_ns
         self._clock = clock
         self.flush_due = 0.0  # by the clock; until then the output of short steps is gathered
@@ -63,13 +61,29 @@ class EngineLoop:
         self._lock = threading.Lock()  # held while the fields of output and flushes change
         self._output = StepOutput()
         self._waits_for_consumer = False  # there is something to do once a flush was consumed
-        self._in_flight = 0  # flushes delivered and not yet consumed
+        self._in_flight = 1  # flushes delivered and not yet consumed; without a session, none can leave
         self._ahead = 0  # steps since the last flush
         self._block_waits = BlockWaitQueue()  # used in the engine thread only
         self._calls: set[concurrent.futures.Future[Any]] = set()  # not yet answered
         self._ended_error: EngineError | None = None  # ``end`` was called
 
     # --- commands, from any thread ---
+
+    def begin_session(self, deliver: Callable[[Flush], None]) -> None:
+        """Deliver the output of later steps to another session. What the last one has not consumed is void.
+
+        Args:
+            deliver: called in the engine thread with each Flush; its consumer calls ``flush_consumed``.
+        """
+
+        def run(engine: Engine) -> None:
+            with self._lock:
+                if self._deliver is not None:
+                    self._output = StepOutput(first_batch=1)
+                self._deliver = deliver
+                self._in_flight = 0
+
+        self._put(run)
 
     def _put(self, command: Callable[[Engine], None]) -> None:
         self._commands.put(command)
@@ -163,15 +177,6 @@ class EngineLoop:
             self._flush()
             ranks = range(engine.info.dp_size)
             answer([CacheSnapshot(engine.dump(rank), self._output.kv_seq(rank) - 1) for rank in ranks])
-
-        self._put(run)
-
-    def new_epoch(self) -> None:
-        """Restart the numbers of KV batches, for a worker that registers under a new id."""
-
-        def run(engine: Engine) -> None:
-            with self._lock:
-                self._output.new_epoch()
 
         self._put(run)
 
@@ -269,7 +274,7 @@ class EngineLoop:
         with self._lock:
             if not self._in_flight:
                 self._ahead = 0
-            if not self._output:
+            if not self._output or self._deliver is None:
                 return
             flush = self._output.take(keep_events=keep_events)
             self.flush_due = self._clock() + flush_pause(sum(map(len, flush.items.values())))

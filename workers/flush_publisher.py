@@ -66,14 +66,6 @@ class FlushPublisher:
         if running.stamp_times is not None and self._traced.get(running.request.id) is running:
             del self._traced[running.request.id]
 
-    def discard(self) -> None:
-        """Consume delivered flushes without publishing them, so that the engine does not wait."""
-        if self._late is not None:
-            self._late.cancel()
-        while not self._flushes.empty():
-            self._flushes.get_nowait()
-            self._engine.flush_consumed()
-
     async def run(self) -> None:
         while True:
             flush = await self._flushes.get()

@@ -81,13 +81,10 @@ class RequestRunner(Protocol):
         """
 
     async def fence(self) -> None:
-        """The lease is lost and every request removed: return when no output of this session can follow."""
+        """The lease is lost and every request removed: return when the next session may begin."""
 
     async def close(self) -> None:
         """No more jobs arrive: end what is under way. Background tasks are cancelled afterwards."""
-
-    async def closed(self, *, fenced: bool) -> None:
-        """All tasks of the session have ended: discard unpublished output. ``fenced``: another session follows."""
 
     def registration(self, state: fleet.State) -> fleet.Registration: ...
 

@@ -310,12 +310,11 @@ class WorkerSession:
         for running in list(self._requests.running.values()):
             self._requests.remove(running)
         await self._runner.fence()
-        await self._close(fenced=True)
+        await self._close()
 
-    async def _close(self, *, fenced: bool = False) -> None:
+    async def _close(self) -> None:
         await self._runner.close()
         await self._tasks.aclose()  # the router that recovers the requests reads from the log what was stored
-        await self._runner.closed(fenced=fenced)
 
     # --- control requests ---
 

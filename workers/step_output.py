@@ -12,11 +12,14 @@ from workers.sequence_state import Flush, RankEvents, SequenceState, prompt_item
 class StepOutput:
     """The output of one or more steps. Used by the engine's thread only.
 
+    Args:
+        first_batch: number of each rank's first batch of KV events. A reader that has all from 0 on assumes the whole
+            cache, so it is 1 if the cache is not empty.
     Attributes:
         ended: sequences that ended, or are handed off, since the last ``take``.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, first_batch: int = 0) -> None:
         self.ended: list[SequenceState] = []
         self._dirty: list[SequenceState] = []  # with new tokens or a new end
         self._started: list[SequenceState] = []
@@ -25,7 +28,7 @@ class StepOutput:
         self._events: list[kv.KvEvent] = []  # of rank 0
         self._other_events: dict[int, list[kv.KvEvent]] = {}  # of the other ranks
         self._kv_seqs: dict[int, int] = {}  # of the next batch, by rank
-        self._kv_first = 0
+        self._kv_first = first_batch
         self._kept = False  # KV events were kept by the last ``take``
 
     def __bool__(self) -> bool:
@@ -117,16 +120,6 @@ class StepOutput:
     def kv_seq(self, rank: int) -> int:
         """The number of a rank's next batch of KV events."""
         return self._kv_seqs.get(rank, self._kv_first)
-
-    def new_epoch(self) -> None:
-        """Drop the KV events and restart the numbers of their batches.
-
-        They start at 1: a reader that has all batches from 0 on assumes the whole cache, which is not empty now.
-        """
-        self._events.clear()
-        self._other_events.clear()
-        self._kv_seqs.clear()
-        self._kv_first = 1
 
     def _stops(self, engine: Engine, sequence: SequenceState, token: int, finish: str) -> bool:
         """Whether this token completed a stop string; if so the sequence ends here."""

@@ -22,7 +22,6 @@ from workers.kv_transfer.base import Transport, TransportUnavailable
 from workers.metrics.worker import Metrics
 from workers.process import ProcessEvents
 from workers.request_runner import ServedModel, SessionContext
-from workers.sequence_state import Flush
 from workers.token_runner import TokenRunner
 
 log = structlog.get_logger("worker")
@@ -38,10 +37,9 @@ class TokenBackend:
         self._metrics = metrics
         self._events = events
         self._loop = asyncio.get_running_loop()
-        self._engine_loop = EngineLoop(self._deliver)
+        self._engine_loop = EngineLoop()
         self._thread: EngineThread | None = None
         self._transport: Transport | None = None
-        self._runner: TokenRunner | None = None
         self._info: EngineInfo
         self._vision: VisionEngine | None = None
         self._grammars: Grammars | None = None
@@ -142,15 +140,7 @@ class TokenBackend:
             return None
 
     def make_runner(self, context: SessionContext) -> TokenRunner:
-        self._runner = TokenRunner(
-            context, self._engine_loop, self._info, self._transport, self._vision, self._grammars
-        )
-        return self._runner
-
-    def _deliver(self, flush: Flush) -> None:
-        """In the engine thread."""
-        if self._runner is not None:
-            self._runner.deliver(flush)
+        return TokenRunner(context, self._engine_loop, self._info, self._transport, self._vision, self._grammars)
 
     async def close(self) -> None:
         if self._transport is not None:  # before the memory that it registered is freed

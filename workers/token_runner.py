@@ -39,12 +39,12 @@ from workers.kv_dump import Dumper
 from workers.kv_transfer.base import Transport
 from workers.request_runner import SessionContext, StageInput
 from workers.requests import RunningRequest, admit, already_over, sequence_requests
-from workers.sequence_state import Flush, SequenceState
+from workers.sequence_state import SequenceState
 from workers.terminal_events import SETTLE_S
 
 QUEUE_SHARE = 0.25  # jobs taken beyond the slots, so that a freed slot has work at once
 IDLE_STATS_S = 0.5  # between two looks at an engine that makes no steps; registrations are renewed less often
-FENCE_S = 10.0  # how long a fenced session waits for the engine to drop its sequences
+FENCE_S = 10.0  # how long a fenced session waits for the engine's step to end
 
 
 class TokenRunner:
@@ -170,10 +170,6 @@ class TokenRunner:
 
         self._loop.call_soon_threadsafe(reject)
 
-    def deliver(self, flush: Flush) -> None:
-        """In the engine thread."""
-        self._publisher.deliver(flush)
-
     def _on_completed(self, running: RunningRequest) -> None:
         if running.ended:
             self._terminal.finish(running)
@@ -219,30 +215,20 @@ class TokenRunner:
 
     async def open(self) -> None:
         self._context.tasks.spawn(self._publisher.run(), name="flushes")
+        self._engine.begin_session(self._publisher.deliver)
         await self._disagg.open()
 
     async def fence(self) -> None:
         if self._stage_tasks:  # bounded by the transfer timeout; none may continue in the next session
             await asyncio.wait(self._stage_tasks, timeout=self._context.settings.transfer_timeout_s + 1.0)
-        # Also without sequences: behind this the engine delivers nothing more to this session, so no flush stays
-        # unconsumed and blocks the engine.
-        dropped = asyncio.Event()
-        self._engine.cancel([], lambda: self._set(dropped))
-        self._engine.flush_consumed()
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(dropped.wait(), FENCE_S)
-
-    def _set(self, event: asyncio.Event) -> None:
-        self._loop.call_soon_threadsafe(event.set)
+        # Else the next session would take requests that wait for a long step.
+        with contextlib.suppress(TimeoutError, EngineError):
+            async with asyncio.timeout(FENCE_S):
+                await asyncio.wrap_future(self._engine.call(lambda engine: None))
 
     async def close(self) -> None:
         await self._disagg.close()
         await end(self._stage_tasks)
-
-    async def closed(self, *, fenced: bool) -> None:
-        self._publisher.discard()
-        if fenced:
-            self._engine.new_epoch()
 
     # --- registration ---
 

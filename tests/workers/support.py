@@ -39,7 +39,6 @@ from workers.engines.mock.executor import GREEDY, Vocabulary, expected_tokens
 from workers.kv_transfer.base import Transport
 from workers.metrics.worker import Metrics
 from workers.request_runner import ServedModel
-from workers.sequence_state import Flush
 from workers.session import WorkerSession
 from workers.token_runner import TokenRunner
 
@@ -406,15 +405,12 @@ class WorkerHarness:
         self.metrics = Metrics(MetricScope())
         self.failures: list[BaseException] = []
         self.fatal: list[BaseException] = []  # of tasks: they end a real process
-        self.loop = EngineLoop(self._deliver)
+        self.loop = EngineLoop()
         self.thread = EngineThread(lambda: held, self.loop, self.failures.append, asyncio.get_running_loop())
         held.wake = self.loop.wake
         self.model = ServedModel(model, (), REVISION, detokenizer, bus.nc.options["name"])
         self._controls: list[Any] = []
         self.session: WorkerSession
-
-    def _deliver(self, flush: Flush) -> None:
-        self.session._runner.deliver(flush)  # type: ignore[attr-defined]
 
     @property
     def id(self) -> str:

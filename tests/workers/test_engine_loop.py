@@ -77,7 +77,8 @@ class Harness:
         self.engine = Counted(mock.build_data_parallel(ranks, given) if ranks > 1 else mock.build(given))
         self.flushes: queue.SimpleQueue[Flush] = queue.SimpleQueue()
         self.failures: list[BaseException] = []
-        self.loop = EngineLoop(self.flushes.put, wall_ns=wall_ns, clock=clock or count().__next__)
+        self.loop = EngineLoop(wall_ns=wall_ns, clock=clock or count().__next__)
+        self.loop.begin_session(self.flushes.put)
         self.thread = EngineThread(lambda: self.engine, self.loop, self.failures.append, event_loop)
         self.all: list[Flush] = []
         self.thread.start()
@@ -296,6 +297,27 @@ def test_an_engine_faster_than_the_clock_gathers_its_output(harness: Callable[..
     assert h.tokens(choice) == expected_tokens([1, 2], 2 * MAX_AHEAD + 11, VOCABULARY)
 
 
+def test_output_of_before_the_first_session_waits_for_it() -> None:
+    """An engine that gets KV events of its own accord has some while its worker still starts."""
+    made = mock.build(mock.MockOptions(vocab_size=1000, block_size=4, speedup=0))
+    loop = EngineLoop()
+    choice = new_choice()
+    loop.submit([sequence(choice, [1, 2], 2 * MAX_AHEAD)], refuse)
+    while loop.advance(made) is not None:
+        pass
+    assert loop.steps == MAX_AHEAD
+    flushes: list[Flush] = []
+    loop.begin_session(flushes.append)
+    consumed = 0
+    while not any(flush.ended for flush in flushes):
+        assert loop.advance(made) is not None or consumed < len(flushes)
+        while consumed < len(flushes):
+            loop.flush_consumed()
+            consumed += 1
+    assert list(choice.tokens) == expected_tokens([1, 2], 2 * MAX_AHEAD, VOCABULARY)
+    assert [batch.seq for flush in flushes for batch in flush.batches] == list(range(len(flushes)))
+
+
 def test_commands_do_not_let_the_engine_run_further_ahead(harness: Callable[..., Harness]) -> None:
     h = harness()
     h.loop.submit([sequence(new_choice(), [1, 2], 500)], refuse)
@@ -428,7 +450,7 @@ def test_an_engine_that_cannot_be_built_fails_whoever_waits_for_it() -> None:
         raise ValueError("no weights")
 
     failures: list[BaseException] = []
-    thread = EngineThread(build, EngineLoop(lambda flush: None), failures.append)
+    thread = EngineThread(build, EngineLoop(), failures.append)
     thread.start()
     with pytest.raises(ValueError, match="no weights"):
         thread.wait_ready(10)
@@ -547,7 +569,7 @@ def test_a_dump_is_what_the_batches_up_to_its_sequence_add_up_to(harness: Callab
     assert checked == 5
 
 
-def test_a_dump_before_any_event_names_no_batch_and_a_new_epoch_says_that_the_cache_was_not_empty(
+def test_a_dump_before_any_event_names_no_batch_and_a_new_session_says_that_the_cache_was_not_empty(
     harness: Callable[..., Harness],
 ) -> None:
     h = harness()
@@ -556,7 +578,7 @@ def test_a_dump_before_any_event_names_no_batch_and_a_new_epoch_says_that_the_ca
     assert dumps.get(timeout=10) == [([], -1)]
     h.loop.submit([sequence(new_choice("a"), list(range(9)), 3)], refuse)
     h.take_until_ended(1)
-    h.loop.new_epoch()
+    h.loop.begin_session(h.flushes.put)
     h.loop.dump(dumps.put)
     ((events, seq),) = dumps.get(timeout=10)
     assert seq == 0

@@ -27,7 +27,8 @@ class Running:
         self.event_loop = asyncio.get_running_loop()
         self.threads: set[int] = set()  # that delivered output
         self.ended = 0
-        self.loop = EngineLoop(self._deliver)
+        self.loop = EngineLoop()
+        self.loop.begin_session(self._deliver)
         self.thread = EngineThread(lambda: made, self.loop, refuse, self.event_loop)
 
     def _deliver(self, flush: Flush) -> None:

@@ -23,7 +23,7 @@ from schemas.tokens import Finish
 from schemas.trace import Trace
 from tests.infra.bus.support import eventually
 from tests.workers.support import DRAWN, LogClient, WorkerHarness, answer, engine, ids, request, run_worker
-from workers import engine_loop, reporter
+from workers import engine_loop, reporter, token_runner
 from workers import housekeeping as module
 from workers.engines.mock.executor import Vocabulary
 from workers.lease import Lease
@@ -737,6 +737,33 @@ async def test_a_worker_that_lost_its_lease_publishes_nothing_more_and_starts_an
     await eventually(lambda: worker.id in {batch.worker for batch in log.kv})
     assert next(batch.seq for batch in log.kv if batch.worker == worker.id) == 1  # its cache was not empty
     assert log.registered(old) is None
+
+
+@pytest.mark.parametrize("ends", ["before the next session", "in the next session"])
+async def test_a_step_that_outlasts_its_session_holds_up_nothing_of_the_next(
+    log: LogClient, worker: WorkerHarness, monkeypatch: pytest.MonkeyPatch, ends: str
+) -> None:
+    monkeypatch.setattr(token_runner, "FENCE_S", 0.01)
+    worker.engine.hold()
+    lost = request(max_tokens=500)
+    await log.send_job(worker.id, lost)
+    worker.engine.allow(1)
+    await log.has_streamed(lost)
+    await log.remove_key(worker.id)
+    await asyncio.wait_for(worker.session.lost.wait(), 10)
+    await worker.session.fence()
+    if ends == "in the next session":
+        await worker.begin()
+    worker.engine.resume()
+    await worker.frees_everything()
+    if ends == "before the next session":
+        await worker.begin()
+    asked = request([6] * 9)
+    await log.send_job(worker.id, asked)
+    assert (await log.end(asked)).worker == worker.id
+    assert {item.request for batch in log.batches if batch.worker == worker.id for item in batch.items} == {asked.id}
+    await eventually(lambda: worker.id in {batch.worker for batch in log.kv})
+    assert next(batch.seq for batch in log.kv if batch.worker == worker.id) == 1
 
 
 async def test_a_job_that_reaches_a_worker_while_it_gives_up_its_name_is_not_run(
