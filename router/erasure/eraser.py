@@ -5,13 +5,14 @@ there until everything else about them is erased. A router that starts reads tha
 whichever router or worker died before.
 
 Order: jobs, tokens, media, the request. A router that starts in between finds no job without its end, and the record
-in DONE has no content (``done.without_content``).
+in DONE has no content (``done.without_content``). Requests are erased independently of each other: one that cannot be
+erased delays no other.
 """
 
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import msgspec
@@ -19,17 +20,18 @@ import structlog
 from nats.errors import Error as NatsError
 
 from infra.bus.connection import Bus
-from infra.bus.direct_get import Entry, get_last, get_last_of, read
+from infra.bus.direct_get import Entry, get, get_last, get_last_of, read
 from infra.bus.erase import erase
-from infra.bus.private_objects import private_owners, private_sequences
+from infra.bus.private_objects import media_owners, private_owners, private_sequences
 from infra.bus.publisher import Publisher
 from infra.bus.tasks import Tasks
+from infra.bus.unerased import UnerasedRequests
 from router.erasure.ledger import Due, ErasureLedger
 from router.metrics import Metrics
 from schemas import done, requests, wire
 from schemas.errors import ServingError
 from schemas.ids import time_of
-from schemas.streams import CLOCK_SKEW_NS, LONGEST_DEADLINE_S
+from schemas.streams import CLOCK_SKEW_NS
 from schemas.subjects import request_of, token
 
 log = structlog.get_logger("router")
@@ -39,7 +41,7 @@ MEDIA = "media"
 UNACCEPTED_NS = 600 * 10**9  # media of a request that REQUESTS does not have so long after it was made are erased
 SCAN_S = 30.0  # between two scans for requests that no message announced
 RETRY_S = 2.0
-TOGETHER = 64  # requests erased in one round
+TOGETHER = 64  # requests erased at once
 AT_ONCE = 16  # concurrent deletions
 LOOKED_UP = 200  # records looked up at once
 
@@ -48,7 +50,7 @@ class Eraser:
     """
     Args:
         ledger: filled by the fold of WORK.
-        since_ns: WORK was folded from this Unix time on. For older requests the stream is searched.
+        since_ns: WORK was folded from this Unix time on. The first scan reads older jobs.
         owns: whether this router owns a model, by its name as a subject token.
     """
 
@@ -69,6 +71,8 @@ class Eraser:
         self._since_ns = since_ns
         self._owns = owns
         self._slots = asyncio.Semaphore(AT_ONCE)
+        self._unerased = UnerasedRequests(bus)
+        self._read_jobs = False
 
     def on_done(self, entry: Entry) -> None:
         """Handle the end of a request with ``no_store``, read from DONE. ``scan`` finds earlier ends."""
@@ -76,15 +80,7 @@ class Eraser:
             self._add(entry)
 
     def _add(self, entry: Entry) -> None:
-        request = request_of(entry.headers)
-        try:
-            created_ns = time_of(request)
-        except ValueError:
-            return
-        ended_ns = entry.time_ns or time.time_ns()
-        if created_ns > ended_ns:  # its gateway's clock is ahead of the broker's
-            created_ns = ended_ns - int(LONGEST_DEADLINE_S * 1e9)
-        self._ledger.end(request, created_ns, ended_ns, own=self._owns(_model(entry)))
+        self._ledger.end(request_of(entry.headers), entry.time_ns or time.time_ns(), own=self._owns(_model(entry)))
 
     def start(self, tasks: Tasks) -> None:
         tasks.spawn(self._run(), name="erasure")
@@ -101,7 +97,7 @@ class Eraser:
             except (ServingError, NatsError, OSError, TimeoutError) as error:
                 log.warning("erasure_postponed", error=str(error))
                 await asyncio.sleep(RETRY_S)
-            except Exception:  # of one message; the others must be erased nevertheless
+            except Exception:  # erasure must go on
                 log.exception("erasure_failed")
                 await asyncio.sleep(RETRY_S)
             self._metrics.to_erase.set(len(self._ledger))
@@ -115,29 +111,42 @@ class Eraser:
         Raises:
             ServingError: a stream cannot be read.
         """
-        subjects = self._bus.subjects
-        stored: dict[str, Entry] = {}
-        async for entry in read(self._bus, subjects.stream("REQUESTS"), subjects.to_be_erased):
-            stored.setdefault(request_of(entry.headers), entry)
-        left = [request for request in await self._with_tokens() if request not in stored]
-        self._ledger.left_over([*left, *stored])
-        for request in left:  # sent late, after another router had erased it
-            if request not in self._ledger:
+        subjects, ledger, stored = self._bus.subjects, self._ledger, self._unerased
+        with_jobs = ledger.unended()  # found before the requests are read, which were stored earlier
+        await stored.refresh()
+        left = (with_jobs | await self._with_tokens()).difference(stored)
+        if not self._read_jobs:
+            await self._read_older_jobs(left)
+            self._read_jobs = True
+        ledger.left_over([*left, *stored])
+        for request in left:  # stored late, after another router had erased the request
+            if request not in ledger:
                 record = await get_last(self._bus, subjects.stream("DONE"), subjects.done_of(request))
                 if record is not None:
                     self._add(record)
-        unknown = [entry for request, entry in stored.items() if request not in self._ledger]
-        for start in range(0, len(unknown), LOOKED_UP):
-            accepted = [_decoded(entry) for entry in unknown[start : start + LOOKED_UP]]
-            subjects_of_ends = [
-                subjects.done(each.tenant, each.model, each.id) for each in accepted if each is not None
-            ]
-            for record in await get_last_of(self._bus, subjects.stream("DONE"), subjects_of_ends):
+        ends = [each.done for request, each in stored.items() if request not in ledger]
+        for start in range(0, len(ends), LOOKED_UP):
+            for record in await get_last_of(self._bus, subjects.stream("DONE"), ends[start : start + LOOKED_UP]):
                 self._add(record)
         try:
-            await self._erase_unaccepted_media(stored, time.time_ns())
+            await self._erase_unaccepted_media(time.time_ns())
         except (ServingError, NatsError, OSError, TimeoutError) as error:  # as with rights of an earlier release
             log.warning("media_not_erased", error=str(error) or repr(error))
+
+    async def _read_older_jobs(self, left: Collection[str]) -> None:
+        """Add the jobs from before WORK was folded to the ledger: one read, however many requests there are."""
+        subjects, stored, times = self._bus.subjects, self._unerased, [self._since_ns]
+        times += [each.stored_ns for _, each in stored.items()]
+        for request in left:
+            with contextlib.suppress(ValueError):
+                times.append(time_of(request))
+        since = min(times) - CLOCK_SKEW_NS
+        async for entry in read(self._bus, subjects.stream("WORK"), subjects.all("work"), since_ns=since):
+            if entry.time_ns > self._since_ns + CLOCK_SKEW_NS:
+                return
+            request = request_of(entry.headers)
+            if request in stored or request in left:
+                self._ledger.add_job(request, entry.seq)
 
     async def _with_tokens(self) -> set[str]:
         """Requests with messages on a token subject of their own."""
@@ -152,81 +161,66 @@ class Eraser:
 
     async def erase_due(self, now_ns: int) -> bool:
         """Erase the next requests that are due. False: none is left."""
-        due, work = self._ledger.due(now_ns, TOGETHER), self._bus.subjects.stream("WORK")
+        due = self._ledger.due(now_ns, TOGETHER)
         if not due:
             return False
-        try:
-            jobs = await self._jobs(due)
-            for each in due:
-                await self._erase_all(work, each.jobs | jobs.get(each.request, frozenset()))
-                await self._erase_tokens(each.request)
-            await self._erase_requests(due)
-        except (ServingError, NatsError, OSError, TimeoutError) as error:
-            log.error("requests_not_erased", requests=len(due), error=str(error))
-            for each in due:
-                self._ledger.failed(each, now_ns + int(RETRY_S * 1e9))
-            return False
-        for each in due:
-            self._ledger.erased(each, now_ns)
-            if not each.again:
-                self._metrics.erased.inc()
-                log.info("request_erased", request=each.request)
+        await self._unerased.refresh()
+        errors = [error for error in await asyncio.gather(*(self._erase(each, now_ns) for each in due)) if error]
+        if errors:
+            log.error("requests_not_erased", requests=len(errors), error=errors[0])
         return len(due) == TOGETHER
 
-    async def _jobs(self, due: Iterable[Due]) -> dict[str, frozenset[int]]:
-        """Find jobs from before this router started, and those published by an earlier build."""
-        old = [
-            each for each in due if each.created_ns - CLOCK_SKEW_NS < self._since_ns or not (each.jobs or each.again)
-        ]
-        if not old:
-            return {}
-        sequences: dict[str, set[int]] = {each.request: set() for each in old}
-        subjects, since = self._bus.subjects, min(each.created_ns for each in old) - CLOCK_SKEW_NS
-        until = max(each.ended_ns for each in old) + CLOCK_SKEW_NS
-        async for entry in read(self._bus, subjects.stream("WORK"), subjects.all("work"), since_ns=since):
-            if entry.time_ns > until:
-                break
-            of = sequences.get(request_of(entry.headers))
-            if of is not None:
-                of.add(entry.seq)
-        return {request: frozenset(seqs) for request, seqs in sequences.items()}
+    async def _erase(self, due: Due, now_ns: int) -> str:
+        """Returns: why it was not erased; it is tried again later."""
+        try:
+            await self._erase_all(self._bus.subjects.stream("WORK"), due.jobs)
+            await self._erase_tokens(due.request)
+            await self._erase_request(due.request)
+        except Exception as error:
+            if not isinstance(error, (ServingError, NatsError, OSError, TimeoutError)):
+                log.exception("erasure_failed", request=due.request)
+            self._ledger.failed(due, now_ns + int(RETRY_S * 1e9))
+            return str(error) or repr(error)
+        self._ledger.erased(due, now_ns)
+        if not due.again:
+            self._metrics.erased.inc()
+            log.info("request_erased", request=due.request)
+        return ""
 
     async def _erase_tokens(self, request: str) -> None:
         subjects = self._bus.subjects
         stored = read(self._bus, subjects.stream("TOKENS"), subjects.tokens_of(request))
         await self._erase_all(subjects.stream("TOKENS"), [entry.seq async for entry in stored])
 
-    async def _erase_requests(self, due: Iterable[Due]) -> None:
-        """Erase the requests themselves, which ends the task. Their summaries for lists are stored first."""
-        names = {each.request for each in due}
-        subjects = self._bus.subjects
-        seqs = []
-        async for entry in read(self._bus, subjects.stream("REQUESTS"), subjects.to_be_erased):
-            name = request_of(entry.headers)
-            request = _decoded(entry) if name in names else None
-            if name not in names:
+    async def _erase_request(self, name: str) -> None:
+        """Erase the request itself, which ends the task. Its summary for lists is stored first."""
+        subjects, found = self._bus.subjects, self._unerased.get(name)
+        stream = subjects.stream("REQUESTS")
+        for seq in found.seqs if found is not None else ():
+            entry = await get(self._bus, stream, seq)
+            if entry is None or request_of(entry.headers) != name:  # another router was faster
                 continue
+            request = _decoded(entry)
             if request is not None:
-                for owner in _owners(request):
+                for owner in media_owners(request):
                     await self._erase_media(owner)
                 remains = wire.encode(done.without_text(request))
                 await self._publisher.publish(subjects.erased, remains, f"{name}:erased", timeout=5.0)
-            seqs.append(entry.seq)
-        await self._erase_all(subjects.stream("REQUESTS"), seqs)
+            await self._erase_all(stream, (seq,))
+        self._unerased.drop(name)
 
     async def _erase_media(self, request: str) -> None:
         seqs = await private_sequences(self._bus, MEDIA, request)
         await self._erase_all(f"OBJ_{self._bus.subjects.bucket(MEDIA)}", seqs)
 
-    async def _erase_unaccepted_media(self, accepted: Mapping[str, Entry], now_ns: int) -> None:
+    async def _erase_unaccepted_media(self, now_ns: int) -> None:
         """Erase media of requests that were never accepted: their gateway died, or refused them."""
-        owners = await private_owners(self._bus, MEDIA)
-        if not owners:
+        unaccepted = (await private_owners(self._bus, MEDIA)).difference(self._unerased)
+        if not unaccepted:
             return
-        for entry in accepted.values():
-            request = _decoded(entry)
-            owners -= _owners(request) if request is not None else set()
-        for owner in owners.difference(accepted):
+        for _, each in self._unerased.items():
+            unaccepted -= each.owners
+        for owner in unaccepted:
             with contextlib.suppress(ValueError):
                 if time_of(owner) + UNACCEPTED_NS < now_ns:
                     await self._erase_media(owner)
@@ -241,11 +235,6 @@ class Eraser:
         for result in results:
             if isinstance(result, BaseException):
                 raise result
-
-
-def _owners(request: requests.GenerateRequest) -> set[str]:
-    """Under which ids its media are stored: another than its own, if it took the id of an idempotency key's claim."""
-    return {request.id, *(medium.private for medium in request.media if medium.private)} if request.media else set()
 
 
 def _model(entry: Entry) -> str:

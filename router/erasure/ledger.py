@@ -18,24 +18,19 @@ class Due(NamedTuple):
     """A request to erase now.
 
     Attributes:
-        created_ns, ended_ns: Unix time; when it was accepted, at the earliest, and when it ended.
-        jobs: sequences of its messages in WORK, as far as this router has read them.
+        jobs: sequences of its messages in WORK.
         again: it was erased before; this is the second check.
     """
 
     request: str
-    created_ns: int
-    ended_ns: int
     jobs: frozenset[int]
     again: bool
 
 
 class _Ended:
-    __slots__ = ("again", "created_ns", "due_ns", "ended_ns")
+    __slots__ = ("again", "due_ns")
 
-    def __init__(self, created_ns: int, ended_ns: int, due_ns: int) -> None:
-        self.created_ns = created_ns
-        self.ended_ns = ended_ns
+    def __init__(self, due_ns: int) -> None:
         self.due_ns = due_ns
         self.again = False
 
@@ -47,7 +42,7 @@ class ErasureLedger:
         self._grace_ns = int(grace_s * 1e9)
         self._jobs: dict[str, set[int]] = {}  # of requests that are not erased yet
         self._ended: dict[str, _Ended] = {}
-        self._erased: OrderedDict[str, tuple[int, int]] = OrderedDict()  # -> created_ns, ended_ns
+        self._erased: OrderedDict[str, None] = OrderedDict()
 
     def __len__(self) -> int:
         """Requests that have ended and are not erased."""
@@ -59,27 +54,30 @@ class ErasureLedger:
     def add_job(self, request: str, seq: int) -> None:
         """A message about a request with ``no_store`` was stored in WORK."""
         self._jobs.setdefault(request, set()).add(seq)
-        late = self._erased.pop(request, None)
-        if late is not None:
-            self._ended[request] = _Ended(*late, 0)
+        self.left_over((request,))
 
-    def end(self, request: str, created_ns: int, ended_ns: int, *, own: bool) -> None:
+    def unended(self) -> set[str]:
+        """Requests with jobs whose end this router does not know."""
+        return self._jobs.keys() - self._ended.keys()
+
+    def end(self, request: str, ended_ns: int, *, own: bool) -> None:
         """Add the end of a request. Repeated ends change nothing.
 
         Args:
+            ended_ns: Unix time.
             own: this router erases it; otherwise it checks later.
         """
         if request in self._ended or request in self._erased:
             return
         due_ns = ended_ns + self._grace_ns + (0 if own else int(OTHERS_S * 1e9))
-        self._ended[request] = _Ended(created_ns, ended_ns, due_ns)
+        self._ended[request] = _Ended(due_ns)
 
     def left_over(self, requests: Iterable[str]) -> None:
         """Schedule ended requests of which something is stored although they were erased."""
         for request in requests:
-            late = self._erased.pop(request, None)
-            if late is not None:
-                self._ended[request] = _Ended(*late, 0)
+            if request in self._erased:
+                del self._erased[request]
+                self._ended[request] = _Ended(0)
 
     def due(self, now_ns: int, limit: int) -> list[Due]:
         """Up to ``limit`` requests that are due."""
@@ -87,7 +85,7 @@ class ErasureLedger:
         for request, ended in self._ended.items():
             if ended.due_ns <= now_ns:
                 jobs = frozenset(self._jobs.get(request, ()))
-                requests.append(Due(request, ended.created_ns, ended.ended_ns, jobs, ended.again))
+                requests.append(Due(request, jobs, ended.again))
                 if len(requests) == limit:
                     break
         return requests
@@ -107,7 +105,7 @@ class ErasureLedger:
             ended.again, ended.due_ns = True, now_ns + int(SECOND_LOOK_S * 1e9)
             return
         del self._ended[done.request]
-        self._erased[done.request] = (ended.created_ns, ended.ended_ns)
+        self._erased[done.request] = None
         if len(self._erased) > REMEMBERED:
             self._erased.popitem(last=False)
 

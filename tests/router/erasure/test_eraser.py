@@ -1,5 +1,6 @@
 """Erasing requests with ``no_store`` on a real nats-server, whatever the router that does it had seen of them."""
 
+import asyncio
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -11,7 +12,7 @@ from blake3 import blake3
 
 from infra.broker.server import EmbeddedNats
 from infra.bus.connection import Bus
-from infra.bus.direct_get import get_last, read
+from infra.bus.direct_get import format_time, get_last, read
 from infra.bus.private_objects import private_owners, put_private
 from infra.bus.publisher import Publisher
 from infra.metrics.scope import MetricScope
@@ -21,7 +22,7 @@ from router.metrics import Metrics
 from schemas import done, requests
 from schemas.ids import new_request_id
 from schemas.requests import GenerateRequest, Media
-from schemas.subjects import HEADER_MSG_ID, HEADER_NO_STORE, Subjects
+from schemas.subjects import HEADER_MSG_ID, HEADER_NO_STORE, HEADER_RECORDED_TIME, Subjects
 from schemas.tokens import TokenBatch, TokenItem
 from schemas.wire import encode, pack_tokens
 from tests.infra.bus.support import opened
@@ -62,12 +63,12 @@ async def private(bus: Bus, **more: Any) -> GenerateRequest:
     return request
 
 
-async def ended(bus: Bus, request: GenerateRequest) -> None:
+async def ended(bus: Bus, request: GenerateRequest, **headers: str) -> None:
     """Its record, as new processes store it."""
     outcome = done.Outcome(pack_tokens(ANSWER), "stop")
     event = done.Done(request.id, request.model, 1, "w", (outcome,), submitted=encode(request))
     subject = bus.subjects.done(request.tenant, request.model, request.id)
-    await put(bus, subject, done.without_content(event), request.id, **{HEADER_NO_STORE: "1"})
+    await put(bus, subject, done.without_content(event), request.id, **{HEADER_NO_STORE: "1"} | headers)
 
 
 async def stored(bus: Bus, request_id: str) -> list[str]:
@@ -191,3 +192,95 @@ async def test_tokens_that_a_lost_worker_sends_after_the_erasure_are_erased_as_w
         await one.scan()
         await erase_all(one)
         assert await stored(bus, request.id) == ["erased", "DONE"]
+
+
+async def test_a_late_job_is_erased_although_all_routers_have_started_since_the_erasure(
+    bus: Bus, publisher: Publisher
+) -> None:
+    request = await private(bus)
+    await ended(bus, request)
+    one = eraser(bus, publisher, ErasureLedger(0.0), since_ns=time.time_ns())
+    await one.scan()
+    await erase_all(one)
+    since, ledger = time.time_ns(), ErasureLedger(0.0)
+    ack = await bus.js.publish(bus.subjects.work("decode", "w-2"), PROMPT, headers={HEADER_MSG_ID: f"{request.id}:2"})
+    ledger.add_job(request.id, ack.seq)  # as its fold of WORK does
+    new = eraser(bus, publisher, ledger, since_ns=since)
+    await new.scan()
+    await erase_all(new)
+    assert await stored(bus, request.id) == ["erased", "DONE"]
+
+
+async def test_a_job_that_was_stored_well_after_the_end_is_erased_by_a_router_that_started_later(
+    bus: Bus, publisher: Publisher
+) -> None:
+    request = await private(bus)
+    long_ago = format_time(time.time_ns() - 60 * 10**9)
+    await ended(bus, request, **{HEADER_RECORDED_TIME: long_ago})
+    one = eraser(bus, publisher, ErasureLedger(0.0), since_ns=time.time_ns())
+    await one.scan()
+    await erase_all(one)
+    assert await stored(bus, request.id) == ["erased", "DONE"]
+
+
+async def test_a_request_that_cannot_be_erased_delays_no_other(bus: Bus, publisher: Publisher) -> None:
+    stream = bus.subjects.stream("REQUESTS")
+    requests = [await private(bus, user="u" * 3000 * (number == 0)) for number in range(3)]
+    for request in requests:
+        await ended(bus, request)
+    config = (await bus.js.stream_info(stream)).config
+    config.max_msg_size = 2000  # the first one's summary for lists is refused
+    await bus.js.update_stream(config)
+    one = eraser(bus, publisher, ErasureLedger(0.0), since_ns=time.time_ns())
+    await one.scan()
+    await one.erase_due(time.time_ns())
+    assert [await stored(bus, request.id) for request in requests[1:]] == [["erased", "DONE"]] * 2
+    assert await stored(bus, requests[0].id) == ["REQUESTS", "REQUESTS", "DONE"], "the note that it is to be erased"
+    config.max_msg_size = -1
+    await bus.js.update_stream(config)
+    await erase_all(one)
+    await one.erase_due(time.time_ns() + LATER_NS)
+    assert await stored(bus, requests[0].id) == ["erased", "DONE"]
+
+
+async def test_erasing_a_request_reads_none_of_the_others(bus: Bus, publisher: Publisher) -> None:
+    others = [await accept(bus, model="never", no_store=True, prompt=bytes(200_000)) for _ in range(3)]
+    over = await private(bus)
+    one = eraser(bus, publisher, ErasureLedger(0.0), since_ns=time.time_ns())
+    await one.scan()
+    received = bus.nc.stats["in_bytes"]
+    await ended(bus, over)
+    await one.scan()
+    await erase_all(one)
+    assert bus.nc.stats["in_bytes"] - received < 200_000
+    assert await stored(bus, over.id) == ["erased", "DONE"]
+    assert [await stored(bus, other.id) for other in others] == [["REQUESTS"]] * 3
+
+
+async def test_what_routers_erase_at_the_same_time_is_erased_once_and_listed_once(
+    bus: Bus, publisher: Publisher
+) -> None:
+    over = [await private(bus) for _ in range(5)]
+    for request in over:
+        await ended(bus, request)
+    all_of_them = [eraser(bus, publisher, ErasureLedger(0.0), since_ns=time.time_ns()) for _ in range(3)]
+    await asyncio.gather(*(one.scan() for one in all_of_them))
+    await asyncio.gather(*map(erase_all, all_of_them))
+    for request in over:
+        assert await stored(bus, request.id) == ["erased", "DONE"]
+
+
+async def test_a_message_of_a_stream_that_was_made_anew_is_not_taken_for_an_earlier_one(
+    bus: Bus, publisher: Publisher
+) -> None:
+    stream = bus.subjects.stream("REQUESTS")
+    over = await accept(bus, model="never", no_store=True)
+    one = eraser(bus, publisher, ErasureLedger(0.0), since_ns=time.time_ns())
+    await ended(bus, over)
+    await one.scan()
+    config = (await bus.js.stream_info(stream)).config
+    await bus.js.delete_stream(stream)
+    await bus.js.add_stream(config)
+    running = await accept(bus, model="never", no_store=True)
+    await erase_all(one)
+    assert await stored(bus, running.id) == ["REQUESTS"]
