@@ -118,7 +118,7 @@ class Gateway:
         Raises:
             ServingError: a stream or the workers bucket cannot be read.
         """
-        await self._own.start(since_ns=self.started_ns)
+        await self._own.start(new=True)
         await self.progress.open()
         await self.fleet.open()
         await self.guard.open(self.tasks)

@@ -144,12 +144,15 @@ class RequestFinder:
 
 
 def _accepted(entry: Entry) -> GenerateRequest:
-    """A stored request, created no later than the broker stored it.
+    """A stored request, created not long after the broker stored it.
 
-    Its tokens are read from its creation on: by the clock of a gateway that was ahead, the first ones would be missed.
+    Its tokens are read from about its creation on: by the clock of a gateway that was ahead, the first ones would be
+    missed. The small differences of all clocks stay: the answer shows the time, and is the same from every gateway.
     """
     request = requests.decode(entry.data)
-    return msgspec.structs.replace(request, created_ns=min(request.created_ns, entry.time_ns))
+    if request.created_ns > entry.time_ns + CLOCK_SKEW_NS:
+        return msgspec.structs.replace(request, created_ns=entry.time_ns)
+    return request
 
 
 def _fail(future: "asyncio.Future[GenerateRequest]", error: ServingError) -> None:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import msgspec
 
 from gateway.log.find import RequestFinder, erased, unknown
-from gateway.log.records import Records, request_of
+from gateway.log.records import Records, is_whole, request_of
 from schemas import done
 from schemas.errors import Code, ServingError
 from schemas.ids import time_of
@@ -48,8 +48,9 @@ class RequestLookup:
         request = request_of(record) if record is not None else None
         if request is not None and tenant not in (None, request.tenant):
             raise unknown(request_id)
-        if record is not None and request is not None and "prompt" not in record.left_out:
+        if record is not None and request is not None and is_whole(record) and "prompt" not in record.left_out:
             return StoredRequest(request, record)
+        # The rest is read from the log, where the stored request says from when on.
         try:
             whole = await self._finder.find(request_id)
         except ServingError as error:
@@ -57,6 +58,7 @@ class RequestLookup:
                 raise
             if request.no_store:
                 raise erased(request_id) from None
-            # Of the prompt, only the length is recorded.
-            return StoredRequest(msgspec.structs.replace(request, prompt=bytes(4 * record.usage.prompt)), record)
+            if "prompt" in record.left_out:  # only its length is recorded
+                request = msgspec.structs.replace(request, prompt=bytes(4 * record.usage.prompt))
+            return StoredRequest(request, record)
         return StoredRequest(whole, record or await self._records.find_unrecorded(whole))

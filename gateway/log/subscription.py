@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from gateway.log.catch_up import CatchUp
 from gateway.log.inflight import InflightRequest
 from infra.bus.connection import Bus
-from infra.bus.direct_get import Entry
+from infra.bus.direct_get import Entry, get_last
 from infra.bus.log_tail import LogTail
 from infra.bus.tasks import Tasks
 from schemas import tokens
@@ -16,19 +16,24 @@ class TokenSubscription:
     """Follows one token subject. Close it after its last reader."""
 
     def __init__(self, bus: Bus, address: str, tasks: Tasks) -> None:
+        self._bus = bus
         self._tasks = tasks.group(f"tokens-{address}")
         self._readers: dict[str, list[InflightRequest]] = {}
         self._following = contextlib.AsyncExitStack()
-        stream, subject = bus.subjects.stream("TOKENS"), bus.subjects.tokens(address)
+        self._stream, self._subject = stream, subject = bus.subjects.stream("TOKENS"), bus.subjects.tokens(address)
         self.tail = LogTail(bus, stream, subject, bus.subjects.live(subject), self._on_entry)
         self.catch_up = CatchUp(bus, stream, subject, self._tasks, lambda: self.tail.position)
 
-    async def start(self, since_ns: int) -> None:
-        """
+    async def start(self, *, new: bool = False) -> None:
+        """Follow from the present end on, which is a place in the stream: a time would be by a clock of ours.
+
+        Args:
+            new: nothing was stored yet on this subject.
         Raises:
             ServingError: the stream cannot be read.
         """
-        await self._following.enter_async_context(self.tail.following(since_ns=since_ns))
+        last = None if new else await get_last(self._bus, self._stream, self._subject)
+        await self._following.enter_async_context(self.tail.following(after=last.seq if last is not None else 0))
 
     async def close(self) -> None:
         await self._tasks.aclose()

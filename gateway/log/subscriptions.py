@@ -4,7 +4,6 @@ Others belong to gateways whose requests are re-attached here, or to requests wi
 """
 
 import asyncio
-import time
 from collections.abc import Iterable, Sequence
 
 from gateway.log.inflight import InflightRequest
@@ -65,7 +64,7 @@ class TokenSubscriptions:
             subscription = self._others.get(address)
             if subscription is None:
                 subscription = TokenSubscription(self._bus, address, self._tasks)
-                await subscription.start(since_ns=time.time_ns())
+                await subscription.start(new=address.startswith(f"{self._gateway}."))
                 self._others[address] = subscription
             return subscription
 

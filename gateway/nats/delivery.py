@@ -59,10 +59,11 @@ class AnswerDelivery:
             if code is not None:
                 return code
             await self._wait_connected(request.deadline_ns + GRACE_NS)
-            # The buffered items were never received; the log still has them.
-            accepted = AcceptedRequest(request, accepted.record or await self._gateway.records.find(request.id))
             if not replies.durable:
                 return "cut"
+            # The buffered items were never received; the log still has them. It also knows when the request was stored:
+            # the time in the request is by a clock of ours, and its tokens are looked for from then on.
+            accepted = await self.find(request.tenant, request.id)
             replies.require_subscriber()
 
     def _link_broken(self, links: int) -> bool:

@@ -111,7 +111,7 @@ async def test_whoever_attaches_whenever_gets_every_token_once(bus: Bus, subscri
     rng = random.Random(4)
     async with Worker(bus, 8) as worker:
         await worker.step(300)
-        await subscription.start(since_ns=time.time_ns())
+        await subscription.start()
         clients = []
         for _ in range(60):
             clients += [Client(subscription, rng.choice(worker.requests)) for _ in range(rng.randrange(3))]
@@ -124,7 +124,7 @@ async def test_whoever_attaches_whenever_gets_every_token_once(bus: Bus, subscri
 async def test_many_who_attach_together_read_the_log_once(bus: Bus, subscription: TokenSubscription) -> None:
     async with Worker(bus, 100) as worker:
         await worker.step(400)
-        await subscription.start(since_ns=time.time_ns())
+        await subscription.start()
         clients = [Client(subscription, request) for request in worker.requests for _ in range(2)]
         await eventually(lambda: all(not client.inflight.behind for client in clients), 30)
         await worker.step(end=True)
@@ -138,7 +138,7 @@ async def test_those_who_come_during_a_pass_share_the_next_ones(
     monkeypatch.setattr(catch_up, "PORTION", 10)  # others have many turns during a pass
     async with Worker(bus, 5) as worker:
         await worker.step(200)
-        await subscription.start(since_ns=time.time_ns())
+        await subscription.start()
         clients = []
         for _ in range(40):
             clients.append(Client(subscription, worker.requests[0]))
@@ -151,7 +151,7 @@ async def test_those_who_come_during_a_pass_share_the_next_ones(
 
 async def test_a_client_that_stops_reading_goes_on_from_the_log(bus: Bus, subscription: TokenSubscription) -> None:
     async with Worker(bus, 2) as worker:
-        await subscription.start(since_ns=time.time_ns())
+        await subscription.start()
         stops, reads = Client(subscription, worker.requests[0], limit=20), Client(subscription, worker.requests[1])
         await worker.step(10)
         await eventually(lambda: len(stops.tokens) == 40)
@@ -171,7 +171,7 @@ async def test_a_log_that_cannot_be_read_fails_those_who_need_it(
 ) -> None:
     async with Worker(bus, 1) as worker:
         await worker.step()
-        await subscription.start(since_ns=time.time_ns())
+        await subscription.start()
         monkeypatch.setattr(catch_up, "GIVE_UP_S", 0.2)
         monkeypatch.setattr(subscription.catch_up, "_stream", "missing")
         client = Client(subscription, worker.requests[0])
@@ -185,7 +185,7 @@ async def test_a_request_that_wants_everything_has_it_when_it_is_attached(
 ) -> None:
     async with Worker(bus, 1) as worker:
         await worker.step(3_000)
-        await subscription.start(since_ns=time.time_ns())
+        await subscription.start()
         inflight = InflightRequest(worker.requests[0], bounded=False)
         subscription.subscribe_from_start(inflight)
         await asyncio.wait_for(inflight.caught_up(), 20)
@@ -264,7 +264,7 @@ async def test_a_stream_that_goes_on_elsewhere_begins_with_its_first_token_altho
         worker.requests = [request]
         await publisher.publish(bus.subjects.request("tiny", "standard", request.id), wire.encode(request), request.id)
         await worker.step(3)
-        await subscription.start(since_ns=time.time_ns())
+        await subscription.start()
         client = Client(subscription, await finder.find(request.id))
         await eventually(lambda: client.tokens == pack_tokens(range(3)))
         await worker.step(end=True)
@@ -272,6 +272,26 @@ async def test_a_stream_that_goes_on_elsewhere_begins_with_its_first_token_altho
     await publisher.close()
     await finder.close()
     assert await tasks.aclose()
+
+
+@pytest.mark.parametrize("stored", [0, 5], ids=["a new subject", "another gateway's"])
+async def test_tokens_that_are_stored_while_the_link_is_down_are_read_by_a_gateway_whose_clock_is_ahead(
+    bus: Bus, subscription: TokenSubscription, monkeypatch: pytest.MonkeyPatch, stored: int
+) -> None:
+    ahead_ns = time.time_ns() + 600_000_000_000
+    async with Worker(bus, 1) as worker:
+        await worker.step(stored)
+        monkeypatch.setattr(time, "time_ns", lambda: ahead_ns)
+        await subscription.start(new=not stored)
+        client = Client(subscription, worker.requests[0])
+        await eventually(lambda: not client.inflight.behind)
+        tail = subscription.tail
+        await tail._sub.unsubscribe()
+        await worker.step(2)
+        tail._sub = await bus.nc.subscribe_direct(tail._live, tail._on_live)
+        await tail._reconnected()
+        await worker.step(end=True)
+        await finished([client], worker)
 
 
 async def test_requests_are_found_together_and_unknown_ones_are_not(bus: Bus) -> None:
