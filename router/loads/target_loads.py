@@ -191,6 +191,11 @@ class TargetLoads:
         """Whether ``stored`` may find prompts of this target to be computed."""
         return bool(self._computing.get(target))
 
+    def silent(self, before_ns: int) -> list[TargetId]:
+        """Targets with prompts to compute, by ``uncomputed``, that have computed none since then."""
+        computed_ns = self._computed_ns.get
+        return [target for target, among in self._computing.items() if among and computed_ns(target, 0) <= before_ns]
+
     def uncomputed(self, target: TargetId) -> list[Task]:
         """The tasks whose prompt is not computed yet, as far as KV events will report it."""
         return [task for among in self._computing.get(target, {}).values() for task in among.values()]

@@ -46,13 +46,18 @@ def find_late(tracker: LoadTracker, now_ns: int, least_s: float) -> list[Late]:
         least_s: seconds without a computed prompt before a worker is late.
     """
     all_late: list[Late] = []
+    silent = frozenset(tracker.loads.silent(now_ns - int(least_s * 1e9)))
+    if not silent:  # mostly, and there may be thousands of workers
+        return all_late
     for (model, role), targets in _groups(tracker).items():
-        if role not in ROLES or not any(map(tracker.loads.is_computing, targets)):
+        if role not in ROLES or silent.isdisjoint(targets):
             continue
         idle = sum(not tracker.loads.uncomputed(each) and tracker.capacity(*each) > 0 for each in targets)
         if not idle:
             continue
-        late = [pair for each in targets for pair in _late_tasks(tracker, model, each, now_ns, least_s)]
+        late = [
+            pair for each in targets if each in silent for pair in _late_tasks(tracker, model, each, now_ns, least_s)
+        ]
         late.sort(key=lambda pair: pair[0].at_ns, reverse=True)
         entries = ((tracker.request(task.request), task, seconds) for task, seconds in late)
         ready = [
