@@ -200,7 +200,8 @@ class Router:
             await self._bus.nc.publish(message.reply, TERM)
             return
         if not self.intake.places(request.model):  # passed on by a router that takes this one for the owner
-            self.cluster.fold_unowned()
+            await self.cluster.fold_unowned()
+        await self.cluster.folded()
         active = self.cluster.tracker.request(request.id)
         if active is not None and not active.echoed:  # its job is being stored, and acknowledges it then, not before
             return
@@ -350,7 +351,11 @@ class Router:
     # Held requests
 
     def _on_taken_over(self) -> None:
-        self._background.spawn(self._recovery.scan_now(), "recovery")
+        self._background.spawn(self._recover_taken_over(), "recovery")
+
+    async def _recover_taken_over(self) -> None:
+        await self.cluster.folded()
+        await self._recovery.scan_now()
 
     def _place_held_soon(self) -> None:
         """Workers may have capacity again: try once per turn of the event loop, not once per event."""

@@ -39,7 +39,7 @@ log = structlog.get_logger("router")
 
 SETTLE_S = fleet.LEASE_S + 0.5  # after a (re)connect, for workers to renew their leases
 EXPIRE_REQUESTS = 2_000
-FOLD_AT_ONCE = 100  # messages that were left unfolded: 2 ms
+FOLD_AT_ONCE = 50  # messages that were left unfolded: 1 ms
 LEFT_REMEMBERED = 1024  # workers that left
 OVERDUE_NS = 30_000_000_000  # after its deadline; the terminal event of such a request was missed
 
@@ -74,6 +74,7 @@ class ClusterState:
         self.places: Callable[[str], bool] = lambda model: True  # call ``owners_changed`` if it changes
         self._placed_here: dict[str, bool] = {}  # by worker
         self._unowned = UnownedRequests()
+        self._folding: asyncio.Task[None] | None = None
 
     def _tail(self, stream: str, kind: str, handle: Callable[[Entry], None]) -> LogTail:
         subjects = self._bus.subjects
@@ -121,10 +122,7 @@ class ClusterState:
         positions = (self._work.position, self._done.position, self._returned.position)
         if positions != self._saved and self._bus.connected:
             self._saved, head = positions, Snapshot(time.time_ns(), *positions)
-            for count, unfolded in enumerate(self._unowned.take(), 1):
-                self._fold_kept(unfolded)
-                if count % FOLD_AT_ONCE == 0:
-                    await asyncio.sleep(0)
+            await self.fold_unowned()
             await self._snapshots.save(head, self.tracker.parts())
         await self.caches.save_sometimes()
 
@@ -150,8 +148,12 @@ class ClusterState:
         return slow | {name for name, worker in workers if worker.registration.connection in broken}
 
     def steps(self) -> dict[str, tuple[int, int]]:
-        """Epoch of each worker, and the steps of its engine by its last renewal (-1: unknown)."""
-        members = (member.registration for member in self._registry.members.values())
+        """Of workers with requests, and stalled ones: epoch, and steps of the engine by its last renewal (-1: unknown).
+
+        Thousands may have none, and engines without work make no steps.
+        """
+        found = map(self._registry.members.get, self.tracker.busy() | self.stalled)
+        members = (member.registration for member in found if member is not None)
         return {each.worker: (each.epoch, each.load.steps) for each in members}
 
     def admit(
@@ -187,14 +189,26 @@ class ClusterState:
     # Logs
 
     def owners_changed(self) -> None:
-        """Fold messages that were left to other routers: this one may have to decide for their models now."""
-        self._placed_here.clear()
-        self.fold_unowned()
+        """Fold messages that were left to other routers: this one may have to decide for their models now.
 
-    def fold_unowned(self) -> None:
+        Decisions await ``folded``, since other tasks run in between. One that does not may choose a worse worker.
+        """
+        self._placed_here.clear()
+        if len(self._unowned):
+            self._folding = self.tasks.spawn(self.fold_unowned(), name="fold-unowned")
+
+    async def folded(self) -> None:
+        """Wait until what was left to other routers is folded, if their models are this router's now."""
+        if self._folding is not None:
+            await asyncio.wait([self._folding])
+            self._folding = None
+
+    async def fold_unowned(self) -> None:
         """Before a decision for a model of another router."""
-        for unfolded in self._unowned.take():
+        for count, unfolded in enumerate(self._unowned.take(), 1):
             self._fold_kept(unfolded)
+            if count % FOLD_AT_ONCE == 0:
+                await asyncio.sleep(0)
 
     def _on_work(self, entry: Entry) -> None:
         if HEADER_NO_STORE in entry.headers:

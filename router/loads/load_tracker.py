@@ -277,6 +277,10 @@ class LoadTracker:
     def active(self) -> list[ActiveRequest]:
         return list(self._requests.values())
 
+    def busy(self) -> set[str]:
+        """Workers, registered or not, that requests were sent to or are on their way to."""
+        return {worker for worker, _ in self._targets.by_target}
+
     def active_at(self, worker: str) -> list[ActiveRequest]:
         """Requests at ``worker``, registered or not, now or at a later stage: by rank, oldest first."""
         return self._at(sorted(target_id for target_id in self._targets.by_target if target_id[0] == worker))
@@ -302,7 +306,7 @@ class LoadTracker:
 
     # Snapshots
 
-    def parts(self, size: int = 1000) -> Iterator[LoadState]:
+    def parts(self, size: int = 500) -> Iterator[LoadState]:
         """The state in parts, to be stored with the positions in WORK and DONE reached before the first part.
 
         The fold may continue between two parts: reading the same messages again from those positions changes nothing.

@@ -43,8 +43,14 @@ class Routing:
     @property
     def unfinished(self) -> dict[str, tuple[int, str]]:
         """Attempt and worker by request. What is left unfolded is folded first, not with the next snapshot."""
-        self.router.cluster.fold_unowned()
+        self.fold()
         return self.folded
+
+    def fold(self) -> None:
+        """Fold what is left unfolded."""
+        cluster = self.router.cluster
+        for unfolded in cluster._unowned.take():
+            cluster._fold_kept(unfolded)
 
     @property
     def folded(self) -> dict[str, tuple[int, str]]:

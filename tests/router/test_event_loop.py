@@ -22,9 +22,9 @@ from infra.metrics.scope import MetricScope
 from infra.model import modeldir
 from router.cluster.cluster_state import ClusterState
 from router.loads.ended_attempts import REMEMBERED
-from schemas import fleet, kv, wire
+from schemas import fleet, jobs, kv, wire
 from schemas.jobs import LoadHeader, Stage
-from schemas.subjects import Subjects
+from schemas.subjects import HEADER_LOAD, HEADER_MSG_ID, Subjects
 from tests.router.support import Routing, routing
 from tests.workers.support import MODEL, request
 
@@ -139,6 +139,45 @@ async def test_decisions_of_a_burst_do_not_hold_up_the_loop(one: Routing, monkey
         if (best_s := min(best_s, callbacks.worst_s)) < MOST_S * MACHINE:
             return
     raise AssertionError(f"{best_s * 1e3:.1f} ms at best")
+
+
+async def test_a_takeover_of_thousands_of_requests_does_not_hold_up_the_loop_and_comes_before_decisions(
+    one: Routing, pipeline: Subjects, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster = one.router.cluster
+    cluster.places = lambda model: False
+    header = jobs.load_header(*LoadHeader(100, 0, "", time.time_ns() + 3600 * 10**9, "", 1))
+    others = REQUESTS // 2
+    for number in range(others):
+        headers = {HEADER_LOAD: header, HEADER_MSG_ID: f"other-{number}:1"}
+        subject = pipeline.work("aggregated", f"w{number % WORKERS:04}")
+        cluster._on_work(Entry(subject, number + 1, b"", headers))
+    assert cluster.tracker.request("other-0") is None
+    asked = [request(range(200), max_tokens=10) for _ in range(2)]
+    first, second = [type("Message", (), {"data": wire.encode(r), "subject": "s", "reply": ""})() for r in asked]
+    await one.router._on_request(first)  # what a first decision prepares is another matter
+    assert cluster.tracker.request("other-0") is None
+    callbacks = Callbacks(monkeypatch)
+    cluster.places = lambda model: True
+    asyncio.get_running_loop().call_soon(cluster.owners_changed)
+    await asyncio.sleep(0)
+    await one.router._on_request(second)
+    assert cluster.tracker.request(f"other-{others - 1}") is not None
+    assert cluster.tracker.request(asked[1].id) is not None
+    await rest()
+    callbacks.check()
+
+
+async def test_checks_for_requests_without_progress_do_not_visit_a_whole_fleet(one: Routing) -> None:
+    cluster = one.router.cluster
+    cluster.tracker.put_worker(registration(WORKERS))
+    assert len(cluster.tracker.workers()) == WORKERS + 1
+    assert f"w{WORKERS}" not in cluster.steps()
+    assert cluster.steps().keys() == cluster.tracker.busy()
+    cluster.stalled = frozenset({"w0001"})
+    for entry in cluster.tracker.active_at("w0001"):
+        cluster.tracker.finish(entry.request)
+    assert "w0001" in cluster.steps(), "without work it makes no steps, and is stalled until it makes one"
 
 
 async def test_renewals_that_change_nothing_cost_next_to_nothing(

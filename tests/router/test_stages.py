@@ -40,13 +40,13 @@ async def lose(clients: Clients, stub: Stub) -> None:
 
 def load(router: Routing, worker: str, rank: int = 0) -> tuple[int, int]:
     """Requests and full blocks; a router that did not place a request counts its partly filled block, too."""
-    router.router.cluster.fold_unowned()
+    router.fold()
     found = router.router.cluster.tracker.load((worker, rank), time.time_ns())
     return found.requests, found.active_blocks - found.active_blocks % 100
 
 
 def echoed(router: Routing, asked: GenerateRequest, attempt: int = 1) -> bool:
-    router.router.cluster.fold_unowned()
+    router.fold()
     entry = router.router.cluster.tracker.request(asked.id)
     return entry is not None and entry.echoed and entry.attempt == attempt
 
