@@ -178,6 +178,8 @@ def without_text(request: GenerateRequest) -> GenerateRequest:
         parsing=None,
         session="",
         client_body=b"",
+        constraint=None,
+        trace=None if request.trace is None else msgspec.structs.replace(request.trace, state=""),
     )
 
 
