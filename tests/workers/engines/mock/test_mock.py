@@ -12,7 +12,8 @@ from schemas.errors import Code
 from schemas.kv import Stored
 from schemas.requests import Sampling, Stop
 from workers.engines.base import Engine, EngineInfo, Output, RequestError, SequenceRequest
-from workers.engines.mock import DEFAULT_BLOCKS, MockOptions, build, from_settings
+from workers.engines.core.scoring import MAX_SCORED_TOKENS
+from workers.engines.mock import DEFAULT_BLOCKS, SCORED_TOKENS, MockOptions, build, from_settings
 from workers.engines.mock.executor import GREEDY, Vocabulary, expected_tokens
 
 PROMPT = list(range(40, 90))
@@ -180,6 +181,19 @@ def test_steps_are_short_unless_they_take_simulated_time_or_images_are_encoded_b
     options: dict[str, int], short: bool
 ) -> None:
     assert build(MockOptions(vocab_size=50, **options)).short_steps is short
+
+
+@pytest.mark.parametrize(("speedup", "most"), [(0.0, SCORED_TOKENS), (1e6, MAX_SCORED_TOKENS)])
+def test_a_step_without_a_time_scores_few_tokens_of_a_prompt(speedup: float, most: int) -> None:
+    """It may run in an event loop, and 512 tokens with 20 alternatives each take 10 ms and more."""
+    engine = build(MockOptions(vocab_size=300, speedup=speedup))
+    prompt = [7] * (MAX_SCORED_TOKENS + 1)
+    engine.submit(SequenceRequest("k", prompt, Sampling(prompt_logprobs=20), Stop(1), score=1))
+    steps = []
+    while engine.has_work():
+        steps.append(sum(len(each.logprobs) for each in engine.step().scored))
+    assert max(steps) == most
+    assert sum(steps) == MAX_SCORED_TOKENS
 
 
 def test_a_mock_of_a_model_has_its_limits_and_answers_in_text() -> None:
