@@ -212,8 +212,8 @@ class Submissions:
         await self._nc.publish(entry.reply, verdict)
 
     def _is_erased(self, message: Any, accepted: AcceptedRequest | None) -> bool:
-        """Whether a submission must not be stored, also one that was refused."""
-        if accepted is not None:
+        """Whether a submission must not be stored, also one that was refused, or repeats one that is stored."""
+        if accepted is not None and (accepted.inflight is not None or accepted.request.no_store):
             return accepted.request.no_store
         return self._gateway.settings.always_no_store or may_ask_for_no_store(message.headers or {}, message.data)
 

@@ -259,3 +259,20 @@ async def test_a_refusal_arrives_whichever_number_was_wanted(client: Submitter, 
     )
     messages = await client.got(lambda messages: finals(messages) == 3)
     assert {(number_of(each), error_of(each)) for each in messages} == {(0, "invalid_request")}
+
+
+async def test_a_repeat_with_no_store_is_overwritten_although_the_first_submission_is_stored(
+    client: Submitter, engine: Engine, bus: Bus, broker: EmbeddedNats
+) -> None:
+    await client.submit(Nats_Msg_Id="runs on")  # the broker removes a file without messages
+    await eventually(lambda: engine.accepted)
+    await client.submit(Nats_Msg_Id="private")
+    await eventually(lambda: len(engine.accepted) == 2)
+    await engine.stream(engine.accepted[1], 0, 1, end=True)
+    async with asyncio.timeout(WITHIN_S):
+        while await client.submit({**BODY, "user": "overwritten"}, Nats_Msg_Id="private", Penstock_No_Store="1"):
+            await asyncio.sleep(0.02)  # the broker itself discards repeats for a moment
+        stream = bus.subjects.stream("SUBMIT")
+        while (await bus.js.stream_info(stream)).state.messages > 1:  # noqa: ASYNC110 - in another process
+            await asyncio.sleep(0.005)
+    assert b"overwritten" not in b"".join(path.read_bytes() for path in broker.data_dir.rglob("*.blk"))
