@@ -9,8 +9,6 @@ from gateway.nats.submissions import Submissions
 from gateway.service import Gateway
 from infra.bus.tasks import Tasks
 
-CUT_S = 1.0
-
 
 class NatsApi:
     """``tasks``: of the process; if one of the background tasks fails, the process shuts down."""
@@ -34,8 +32,8 @@ class NatsApi:
         await self._services.start()
 
     async def close(self, timeout: float) -> None:
-        """Take nothing more and wait ``timeout`` seconds for open submissions; the rest is left to other gateways."""
-        await asyncio.gather(self._services.close(CUT_S), self._submissions.close(timeout))
+        """Take nothing more and wait ``timeout`` seconds for open answers; the rest is left to other gateways."""
+        await asyncio.gather(self._services.close(timeout), self._submissions.close(timeout))
         await self._table.stop()
         await self._tasks.aclose()
 

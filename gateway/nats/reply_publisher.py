@@ -38,6 +38,7 @@ class ReplyPublisher:
     ) -> None:
         self._bus = bus
         self._subjects = tuple(dict.fromkeys(subjects))
+        self.request_id = ""
         self._headers: dict[str, str] = {}
         self._subscriber_required = False
         self.first = first
@@ -52,6 +53,7 @@ class ReplyPublisher:
 
     def set_request(self, request_id: str) -> None:
         """Set the request that is answered; its id is known only once it is accepted."""
+        self.request_id = request_id
         self._headers = {HEADER_REQUEST: request_id}
 
     def is_last(self, message: AnswerMessage) -> bool:

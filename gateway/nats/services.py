@@ -1,12 +1,15 @@
 """Request/reply over NATS: ask (run now), read (an answer again, from any message number on), cancel."""
 
+import asyncio
 import contextlib
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 import msgspec
 import structlog
+from nats.errors import Error as NatsError
 
 from gateway.admission.idempotency import find_claim
 from gateway.nats.acceptor import RequestAcceptor
@@ -27,6 +30,7 @@ MAX_ASKS = 1024
 MAX_READS = 1024
 SAME_KEY = 8  # asks with one message id that are answered at once; as many wait
 MAX_REASON = 200  # characters
+CUT_S = 1.0
 QUEUE = "gateway"
 _ANY = "any"
 
@@ -65,11 +69,20 @@ class Services:
             self._subs.append(await self._nc.subscribe(subject, queue=QUEUE, cb=handle))
 
     async def close(self, timeout: float) -> None:
-        """Take no more calls and cut off those that run. Their clients continue at another gateway."""
-        for sub in self._subs:
-            if not self._nc.is_closed:
-                await sub.unsubscribe()
-        await self._tasks.aclose(timeout)
+        """Take no more calls, wait ``timeout`` seconds for those that run, and end the rest with ``shutting_down``."""
+        deadline = time.monotonic() + timeout
+        subs, self._subs = self._subs, []
+        await asyncio.gather(*map(self._unsubscribe, subs))
+        while self._tasks and time.monotonic() < deadline:  # noqa: ASYNC110 - the tasks have many ends
+            await asyncio.sleep(0.05)
+        await self._tasks.aclose(CUT_S)
+
+    async def _unsubscribe(self, sub: Any) -> None:
+        """Take the calls that are on their way: the broker has given them to this gateway, and they would be lost."""
+        if self._bus.connected:
+            with contextlib.suppress(NatsError, TimeoutError, OSError):
+                async with asyncio.timeout(CUT_S):
+                    await sub.drain()
 
     # --- incoming messages ---
 
@@ -115,6 +128,9 @@ class Services:
                 await serve(message, origin, replies)
             except ServingError as error:
                 await replies.refuse(failure(error, number))
+            except asyncio.CancelledError:
+                await replies.refuse(failure(_stopping(replies.request_id), -1))
+                raise
             except Exception as error:
                 log.exception("service_failed", subject=message.subject)
                 await replies.refuse(failure(as_serving_error(error, "this call"), number))
@@ -206,3 +222,8 @@ class Services:
         if stored_claim is None:
             raise ServingError(Code.request_not_found, f"no submission with the message id {query.key[:80]!r} is known")
         return await self._delivery.find(origin.tenant, stored_claim.request)
+
+
+def _stopping(request_id: str) -> ServingError:
+    goes_on = f"request {request_id} continues: read its answer at ps.read" if request_id else "try again"
+    return ServingError(Code.shutting_down, f"this gateway is stopping; {goes_on}", retry_after=1.0)

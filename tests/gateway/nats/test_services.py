@@ -1,0 +1,106 @@
+"""Asks and reads at a gateway that stops, on a real broker."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+
+import pytest
+
+from infra.broker.server import EmbeddedNats
+from infra.bus.connection import Bus
+from infra.model.modeldir import ModelDir
+from schemas.subjects import HEADER_REQUEST, Subjects
+from tests.gateway.nats.support import (
+    BODY,
+    WITHIN_S,
+    Engine,
+    Running,
+    Submitter,
+    answering,
+    error_of,
+    finals,
+    gateway_on,
+    number_of,
+)
+from tests.infra.bus.support import eventually, opened
+
+ASKED, READ = "_INBOX.asked", "_INBOX.read"
+
+
+@pytest.fixture
+async def bus(broker: EmbeddedNats, subjects: Subjects) -> AsyncIterator[Bus]:
+    async with opened(broker, subjects) as bus:
+        yield bus
+
+
+@pytest.fixture
+async def engine(bus: Bus) -> Engine:
+    engine = Engine(bus)
+    await engine.start()
+    return engine
+
+
+@pytest.fixture
+async def running(broker: EmbeddedNats, subjects: Subjects, model: ModelDir, engine: Engine) -> AsyncIterator[Running]:
+    async with gateway_on(broker, subjects, model) as running:
+        yield running
+
+
+@pytest.fixture
+async def client(running: Running, bus: Bus) -> Submitter:
+    client = Submitter(bus)
+    await client.listen(ASKED, READ)
+    return client
+
+
+async def ask(bus: Bus, *, stream: bool) -> None:
+    body = json.dumps({**BODY, "stream": stream}).encode()
+    await bus.nc.publish(f"{bus.subjects.namespace}.ask.tiny", body, reply=ASKED)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_gateway_that_stops_finishes_asks_and_reads(
+    client: Submitter, engine: Engine, running: Running, bus: Bus, stream: bool
+) -> None:
+    await ask(bus, stream=stream)
+    await eventually(lambda: engine.accepted)
+    [request] = engine.accepted
+    await engine.stream(request, 0, 1)
+    await bus.nc.publish(f"{bus.subjects.namespace}.read", json.dumps({"id": request.id}).encode(), reply=READ)
+    await eventually(lambda: running.gateway.open_requests and len(running.api._services._tasks) == 2)
+    stopping = asyncio.create_task(running.stop(WITHIN_S))
+    await eventually(lambda: not running.api._services._subs)
+    await engine.stream(request, 1, 1, end=True)
+    messages = await client.got(lambda messages: finals(messages) == 2)
+    assert {error_of(each) for each in messages} == {""}
+    await stopping
+
+
+async def test_asks_that_arrive_as_a_gateway_stops_are_answered(
+    client: Submitter, engine: Engine, running: Running, bus: Bus
+) -> None:
+    async with answering(engine):
+        for _ in range(50):
+            await ask(bus, stream=False)
+        await bus.nc.flush()  # they are on their way to the gateway
+        await running.stop(WITHIN_S)
+        messages = await client.got(lambda messages: finals(messages) == 50)
+    assert {error_of(each) for each in messages} == {""}
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_asks_and_reads_that_a_gateway_cannot_finish_are_told_where_to_go_on(
+    client: Submitter, engine: Engine, running: Running, bus: Bus, stream: bool
+) -> None:
+    await ask(bus, stream=stream)
+    await eventually(lambda: engine.accepted)
+    [request] = engine.accepted
+    await bus.nc.publish(f"{bus.subjects.namespace}.read", json.dumps({"id": request.id}).encode(), reply=READ)
+    await eventually(lambda: len(running.api._services._tasks) == 2)
+    await running.stop(0.0)
+    messages = await client.got(lambda messages: len(messages) == 2)
+    assert {each.subject for each in messages} == {ASKED, READ}
+    assert {(number_of(each), error_of(each)) for each in messages} == {(-1, "shutting_down")}
+    ids = {each.subject: (each.headers or {}).get(HEADER_REQUEST) for each in messages}
+    assert ids[ASKED] == request.id
+    assert request.id in json.loads(messages[0].data)["error"]["message"]
