@@ -27,7 +27,7 @@ from gateway.service import Gateway
 from infra.bus import loop_lag
 from infra.bus.connection import connect
 from infra.bus.publisher import Publisher
-from infra.bus.tasks import Stop
+from infra.bus.tasks import Stop, count_tasks
 from infra.metrics.scope import process_scope
 from infra.model import modeldir
 from schemas.errors import ServingError
@@ -119,7 +119,7 @@ async def _serve(settings: GatewaySettings, model: modeldir.ModelDir, front: Fro
     labels = {"namespace": settings.namespace, "process": settings.name, "model": model_name}
     metrics = Metrics(process_scope("gateway", labels).child("gateway"))
     loop = asyncio.get_running_loop()
-    metrics.tasks.set_function(lambda: len(asyncio.all_tasks(loop)))
+    metrics.tasks.set_function(lambda: count_tasks(loop))
     lag = loop_lag.gauge(metrics.scope)
     gateway = Gateway(bus, publisher, model, settings, metrics)
     nats_api = NatsApi(gateway, bus.tasks.group("nats-api"))

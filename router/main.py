@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import sys
 
 import structlog
 from faststream import FastStream
@@ -15,7 +16,7 @@ from infra.bus.connection import Bus, connect
 from infra.bus.faststream_app import OwnConnection, raw
 from infra.bus.publisher import Publisher
 from infra.bus.stream_metrics import StreamMetrics
-from infra.bus.tasks import Stop
+from infra.bus.tasks import Stop, count_tasks
 from infra.metrics.scope import process_scope
 from router.metrics import Metrics
 from router.service import Router
@@ -30,6 +31,7 @@ END_S = 6.0  # after SIGTERM the process ends, whatever it waits for; terminal e
 
 def run(settings: RouterSettings) -> int:
     """Route until SIGTERM; returns the exit code."""
+    sys.setswitchinterval(0.001)  # the event loop must get its turn beside the thread that serves metrics
     logs.setup(settings.log_format, settings.log_level, name=settings.name)
     import uvloop
 
@@ -61,7 +63,7 @@ async def _run_router(settings: RouterSettings, bus: Bus, publisher: Publisher, 
     scope = process_scope("router", {"namespace": settings.namespace, "process": settings.name})
     metrics = Metrics(scope.child("router"))
     loop = asyncio.get_running_loop()
-    metrics.tasks.set_function(lambda: len(asyncio.all_tasks(loop)))
+    metrics.tasks.set_function(lambda: count_tasks(loop))
     lag = loop_lag.gauge(metrics.scope)
     bus.tasks.spawn(StreamMetrics(bus, scope.child("broker")).run(), name="stream-metrics")
     router = Router(bus, publisher, settings, metrics)

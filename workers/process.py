@@ -21,6 +21,7 @@ from infra.bus import loop_lag
 from infra.bus.connection import Bus, connect
 from infra.bus.faststream_app import OwnConnection, raw
 from infra.bus.publisher import Publisher
+from infra.bus.tasks import count_tasks
 from infra.metrics.scope import process_scope
 from schemas import control, wire
 from schemas.subjects import Subjects
@@ -158,7 +159,7 @@ class WorkerProcess:
         """Serve metrics, control requests and sessions until asked to stop; closes the connection."""
         loop = asyncio.get_running_loop()
         self._metrics.load_time.set(self._backend.load_seconds)
-        self._metrics.tasks.set_function(lambda: len(asyncio.all_tasks(loop)))
+        self._metrics.tasks.set_function(lambda: count_tasks(loop))
         bus.tasks.spawn(loop_lag.gauge(self._metrics.scope).watch(), name="loop-lag")
         if self._settings.metrics_port and self._settings.publish_events_and_metrics:
             start_http_server(self._settings.metrics_port, self._settings.metrics_host, registry=self._metrics.registry)

@@ -242,7 +242,8 @@ class _Api:
         )
 
     async def metrics(self, request: Request) -> Response:
-        return Response(generate_latest(self._gateway.metrics.registry), media_type=CONTENT_TYPE_LATEST)
+        page = await asyncio.to_thread(generate_latest, self._gateway.metrics.registry)  # 2 to 4 ms
+        return Response(page, media_type=CONTENT_TYPE_LATEST)
 
 
 def _reply(value: Any, status: int = 200) -> Response:

@@ -7,6 +7,7 @@ worked for (``on_failure``), or shuts the process down so that its supervisor re
 import asyncio
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterable
@@ -25,6 +26,17 @@ CLOSE_S = 3.0
 CANCEL_AGAIN_S = 0.1  # a cancellation can get lost: asyncio.wait_for before Python 3.12, handlers that suppress it
 
 Failed = Callable[[BaseException], None]
+
+
+def count_tasks(loop: asyncio.AbstractEventLoop) -> int:
+    """The tasks of the process's event loop; some may have ended just now. Any thread may call it.
+
+    ``asyncio.all_tasks`` visits each, which takes 3 ms for 7,500, and begins again if one is added meanwhile.
+    """
+    known = getattr(asyncio.tasks, "_all_tasks", None)  # Python 3.11
+    if known is None and sys.version_info < (3, 14):
+        known = getattr(asyncio.tasks, "_scheduled_tasks", None)
+    return len(asyncio.all_tasks(loop)) if known is None else len(known)
 
 
 class Stop:

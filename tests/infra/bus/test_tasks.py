@@ -4,10 +4,11 @@ import asyncio
 import contextlib
 import gc
 import signal
+import sys
 
 import pytest
 
-from infra.bus.tasks import EXIT_FAILED, EXIT_OK, Stop, Tasks, as_serving_error, end
+from infra.bus.tasks import EXIT_FAILED, EXIT_OK, Stop, Tasks, as_serving_error, count_tasks, end
 from schemas.errors import Code, ServingError
 
 
@@ -198,3 +199,16 @@ def test_a_failure_becomes_the_reason_of_its_request() -> None:
     assert as_serving_error(own, "the stage") is own
     made = as_serving_error(KeyError("x"), "the stage")
     assert (made.code, "the stage failed (KeyError)" in made.message) == (Code.internal, True)
+
+
+async def test_tasks_are_counted_without_a_visit_to_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = asyncio.get_running_loop()
+    if sys.version_info < (3, 14):
+        monkeypatch.setattr(asyncio, "all_tasks", lambda loop: pytest.fail("it visits each"))
+    before = count_tasks(loop)
+    tasks = [asyncio.create_task(for_ever()) for _ in range(5)]
+    assert count_tasks(loop) == before + 5
+    assert await asyncio.to_thread(count_tasks, loop) >= before + 5
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks)
