@@ -270,7 +270,8 @@ async def test_a_repeat_with_no_store_is_overwritten_although_the_first_submissi
     await eventually(lambda: len(engine.accepted) == 2)
     await engine.stream(engine.accepted[1], 0, 1, end=True)
     async with asyncio.timeout(WITHIN_S):
-        while await client.submit({**BODY, "user": "overwritten"}, Nats_Msg_Id="private", Penstock_No_Store="1"):
+        again = {**BODY, "user": "overwritten"}
+        while await client.submit(again, Nats_Msg_Id="private", Penstock_No_Store="1"):  # noqa: ASYNC110
             await asyncio.sleep(0.02)  # the broker itself discards repeats for a moment
         stream = bus.subjects.stream("SUBMIT")
         while (await bus.js.stream_info(stream)).state.messages > 1:  # noqa: ASYNC110 - in another process
