@@ -1,6 +1,7 @@
 """Erasing requests with ``no_store`` on a real nats-server, whatever the router that does it had seen of them."""
 
 import asyncio
+import contextlib
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -16,6 +17,7 @@ from infra.bus.direct_get import format_time, get_last, read
 from infra.bus.private_objects import private_owners, put_private
 from infra.bus.publisher import Publisher
 from infra.metrics.scope import MetricScope
+from router.erasure import eraser as eraser_module
 from router.erasure.eraser import UNACCEPTED_NS, Eraser
 from router.erasure.ledger import SECOND_LOOK_S, ErasureLedger
 from router.metrics import Metrics
@@ -192,6 +194,48 @@ async def test_tokens_that_a_lost_worker_sends_after_the_erasure_are_erased_as_w
         await one.scan()
         await erase_all(one)
         assert await stored(bus, request.id) == ["erased", "DONE"]
+
+
+class _Died(BaseException):
+    pass
+
+
+async def test_the_next_router_erases_the_rest_wherever_one_dies(
+    bus: Bus, publisher: Publisher, broker: EmbeddedNats, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    erase, left = eraser_module.erase, 0
+
+    async def erase_some(bus: Bus, stream: str, seq: int) -> bool:
+        nonlocal left
+        if not left:
+            raise _Died
+        left -= 1
+        return await erase(bus, stream, seq)
+
+    died = 0
+    for survived in range(20):
+        image, before = bytes([100 + survived]) * 3000, new_request_id(time.time_ns() - 10**9)
+        medium = Media(blake3(image).digest(), "image/png", len(image), private=before)
+        request = await private(bus, media=(medium,))
+        for owner in (request.id, before):
+            await put_private(bus, "media", owner, medium.digest, image)
+        await ended(bus, request)
+        left = survived
+        monkeypatch.setattr(eraser_module, "erase", erase_some)
+        with contextlib.suppress(_Died):
+            one = eraser(bus, publisher, ErasureLedger(0.0), since_ns=time.time_ns())
+            await one.scan()
+            await one.erase_due(time.time_ns())
+            died -= 1
+        died += 1
+        monkeypatch.setattr(eraser_module, "erase", erase)
+        successor = eraser(bus, publisher, ErasureLedger(0.0), since_ns=time.time_ns())
+        await successor.scan()
+        await erase_all(successor)
+        assert await stored(bus, request.id) == ["erased", "DONE"], f"after {survived} deletions"
+        assert on_disk(broker.data_dir, image, parts(PROMPT), parts(pack_tokens(ANSWER))) == []
+    assert 5 < died < 20, "the last ones erased everything"
+    assert await private_owners(bus, "media") == set()
 
 
 async def test_a_late_job_is_erased_although_all_routers_have_started_since_the_erasure(
