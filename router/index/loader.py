@@ -18,6 +18,7 @@ log = structlog.get_logger("router")
 RETRY_S = 1.0
 TIMEOUT_S = 5.0  # for one page
 AT_ONCE = 16  # workers asked in one turn of the event loop; about as many answer in a later one: 0.8 ms
+TURN_S = 0.0015  # for asking and loading; reading the answers comes on top
 
 
 class IndexLoader:
@@ -42,7 +43,7 @@ class IndexLoader:
         self._on_loaded = loaded
         self._loaded: set[str] = set()  # workers whose whole cache is indexed
         self._running: dict[str, asyncio.Task[None]] = {}
-        self._turns = TurnBudget(at_once=AT_ONCE)  # a whole fleet may join at once
+        self._turns = TurnBudget(at_once=AT_ONCE, turn_s=TURN_S)  # a whole fleet may join at once
 
     def reload(self, worker: str) -> None:
         """Request a dump: events of the worker are missing."""
