@@ -24,7 +24,7 @@ READS = 16  # requests read from their connections in one turn: about as many as
 # Garbage collection of a process that serves: new objects between two collections of the young ones (1 ms in a burst of
 # requests), how many of these between two of the middle generation (2 ms; 0: every second one is), and how many of
 # those between two of everything (20 to 40 ms with 2,500 open streams; with Python's default, several in a burst).
-# With 2,000 instead of 5,000 there were five times as many collections, three times as long in all, the longest as long.
+# With 2,000 objects there were five times as many collections, three times as long in all, and the longest as long.
 SERVING_OBJECTS, SERVING_YOUNG, SERVING_MIDDLE = 5_000, 0, 800
 
 
