@@ -176,7 +176,7 @@ async def test_a_repeat_after_a_conflict_gets_the_answer(client: Submitter, engi
 
 
 async def test_a_repeat_is_told_that_the_queue_is_full(
-    client: Submitter, engine: Engine, running: Running, monkeypatch: pytest.MonkeyPatch
+    client: Submitter, engine: Engine, running: Running, bus: Bus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prepare, full, arrived = running.gateway.prepare, asyncio.Event(), asyncio.Event()
 
@@ -187,6 +187,8 @@ async def test_a_repeat_is_told_that_the_queue_is_full(
         raise ServingError(Code.queue_full, "the queue is full")
 
     monkeypatch.setattr(running.gateway, "prepare", wait_and_refuse)
+    stream = (await bus.js.stream_info(bus.subjects.stream("SUBMIT"))).config
+    await bus.js.update_stream(stream.evolve(duplicate_window=WITHIN_S))  # the repeat is surely discarded
     await client.listen("_INBOX.first", "_INBOX.repeat")
     await client.submit(Nats_Msg_Id="later", Penstock_Reply_To="_INBOX.first")
     await arrived.wait()
