@@ -53,7 +53,7 @@ class Services:
         self._tasks = tasks.group("services")
         self._asks: Counter[str] = Counter()  # open, by tenant
         self._same_key = KeyedSlots(SAME_KEY, SAME_KEY)
-        self._reads = 0
+        self._reads: Counter[str] = Counter()  # open, by tenant
         self._subs: list[Any] = []
 
     async def start(self) -> None:
@@ -172,24 +172,24 @@ class Services:
             self._gateway.metrics.requests.labels("nats", code).inc()
 
     @contextlib.contextmanager
-    def _read_slot(self) -> Iterator[None]:
+    def _read_slot(self, tenant: str) -> Iterator[None]:
         """Count one more look-up.
 
         Raises:
             ServingError: queue_full.
         """
-        if self._reads >= MAX_READS:
-            raise ServingError(Code.queue_full, f"{MAX_READS} reads are open at this gateway; try again")
-        self._reads += 1
+        if self._reads[tenant] >= MAX_READS:
+            raise ServingError(Code.queue_full, f"{MAX_READS} reads of {tenant!r} are open at this gateway; try again")
+        self._reads[tenant] += 1
         try:
             yield
         finally:
-            self._reads -= 1
+            self._reads[tenant] -= 1
 
     async def _read(self, message: Any, origin: Origin, replies: ReplyPublisher) -> None:
         if not message.reply:
             return
-        with self._read_slot():
+        with self._read_slot(origin.tenant):
             query = parse_query(message.data)
             accepted = await self._resolve(query, origin)
             request = accepted.request
@@ -202,7 +202,7 @@ class Services:
 
     async def _cancel(self, message: Any, origin: Origin, replies: ReplyPublisher) -> None:
         query = parse_query(message.data)
-        with self._read_slot():
+        with self._read_slot(origin.tenant):
             request, record, _ = await self._resolve(query, origin)
             ended = record is not None
             if not ended:  # again and again, until it ends

@@ -7,7 +7,7 @@ the subject itself, and the one that answers the first submission answers the re
 
 import asyncio
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from typing import Any, NamedTuple
 
 import structlog
@@ -43,6 +43,7 @@ from schemas.subjects import HEADER_MSG_ID
 log = structlog.get_logger("gateway")
 
 MAX_OPEN = 256
+RESERVED = 16  # of each tenant, however many of others are open
 MAX_REPEATS = 1024
 SAME_KEY = 8  # answers of one message id that are sent at once: the first, and repeats at other reply subjects
 SAME_KEY_WAITING = 56  # further ones; beyond, the stream delivers them again later
@@ -97,6 +98,7 @@ class Submissions:
         self._tasks = tasks.group("submissions")
         self._pullers: dict[str, Puller] = {}
         self._open: dict[tuple[str, int], _Delivery] = {}  # by stream and sequence
+        self._open_of: Counter[str] = Counter()  # by tenant
         self._recent: OrderedDict[_Key, _Delivery] = OrderedDict()
         self._repeats: OrderedDict[_Key, list[_SeenSubmission]] = OrderedDict()  # received before their first
         self._same_key = KeyedSlots(SAME_KEY, SAME_KEY_WAITING)
@@ -115,7 +117,7 @@ class Submissions:
         async def take(message: Any) -> None:
             await self._on_message(message, stream.name)
 
-        puller = Puller(self._bus, stream.name, consumer.name, take, self._room)
+        puller = Puller(self._bus, stream.name, consumer.name, take, lambda: self._room(tenant))
         self._pullers[tenant] = puller
         self._tasks.spawn(puller.start(), name=f"submit-pull-{tenant}")
 
@@ -139,9 +141,11 @@ class Submissions:
             for one in left:  # at once, not when the delivery has run out
                 await self._nc.publish(one.reply, NAK)
 
-    def _room(self) -> int:
+    def _room(self, tenant: str) -> int:
         """How many more to pull; 0 while the queue is full: submissions wait durably in their stream."""
-        return max(0, MAX_OPEN - len(self._open)) if self._gateway.accepts_submissions() else 0
+        if not self._gateway.accepts_submissions():
+            return 0
+        return max(0, MAX_OPEN - len(self._open), RESERVED - self._open_of[tenant])
 
     # --- from the stream ---
 
@@ -150,23 +154,26 @@ class Submissions:
         if at in self._open:
             self._open[at].reply = message.reply  # delivered again while it is being answered here
             return
-        if len(self._open) >= 2 * MAX_OPEN:  # each tenant's stream was asked for as many as there was room for
+        origin = origin_of(message.subject, "submit")
+        # Each tenant's stream was asked for as many as there was room for.
+        if len(self._open) >= 2 * MAX_OPEN and self._open_of[origin.tenant] >= RESERVED:
             await self._nc.publish(message.reply, LATER)
             return
         if self._acceptor.served_elsewhere(message.subject):
             await self._nc.publish(message.reply, ELSEWHERE)
             return
         entry = self._open[at] = _Delivery(message.reply, digest_of(message.data))
-        origin = origin_of(message.subject, "submit")
+        self._open_of[origin.tenant] += 1
         work = self._serve(message, at, entry, origin)
         self._tasks.spawn(work, name=f"submit-{stream}-{at[1]}").add_done_callback(lambda _: self._ended(at, origin))
 
     def _ended(self, at: tuple[str, int], origin: Origin) -> None:
         entry = self._open.pop(at)
+        self._open_of[origin.tenant] -= 1
         entry.ended = time.monotonic()
         entry.decide(failure(stopping(""), -1))
         puller = self._pullers.get(origin.tenant)
-        if puller is not None and len(self._open) == MAX_OPEN // 2:
+        if puller is not None and (len(self._open) == MAX_OPEN // 2 or self._open_of[origin.tenant] == RESERVED // 2):
             self._tasks.spawn(puller.top_up(), name="submit-top-up")
 
     async def _serve(self, message: Any, at: tuple[str, int], entry: _Delivery, origin: Origin) -> None:

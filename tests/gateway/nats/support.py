@@ -117,10 +117,11 @@ async def gateway_on(
 
 
 class Submitter:
-    """A client in the pipeline's own account. ``received``: every message at its subjects, in order."""
+    """A client in the pipeline's own account, or of a tenant. ``received``: every message at its subjects, in order."""
 
-    def __init__(self, bus: Bus) -> None:
+    def __init__(self, bus: Bus, tenant: str = "") -> None:
         self._bus = bus
+        self._tenant = tenant
         self._namespace = bus.subjects.namespace
         self.received: list[Msg] = []
 
@@ -139,7 +140,8 @@ class Submitter:
         """Whether the broker took it for a repeat. Headers as keywords: ``Nats_Msg_Id``."""
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
         named = {name.replace("_", "-"): value for name, value in headers.items()}
-        ack = await self._bus.js.publish(f"{self._namespace}.submit.tiny", data, headers=named, timeout=WITHIN_S)
+        model = f"{self._tenant}.tiny" if self._tenant else "tiny"
+        ack = await self._bus.js.publish(f"{self._namespace}.submit.{model}", data, headers=named, timeout=WITHIN_S)
         return bool(ack.duplicate)
 
     async def settled(self) -> None:

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from gateway.nats import services
 from infra.broker.server import EmbeddedNats
 from infra.bus.connection import Bus
 from infra.model.modeldir import ModelDir
@@ -104,3 +105,16 @@ async def test_asks_and_reads_that_a_gateway_cannot_finish_are_told_where_to_go_
     ids = {each.subject: (each.headers or {}).get(HEADER_REQUEST) for each in messages}
     assert ids[ASKED] == request.id
     assert request.id in json.loads(messages[0].data)["error"]["message"]
+
+
+async def test_reads_of_one_tenant_do_not_keep_out_those_of_another(
+    client: Submitter, engine: Engine, bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(services, "MAX_READS", 1)
+    await ask(bus, stream=True)
+    await eventually(lambda: engine.accepted)
+    body = json.dumps({"id": engine.accepted[0].id}).encode()
+    for tenant in ("default", "default", "acme"):
+        await bus.nc.publish(f"{bus.subjects.namespace}.read.{tenant}", body, reply=READ)
+    messages = await client.got(lambda messages: len(messages) == 2)
+    assert sorted(map(error_of, messages)) == ["queue_full", "request_not_found"]

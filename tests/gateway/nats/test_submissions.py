@@ -10,6 +10,7 @@ import pytest
 from gateway.nats import submissions
 from gateway.nats.delivery import AcceptedRequest, AnswerDelivery
 from gateway.nats.reply_publisher import ReplyPublisher
+from infra.broker.apply import apply_submissions
 from infra.broker.server import EmbeddedNats
 from infra.bus.connection import Bus
 from infra.model.modeldir import ModelDir
@@ -279,3 +280,18 @@ async def test_a_repeat_with_no_store_is_overwritten_although_the_first_submissi
         while (await bus.js.stream_info(stream)).state.messages > 1:  # noqa: ASYNC110 - in another process
             await asyncio.sleep(0.005)
     assert b"overwritten" not in b"".join(path.read_bytes() for path in broker.data_dir.rglob("*.blk"))
+
+
+async def test_submissions_of_one_tenant_do_not_keep_out_those_of_another(
+    client: Submitter, engine: Engine, running: Running, bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(submissions, "MAX_OPEN", 2)
+    for _ in range(8):
+        await client.submit()
+    await eventually(lambda: len(engine.accepted) >= 4)
+    await apply_submissions(bus.nc, bus.subjects, "acme", 100)
+    running.api._submissions.add_tenant("acme")
+    other = Submitter(bus, "acme")
+    for _ in range(4):
+        await other.submit()
+    await eventually(lambda: [each.tenant for each in engine.accepted].count("acme") == 4)
