@@ -24,6 +24,9 @@ _BUFFERED_BYTES = 64 << 10  # in the socket's buffer; above, nats-py's flusher w
 _LATER_S = 0.01
 MOST_TURNS = 5  # of a few milliseconds each: smaller batches cost every process behind this one wake-ups
 READ_S = 0.002  # for the messages that are handled in one turn; 0.001 costs 4 % of all CPU time at 256 connections
+# Of a message behind which other tasks run: the streams that it continues are written then, about 10 us each, and
+# those of several such messages together would hold the event loop for too long.
+_LARGE_BYTES = 12 << 10
 _BURST_BYTES = 64 << 10  # read between two pauses; after more, reading goes on at once
 
 Handler = Callable[[Frame], None]
@@ -254,6 +257,8 @@ class _Parser(Parser):  # type: ignore[misc]  # untyped
                     handler(frame)
                 except Exception as error:
                     await self.nc._error_cb(error)
+                if len(frame.data) > _LARGE_BYTES:
+                    until = 0.0
         stats = self.nc.stats
         stats["in_msgs"] += messages
         stats["in_bytes"] += size
