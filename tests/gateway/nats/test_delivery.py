@@ -2,7 +2,6 @@
 
 import re
 import time
-from collections.abc import AsyncIterator
 
 import pytest
 from nats.aio.msg import Msg
@@ -12,22 +11,9 @@ from infra.bus.connection import Bus
 from infra.model.modeldir import ModelDir
 from schemas.subjects import Subjects
 from tests.gateway.nats.support import BODY, Engine, Submitter, finals, gateway_on, number_of
-from tests.infra.bus.support import eventually, opened
+from tests.infra.bus.support import eventually
 
 AHEAD_NS = 600_000_000_000
-
-
-@pytest.fixture
-async def bus(broker: EmbeddedNats, subjects: Subjects) -> AsyncIterator[Bus]:
-    async with opened(broker, subjects) as bus:
-        yield bus
-
-
-@pytest.fixture
-async def engine(bus: Bus) -> Engine:
-    engine = Engine(bus)
-    await engine.start()
-    return engine
 
 
 @pytest.fixture(params=[0, AHEAD_NS, -AHEAD_NS], ids=["clocks agree", "gateway ahead", "gateway behind"])

@@ -2,15 +2,12 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
 
 import pytest
 
 from gateway.nats import services
-from infra.broker.server import EmbeddedNats
 from infra.bus.connection import Bus
-from infra.model.modeldir import ModelDir
-from schemas.subjects import HEADER_REQUEST, Subjects
+from schemas.subjects import HEADER_REQUEST
 from tests.gateway.nats.support import (
     BODY,
     WITHIN_S,
@@ -20,31 +17,11 @@ from tests.gateway.nats.support import (
     answering,
     error_of,
     finals,
-    gateway_on,
     number_of,
 )
-from tests.infra.bus.support import eventually, opened
+from tests.infra.bus.support import eventually
 
 ASKED, READ = "_INBOX.asked", "_INBOX.read"
-
-
-@pytest.fixture
-async def bus(broker: EmbeddedNats, subjects: Subjects) -> AsyncIterator[Bus]:
-    async with opened(broker, subjects) as bus:
-        yield bus
-
-
-@pytest.fixture
-async def engine(bus: Bus) -> Engine:
-    engine = Engine(bus)
-    await engine.start()
-    return engine
-
-
-@pytest.fixture
-async def running(broker: EmbeddedNats, subjects: Subjects, model: ModelDir, engine: Engine) -> AsyncIterator[Running]:
-    async with gateway_on(broker, subjects, model) as running:
-        yield running
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -13,9 +12,7 @@ from gateway.nats.reply_publisher import ReplyPublisher
 from infra.broker.apply import apply_submissions
 from infra.broker.server import EmbeddedNats
 from infra.bus.connection import Bus
-from infra.model.modeldir import ModelDir
 from schemas.errors import Code, ServingError
-from schemas.subjects import Subjects
 from tests.gateway.nats.support import (
     BODY,
     WITHIN_S,
@@ -25,29 +22,9 @@ from tests.gateway.nats.support import (
     answering,
     error_of,
     finals,
-    gateway_on,
     number_of,
 )
-from tests.infra.bus.support import eventually, opened
-
-
-@pytest.fixture
-async def bus(broker: EmbeddedNats, subjects: Subjects) -> AsyncIterator[Bus]:
-    async with opened(broker, subjects) as bus:
-        yield bus
-
-
-@pytest.fixture
-async def engine(bus: Bus) -> Engine:
-    engine = Engine(bus)
-    await engine.start()
-    return engine
-
-
-@pytest.fixture
-async def running(broker: EmbeddedNats, subjects: Subjects, model: ModelDir, engine: Engine) -> AsyncIterator[Running]:
-    async with gateway_on(broker, subjects, model) as running:
-        yield running
+from tests.infra.bus.support import eventually
 
 
 @pytest.fixture

@@ -1,0 +1,31 @@
+"""A gateway with an engine that the test drives, on a real broker."""
+
+from collections.abc import AsyncIterator
+
+import pytest
+
+from infra.broker.server import EmbeddedNats
+from infra.bus.connection import Bus
+from infra.model.modeldir import ModelDir
+from schemas.subjects import Subjects
+from tests.gateway.nats.support import Engine, Running, gateway_on
+from tests.infra.bus.support import opened
+
+
+@pytest.fixture
+async def bus(broker: EmbeddedNats, subjects: Subjects) -> AsyncIterator[Bus]:
+    async with opened(broker, subjects) as bus:
+        yield bus
+
+
+@pytest.fixture
+async def engine(bus: Bus) -> Engine:
+    engine = Engine(bus)
+    await engine.start()
+    return engine
+
+
+@pytest.fixture
+async def running(broker: EmbeddedNats, subjects: Subjects, model: ModelDir, engine: Engine) -> AsyncIterator[Running]:
+    async with gateway_on(broker, subjects, model) as running:
+        yield running
