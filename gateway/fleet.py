@@ -9,13 +9,13 @@ from gateway.embeddings.prepare import PATH as EMBEDDINGS
 from gateway.images.prepare import PATHS as IMAGE_PATHS
 from gateway.metrics import Metrics
 from gateway.openai.prepare_context import PrepareContext
-from gateway.parsers.registry import ParserNames, agreed_parsers
 from gateway.role_models import RoleModels
 from gateway.roster import Roster, WorkerSelection
 from infra.bus.connection import Bus
 from infra.bus.registry import RegisteredWorker, WorkerRegistry
 from infra.bus.revisions import reads
 from infra.model.modeldir import ModelDir
+from infra.model.parsers.registry import ParserNames, agreed_parsers
 from schemas.fleet import APART, DIFFUSION, EMBED, Registration, State
 from schemas.subjects import token
 

@@ -1,6 +1,6 @@
 """Names of the formats in which models write reasoning and tool calls.
 
-A worker registers its own (``--reasoning-parser``, ``--tool-call-parser``); ``gateway.parsers`` reads
+A worker registers its own (``--reasoning-parser``, ``--tool-call-parser``); ``infra.model.parsers`` reads
 them. The names are those of vLLM, SGLang and Dynamo.
 """
 

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from gateway.grammars.calls import CallGrammar, Tool
 from gateway.grammars.writer import CannotExpress, GrammarWriter, escaped
-from gateway.parsers.reasoning import ReasoningTags
+from infra.model.parsers.reasoning import ReasoningTags
 
 LAYOUT = r"/\n{0,2}/"  # between reasoning and what follows
 ANYTHING = "<[*]>*"

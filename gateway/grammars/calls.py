@@ -1,4 +1,4 @@
-"""The grammar of tool calls in each format that ``gateway.parsers`` reads."""
+"""The grammar of tool calls in each format that ``infra.model.parsers`` reads."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple

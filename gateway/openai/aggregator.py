@@ -17,9 +17,10 @@ from gateway.openai.responses import (
     CompletionResponse,
     TextChoice,
     UsageBody,
+    message_of,
 )
-from gateway.parsers.registry import parser_for
 from infra.model.detokenizer import Detokenizer
+from infra.model.parsers.registry import parser_for
 from schemas.errors import ServingError
 from schemas.requests import GenerateRequest
 from schemas.tokens import PROMPT, Logprob, TokenItem
@@ -118,7 +119,7 @@ class AnswerAggregator:
         text = "".join(self._texts[choice.index])
         request = self._request
         parser = parser_for(request, choice.index) if request.parsing is not None else None
-        message = AnswerMessage(text) if parser is None else parser.parse(text, limited=choice.limited)
+        message = AnswerMessage(text) if parser is None else message_of(parser.parse(text, limited=choice.limited))
         return ChatChoice(choice.index, message, choice.finish_reason(parser), self._choice_logprobs(choice))
 
     def _completion_choice(self, choice: ChoiceState) -> TextChoice:

@@ -11,9 +11,9 @@ from gateway.openai.errors import unsupported
 from gateway.openai.prepare_context import PrepareContext
 from gateway.openai.requests import ChatCompletionRequest
 from gateway.openai.tool_choice import ToolChoice, resolve_tool_choice
-from gateway.parsers.reasoning import ReasoningTags
-from gateway.parsers.registry import HARMONY, REASONING, special_markers
 from infra.model.constraints import CHOICE, GRAMMAR, JSON_SCHEMA, LARK, around, quoted
+from infra.model.parsers.reasoning import ReasoningTags
+from infra.model.parsers.registry import HARMONY, REASONING, special_markers
 from schemas.requests import CONSTRAINT_LARK, Constraint, Parsing
 
 Asked = tuple[str, Constraint]  # a constraint, and the field that asks for it

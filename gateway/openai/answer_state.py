@@ -2,9 +2,9 @@
 
 from gateway.openai.common import CHAT
 from gateway.openai.responses import PromptTokensDetails, UsageBody, serving_error
-from gateway.parsers.answer_parser import AnswerParser
-from gateway.parsers.registry import special_markers
 from infra.model.detokenizer import Detokenizer
+from infra.model.parsers.answer_parser import AnswerParser
+from infra.model.parsers.registry import special_markers
 from schemas.errors import ServingError
 from schemas.requests import GenerateRequest
 from schemas.tokens import FAILURES, Finish

@@ -10,8 +10,8 @@ from gateway.openai.constraint import marks, resolve_constraint
 from gateway.openai.errors import invalid, prompt_too_long
 from gateway.openai.prepare_context import PrepareContext
 from gateway.openai.requests import ChatCompletionRequest, CompletionRequest, TextOptions
-from gateway.parsers.registry import answer_parsing
 from infra.model.modeldir import ModelDir
+from infra.model.parsers.registry import answer_parsing
 from schemas.errors import Code, ServingError
 from schemas.requests import CONSTRAINT, CONSTRAINT_LARK, Constraint, LogitsProcessor, Parsing, Sampling, Stop
 

@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence, Set
 from typing import NamedTuple
 
 from gateway.openai.errors import model_not_found
-from gateway.parsers.registry import ParserNames
 from infra.model.modeldir import ModelDir
+from infra.model.parsers.registry import ParserNames
 from schemas.blocks import tenant_salt
 from schemas.requests import Priority
 from schemas.subjects import DEFAULT_TENANT

@@ -12,7 +12,7 @@ from msgspec import Meta, Struct
 from gateway.openai.common import CommonOptions, Name
 from gateway.openai.errors import decode_body, invalid, unsupported
 from gateway.openai.tool_choice import resolve_tool_choice
-from gateway.parsers.tool_formats import FUNCTION_NAME
+from infra.model.parsers.tool_formats import FUNCTION_NAME
 
 MAX_CHOICES = 128
 MAX_STOPS = 16

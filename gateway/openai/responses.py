@@ -4,6 +4,7 @@ from typing import Any, Literal
 
 from msgspec import UNSET, Struct, UnsetType
 
+from infra.model.parsers.delta_builder import Delta
 from schemas.errors import Code, ServingError
 from schemas.summary import State
 
@@ -81,6 +82,19 @@ class AnswerMessage(Struct, frozen=True):
     tool_calls: list[CallMessage] | UnsetType = UNSET
 
 
+def message_of(whole: Delta) -> AnswerMessage:
+    """The message of an answer that its parser has taken apart."""
+    calls = [
+        CallMessage(call.id or "", FunctionMessage(call.function.name or "", call.function.arguments))
+        for call in whole.tool_calls or ()
+    ]
+    thought = UNSET if whole.reasoning_content is None else whole.reasoning_content
+    content = whole.content
+    if content is None and not calls and thought is UNSET:
+        content = ""
+    return AnswerMessage(content, reasoning_content=thought, tool_calls=calls or UNSET)
+
+
 class ChatChoice(Struct, frozen=True):
     index: int
     message: AnswerMessage
@@ -117,27 +131,6 @@ class CompletionResponse(Struct, frozen=True):
     choices: list[TextChoice]
     usage: UsageBody
     object: Literal["text_completion"] = "text_completion"
-
-
-class FunctionDelta(Struct, frozen=True, omit_defaults=True):
-    arguments: str
-    name: str | None = None
-
-
-class CallDelta(Struct, frozen=True, omit_defaults=True):
-    """``id``, ``type`` and the name come with the first delta of a call; concatenate the arguments."""
-
-    index: int
-    function: FunctionDelta
-    id: str | None = None
-    type: Literal["function"] | None = None
-
-
-class Delta(Struct, frozen=True, omit_defaults=True):
-    role: Literal["assistant"] | None = None
-    content: str | None = None
-    reasoning_content: str | None = None
-    tool_calls: list[CallDelta] | None = None
 
 
 class ChunkChoice(Struct, frozen=True):

@@ -8,9 +8,10 @@ from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
 from gateway.openai.answer_state import AnswerState
-from gateway.openai.responses import Delta, UsageBody
-from gateway.parsers.registry import parser_for
+from gateway.openai.responses import UsageBody
 from infra.model.detokenizer import Detokenizer
+from infra.model.parsers.delta_builder import Delta
+from infra.model.parsers.registry import parser_for
 from schemas.errors import ServingError
 from schemas.requests import GenerateRequest
 from schemas.tokens import PROMPT, Finish, Logprob, TokenItem

@@ -12,11 +12,12 @@ import msgspec
 
 from gateway.openai.answer_state import AnswerState, ChoiceState
 from gateway.openai.logprobs import LogprobFormatter
-from gateway.openai.responses import ChatLogprobs, Delta, TextLogprobs, UsageBody
+from gateway.openai.responses import ChatLogprobs, TextLogprobs, UsageBody
 from gateway.openai.sse import DONE, error_event, invalid_event_id, parse_position
-from gateway.parsers.answer_parser import AnswerParser
-from gateway.parsers.registry import parser_for
 from infra.model.detokenizer import Detokenizer
+from infra.model.parsers.answer_parser import AnswerParser
+from infra.model.parsers.delta_builder import Delta
+from infra.model.parsers.registry import parser_for
 from schemas.errors import ServingError
 from schemas.requests import GenerateRequest
 from schemas.tokens import PROMPT, Finish, Logprob, TokenItem

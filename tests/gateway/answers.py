@@ -4,8 +4,8 @@ import msgspec
 from hypothesis import strategies as st
 
 from gateway.openai.prepare_context import PrepareContext
-from gateway.parsers.registry import ParserNames
 from infra.model import modeldir
+from infra.model.parsers.registry import ParserNames
 from schemas.requests import GenerateRequest, Parsing, Sampling, Stop
 from schemas.tokens import Finish, Logprob, TokenItem
 from schemas.wire import pack_tokens

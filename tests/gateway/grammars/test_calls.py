@@ -11,11 +11,11 @@ from msgspec import UNSET
 from gateway.grammars.answers import Calls, Reasoning, write_answer
 from gateway.grammars.calls import GRAMMARS, NO_PARAMETERS, Tool, call_grammar
 from gateway.grammars.writer import CannotExpress, GrammarWriter
-from gateway.openai.responses import AnswerMessage
-from gateway.parsers import reasoning
-from gateway.parsers.registry import TOOLS, parser_for, special_markers
+from gateway.openai.responses import AnswerMessage, message_of
 from infra.model import modeldir
 from infra.model.constraints import LARK
+from infra.model.parsers import reasoning
+from infra.model.parsers.registry import TOOLS, parser_for, special_markers
 from schemas.requests import Constraint, GenerateRequest, Parsing, Stop
 from workers.engines.constraints.compiler import ConstraintCompiler, ModelTokens
 
@@ -70,7 +70,7 @@ def drawn(grammar: str, seed: int, *, free: int = 60, most: int = 400) -> list[i
 def parsed(text: str, tools: str, tags: str = "", *, begun: bool = False) -> AnswerMessage:
     parsing = Parsing(reasoning=tags, tools=tools, texts=TEXTS, thinking=begun)
     request = GenerateRequest("id", "m", "g", b"", Stop(1), 0, 0, parsing=parsing)
-    return parser_for(request, 0).parse(text)
+    return message_of(parser_for(request, 0).parse(text))
 
 
 def called(message: AnswerMessage) -> list[tuple[str, Any]]:

@@ -5,9 +5,9 @@ import pytest
 
 from gateway.openai.prepare_context import PrepareContext
 from gateway.openai.tool_choice import resolve_tool_choice
-from gateway.parsers.registry import ParserNames
 from infra.model import modeldir
 from infra.model.constraints import LARK, check
+from infra.model.parsers.registry import ParserNames
 from schemas.errors import Code
 from schemas.requests import CONSTRAINT, CONSTRAINT_LARK
 from tests.gateway.openai.test_prepare import chat, refusal

@@ -5,12 +5,12 @@ from typing import Any, NamedTuple
 
 from blake3 import blake3
 
-from gateway.parsers import json_calls, reasoning, xml_calls
-from gateway.parsers.answer_parser import AnswerFormat, AnswerParser
-from gateway.parsers.harmony import SPECIAL
-from gateway.parsers.pythonic_calls import PYTHONIC
-from gateway.parsers.reasoning import ReasoningTags
-from gateway.parsers.tool_formats import TextParameters, ToolFormat
+from infra.model.parsers import json_calls, reasoning, xml_calls
+from infra.model.parsers.answer_parser import AnswerFormat, AnswerParser
+from infra.model.parsers.harmony import SPECIAL
+from infra.model.parsers.pythonic_calls import PYTHONIC
+from infra.model.parsers.reasoning import ReasoningTags
+from infra.model.parsers.tool_formats import TextParameters, ToolFormat
 from schemas.fleet import Registration
 from schemas.requests import GenerateRequest, Parsing
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from gateway.parsers.reader import MalformedCall, Reader, Steps
+from infra.model.parsers.reader import MalformedCall, Reader, Steps
 
 _STRUCTURE = re.compile(r'["\[\]{}<]')
 _IN_STRING = re.compile(r'["\\]')

@@ -6,10 +6,10 @@ Sources: the models' chat templates (Qwen, Hermes, Mistral, Llama 3, Nemotron, D
 import re
 from collections.abc import Callable
 
-from gateway.parsers.delta_builder import DeltaBuilder
-from gateway.parsers.json_text import string, value
-from gateway.parsers.reader import MalformedCall, Markers, Reader, Steps
-from gateway.parsers.tool_formats import FUNCTION_NAME_CHARS, TextParameters, ToolFormat, parse_name, read_closing
+from infra.model.parsers.delta_builder import DeltaBuilder
+from infra.model.parsers.json_text import string, value
+from infra.model.parsers.reader import MalformedCall, Markers, Reader, Steps
+from infra.model.parsers.tool_formats import FUNCTION_NAME_CHARS, TextParameters, ToolFormat, parse_name, read_closing
 
 _ARGUMENTS = ("arguments", "parameters")
 _IDENTIFIER = re.compile(r"[A-Za-z0-9]*")

@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
-from gateway.parsers.delta_builder import DeltaBuilder
-from gateway.parsers.reader import Markers, Reader, Steps
-from gateway.parsers.tool_formats import TextParameters, ToolFormat, try_calls
+from infra.model.parsers.delta_builder import DeltaBuilder
+from infra.model.parsers.reader import Markers, Reader, Steps
+from infra.model.parsers.tool_formats import TextParameters, ToolFormat, try_calls
 
 
 @dataclass(frozen=True)

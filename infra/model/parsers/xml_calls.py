@@ -8,10 +8,10 @@ from collections.abc import Callable
 
 import msgspec
 
-from gateway.parsers.delta_builder import DeltaBuilder
-from gateway.parsers.json_text import encode
-from gateway.parsers.reader import MalformedCall, Markers, Reader, Steps
-from gateway.parsers.tool_formats import TextParameters, ToolFormat, parse_name, read_closing
+from infra.model.parsers.delta_builder import DeltaBuilder
+from infra.model.parsers.json_text import encode
+from infra.model.parsers.reader import MalformedCall, Markers, Reader, Steps
+from infra.model.parsers.tool_formats import TextParameters, ToolFormat, parse_name, read_closing
 
 _KEY = re.compile(r"[^<>\n]*")
 _NAME_RUN = re.compile(r"[^<>\s]*")

@@ -1,10 +1,34 @@
 """Builds chat completion deltas from what a parser finds, without the layout around reasoning and calls."""
 
 from collections.abc import Callable
+from typing import Literal
 
-from gateway.openai.responses import CallDelta, Delta, FunctionDelta
+from msgspec import Struct
 
 _SPACE = " \t\r\n"
+
+
+class FunctionDelta(Struct, frozen=True, omit_defaults=True):
+    arguments: str
+    name: str | None = None
+
+
+class CallDelta(Struct, frozen=True, omit_defaults=True):
+    """``id``, ``type`` and the name come with the first delta of a call; concatenate the arguments."""
+
+    index: int
+    function: FunctionDelta
+    id: str | None = None
+    type: Literal["function"] | None = None
+
+
+class Delta(Struct, frozen=True, omit_defaults=True):
+    """What is added to a message, as OpenAI's API writes it."""
+
+    role: Literal["assistant"] | None = None
+    content: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[CallDelta] | None = None
 
 
 class DeltaBuilder:

@@ -4,8 +4,8 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from gateway.parsers.delta_builder import DeltaBuilder
-from gateway.parsers.reader import MalformedCall, Markers, Reader, Steps
+from infra.model.parsers.delta_builder import DeltaBuilder
+from infra.model.parsers.reader import MalformedCall, Markers, Reader, Steps
 
 FUNCTION_NAME = re.compile(r"[A-Za-z0-9_.\-/]{1,256}")
 FUNCTION_NAME_CHARS = re.compile(r"[A-Za-z0-9_.\-/]*")

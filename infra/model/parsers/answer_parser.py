@@ -3,14 +3,11 @@
 from collections.abc import Callable
 from typing import NamedTuple
 
-from msgspec import UNSET
-
-from gateway.openai.responses import AnswerMessage, CallMessage, Delta, FunctionMessage
-from gateway.parsers.delta_builder import DeltaBuilder
-from gateway.parsers.harmony import read_harmony
-from gateway.parsers.reader import Reader, Steps
-from gateway.parsers.reasoning import ReasoningTags, read_reasoning
-from gateway.parsers.tool_formats import TextParameters, ToolFormat, read_content
+from infra.model.parsers.delta_builder import Delta, DeltaBuilder
+from infra.model.parsers.harmony import read_harmony
+from infra.model.parsers.reader import Reader, Steps
+from infra.model.parsers.reasoning import ReasoningTags, read_reasoning
+from infra.model.parsers.tool_formats import TextParameters, ToolFormat, read_content
 
 
 class AnswerFormat(NamedTuple):
@@ -81,17 +78,9 @@ class AnswerParser:
         self._deltas.finish()
         return self._deltas.take()
 
-    def parse(self, text: str, *, limited: bool = False) -> AnswerMessage:
-        """The message that the deltas of the whole text add up to. ``limited``: as for ``finish``."""
-        message = self.finish(text, limited=limited)
-        if message is None:
-            return AnswerMessage("")
-        calls = [
-            CallMessage(call.id or "", FunctionMessage(call.function.name or "", call.function.arguments))
-            for call in message.tool_calls or ()
-        ]
-        reasoning = UNSET if message.reasoning_content is None else message.reasoning_content
-        return AnswerMessage(message.content, reasoning_content=reasoning, tool_calls=calls or UNSET)
+    def parse(self, text: str, *, limited: bool = False) -> Delta:
+        """What the deltas of the whole text add up to. ``limited``: as for ``finish``."""
+        return self.finish(text, limited=limited) or Delta()
 
     def _step(self) -> None:
         assert self._steps is not None

@@ -15,9 +15,9 @@ from gateway.openai.prepare import prepare_chat, prepare_completion
 from gateway.openai.prepare_context import PrepareContext
 from gateway.openai.segments import SegmentedAnswer
 from gateway.openai.stream_renderer import StreamRenderer
-from gateway.parsers.registry import ParserNames
 from infra.model import modeldir
 from infra.model.modeldir import ModelDir
+from infra.model.parsers.registry import ParserNames
 from schemas.errors import ServingError
 from schemas.requests import GenerateRequest, Parsing
 from schemas.tokens import Finish, Logprob, TokenItem

@@ -9,10 +9,10 @@ import re
 import warnings
 from typing import Any
 
-from gateway.parsers.delta_builder import DeltaBuilder
-from gateway.parsers.json_text import encode
-from gateway.parsers.reader import MalformedCall, Reader, Steps
-from gateway.parsers.tool_formats import TextParameters, ToolFormat, parse_name, read_closing
+from infra.model.parsers.delta_builder import DeltaBuilder
+from infra.model.parsers.json_text import encode
+from infra.model.parsers.reader import MalformedCall, Reader, Steps
+from infra.model.parsers.tool_formats import TextParameters, ToolFormat, parse_name, read_closing
 
 _NAME_RUN = re.compile(r"[A-Za-z0-9_.\-]*")
 _STRUCTURE = re.compile(r"[\"'()\[\]{}]")

@@ -6,9 +6,9 @@
 
 import re
 
-from gateway.parsers.delta_builder import DeltaBuilder
-from gateway.parsers.reader import Markers, Reader, Steps
-from gateway.parsers.tool_formats import FUNCTION_NAME
+from infra.model.parsers.delta_builder import DeltaBuilder
+from infra.model.parsers.reader import Markers, Reader, Steps
+from infra.model.parsers.tool_formats import FUNCTION_NAME
 
 SPECIAL = ("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>", "<|call|>", "<|return|>")
 

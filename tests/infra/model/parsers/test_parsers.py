@@ -4,20 +4,19 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import get_args
 
-import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.openai.responses import AnswerMessage, Delta
-from gateway.parsers.answer_parser import AnswerParser
-from gateway.parsers.registry import REASONING, TOOLS, ParserNames, agreed_parsers, answer_parsing, parser_for
 from infra.model import modeldir
 from infra.model import parser_detection as detection
+from infra.model.parsers.answer_parser import AnswerParser
+from infra.model.parsers.delta_builder import Delta
+from infra.model.parsers.registry import REASONING, TOOLS, ParserNames, agreed_parsers, answer_parsing, parser_for
 from schemas import parser_names
 from schemas.fleet import Registration
 from schemas.requests import GenerateRequest, Parsing, Stop
-from tests.gateway.parsers.corpus import CASES, TEXTS, Case
+from tests.infra.model.parsers.corpus import CASES, TEXTS, Case
 from tests.properties import examples
 
 Parsed = tuple[str | None, str | None, tuple[tuple[str, str, str], ...]]  # content, reasoning, (id, name, arguments)
@@ -34,7 +33,6 @@ def added(deltas: Iterable[Delta | None]) -> Parsed:
     thought: str | None = None
     calls: list[list[str]] = []
     for delta in filter(None, deltas):
-        assert delta.content is not None or delta.reasoning_content is not None or delta.tool_calls
         if delta.content is not None:
             content = (content or "") + delta.content
         if delta.reasoning_content is not None:
@@ -53,18 +51,17 @@ def added(deltas: Iterable[Delta | None]) -> Parsed:
 
 
 def streamed(made: AnswerParser, pieces: Sequence[str]) -> Parsed:
-    return added([*map(made.push, pieces), made.finish()])
-
-
-def of_message(message: AnswerMessage) -> Parsed:
-    calls = () if message.tool_calls is msgspec.UNSET else message.tool_calls
-    thought = None if message.reasoning_content is msgspec.UNSET else message.reasoning_content
-    return message.content, thought, tuple((c.id, c.function.name, c.function.arguments) for c in calls)
+    deltas = [*map(made.push, pieces), made.finish()]
+    assert all(
+        each.content is not None or each.reasoning_content is not None or each.tool_calls
+        for each in filter(None, deltas)
+    )
+    return added(deltas)
 
 
 def at_once(made: AnswerParser, text: str) -> Parsed:
     """As an answer that is not streamed is read; what no text says is "" there."""
-    content, *rest = of_message(made.parse(text))
+    content, *rest = added([made.parse(text)])
     return content or "", *rest  # type: ignore[return-value]
 
 
@@ -79,14 +76,14 @@ def named(case: Case) -> str:
 
 @pytest.mark.parametrize("case", CASES, ids=named)
 def test_an_answer_says_what_its_format_means(case: Case) -> None:
-    content, thought, calls = of_message(reader(case.reasoning, case.tools, **case.options).parse(case.text))
-    assert (content, thought) == (case.content, case.thought)
+    content, thought, calls = at_once(reader(case.reasoning, case.tools, **case.options), case.text)
+    assert (content, thought) == (case.content or "", case.thought)
     assert tuple((name, said) for _, name, said in calls) == case.calls
 
 
 @pytest.mark.parametrize("case", CASES, ids=named)
 def test_character_by_character_the_result_is_the_same(case: Case) -> None:
-    whole = of_message(reader(case.reasoning, case.tools, **case.options).parse(case.text))
+    whole = at_once(reader(case.reasoning, case.tools, **case.options), case.text)
     content, *rest = streamed(reader(case.reasoning, case.tools, **case.options), list(case.text))
     assert [content or "", *rest] == [whole[0] or "", *whole[1:]]
 
