@@ -182,6 +182,11 @@ class Subjects:
         return f"{self.namespace}.progress.{gateway}"
 
     @property
+    def reading(self) -> str:
+        """Where gateways say who reads which answer with them, so that no reader is served twice."""
+        return f"{self.namespace}.reading"
+
+    @property
     def erase(self) -> str:
         """Where gateways ask routers to erase a request that has ended."""
         return f"{self.namespace}.erase"

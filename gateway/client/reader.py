@@ -53,6 +53,7 @@ class AnswerReader:
         self._until = until
         self._buffer = ReorderBuffer(first)
         self._ready: deque[Message] = deque()
+        self._name = connection.nc.new_inbox().rpartition(".")[2]  # its next read of the answer replaces the one before
         self._events: asyncio.Queue[Any] = asyncio.Queue(BUFFER)
         self._live: Any = None
         self._again: Any = None
@@ -199,7 +200,7 @@ class AnswerReader:
         inbox = self._connection.nc.new_inbox()
         before, self._again = self._again, await self._subscribe(inbox)
         await self._connection.unsubscribe(before)
-        query = msgspec.json.encode({"key": self._key, "from": self._buffer.next})
+        query = msgspec.json.encode({"key": self._key, "from": self._buffer.next, "reader": self._name})
         try:
             await self._connection.nc.publish(self._connection.read, query, reply=inbox)
         except NatsError:

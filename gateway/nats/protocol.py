@@ -16,6 +16,7 @@ STREAM = "stream"
 STREAM_USAGE = "stream+usage"
 
 MAX_MESSAGE_ID = 255
+MAX_READER = 128  # characters
 MAX_REPLY = 512  # characters of a reply subject; the server disconnects clients that send lines above 4,096
 _SUBJECT = re.compile(r"[!-)+-\-/-=?-~]+(\.[!-)+-\-/-=?-~]+)*")  # tokens of visible ASCII, without wildcards
 
@@ -151,16 +152,21 @@ def is_reply_subject(subject: str, namespace: str) -> bool:
     )
 
 
-class AnswerQuery(msgspec.Struct, rename={"first": "from"}):
-    """The body of ``ps.read`` and ``ps.cancel``: which request, and what of its answer."""
+class AnswerQuery(msgspec.Struct, rename={"first": "from"}, forbid_unknown_fields=True):
+    """The body of ``ps.read`` and ``ps.cancel``: which request, and what of its answer.
+
+    ``reader``: the client's name for whoever reads. Its next read of the same answer ends this one.
+    """
 
     id: str = ""
     key: str = ""
     first: int = 0
     until: int | None = None
     reason: str = "cancelled by its client"
+    reader: str = ""
 
 
+_QUERY_FIELDS = '"from", "until", "reader" and "reason"'
 _decode_query = msgspec.json.Decoder(AnswerQuery).decode
 
 
@@ -172,9 +178,14 @@ def parse_query(body: bytes) -> AnswerQuery:
     try:
         query = _decode_query(body) if body.lstrip()[:1] == b"{" else _cancel(body)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise _invalid(f'the body must be a JSON object with "id" or "key": {str(error)[:200]}') from None
+        why = str(error)[:200] if body.lstrip()[:1] == b"{" else f"it begins with {body[:20]!r}"
+        raise _invalid(
+            f'the body must be a JSON object with "id" or "key", and optionally {_QUERY_FIELDS}: {why}'
+        ) from None
     if bool(query.id) == bool(query.key):
         raise _invalid('name the request by either "id" (its id) or "key" (the Nats-Msg-Id of its submission)')
+    if len(query.reader) > MAX_READER:
+        raise _invalid(f'"reader" has {len(query.reader)} characters; at most {MAX_READER} are taken')
     if query.first < 0 or (query.until is not None and query.until < query.first):
         raise _invalid('"from" and "until" are numbers of messages, 0 and up')
     return query

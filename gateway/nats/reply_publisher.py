@@ -1,9 +1,17 @@
-"""Publishes the messages of one answer to subjects that a client reads, possibly through its tenant's account."""
+"""Publishes the messages of one answer to subjects that a client reads, possibly through its tenant's account.
+
+Whether anybody still reads is asked of the broker, every second or every 32 messages. In the pipeline's own account a
+message with a reply subject brings "no responders". The reply subjects that the broker makes for other accounts
+(``_R_.…``) never do. There a message asks for the broker's trace of it: as long as the client is subscribed, the trace
+has the step into the client's account; the broker drops that mapping for good once the subscription has gone.
+"""
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
+
+import msgspec
 
 from gateway.nats.messages import AnswerMessage
 from infra.bus.connection import Bus
@@ -13,6 +21,23 @@ INTEREST_S = 5.0  # nats-py's clients reconnect within 2 s of the broker's retur
 PROBE_S = 0.1
 CHECK_EVERY = 32  # messages after which, as after CHECK_S, the broker is asked whether there is a subscriber
 CHECK_S = 1.0
+TRACED_S = 1.5  # by then every server of a cluster has sent its part of a trace
+MAPPED = "_R_."  # begins the reply subjects that the broker makes for clients of other accounts
+HEADER_TRACE = "Nats-Trace-Dest"
+
+
+class _Step(msgspec.Struct):
+    type: str = ""
+    to: str = ""
+
+
+class _Trace(msgspec.Struct):
+    """What one server did with a message; ``si``: it passed it into the account of a service's caller."""
+
+    events: list[_Step] = []
+
+
+_decode_trace = msgspec.json.Decoder(_Trace).decode
 
 
 class ReplyPublisher:
@@ -24,6 +49,7 @@ class ReplyPublisher:
 
     Attributes:
         unread: the answer has no reader.
+        on_inbox: called with the client's own subject once the broker has named it, in another account.
     """
 
     def __init__(
@@ -50,6 +76,11 @@ class ReplyPublisher:
         self._check_inbox = ""
         self._unchecked = 0  # messages since the last check
         self._checked_at = 0.0
+        self.on_inbox: Callable[[str], None] | None = None
+        self._mapped = any(subject.startswith(MAPPED) for subject in self._subjects)
+        self._check_number = 0
+        self._traced = 0  # number of the last check whose message reached the client's account
+        self._dropped: tuple[int, float] | None = None  # a check whose message did not, and when that was first seen
 
     def set_request(self, request_id: str) -> None:
         """Set the request that is answered; its id is known only once it is accepted."""
@@ -68,21 +99,28 @@ class ReplyPublisher:
         """Have the next message wait for a subscriber: after a reconnect, a gateway is back before its clients."""
         self._subscriber_required = True
 
+    def give_up(self) -> None:
+        """Send no more: the same reader reads the answer anew."""
+        self.unread = True
+
     @property
     def waits_for_subscriber(self) -> bool:
         return self._subscriber_required
 
     async def send(self, message: AnswerMessage) -> None:
         in_range = message.number >= self.first or message.number < 0 or message.record
-        if not in_range or (self.until is not None and message.number > self.until):
+        if self.unread or not in_range or (self.until is not None and message.number > self.until):
             return
         headers = message.headers(self._headers)
         if self._subscriber_required:
             received = await self._send_until_received(message.body, headers)
             self._subscriber_required = False
-            self.unread = self.check_interest and not received
+            self.unread = self.unread or (self.check_interest and not received)
             return
         reply = await self._check_reply() if self.check_interest else ""
+        if reply and self._mapped:
+            headers = headers | {HEADER_TRACE: reply}
+            reply = ""
         for subject in self._subjects:
             await self._bus.nc.publish(subject, message.body, reply=reply, headers=headers)
 
@@ -103,9 +141,34 @@ class ReplyPublisher:
             return ""
         if self._checks is None:
             self._check_inbox = self._bus.nc.new_inbox()
-            self._checks = await self._bus.nc.subscribe(self._check_inbox, cb=self._on_no_responders)
+            if self._mapped:
+                self._checks = await self._bus.nc.subscribe(f"{self._check_inbox}.*", cb=self._on_trace)
+            else:
+                self._checks = await self._bus.nc.subscribe(self._check_inbox, cb=self._on_no_responders)
         self._unchecked, self._checked_at = 0, now
-        return self._check_inbox
+        if not self._mapped:
+            return self._check_inbox
+        if self._dropped is not None and now - self._dropped[1] > TRACED_S:
+            self.unread = True
+        self._check_number += 1
+        return f"{self._check_inbox}.{self._check_number}"
+
+    async def _on_trace(self, message: Any) -> None:
+        try:
+            steps = _decode_trace(message.data).events
+            number = int(message.subject.rpartition(".")[2])
+        except (msgspec.MsgspecError, UnicodeDecodeError, ValueError):
+            return
+        into = next((step.to for step in steps if step.type == "si"), "")
+        if into:
+            self._traced = max(self._traced, number)
+            if self._dropped is not None and self._dropped[0] <= number:
+                self._dropped = None
+            if self.on_inbox is not None:
+                on_inbox, self.on_inbox = self.on_inbox, None
+                on_inbox(into)
+        elif number > self._traced and self._dropped is None:  # another server may still report the step
+            self._dropped = (number, time.monotonic())
 
     async def _on_no_responders(self, message: object) -> None:
         self._subscriber_required = True

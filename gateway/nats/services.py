@@ -33,8 +33,21 @@ MAX_REASON = 200  # characters
 CUT_S = 1.0
 QUEUE = "gateway"
 _ANY = "any"
+_Reader = tuple[str, str, str]  # tenant, request, the name or the subject of who reads
 
 _json = msgspec.json.encode
+
+
+class _Reading(msgspec.Struct, frozen=True):
+    """Between gateways: this reader reads this answer here from now on."""
+
+    gateway: str
+    tenant: str
+    request: str
+    reader: str
+
+
+_decode_reading = msgspec.json.Decoder(_Reading).decode
 
 
 class Services:
@@ -54,6 +67,7 @@ class Services:
         self._asks: Counter[str] = Counter()  # open, by tenant
         self._same_key = KeyedSlots(SAME_KEY, SAME_KEY)
         self._reads: Counter[str] = Counter()  # open, by tenant
+        self._readers: dict[_Reader, ReplyPublisher] = {}
         self._subs: list[Any] = []
 
     async def start(self) -> None:
@@ -67,6 +81,7 @@ class Services:
             *passed,
         ):
             self._subs.append(await self._nc.subscribe(subject, queue=QUEUE, cb=handle))
+        self._subs.append(await self._nc.subscribe(self._subjects.reading, cb=self._on_reading))
 
     async def close(self, timeout: float) -> None:
         """Take no more calls, wait ``timeout`` seconds for those that run, and end the rest with ``shutting_down``."""
@@ -198,7 +213,41 @@ class Services:
                 return
             replies.first, replies.until = query.first, query.until
             replies.check_interest = True
-            await self._delivery.deliver(accepted, replies)
+            reading = _Reading(self._gateway.id, origin.tenant, request.id, query.reader or message.reply)
+            await self._nc.publish(self._subjects.reading, _json(reading))
+            readers = [(origin.tenant, request.id, reading.reader)]
+            self._replace(readers[0], replies)
+
+            def named(inbox: str) -> None:  # a reader in another account, whose reads have all another reply subject
+                if not query.reader:
+                    readers.append((origin.tenant, request.id, inbox))
+                    self._replace(readers[-1], replies)
+
+            replies.on_inbox = named
+            try:
+                await self._delivery.deliver(accepted, replies)
+            finally:
+                for reader in readers:
+                    if self._readers.get(reader) is replies:
+                        del self._readers[reader]
+
+    def _replace(self, reader: _Reader, replies: ReplyPublisher) -> None:
+        """One read of an answer for each reader: it asks again because messages were lost."""
+        before = self._readers.get(reader)
+        if before is not None and before is not replies:
+            before.give_up()
+        self._readers[reader] = replies
+
+    async def _on_reading(self, message: Any) -> None:
+        """A reader began to read at some gateway: it reads no longer here."""
+        try:
+            reading = _decode_reading(message.data)
+        except (msgspec.MsgspecError, UnicodeDecodeError):
+            return
+        if reading.gateway != self._gateway.id:
+            before = self._readers.pop((reading.tenant, reading.request, reading.reader), None)
+            if before is not None:
+                before.give_up()
 
     async def _cancel(self, message: Any, origin: Origin, replies: ReplyPublisher) -> None:
         query = parse_query(message.data)

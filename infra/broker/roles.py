@@ -102,11 +102,13 @@ def _gateway(s: Subjects) -> tuple[Right, ...]:
             (*(s.all(kind) for kind in CLIENT_KINDS), f"{s.namespace}.read"),
         ),
         Right("answer NATS clients", (s.all("answer"), s.all("to"), s.all("pass"), "_R_.>")),
+        Right("answer NATS clients in the pipeline's own account", ("_INBOX.>", s.all("reply"))),
         Right(
             "ask other gateways for the progress of answers, and reply",
             (s.progress("*"), f"{inbox_prefix('gateway')}.>"),
             (s.progress("*"),),
         ),
+        Right("end reads whose reader reads elsewhere", (s.reading,), (s.reading,)),
         # A stream per tenant, and tenants come and go; the consumer of each is called "gateway".
         Right("take submissions", ("$JS.API.CONSUMER.MSG.NEXT.*.gateway", "$JS.ACK.*.gateway.>")),
         Right("erase submissions that must not be stored", ("$JS.API.STREAM.MSG.DELETE.*",)),

@@ -1,6 +1,7 @@
 """What NATS clients write, and how answers are numbered."""
 
 import hashlib
+import re
 
 import msgspec
 import pytest
@@ -95,6 +96,24 @@ def test_a_cancellation_of_an_earlier_release_is_understood() -> None:
     found = parse_query(wire.encode(Cancel("some-id", "changed my mind")))
     assert (found.id, found.reason) == ("some-id", "changed my mind")
     assert parse_query(b'{"key":"k","from":3,"until":4}').first == 3
+
+
+@pytest.mark.parametrize(
+    ("body", "named"),
+    [
+        (b'{"id": "x", "form": 3}', "form"),
+        (b"what is new?", "what is new?"),
+        (b"[1]", "JSON object"),
+        (b"", "JSON object"),
+        (b'{"id": "x", "reader": "%s"}' % (b"r" * 129), "reader"),
+        (b'{"id": "x", "from": "3"}', "from"),
+    ],
+)
+def test_a_query_that_cannot_be_used_says_why(body: bytes, named: str) -> None:
+    with pytest.raises(ServingError, match=re.escape(named)) as error:
+        parse_query(body)
+    assert error.value.code is Code.invalid_request
+    assert "got `int`" not in error.value.message
 
 
 def request_of(oracle: Oracle, form: str) -> GenerateRequest:

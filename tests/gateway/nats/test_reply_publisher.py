@@ -1,9 +1,11 @@
 """Answers that nobody reads are not sent to their end, on a real broker."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
+import nats
 import pytest
+from nats.aio.client import Client
 
 from gateway.nats import reply_publisher
 from gateway.nats.messages import AnswerMessage
@@ -24,6 +26,7 @@ async def bus(broker: EmbeddedNats, subjects: Subjects) -> AsyncIterator[Bus]:
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reply_publisher, "INTEREST_S", 0.3)
     monkeypatch.setattr(reply_publisher, "PROBE_S", 0.02)
+    monkeypatch.setattr(reply_publisher, "TRACED_S", 0.0)
 
 
 def message(number: int) -> AnswerMessage:
@@ -83,5 +86,63 @@ async def test_a_reader_that_is_away_for_a_moment_goes_on(bus: Bus, monkeypatch:
         assert await send_until_unread(replies, bus, 50, first=1) == 50
         await bus.nc.flush()
         assert got == [b"%d" % number for number in range(1, 51)]
+    finally:
+        await replies.close()
+
+
+@pytest.fixture
+async def accounts(make_broker: Callable[..., EmbeddedNats]) -> AsyncIterator[tuple[Bus, Client]]:
+    """The pipeline's connection, and a client's in an account of its own."""
+    server = make_broker("accounts")
+    await server.start()
+    async with opened(server, Subjects()) as bus:
+        client = await nats.connect(server.url("client"))
+        try:
+            yield bus, client
+        finally:
+            await client.close()
+
+
+async def mapped_read(bus: Bus, client: Client, inbox: str) -> ReplyPublisher:
+    """What a gateway answers a read from another account with."""
+    asked = await bus.nc.subscribe("ps.read.default")
+    await bus.nc.flush()
+    await client.publish("ps.read", b"{}", reply=inbox)
+    reply = (await asked.next_msg(timeout=10)).reply
+    assert reply.startswith("_R_.")
+    await asked.unsubscribe()
+    return ReplyPublisher(bus, [reply], durable=False, check_interest=True)
+
+
+async def test_a_reader_in_an_account_of_its_own_gets_every_message_and_is_known_to_be_gone(
+    accounts: tuple[Bus, Client],
+) -> None:
+    bus, client = accounts
+    inbox, named = client.new_inbox(), list[str]()
+    reader = await client.subscribe(inbox)
+    replies = await mapped_read(bus, client, inbox)
+    replies.on_inbox = named.append
+    try:
+        assert await send_until_unread(replies, bus, 200) == 200
+        assert [(await reader.next_msg(timeout=10)).data for _ in range(200)] == [b"%d" % n for n in range(200)]
+        assert named == [inbox]
+        await reader.unsubscribe()
+        await client.flush()
+        assert await send_until_unread(replies, bus, 300, first=200) < 100
+    finally:
+        await replies.close()
+
+
+async def test_a_reader_in_an_account_of_its_own_that_disconnects_is_known_to_be_gone(
+    accounts: tuple[Bus, Client],
+) -> None:
+    bus, client = accounts
+    inbox = client.new_inbox()
+    await client.subscribe(inbox)
+    replies = await mapped_read(bus, client, inbox)
+    try:
+        assert await send_until_unread(replies, bus, 100) == 100
+        await client.close()
+        assert await send_until_unread(replies, bus, 300, first=100) < 100
     finally:
         await replies.close()

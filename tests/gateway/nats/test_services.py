@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from typing import Any
 
 import pytest
 
@@ -95,3 +96,55 @@ async def test_reads_of_one_tenant_do_not_keep_out_those_of_another(
         await bus.nc.publish(f"{bus.subjects.namespace}.read.{tenant}", body, reply=READ)
     messages = await client.got(lambda messages: len(messages) == 2)
     assert sorted(map(error_of, messages)) == ["queue_full", "request_not_found"]
+
+
+@pytest.mark.parametrize("named", [True, False])
+async def test_a_reader_that_reads_again_is_served_once(
+    client: Submitter, engine: Engine, running: Running, bus: Bus, named: bool
+) -> None:
+    """The first read ends: after lost messages, each repeat would send the whole rest once more."""
+    await ask(bus, stream=True)
+    await eventually(lambda: engine.accepted)
+    [request] = engine.accepted
+    query = {"id": request.id} | ({"reader": "me"} if named else {})
+    subjects = ["_INBOX.first", "_INBOX.second"] if named else ["_INBOX.same", "_INBOX.same"]
+    await client.listen(*set(subjects))
+    readers, before = running.api._services._readers, None
+    for number, subject in enumerate(subjects, 1):
+        await bus.nc.publish(f"{bus.subjects.namespace}.read", json.dumps(query).encode(), reply=subject)
+        await eventually(lambda before=before: len(readers) == 1 and before not in readers.values())
+        [before] = readers.values()
+        await engine.stream(request, 2 * (number - 1), 2)
+        await client.got(lambda messages, subject=subject, number=number: texts_at(messages, subject) >= number)
+    await engine.stream(request, 4, 4, end=True)
+    await client.got(lambda messages: sum(finals([m]) for m in messages if m.subject == subjects[1]) == 1)
+    await eventually(lambda: not readers)
+    numbers = [number_of(message) for message in client.received if message.subject == subjects[1]]
+    if named:
+        assert numbers == sorted(set(numbers))
+        assert not any(finals([message]) for message in client.received if message.subject == subjects[0])
+    else:
+        assert numbers.count(max(numbers)) == 1
+
+
+def texts_at(messages: list[Any], subject: str) -> int:
+    return sum(message.subject == subject and number_of(message) >= 0 for message in messages)
+
+
+async def test_a_reader_that_reads_at_another_gateway_is_no_longer_served_here(
+    client: Submitter, engine: Engine, running: Running, bus: Bus
+) -> None:
+    await ask(bus, stream=True)
+    await eventually(lambda: engine.accepted)
+    [request] = engine.accepted
+    query = json.dumps({"id": request.id, "reader": "me"}).encode()
+    await bus.nc.publish(f"{bus.subjects.namespace}.read", query, reply=READ)
+    await eventually(lambda: len(running.api._services._readers) == 1)
+    there = {"gateway": "another", "tenant": "default", "request": request.id, "reader": "me"}
+    await bus.nc.publish(bus.subjects.reading, json.dumps(there).encode())
+    await eventually(lambda: not running.api._services._readers)
+    await engine.stream(request, 0, 2)
+    await engine.stream(request, 2, 1, end=True)
+    await client.got(lambda messages: sum(finals([m]) for m in messages if m.subject == ASKED) == 1)
+    await eventually(lambda: not running.api._services._tasks)
+    assert not any(finals([message]) for message in client.received if message.subject == READ)
