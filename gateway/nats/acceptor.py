@@ -13,6 +13,29 @@ from gateway.service import Gateway
 from gateway.tenants import TenantTable
 from gateway.tracing import from_nats_headers, with_trace
 from schemas.errors import Code, ServingError
+from schemas.requests import GenerateRequest
+
+VALUE_BYTES = 24  # of a float32 as JSON, its comma included, at most
+
+
+def check_vectors(request: GenerateRequest, limit: int) -> None:
+    """
+    Raises:
+        ServingError: body_too_large: the vectors might not fit into the one message of the answer.
+    """
+    wanted = request.embedding
+    if wanted is None:
+        return
+    vectors = len(wanted.texts) or len(wanted.lengths)
+    each = 64 + (-(-4 * wanted.dimensions // 3) * 4 if wanted.base64 else VALUE_BYTES * wanted.dimensions)
+    if vectors * each > limit:
+        smaller = "" if wanted.base64 else ", with encoding_format base64"
+        raise ServingError(
+            Code.body_too_large,
+            f"{vectors} vectors of {wanted.dimensions} values may take {vectors * each} bytes and a message {limit}; "
+            f"ask for at most {limit // each} inputs at once{smaller}, or ask over HTTP",
+            param="input",
+        )
 
 
 class RequestAcceptor:
@@ -67,11 +90,18 @@ class RequestAcceptor:
         await gateway.turns.enter()
         shape = await gateway.run_for(body, shape_of, body)
         self._table.check_model(origin.tenant, shape.model)
-        no_store = parse_headers(message.headers or {}, gateway.bus.subjects.namespace).no_store
+        options = parse_headers(message.headers or {}, gateway.bus.subjects.namespace)
         caller = self._table.caller(origin.tenant)
-        prepared: PreparedRequest = await gateway.prepare(shape.endpoint, body, no_store=no_store, caller=caller)
+        prepared: PreparedRequest = await gateway.prepare(
+            shape.endpoint, body, no_store=options.no_store, caller=caller
+        )
+        check_vectors(prepared.request, gateway.bus.max_message)
         prepared = with_trace(prepared, from_nats_headers(message.headers or {}, gateway.settings.tracing))
-        request = msgspec.structs.replace(prepared.request, form=shape.form)
+        request = msgspec.structs.replace(
+            prepared.request,
+            form=shape.form,
+            client_request_id=options.message_id,
+        )
         return prepared._replace(request=request)
 
     async def stands_for(self, origin: Origin, name: str, digest: bytes) -> bool:

@@ -154,6 +154,10 @@ async def _messages(
         yield await _whole(gateway, inflight)
 
 
+def _smaller(request: GenerateRequest) -> str:
+    return "ask for stream: true" if request.embedding is None else "ask for fewer inputs at once"
+
+
 async def _whole(gateway: Gateway, inflight: InflightRequest) -> AnswerMessage:
     collector = aggregator_for(inflight.request, gateway.model.detokenizer)
     limit = gateway.bus.max_message
@@ -164,7 +168,8 @@ async def _whole(gateway: Gateway, inflight: InflightRequest) -> AnswerMessage:
         if len(body) > limit:
             raise ServingError(
                 Code.body_too_large,
-                f"the answer has {len(body)} bytes and a message {limit}; ask for stream: true, or ask over HTTP",
+                f"the answer has {len(body)} bytes and a message {limit}; {_smaller(inflight.request)}, or ask over "
+                "HTTP",
             )
     except ServingError as error:
         return failure(error)

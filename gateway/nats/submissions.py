@@ -52,7 +52,8 @@ LATER = NAK + b' {"delay": 1000000000}'
 RENEW_S = 1.5  # the consumer's ack_wait is 5 s
 ERASE_TRIES = 3
 ERASE_AGAIN_S = 1.0
-DISCARDED_S = 1.0  # a repeat so soon after the first may not have been stored; the window is 0.1 s
+DISCARDED_S = 1.0  # a delivery is remembered for so long after its end, and a repeat that came before its first
+STORED_S = 0.25  # a repeat so long after the first was stored: the window is 0.1 s, and the loop may be late
 
 _Key = tuple[str, str]  # tenant, message id
 _AGAIN = {Code.queue_full: LATER, Code.broker_unavailable: LATER, Code.shutting_down: NAK}
@@ -61,7 +62,7 @@ _AGAIN = {Code.queue_full: LATER, Code.broker_unavailable: LATER, Code.shutting_
 class _Delivery:
     """One submission that is being answered here, or was until a moment ago."""
 
-    __slots__ = ("body", "candidate", "decided", "ended", "reply")
+    __slots__ = ("body", "candidate", "decided", "ended", "first_seen", "reply")
 
     def __init__(self, reply: str, body: bytes) -> None:
         self.reply = reply  # of the delivery
@@ -70,6 +71,7 @@ class _Delivery:
         # None: accepted; else why it was not.
         self.decided: asyncio.Future[AnswerMessage | None] = asyncio.get_running_loop().create_future()
         self.ended = 0.0
+        self.first_seen = 0.0  # when it was received from the subject; 0: it was not, or the stream delivered it again
 
     def decide(self, refusal: AnswerMessage | None) -> None:
         if not self.decided.done():
@@ -270,9 +272,14 @@ class Submissions:
         origin = origin_of(message.subject, "submit")
         key = (origin.tenant, message_id)
         entry = self._recent.get(key)
-        if entry is not None and (not entry.ended or seen.at - entry.ended < DISCARDED_S):
+        if (
+            entry is not None
+            and (not entry.ended or seen.at - entry.ended < DISCARDED_S)
+            and (not entry.first_seen or seen.at - entry.first_seen < STORED_S)
+        ):
             await self._handle_repeat(key, entry, seen, origin)
             return
+        # A later repeat is stored, and the stream delivers it like a first one.
         waiting = self._repeats.setdefault(key, [])
         waiting.append(seen)
         del waiting[:-16]
@@ -283,7 +290,9 @@ class Submissions:
         """Pass repeats to ``_handle_repeat`` from now on, and those that were received before this delivery at once."""
         self._recent[key] = entry
         self._recent.move_to_end(key)
-        for seen in self._repeats.pop(key, [])[1:]:  # the first is this submission itself
+        seen_before = self._repeats.pop(key, [])
+        entry.first_seen = seen_before[0].at if seen_before else 0.0  # the first is this submission itself
+        for seen in seen_before[1:]:
             await self._handle_repeat(key, entry, seen, origin)
 
     async def _handle_repeat(self, key: _Key, entry: _Delivery, seen: _SeenSubmission, origin: Origin) -> None:

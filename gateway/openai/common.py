@@ -43,7 +43,8 @@ class CommonOptions(Struct, frozen=True, kw_only=True):
 
 
 def random_seed() -> int:
-    return secrets.randbits(63)
+    """53 bits: JSON numbers are doubles in JavaScript and other languages, and a rounded seed draws another answer."""
+    return secrets.randbits(53)
 
 
 def resolve_seed(body: CommonOptions, draw: Callable[[], int]) -> int:

@@ -6,6 +6,7 @@ the reconnect settings. The process would never receive a message again, so it e
 
 import asyncio
 import os
+import re
 import socket
 import time
 from collections.abc import Awaitable, Callable, Coroutine
@@ -31,7 +32,9 @@ DROPPED_S = 0.25
 # In a cluster, leave a server that hangs after 2 to 3 s, before an election (4 to 9 s) can be over: a deposed leader
 # that wakes up must find no client.
 _QUICK: dict[str, Any] = {"ping_interval": 1, "connect_timeout": 1}
-SAME_ERROR_S = 5.0
+SAME_ERROR_S = 5.0  # errors of one kind are logged so far apart
+ERROR_KINDS = 64
+_QUOTED = re.compile('"[^"]*"')  # the subject in an error of the broker
 
 Hook = Callable[[], Awaitable[None]]
 
@@ -69,8 +72,7 @@ class Bus:
         self._end_process = end_process
         self._recovery: asyncio.Task[None] | None = None
         self.last_error: Exception | None = None
-        self._last_error = ""
-        self._last_error_at = 0.0
+        self._logged_errors: dict[str, float] = {}  # by kind: when it was logged
 
     async def __aenter__(self) -> "Bus":
         return self
@@ -121,9 +123,12 @@ class Bus:
     async def _on_error(self, error: Exception) -> None:
         self.last_error = error
         text, now = repr(error)[:500], time.monotonic()
-        # An absent broker is tried 10 times a second.
-        if text != self._last_error or now - self._last_error_at > SAME_ERROR_S:
-            self._last_error, self._last_error_at = text, now
+        # An absent broker is tried 10 times a second, and every message to a forbidden subject is an error of its own.
+        kind = _QUOTED.sub("", text)
+        if now - self._logged_errors.get(kind, -SAME_ERROR_S) >= SAME_ERROR_S:
+            if len(self._logged_errors) >= ERROR_KINDS:
+                self._logged_errors.clear()
+            self._logged_errors[kind] = now
             log.warning("bus_error", error=text)
         if isinstance(error, SlowConsumerError) and self._opened:
             self.recover_soon()

@@ -41,8 +41,11 @@ def lines(
     """
     table = {column: [column.cell(each.summary, now_ns) for each in requests] for column in _COLUMNS}
     sizes = {column: max(column.width, *map(len, cells)) for column, cells in table.items()}
+    if not any(table[_CODE]):
+        del sizes[_CODE]
     left = _drop(sizes, width, _wanted(requests))
-    sizes[_STATE] += min(0, left - _NONE)  # what stays is wider than the terminal
+    cut = _CODE if _CODE in sizes else _STATE
+    sizes[cut] += min(0, left - _NONE)  # what stays is wider than the terminal
     columns, widths = list(sizes), list(sizes.values())
     rows = zip(*(table[column] for column in columns), strict=True)
     forms = [f"{{:{'>' if column.number else '<'}{size}}}" for column, size in zip(columns, widths, strict=True)]
@@ -50,12 +53,12 @@ def lines(
     if header:
         name = f"{_GAP}{header}" if left >= _LEAST else ""
         yield _bold(f"{form(*(column.name for column in columns))}{name}", colours)
-    place = columns.index(_STATE)
+    state, place = columns.index(_STATE), columns.index(cut)
     for (summary, match), row in zip(requests, rows, strict=True):
         cells = list(row)
         cells[place] = _cut(cells[place], widths[place])
         if colours:
-            cells[place] = f"\x1b[{_COLOURS[summary.state]}m{cells[place]:<{widths[place]}}\x1b[0m"
+            cells[state] = f"\x1b[{_COLOURS[summary.state]}m{cells[state]:<{widths[state]}}\x1b[0m"
         text = match or summary.message if left >= _LEAST else ""
         if text:
             text = _cut(_line(" ".join(text.split())), left)
@@ -103,12 +106,14 @@ def _line(text: str) -> str:
     return text if text.isprintable() else "".join(each if each.isprintable() else "�" for each in text)
 
 
-_OVER_ERRORS = 3  # columns up to here matter more than the text of errors, which `state` has the code of
-_STATE = _Column("state", 9, lambda request, _: request.code or request.state)
+_OVER_ERRORS = 3  # columns up to here matter more than the text of errors, whose code has a column
+_STATE = _Column("state", 9, lambda request, _: request.state)
+_CODE = _Column("code", 4, lambda request, _: request.code if request.code != request.state else "")
 _COLUMNS = (
     _Column("accepted", 12, lambda request, now_ns: _clock(request.created_ns, now_ns), 2),
     _Column("id", 36, lambda request, _: request.id),
     _STATE,
+    _CODE,
     _Column("model", 6, lambda request, _: _line(request.model), 6),
     _Column("worker", 17, lambda request, _: _line(request.worker), 4),
     _Column("prompt", 6, lambda request, _: str(request.prompt_tokens), 5, number=True),

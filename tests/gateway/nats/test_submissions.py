@@ -56,6 +56,22 @@ async def test_a_repeat_at_the_moment_of_the_answer_is_answered_too(
     assert answers[0].data == answers[1].data
 
 
+async def test_a_repeat_that_the_stream_delivers_is_answered_once(
+    client: Submitter, engine: Engine, running: Running
+) -> None:
+    """Within a second of the end, it used to be answered as a repeat that the stream may have discarded, too."""
+    names = ("first", "second", "third")
+    await client.listen(*(f"_INBOX.{name}" for name in names))
+    async with answering(engine):
+        for name in names:
+            assert not await client.submit(Nats_Msg_Id="again", Penstock_Reply_To=f"_INBOX.{name}")
+            await client.got(lambda messages, name=name: any(m.subject == f"_INBOX.{name}" for m in messages))
+            await asyncio.sleep(submissions.STORED_S + 0.05)  # a repeat sooner than that may have been discarded
+    await client.settled()
+    await eventually(lambda: not running.api._submissions._open)
+    assert [message.subject for message in client.received] == [f"_INBOX.{name}" for name in names]
+
+
 async def test_a_repeat_during_a_streamed_answer_gets_it_from_the_number_that_it_names(
     client: Submitter, engine: Engine
 ) -> None:

@@ -248,6 +248,26 @@ async def test_plain_request_and_reply_gets_the_answer(submitter: Submitter, ora
     assert json.loads(unknown.data)["error"]["code"] == "model_not_found"
 
 
+async def test_a_client_in_the_pipelines_own_account_gets_answers(fast: Deployment, oracle: Oracle) -> None:
+    """With another inbox than the pipeline's processes, whose answers a gateway may send anyway."""
+    nc = await nats.connect(fast.state.nats_url)
+    try:
+        asked = await nc.request("ps.ask.tiny", json.dumps(TEXT).encode(), timeout=30)
+        assert json.loads(asked.data)["choices"][0]["text"] == oracle.text(oracle.tokens(TEXT, 10))
+        query = json.dumps({"id": (asked.headers or {})[HEADER_REQUEST]}).encode()
+        assert (await nc.request("ps.read", query, timeout=30)).data == asked.data
+    finally:
+        await nc.close()
+
+
+async def test_the_record_names_the_message_id(submitter: Submitter, bus: Bus) -> None:
+    """So that an invoice made from the log can be joined with the client's own list."""
+    await submitter.ask({**TEXT, "user": "named"}, **{HEADER_MSG_ID: "invoice-7"})
+    [request] = await accepted(bus, "named")
+    assert request.client_request_id == "invoice-7"
+    assert request.sampling.seed < 2**53  # JSON numbers of other languages have no more bits
+
+
 async def test_an_ask_can_stream_and_be_repeated(submitter: Submitter, bus: Bus) -> None:
     body = json.dumps({**TEXT, **STREAM, "user": "asker"}).encode()
     answers = []
