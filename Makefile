@@ -14,7 +14,7 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 PIP   := $(BIN)/python -m pip --disable-pip-version-check --quiet
 TORCH := $(shell sed -n 's/^ *"\(torch[^"]*\)",.*/\1/p' pyproject.toml)
 
-.PHONY: help up test test-long types pytest test-trtllm test-vllm test-sglang test-clients docs bench chaos chaos-mixed lint clean
+.PHONY: help up test test-long types pytest test-trtllm test-llguidance test-vllm test-sglang test-clients docs bench chaos chaos-mixed lint clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -43,6 +43,18 @@ pytest: export PYTHONDONTWRITEBYTECODE :=
 pytest:  ## the tests alone
 	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS) || \
 	  $(BIN)/python -m pytest --last-failed --last-failed-no-failures none $(ARGS)
+
+# TensorRT-LLM 1.2 pins llguidance 0.7.29, other engines bring a current one. Each goes in front of the installed one.
+LLGUIDANCE ?= 0.7.29 1.9.1
+test-llguidance: $(VENV)/.installed-dev  ## constraints and the engines' contract with each release of llguidance that workers meet
+	@for release in $(LLGUIDANCE); do \
+	  folder=$(VENV)/llguidance-$$release; \
+	  [ -d $$folder ] || $(PIP) install --no-deps --target $$folder llguidance==$$release || exit 1; \
+	  echo "llguidance $$release"; \
+	  PYTHONPATH=$$folder $(BIN)/python -m pytest tests/infra/model/test_llguidance_releases.py tests/infra/model/test_constraints.py \
+	    tests/workers/engines/constraints tests/workers/engines/external/test_constrained.py tests/workers/engines/test_contract.py \
+	    $(ARGS) || exit 1; \
+	done
 
 # Not on the stamp: tensorrt_llm comes from NVIDIA's index or container, so BIN may be any environment that has it.
 test-trtllm:  ## the engines' contract on the real TensorRT-LLM, with a GPU (VENV=where it is installed)

@@ -50,4 +50,6 @@ def _reason(constraint: Constraint) -> str:
         constraints.check(constraint)
     except constraints.ConstraintError as error:
         return str(error)
+    except constraints.LibraryError:
+        return ""  # the workers check
     return ""

@@ -36,7 +36,7 @@ CONFINED = {
     "sglang": ("workers/engines/sglang",),
     "nixl": ("workers/kv_transfer/nixl",),
     "diffusers": ("workers/engines/diffusion",),
-    "llguidance": ("infra/model/constraints", "workers/engines/constraints"),
+    "llguidance": ("infra/model/constraints", "infra/model/llguidance_releases", "workers/engines/constraints"),
     "numpy": (
         "router/placement/arrays",
         "workers/engines",

@@ -10,11 +10,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 
+from infra.model import llguidance_releases
+from infra.model.llguidance_releases import LibraryError as LibraryError
+from infra.model.llguidance_releases import interface
 from infra.model.schema_rewriting import rewritten
 from schemas.requests import Constraint
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+    from llguidance import LLMatcher, LLTokenizer
 
 JSON_SCHEMA, REGEX, CHOICE, GRAMMAR, LARK = "json_schema", "regex", "choice", "grammar", "lark"
 EXTRA = "structured"
@@ -61,7 +64,7 @@ def grammar(constraint: Constraint) -> str:
         if kind == CHOICE:
             return LLMatcher.grammar_from_lark(_choices(text))
         if kind == GRAMMAR:
-            return grammar_from("grammar", text)
+            return grammar_from("grammar", llguidance_releases.repeated(text))
         if kind == LARK:
             return _with_clients_grammar(text) if text.startswith("{") else LLMatcher.grammar_from_lark(text)
     except (ValueError, RecursionError) as error:
@@ -108,11 +111,14 @@ def check(constraint: Constraint) -> None:
 
     Raises:
         ConstraintError: it cannot.
+        LibraryError: the installed llguidance has another interface.
         ModuleNotFoundError: llguidance is not installed.
     """
     from llguidance import LLMatcher
 
-    failed, messages = LLMatcher.validate_grammar_with_warnings(grammar(constraint), None, limits=_limits())
+    text = grammar(constraint)
+    with interface():
+        failed, messages = LLMatcher.validate_grammar_with_warnings(text, None, limits=llguidance_releases.limits())
     if failed:
         raise ConstraintError(_plain(messages[0], constraint))
 
@@ -122,21 +128,17 @@ def compiled(constraint: Constraint, tokenizer: "LLTokenizer") -> "LLMatcher":
 
     Raises:
         ConstraintError: it cannot be compiled.
+        LibraryError: the installed llguidance has another interface.
         ModuleNotFoundError: llguidance is not installed.
     """
     from llguidance import LLMatcher
 
-    matcher = LLMatcher(tokenizer, grammar(constraint), log_level=0, limits=_limits())
+    text = grammar(constraint)
+    with interface():
+        matcher = LLMatcher(tokenizer, text, log_level=0, limits=llguidance_releases.limits())
     if matcher.is_error():
         raise ConstraintError(_plain(matcher.get_error(), constraint))
     return matcher
-
-
-def _limits() -> "LLParserLimits":
-    """Bounds on the work of compiling and of each step; the defaults allow tens of milliseconds."""
-    from llguidance import LLParserLimits
-
-    return LLParserLimits(verbose_errors=False)
 
 
 def _plain(message: str, constraint: Constraint) -> str:
@@ -181,7 +183,7 @@ def _clients_lark(text: str) -> str:
     from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
 
     try:
-        return any_to_lark(text)
+        return llguidance_releases.repeated(any_to_lark(text))
     except GbnfToLarkError as error:
         raise ValueError(f"the grammar is neither Lark nor GBNF: {error}") from None
 

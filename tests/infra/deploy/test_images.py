@@ -115,7 +115,7 @@ def test_the_commands_that_make_requirements_run_with_python_alone(tmp_path: Pat
 
 
 def test_nixl_is_the_version_of_the_project() -> None:
-    pinned = re.search(r"nixl-cu12==([\d.]+)", " ".join(PROJECT["project"]["optional-dependencies"]["trtllm"]))
+    pinned = re.search(r"nixl-cu13==([\d.]+)", " ".join(PROJECT["project"]["optional-dependencies"]["trtllm"]))
     assert pinned is not None
     assert set(re.findall(r"^ARG NIXL=(\S+)$", TEXT, re.MULTILINE)) == {pinned[1]}
 

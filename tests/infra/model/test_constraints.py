@@ -9,6 +9,7 @@ from llguidance.gbnf_to_lark import is_lark_syntax
 
 from infra.model import constraints, modeldir
 from infra.model.constraints import CHOICE, GRAMMAR, JSON_SCHEMA, LARK, REGEX, ConstraintError
+from infra.model.llguidance_releases import vocabulary
 from schemas.requests import Constraint
 
 PERSON = {
@@ -34,7 +35,7 @@ CONSTRAINTS = {
 @pytest.fixture(scope="module")
 def tokenizer() -> LLTokenizer:
     model = modeldir.load(modeldir.DEMO)
-    return LLTokenizer(model.tokenizer.to_str(), n_vocab=model.vocab_size, eos_token=list(model.eos_token_ids))
+    return vocabulary(model.tokenizer.to_str(), model.eos_token_ids, model.vocab_size).tokenizer
 
 
 def allowed(matcher: LLMatcher) -> list[int]:

@@ -3,13 +3,15 @@
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+import structlog
 from tokenizers import Tokenizer
 
 from infra.model import constraints, modeldir
+from infra.model.llguidance_releases import LibraryError, vocabulary
 from schemas.errors import Code
 from schemas.requests import CONSTRAINT, CONSTRAINT_LARK, Constraint, Stop
 from workers.engines.base import GrammarStats, RequestError
@@ -18,7 +20,10 @@ from workers.engines.constraints.matcher import Matcher
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
+log = structlog.get_logger("engine")
+
 ALL_CONSTRAINTS = (CONSTRAINT, CONSTRAINT_LARK)  # this compiler knows every kind
+TRIAL = Constraint(constraints.REGEX, "a")
 CACHED = 256  # grammars
 NO_END = "this model names no end token, so no output can end where a constraint ends"
 
@@ -32,7 +37,11 @@ class ModelTokens(NamedTuple):
 
 
 def compiler(path: Path) -> "ConstraintCompiler | None":
-    """For the model in ``path``, which is read when the first constraint is compiled; None: no llguidance here."""
+    """For the model in ``path``, once a constraint has been compiled for it.
+
+    Returns: None if none can be: llguidance is not installed, or it does not take this tokenizer (see the log). A
+        worker without a compiler announces no constraints.
+    """
 
     def vocabulary() -> ModelTokens:
         try:
@@ -41,7 +50,17 @@ def compiler(path: Path) -> "ConstraintCompiler | None":
             raise RequestError(Code.unsupported, f"structured output needs the model's tokenizer: {error}") from None
         return ModelTokens(model.tokenizer, model.vocab_size, model.eos_token_ids)
 
-    return ConstraintCompiler(vocabulary) if constraints.available() else None
+    return working(ConstraintCompiler(vocabulary)) if constraints.available() else None
+
+
+def working(grammars: "ConstraintCompiler") -> "ConstraintCompiler | None":
+    """The compiler if it compiles; else None, and the log says why."""
+    try:
+        grammars.try_out()
+    except RequestError as error:
+        log.warning("structured_output_off", reason=error.message)
+        return None
+    return grammars
 
 
 class ConstraintCompiler:
@@ -57,11 +76,21 @@ class ConstraintCompiler:
         self._vocabulary = vocabulary
         self._eos: tuple[int, ...] = ()
         self._tokenizer: LLTokenizer | None = None
+        self._other_ends: Mapping[int, int] = {}
         self._grammars: OrderedDict[Constraint, LLMatcher] = OrderedDict()
         self._lock = threading.Lock()  # one compiles at a time: the others need the processor, too
 
     def stats(self) -> GrammarStats:
         return GrammarStats(self._hits, self._misses, self._seconds)
+
+    def try_out(self) -> None:
+        """Compile a constraint that every tokenizer takes, without keeping it.
+
+        Raises:
+            RequestError: as ``compile``.
+        """
+        with self._lock:
+            self._new(TRIAL)
 
     def compile(self, constraint: Constraint) -> None:
         """Enter a grammar into the cache.
@@ -78,7 +107,8 @@ class ConstraintCompiler:
             RequestError: as ``compile``.
         """
         compiled = self._compiled(constraint).deep_copy()
-        return Matcher(compiled, prompt_len, stop.min_tokens, (*self._eos, *stop.token_ids))
+        ends = (*self._eos, *stop.token_ids)
+        return Matcher(compiled, prompt_len, stop.min_tokens, ends, self._other_ends)
 
     def _compiled(self, constraint: Constraint) -> "LLMatcher":
         with self._lock:
@@ -90,11 +120,7 @@ class ConstraintCompiler:
             self._misses += 1
             began = time.perf_counter()
             try:
-                found = constraints.compiled(constraint, self._llguidance_tokenizer())
-            except constraints.ConstraintError as error:
-                raise RequestError(Code.invalid_request, f"the constraint cannot be compiled: {error}") from None
-            except ModuleNotFoundError:
-                raise RequestError(Code.unsupported, constraints.MISSING) from None
+                found = self._new(constraint)
             finally:
                 self._seconds += time.perf_counter() - began
             self._grammars[constraint] = found
@@ -102,15 +128,23 @@ class ConstraintCompiler:
                 self._grammars.popitem(last=False)
             return found
 
+    def _new(self, constraint: Constraint) -> "LLMatcher":
+        try:
+            return constraints.compiled(constraint, self._llguidance_tokenizer())
+        except constraints.ConstraintError as error:
+            raise RequestError(Code.invalid_request, f"the constraint cannot be compiled: {error}") from None
+        except ModuleNotFoundError:
+            raise RequestError(Code.unsupported, constraints.MISSING) from None
+        except LibraryError as error:
+            raise RequestError(Code.unsupported, f"structured output does not work here: {error}") from None
+
     def _llguidance_tokenizer(self) -> "LLTokenizer":
         if self._tokenizer is None:
-            from llguidance import LLTokenizer
-
             source, size, self._eos = self._vocabulary()
             if not self._eos:
                 raise RequestError(Code.unsupported, NO_END)
             try:
-                self._tokenizer = LLTokenizer(source.to_str(), n_vocab=size, eos_token=list(self._eos))
+                self._tokenizer, self._other_ends = vocabulary(source.to_str(), self._eos, size)
             except ValueError as error:
                 raise RequestError(
                     Code.unsupported, f"structured output is not supported with this tokenizer: {error}"

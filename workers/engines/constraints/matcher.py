@@ -1,6 +1,8 @@
 """The state of a constraint beside one sequence: it follows the sequence's tokens and says which may come next."""
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -23,31 +25,51 @@ class Matcher:
         matcher: at the beginning of the grammar; owned.
         min_tokens: of the output, before which it ends only if the grammar allows nothing else.
         ends: tokens that end an output.
+        other_ends: those of them that llguidance does not know, and the one that it knows.
     Attributes:
         error: why it cannot go on; "": it can.
         no_text: whether the reason is the constraint itself, which no text matches.
         too_complex: whether the reason is the constraint itself, a step of which is beyond llguidance's limits.
     """
 
-    __slots__ = ("_ends", "_min_tokens", "_prompt_len", "_seen", "error", "matcher", "no_text", "too_complex")
+    __slots__ = (
+        "_ends",
+        "_min_tokens",
+        "_other_ends",
+        "_prompt_len",
+        "_seen",
+        "error",
+        "matcher",
+        "no_text",
+        "too_complex",
+    )
 
-    def __init__(self, matcher: "LLMatcher", prompt_len: int, min_tokens: int, ends: tuple[int, ...]) -> None:
+    def __init__(
+        self,
+        matcher: "LLMatcher",
+        prompt_len: int,
+        min_tokens: int,
+        ends: tuple[int, ...],
+        other_ends: Mapping[int, int] = MappingProxyType({}),
+    ) -> None:
         self.error = ""
         self.no_text = self.too_complex = False
         self.matcher = matcher
         self._prompt_len = self._seen = prompt_len
         self._min_tokens = min_tokens
         self._ends = ends
+        self._other_ends = other_ends
 
     def follow(self, tokens: Seq[int]) -> None:
         """Take in the sequence's new tokens. ``tokens``: prompt and output."""
         new = tokens[self._seen :]
         self._seen = len(tokens)
-        if new and not self.error and not self.matcher.consume_tokens(list(new)):
+        if new and not self.error and not self.matcher.consume_tokens([self._known(token) for token in new]):
             self._fail()
 
     def take(self, token: int) -> bool:
         """Take in the next token, which another drew; returns whether the constraint allows it."""
+        token = self._known(token)
         if not self.error and not self.matcher.validate_tokens([token]):
             self.mask()  # whether any token can follow is lost once one was refused
         if not self.error and not self.matcher.consume_token(token):
@@ -68,7 +90,11 @@ class Matcher:
             self._fail()
         if self.error:  # the sequence fails; until then, its row must have a token to draw
             mask[:] = b"\xff" * len(mask)
-        elif self._seen - self._prompt_len < self._min_tokens:
+            return
+        for other, known in self._other_ends.items():
+            if mask[known >> 3] >> (known & 7) & 1 and other < 8 * len(mask):
+                mask[other >> 3] |= 1 << (other & 7)
+        if self._seen - self._prompt_len < self._min_tokens:
             self._bar_ends(mask)
 
     def mask(self) -> bytearray:
@@ -76,6 +102,9 @@ class Matcher:
         found = bytearray(self.matcher.compute_bitmask())
         self.finish(found)
         return found
+
+    def _known(self, token: int) -> int:
+        return self._other_ends.get(token, token) if self._other_ends else token
 
     def _fail(self) -> None:
         self.error = self.matcher.get_error().partition("\n")[0] or "the output does not match"

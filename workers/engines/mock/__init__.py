@@ -11,7 +11,7 @@ from configs.settings import WorkerSettings
 from infra.model import constraints, modeldir
 from infra.model.detokenizer import REPLACEMENT
 from workers.engines.base import EngineInfo
-from workers.engines.constraints.compiler import ALL_CONSTRAINTS, ConstraintCompiler, ModelTokens
+from workers.engines.constraints.compiler import ALL_CONSTRAINTS, ConstraintCompiler, ModelTokens, working
 from workers.engines.core.blocks import BlockManager
 from workers.engines.core.config import SchedulerConfig
 from workers.engines.core.data_parallel import DataParallelEngine
@@ -137,7 +137,7 @@ def _grammars(options: MockOptions) -> ConstraintCompiler | None:
     if options.tokenizer is None or not constraints.available():
         return None
     tokens = ModelTokens(options.tokenizer, options.vocab_size, options.eos_token_ids)
-    return ConstraintCompiler(lambda: tokens)
+    return working(ConstraintCompiler(lambda: tokens))
 
 
 def build_data_parallel(

@@ -1,0 +1,91 @@
+"""Runs with whichever llguidance is installed; ``make test-llguidance`` runs it with 0.7.29 and with 1.9."""
+
+from typing import Any
+
+import llguidance
+import pytest
+
+from infra.model import constraints, llguidance_releases, modeldir
+from schemas.requests import Constraint, Stop
+from workers.engines.base import GrammarStats, RequestError
+from workers.engines.constraints import compiler as compilers
+from workers.engines.constraints.compiler import ConstraintCompiler, ModelTokens, working
+
+MODEL = modeldir.load(modeldir.DEMO)
+
+
+def grammars() -> ConstraintCompiler:
+    return ConstraintCompiler(lambda: ModelTokens(MODEL.tokenizer, MODEL.vocab_size, MODEL.eos_token_ids))
+
+
+@pytest.fixture
+def older(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interface of 0.7.29, whichever is installed."""
+    tokenizer, limits = llguidance.LLTokenizer, llguidance.LLParserLimits
+    if not hasattr(tokenizer, "eos_tokens"):
+        return
+
+    class OneEnd:
+        def __new__(cls, tokenizer_text: str, *, n_vocab: int, eos_token: Any) -> Any:
+            if not isinstance(eos_token, int):
+                raise TypeError("argument 'eos_token': 'list' object cannot be interpreted as an integer")
+            return tokenizer(tokenizer_text, n_vocab=n_vocab, eos_token=eos_token)
+
+    class LoudLimits:
+        def __new__(cls) -> Any:
+            return limits()
+
+    monkeypatch.setattr(llguidance, "LLTokenizer", OneEnd)
+    monkeypatch.setattr(llguidance, "LLParserLimits", LoudLimits)
+
+
+@pytest.mark.usefixtures("older")
+def test_every_end_token_ends_an_output_where_the_library_knows_one() -> None:
+    assert len(MODEL.eos_token_ids) > 1
+    a = MODEL.tokenizer.encode("a", add_special_tokens=False).ids
+    for end in MODEL.eos_token_ids:
+        matcher = grammars().matcher(Constraint(constraints.REGEX, "a"), 0, Stop(max_tokens=9))
+        matcher.follow(a)
+        mask = matcher.mask()
+        allowed = {token for token in range(MODEL.vocab_size) if mask[token >> 3] >> (token & 7) & 1}
+        assert allowed == set(MODEL.eos_token_ids)
+        assert matcher.take(end)
+    waiting = grammars().matcher(Constraint(constraints.REGEX, "a{1,3}"), 0, Stop(max_tokens=9, min_tokens=2))
+    waiting.follow(a)
+    mask = waiting.mask()
+    assert not any(mask[end >> 3] >> (end & 7) & 1 for end in MODEL.eos_token_ids)
+
+
+@pytest.mark.usefixtures("older")
+def test_errors_have_no_state_of_the_parser() -> None:
+    with pytest.raises(constraints.ConstraintError) as caught:
+        constraints.check(Constraint(constraints.REGEX, "("))
+    assert "<state>" not in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ['start: "a"~2..4', 'start: ("," w)~0..3\nw: /x~1..2/ "~3..4"'])
+def test_repetitions_are_read_by_all_releases(text: str) -> None:
+    constraints.check(Constraint(constraints.GRAMMAR, text))
+    assert "/x~1..2/" in constraints.grammar(Constraint(constraints.GRAMMAR, text)) or "x~" not in text
+    assert '"~3..4"' in llguidance_releases.repeated(text) or "~3" not in text
+    assert "{" in llguidance_releases.repeated(text)
+
+
+def test_another_interface_is_unsupported_and_not_announced(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Renamed:
+        def __new__(cls, text: str) -> Any:
+            raise AssertionError
+
+    monkeypatch.setattr(llguidance, "LLTokenizer", Renamed)
+    with pytest.raises(RequestError) as caught:
+        grammars().compile(Constraint(constraints.REGEX, "a"))
+    assert caught.value.code == "unsupported"
+    assert "llguidance" in caught.value.message
+    assert working(grammars()) is None
+    assert compilers.compiler(modeldir.DEMO) is None
+
+
+def test_a_compiler_is_offered_once_it_has_compiled() -> None:
+    found = compilers.compiler(modeldir.DEMO)
+    assert found is not None
+    assert found.stats() == GrammarStats(0, 0, 0.0)  # the trial is no client's
