@@ -12,6 +12,8 @@ from infra.model.parsers.reader import MalformedCall, Markers, Reader, Steps
 from infra.model.parsers.tool_formats import FUNCTION_NAME_CHARS, TextParameters, ToolFormat, parse_name, read_closing
 
 _ARGUMENTS = ("arguments", "parameters")
+_KIMI_ID = re.compile(r"(?:functions\.)?(.+):\d+", re.S)
+_KIMI_VARIANT = re.compile(r"functions_(.+?)(?:[_:]\d+)?", re.S)
 _IDENTIFIER = re.compile(r"[A-Za-z0-9]*")
 
 
@@ -22,7 +24,7 @@ def _arguments(reader: Reader, deltas: DeltaBuilder) -> Steps[None]:
     if reader.peek() == '"':
         parts: list[str] = []
         if (yield from value(reader, parts.append)):
-            deltas.arguments(_unquoted("".join(parts)))
+            deltas.arguments(_unquoted("".join(parts)).strip() or "{}")
         else:
             deltas.arguments("".join(parts))
     elif reader.peek() == "n" and (yield from reader.literal("null")):
@@ -147,15 +149,19 @@ def _mistral(reader: Reader, deltas: DeltaBuilder, texts: TextParameters) -> Ste
         return
     name = parse_name((yield from reader.run(FUNCTION_NAME_CHARS)))
     call_id = ""
-    if (yield from reader.literal("[CALL_ID]", "[ARGS]")) == "[CALL_ID]":
+    mark = yield from reader.literal("[CALL_ID]", "[ARGS]")
+    if mark == "[CALL_ID]":
         call_id = yield from reader.run(_IDENTIFIER)
-        yield from reader.literal("[ARGS]")
+        mark = yield from reader.literal("[ARGS]")
     yield from reader.space()
-    if reader.peek() != "{":
+    following = reader.peek()
+    nothing = following == "[" or (not following and not reader.limited)  # the next call, or the end
+    if following != "{" and not (mark and (nothing or following == '"')):
         raise MalformedCall
     deltas.begin_call(name, call_id)
     reader.commit()
-    yield from value(reader, deltas.arguments)
+    if not nothing:
+        yield from _arguments(reader, deltas)
 
 
 def _llama3(reader: Reader, deltas: DeltaBuilder, texts: TextParameters) -> Steps[None]:
@@ -173,12 +179,12 @@ def _llama3(reader: Reader, deltas: DeltaBuilder, texts: TextParameters) -> Step
 
 
 def _section(
-    begin: str, separator: str, end: str, section_end: str, head: Callable[[str], tuple[str, str]], *, fenced: bool
+    begin: str, separator: str, end: str, section_end: str, head: Callable[[str, int], tuple[str, str]], *, fenced: bool
 ) -> Callable[[Reader, DeltaBuilder, TextParameters], Steps[None]]:
     """Calls ``begin head separator {...} end``, one after the other, then ``section_end``.
 
     Args:
-        head: from the text before the separator to (name, id); id "": none.
+        head: from the text before the separator, and the number of calls before, to (name, id); id "": none.
         fenced: the name follows the separator, and the arguments are a block of Markdown.
     """
     before = Markers(separator)
@@ -198,15 +204,17 @@ def _section(
                 yield from reader.space()
                 if not (yield from reader.literal("```json")):
                     raise MalformedCall
-            name, call_id = head("".join(parts))
+            name, call_id = head("".join(parts), deltas.calls)
             name = parse_name(name)
             space = yield from reader.space()
             if not reader.peek():
                 raise MalformedCall
             deltas.begin_call(name, call_id)
             reader.commit()
-            yield from value(reader, deltas.arguments)
-            if fenced:
+            if not fenced:
+                yield from _arguments(reader, deltas)
+            elif not (yield from reader.literal("```")):
+                yield from _arguments(reader, deltas)
                 yield from read_closing(reader, deltas, "```")
             yield from read_closing(reader, deltas, end)
             space = yield from reader.space()
@@ -220,10 +228,21 @@ def _section(
     return calls
 
 
-def _kimi_head(text: str) -> tuple[str, str]:
-    """``functions.get_weather:0`` is the call's id, which the model expects to be sent back."""
-    call_id = text.strip()
-    return call_id.removeprefix("functions.").rpartition(":")[0] or call_id, call_id
+def _kimi_head(text: str, index: int) -> tuple[str, str]:
+    """``functions.get_weather:0`` is the call's id, which the model expects to be sent back.
+
+    Some answers lack the number, or have "_" for both separators: their calls get the id that they should have had.
+    """
+    given = text.strip()
+    if found := _KIMI_ID.fullmatch(given):
+        return found[1], given
+    found = _KIMI_VARIANT.fullmatch(given)
+    name = found[1] if found else given.removeprefix("functions.").removesuffix(":")
+    return name, f"functions.{name}:{index}"
+
+
+def _deepseek_head(text: str, index: int) -> tuple[str, str]:
+    return text, ""
 
 
 _DEEPSEEK = ("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>")
@@ -238,9 +257,9 @@ NEMOTRON = ToolFormat(_nemotron, ("<TOOLCALL>",), special=("<TOOLCALL>", "</TOOL
 MISTRAL = ToolFormat(_mistral, ("[TOOL_CALLS]",), special=("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"), id_chars=9)
 LLAMA3 = ToolFormat(_llama3, ("<|python_tag|>",), starts="{", special=("<|python_tag|>",))
 DEEPSEEK_V3 = ToolFormat(
-    _section(*_DEEPSEEK, lambda name: (name, ""), fenced=True), (_DEEPSEEK_BEGIN,), special=_DEEPSEEK_SPECIAL
+    _section(*_DEEPSEEK, _deepseek_head, fenced=True), (_DEEPSEEK_BEGIN,), special=_DEEPSEEK_SPECIAL
 )
 DEEPSEEK_V31 = ToolFormat(
-    _section(*_DEEPSEEK, lambda name: (name, ""), fenced=False), (_DEEPSEEK_BEGIN,), special=_DEEPSEEK_SPECIAL
+    _section(*_DEEPSEEK, _deepseek_head, fenced=False), (_DEEPSEEK_BEGIN,), special=_DEEPSEEK_SPECIAL
 )
 KIMI_K2 = ToolFormat(_section(*_KIMI, _kimi_head, fenced=False), (_KIMI_BEGIN,), special=(_KIMI_BEGIN, *_KIMI))

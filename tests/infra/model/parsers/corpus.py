@@ -36,6 +36,16 @@ HERMES = [
     Case("", "hermes", '<tool_call>{"name": "a"}</tool_call>', None, calls=(("a", "{}"),)),
     Case("", "hermes", '<tool_call>\n{"name": "a", "arguments": {}}\n{"name": "b", "arguments": {}}\n</tool_call>',
          None, calls=(("a", "{}"), ("b", "{}"))),
+    # arguments that are empty
+    Case("", "hermes", '<tool_call>{"name": "a", "arguments": ""}</tool_call>', None, calls=(("a", "{}"),)),
+    Case("", "hermes", '<tool_call>{"name": "a", "arguments": " "}</tool_call> So.', "So.", calls=(("a", "{}"),)),
+    Case("", "hermes", '<tool_call>{"name": "a", "arguments": }</tool_call>', None, calls=(("a", "{}"),)),
+    Case("", "llama3_json", '{"name": "a", "parameters": ""}', None, calls=(("a", "{}"),)),
+    Case("", "nemotron_deci", '<TOOLCALL>[{"name": "a", "arguments": ""}, {"name": "b", "arguments": null}]</TOOLCALL>',
+         None, calls=(("a", "{}"), ("b", "{}"))),
+    Case("", "mistral", '[TOOL_CALLS][{"name": "a", "arguments": ""}]', None, calls=(("a", "{}"),)),
+    Case("", "mistral", '[TOOL_CALLS]a[ARGS]""[TOOL_CALLS]b[ARGS][TOOL_CALLS]c[ARGS]', None,
+         calls=(("a", "{}"), ("b", "{}"), ("c", "{}"))),
     # one brace too few: what is there is handed on
     Case("", "hermes", '<tool_call>{"name": "a", "arguments": {"x": {"y": 1}</tool_call> So.', "So.",
          calls=(("a", '{"x": {"y": 1}'),)),
@@ -79,7 +89,25 @@ THINK = [
     Case("qwen3", "hermes",
          f'<think>\nThey want <tool_call> of weather.\n</think>\n\n<tool_call>\n{{"name": "get_weather", "arguments": '
          f"{WEATHER}}}\n</tool_call>", None, "They want <tool_call> of weather.", (("get_weather", WEATHER),)),
+    # a call that the model tries in its thoughts is none
+    Case("qwen3", "hermes",
+         '<think>maybe <tool_call>{"name":"w","arguments":{}}</tool_call> no, wait</think>Final.', "Final.",
+         'maybe <tool_call>{"name":"w","arguments":{}}</tool_call> no, wait'),
+    Case("qwen3", "hermes",
+         'a <tool_call>{"name":"w","arguments":{"x": "</think>"}}</tool_call> or <tool_call>{"name":"v","arguments":{}}'
+         '</tool_call>?\n</think>\n<tool_call>{"name":"u","arguments":{}}</tool_call>', None,
+         'a <tool_call>{"name":"w","arguments":{"x": "</think>"}}</tool_call> or <tool_call>{"name":"v","arguments":{}}'
+         "</tool_call>?", (("u", "{}"),), {"thinking": True}),
+    Case("mistral", "mistral", "[THINK]So [TOOL_CALLS]a[ARGS]{}? No.[/THINK]Voilà.", "Voilà.",
+         "So [TOOL_CALLS]a[ARGS]{}? No."),
+    Case("glm45", "glm45", "<think>a <tool_call>now\n</tool_call> b</think>c", "c", "a <tool_call>now\n</tool_call> b"),
+    Case("deepseek_r1", "qwen3_coder",
+         "a <tool_call><function=now></function></tool_call> b</think>c", "c",
+         "a <tool_call><function=now></function></tool_call> b", options={"thinking": True}),
     # thoughts that are not closed before the call
+    Case("qwen3", "hermes", '<think>\nI call.\n<tool_call>{"name": "a", "arguments": {}}</tool_call>\n'
+         '<tool_call>{"name": "b", "arguments": {}}</tool_call>\nDone.', "Done.", "I call.",
+         (("a", "{}"), ("b", "{}"))),
     Case("qwen3", "hermes", '<think>\nI call.\n<tool_call>\n{"name": "a", "arguments": {}}\n</tool_call>', None,
          "I call.", (("a", "{}"),)),
     Case("glm45", "glm45", "<think></think>\n<tool_call>a\n</tool_call>", None, None, (("a", "{}"),)),
@@ -138,6 +166,10 @@ DEEPSEEK = [
     Case("deepseek_r1", "deepseek_v3",
          "Hm.\n</think>\n\n<｜tool▁calls▁begin｜>" + _V3.format("a", "{}") + "<｜tool▁calls▁end｜>", None, "Hm.",
          (("a", "{}"),), {"thinking": True}),
+    Case("", "deepseek_v3", "<｜tool▁calls▁begin｜>" + _V3.format("a", "") + _V3.format("b", '""')
+         + "<｜tool▁calls▁end｜>", None, calls=(("a", "{}"), ("b", "{}"))),
+    Case("", "deepseek_v31", "<｜tool▁calls▁begin｜>" + _V31.format("a", "") + _V31.format("b", "null")
+         + "<｜tool▁calls▁end｜>", None, calls=(("a", "{}"), ("b", "{}"))),
     Case("", "deepseek_v3", "<｜tool▁calls▁begin｜>function a", "<｜tool▁calls▁begin｜>function a"),
     Case("", "deepseek_v3_1",
          "<｜tool▁calls▁begin｜>" + _V31.format("get_weather", WEATHER) + _V31.format("run", CODE)
@@ -157,6 +189,16 @@ KIMI = [
     Case("kimi_k2", "kimi_k2",
          "<think>Hm.<|tool_calls_section_begin|><|tool_call_begin|>functions.a:0<|tool_call_argument_begin|>{}"
          "<|tool_call_end|><|tool_calls_section_end|>", None, "Hm.", (("a", "{}"),)),
+    Case("", "kimi_k2",
+         "<|tool_calls_section_begin|><|tool_call_begin|>functions.w:0<|tool_call_argument_begin|><|tool_call_end|>"
+         '<|tool_call_begin|>functions.w:1<|tool_call_argument_begin|>""<|tool_call_end|><|tool_calls_section_end|>',
+         None, calls=(("w", "{}"), ("w", "{}"))),
+    Case("", "kimi_k2",
+         "<|tool_calls_section_begin|><|tool_call_begin|>functions.w<|tool_call_argument_begin|>{}<|tool_call_end|>"
+         "<|tool_call_begin|>functions_w_1<|tool_call_argument_begin|>{}<|tool_call_end|><|tool_call_begin|>w:2"
+         "<|tool_call_argument_begin|>{}<|tool_call_end|><|tool_call_begin|> w <|tool_call_argument_begin|>{}"
+         "<|tool_call_end|><|tool_call_begin|>functions.page_2:4<|tool_call_argument_begin|>{}<|tool_call_end|>"
+         "<|tool_calls_section_end|>", None, calls=(*[("w", "{}")] * 4, ("page_2", "{}"))),
     Case("", "kimi_k2", "<|tool_calls_section_begin|> none", "<|tool_calls_section_begin|> none"),
 ]  # fmt: skip
 
@@ -198,6 +240,7 @@ HARMONY = [
          f"{_A}One.<|end|>{_S}{_A}Two.<|end|>{_S}<|channel|>commentary<|message|>I will call.<|end|>"
          f"{_S} to=functions.a<|channel|>commentary json<|message|>{{}}", "I will call.", "One.\nTwo.", (("a", "{}"),)),
     Case("", "gpt_oss", " to=functions.a<|channel|>commentary<|message|><|call|>", None, calls=(("a", "{}"),)),
+    Case("", "gpt_oss", " to=functions.a<|channel|>commentary<|message|>", None, calls=(("a", "{}"),)),
     Case("gpt_oss", "gpt_oss",
          '<|channel|>commentary to=functions.a <|constrain|>json<|message|>{"x": "y', None, calls=(("a", '{"x": "y'),)),
     Case("gpt_oss", "", "<|channel|>final<|message|>Half an ans", "Half an ans"),

@@ -194,6 +194,14 @@ def test_mistral_ids_have_nine_characters_and_given_ids_stay() -> None:
         "functions.get_weather:0",
         "functions.get_time:1",
     ]
+    odd = next(case for case in CASES if case.tools == "kimi_k2" and len(case.calls) == 5)
+    assert [call[0] for call in streamed(reader("", "kimi_k2"), [odd.text])[2]] == [
+        "functions.w:0",
+        "functions.w:1",
+        "w:2",
+        "functions.w:3",
+        "functions.page_2:4",
+    ]
 
 
 def test_without_parallel_calls_only_the_first_is_shown() -> None:
