@@ -6,6 +6,7 @@ from typing import Any
 import msgspec
 
 from infra.model.detokenizer import Detokenizer
+from infra.model.parsers.registry import stop_search
 from schemas import blocks, done, wire
 from schemas.errors import Code
 from schemas.jobs import Job, Stage, rank_of
@@ -65,7 +66,7 @@ def admit(job: Job, request: GenerateRequest, delivery: Any, detokenizer: Detoke
         stream = None
         if request.stop.strings and not ended:
             assert detokenizer is not None
-            stream = detokenizer.stream(request.stop.strings, min_tokens=request.stop.min_tokens)
+            stream = stop_search(request, index, detokenizer)
             for token in resumed:
                 stream.push(token)
         sequence = SequenceState(

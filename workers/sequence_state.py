@@ -4,7 +4,7 @@ from array import array
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from infra.model.detokenizer import TextStream
+from infra.model.detokenizer import StopSearch
 from schemas import kv, wire
 from schemas.tokens import PROMPT, Finish, Logprob, TokenItem
 from workers.engines.base import HeldPrompt, Measured
@@ -50,7 +50,7 @@ class SequenceState:
         gateway: str,
         tokens: "array[int]",
         want_logprobs: bool,
-        stream: TextStream | None = None,
+        stream: StopSearch | None = None,
     ) -> None:
         self.owner: object = owner  # None: its request is over, or handed off
         self.request_id = request_id
@@ -64,7 +64,7 @@ class SequenceState:
         self.want_logprobs = want_logprobs
         self.sent_logprobs: list[Logprob] = []  # of ``tokens``, if wanted; earlier attempts' may be missing
         self.prompt_logprobs: list[Logprob] = []  # likewise
-        self.stream = stream  # detokenizer state; only if the request has stop strings
+        self.stream = stream  # only if the request has stop strings
         self.finish: Finish | None = None
         self.cached = 0
         self.dirty = False

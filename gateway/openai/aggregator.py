@@ -116,10 +116,12 @@ class AnswerAggregator:
         return fill(_json(shell), self._sliced)
 
     def _chat_choice(self, choice: ChoiceState) -> ChatChoice:
-        text = "".join(self._texts[choice.index])
-        request = self._request
+        texts, request = self._texts[choice.index], self._request
         parser = parser_for(request, choice.index) if request.parsing is not None else None
-        message = AnswerMessage(text) if parser is None else message_of(parser.parse(text, limited=choice.limited))
+        if parser is None:
+            message = AnswerMessage("".join(texts))
+        else:
+            message = message_of(parser.parse(*texts, limited=choice.limited))
         return ChatChoice(choice.index, message, choice.finish_reason(parser), self._choice_logprobs(choice))
 
     def _completion_choice(self, choice: ChoiceState) -> TextChoice:

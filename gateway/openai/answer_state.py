@@ -4,7 +4,7 @@ from gateway.openai.common import CHAT
 from gateway.openai.responses import PromptTokensDetails, UsageBody, serving_error
 from infra.model.detokenizer import Detokenizer
 from infra.model.parsers.answer_parser import AnswerParser
-from infra.model.parsers.registry import special_markers
+from infra.model.parsers.registry import text_stream
 from schemas.errors import ServingError
 from schemas.requests import GenerateRequest
 from schemas.tokens import FAILURES, Finish
@@ -21,12 +21,8 @@ class ChoiceState:
     __slots__ = ("finish", "index", "offset", "position", "push", "stream")
 
     def __init__(self, index: int, request: GenerateRequest, detokenizer: Detokenizer) -> None:
-        stop = request.stop
-        shown = detokenizer.special(special_markers(request.parsing)) if request.parsing is not None else None
         self.index = index
-        self.stream = detokenizer.stream(
-            stop.strings, min_tokens=stop.min_tokens, stops_shown=request.stops_shown, shown=shown
-        )
+        self.stream = text_stream(request, detokenizer)
         self.push = self.stream.push
         self.position = 0
         self.offset = 0

@@ -125,15 +125,15 @@ class SegmentedAnswer:
             text = choice.push(token) if place < shown else ""
             if self._scores and item.logprobs and place < min(shown, len(item.logprobs)):
                 self._pending.append((token, item.logprobs[place]))
-            if text:
-                self._text(out, text)
+            self._text(out, text)
             self._count()
         if item.finish is not None and state.end(choice, item.finish):
             self._end(out, choice.stream.finish(), cut_off=item.finish.reason == "length")
 
     def _text(self, out: list[Change], text: str) -> None:
         if self._parser is None:
-            self._grow(out, "text", text)
+            if text:
+                self._grow(out, "text", text)
         elif (delta := self._parser.push(text)) is not None:
             self._delta(out, delta)
 

@@ -212,7 +212,7 @@ class StreamRenderer:
         for place, token in enumerate(tokens):
             choice.state.position += 1
             text = choice.push(token) if place < shown else ""
-            delta = choice.parser.push(text) if choice.parser is not None and text else None
+            delta = choice.parser.push(text) if choice.parser is not None else None
             shaped = self._format_logprob(choice.state, token, logprobs[place]) if place < len(logprobs) else None
             if delta or shaped or (text and choice.parser is None):
                 suffix = choice.suffix.replace(b"null", _json(shaped), 1) if shaped else choice.suffix

@@ -6,7 +6,6 @@ tokens depends on those k tokens only, never on batching, so another process can
 
 import re
 from codecs import utf_8_decode
-from collections import deque
 from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Protocol
 
@@ -28,6 +27,15 @@ class TextStream(Protocol):
 
     def finish(self) -> str:
         """The text that was held back, at the end of the answer."""
+
+
+class StopSearch(Protocol):
+    """Looks for stop strings in an answer. ``stop``: the one that ended it."""
+
+    @property
+    def stop(self) -> str | None: ...
+
+    def push(self, token: int) -> object: ...
 
 
 class Detokenizer:
@@ -54,7 +62,7 @@ class Detokenizer:
         return self._raw[token] if 0 <= token < len(self._raw) else b""
 
     def special(self, texts: Iterable[str]) -> dict[int, str]:
-        """Those of the texts that are special tokens of this vocabulary, by id: the ``shown`` of ``stream``."""
+        """Those of the texts that are special tokens of this vocabulary, by id, for ``marked_stream``."""
         ids = ((self._tokenizer.token_to_id(text), text) for text in texts)
         return {token: text for token, text in ids if token in self._special}
 
@@ -64,18 +72,22 @@ class Detokenizer:
         *,
         min_tokens: int = 0,
         stops_shown: bool = False,
-        shown: Mapping[int, str] | None = None,
     ) -> TextStream:
         """The text of one answer, cut at the first stop string.
 
         Args:
             min_tokens: search stop strings only in the text from this token (counted from 1) on.
             stops_shown: the answer ends after the stop string, not before it.
-            shown: special tokens to show, with their text; stop strings are searched without it.
         """
-        plain = ByteStream(self._pieces) if self._byte_level else WindowStream(self._tokenizer, self._special)
-        stream = StoppingStream(plain, StopMatcher(stops), min_tokens, stops_shown) if stops else plain
-        return MarkedStream(stream, shown) if shown else stream
+        plain = self._plain()
+        return StoppingStream(plain, StopMatcher(stops), min_tokens, stops_shown) if stops else plain
+
+    def marked_stream(self, shown: Mapping[int, str]) -> TextStream:
+        """The text of one answer with that of some special tokens, by id, for parsers. It is cut nowhere."""
+        return MarkedStream(self._plain(), shown) if shown else self._plain()
+
+    def _plain(self) -> TextStream:
+        return ByteStream(self._pieces) if self._byte_level else WindowStream(self._tokenizer, self._special)
 
 
 class ByteStream:
@@ -159,11 +171,6 @@ class StoppingStream:
         self._stops_shown = stops_shown
         self.stop: str | None = None
 
-    @property
-    def held(self) -> int:
-        """Characters held back because they may become a stop string."""
-        return self._matcher.held
-
     def push(self, token: int) -> str:
         if self.stop is not None:
             return ""
@@ -187,45 +194,20 @@ class StoppingStream:
 class MarkedStream:
     """A stream with the text of some special tokens inserted at their positions."""
 
-    __slots__ = ("_length", "_marks", "_places", "_stream")
+    __slots__ = ("_marks", "_stream", "stop")
 
     def __init__(self, stream: TextStream, marks: Mapping[int, str]) -> None:
         self._stream = stream
         self._marks = marks
-        self._length = 0  # characters of the stream's own text so far
-        self._places: deque[tuple[int, str]] = deque()  # marks whose preceding text is still held back
-
-    @property
-    def stop(self) -> str | None:
-        return self._stream.stop
-
-    @stop.setter
-    def stop(self, stop: str | None) -> None:
-        self._stream.stop = stop
+        self.stop: str | None = None
 
     def push(self, token: int) -> str:
-        ended = self._stream.stop is not None
         text = self._stream.push(token)
-        mark = None if ended else self._marks.get(token)
-        if mark is not None:
-            held = self._stream.held if isinstance(self._stream, StoppingStream) else 0
-            self._places.append((self._length + len(text) + held, mark))
-        return self._with_marks(text)
+        mark = self._marks.get(token)
+        return text if mark is None else text + mark
 
     def finish(self) -> str:
-        return self._with_marks(self._stream.finish())
-
-    def _with_marks(self, text: str) -> str:
-        start = self._length
-        self._length += len(text)
-        if not self._places:
-            return text
-        out, at = [], 0
-        while self._places and self._places[0][0] <= self._length:
-            place, mark = self._places.popleft()
-            out += [text[at : place - start], mark]
-            at = place - start
-        return "".join(out) + text[at:]
+        return self._stream.finish()
 
 
 class StopMatcher:
@@ -250,9 +232,9 @@ class StopMatcher:
         self._matched: str | None = None
 
     @property
-    def held(self) -> int:
-        """Characters held back."""
-        return len(self._held)
+    def holds(self) -> bool:
+        """Text is held back."""
+        return bool(self._held)
 
     def push(self, text: str) -> tuple[str, str | None]:
         """Returns the text that is safe to show, and the stop string found or None. After a match there is no text."""

@@ -93,6 +93,8 @@ def unsupported(request: GenerateRequest) -> str:
         return "with tool calls or reasoning that a grammar keeps"
     if request.media:
         return "with media, which HTTP takes in chat messages only"
+    if request.stop.strings and request.parsing is not None:
+        return "with stop strings that count in the content only, which the text of a completion does not know apart"
     named = [each for each in request.sampling.logits_processors if each.name not in (CONSTRAINT, CONSTRAINT_LARK)]
     return "with logits processors, which are registered by name" if named else ""
 

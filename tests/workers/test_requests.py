@@ -4,11 +4,11 @@ import msgspec
 import pytest
 
 from infra.model.detokenizer import Detokenizer
-from infra.model.modeldir import TINY, load_tokenizer
+from infra.model.modeldir import DEMO, TINY, load_tokenizer
 from schemas import blocks, done, jobs, wire
 from schemas.errors import Code
 from schemas.jobs import Decision, Job, Stage
-from schemas.requests import GenerateRequest, Sampling, Stop
+from schemas.requests import GenerateRequest, Parsing, Sampling, Stop
 from schemas.tokens import Finish
 from workers.requests import RunningRequest, admit, already_over, next_job, sequence_requests, terminal
 
@@ -112,6 +112,36 @@ def test_a_resumed_choice_that_had_completed_a_stop_string_is_recognised(min_tok
     ids = tokenizer.encode("so the END", add_special_tokens=False).ids
     state = active(asked, resume=(wire.pack_tokens(ids),), detokenizer=Detokenizer(tokenizer))
     assert already_over(state.sequences[0], asked) == (Finish("stop", "END") if over else None)
+
+
+@pytest.mark.parametrize(
+    ("text", "stop", "over"),
+    [
+        ("<think>1 + 2 END", "END", False),
+        ("<think>1 + 2 END</think>It is", "END", False),
+        ("<think>1 + 2</think>It is END", "END", True),
+        ('<think>x</think><tool_call>{"name": "w", "arguments": {"city": "Par', "Par", False),
+        ('<think>x</think><tool_call>{"name": "w", "arguments": {"city": "Paris"}}</tool_call> Par', "Par", True),
+        ("Par", "Par", True),
+    ],
+)
+@pytest.mark.parametrize("resumed", [0.0, 0.5, 1.0])
+def test_a_stop_string_ends_the_content_of_an_answer_and_no_thought_or_call(
+    text: str, stop: str, over: bool, resumed: float
+) -> None:
+    """Also where another worker continues in the middle of a thought or a call."""
+    tokenizer = load_tokenizer(DEMO)
+    ids = tokenizer.encode(text, add_special_tokens=False).ids
+    parsing = Parsing("basic", "hermes")
+    asked = request(n=1, stop=Stop(max_tokens=500, strings=(stop,)), parsing=parsing, endpoint="chat")
+    before = int(len(ids) * resumed)
+    state = active(asked, resume=(wire.pack_tokens(ids[:before]),), detokenizer=Detokenizer(tokenizer))
+    search = state.sequences[0].stream
+    assert search is not None
+    for token in ids[before:]:
+        search.push(token)
+    assert search.stop == (stop if over else None)
+    assert already_over(state.sequences[0], asked) == (Finish("stop", stop) if over else None)
 
 
 def end(state: RunningRequest, *outcomes: done.Outcome) -> None:

@@ -1,9 +1,11 @@
 """Builds chat completion deltas from what a parser finds, without the layout around reasoning and calls."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 from msgspec import Struct
+
+from infra.model.detokenizer import StopMatcher
 
 _SPACE = " \t\r\n"
 
@@ -34,32 +36,58 @@ class Delta(Struct, frozen=True, omit_defaults=True):
 class DeltaBuilder:
     """White space next to a call and at both ends of the reasoning is layout and dropped; all else is kept exactly.
 
+    Stop strings are searched here, because here it is known what is content: not reasoning, calls, marks or layout.
+
     Attributes:
         calls: number of tool calls begun.
+        searching: stop strings count from here on.
+        stop: the stop string that was found; nothing is taken in behind it.
     """
 
     __slots__ = (
+        "_after_call",
         "_arguments",
         "_call_id",
         "_content",
         "_content_begun",
         "_content_space",
         "_limit",
+        "_matcher",
         "_new_calls",
         "_reasoning",
         "_reasoning_begun",
         "_reasoning_space",
+        "_said",
+        "_stops_shown",
         "_tools",
         "calls",
+        "searching",
+        "stop",
     )
 
-    def __init__(self, call_id: Callable[[int], str], *, tools: bool, one_call: bool = False) -> None:
+    def __init__(
+        self,
+        call_id: Callable[[int], str],
+        *,
+        tools: bool,
+        one_call: bool = False,
+        stops: Sequence[str] = (),
+        stops_shown: bool = False,
+    ) -> None:
         """
         Args:
             call_id: from a call's index to its id.
             tools: calls may follow, so white space is held back until it is known what follows.
             one_call: return the first call only.
+            stops: stop strings, searched in the content.
+            stops_shown: the content ends behind the stop string, not before it.
         """
+        self._matcher = StopMatcher(stops) if stops else None
+        self._stops_shown = stops_shown
+        self.searching = True
+        self.stop: str | None = None
+        self._after_call = False  # only white space has followed the last call
+        self._said = True  # the last call has arguments
         self._call_id = call_id
         self._tools = tools
         self._limit = 1 if one_call else 1 << 31
@@ -73,11 +101,19 @@ class DeltaBuilder:
         self._arguments: dict[int, list[str]] = {}
 
     @property
+    def stoppable(self) -> bool:
+        """There are stop strings."""
+        return self._matcher is not None
+
+    @property
     def passthrough(self) -> bool:
         """Content is emitted unchanged from here on."""
-        return self._content_begun and not self._tools
+        return self._content_begun and not self._tools and self._matcher is None
 
     def reasoning(self, text: str) -> None:
+        if self.stop is not None:
+            return
+        self._flush()
         body = _without_trailing_space(self._reasoning_space, text)
         if body:
             self._reasoning.append(body if self._reasoning_begun else body.lstrip(_SPACE))
@@ -89,6 +125,30 @@ class DeltaBuilder:
         self._reasoning_begun = True
 
     def content(self, text: str) -> None:
+        if self.stop is not None:
+            return
+        layout = self._after_call or (not self._content_begun and (self.calls > 0 or self._reasoning_begun))
+        if self._after_call and text.strip(_SPACE):
+            self._end_call()
+            self._after_call = False
+        if self._matcher is not None and self.searching:
+            text = self._search(self._matcher, text, layout)
+        self._show(text)
+
+    def _search(self, matcher: StopMatcher, text: str, layout: bool) -> str:
+        """The text that is safe to show. White space at its beginning that is layout, or may be, is not searched."""
+        begin = len(text) - len(text.lstrip(_SPACE)) if layout and not matcher.holds else 0
+        safe, self.stop = matcher.push(text[begin:])
+        if self.stop is not None and self._stops_shown:
+            safe += self.stop
+        return text[:begin] + safe
+
+    def _flush(self) -> None:
+        """Something else than content follows: what was held back did not become a stop string."""
+        if self._matcher is not None and self._matcher.holds:
+            self._show(self._matcher.flush())
+
+    def _show(self, text: str) -> None:
         body = _without_trailing_space(self._content_space, text) if self._tools else text
         if not self._content_begun and (self.calls or self._reasoning_begun):
             body = body.lstrip(_SPACE)
@@ -98,6 +158,11 @@ class DeltaBuilder:
 
     def begin_call(self, name: str, call_id: str = "") -> None:
         """Begin a tool call; its arguments follow."""
+        if self.stop is not None:
+            return
+        self._flush()
+        self._end_call()
+        self._said, self._after_call = False, True
         index, self.calls = self.calls, self.calls + 1
         self._reasoning_space.clear()
         if index < self._limit:
@@ -105,12 +170,27 @@ class DeltaBuilder:
 
     def arguments(self, text: str) -> None:
         """More of the JSON text of the last call's arguments."""
+        if not text or self.stop is not None:
+            return
+        self._said = True
         index = self.calls - 1
-        if text and index < self._limit:
+        if index < self._limit:
             self._arguments.setdefault(index, []).append(text)
 
-    def finish(self) -> None:
-        """The text has ended: no call follows, so white space that was held back counts, unless it is layout."""
+    def _end_call(self) -> None:
+        """A call without arguments has an empty object of them, which every client can read."""
+        if not self._said:
+            self.arguments("{}")
+
+    def finish(self, *, limited: bool = False) -> None:
+        """The text has ended: no call follows, so white space that was held back counts, unless it is layout.
+
+        Args:
+            limited: it was cut off, so that arguments which have not begun are not known.
+        """
+        if not limited:
+            self._end_call()
+        self._flush()
         if self._reasoning_space and self._reasoning_begun:
             self._reasoning += self._reasoning_space
         if self._content_space and not self.calls and (self._content_begun or not self._reasoning_begun):

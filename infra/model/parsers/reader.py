@@ -46,12 +46,13 @@ class Reader:
         limited: the text ends because it may not be longer, not because it is complete.
     """
 
-    __slots__ = ("_at", "_recorded", "_text", "ended", "limited")
+    __slots__ = ("_at", "_recorded", "_tape", "_text", "ended", "limited")
 
     def __init__(self) -> None:
         self._text = ""
         self._at = 0
         self._recorded: list[str] | None = None
+        self._tape: list[str] | None = None
         self.ended = self.limited = False
 
     @property
@@ -85,6 +86,24 @@ class Reader:
         """Drop the checkpoint and return the text read since, which then counts as read."""
         recorded, self._recorded = self._recorded or [], None
         return "".join(recorded)
+
+    # --- reading twice ---
+
+    def tape(self, text: str) -> None:
+        """Keep all text read from here on, for ``taped``; ``text`` was read just before."""
+        self._tape = [text]
+
+    def taped(self) -> str:
+        """The text read since ``tape``, which is kept no longer."""
+        kept, self._tape = self._tape or [], None
+        return "".join(kept)
+
+    def within(self, text: str) -> "Reader":
+        """A reader of the last part of the text, which this one has read to its end."""
+        inner = Reader()
+        inner.feed(text)
+        inner.ended, inner.limited = True, self.limited
+        return inner
 
     # --- reading ---
 
@@ -156,4 +175,6 @@ class Reader:
         self._at = end
         if self._recorded is not None and text:
             self._recorded.append(text)
+        if self._tape is not None and text:
+            self._tape.append(text)
         return text

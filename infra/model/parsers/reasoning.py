@@ -42,20 +42,43 @@ def read_reasoning(
     texts: TextParameters,
     *,
     in_reasoning: bool,
-) -> Steps[None]:
+) -> Steps[str]:
     """Read an answer's reasoning, if it begins with some.
 
-    A tool call ends it as well: some models do not write the closing mark.
+    A model may try a call in its thoughts, and some models call without a closing mark. Which of the two a call was is
+    known when the mark comes, or the text ends: until then, the call and what follows it are held back.
+
+    Returns: "", or at the end of the text the calls that ended the reasoning, and what follows them.
     """
     space = yield from reader.space()
     if not (yield from reader.literal(*tags.opening)) and not in_reasoning:
         deltas.content(space)
-        return
+        return ""
     ends = Markers(*tags.closing, *(tools.openers if tools is not None else ()))
     while mark := (yield from reader.until(ends, deltas.reasoning)):
         if mark in tags.closing:
             deltas.end_reasoning()
-            return
+            return ""
         assert tools is not None
-        if (yield from try_calls(reader, deltas, tools, texts, mark, deltas.reasoning)):
-            return
+        reader.tape(mark)
+        called = False
+        while mark and mark not in tags.closing:
+            probe = DeltaBuilder(str, tools=True)
+            called = (yield from try_calls(reader, probe, tools, texts, mark, _drop)) or called
+            if not called:
+                break
+            mark = yield from reader.until(ends, _drop)
+        text = reader.taped()
+        if mark in tags.closing:
+            deltas.reasoning(text[: -len(mark)])
+            deltas.end_reasoning()
+            return ""
+        if called:
+            return text
+        if not reader.cut_short:  # else it may have become a call
+            deltas.reasoning(text)
+    return ""
+
+
+def _drop(text: str) -> None:
+    """For text that is on the tape."""

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 from blake3 import blake3
 
+from infra.model.detokenizer import Detokenizer, StopSearch, TextStream
 from infra.model.parsers import json_calls, reasoning, xml_calls
 from infra.model.parsers.answer_parser import AnswerFormat, AnswerParser
 from infra.model.parsers.harmony import SPECIAL
@@ -127,8 +128,42 @@ def parser_for(request: GenerateRequest, choice: int) -> AnswerParser:
         in_reasoning=parsing.thinking,
         one_call=parsing.one_call,
         texts=parsing.texts,
+        stops=request.stop.strings,
+        min_tokens=request.stop.min_tokens,
+        stops_shown=request.stops_shown,
     )
     return AnswerParser(answer_format, call_id)
+
+
+def text_stream(request: GenerateRequest, detokenizer: Detokenizer) -> TextStream:
+    """The text of one choice. Of an answer that is parsed, with the marks, and the parser searches its stop strings."""
+    stop = request.stop
+    if request.parsing is None:
+        return detokenizer.stream(stop.strings, min_tokens=stop.min_tokens, stops_shown=request.stops_shown)
+    return detokenizer.marked_stream(detokenizer.special(special_markers(request.parsing)))
+
+
+def stop_search(request: GenerateRequest, choice: int, detokenizer: Detokenizer) -> StopSearch:
+    """Whether the tokens of one choice have completed a stop string, as every gateway will find it."""
+    text = text_stream(request, detokenizer)
+    return text if request.parsing is None else ContentSearch(text, parser_for(request, choice))
+
+
+class ContentSearch:
+    """Searches stop strings in the content of an answer that is parsed."""
+
+    __slots__ = ("_parser", "_text")
+
+    def __init__(self, text: TextStream, parser: AnswerParser) -> None:
+        self._text = text
+        self._parser = parser
+
+    @property
+    def stop(self) -> str | None:
+        return self._parser.stop
+
+    def push(self, token: int) -> None:
+        self._parser.push(self._text.push(token))
 
 
 def _text_parameters(tools: Iterable[dict[str, Any]]) -> TextParameters:

@@ -17,7 +17,7 @@ from gateway.openai.segments import SegmentedAnswer
 from gateway.openai.stream_renderer import StreamRenderer
 from infra.model import modeldir
 from infra.model.modeldir import ModelDir
-from infra.model.parsers.registry import ParserNames
+from infra.model.parsers.registry import ParserNames, stop_search
 from schemas.errors import ServingError
 from schemas.requests import GenerateRequest, Parsing
 from schemas.tokens import Finish, Logprob, TokenItem
@@ -212,19 +212,62 @@ def test_marks_that_are_special_tokens_are_seen_and_others_are_not(special: Prep
     assert len(message["tool_calls"][0]["id"]) == 9
 
 
-def test_stop_strings_do_not_see_marks_that_are_special_tokens(special: PrepareContext) -> None:
-    """As the worker, which knows no marks: "CALLS" is not in the text, "k.get" is."""
+STOPPED = "<think>\nNot yet: 1 + 2.\n</think>\n\nIt is 3 + 4 Paris."
+
+
+@pytest.mark.parametrize(
+    ("text", "stop", "content", "thought", "arguments", "ends"),
+    [
+        (STOPPED, "+", "It is 3 ", "Not yet: 1 + 2.", None, True),
+        (STOPPED, "Not yet", "It is 3 + 4 Paris.", "Not yet: 1 + 2.", None, False),
+        (STOPPED, "think", "It is 3 + 4 Paris.", "Not yet: 1 + 2.", None, False),
+        (STOPPED, "\n\n", "It is 3 + 4 Paris.", "Not yet: 1 + 2.", None, False),  # layout behind the thought
+        (STOPPED, "\n", "It is 3 + 4 Paris.", "Not yet: 1 + 2.", None, False),
+        (ANSWER, "Os", "I look.", "The weather.", ['{"city": "Oslo"}'] * 2, False),
+        (ANSWER, "tool_call", "I look.", "The weather.", ['{"city": "Oslo"}'] * 2, False),
+        (ANSWER, "}}", "I look.", "The weather.", ['{"city": "Oslo"}'] * 2, False),
+        (ANSWER, "look", "I ", "The weather.", None, True),
+        (ANSWER + "\nDone, Oslo.", "slo", "I look.\n\n\nDone, O", "The weather.", ['{"city": "Oslo"}'] * 2, True),
+    ],
+)
+def test_stop_strings_are_searched_in_the_content_alone(
+    demo: PrepareContext,
+    text: str,
+    stop: str,
+    content: str,
+    thought: str,
+    arguments: list[str] | None,
+    ends: bool,
+) -> None:
+    asked, items = request(demo, stop=[stop]), answer(demo.model, text)
+    message = added(chunks(StreamRenderer(asked, demo.model.detokenizer).push(items)))
+    assert message == whole(asked, demo.model, items)
+    assert (message["content"], message["reasoning_content"]) == (content, thought)
+    calls = message.get("tool_calls")
+    assert (calls and [call["function"]["arguments"] for call in calls]) == arguments
+    search = stop_search(asked, 0, demo.model.detokenizer)
+    for item in items:
+        search.push(int.from_bytes(item.tokens, "little"))
+    assert search.stop == (stop if ends else None)
+    segments = SegmentedAnswer(asked, demo.model.detokenizer)
+    segments.push(items)
+    shown = {kind: [s.content for s in segments.segments if s.kind == kind] for kind in ("text", "reasoning", "call")}
+    assert "".join(shown["text"]).split() == content.split()
+    assert shown["reasoning"] == [thought]
+    assert shown["call"] == (arguments or [])
+
+
+def test_a_stop_string_does_not_see_the_marks_of_calls(special: PrepareContext) -> None:
     text = 'Look.[TOOL_CALLS]get_weather[ARGS]{"city": "Oslo"}'
-    for stop, content in (("CALLS", "Look."), ("k.get", "Loo")):
-        asked = request(special, stop=[stop])
-        stream = special.model.detokenizer.stream([stop])
-        items = answer(special.model, text)
+    for stop in ("CALLS", "k.get", "city"):
+        asked, items = request(special, stop=[stop]), answer(special.model, text)
+        search = stop_search(asked, 0, special.model.detokenizer)
         for item in items:
-            stream.push(int.from_bytes(item.tokens, "little"))
-        assert stream.stop == (None if stop == "CALLS" else stop)
+            search.push(int.from_bytes(item.tokens, "little"))
+        assert search.stop is None
         message = added(chunks(StreamRenderer(asked, special.model.detokenizer).push(items)))
-        assert message["content"] == content
-        assert ("tool_calls" in message) is (stop == "CALLS")
+        assert message["content"] == "Look."
+        assert message["tool_calls"][0]["function"]["arguments"] == '{"city": "Oslo"}'
 
 
 def test_the_template_gets_the_reasoning_effort(tmp_path: Path) -> None:

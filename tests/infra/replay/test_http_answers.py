@@ -6,10 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from infra.replay.comparison import compare_texts
-from infra.replay.http_answers import HttpAnswer, body_of
+from infra.replay.http_answers import HttpAnswer, body_of, unsupported
 from infra.replay.recording import Run
 from schemas.done import Done, Outcome
-from schemas.requests import Sampling, Stop
+from schemas.requests import Parsing, Sampling, Stop
 from schemas.wire import unpack_tokens
 from tests.infra.timeline.tracing import samples
 
@@ -73,3 +73,10 @@ def test_texts_are_compared_to_the_first_other_character(new: str, outcome: str,
     found = compare_texts(run("a"), run("b"), ["the plan"], [new])
     assert found.outcome == outcome
     assert (found.text_difference.position if found.text_difference else None) == position
+
+
+def test_stop_strings_that_count_in_the_content_only_cannot_be_asked_for_over_http() -> None:
+    stop = Stop(max_tokens=3, strings=("x",))
+    assert unsupported(samples.request(stop=stop)) == ""
+    assert unsupported(samples.request(parsing=Parsing("basic"))) == ""
+    assert "content only" in unsupported(samples.request(stop=stop, parsing=Parsing("basic")))
