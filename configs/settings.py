@@ -302,6 +302,14 @@ class WorkerSettings(Common, frozen=True, kw_only=True):
         str, about("mock: file of `penstock export` whose answers it plays, token by token, at the recorded times")
     ] = ""
     skip_bad: Annotated[bool, about("mock: of --play: leave damaged lines out")] = False
+    mock_crash_token: Annotated[
+        int,
+        Meta(
+            ge=-1,
+            description="mock: token id that ends the process by SIGSEGV when a prompt with it is computed, to try "
+            "what a poisonous request does; -1: none",
+        ),
+    ] = -1
     mock_ranks: Annotated[Positive, about("mock: attention data-parallel ranks, each with its own cache")] = 1
     trtllm_backend: Annotated[Literal["pytorch", "autodeploy"], about("trtllm: backend that runs the model")] = (
         "pytorch"
@@ -376,6 +384,13 @@ class WorkerSettings(Common, frozen=True, kw_only=True):
     frame_rate: Annotated[float, Meta(ge=0, description="diffusion: frames per second; 0: the pipeline's own rate")] = (
         0.0
     )
+    state_dir: Annotated[
+        str,
+        about(
+            "folder that outlives the process, in which it notes what it runs: its next life reports from there "
+            "whether it crashed; default: $STATE_DIRECTORY, as systemd sets it, else none"
+        ),
+    ] = ""
     drain_s: Annotated[Seconds, about("seconds that running requests may take to finish after SIGTERM")] = 30.0
     durability: Annotated[Durability, about("durability of the broker; power: output waits until it is on disk")] = (
         "process"

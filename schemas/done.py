@@ -13,6 +13,7 @@ import msgspec
 
 from schemas import requests
 from schemas.requests import Embedding, GenerateRequest
+from schemas.subjects import HEADER_CRASHED, HEADER_RETURNED
 from schemas.tokens import FAILURES, PROMPT, WHOLE_REQUEST, File, Finish, Logprob, TokenItem
 from schemas.trace import Stamps
 from schemas.wire import decoder, encode
@@ -94,6 +95,7 @@ class Returned(msgspec.Struct, frozen=True, omit_defaults=True, tag="returned"):
     worker: str
     reason: str
     poison: bool = False  # the engine failed while it ran this request
+    crashed: str = ""  # the worker's process or engine ended while it ran this: "alone", or "shared" with others
 
 
 decode = decoder(Done | Returned)  # type: ignore[arg-type]
@@ -110,6 +112,17 @@ def returned_header(event: Returned) -> str:
     """The ``Penstock-Returned`` header. The first word is its version, so that a later one can add words."""
     reason = " ".join(event.reason.split())[:_HEADER_TEXT].encode("ascii", "replace").decode()
     return f"1 {event.attempt} {reason}"
+
+
+def returned_id(event: Returned) -> str:
+    """Its message id: an attempt is returned once, by its worker or on behalf of that."""
+    return f"{event.request}:{event.attempt}:returned"
+
+
+def returned_headers(event: Returned) -> dict[str, str]:
+    """What routers read of it."""
+    headers = {HEADER_RETURNED: returned_header(event)}
+    return headers | {HEADER_CRASHED: event.crashed} if event.crashed else headers
 
 
 def read_returned_header(text: str) -> ReturnedHeader:

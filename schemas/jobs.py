@@ -5,10 +5,13 @@ from typing import NamedTuple
 import msgspec
 
 from schemas.requests import GenerateRequest
-from schemas.subjects import HEADER_KEYS, HEADER_LOAD, HEADER_NO_STORE
+from schemas.subjects import HEADER_KEYS, HEADER_LOAD, HEADER_NO_STORE, HEADER_SUSPECT
 from schemas.tokens import Finish, Logprob
 from schemas.transfer import Encoded, Prefilled
 from schemas.wire import decoder
+
+SUSPECT = "suspect"  # a worker that ran it crashed
+ALONE = "alone"  # two did: its worker runs nothing else meanwhile
 
 
 class Candidate(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -108,6 +111,8 @@ class Job(msgspec.Struct, frozen=True, omit_defaults=True, tag="job"):
     scores: tuple[Logprob, ...] = ()  # of the prompt's tokens 1 .. ``scored``, for the record; may be left out
     inputs: DecisionInputs | None = None  # of ``decision``; None: an older build, or a later stage
     streamed_ns: int = 0  # when the first token in ``resume`` was stored, Unix time
+    suspect: str = ""  # SUSPECT or ALONE: it may be what ended the workers of earlier attempts; "": it is not suspected
+    lost: tuple[tuple[int, str], ...] = ()  # earlier attempts whose worker was lost, and that worker
 
 
 class Revoke(msgspec.Struct, frozen=True, tag="revoke"):
@@ -147,18 +152,21 @@ def load_header(
     return f"{prompt_tokens} {cached_tokens} {gateway} {deadline_ns} {priority} {n} {stages}"
 
 
-def headers_of(load: str, *, no_store: bool, keys: str = "") -> dict[str, str]:
+def headers_of(load: str, *, no_store: bool, keys: str = "", suspect: str = "") -> dict[str, str]:
     """The headers of a message in WORK beside its id.
 
     Args:
         load: its load header.
         keys: of the full blocks of its prompt (``schemas.blocks.keys_text``); "": no router needs them.
+        suspect: as in ``Job``.
     """
     headers = {HEADER_LOAD: load}
     if no_store:
         headers[HEADER_NO_STORE] = "1"
     if keys:
         headers[HEADER_KEYS] = keys
+    if suspect:
+        headers[HEADER_SUSPECT] = suspect
     return headers
 
 

@@ -185,7 +185,11 @@ class DisaggCoordinator:
                 self._bus.subjects.work(stage.role, stage.worker),
                 wire.encode(message),
                 f"{request.id}:{running.attempt}:{stage.role}",
-                headers=jobs.headers_of(_load_header(running, message), no_store=request.no_store),
+                headers=jobs.headers_of(
+                    _load_header(running, message),
+                    no_store=request.no_store,
+                    suspect=running.job.suspect if running.job is not None else "",
+                ),
                 timeout=STAGE_PUBLISH_S,
             )
         except ServingError as error:

@@ -25,6 +25,7 @@ from infra.bus.tasks import count_tasks
 from infra.metrics.scope import process_scope
 from schemas import control, wire
 from schemas.subjects import Subjects
+from workers.crash_journal import CrashJournal, End, returns, state_folder
 from workers.engines.external.metrics import NativeSeries
 from workers.metrics import user
 from workers.metrics.multiprocess import VARIABLE, Merged
@@ -36,6 +37,7 @@ from workers.stopping import EndProcess, StoppedEarly, Stopping
 log = structlog.get_logger("worker")
 
 MAX_CONTROL_REQUESTS = 64  # at once
+MEMORY_NOTED_S = 1.0
 FAIL_S = 15.0  # for requeueing everything after a failure
 
 EXIT_OK = 0
@@ -90,7 +92,8 @@ class WorkerProcess:
 
     def __init__(self, settings: WorkerSettings, make_backend: MakeBackend, end_process: EndProcess = os._exit) -> None:
         self._settings = settings
-        self._stopping = Stopping(settings.drain_s, end_process)
+        self._journal = CrashJournal(state_folder(settings), settings.name)
+        self._stopping = Stopping(settings.drain_s, end_process, self._journal.stopping)
         labels = {"namespace": settings.namespace, "process": settings.name, "model": "", "role": settings.role}
         self._metrics = Metrics(process_scope("worker", labels))
         if shared := os.environ.get(VARIABLE):
@@ -117,6 +120,7 @@ class WorkerProcess:
             left_s = self._stopping.left(self._backend.join_s + 0.5) - 0.5
             ended = await asyncio.to_thread(self._backend.stop, left_s)
             self._stopping.ended()
+            self._journal.close()
         if not ended:
             log.warning("engine_stop_timeout", action="the process ends without waiting for it")
             self._stopping.end_now(status)
@@ -144,10 +148,12 @@ class WorkerProcess:
         publisher = Publisher(bus)
         try:
             await publisher.open()
+            await self._stopping.unless_asked(self._report_last_life(publisher, bus.subjects))
             model = await self._stopping.unless_asked(self._backend.open(connection))
 
             def make_session() -> WorkerSession:
-                return WorkerSession(bus, publisher, model, settings, self._metrics, self._backend.make_runner)
+                make_runner = self._backend.make_runner
+                return WorkerSession(bus, publisher, model, settings, self._metrics, make_runner, self._journal)
 
             return await self._run(bus, make_session)
         finally:
@@ -155,12 +161,31 @@ class WorkerProcess:
             await publisher.close()
             await bus.close()
 
+    async def _report_last_life(self, publisher: Publisher, subjects: Subjects) -> None:
+        """Return what this worker ran when its last process was killed, before it is registered again.
+
+        Raises:
+            ServingError: the broker did not store it.
+        """
+        last = self._journal.last
+        if last is not None and last.end is not None:
+            messages = returns(last, last.end, subjects)
+            stores = (publisher.publish(each.subject, each.payload, each.id, headers=each.headers) for each in messages)
+            await asyncio.gather(*stores)
+        self._journal.begin()
+
+    async def _note_memory(self) -> None:
+        while True:
+            self._journal.note_memory()
+            await asyncio.sleep(MEMORY_NOTED_S)
+
     async def _run(self, bus: Bus, make_session: Callable[[], WorkerSession]) -> int:
         """Serve metrics, control requests and sessions until asked to stop; closes the connection."""
         loop = asyncio.get_running_loop()
         self._metrics.load_time.set(self._backend.load_seconds)
         self._metrics.tasks.set_function(lambda: count_tasks(loop))
         bus.tasks.spawn(loop_lag.gauge(self._metrics.scope).watch(), name="loop-lag")
+        bus.tasks.spawn(self._note_memory(), name="crash-journal")
         if self._settings.metrics_port and self._settings.publish_events_and_metrics:
             start_http_server(self._settings.metrics_port, self._settings.metrics_host, registry=self._metrics.registry)
         app = self._application(bus)
@@ -214,10 +239,12 @@ class WorkerProcess:
     # --- failures and changes ---
 
     def engine_failed(self, error: BaseException) -> None:
+        self._journal.failing(End(True, f"crashed: the engine failed ({type(error).__name__})"))
         self._fail(error)
 
     def _task_failed(self, error: BaseException) -> None:
         self._task_error = self._error is None
+        self._journal.failing(End(False, "a task of the worker failed"))
         self._fail(error)
 
     def _fail(self, error: BaseException) -> None:

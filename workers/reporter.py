@@ -7,7 +7,7 @@ import structlog
 from infra.bus.connection import Bus
 from infra.bus.publisher import Publisher
 from schemas import done, kv, wire
-from schemas.subjects import HEADER_NO_STORE, HEADER_RETURNED
+from schemas.subjects import HEADER_NO_STORE
 from schemas.tokens import TokenBatch, TokenItem
 from workers.metrics.worker import Metrics
 from workers.outbox import Outbox
@@ -77,21 +77,24 @@ class Reporter:
         )
         log.debug("request_done", request=event.request, code=event.code, tokens=event.usage.completion)
 
-    async def returned(self, running: RunningRequest, reason: str, poison: bool) -> None:
+    async def returned(self, running: RunningRequest, reason: str, poison: bool, crashed: bool = False) -> None:
         """Store that this attempt is returned to the routers.
 
+        Args:
+            crashed: the engine ended while it ran this.
         Raises:
             ServingError: it could not be stored for ten minutes.
         """
         request = running.request
         if request.no_store:
             reason = reason.partition(":")[0]  # an exception's text may quote the prompt
-        event = done.Returned(request.id, request.model, running.attempt, self._worker, reason, poison)
+        died = ("alone" if running.alone else "shared") if crashed else ""
+        event = done.Returned(request.id, request.model, running.attempt, self._worker, reason, poison, died)
         await self._publisher.publish(
             self._bus.subjects.returned(request.model),
             wire.encode(event),
-            f"{request.id}:{running.attempt}:returned",
-            headers={HEADER_RETURNED: done.returned_header(event)},
+            done.returned_id(event),
+            headers=done.returned_headers(event),
             timeout=TERMINAL_S,
             gate=self._outbox.open,
         )

@@ -9,7 +9,7 @@ from infra.model.detokenizer import Detokenizer
 from infra.model.parsers.registry import stop_search
 from schemas import blocks, done, wire
 from schemas.errors import Code
-from schemas.jobs import Job, Stage, rank_of
+from schemas.jobs import ALONE, Job, Stage, rank_of
 from schemas.requests import CONSTRAINT, CONSTRAINT_LARK, GenerateRequest, Sampling, Stop
 from schemas.tokens import Finish, Logprob, carried
 from schemas.trace import Stamps, headers, stage_name
@@ -41,6 +41,11 @@ class RunningRequest(msgspec.Struct, eq=False):
     handing_off: bool = False  # being handed to the next stage
     prefilled: bool = False  # by another worker: its times are of there
     stamp_times: dict[str, int] | None = None  # of a traced request: times in ns by their names in ``Stamps``
+
+    @property
+    def alone(self) -> bool:
+        """Whether nothing else may run on this worker meanwhile."""
+        return self.job is not None and self.job.suspect == ALONE
 
     @property
     def ended(self) -> bool:

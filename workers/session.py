@@ -28,6 +28,7 @@ from schemas.kv import KvDump
 from schemas.trace import wanted
 from schemas.transfer import Encoded, Prefilled
 from workers import housekeeping
+from workers.crash_journal import CrashJournal
 from workers.housekeeping import Housekeeping
 from workers.lease import Lease
 from workers.metrics.worker import Metrics
@@ -58,6 +59,7 @@ class WorkerSession:
 
     Args:
         make_runner: makes what runs the requests of this session.
+        journal: where to note what runs; None: nowhere.
     """
 
     def __init__(
@@ -68,6 +70,7 @@ class WorkerSession:
         settings: WorkerSettings,
         metrics: Metrics,
         make_runner: Callable[[SessionContext], RequestRunner],
+        journal: CrashJournal | None = None,
     ) -> None:
         self.id = f"{settings.name or 'worker'}-{secrets.token_hex(4)}"
         self.epoch = time.time_ns()
@@ -78,12 +81,15 @@ class WorkerSession:
         self._state = fleet.State.ready
         self._time_slice = TimeSlice()
         self._idle = asyncio.Event()
+        self._journal = journal or CrashJournal(None, settings.name)
+        self._reserved_for: RunningRequest | None = None  # which runs alone here, or waits until nothing else does
+        self._waiting: tuple[RunningRequest, StageInput | None] | None = None  # of ``_reserved_for``
         self._tasks = bus.tasks.group(self.id)  # a failure without a handler ends the process
         self._lease = Lease(bus, self.id, self._registration, self.lost.set, self._on_regained)
         self._outbox = Outbox(bus, self._lease.trusted, acknowledged=settings.durability == "power")
         self._reporter = Reporter(bus, publisher, self._outbox, self.id, self.epoch, metrics)
         self._requests = RequestTable(self._on_removed)
-        self._terminal = TerminalEvents(bus, self._reporter, self._requests, self._tasks, self._idle.set)
+        self._terminal = TerminalEvents(bus, self._reporter, self._requests, self._tasks, self._on_settled)
         self._runner = make_runner(
             SessionContext(
                 id=self.id,
@@ -168,9 +174,10 @@ class WorkerSession:
             await self._terminal.reject(running, Code.invalid_request, message)
             return
         cancelled = self._requests.early_cancel(request.id)
-        if self._state is fleet.State.draining:
+        if self._state is fleet.State.draining or self._reserved_for is not None:
             self._requests.running[request.id] = running
-            self._terminal.requeue(running, "draining")
+            draining = self._state is fleet.State.draining
+            self._terminal.requeue(running, "draining" if draining else "reserved for a request that runs alone")
         elif cancelled is not None:
             await self._terminal.reject(running, Code.cancelled, cancelled)
         elif time.time_ns() >= request.deadline_ns:
@@ -187,10 +194,30 @@ class WorkerSession:
             running.stamp_times = {"received_ns": time.time_ns()}
         self._requests.running[request.id] = running
         running.progress_signalled = time.monotonic()
+        if running.alone:
+            self._reserved_for = running
+            if not self._is_alone(running):
+                self._waiting = running, stage_input
+                return
+        await self._begin(running, stage_input)
+
+    async def _begin(self, running: RunningRequest, stage_input: StageInput | None) -> None:
+        self._journal.began(running, self.id)
         try:
             await self._runner.run(running, stage_input)
         except Exception as error:
             self._terminal.fail(running, "its start", error)
+
+    def _is_alone(self, running: RunningRequest) -> bool:
+        """Whether all others have ended, and that is stored."""
+        return not self._requests.ending and all(other is running for other in self._requests.running.values())
+
+    def _on_settled(self) -> None:
+        """A request was removed, or its end stored."""
+        self._idle.set()
+        if self._waiting is not None and self._is_alone(self._waiting[0]):
+            (running, stage_input), self._waiting = self._waiting, None
+            self._terminal.spawn(self._begin(running, stage_input))
 
     async def on_cancel(self, request_id: str, reason: str) -> None:
         """The client cancelled. The reason is kept in case the job is still on its way."""
@@ -203,13 +230,22 @@ class WorkerSession:
     def _stop_early(self, running: RunningRequest, code: Code, message: str) -> None:
         if running.cancelled is None and self._runner.accepts_stop(running):
             running.cancelled = (code, message)
+            if self._waiting is not None and self._waiting[0] is running:
+                self._terminal.spawn(self._terminal.end_cancelled(running))
+                return
             self._runner.stop_early(running)
 
     # --- report: the runner reports tokens and ends through ``_reporter`` and ``_terminal`` ---
 
     def _on_removed(self, running: RunningRequest, cancel: bool) -> None:
+        self._journal.ended(running.request.id)
+        if running is self._reserved_for:
+            self._reserved_for = None
+            if self._waiting is not None and self._waiting[1] is not None:
+                self._runner.release_input(self._waiting[1])
+            self._waiting = None
         self._runner.free(running, cancel)
-        self._idle.set()
+        self._on_settled()
 
     async def _on_regained(self) -> None:
         await self._outbox.resend()
@@ -292,8 +328,11 @@ class WorkerSession:
             poison: the requests that were running may be the cause.
         """
         await self._puller.close()
+        waiting = self._waiting[0] if self._waiting is not None else None
+        self._waiting = None
         for running in list(self._requests.running.values()):
-            self._terminal.requeue(running, reason, poison=poison and bool(running.started_ns))
+            started, ran = bool(running.started_ns), running is not waiting
+            self._terminal.requeue(running, reason, poison=poison and started, crashed=poison and ran)
         await self._unregister()
 
     async def _unregister(self) -> None:
@@ -306,6 +345,7 @@ class WorkerSession:
         await self._puller.close()
         await self._lease.stop()
         self._outbox.clear()
+        self._waiting = None
         self._terminal.cancel()
         for running in list(self._requests.running.values()):
             self._requests.remove(running)

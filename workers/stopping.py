@@ -30,11 +30,15 @@ class Stopping:
     Args:
         drain_s: how long running requests may continue.
         end_process: ends the process at once, whatever its threads do.
+        on_asked: called when the process is asked to stop.
     """
 
-    def __init__(self, drain_s: float, end_process: EndProcess = os._exit) -> None:
+    def __init__(
+        self, drain_s: float, end_process: EndProcess = os._exit, on_asked: Callable[[], None] = lambda: None
+    ) -> None:
         self._drain_s = drain_s
         self._end_process = end_process
+        self._on_asked = on_asked
         self._asked = asyncio.Event()
         self._signals = 0
         self._deadline = 0.0  # monotonic; 0: none
@@ -53,6 +57,8 @@ class Stopping:
 
     def ask(self) -> None:
         """Drain, and end the process ``GRACE_S`` after that at the latest."""
+        if not self.asked:
+            self._on_asked()
         self._asked.set()
         self.within(self._drain_s + GRACE_S)
 

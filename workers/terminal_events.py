@@ -55,15 +55,16 @@ class TerminalEvents:
         self._requests.remove(running, cancel=False)
         self._store(running, partial(self._reporter.done, running))
 
-    def requeue(self, running: RunningRequest, reason: str, *, poison: bool = False) -> None:
+    def requeue(self, running: RunningRequest, reason: str, *, poison: bool = False, crashed: bool = False) -> None:
         """End this attempt; a router places the request again, behind the tokens already streamed.
 
         Args:
-            poison: the request may be what broke this worker; routers count such attempts.
+            poison: the request may be what broke this worker.
+            crashed: the engine ended while it ran this; routers count such attempts.
         """
         if self._requests.owns(running):
             self._requests.remove(running)
-            self._store(running, partial(self._reporter.returned, running, reason, poison))
+            self._store(running, partial(self._reporter.returned, running, reason, poison, crashed))
 
     async def end(self, running: RunningRequest, code: Code, message: str) -> None:
         """End a request with an error, if this worker still has it."""

@@ -18,11 +18,12 @@ from infra.broker.main import apply_at, connect_operator
 from infra.broker.server import EmbeddedNats
 from infra.dashboard.access import stored_token
 from infra.engine_args.tree import BadArguments, Tree, parse_yaml
+from infra.launch.crash_report import report_end
 from infra.launch.groups import PlanError, assign, fleet_of
 from infra.launch.growth import further
 from infra.launch.listeners import Listeners
 from infra.launch.machine import cores, free_port, free_run, gpus
-from infra.launch.plan import Planned, plan
+from infra.launch.plan import Planned, plan, worker_state
 from infra.launch.process import Process
 from infra.launch.readiness import Readiness, first_model
 from infra.launch.show import Board, readable, welcome
@@ -39,6 +40,7 @@ log = structlog.get_logger("up")
 
 _TRIES = 3  # exits of one process before all is ready, after which the start has failed
 _POLL_S = 0.05
+REPORT_S = 5.0  # for reporting why a worker ended
 ROUTER_STANDSTILL_S = 2.0  # a stopped router is killed after this, so that its requests wait for at most 5 s
 
 
@@ -175,7 +177,11 @@ class Deployment:
                 # A lone stopped router blocks every request, and a restart loses nothing.
                 standstill_s = ROUTER_STANDSTILL_S if planned.role == "router" else None
                 keeper = Keeper(
-                    self._process(planned), self._on_change, standstill_s=standstill_s, give_up=self._give_up
+                    self._process(planned),
+                    self._on_change,
+                    standstill_s=standstill_s,
+                    give_up=self._give_up,
+                    ended=self._on_worker_ended if planned.role == "worker" else None,
                 )
                 await self._keep(keeper)
             await self._until_ready()
@@ -257,6 +263,13 @@ class Deployment:
         except OSError as error:  # a full disk: running processes must still be supervised
             log.warning("state_not_written", error=str(error))
 
+    async def _on_worker_ended(self, keeper: Keeper) -> None:
+        """Bounded: the next start waits for it."""
+        folder, status = Path(worker_state(self.settings)), keeper.last_status or 0
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(REPORT_S):
+                await report_end(folder, keeper.child.name, status, self._state().nats_url, self.subjects)
+
     def _resume(self) -> None:
         """Start the processes that ``write_resume`` has named: drained ones again, and workers that are new."""
         names = read_resume(self.data_dir)
@@ -283,7 +296,9 @@ class Deployment:
             )
             for planned in added:
                 self._planned.append(planned)
-                await self._keep(Keeper(self._process(planned), self._on_change, give_up=self._give_up))
+                process = self._process(planned)
+                keeper = Keeper(process, self._on_change, give_up=self._give_up, ended=self._on_worker_ended)
+                await self._keep(keeper)
         except (PlanError, CannotListen, OSError) as error:
             log.warning("workers_not_added", names=names, error=str(error))
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from configs.settings import WorkerSettings
 from configs.up_settings import UpSettings
 from infra.launch.groups import Fleet, Group, PlanError
-from infra.launch.plan import Planned, passed, workers
+from infra.launch.plan import Planned, passed, worker_state, workers
 
 _NAME = re.compile(r"([a-z]+)-(\d{1,4})")
 
@@ -46,7 +46,8 @@ def further(
             raise PlanError(f"no worker {name!r} can be added: this deployment has {stems}")
         own, free = _gpus(name, groups[name], gpus, free)
         values = passed(up, WorkerSettings) | {"name": name, "nats_url": url("worker")} | settings[name]
-        added.append(Planned(name, "worker", WorkerSettings(**values, metrics_port=next(ports, 0)), own))
+        settled = WorkerSettings(**values, metrics_port=next(ports, 0), state_dir=worker_state(up))
+        added.append(Planned(name, "worker", settled, own))
     return added
 
 

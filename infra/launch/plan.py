@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from configs.flags import PREFIX, flags_of, to_argv, to_environ
@@ -88,7 +89,7 @@ def plan(
         children.append(Planned(name, process, kind(**values), assigned.get(name)))
 
     for name, settings in workers(up, fleet, cores):  # first: they take longest to start
-        add("worker", name, WorkerSettings, **settings, metrics_port=next(free, 0))
+        add("worker", name, WorkerSettings, **settings, metrics_port=next(free, 0), state_dir=worker_state(up))
     for index in range(up.routers):
         router = {"mode": up.router_mode, "sys_nats_url": sys_url, "metrics_port": next(free, 0)}
         add("router", f"router-{index}", RouterSettings, **router)
@@ -103,6 +104,11 @@ def plan(
     if up.otlp_endpoint:
         add("trace", "trace-0", TraceSettings)
     return children
+
+
+def worker_state(up: UpSettings) -> str:
+    """The folder in which workers note what they run."""
+    return str(Path(up.data_dir).resolve() / "workers")
 
 
 def _model(up: UpSettings, fleet: Fleet) -> dict[str, Any]:

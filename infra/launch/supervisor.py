@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -64,6 +64,7 @@ class Keeper:
         standstill_s: how long the child may be stopped (SIGSTOP, a debugger's break) before it is killed and
             restarted; None: no limit.
         give_up: asked after each exit; True: the child is not started again.
+        ended: awaited after each exit that was not asked for, before the next start.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class Keeper:
         *,
         standstill_s: float | None = None,
         give_up: Callable[["Keeper"], bool] | None = None,
+        ended: Callable[["Keeper"], Awaitable[None]] | None = None,
     ) -> None:
         self.child = child
         self._standstill_s = standstill_s
@@ -81,6 +83,7 @@ class Keeper:
         self.last_status: int | None = None
         self._changed = changed or (lambda _: None)
         self._give_up = give_up or (lambda _: False)
+        self._on_ended = ended
         self._backoff = Backoff()
         self._stopping = False
         self._wake = asyncio.Event()  # ends the pause before the next start
@@ -127,6 +130,8 @@ class Keeper:
             if self._stopping:
                 return
             self.exits += 1
+            if running and self._on_ended is not None:
+                await self._on_ended(self)
             if self._give_up(self):
                 self._changed(self)
                 return

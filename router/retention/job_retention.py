@@ -16,7 +16,7 @@ from infra.bus.publisher import Publisher
 from infra.bus.stream_fill import WARN
 from infra.bus.stream_watch import StreamWatch
 from schemas.jobs import headers_of
-from schemas.subjects import HEADER_LOAD, HEADER_MSG_ID, HEADER_NO_STORE, KEPT
+from schemas.subjects import HEADER_LOAD, HEADER_MSG_ID, HEADER_NO_STORE, HEADER_SUSPECT, KEPT
 
 log = structlog.get_logger("router")
 
@@ -78,7 +78,11 @@ class JobRetention:
             self._bus.subjects.kept(role, worker),
             entry.data,
             f"{name}:{KEPT}:{entry.seq}",
-            headers=headers_of(entry.headers.get(HEADER_LOAD, ""), no_store=HEADER_NO_STORE in entry.headers),
+            headers=headers_of(
+                entry.headers.get(HEADER_LOAD, ""),
+                no_store=HEADER_NO_STORE in entry.headers,
+                suspect=entry.headers.get(HEADER_SUSPECT, ""),
+            ),
             timeout=10.0,
         )
 

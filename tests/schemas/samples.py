@@ -230,6 +230,10 @@ SAMPLES: dict[str, tuple[Any, Callable[[bytes], Any]]] = {
         jobs.decode,
     ),
     "job_behind_streamed_tokens": (msgspec.structs.replace(JOB, streamed_ns=7), jobs.decode),
+    "job_of_a_suspect": (
+        msgspec.structs.replace(JOB, suspect=jobs.ALONE, lost=((1, "w-1"), (2, "w-2"))),
+        jobs.decode,
+    ),
     "done_behind_streamed_tokens": (
         done.Done(REQUEST.id, "tiny", 2, timings=done.Timings(1, 2, 3, 4, 5, 6)),
         done.decode,
@@ -351,6 +355,10 @@ SAMPLES: dict[str, tuple[Any, Callable[[bytes], Any]]] = {
         done.decode,
     ),
     "returned": (done.Returned(REQUEST.id, "tiny", 2, "w-1", "draining", poison=True), done.decode),
+    "returned_by_a_crash": (
+        done.Returned(REQUEST.id, "tiny", 2, "w-1", "crashed: SIGSEGV", poison=True, crashed="alone"),
+        done.decode,
+    ),
     "registration": (
         fleet.Registration(
             worker="w-1",

@@ -258,10 +258,12 @@ class LogClient:
         role: str = "aggregated",
         route: tuple[Stage, ...] = (),
         rank: int = 0,
+        suspect: str = "",
     ) -> int:
         """Publish a job as a router does; its sequence in WORK. ``route``: the stages after this worker."""
         decision = Decision(mode="kv", chosen=worker, router="test", at_ns=time.time_ns(), rank=rank)
-        job = Job(msgspec.Raw(wire.encode(asked)), attempt, decision, resume, finished, route, endings)
+        raw = msgspec.Raw(wire.encode(asked))
+        job = Job(raw, attempt, decision, resume, finished, route, endings, suspect=suspect)
         load = jobs.load_header(
             len(asked.prompt) // 4, 0, asked.gateway, asked.deadline_ns, asked.priority.value, asked.n
         )

@@ -49,6 +49,7 @@ class MockOptions:
         embed_slots: images whose embeddings are kept; 0: the default.
         no_evict: see ``Scheduler``.
         tokenizer: for constraints on the output; None: it takes none.
+        crash_token: see ``MockExecutor``.
         played: recorded requests whose answers are played; all others get the mock's own.
     """
 
@@ -67,6 +68,7 @@ class MockOptions:
     image_tokens: int = 0
     embed_slots: int = 0
     no_evict: bool = False
+    crash_token: int = -1
     played: Sequence[Played] = ()
     tokenizer: Tokenizer | None = None
 
@@ -96,9 +98,8 @@ def build(options: MockOptions, *, sleep: Callable[[float], None] = time.sleep) 
             max_scored_tokens=MAX_SCORED_TOKENS if options.speedup else SCORED_TOKENS,
         ),
     )
-    encoder: MockVisionEncoder | None = None
-    if options.image_tokens:
-        encoder = MockVisionEncoder(options.embed_slots or DEFAULT_SLOTS, options.image_tokens)
+    slots, image_tokens = options.embed_slots or DEFAULT_SLOTS, options.image_tokens
+    encoder = MockVisionEncoder(slots, image_tokens) if image_tokens else None
     pool: MockBlocks | None = None
     if options.memory_block_bytes:
         pool = MockBlocks(blocks.total_blocks, options.block_size, options.memory_block_bytes, encoder)
@@ -110,6 +111,7 @@ def build(options: MockOptions, *, sleep: Callable[[float], None] = time.sleep) 
         blocks=pool,
         encoder=encoder,
         closing=closing_tokens(options.tokenizer, options.eos_token_ids) if options.tokenizer is not None else (),
+        crash_token=options.crash_token,
     )
     grammars = _grammars(options)
     info = EngineInfo(
@@ -219,6 +221,7 @@ def from_settings(settings: WorkerSettings, path: Path) -> ScheduledEngine | Dat
         embed_slots=settings.embed_slots,
         no_evict=settings.scheduler_policy == "guaranteed_no_evict",
         tokenizer=model.tokenizer,
+        crash_token=settings.mock_crash_token,
         played=read_recording(settings.play, model.vocab_size, skip_bad=settings.skip_bad) if settings.play else (),
     )
     return build(options) if ranks == 1 else build_data_parallel(ranks, options)

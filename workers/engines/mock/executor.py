@@ -4,6 +4,8 @@ So every worker continues a sequence with the same tokens, wherever it was inter
 """
 
 import math
+import os
+import signal
 import struct
 import time
 from array import array
@@ -131,6 +133,7 @@ class MockExecutor:
         blocks: memory that is read and written as a model's would be; None: there is none.
         encoder: of images; owned by the engine.
         closing: see ``ConstrainedDraws``.
+        crash_token: the process is ended by SIGSEGV when a prompt with it is computed; -1: none.
     Attributes:
         plays: sequences may play a recording: the engine's ``hold`` is a ``Player``'s.
     """
@@ -145,8 +148,10 @@ class MockExecutor:
         blocks: MockBlocks | None = None,
         encoder: MockVisionEncoder | None = None,
         closing: Seq[int] = (),
+        crash_token: int = -1,
     ) -> None:
         self._vocabulary = vocabulary
+        self._crash_token = crash_token
         self._constrained = ConstrainedDraws(closing)
         self._capacity = capacity
         self._blocks = blocks
@@ -161,6 +166,8 @@ class MockExecutor:
             simulated = [scheduled for scheduled in plan if not is_played(scheduled)] if self.plays else plan
             if simulated:
                 self._sleep(step_seconds(simulated, self._capacity) / self._speedup)
+        if self._crash_token >= 0:
+            self._crash(plan)
         if self._blocks is not None:
             self._remember(self._blocks, plan)
         for scheduled in scoring:
@@ -193,6 +200,12 @@ class MockExecutor:
                 logprob = (recorded[1] if recorded else None) or self._vocabulary.logprob(token, wanted)
             sampled.append((token, logprob))
         return sampled
+
+    def _crash(self, plan: list[ScheduledSequence]) -> None:
+        """End this process as a defect in an engine's native code would, if a prompt asks for it."""
+        for sequence in (scheduled.sequence for scheduled in plan):
+            if self._crash_token in sequence.tokens[: sequence.prompt_len]:
+                os.kill(os.getpid(), signal.SIGSEGV)
 
     def _score(self, scheduled: ScheduledSequence) -> None:
         """Score a prompt's tokens against those that the mock would draw greedily, ignoring images."""
