@@ -12,6 +12,7 @@ import pytest
 
 import infra.docs.metrics
 import infra.docs.settings
+import infra.docs.wire
 from configs import settings
 from gateway.images.prepare import PATHS
 from schemas.errors import Code
@@ -249,7 +250,9 @@ def test_the_map_names_packages_and_modules_that_exist() -> None:
 # ---- pages for users
 
 
-@pytest.mark.parametrize("source", [infra.docs.settings, infra.docs.metrics], ids=lambda source: source.PAGE.name)
+@pytest.mark.parametrize(
+    "source", [infra.docs.settings, infra.docs.metrics, infra.docs.wire], ids=lambda source: source.PAGE.name
+)
 def test_a_page_that_comes_from_the_code_is_current(source: ModuleType) -> None:
     assert source.PAGE.read_text(encoding="utf-8") == source.page(), "run: python -m infra.docs"
 

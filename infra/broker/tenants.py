@@ -11,6 +11,7 @@ import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from urllib.parse import unquote, urlsplit
 
 import msgspec
 
@@ -87,5 +88,12 @@ def write_credentials(data_dir: Path, tenant: str, nats_url: str) -> Path:
     """The file that the tenant's clients need; its path."""
     path = credentials_path(data_dir, tenant)
     path.parent.mkdir(mode=0o700, exist_ok=True)
-    write_private(path, json.dumps({"tenant": tenant, "nats_url": nats_url}, indent=2) + "\n")
+    # Also in parts: many NATS clients ignore the user and the password in a URL.
+    parts = urlsplit(nats_url)
+    login = {
+        "server": f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}",
+        "user": unquote(parts.username or ""),
+        "password": unquote(parts.password or ""),
+    }
+    write_private(path, json.dumps({"tenant": tenant, "nats_url": nats_url, **login}, indent=2) + "\n")
     return path

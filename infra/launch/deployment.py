@@ -29,7 +29,7 @@ from infra.launch.readiness import Readiness, first_model
 from infra.launch.show import Board, readable, welcome
 from infra.launch.signals import Stop
 from infra.launch.sockets import CannotListen
-from infra.launch.state import Running, State, read_resume, write_state
+from infra.launch.state import Running, State, login_of, read_resume, write_state
 from infra.launch.stopping import stop_in_order
 from infra.launch.supervisor import USAGE, Keeper
 from infra.model.embedding_model import makes_vectors
@@ -321,6 +321,7 @@ class Deployment:
     def _state(self) -> State:
         nats_url = self.settings.nats_url
         broker = self._broker
+        client_url = broker.url("client") if broker else nats_url
         metrics = {
             planned.name: f"http://127.0.0.1:{planned.metrics_port}/metrics"
             for planned in self._planned
@@ -329,7 +330,8 @@ class Deployment:
         return State(
             http_url=self._listeners.url,
             nats_url=broker.url("operator") if broker else nats_url,
-            client_nats_url=broker.url("client") if broker else nats_url,
+            client_nats_url=client_url,
+            client_nats=login_of(client_url),
             sys_nats_url=broker.sys_url if broker else "",
             namespace=self.settings.namespace,
             model=self._model,

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from pathlib import Path
+from urllib.parse import unquote, urlsplit
 
 import msgspec
 
@@ -18,6 +19,21 @@ class Running(msgspec.Struct, frozen=True, omit_defaults=True):
     drained: bool = False  # by `penstock drain`; it starts again after `penstock restart`
 
 
+class Login(msgspec.Struct, frozen=True):
+    """What a URL says, apart: many NATS clients ignore the user and the password in a URL."""
+
+    server: str = ""
+    user: str = ""
+    password: str = ""
+
+
+def login_of(url: str) -> Login:
+    """The parts of a broker's URL; of several, those of the first."""
+    parts = urlsplit(url.partition(",")[0])
+    place = parts.netloc.rpartition("@")[2]
+    return Login(f"{parts.scheme}://{place}", unquote(parts.username or ""), unquote(parts.password or ""))
+
+
 class State(msgspec.Struct, frozen=True):
     """URLs hold passwords: the file is readable by its owner only. ``sys_nats_url`` is empty on another's broker."""
 
@@ -31,6 +47,7 @@ class State(msgspec.Struct, frozen=True):
     http_urls: tuple[str, ...] = ()  # of every gateway; the first is http_url
     makes: str = "text"  # the model: or "image", "video"
     dashboard_url: str = ""  # with its token
+    client_nats: Login = Login()  # the same as client_nats_url
 
 
 def write_state(path: Path, state: State) -> None:

@@ -1,0 +1,52 @@
+"""The page about messages on the broker, and the AsyncAPI document, say what the code does."""
+
+import json
+
+import msgspec
+import pytest
+
+from infra.docs import wire
+from schemas.streams import topology
+from schemas.subjects import Subjects
+
+
+def test_every_stream_and_bucket_of_ours_is_described() -> None:
+    """Submissions are JSON, and claims and planners' leases are read by Penstock only."""
+    shown = {channel.stored for channel in wire.CHANNELS}
+    streams = topology(Subjects())
+    there = {stream.name for stream in streams.streams} | {f"KV_{bucket.name}" for bucket in streams.buckets}
+    assert there - shown == {"ps_SUBMIT", "KV_ps_idempotency", "KV_ps_planners"}
+    assert shown <= there
+
+
+@pytest.mark.parametrize("channel", wire.CHANNELS, ids=lambda channel: channel.subject)
+def test_the_examples_are_messages_of_the_kind_that_they_stand_for(channel: wire.Channel) -> None:
+    for kind, sample in zip(channel.messages, channel.samples, strict=True):
+        msgspec.msgpack.decode((wire.GOLDEN / f"{sample}.bin").read_bytes(), type=kind)
+
+
+def test_the_asyncapi_document_is_current_and_refers_to_what_it_has() -> None:
+    text = wire.ASYNCAPI.read_text(encoding="utf-8")
+    assert text == wire.asyncapi(), "run: python -m infra.docs"
+    document = json.loads(text)
+
+    def references(value: object) -> list[str]:
+        if isinstance(value, dict):
+            own = [value["$ref"]] if isinstance(value.get("$ref"), str) else []
+            return own + [each for item in value.values() for each in references(item)]
+        return [each for item in value for each in references(item)] if isinstance(value, list) else []
+
+    for reference in references(document):
+        found = document
+        for part in reference.removeprefix("#/").split("/"):
+            found = found[part]
+    assert len(document["channels"]) == len(wire.CHANNELS)
+
+
+def test_positions_in_an_array_are_those_of_its_bytes() -> None:
+    [batch] = [channel for channel in wire.CHANNELS if channel.stored == "ps_TOKENS"]
+    raw = msgspec.msgpack.decode((wire.GOLDEN / f"{batch.samples[0]}.bin").read_bytes())
+    value = msgspec.msgpack.decode((wire.GOLDEN / f"{batch.samples[0]}.bin").read_bytes(), type=batch.messages[0])
+    for field in wire.fields(batch.messages[0]):
+        if field.name != "items":
+            assert raw[int(field.place)] == getattr(value, field.name)
