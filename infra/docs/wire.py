@@ -183,9 +183,7 @@ def _section(kind: _Kind) -> str:
     form = "An array." if config.array_like else "A map."
     if config.tag is not None:
         form += (
-            f" Its `{config.tag_field}` is `{config.tag}`."
-            if not config.array_like
-            else f" It begins with `{config.tag}`."
+            f" It begins with `{config.tag}`." if config.array_like else f" Its `{config.tag_field}` is `{config.tag}`."
         )
     lines = [f"\n### {kind.__name__}\n\n{_about(kind)}\n\n{form}\n\n"]
     head = "position" if config.array_like else "key"
@@ -276,7 +274,7 @@ def _type(hint: Any) -> str:
         return f"[{hint.__name__}](#{hint.__name__.lower()})"
     if isinstance(hint, type) and issubclass(hint, Enum):
         return ", ".join(f"`{each.value}`" for each in hint)
-    args = getattr(hint, "__args__", ())
+    args: tuple[Any, ...] = getattr(hint, "__args__", ())
     origin = getattr(hint, "__origin__", None)
     if origin is tuple:
         if len(args) == 2 and args[1] is Ellipsis:
