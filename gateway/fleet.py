@@ -15,8 +15,10 @@ from infra.bus.connection import Bus
 from infra.bus.registry import RegisteredWorker, WorkerRegistry
 from infra.bus.revisions import reads
 from infra.model.modeldir import ModelDir
+from infra.model.parser_detection import reasoning_parser, tool_call_parser
 from infra.model.parsers.registry import ParserNames, agreed_parsers
 from schemas.fleet import APART, DIFFUSION, EMBED, Registration, State
+from schemas.parser_names import AUTO
 from schemas.subjects import token
 
 log = structlog.get_logger("gateway")
@@ -50,6 +52,10 @@ class FleetView:
         self._selection: WorkerSelection | None = None
         self._context: PrepareContext | None = None
         self._has_generated = False  # a worker has been ready for the language model
+        # How answers are written does not change because no worker is there at the moment: as the last one said, or as
+        # any would say of this template. Else a forced call would be refused, and an answer's constraint be another.
+        template = model.template.source if model.template is not None else ""
+        self._parsers = ParserNames(reasoning_parser(AUTO, template), tool_call_parser(AUTO, template))
         self._conflicts: set[frozenset[ParserNames]] = set()  # that were logged
 
     async def open(self) -> None:
@@ -150,6 +156,8 @@ class FleetView:
     def _make_context(self) -> PrepareContext:
         workers, revision = self._select()[:2]
         parsers, named = agreed_parsers(workers)
+        if named:
+            self._parsers = parsers
         if len(named) > 1 and named not in self._conflicts:
             self._conflicts.add(named)
             log.warning("workers_name_different_parsers", parsers=sorted(named), used=parsers)
@@ -165,7 +173,7 @@ class FleetView:
             revision=revision if workers else "",
             max_images=settings.max_images,
             logits_processors=frozenset(name for w in workers for name in w.logits_processors) if workers else None,
-            parsers=parsers if any(parsers) else None,
+            parsers=self._parsers if any(self._parsers) else None,
             special_tokens_as_text=settings.special_tokens_in_messages == "text",
             no_store=settings.always_no_store,
             elsewhere={name: IMAGE_PATHS[model.kind] for name, model in self.diffusion_models.known.items()}

@@ -1,0 +1,65 @@
+"""How answers are written is no worker's state: it stays the same while no worker is there."""
+
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from configs.settings import GatewaySettings
+from gateway.fleet import FleetView
+from gateway.metrics import Metrics
+from infra.broker.server import EmbeddedNats
+from infra.bus.connection import connect
+from infra.bus.registry import RegisteredWorker
+from infra.metrics.scope import MetricScope
+from infra.model.modeldir import DEMO, load
+from infra.model.parsers.registry import ParserNames
+from schemas.fleet import Registration, State
+from schemas.subjects import Subjects
+
+MODEL = load(DEMO)
+DETECTED = ParserNames("basic", "hermes")  # what any worker says of this model's template unless a flag names another
+
+
+@pytest.fixture
+async def view(broker: EmbeddedNats, pipeline: Subjects) -> AsyncIterator[FleetView]:
+    bus = await connect(broker.url("operator"), role="gateway", name="test", namespace=pipeline.namespace)
+    yield FleetView(bus, MODEL, "gw1", ("demo",), GatewaySettings(), Metrics(MetricScope()))
+    await bus.close()
+
+
+def join(view: FleetView, name: str, role: str = "aggregated", **fields: Any) -> None:
+    registration = Registration(
+        name, "demo", role, "mock", epoch=1, block_size=32, total_blocks=9, slots=1, max_model_len=4096,
+        tokenizer=MODEL.tokenizer_digest, state=State.ready, **fields,
+    )  # fmt: skip
+    member = RegisteredWorker(registration, 1, time.monotonic())
+    view.watch.members[name] = member
+    view._joined(member)
+
+
+def leave(view: FleetView, name: str) -> None:
+    view._left(view.watch.members.pop(name), "killed")
+
+
+async def test_before_the_first_worker_the_template_says_how_answers_are_written(view: FleetView) -> None:
+    assert view.prepare_context.parsers == DETECTED
+
+
+async def test_what_the_last_worker_said_holds_until_another_one_comes(view: FleetView) -> None:
+    join(view, "a", tool_call_parser="mistral")
+    assert view.prepare_context.parsers == ParserNames("", "mistral")
+    leave(view, "a")
+    assert view.prepare_context.parsers == ParserNames("", "mistral")
+    join(view, "prefill-0", "prefill")
+    assert view.prepare_context.parsers == ParserNames("", "mistral"), "prefill workers write no answers"
+    join(view, "b", reasoning_parser="basic", tool_call_parser="hermes")
+    assert view.prepare_context.parsers == DETECTED
+
+
+async def test_workers_without_parsers_have_answers_written_without(view: FleetView) -> None:
+    join(view, "a")
+    assert view.prepare_context.parsers is None
+    leave(view, "a")
+    assert view.prepare_context.parsers is None
