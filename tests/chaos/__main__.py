@@ -10,6 +10,7 @@ from pathlib import Path
 
 from configs.logs import setup
 from tests.chaos import builds, recipes
+from tests.chaos.plan import Act
 from tests.chaos.run import Options, run
 from tests.chaos.topology import TOPOLOGIES
 
@@ -22,6 +23,11 @@ def main() -> int:
     parser.add_argument("--clients", type=int, default=12, help="questions asked at once (default: 12)")
     parser.add_argument("--every-s", type=float, default=3.0, help="seconds between disturbances (default: 3)")
     parser.add_argument("--kinds", default="", help=f"kinds of clients, of {','.join(recipes.KINDS)} (default: all)")
+    parser.add_argument(
+        "--clock-s", type=float, metavar="SECONDS", help="clocks are up to so far apart (default: the topology's)"
+    )
+    parser.add_argument("--acts", default="", help=f"what may happen, of {','.join(Act)} (default: all)")
+    parser.add_argument("--no-store", action="store_true", help="clients with no_store, too")
     parser.add_argument("--other-build", metavar="DIR_OR_REV", help="take every other start of a process from there")
     parser.add_argument("--other-roles", default=",".join(builds.ROLES), help="for these roles (default: %(default)s)")
     parser.add_argument("--share", action="store_true", help="three routers, which share requests now and then")
@@ -37,13 +43,26 @@ def main() -> int:
         print(f"{time.monotonic() - began:7.1f}  {line}", file=sys.stderr, flush=True)
 
     kinds = tuple(filter(None, args.kinds.split(",")))
+    if unknown := {*kinds} - {*recipes.KINDS}:
+        parser.error(f"--kinds: there is no {', '.join(sorted(unknown))}")
     roles = filter(None, args.other_roles.split(","))
     try:
+        acts = tuple(map(Act, filter(None, args.acts.split(",")))) or tuple(Act)
         other = builds.prepare(args.other_build, home, roles, share=args.share) if args.other_build else None
     except ValueError as error:
         parser.error(str(error))
     options = Options(
-        args.minutes * 60, args.seed, args.topology, args.clients, args.every_s, kinds, other=other, share=args.share
+        args.minutes * 60,
+        args.seed,
+        args.topology,
+        args.clients,
+        args.every_s,
+        kinds,
+        other=other,
+        share=args.share,
+        clock_s=args.clock_s,
+        acts=acts,
+        no_store=args.no_store,
     )
     report = asyncio.run(run(home, options, say))
     mixed = f", mixed with {args.other_build}" if other is not None else ""

@@ -7,19 +7,38 @@ from typing import NamedTuple
 
 import msgspec
 
+from tests.chaos.plan import BROKER, Act, Hit
+from tests.chaos.recipes import NO_STORE
 from tests.chaos.seen import Seen, Shown
 
 LOGPROB = 0.02  # engines that compute add in another order in another batch
+LATE_S = 1.0  # tokens that are stored so long after their request's terminal event are late
+BEFORE_S = 15.0  # what a disturbance breaks is seen within this time: leases, elections, drains and resends
+REFUSED_S = 15.0  # within which a request is refused or accepted, whatever the broker does
+SLACK_S = 8.0  # of a loaded machine
+GRACE_S = 30.0  # for which the answer of a request with no_store can be read
+MINUTE_S = 60.0
+CELL = ("gateway", BROKER, "all")
 
 
 class End(NamedTuple):
-    """A terminal event. ``tokens``: packed, per choice."""
+    """A terminal event. ``tokens``: packed, per choice; ``at``: Unix time at which it was stored."""
 
     request: str
     code: str
     tokens: tuple[bytes, ...] = ()
     message: str = ""
     attempt: int = 1
+    at: float = 0.0
+    worker: str = ""
+    left_out: tuple[str, ...] = ()
+
+
+class Streamed(NamedTuple):
+    """What the token stream has of a request: how many tokens by choice, without gaps, and when the last came."""
+
+    counts: Mapping[int, int]
+    at: float
 
 
 class Log(msgspec.Struct):
@@ -27,13 +46,19 @@ class Log(msgspec.Struct):
 
     Attributes:
         accepted: (request id, tag) of every accepted request.
+        times: Unix time at which each was stored, by id.
+        streamed: the token stream, by request; None: it was not read.
         leases: tickets that are still open.
         held: what workers say that they still hold.
         residue: consumers, queues and tasks that nobody needs.
+        on_disk: what must not be in the broker's files, and is.
     """
 
     accepted: Sequence[tuple[str, str]] = ()
     ends: Sequence[End] = ()
+    times: Mapping[str, float] = {}
+    streamed: Mapping[str, Streamed] | None = None
+    on_disk: Sequence[str] = ()
     leases: Sequence[str] = ()
     held: Sequence[str] = ()
     residue: Sequence[str] = ()
@@ -61,7 +86,47 @@ class Judgement(msgspec.Struct):
     problems: list[Problem]
 
 
-def judge(seen: Sequence[Seen], log: Log, expected: Mapping[str, Expected], *, once: bool) -> Judgement:
+class Circumstances(NamedTuple):
+    """What else there was.
+
+    Attributes:
+        hits: what was done, in the order of time.
+        mixed: processes of another build were there, which may not serve every option.
+        rpm: requests that a limited client's key has in any minute.
+    """
+
+    hits: Sequence[Hit] = ()
+    mixed: bool = False
+    rpm: int = 0
+
+    def hit(self, names: Sequence[str], since: float, until: float, acts: Sequence[Act] = tuple(Act)) -> bool:
+        """Whether something whose name, or its beginning, is one of these was disturbed in that time."""
+        return any(
+            each.act in acts and each.at <= until and each.at + each.hold_s >= since
+            for each in self.hits
+            if each.name.startswith(tuple(names))
+        )
+
+    def paused_s(self, since: float, until: float) -> float:
+        """For how much of that time a front process or the broker stood still, at most."""
+        return sum(
+            max(0.0, min(until, each.at + each.hold_s) - max(since, each.at))
+            for each in self.hits
+            if each.act in (Act.stop, Act.stall) and each.name.startswith(CELL)
+        )
+
+
+UNDISTURBED = Circumstances()
+
+
+def judge(
+    seen: Sequence[Seen],
+    log: Log,
+    expected: Mapping[str, Expected],
+    *,
+    once: bool,
+    around: Circumstances = UNDISTURBED,
+) -> Judgement:
     """Compare the two.
 
     Args:
@@ -81,46 +146,61 @@ def judge(seen: Sequence[Seen], log: Log, expected: Mapping[str, Expected], *, o
 
     for tag, clients in by_tag.items():
         kind, recipe = clients[0].kind, clients[0].recipe
-        row = rows[kind]
+        row, wanted = rows[kind], expected.get(recipe, Expected({}))
         row["asked"] += 1
         row["accepted"] += len(requests[tag])
         row["again"] += sum(client.attached for client in clients)
         row["refused"] += sum(client.refused for client in clients)
-        found = [problem for client in clients for problem in client_problems(client, expected[recipe])]
-        found += record_problems(tag, clients, requests[tag], ends, expected[recipe], once=once)
+        found = [problem for client in clients for problem in client_problems(client, wanted)]
+        found += [problem for client in clients for problem in outcome_problems(client, log, ends, around)]
+        found += record_problems(tag, clients, requests[tag], ends, wanted, once=once, around=around)
+        late = [
+            (end, how) for request in requests[tag] for end in ends[request][:1] if (how := lateness(end, log, kind))
+        ]
+        found += [
+            Problem("unsaid", f"{how}, and neither the broker nor {end.worker} was disturbed", end.request)
+            for end, how in late
+            if not explains_lateness(end, around)
+        ]
         for problem in found:
             problems.append(problem._replace(tag=tag, kind=kind))
         row.update({problem.what for problem in found})
-        row["cancelled"] += all(client.outcome == "cancelled" for client in clients)
-        row["unknown"] += all(client.outcome == "unknown" for client in clients)
+        row["late"] += bool(late)
+        for outcome in OUTCOMES:
+            row[outcome] += all(client.outcome == outcome for client in clients)
         row["ok"] += not found
     known = {request for request, _ in log.accepted}
+    deleted = {client.request for client in seen if client.outcome == "deleted"}
     problems += [
         Problem("extra", f"a terminal event ({end.code or 'ok'}) of a request that nobody made", request)
         for request, each in ends.items()
-        if request not in known
+        if request not in known and request not in deleted
         for end in each
     ]
     strays = [(request, tag) for request, tag in log.accepted if tag not in by_tag]
     problems += [Problem("extra", "an accepted request of no client of ours", *stray) for stray in strays]
-    for what, lines in (("lease", log.leases), ("held", log.held), ("residue", log.residue)):
+    problems += rate_problems(log, [tag for tag in by_tag if by_tag[tag][0].kind == "limited"], around.rpm)
+    for what, lines in (("lease", log.leases), ("held", log.held), ("residue", log.residue), ("kept", log.on_disk)):
         problems += [Problem(what, line) for line in lines]
     return Judgement(dict(rows), problems)
+
+
+# Ends of a client that are neither an answer nor a failure, and are counted.
+OUTCOMES = ("cancelled", "deleted", "limited", "denied", "declined", "unknown")
+KINDS_OF = {"deleted": ("delete",), "limited": ("limited",), "denied": ("denied",), "declined": NO_STORE}
 
 
 def client_problems(seen: Seen, expected: Expected) -> Iterable[Problem]:
     """What is wrong with what one client saw."""
     if seen.outcome in ("hung", ""):
         yield Problem("hung", f"no end; {_so_far(seen)}", seen.request)
-    elif seen.outcome == "failed":
-        yield Problem("failed", f"{seen.code}: {seen.message}; {_so_far(seen)}", seen.request)
     if seen.repeats:
         yield Problem("duplicated", f"{seen.repeats} events came again or went back", seen.request)
     if seen.holes:
         yield Problem("hole", f"{seen.holes} gaps in the numbers of the messages", seen.request)
     for index, shown in seen.choices.items():
-        wanted = expected.choices[index]
-        if seen.outcome == "answered":
+        wanted = expected.choices.get(index, Shown())
+        if seen.outcome in ("answered", "deleted"):
             if shown.text != wanted.text:
                 yield Problem("wrong", f"choice {index}: {difference(wanted.text, shown.text)}", seen.request)
             elif shown.finish != wanted.finish:
@@ -131,6 +211,39 @@ def client_problems(seen: Seen, expected: Expected) -> Iterable[Problem]:
             yield Problem("wrong", f"choice {index}: {difference(wanted.text, shown.text)}", seen.request)
 
 
+def outcome_problems(
+    seen: Seen, log: Log, ends: Mapping[str, Sequence[End]], around: Circumstances
+) -> Iterable[Problem]:
+    """What is wrong with how it ended for one client: each exception needs its cause."""
+    if seen.outcome == "failed" and not _may_be_lost(seen, ends, around):
+        yield Problem("failed", f"{seen.code}: {seen.message}; {_so_far(seen)}", seen.request)
+    if seen.kind not in KINDS_OF.get(seen.outcome, (seen.kind,)):
+        yield Problem("failed", f"{seen.outcome}, as which this client must never end", seen.request)
+    if seen.kind == "denied" and seen.outcome not in ("denied", "unknown"):
+        yield Problem("admitted", f"without a valid key, it was {seen.outcome}", seen.request)
+    if seen.outcome == "declined" and not around.mixed:
+        yield Problem("failed", "no_store was declined, and every process is of this build", seen.request)
+    if seen.outcome == "unknown" and not around.hit(("gateway", "all"), seen.ended - BEFORE_S, seen.ended):
+        yield Problem("broken", f"its connection broke, and no gateway was disturbed: {_so_far(seen)}", seen.request)
+    allowed_s = REFUSED_S + SLACK_S + around.paused_s(seen.began, seen.ended)
+    if seen.refusal_s > allowed_s:
+        yield Problem("slow", f"refused after {seen.refusal_s:.1f} s, not within {REFUSED_S:g} s", seen.request)
+
+
+def _may_be_lost(seen: Seen, ends: Mapping[str, Sequence[End]], around: Circumstances) -> bool:
+    """Of a request with no_store: what only memory had is gone with both gateway and broker, or after its grace."""
+    if seen.kind not in NO_STORE:
+        return False
+    if seen.code == "request_erased":
+        return any(seen.ended - end.at > GRACE_S - 1 for end in ends.get(seen.request, ()))
+    deadly = (Act.kill, Act.restart, Act.roll, Act.crash, Act.fill)
+    since = seen.began - BEFORE_S
+    return seen.code == "content_lost" and (
+        around.hit(("all",), since, seen.ended, deadly)
+        or (around.hit((BROKER,), since, seen.ended, deadly) and around.hit(("gateway",), since, seen.ended, deadly))
+    )
+
+
 def record_problems(
     tag: str,
     clients: Sequence[Seen],
@@ -139,15 +252,28 @@ def record_problems(
     expected: Expected,
     *,
     once: bool,
+    around: Circumstances = UNDISTURBED,
 ) -> Iterable[Problem]:
     """What is wrong with what the log has of one question."""
-    answered = [client for client in clients if client.outcome in ("answered", "failed", "hung")]
-    if answered and not requests:
-        yield Problem("missing", "a client has an answer, and the log no request", answered[0].request)
+    kind, outcomes = clients[0].kind, {client.outcome for client in clients}
+    if "deleted" in outcomes:
+        if requests or any(ends.get(client.request) for client in clients):
+            yield Problem("kept", "it was deleted, and is in the log", clients[0].request)
+        return
+    # Whoever was told an id, or got an answer, was accepted: also a client that left, and one that cannot know.
+    told = [client for client in clients if client.request or client.outcome in ("answered", "failed", "hung")]
+    if told and not requests and not (kind in NO_STORE and outcomes == {"declined"}):
+        yield Problem(
+            "missing", f"a client was {told[0].outcome or 'asking'}, and the log has no request", told[0].request
+        )
+    if requests and outcomes <= {"denied", "limited", "declined"}:
+        yield Problem("extra", f"{'+'.join(outcomes)}, and accepted all the same", requests[0])
     if once and len(requests) > 1:
         yield Problem("duplicated", f"accepted {len(requests)} times: {', '.join(requests)}", requests[0])
     left = any(client.left or client.outcome == "cancelled" for client in clients)
-    reported = {client.code for client in clients if client.outcome == "failed"}
+    failed = [client for client in clients if client.outcome == "failed"]
+    reported = {client.code for client in failed}
+    excused = {client.request for client in failed if _may_be_lost(client, ends, around)}
     denied = {client.request: client.code or "no end" for client in clients if client.outcome in ("failed", "hung")}
     for request in requests:
         found = ends.get(request, ())
@@ -157,7 +283,7 @@ def record_problems(
             codes = ", ".join(end.code or "ok" for end in found)
             yield Problem("duplicated", f"{len(found)} terminal events: {codes}", request)
         for end in found[:1]:
-            if not end.code and request in denied:
+            if not end.code and request in denied and request not in excused:
                 yield Problem("lost", f"its record is ok, and a client got {denied[request]}", request)
             if end.code and not (left and end.code == "cancelled") and end.code not in reported:
                 yield Problem("failed", f"ended with {end.code}: {end.message} (attempt {end.attempt})", request)
@@ -165,13 +291,49 @@ def record_problems(
 
 
 def _token_problems(end: End, expected: Expected) -> Iterable[Problem]:
+    if "tokens" in end.left_out:  # too large for its record, or not to be kept
+        if any(end.tokens):
+            yield Problem("kept", "its record has tokens that it says it lacks", end.request)
+        return
+    if not end.code and len(end.tokens) != len(expected.tokens):
+        yield Problem("wrong", f"record: {len(end.tokens)} choices, not {len(expected.tokens)}", end.request)
     for index, (tokens, wanted) in enumerate(zip(end.tokens, expected.tokens, strict=False)):
-        # A record may be too large to hold its tokens; one of a request that failed has a part of them.
-        if tokens != wanted and not ((end.code or not tokens) and wanted.startswith(tokens)):
+        # The record of a request that failed has a part of its tokens.
+        if tokens != wanted and not (end.code and wanted.startswith(tokens)):
             have, want = len(tokens) // 4, len(wanted) // 4
             yield Problem(
                 "wrong", f"record, choice {index}: {have} tokens that are not the {want} expected", end.request
             )
+
+
+def lateness(end: End, log: Log, kind: str) -> str:
+    """How the tokens of an answer came too late, or never, so that only its record completes it; "": they did not."""
+    if log.streamed is None or end.code or kind in NO_STORE or "tokens" in end.left_out:
+        return ""
+    came = log.streamed.get(end.request, Streamed({}, 0.0))
+    lacking = sum(max(0, len(tokens) // 4 - came.counts.get(at, 0)) for at, tokens in enumerate(end.tokens))
+    if lacking:
+        return f"{lacking} tokens never came"
+    late_s = came.at - end.at
+    return f"its last token came {late_s:.1f} s after its end" if late_s > LATE_S else ""
+
+
+def explains_lateness(end: End, around: Circumstances) -> bool:
+    """Whether the broker or its worker was disturbed about then."""
+    since, until = end.at - BEFORE_S, end.at + BEFORE_S
+    return any(
+        each.at <= until and each.at + each.hold_s >= since
+        for each in around.hits
+        if each.name.startswith((BROKER, "all")) or end.worker.startswith(each.name)
+    )
+
+
+def rate_problems(log: Log, tags: Sequence[str], rpm: int) -> list[Problem]:
+    """Whether more requests of a limited key were accepted in any minute than it has."""
+    limited = set(tags)
+    times = sorted(log.times[request] for request, tag in log.accepted if tag in limited and request in log.times)
+    most = max((bisect_right(times, at + MINUTE_S) - n for n, at in enumerate(times)), default=0)
+    return [Problem("admitted", f"{most} requests in a minute, of a key with {rpm}")] if rpm and most > rpm else []
 
 
 def later_problems(request: str, choices: Mapping[int, Shown], expected: Expected) -> Iterable[Problem]:

@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 
 ROOT = Path(__file__).resolve().parents[2]
-VARIABLE = "CHAOS_OTHER_BUILD"
+VARIABLE = "CHAOS_STARTS"
 ROLES = ("gateway", "router", "worker")
 RENAMED = {"--max-pending": "--waiting-room", "--default-logits-processors": "--apply-logits-processors"}
 START_S = 60.0
@@ -24,16 +24,12 @@ class OtherBuild(msgspec.Struct, frozen=True):
     Attributes:
         root: its source tree.
         flags: what each role that it takes part in understands.
-        share: the routers of both builds share their requests by turns (``tests.chaos.shared``).
         nats: its gateways serve NATS clients as those of this build do: numbered answers, which can be read again.
-        starts: a file with one line per start: the process's name, and "this" or "other".
     """
 
     root: str
     flags: dict[str, tuple[str, ...]]
-    starts: str
     nats: bool = True
-    share: bool = False
 
     def takes_turn(self, role: str, name: str, earlier: int) -> bool:
         """Whether the next start of this process runs the other build. Neighbours begin with different builds."""
@@ -73,7 +69,7 @@ def prepare(source: str, home: Path, roles: Iterable[str] = ROLES, *, share: boo
         raise ValueError(f"the routers of {source} cannot be made to share: it has no tests/chaos/shared.py")
     flags = {role: _flags(root, role) for role in roles}
     numbered = "HEADER_SEQ" in (root / "schemas" / "subjects.py").read_text()
-    return OtherBuild(str(root), flags, str(home / "starts"), numbered, share)
+    return OtherBuild(str(root), flags, numbered)
 
 
 def snapshot(name: str, home: Path) -> Path:
@@ -109,11 +105,10 @@ def begin(other: OtherBuild, data_dir: Path) -> None:
         broker.stdout.close()
 
 
-def counted(other: OtherBuild) -> Counter[tuple[str, str]]:
-    """How many processes of each role's name ("gateway", "decode") were started, by build."""
-    starts = Path(other.starts)
+def counted(starts: Path) -> Counter[tuple[str, str]]:
+    """How many processes of each role's name ("gateway", "decode") were started, by build, of the log of starts."""
     lines = starts.read_text().splitlines() if starts.exists() else []
-    return Counter((name.rpartition("-")[0], build) for name, build in map(str.split, lines))
+    return Counter((line.split()[0].rpartition("-")[0], line.split()[1]) for line in lines)
 
 
 def _unpacked(revision: str, folder: Path) -> Path:

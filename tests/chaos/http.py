@@ -50,8 +50,9 @@ class Answer:
         async for part in self.data():
             *blocks, rest = (rest + part).split(b"\n\n")
             for block in blocks:
-                head, _, data = block.decode().rpartition("data: ")
-                yield head.removeprefix("id: ").strip(), data
+                fields = dict(line.split(": ", 1) for line in block.decode().split("\n") if ": " in line[1:])
+                if "data" in fields:
+                    yield fields.get("id", ""), fields["data"]
 
 
 class _Connection:
@@ -70,6 +71,14 @@ class _Connection:
                 await asyncio.sleep(SLOW_S)
             self._state.receive_data(await self._reader.read(SLOW_BYTES if self._slow else 1 << 16))
         return event
+
+
+async def _answer(connection: _Connection) -> Answer:
+    while isinstance(head := await connection.next(), h11.InformationalResponse):
+        pass
+    if not isinstance(head, h11.Response):
+        raise h11.RemoteProtocolError("the connection was closed before an answer")
+    return Answer(connection, head)
 
 
 def _context() -> ssl.SSLContext:
@@ -120,7 +129,7 @@ async def opened(
             *([h11.Data(data=payload)] if payload else ()),
             h11.EndOfMessage(),
         )
-        yield Answer(connection, await connection.next())
+        yield await _answer(connection)
     except (OSError, h11.ProtocolError) as error:
         raise Broken(repr(error), sent=sent) from None
     finally:

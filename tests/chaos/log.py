@@ -9,8 +9,9 @@ from infra.bus.connection import Bus
 from infra.bus.direct_get import read
 from infra.launch.http import get_url
 from infra.timeline.leases import leases
-from schemas import done, fleet, requests
-from tests.chaos.audit import End, Log
+from schemas import done, fleet, requests, tokens
+from schemas.tokens import PROMPT, WHOLE_REQUEST, TokenItem
+from tests.chaos.audit import End, Log, Streamed
 from tests.pipeline.support import samples
 
 POLL_S = 0.5
@@ -23,24 +24,60 @@ async def whole(bus: Bus, since_ns: int, urls: Sequence[str], *, within_s: float
     Args:
         gone: workers that ended so lately that the server keeps their consumers.
     """
-    accepted, ends = await accepted_since(bus, since_ns), await ends_since(bus, since_ns)
+    accepted = await accepted_since(bus, since_ns)
     return Log(
-        accepted,
-        ends,
-        await until_none(lambda: open_leases(bus), within_s),
-        await until_none(lambda: held(bus), within_s),
-        await until_none(lambda: residue(bus, urls, gone), within_s),
+        accepted=[(request, tag) for request, (tag, _) in accepted.items()],
+        times={request: at for request, (_, at) in accepted.items()},
+        ends=await ends_since(bus, since_ns),
+        streamed=await streamed_since(bus, since_ns),
+        leases=await until_none(lambda: open_leases(bus), within_s),
+        held=await until_none(lambda: held(bus), within_s),
+        residue=await until_none(lambda: residue(bus, urls, gone), within_s),
     )
 
 
-async def accepted_since(bus: Bus, since_ns: int) -> list[tuple[str, str]]:
-    """(id, tag) of the requests."""
+async def accepted_since(bus: Bus, since_ns: int) -> dict[str, tuple[str, float]]:
+    """Tag, and when it was first stored, of the requests by id. Routers publish one again that waits for long."""
     stream, subject = bus.subjects.stream("REQUESTS"), bus.subjects.all("request")
-    found = {}
+    found: dict[str, tuple[str, float]] = {}
     async for entry in read(bus, stream, subject, since_ns=since_ns):
-        request = requests.decode(entry.data)
-        found[request.id] = request.user
-    return list(found.items())
+        if entry.data:
+            request = requests.decode(entry.data)
+            found.setdefault(request.id, (request.user, entry.time_ns / 1e9))
+    return found
+
+
+async def streamed_since(bus: Bus, since_ns: int) -> dict[str, Streamed]:
+    """The token stream by request, as every reader folds it: an item of an attempt before the highest seen is void."""
+    folds: dict[str, Fold] = {}
+    async for entry in read(bus, bus.subjects.stream("TOKENS"), bus.subjects.all("tokens"), since_ns=since_ns):
+        for item in tokens.decode(entry.data).items:
+            folds.setdefault(item.request, Fold()).take(item, entry.time_ns / 1e9)
+    return {request: Streamed(fold.counts, fold.at) for request, fold in folds.items()}
+
+
+class Fold:
+    """Tokens of one request, by choice without gaps; ``at``: when the last one came."""
+
+    def __init__(self) -> None:
+        self.counts: dict[int, int] = {}
+        self.at = 0.0
+        self._attempt = 0
+        self._ahead: dict[int, list[tuple[int, int]]] = {}  # (first, behind the last) of items behind a gap
+
+    def take(self, item: TokenItem, at: float) -> None:
+        if item.choice in (PROMPT, WHOLE_REQUEST) or item.attempt < self._attempt:
+            self._attempt = max(self._attempt, item.attempt)
+            return
+        self._attempt = item.attempt
+        have = before = self.counts.get(item.choice, 0)
+        ranges = [*self._ahead.get(item.choice, ()), (item.first, item.first + len(item.tokens) // 4)]
+        for first, behind in sorted(ranges):
+            have = max(have, behind) if first <= have else have
+        self.counts[item.choice] = have
+        self._ahead[item.choice] = [each for each in ranges if each[0] > have]
+        if have > before:
+            self.at = at
 
 
 async def ends_since(bus: Bus, since_ns: int) -> list[End]:
@@ -49,8 +86,18 @@ async def ends_since(bus: Bus, since_ns: int) -> list[End]:
     async for entry in read(bus, bus.subjects.stream("DONE"), bus.subjects.all("done"), since_ns=since_ns):
         event = done.decode(entry.data)
         if isinstance(event, done.Done):
-            tokens = tuple(choice.tokens for choice in event.choices)
-            found.append(End(event.request, event.code, tokens, event.message, event.attempt))
+            found.append(
+                End(
+                    event.request,
+                    event.code,
+                    tuple(choice.tokens for choice in event.choices),
+                    event.message,
+                    event.attempt,
+                    entry.time_ns / 1e9,
+                    event.worker,
+                    event.left_out,
+                )
+            )
     return found
 
 

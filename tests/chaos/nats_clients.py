@@ -15,7 +15,7 @@ from nats.errors import NoRespondersError
 
 from gateway.client import Cancelled, Chunk, Client, PenstockError, Position, Timeout
 from tests.chaos.clients import DEADLINE_S, PATIENCE_S
-from tests.chaos.recipes import Recipe
+from tests.chaos.recipes import NO_STORE, Recipe
 from tests.chaos.seen import Seen
 
 CLIENTS = 3
@@ -66,8 +66,9 @@ class NatsClients:
         key = str(uuid4())
         copies = rng.randrange(2, 4) if recipe.kind == "nats-repeat" else 1
         found = [Seen(tag, recipe.name, recipe.kind, body.get("n", 1)) for _ in range(copies)]
-        if recipe.kind == "nats-raw":
-            await self._guarded(found[0], self._raw(found[0], body, key, asked=rng.random() < 0.3))
+        if recipe.kind in ("nats-raw", "nats-no-store"):  # what is not to be stored can only be asked
+            asked = recipe.kind == "nats-no-store" or rng.random() < 0.3
+            await self._guarded(found[0], self._raw(found[0], body, key, asked=asked))
             return found
         deaths = rng.randrange(1, 20) if recipe.kind == "nats" and rng.random() < 0.3 else 0
         if recipe.kind == "nats-cancel":
@@ -84,6 +85,7 @@ class NatsClients:
         return found
 
     async def _guarded(self, seen: Seen, conversation: Any) -> None:
+        seen.began = time.time()
         try:
             async with asyncio.timeout(PATIENCE_S):
                 await conversation
@@ -93,6 +95,9 @@ class NatsClients:
             seen.notes.append(repr(problem))
         except PenstockError as problem:
             seen.outcome, seen.code, seen.message = "failed", problem.code, problem.message
+            if seen.kind in NO_STORE and "no_store" in problem.message and not seen.request:
+                seen.outcome = "declined"
+        seen.ended = time.time()
 
     # -- the Python client ----------------------------------------------------------------------------------------
 

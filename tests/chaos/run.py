@@ -3,27 +3,35 @@
 import asyncio
 import contextlib
 import io
+import json
 import random
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Self
 
 import msgspec
 from rich.console import Console
 
 from infra.bus.connection import Bus, connect
+from infra.model.modeldir import MODELS, load
+from infra.operate import key_store
 from infra.timeline.inspection import inspect
 from infra.timeline.read import read_timeline
 from infra.timeline.show_inspection import show
+from schemas.keys import ApiKey, digest_of, new_key
+from schemas.wire import pack_tokens
 from tests.chaos import audit, builds, log, recipes, table
-from tests.chaos.audit import Expected, Judgement, Problem
+from tests.chaos.audit import Circumstances, Expected, Judgement, Problem
 from tests.chaos.builds import OtherBuild
 from tests.chaos.clients import PATIENCE_S, Failed, HttpClients
+from tests.chaos.disk import found_in
+from tests.chaos.http import Broken, opened
 from tests.chaos.nats_clients import NatsClients
-from tests.chaos.plan import Act, plan
-from tests.chaos.recipes import Recipe, draw, with_stop
+from tests.chaos.plan import Act, Disturbance, Hit, plan
+from tests.chaos.recipes import NO_STORE, PRIVATE, Recipe, draw, with_stop
 from tests.chaos.seen import Seen
-from tests.chaos.system import Hit, System
+from tests.chaos.system import System
 from tests.chaos.topology import TOPOLOGIES
 
 QUIET_S = 45.0  # within which nothing may be held any more
@@ -31,6 +39,11 @@ EXPLAINED = 5
 ASKED_AGAIN = 60
 TELL_S = 10.0
 PATIENT = ("cancel", "slow", "repeat", "nats-cancel")  # kinds whose answers are learned by reading them like any other
+RPM = 30  # of the key that has a limit
+DELETE_S = 10.0
+KNOWN_S = 15.0  # within which every gateway knows a new key, or a new model
+ERASED_S = 60.0  # after the end of a request with no_store, nothing of it is anywhere
+MARKED_TOKENS = 8  # of a prompt, in a row, that must not be on the disk: 32 bytes
 CONSUMERS_S = 150.0  # the server keeps a dead worker's consumer for 120 s
 
 
@@ -53,6 +66,10 @@ class Options(msgspec.Struct, frozen=True):
     each: int = 4  # recipes of a kind
     other: OtherBuild | None = None  # of which some processes are
     share: bool = False  # three routers, which share their requests now and then
+    clock_s: float | None = None  # how far apart clocks are; None: the topology's
+    acts: tuple[Act, ...] = tuple(Act)  # that may happen
+    no_store: bool = False  # ask such requests, too
+    disturbances: tuple[Disturbance, ...] = ()  # these instead of those of the seed
 
 
 class Report(msgspec.Struct):
@@ -68,7 +85,10 @@ class Report(msgspec.Struct):
 
 async def run(home: Path, options: Options, say: Callable[[str], None]) -> Report:
     """A whole run on a deployment of its own below ``home``."""
-    system = await System.started(home, TOPOLOGIES[options.topology], say, options.other, options.share)
+    topology = TOPOLOGIES[options.topology]
+    if options.clock_s is not None:
+        topology = topology._replace(clock_s=options.clock_s)
+    system = await System.started(home, topology, say, options.other, options.share, options.seed)
     try:
         return await run_on(system, options, say)
     finally:
@@ -79,16 +99,20 @@ async def run_on(system: System, options: Options, say: Callable[[str], None]) -
     """A run on a deployment that stays."""
     bus = await connect(system.deployment.state.nats_url, role="client", name="chaos")
     try:
-        return await _Run(system, bus, options, say).whole()
+        return await Run(system, bus, options, say).whole()
     finally:
         await bus.close()
 
 
-class _Run:
+class Run:
+    """Clients of one deployment, the answers that they must get, and what they saw."""
+
     def __init__(self, system: System, bus: Bus, options: Options, say: Callable[[str], None]) -> None:
         self._system, self._bus, self._options, self._say = system, bus, options, say
         topology = system.topology
-        left_out = {kind for kind, there in (("image", topology.images), ("embed", topology.embed)) if not there}
+        needs = {"image": topology.images, "embed": topology.embed, "picture": topology.painter}
+        needs |= dict.fromkeys(("limited", "denied"), topology.keys) | dict.fromkeys(NO_STORE, options.no_store)
+        left_out = {kind for kind, there in needs.items() if not there}
         self._kinds = [kind for kind in options.kinds or recipes.KINDS if kind not in left_out]
         self._recipes: list[Recipe] = []
         self._expected: dict[str, Expected] = {}
@@ -98,24 +122,41 @@ class _Run:
         self._nats = NatsClients(system.client_url, system.deployment.state.namespace)
 
     async def whole(self) -> Report:
-        await self._nats.open()
-        try:
+        async with self:
             return await self._audited()
-        finally:
-            await self._nats.close()
+
+    async def __aenter__(self) -> Self:
+        await self._nats.open()
+        return self
+
+    async def __aexit__(self, *raised: object) -> None:
+        await self._nats.close()
+
+    @property
+    def recipes(self) -> Sequence[Recipe]:
+        """What was learned."""
+        return self._recipes
+
+    def wrong(self, seen: Seen) -> list[Problem]:
+        """What is wrong with what one client saw, while nothing is disturbed."""
+        found = list(audit.client_problems(seen, self._expected.get(seen.recipe, Expected({}))))
+        return found + list(audit.outcome_problems(seen, audit.Log(), {}, audit.UNDISTURBED))
 
     async def _audited(self) -> Report:
-        await self._learn()
+        await self.learn()
         before = self._system.footprints()
         there = await log.inventory(self._bus)
         since_ns = time.time_ns()
         await self._load()
         settled = await self._system.settle()
+        await self._delete_left(since_ns)
         self._say("all is quiet; reading the log")
         gone = sum(hit.at > _kept_since(self._system.hits, time.time()) for hit in self._system.hits)
         found = await log.whole(self._bus, since_ns, self._system.urls, within_s=QUIET_S, gone=gone)
         after = self._system.footprints()
-        judgement = audit.judge(self._seen, found, self._expected, once=self._http.keys)
+        found.on_disk = await self._kept()
+        around = Circumstances(self._system.hits, self._options.other is not None, self._most_a_minute())
+        judgement = audit.judge(self._seen, found, self._expected, once=self._http.keys, around=around)
         judgement.problems += audit.memory_problems(before, after)
         judgement.problems += await self._asked_again()
         judgement.problems += [
@@ -132,14 +173,18 @@ class _Run:
             table.memory(before, self._most, after),
         ]
         if self._options.other is not None:
-            parts.append(table.builds(builds.counted(self._options.other)))
+            parts.append(table.builds(builds.counted(self._system.starts)))
         if judgement.problems:
             parts += [table.problems(judgement), await self._explained(judgement)]
         return Report(judgement, "\n\n".join(parts))
 
     async def _asked_again(self) -> list[Problem]:
         """Some of the answers once more, by their ids."""
-        answered = [seen for seen in self._seen if seen.outcome == "answered" and seen.request]
+        answered = [
+            seen
+            for seen in self._seen
+            if seen.outcome == "answered" and seen.request and seen.kind not in (*NO_STORE, "picture")
+        ]
         sample = random.Random(self._options.seed).sample(answered, min(ASKED_AGAIN, len(answered)))
         found: list[Problem] = []
         for seen in sample:
@@ -153,8 +198,9 @@ class _Run:
             found += [problem._replace(tag=seen.tag, kind=seen.kind) for problem in problems]
         return found
 
-    async def _learn(self) -> None:
+    async def learn(self) -> None:
         """Ask everything once while nothing is disturbed."""
+        await self._prepare()
         rng = random.Random(self._options.seed)
         topology = self._system.topology
         other = self._options.other
@@ -168,9 +214,10 @@ class _Run:
             each=self._options.each,
             tokens=topology.tokens,
             real=topology.real,
+            painter="painter" if topology.painter else "",
         )
         self._http.keys = await self._knows_keys()
-        learned = await self._ask_all(self._recipes, "learn")
+        learned = await self._ask_all([recipe for recipe in self._recipes if recipe.kind != "denied"], "learn")
         stops = [recipe for recipe in self._recipes if recipe.kind == "stop"]
         shorter = [with_stop(recipe, learned[recipe.name].choices[0].text, rng) for recipe in stops]
         self._recipes = [recipe for recipe in self._recipes if recipe.kind != "stop"] + shorter
@@ -179,13 +226,14 @@ class _Run:
 
     async def _knows_keys(self) -> bool:
         """Whether every gateway takes a repeated key for the same request."""
-        over_http = [recipe for recipe in self._recipes if recipe.kind not in recipes.NATS_KINDS]
+        apart = (*recipes.NATS_KINDS, *PRIVATE, "denied", "limited", "chain", "picture")
+        over_http = [recipe for recipe in self._recipes if recipe.kind not in apart]
         recipe = next((recipe for recipe in over_http if not recipe.streamed), None)
         if recipe is None:
             return False
         asked = recipe._replace(kind="repeat")
         for url in self._system.urls:
-            http = HttpClients([url], keys=True)
+            http = HttpClients([url], keys=True, bearers=self._http.bearers)
             found = await http.ask(asked, "learn-keys", random.Random(0))
             if len({seen.request for seen in found if seen.request}) != 1:
                 return False
@@ -195,13 +243,15 @@ class _Run:
         since_ns = time.time_ns()
         room = asyncio.Semaphore(4)
 
-        async def one(recipe: Recipe) -> Seen:
+        async def one(recipe: Recipe) -> list[Seen]:
             async with room:
-                kind = "nats-repeat" if recipe.kind in recipes.NATS_KINDS else "stream"
-                patient = recipe._replace(kind=kind) if recipe.kind in PATIENT else recipe
-                return (await self._ask(patient, f"{tag}-{recipe.name}", random.Random(0)))[0]
+                kind = recipe.kind
+                if kind in PATIENT or kind == "limited":
+                    kind = "nats-repeat" if kind in recipes.NATS_KINDS else "stream"
+                return await self.ask(recipe._replace(kind=kind), f"{tag}-{recipe.name}", random.Random(0))
 
-        found = {recipe.name: seen for recipe, seen in zip(asked, await asyncio.gather(*map(one, asked)), strict=True)}
+        asked_all = await asyncio.gather(*map(one, asked))
+        found = {seen.recipe: seen for several in asked_all for seen in several[::-1]}
         for name, seen in found.items():
             if seen.outcome != "answered":
                 raise RuntimeError(f"undisturbed, {name} is not answered: {seen.code} {seen.message} {seen.notes}")
@@ -215,9 +265,82 @@ class _Run:
             self._expected[name] = Expected(seen.choices, tokens[seen.request])
         return found
 
+    async def _prepare(self) -> None:
+        """API keys, and models that gateways come to know only after they are ready."""
+        topology = self._system.topology
+        if topology.keys:
+            for kind, rpm in (("", 0), ("limited", RPM)):
+                name, text = new_key()
+                key = ApiKey(name, digest_of(text.encode()), requests_per_minute=rpm, created_ns=time.time_ns())
+                await key_store.add(self._bus, key)
+                self._http.bearers[kind] = text
+            self._http.bearers["denied"] = new_key()[1]
+        models = {topology.model, topology.embed, "painter" if topology.painter else ""} - {""}
+        for url in self._system.urls:
+            for kind in [kind for kind in self._http.bearers if kind != "denied"] or [""]:
+                async with asyncio.timeout(KNOWN_S):
+                    while not models <= await self._models(url, kind):  # noqa: ASYNC110 - other processes
+                        await asyncio.sleep(0.1)
+
+    async def _models(self, url: str, kind: str) -> set[str]:
+        with contextlib.suppress(Broken):
+            async with opened("GET", url, "/v1/models", None, self._http.headers(kind)) as answer:
+                raw = await answer.read()
+            return {card["id"] for card in json.loads(raw)["data"]} if answer.status == 200 else set()
+        return set()
+
+    def _most_a_minute(self) -> int:
+        """Requests of the limited key. Gateways whose clocks differ count other minutes as the present one."""
+        return RPM * (2 if self._system.topology.clock_s else 1) if self._system.topology.keys else 0
+
+    # -- what must be gone ----------------------------------------------------------------------------------------
+
+    async def _delete_left(self, since_ns: int) -> None:
+        """Responses that their client would have deleted, had it known of them, and those that were learned."""
+        for request, (tag, _) in (await log.accepted_since(self._bus, 0)).items():
+            if "-delete-" in tag:
+                with contextlib.suppress(Failed, TimeoutError):  # then it is found on the disk
+                    async with asyncio.timeout(DELETE_S):
+                        await self._http.delete(request)
+                for seen in self._seen:
+                    if seen.tag == tag and seen.outcome in ("unknown", "hung", "answered"):
+                        seen.outcome, seen.request = "deleted" if seen.finished else "unknown", request
+
+    async def _kept(self) -> list[str]:
+        """Words and tokens of private prompts and answers that some file of the broker has."""
+        private = [recipe for recipe in self._recipes if recipe.kind in PRIVATE]
+        if not private:
+            return []
+        wanted = self._marks(private)
+        deadline = time.monotonic() + ERASED_S
+        while found := await asyncio.to_thread(found_in, self._system.store, wanted):
+            if time.monotonic() > deadline:
+                break
+            await asyncio.sleep(2)
+        return [f"{name} in {path}" for name, path in sorted(found.items())]
+
+    def _marks(self, private: Sequence[Recipe]) -> dict[str, bytes]:
+        """By a name: the words themselves, and their tokens as they are in messages."""
+        tokenizer = load(MODELS / self._system.topology.model).tokenizer
+        wanted = {}
+        for recipe in private:
+            ids = tokenizer.encode(f" {recipe.mark}", add_special_tokens=False).ids
+            wanted[f"{recipe.name}: words of its prompt"] = recipe.mark[:40].encode()
+            wanted[f"{recipe.name}: tokens of its prompt"] = pack_tokens(ids[-MARKED_TOKENS - 2 : -2])
+            shown = self._expected[recipe.name].choices[0].text
+            if recipe.kind in NO_STORE:
+                wanted[f"{recipe.name}: words of its answer"] = shown[:40].encode()
+        return wanted
+
+    # -- load -----------------------------------------------------------------------------------------------------
+
     async def _load(self) -> None:
         options = self._options
-        disturbances = plan(options.seed, options.seconds, self._system.topology.targets, every_s=options.every_s)
+        targets, more = self._system.topology.targets, self._system.more
+        disturbances = list(options.disturbances) or plan(
+            options.seed, options.seconds, targets, every_s=options.every_s, more=more
+        )
+        disturbances = [each for each in disturbances if each.act in options.acts]
         self._say(f"{options.clients} clients, {len(disturbances)} disturbances in {options.seconds:g} s")
         until = time.monotonic() + options.seconds
         clients = [asyncio.create_task(self._client(n, until), name=f"client-{n}") for n in range(options.clients)]
@@ -239,9 +362,9 @@ class _Run:
         while time.monotonic() < until:
             recipe = draw(rng, self._recipes)
             asked += 1
-            self._seen += await self._ask(recipe, f"c{number}-{asked}-{recipe.name}", rng)
+            self._seen += await self.ask(recipe, f"c{number}-{asked}-{recipe.name}", rng)
 
-    async def _ask(self, recipe: Recipe, tag: str, rng: random.Random) -> list[Seen]:
+    async def ask(self, recipe: Recipe, tag: str, rng: random.Random) -> list[Seen]:
         clients = self._nats if recipe.kind in recipes.NATS_KINDS else self._http
         return await clients.ask(recipe, tag, rng)
 

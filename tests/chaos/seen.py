@@ -20,8 +20,13 @@ class Seen:
 
     Attributes:
         tag: names the request in the log (its "user"); copies of a repeated request share it.
-        outcome: "answered", "failed", "cancelled" (by this client), "unknown" (the connection broke before it
-            got an id, and there is no way to ask), or "hung"; "" while it runs.
+        outcome: "answered", "failed", "cancelled" (by this client), "deleted" (by this client, after its end),
+            "limited" (its API key's limit is reached), "denied" (its API key is none), "declined" (an option is not
+            served at the moment), "unknown" (the connection broke before it got an id, and there is no way to ask), or
+            "hung"; "" while it runs.
+        ended: Unix time of the outcome.
+        refusal_s: the longest wait for a refusal of the broker's.
+        url: where the last connection went.
     """
 
     def __init__(self, tag: str, recipe: str, kind: str, choices: int = 1) -> None:
@@ -33,6 +38,9 @@ class Seen:
         self.code = ""
         self.message = ""
         self.left = False  # it asked to cancel, which may cross the end of the answer
+        self.began = self.ended = 0.0
+        self.refusal_s = 0.0
+        self.url = ""
         self.choices = {index: Shown() for index in range(choices)}
         self.last_id = ""
         self.repeats = 0
@@ -58,28 +66,59 @@ class Seen:
                 self.repeats += 1
             self.last_id = event_id
         self.arrivals.append(now)
+        if "choices" not in body:
+            _take_event(self.choices[0], body)
+            return
         for part in body["choices"]:
             shown = self.choices[part["index"]]
-            shown.text += part["text"] if "text" in part else part["delta"].get("content") or ""
+            shown.text += part["text"] if "text" in part else _said(part["delta"])
             _take_logprobs(shown, part.get("logprobs"))
             shown.finish = part["finish_reason"] or shown.finish
 
     def take_whole(self, body: Mapping[str, Any]) -> None:
         """A whole answer."""
         for part in _choices(body):
-            text = part["text"] if "text" in part else part["message"].get("content") or ""
+            text = part["text"] if "text" in part else _said(part["message"])
             shown = self.choices[part["index"]] = Shown(text, part["finish_reason"], [])
             _take_logprobs(shown, part.get("logprobs"))
 
 
+def _said(message: Mapping[str, Any]) -> str:
+    """Content, and the calls of tools without their ids."""
+    calls = [call.get("function") or {} for call in message.get("tool_calls") or ()]
+    named = "".join((call.get("name") or "") + (call.get("arguments") or "") for call in calls)
+    return (message.get("content") or "") + named
+
+
+def _take_event(shown: Shown, body: Mapping[str, Any]) -> None:
+    """One event of the Responses or Messages API, or of an image's progress."""
+    match body.get("type"):
+        case "response.output_text.delta":
+            shown.text += body["delta"]
+        case "response.completed" | "response.incomplete":
+            shown.finish = body["response"]["status"]
+        case "content_block_delta":
+            shown.text += body["delta"].get("text", "")
+        case "message_delta":
+            shown.finish = body["delta"]["stop_reason"] or shown.finish
+
+
+def last_event(body: Mapping[str, Any]) -> bool:
+    """Whether nothing follows in the Responses or Messages API, whose streams have no ``[DONE]``."""
+    return body.get("type") in ("response.completed", "response.incomplete", "message_stop")
+
+
 def _choices(body: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Those of a chat or a text; a response of the Responses API and a list of vectors are one each."""
+    """Those of a chat or a text; a response, a message, a list of vectors and one of images are one each."""
     if "output" in body:
         parts = [part["text"] for item in body["output"] for part in item.get("content", ())]
         return [{"index": 0, "text": "".join(parts), "finish_reason": body["status"]}]
+    if body.get("type") == "message":
+        parts = [block.get("text", "") for block in body["content"]]
+        return [{"index": 0, "text": "".join(parts), "finish_reason": body["stop_reason"]}]
     if "data" in body:
-        vectors = [str(each["embedding"]) for each in body["data"]]
-        return [{"index": 0, "text": " ".join(vectors), "finish_reason": "stop"}]
+        found = [str(each["embedding"] if "embedding" in each else each["url"]) for each in body["data"]]
+        return [{"index": 0, "text": " ".join(found), "finish_reason": "stop"}]
     return list(body["choices"])
 
 

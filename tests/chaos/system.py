@@ -7,7 +7,7 @@ import signal
 import time
 from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import msgspec
 
@@ -17,7 +17,10 @@ from infra.launch.state import State
 from tests.chaos.audit import Footprint
 from tests.chaos.brokers import Brokers
 from tests.chaos.builds import VARIABLE, OtherBuild, begin, snapshot
-from tests.chaos.plan import BROKER, Act, Disturbance
+from tests.chaos.disk import Disk
+from tests.chaos.launch import Starts
+from tests.chaos.links import Links
+from tests.chaos.plan import BROKER, Act, Disturbance, Hit
 from tests.chaos.topology import Topology
 from tests.pipeline.support import Deployment
 from tests.tls_support import issue
@@ -26,15 +29,9 @@ BACK_S = 90.0  # until everything runs again
 DRAIN_S = 10.0
 STOPPED_S = DRAIN_S + 8.0  # within which a process that was asked to end has ended
 DOWN_S = 1.0  # between a crash of everything and the next start
+STARTS = "starts"
+ROLES = ("worker", "prefill", "decode", "encode", "embed", "diffusion", "router", "gateway")
 _PAGE = os.sysconf("SC_PAGE_SIZE")
-
-
-class Hit(NamedTuple):
-    """One disturbance that took place."""
-
-    at: float
-    act: Act
-    name: str
 
 
 class System:
@@ -47,6 +44,8 @@ class System:
         brokers: Brokers | None,
         topology: Topology,
         say: Callable[[str], None],
+        links: Links | None = None,
+        disk: Disk | None = None,
     ) -> None:
         self.topology = topology
         self.deployment = deployment
@@ -54,7 +53,8 @@ class System:
         self.hits: list[Hit] = []
         self.late: list[str] = []
         self._start = start
-        self._brokers = brokers
+        self._brokers, self._links, self._disk = brokers, links, disk
+        self._owned = contextlib.AsyncExitStack()
         self._say = say
         self._stopped: set[int] = set()
         self._holds: set[asyncio.Task[None]] = set()
@@ -68,52 +68,79 @@ class System:
         say: Callable[[str], None],
         other: OtherBuild | None = None,
         share: bool = False,
+        seed: int = 1,
     ) -> Self:
         """Start everything, and wait until it is ready.
 
         Args:
             other: processes come from both builds in turn.
             share: there are three routers, which share their requests now and then.
+            seed: of clocks.
         """
-        brokers = None
-        ports = free_run(0, 1 + topology.gateways)  # shared, and one of each gateway; the same after a crash
-        flags = [*topology.flags, "--drain-s", f"{DRAIN_S:g}", "--http-port", str(ports[0])]
-        if share:
-            flags += ["--routers", "3"]
-        pair = None
-        if topology.tls:
-            pair = issue(home, "everyone")
-            os.environ["SSL_CERT_FILE"] = str(pair[0])
-            flags += ["--tls-cert", str(pair[0]), "--tls-key", str(pair[1])]
-        if topology.cluster:
-            brokers = await Brokers.started(home / "brokers", pair)
-            flags += ["--nats-url", brokers.url]
+        async with contextlib.AsyncExitStack() as opened:
+            ports = free_run(0, 2 + topology.gateways)  # shared, one of each gateway, the broker's; same after a crash
+            flags = [*topology.flags, "--drain-s", f"{DRAIN_S:g}", "--http-port", str(ports[0])]
+            if share:
+                flags += ["--routers", "3"]
+            pair = issue(home, "everyone") if topology.tls else None
+            if pair is not None:
+                os.environ["SSL_CERT_FILE"] = str(pair[0])
+                flags += ["--tls-cert", str(pair[0]), "--tls-key", str(pair[1])]
+            brokers, disk, links = None, None, None
+            if topology.cluster:
+                brokers = await Brokers.started(home / "brokers", pair)
+                opened.push_async_callback(brokers.stop)
+                flags += ["--nats-url", brokers.url]
+            else:
+                flags += ["--nats-port", str(ports[-1])]
+                disk = Disk.mounted(home / "data")
+                if disk is not None:
+                    opened.callback(disk.unmount)
+            if topology.links:
+                links = Links.started(ports[-1], [name for role in ROLES for name in topology.names(role)])
+                opened.callback(links.stop)
+            if topology.painter:
+                from tests.workers.engines.diffusion import pipelines  # late: it imports torch
 
-        def start() -> Deployment:
-            if other is None:
-                return Deployment(home, *flags, module="tests.chaos.shared" if share else "infra.cli")
-            variables = {VARIABLE: msgspec.json.encode(other).decode()}
-            return Deployment(home, *flags, module="tests.chaos.mixed", **variables)
+                flags += ["--diffusion-model", str(pipelines.image(home / "painter"))]
+            if other is not None:
+                model = await asyncio.to_thread(snapshot, topology.model, home)
+                flags += ["--model", str(model), "--served-model-name", topology.model]
+                if brokers is None:
+                    await asyncio.to_thread(begin, other, home / "data")
+            ports_of = links.ports if links is not None else {}
+            starts = Starts(str(home / STARTS), seed, other, topology.clock_s, ports_of, share)
+            variables = {VARIABLE: msgspec.json.encode(starts).decode()}
 
-        if other is not None:
-            model = await asyncio.to_thread(snapshot, topology.model, home)
-            flags += ["--model", str(model), "--served-model-name", topology.model]
-            if brokers is None:
-                await asyncio.to_thread(begin, other, home / "data")
+            def start() -> Deployment:
+                return Deployment(home, *flags, module="tests.chaos.launch", **variables)
 
-        try:
-            return cls(start, await asyncio.to_thread(start), brokers, topology, say)
-        except BaseException:
-            if brokers is not None:
-                await brokers.stop()
-            raise
+            made = cls(start, await asyncio.to_thread(start), brokers, topology, say, links, disk)
+            made._owned = opened.pop_all()
+            return made
+        raise AssertionError
 
     async def stop(self) -> None:
         self.release()
         await asyncio.gather(*self._holds, return_exceptions=True)
         await asyncio.to_thread(self.deployment.stop)
-        if self._brokers is not None:
-            await self._brokers.stop()
+        await self._owned.aclose()
+
+    @property
+    def store(self) -> Path:
+        """Where the broker, or each of them, has its files."""
+        return self.deployment.data_dir / "nats" if self._brokers is None else self.deployment.home / "brokers"
+
+    @property
+    def starts(self) -> Path:
+        """A line for each process that was started."""
+        return self.deployment.home / STARTS
+
+    @property
+    def more(self) -> frozenset[Act]:
+        """What this deployment can have beyond signals."""
+        found = {Act.stall: self._links, Act.fill: self._disk}
+        return frozenset(act for act, means in found.items() if means is not None)
 
     @property
     def client_url(self) -> str:
@@ -174,8 +201,13 @@ class System:
             task.cancel()
         for pid in list(self._stopped):
             self._go_on(pid)
+        if self._disk is not None:
+            self._disk.free()
 
     def _hit(self, each: Disturbance) -> None:
+        if each.act in (Act.stall, Act.fill):
+            self._beside(each)
+            return
         name = each.victim(self.names)
         pid = self.pids.get(name or "", 0)
         whole = self._brokers is None or name not in self._brokers.names or self._brokers.whole
@@ -184,7 +216,7 @@ class System:
         sent = {Act.kill: signal.SIGKILL, Act.stop: signal.SIGSTOP, Act.restart: signal.SIGTERM}[each.act]
         if each.act is Act.stop:
             self._stopped.add(pid)
-        self.hits.append(Hit(time.time(), each.act, name))
+        self.hits.append(Hit(time.time(), each.act, name, each.hold_s))
         self._say(f"{each.act} {name} ({pid})" + (f" for {each.hold_s:.1f} s" if each.hold_s else ""))
         os.kill(pid, sent)
         if each.act is Act.stop:
@@ -193,6 +225,24 @@ class System:
             self._spawn(self._ends(name, pid))
         if self._brokers is not None and name in self._brokers.names:
             self._spawn(self._brokers.back(name, each.hold_s))
+
+    def _beside(self, each: Disturbance) -> None:
+        """What is done to the link of a process, or to the disk."""
+        if each.act is Act.fill and self._disk is not None:
+            self.hits.append(Hit(time.time(), each.act, BROKER, each.hold_s))
+            self._say(f"the disk is full for {each.hold_s:.1f} s")
+            self._spawn(self._full(self._disk, each.hold_s))
+        elif self._links is not None and (name := each.victim(list(self._links.ports))) is not None:
+            self.hits.append(Hit(time.time(), each.act, name, each.hold_s))
+            self._say(f"the link of {name} carries nothing {each.way} for {each.hold_s:.1f} s")
+            self._links.stall(name, each.way, each.hold_s)
+
+    async def _full(self, disk: Disk, seconds: float) -> None:
+        disk.fill()
+        try:
+            await asyncio.sleep(seconds)
+        finally:
+            disk.free()
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)

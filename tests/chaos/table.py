@@ -3,13 +3,14 @@
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 
-from tests.chaos.audit import Footprint, Judgement
-from tests.chaos.system import Hit
+from tests.chaos.audit import OUTCOMES, Footprint, Judgement
+from tests.chaos.plan import Hit
 
 COLUMNS = (
-    *("asked", "accepted", "ok", "cancelled", "unknown", "failed", "lost", "wrong", "missing", "duplicated", "hole"),
-    *("hung", "again", "refused"),
+    *("asked", "accepted", "ok", *OUTCOMES, "failed", "lost", "wrong", "missing", "duplicated", "hole", "hung"),
+    *("kept", "admitted", "unsaid", "late", "broken", "slow", "again", "refused"),
 )
+ALWAYS = ("asked", "accepted", "ok", "unknown", "failed", "lost", "wrong", "missing", "duplicated", "hung", "late")
 MOST = 40  # problems that are printed
 
 
@@ -17,9 +18,10 @@ def counts(judgement: Judgement) -> str:
     """A row for each class of clients, and their sum."""
     rows = dict(sorted(judgement.rows.items()))
     total: Counter[str] = sum(rows.values(), Counter())
+    columns = [column for column in COLUMNS if total[column] or column in ALWAYS]
     return _table(
-        ("class", *COLUMNS),
-        [(name, *(str(row[c]) for c in COLUMNS)) for name, row in [*rows.items(), ("all", total)]],
+        ("class", *columns),
+        [(name, *(str(row[c]) for c in columns)) for name, row in [*rows.items(), ("all", total)]],
     )
 
 

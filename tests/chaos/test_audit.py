@@ -1,23 +1,32 @@
 """The auditor finds every kind of broken promise, and nothing where all were kept: each case is one log."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
 
 from schemas.wire import pack_tokens
 from tests.chaos.audit import (
+    GRACE_S,
+    REFUSED_S,
+    SLACK_S,
+    UNDISTURBED,
+    Circumstances,
     End,
     Expected,
     Footprint,
     Log,
     Problem,
+    Streamed,
     difference,
     judge,
     later_problems,
     memory_problems,
     recovery,
 )
+from tests.chaos.plan import Act, Hit
 from tests.chaos.seen import Seen, Shown
 
 TEXT = "the quick brown fox jumps over the lazy dog"
@@ -32,15 +41,25 @@ class Case(NamedTuple):
     log: Log
 
 
-def kept() -> Case:
-    seen = Seen("tag", "r", "stream")
-    seen.request, seen.outcome = "id", "answered"
+def kept(kind: str = "stream") -> Case:
+    seen = Seen("tag", "r", kind)
+    seen.request, seen.outcome, seen.began, seen.ended = "id", "answered", 100.0, 110.0
     seen.choices[0] = Shown(TEXT, "stop", [("the", -0.701)])
-    return Case(seen, Log(accepted=[("id", "tag")], ends=[End("id", "", (TOKENS,))]))
+    end = End("id", "", (TOKENS,), at=110.0, worker="worker-1-f00")
+    streamed = {"id": Streamed({0: 9}, 109.9)}
+    return Case(seen, Log(accepted=[("id", "tag")], ends=[end], times={"id": 100.0}, streamed=streamed))
 
 
-def found(case: Case, *, once: bool = True) -> list[Problem]:
-    return judge([case.seen], case.log, EXPECTED, once=once).problems
+def found(case: Case, *, once: bool = True, around: Circumstances = UNDISTURBED) -> list[Problem]:
+    return judge([case.seen], case.log, EXPECTED, once=once, around=around).problems
+
+
+def kinds(case: Case, around: Circumstances = UNDISTURBED) -> set[str]:
+    return {problem.what for problem in found(case, around=around)}
+
+
+def hits(*names: str, at: float = 105.0, act: Act = Act.kill, hold_s: float = 0.0) -> Circumstances:
+    return Circumstances([Hit(at, act, name, hold_s) for name in names])
 
 
 def shown(case: Case, text: str) -> None:
@@ -59,10 +78,10 @@ def test_nothing_is_found_where_every_promise_was_kept() -> None:
 
 
 def test_a_client_that_leaves_may_have_the_beginning_and_its_request_ends_cancelled_or_not() -> None:
-    for end in (End("id", "cancelled", (TOKENS[:8],)), End("id", "cancelled"), End("id", "", (TOKENS,))):
+    for code, tokens in (("cancelled", (TOKENS[:8],)), ("cancelled", ()), ("", (TOKENS,))):
         case = kept()
         left_early(case)
-        case.log.ends = [end]
+        case.log.ends = [case.log.ends[0]._replace(code=code, tokens=tokens)]
         assert found(case) == []
 
 
@@ -76,10 +95,153 @@ def test_a_cancel_may_cross_the_end_of_the_answer() -> None:
 
 def test_a_client_that_cannot_know_is_content_with_a_right_record() -> None:
     case = kept()
-    case.seen.outcome, case.seen.choices[0] = "unknown", Shown()
-    assert found(case) == []
+    case.seen.outcome, case.seen.choices[0], case.seen.request = "unknown", Shown(), ""
+    case.seen.ended = 106.0
+    assert found(case, around=hits("gateway-0")) == []
     case.log.accepted = case.log.ends = []
-    assert found(case) == []
+    assert found(case, around=hits("gateway-0")) == []
+
+
+@pytest.mark.parametrize(
+    "around", [UNDISTURBED, hits("worker-0"), hits("gateway-0", at=60.0), hits("gateway-1", at=120)]
+)
+def test_a_connection_without_a_key_breaks_only_if_a_gateway_was_disturbed(around: Circumstances) -> None:
+    case = kept()
+    case.seen.outcome, case.seen.choices[0], case.seen.request = "unknown", Shown(), ""
+    assert kinds(case, around) == {"broken"}
+
+
+def test_a_cancelled_client_that_was_told_an_id_is_in_the_log() -> None:
+    case = kept()
+    left_early(case)
+    case.log.accepted, case.log.ends = [], []
+    assert kinds(case) == {"missing"}
+
+
+def test_an_ok_record_has_all_tokens_or_says_that_they_did_not_fit() -> None:
+    for tokens in ((b"",), ()):
+        case = kept()
+        case.log.ends = [case.log.ends[0]._replace(tokens=tokens)]
+        assert "wrong" in kinds(case), tokens
+        case.log.ends = [case.log.ends[0]._replace(left_out=("tokens",))]
+        assert kinds(case) == set()
+    case = kept()
+    case.log.ends = [case.log.ends[0]._replace(left_out=("tokens",))]
+    assert kinds(case) == {"kept"}
+
+
+LATE: dict[str, dict[str, Streamed]] = {
+    "never": {},
+    "in part": {"id": Streamed({0: 8}, 109.0)},
+    "late": {"id": Streamed({0: 9}, 113.0)},
+}
+
+
+@pytest.mark.parametrize("name", LATE)
+def test_an_answer_that_only_its_record_completes_is_counted_and_needs_a_cause(name: str) -> None:
+    case = kept()
+    case.log.streamed = LATE[name]
+    for around in (UNDISTURBED, hits("router-0"), hits("worker-0"), hits("nats", at=60.0), hits("nats", at=140.0)):
+        assert kinds(case, around) == {"unsaid"}
+    for around in (hits("nats"), hits("worker-1"), hits("all"), hits("worker-1", at=80, act=Act.stop, hold_s=20.0)):
+        judgement = judge([case.seen], case.log, EXPECTED, once=True, around=around)
+        assert judgement.problems == []
+        assert judgement.rows["stream"]["late"] == 1
+
+
+def test_tokens_that_came_in_time_are_not_counted_as_late() -> None:
+    case = kept()
+    assert judge([case.seen], case.log, EXPECTED, once=True).rows["stream"]["late"] == 0
+    case.log.streamed = {"id": Streamed({0: 9}, 110.5)}  # resent, and stored just behind the end
+    assert judge([case.seen], case.log, EXPECTED, once=True).rows["stream"]["late"] == 0
+
+
+@pytest.mark.parametrize(("outcome", "kind"), [("denied", "denied"), ("limited", "limited"), ("declined", "no-store")])
+def test_only_the_client_that_expects_it_is_refused_and_nothing_of_it_is_accepted(outcome: str, kind: str) -> None:
+    mixed = Circumstances(mixed=True)
+    case = kept(kind)
+    case.seen.outcome, case.seen.choices[0], case.seen.request = outcome, Shown(), ""
+    assert "extra" in kinds(case, mixed), "accepted all the same"
+    case.log.accepted, case.log.ends = [], []
+    assert kinds(case, mixed) == set()
+    other = kept("stream")
+    other.seen.outcome, other.seen.choices[0], other.seen.request = outcome, Shown(), ""
+    other.log.accepted, other.log.ends = [], []
+    assert kinds(other, mixed) == {"failed"}
+
+
+def test_a_client_without_a_valid_key_that_is_answered_was_admitted() -> None:
+    assert kinds(kept("denied")) == {"admitted"}
+
+
+def test_no_store_is_declined_only_among_processes_of_another_build() -> None:
+    case = kept("no-store")
+    case.seen.outcome, case.seen.choices[0], case.seen.request = "declined", Shown(), ""
+    case.log.accepted, case.log.ends = [], []
+    assert kinds(case) == {"failed"}
+
+
+@pytest.mark.parametrize("spacing_s", [1.9, 2.1])
+def test_a_limited_key_gets_no_more_requests_in_any_minute_than_it_has(spacing_s: float) -> None:
+    several, log = [], Log(accepted=[], ends=[], times={}, streamed=None)
+    for number in range(60):
+        case = kept("limited")
+        name = f"{number}"
+        case.seen.tag, case.seen.request = name, name
+        several.append(case.seen)
+        log.accepted.append((name, name))
+        log.ends.append(case.log.ends[0]._replace(request=name))
+        log.times[name] = 1000 + number * spacing_s
+    problems = judge(several, log, EXPECTED, once=True, around=Circumstances(rpm=30)).problems
+    assert [problem.what for problem in problems] == (["admitted"] if spacing_s < 2 else [])
+
+
+def test_a_deleted_response_is_in_no_part_of_the_log_and_was_right_before() -> None:
+    case = kept("delete")
+    case.seen.outcome = "deleted"
+    assert kinds(case) == {"kept"}
+    case.log.accepted = []
+    assert "kept" in kinds(case), "its record is left"
+    case.log.ends = []
+    assert kinds(case) == set()
+    shown(case, TEXT[1:])
+    assert kinds(case) == {"wrong"}
+    stream = kept()
+    stream.seen.outcome = "deleted"
+    assert "failed" in kinds(stream)
+
+
+def test_what_only_memory_had_may_be_lost_with_broker_and_gateway_together_and_not_otherwise() -> None:
+    case = kept("no-store")
+    case.seen.outcome, case.seen.code, case.seen.choices[0] = "failed", "content_lost", Shown()
+    case.log.ends = [case.log.ends[0]._replace(code="content_lost", tokens=(), left_out=("prompt", "tokens"))]
+    for around in (hits("nats", "gateway-0"), hits("all", act=Act.crash)):
+        assert kinds(case, around) == set()
+    stops = hits("nats", "gateway-0", act=Act.stop, hold_s=3.0)
+    for around in (UNDISTURBED, hits("nats"), hits("gateway-0"), hits("nats", "worker-0"), stops):
+        assert "failed" in kinds(case, around)
+    stored = kept()
+    stored.seen.outcome, stored.seen.code = "failed", "content_lost"
+    assert "failed" in kinds(stored, hits("nats", "gateway-0"))
+
+
+@pytest.mark.parametrize(("waited_s", "what"), [(GRACE_S - 10, {"failed", "lost"}), (GRACE_S + 1, set())])
+def test_an_answer_is_called_erased_only_once_its_grace_is_over(waited_s: float, what: set[str]) -> None:
+    case = kept("no-store")
+    case.seen.outcome, case.seen.code, case.seen.choices[0] = "failed", "request_erased", Shown(TEXT[:5])
+    case.seen.ended = case.log.ends[0].at + waited_s
+    case.log.ends = [case.log.ends[0]._replace(tokens=(b"",), left_out=("prompt", "tokens"))]
+    assert kinds(case) == what
+
+
+def test_a_refusal_takes_no_longer_than_promised_beside_the_time_for_which_the_gateway_stood_still() -> None:
+    case = kept()
+    case.seen.refusal_s = REFUSED_S + SLACK_S - 1
+    assert kinds(case) == set()
+    case.seen.refusal_s += 5
+    assert kinds(case) == {"slow"}
+    assert kinds(case, hits("gateway-1", at=101.0, act=Act.stop, hold_s=6.0)) == set()
+    assert kinds(case, hits("worker-1", at=101.0, act=Act.stop, hold_s=6.0)) == {"slow"}
 
 
 BROKEN: dict[str, tuple[str, Callable[[Case], object]]] = {
@@ -99,6 +261,7 @@ BROKEN: dict[str, tuple[str, Callable[[Case], object]]] = {
     "no end for the client": ("hung", lambda case: setattr(case.seen, "outcome", "hung")),
     "never run": ("hung", lambda case: setattr(case.seen, "outcome", "")),
     "an error for the client": ("failed", lambda case: setattr(case.seen, "outcome", "failed")),
+    "words on the disk": ("kept", lambda case: setattr(case.log, "on_disk", ["no-store-0: words"])),
     "an error though the record is ok": ("lost", lambda case: setattr(case.seen, "outcome", "failed")),
     "no end though the record is ok": ("lost", lambda case: setattr(case.seen, "outcome", "hung")),
     "an error in the record": ("failed", lambda case: setattr(case.log, "ends", [End("id", "worker_lost")])),
@@ -129,10 +292,40 @@ def test_a_problem_names_its_request_and_costs_the_row_its_ok() -> None:
     assert (judgement.rows["stream"]["ok"], judgement.rows["stream"]["wrong"]) == (0, 1)
 
 
+FIELDS: dict[str, Callable[[Any], Any]] = {
+    "request": lambda value: "other",
+    "code": lambda value: "internal",
+    "tokens": lambda value: (value[0][::-1],),
+}
+
+
+@pytest.mark.parametrize("field", FIELDS)
+def test_no_field_of_a_terminal_event_can_be_another_unnoticed(field: str) -> None:
+    case = kept()
+    end = case.log.ends[0]
+    case.log.ends = [end._replace(**{field: FIELDS[field](getattr(end, field))})]
+    assert found(case) != []
+
+
+@given(st.data())
+def test_whatever_characters_of_an_answer_are_lost_doubled_or_changed_it_is_found(data: st.DataObject) -> None:
+    case = kept()
+    at = data.draw(st.integers(0, len(TEXT) - 1))
+    behind = data.draw(st.integers(at + 1, len(TEXT)))
+    part = TEXT[at:behind]
+    put = data.draw(st.sampled_from(("", part * 2, part[::-1], part.upper(), f"{part} ")))
+    assume(put != part)
+    shown(case, TEXT[:at] + put + TEXT[behind:])
+    case.seen.outcome = data.draw(st.sampled_from(("answered", "cancelled", "failed")))
+    if case.seen.outcome == "answered" or not TEXT.startswith(case.seen.choices[0].text):
+        assert "wrong" in kinds(case)
+
+
 def test_a_request_that_was_sent_again_may_be_accepted_twice_where_there_are_no_keys() -> None:
     case = kept()
     case.log.accepted = [("id", "tag"), ("other", "tag")]
-    case.log.ends = [End("id", "", (TOKENS,)), End("other", "", (TOKENS,))]
+    case.log.ends = [case.log.ends[0], case.log.ends[0]._replace(request="other")]
+    case.log.streamed = {name: Streamed({0: 9}, 109.0) for name in ("id", "other")}
     assert found(case, once=False) == []
 
 

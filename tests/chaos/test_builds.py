@@ -7,7 +7,7 @@ import pytest
 
 from tests.chaos.builds import ROOT, OtherBuild, counted, prepare, snapshot
 
-OTHER = OtherBuild("/other", {"router": ("--name", "--waiting-room", "--trace"), "gateway": ("--name",)}, "/starts")
+OTHER = OtherBuild("/other", {"router": ("--name", "--waiting-room", "--trace"), "gateway": ("--name",)})
 
 
 @pytest.mark.parametrize(
@@ -52,14 +52,14 @@ def test_a_build_whose_routers_cannot_be_made_to_share_is_refused(tmp_path: Path
     ("text", "wanted"),
     [
         ("", {}),
-        ("worker-0 this\nworker-1 other\nworker-0 other\n", {("worker", "this"): 1, ("worker", "other"): 2}),
+        ("worker-0 this 0\nworker-1 other -15\nworker-0 other 3.5\n", {("worker", "this"): 1, ("worker", "other"): 2}),
     ],
 )
 def test_starts_are_counted_by_kind_and_build(tmp_path: Path, text: str, wanted: Mapping[tuple[str, str], int]) -> None:
     starts = tmp_path / "starts"
     starts.write_text(text)
-    assert counted(OtherBuild("/other", {}, str(starts))) == wanted
-    assert not counted(OtherBuild("/other", {}, str(tmp_path / "none")))
+    assert counted(starts) == wanted
+    assert not counted(tmp_path / "none")
 
 
 def test_a_model_as_a_snapshot_has_the_snapshots_name_as_its_revision(tmp_path: Path) -> None:

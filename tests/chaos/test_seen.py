@@ -4,7 +4,9 @@ from typing import Any
 
 import pytest
 
-from tests.chaos.seen import Seen, Shown, goes_on
+from schemas.tokens import WHOLE_REQUEST, TokenItem
+from tests.chaos.log import Fold
+from tests.chaos.seen import Seen, Shown, goes_on, last_event
 
 
 def chat(text: str, index: int = 0, finish: str | None = None, logprobs: Any = None) -> dict[str, Any]:
@@ -65,3 +67,76 @@ def test_an_event_that_names_no_more_tokens_than_the_last_one_is_a_repeat(last: 
     for each in filter(None, (last, event_id)):
         seen.take(chat("a"), each, 0.0)
     assert seen.repeats == (not goes)
+
+
+def events(*bodies: dict[str, Any]) -> Seen:
+    seen = Seen("t", "r", "responses")
+    for number, body in enumerate(bodies):
+        seen.take(body, str(number), 0.0)
+    return seen
+
+
+def test_a_streamed_response_comes_to_what_the_whole_one_is() -> None:
+    content = [{"type": "output_text", "text": "ab"}]
+    response = {"output": [{"type": "message", "content": content}], "status": "incomplete"}
+    streamed = events(
+        {"type": "response.created", "response": {"status": "in_progress"}},
+        {"type": "response.output_text.delta", "delta": "a"},
+        {"type": "response.output_text.delta", "delta": "b"},
+        {"type": "response.output_text.done", "text": "ab"},
+        end := {"type": "response.incomplete", "response": response},
+    )
+    whole = Seen("t", "r", "responses")
+    whole.take_whole(response)
+    assert streamed.choices == whole.choices == {0: Shown("ab", "incomplete", [])}
+    assert streamed.finished
+    assert last_event(end)
+
+
+def test_a_streamed_message_comes_to_what_the_whole_one_is() -> None:
+    streamed = events(
+        {"type": "message_start", "message": {}},
+        {"type": "content_block_delta", "index": 0, "delta": {"type": "text_delta", "text": "a"}},
+        {"type": "content_block_delta", "index": 0, "delta": {"type": "text_delta", "text": "b"}},
+        {"type": "message_delta", "delta": {"stop_reason": "max_tokens"}},
+        end := {"type": "message_stop"},
+    )
+    whole = Seen("t", "r", "messages")
+    whole.take_whole({"type": "message", "content": [{"type": "text", "text": "ab"}], "stop_reason": "max_tokens"})
+    assert streamed.choices == whole.choices == {0: Shown("ab", "max_tokens", [])}
+    assert last_event(end)
+    assert not last_event({"type": "message_delta"})
+
+
+def test_calls_of_tools_are_compared_by_name_and_arguments() -> None:
+    streamed, whole = Seen("t", "r", "tools"), Seen("t", "r", "tools")
+    for number, function in enumerate(({"name": "note", "arguments": ""}, {"arguments": '{"a"'}, {"arguments": ":1}"})):
+        part = {"index": 0, "delta": {"tool_calls": [{"index": 0, "function": function}]}, "finish_reason": None}
+        streamed.take({"choices": [part]}, str(number + 1), 0.0)
+    call = {"id": "call_1", "function": {"name": "note", "arguments": '{"a":1}'}}
+    message = {"content": None, "tool_calls": [call]}
+    whole.take_whole({"choices": [{"index": 0, "message": message, "finish_reason": None}]})
+    assert streamed.choices[0].text == whole.choices[0].text == 'note{"a":1}'
+
+
+def item(first: int, count: int, attempt: int = 1) -> TokenItem:
+    return TokenItem("r", attempt, 0, first, b"\0\0\0\0" * count)
+
+
+@pytest.mark.parametrize(
+    ("items", "count", "at"),
+    [
+        ([item(0, 3), item(3, 2)], 5, 2.0),
+        ([item(3, 2), item(0, 3)], 5, 2.0),
+        ([item(0, 3), item(4, 2)], 3, 1.0),
+        ([item(0, 3), item(2, 2), item(0, 3)], 4, 2.0),
+        ([item(0, 3), item(3, 2, attempt=2), item(3, 9)], 5, 2.0),
+        ([item(0, 3), TokenItem("r", 2, WHOLE_REQUEST, 0), item(3, 1)], 3, 1.0),
+        ([item(1, 3)], 0, 0.0),
+    ],
+)
+def test_the_auditor_folds_the_token_stream_as_readers_do(items: list[TokenItem], count: int, at: float) -> None:
+    fold = Fold()
+    for number, each in enumerate(items, 1):
+        fold.take(each, float(number))
+    assert (fold.counts.get(0, 0), fold.at) == (count, at)

@@ -1,4 +1,4 @@
-"""The deployments that can be attacked: flags of ``penstock up``, and how often what is hit."""
+"""The deployments that can be attacked: flags of ``penstock up``, how often what is hit, and what else there is."""
 
 from typing import NamedTuple
 
@@ -17,6 +17,25 @@ class Topology(NamedTuple):
     cluster: bool = False  # three brokers with three copies of each stream, of which one at a time is lost
     tls: bool = False  # of gateways, and of the brokers of a cluster
     embed: str = ""  # name of the embedding model
+    painter: bool = False  # there are workers that make images
+    keys: bool = False  # every request needs an API key, and some have one with limits, or none
+    clock_s: float = 0.0  # how far apart the clocks of our processes are, at most
+
+    @property
+    def links(self) -> bool:
+        """Whether processes reach the broker over links that can stall; a cluster tells them further addresses."""
+        return not self.cluster
+
+    @property
+    def disk(self) -> bool:
+        """Whether the broker's disk can be full: its supervisor, which mends that, is ours only with a lone one."""
+        return not self.cluster
+
+    def names(self, role: str) -> list[str]:
+        """Processes of a role, or of workers of a role, as ``penstock up`` names them."""
+        flag = f"--{role}" if f"--{role}" in self.flags else f"--{role}s"
+        count = int(self.flags[self.flags.index(flag) + 1]) if flag in self.flags else 0
+        return [f"{role}-{number}" for number in range(count)]
 
     @property
     def gateways(self) -> int:
@@ -25,9 +44,14 @@ class Topology(NamedTuple):
 
 TOPOLOGIES = {
     "aggregated": Topology(
-        ("--mock-speedup", "1", "--workers", "3", "--gateways", "2", "--routers", "2", "--kv-blocks", "4000"),
-        {"worker": 5, "gateway": 2, "router": 2, BROKER: 1},
+        (
+            *("--mock-speedup", "1", "--workers", "3", "--embed", "1", "--embed-served-name", "vectors"),
+            *("--gateways", "2", "--routers", "2", "--kv-blocks", "4000"),
+        ),
+        {"worker": 5, "embed": 1, "gateway": 2, "router": 2, BROKER: 1},
         "tiny",
+        embed="vectors",
+        keys=True,
     ),
     "cluster": Topology(
         ("--mock-speedup", "1", "--workers", "3", "--gateways", "2", "--routers", "2", "--kv-blocks", "4000"),
@@ -46,6 +70,7 @@ TOPOLOGIES = {
         cluster=True,
         tls=True,
         embed="vectors",
+        keys=True,
     ),
     "pd": Topology(
         (
@@ -56,6 +81,19 @@ TOPOLOGIES = {
         {"prefill": 3, "decode": 3, "worker": 1, "encode": 1, "gateway": 2, "router": 2, BROKER: 1},
         "demo-vision",
         images=True,
+        clock_s=30,
+    ),
+    # Images are made by a real pipeline of two tiny networks.
+    "pictures": Topology(
+        (
+            *("--mock-speedup", "1", "--workers", "2", "--embed", "1", "--embed-served-name", "vectors"),
+            *("--diffusion", "2", "--diffusion-served-name", "painter", "--gateways", "2", "--routers", "2"),
+        ),
+        {"worker": 2, "embed": 1, "diffusion": 3, "gateway": 2, "router": 2, BROKER: 1},
+        "tiny",
+        embed="vectors",
+        painter=True,
+        clock_s=30,
     ),
     # Without step times, the engines step in their workers' event loops; answers are long, or few are interrupted.
     "event-loop": Topology(

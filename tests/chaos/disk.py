@@ -1,0 +1,76 @@
+"""A disk of its own for a broker's data, which can be full; and what its files hold."""
+
+import contextlib
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Self
+
+SIZE_MIB = 512
+CHUNK_BYTES = 8 << 20
+
+
+class Disk:
+    """A file system in memory, mounted over a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._filler = folder / "filler"
+
+    @classmethod
+    def mounted(cls, folder: Path, size_mib: int = SIZE_MIB) -> Self | None:
+        """None: only root can mount."""
+        folder.mkdir(parents=True, exist_ok=True)
+        command = ["mount", "-t", "tmpfs", "-o", f"size={size_mib}m", "penstock-chaos", str(folder)]
+        return cls(folder) if subprocess.run(command, capture_output=True).returncode == 0 else None
+
+    def fill(self) -> int:
+        """Take all that is free; how many bytes that were."""
+        taken = 0
+        with self._filler.open("ab") as file:
+            for _ in range(5):  # the broker takes and gives meanwhile
+                there = os.statvfs(self._folder)
+                free = there.f_bavail * there.f_bsize
+                with contextlib.suppress(OSError):
+                    os.posix_fallocate(file.fileno(), taken, max(1, free))
+                    taken += free
+        return taken
+
+    def free(self) -> None:
+        self._filler.unlink(missing_ok=True)
+
+    def unmount(self) -> None:
+        """What is on it stays, in an ordinary folder."""
+        kept = self._folder.with_name(f"{self._folder.name}.kept")
+        self.free()
+        try:
+            shutil.copytree(self._folder, kept, symlinks=True, ignore_dangling_symlinks=True)
+        finally:
+            subprocess.run(["umount", "-l", str(self._folder)], check=True, capture_output=True)
+        self._folder.rmdir()
+        kept.rename(self._folder)
+
+
+def found_in(folder: Path, wanted: Mapping[str, bytes]) -> dict[str, str]:
+    """Which of these bytes some file below the folder holds: the name of the one, and of the file."""
+    found: dict[str, str] = {}
+    longest = max(map(len, wanted.values()), default=1)
+    for path in sorted(folder.rglob("*")):
+        for part in _parts(path, longest - 1):
+            for name, needle in wanted.items():
+                if name not in found and needle in part:
+                    found[name] = str(path.relative_to(folder))
+    return found
+
+
+def _parts(path: Path, overlap: int) -> Iterator[bytes]:
+    with contextlib.suppress(OSError):  # a broker that runs replaces its files
+        if not path.is_file():
+            return
+        with path.open("rb") as file:
+            rest = b""
+            while data := file.read(CHUNK_BYTES):
+                yield rest + data
+                rest = data[-overlap:] if overlap else b""

@@ -1,0 +1,92 @@
+"""``penstock up`` whose processes start as a run wants them: another build's, on a shifted clock, over a link of ours.
+
+``python -m tests.chaos.launch up FLAGS`` is the supervisor, of this build. It starts every process through this module
+again, which becomes (exec) the process itself.
+"""
+
+import os
+import random
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+import msgspec
+
+from tests.chaos.builds import ROOT, VARIABLE, OtherBuild, source_of
+
+CLOCKS = ROOT / "tests" / "chaos" / "clocks"
+CLOCK = "CHAOS_CLOCK_S"
+URLS = ("PENSTOCK_NATS_URL", "PENSTOCK_SYS_NATS_URL")
+
+
+class Starts(msgspec.Struct, frozen=True):
+    """How processes start.
+
+    Attributes:
+        log: a file with one line per start: the process's name, "this" or "other", and its clock's shift in seconds.
+        clock_s: clocks are up to so many seconds apart, each start's anew.
+        links: ports of links to the broker, by process name.
+        share: routers share their requests by turns (``tests.chaos.shared``).
+    """
+
+    log: str
+    seed: int = 1
+    other: OtherBuild | None = None
+    clock_s: float = 0.0
+    links: dict[str, int] = {}
+    share: bool = False
+
+    def shift_s(self, name: str, earlier: int) -> float:
+        """Of the clock of this process, at its next start: the first or the last that it may have, or one between."""
+        rng = random.Random(f"clock-{self.seed}-{name}-{earlier}")
+        return round(self.clock_s * rng.choice((-0.5, 0.5, rng.uniform(-0.5, 0.5))), 3)
+
+
+def linked(environ: Mapping[str, str], port: int) -> dict[str, str]:
+    """The environment of a process that reaches the broker over this port."""
+    found = dict(environ)
+    for name in URLS:
+        if url := found.get(name):
+            found[name] = re.sub(r":\d+$", f":{port}", url)
+    return found
+
+
+def main(argv: Sequence[str]) -> int:
+    role, *flags = argv
+    return _supervise(flags) if role == "up" else _become(role, flags)
+
+
+def _become(role: str, flags: list[str]) -> NoReturn:
+    starts = msgspec.json.decode(os.environ[VARIABLE], type=Starts)
+    name = next((flag.partition("=")[2] for flag in flags if flag.startswith("--name=")), role)
+    log, other = Path(starts.log), starts.other
+    lines = log.read_text().splitlines() if log.exists() else []
+    earlier = sum(line.split()[0] == name for line in lines)
+    turn = other is not None and other.takes_turn(role, name, earlier)
+    shift_s = starts.shift_s(name, earlier)
+    with log.open("a") as out:
+        out.write(f"{name} {'other' if turn else 'this'} {shift_s:g}\n")
+    environ = source_of(ROOT)
+    if turn and other is not None:
+        environ, flags = other.environ(), other.adapted(role, flags)
+    if port := starts.links.get(name):
+        environ = linked(environ, port)
+    if shift_s:
+        environ |= {"PYTHONPATH": f"{CLOCKS}{os.pathsep}{environ['PYTHONPATH']}", CLOCK: f"{shift_s:g}"}
+    module = "tests.chaos.shared" if starts.share and role == "router" else "infra.cli"
+    os.execve(sys.executable, [sys.executable, "-m", module, role, *flags], environ)
+
+
+def _supervise(flags: Sequence[str]) -> int:
+    from configs.flags import parse
+    from configs.up_settings import UpSettings
+    from infra.launch.main import run
+
+    settings = parse(UpSettings, flags, prog="penstock up")
+    return run(settings, command=lambda planned: [sys.executable, "-m", "tests.chaos.launch", *planned.argv])
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,45 @@
+"""One small case of each kind that ``make chaos`` draws at random: every client and every disturbance, for seconds."""
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from tests.chaos import recipes
+from tests.chaos.plan import BROKER, Act, Disturbance, Way
+from tests.chaos.run import Options, Report, run
+
+pytestmark = pytest.mark.timeout(300)
+
+SECONDS = 22.0
+# Two at once, the links in either direction, a disk that is full, and a stop that outlasts leases and drains.
+DISTURBANCES = (
+    Disturbance(2.0, Act.stop, "worker-2", hold_s=16.0),
+    Disturbance(3.0, Act.stall, "worker-0", hold_s=4.5, way=Way.out),
+    Disturbance(4.0, Act.stall, "gateway-0", hold_s=3.5, way=Way.into),
+    Disturbance(8.0, Act.kill, "worker-1"),
+    Disturbance(8.0, Act.kill, BROKER),
+    Disturbance(11.0, Act.stall, "router-0", hold_s=3.0, way=Way.out),
+    Disturbance(13.0, Act.kill, "gateway-1"),
+    Disturbance(13.0, Act.restart, "router-1"),
+    Disturbance(16.0, Act.fill, BROKER, hold_s=3.0),
+)
+
+
+def asked(report: Report) -> Counter[str]:
+    return Counter({kind: row["asked"] for kind, row in report.judgement.rows.items()})
+
+
+async def test_every_kind_of_client_is_served_right_through_every_kind_of_disturbance(tmp_path: Path) -> None:
+    said: list[str] = []
+    # The slice in test_disaggregated_survival deletes: what is deleted while the disk is full may come back with it.
+    kinds = tuple(kind for kind in recipes.KINDS if kind != "delete")
+    options = Options(SECONDS, seed=5, clients=10, kinds=kinds, each=1, disturbances=DISTURBANCES)
+    report = await run(tmp_path, options, said.append)
+    assert report.clean, "\n".join([*said, report.text])
+    there = set(kinds) - {"image", "picture", *(() if options.no_store else recipes.NO_STORE)}
+    assert len(set(asked(report)) & there) > len(there) * 0.8, "some may not have had their turn on a loaded machine"
+    done = " ".join(said)
+    assert "carries nothing out" in done
+    assert "carries nothing in" in done
+    assert done.count("kill ") == 3
