@@ -1,6 +1,7 @@
 """Collects the inputs of a decision from the cluster state, and decides."""
 
 import random
+import time
 from collections.abc import Sequence
 
 import msgspec
@@ -15,6 +16,7 @@ from router.placement.decisions import Decisions, array_decisions
 from router.placement.sessions import SessionId
 from router.policy.pairs import with_pairs
 from router.policy.routing import ALONE, ModelPart, RoutingDecision, RoutingRequest, Weights
+from router.recovery.suspects import crowded
 from schemas.jobs import DecisionInputs, Stage
 from schemas.requests import GenerateRequest
 
@@ -108,7 +110,12 @@ class Decider:
             log.info("request_moved_to_revision", request=request.id, before=pinned, revision=revision)
             self._metrics.revision_moves.inc()
             pending.revision = revision
-        return routing_request(pending, keys, avoid=self._cluster.suspects(), revision=revision)
+        avoid = self._cluster.suspects()
+        if pending.suspect:
+            avoid |= crowded(tracker, request.model, pending.suspect, time.time_ns())
+        if pending.gone:
+            avoid |= {pending.gone}
+        return routing_request(pending, keys, avoid=avoid, revision=revision)
 
     def _warn_of_many_targets(self, model: str) -> None:
         targets = sum(each.dp_size for each in self._cluster.tracker.serving(model))

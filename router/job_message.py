@@ -67,6 +67,8 @@ def build_job(
         scores=pending.scores,
         inputs=inputs,
         streamed_ns=pending.streamed_ns,
+        suspect=pending.suspect.value,
+        lost=pending.lost,
     )
 
 

@@ -6,6 +6,7 @@ import msgspec
 
 from infra.bus.revisions import Revisions
 from router.policy.routing import RoutingRequest
+from router.recovery.suspects import Standing
 from schemas.requests import GenerateRequest
 from schemas.tokens import Finish, Logprob
 
@@ -24,6 +25,9 @@ class PendingRequest(msgspec.Struct, eq=False):
         claimed: monotonic time of the last extension of its message's ack_wait.
         revision: of the model that earlier attempts ran in.
         share: the share of its class's space that it counts in, while it is held.
+        lost: attempts that were lost with their worker, and that worker.
+        suspect: how it may run, as of the last look.
+        gone: the worker of the attempt before, if it crashed and may be registered yet.
         missing_since: monotonic time since when its revision has had no worker; 0: it has one.
     """
 
@@ -44,6 +48,9 @@ class PendingRequest(msgspec.Struct, eq=False):
     share: str = ""
     missing_since: float = 0.0
     streamed_ns: int = 0
+    lost: tuple[tuple[int, str], ...] = ()
+    suspect: Standing = Standing.free
+    gone: str = ""
 
     @property
     def prompt_tokens(self) -> int:
@@ -129,4 +136,11 @@ def lane(pending: PendingRequest, local_prefill_tokens: int) -> str:
     long = pending.prompt_tokens > local_prefill_tokens
     kind = "media" if request.media else "long" if long else "short"
     parts = (request.model, request.worker, request.output or kind, pending.pinned_revision, request.tokenizer)
-    return " ".join((*parts, *sorted(pending.processors), *(["no_store"] if request.no_store else ())))
+    return " ".join(
+        (
+            *parts,
+            *sorted(pending.processors),
+            *(["no_store"] if request.no_store else ()),
+            *([pending.suspect] if pending.suspect else ()),
+        )
+    )

@@ -43,6 +43,7 @@ from router.policy.filters import describe
 from router.policy.routing import LOCAL_PREFILL_TOKENS, RoutingDecision
 from router.recovery.recovery import Recovery
 from router.recovery.resteering import resteer
+from router.recovery.suspects import Standing, standing
 from router.recovery.watchdog import watch
 from router.terminal_publisher import TerminalPublisher
 from schemas import jobs, requests, wire
@@ -224,6 +225,12 @@ class Router:
             now_ns = time.time_ns()
             if self._is_over(pending, now_ns):
                 return True
+            if self._must_wait(pending, now_ns):
+                self._hold(pending)
+                return False
+            if pending.suspect is Standing.poisonous:
+                self._end_poisonous(pending)
+                return True
             if not held and self._settings.mode == "kv" and self._held.is_waiting(pending):
                 self._hold(pending)
                 self._place_held_soon()  # it may be due before those
@@ -239,10 +246,10 @@ class Router:
                 part=self.intake.part(request.model),
             )
             self._metrics.decision.observe((time.time_ns() - now_ns) / 1e9)
-            if decision.route:
+            if decision.route and all(stage.worker != pending.gone for stage in decision.route):
                 await self._publish_job(pending, decision, inputs, keys, now_ns)
                 return True
-            if decision.code is not None:
+            if decision.code is not None and not decision.route:
                 message = f"no worker can ever run this request: {describe(decision.reason)}"
                 self._terminal.end(pending, decision.code, message)
                 return True
@@ -259,6 +266,26 @@ class Router:
             what = f"the router could not place the request ({type(error).__name__}); its log has the details"
             self._terminal.end(pending, Code.internal, what)
             return True
+
+    def _must_wait(self, pending: PendingRequest, now_ns: int) -> bool:
+        """Look how a request may run, and whether it has to wait for that."""
+        if pending.attempt == 1:
+            return False
+        request_id, waited_s = pending.request.id, (now_ns - pending.since_ns) / 1e9
+        returned = self.cluster.returned.of(request_id)
+        pending.suspect = standing(returned, pending.lost, self.cluster.is_back, waited_s)
+        if pending.suspect is Standing.alone:
+            return self.cluster.tracker.another_alone(pending.request.model, request_id)
+        return pending.suspect is Standing.unknown
+
+    def _end_poisonous(self, pending: PendingRequest) -> None:
+        crashes = self.cluster.returned.crashes(pending.request.id)
+        self._terminal.end(
+            pending,
+            Code.poisoned_request,
+            f"{crashes} workers crashed while they ran this request, the last one while it ran nothing else: it is not "
+            "run again; `penstock dead show` has the attempts",
+        )
 
     def _is_over(self, pending: PendingRequest, now_ns: int) -> bool:
         """Whether the request needs no worker: another router has placed it, or it ends here."""
@@ -301,7 +328,8 @@ class Router:
             inputs=inputs,
         )
         load = build_load(pending, decision, prefill)
-        self.cluster.admit(request.id, attempt, decision.route, load, keys, now_ns)
+        suspect = pending.suspect.value
+        self.cluster.admit(request.id, attempt, decision.route, load, keys, now_ns, suspect=suspect)
         self._decider.sent(request, decision.route)
         body = wire.encode(job)
         room = self._bus.max_message - len(body)  # the server counts headers, too, and closes the link beyond its limit
@@ -312,7 +340,10 @@ class Router:
                 body,
                 f"{request.id}:{attempt}",
                 headers=jobs.headers_of(
-                    jobs.load_header(*load), no_store=request.no_store, keys=keys_text(keys) if keys_needed else ""
+                    jobs.load_header(*load),
+                    no_store=request.no_store,
+                    keys=keys_text(keys) if keys_needed else "",
+                    suspect=suspect,
                 ),
             )
         except ServingError as failure:  # too large for a message, together with all that was streamed so far
@@ -380,6 +411,8 @@ class Router:
     async def _place_next(self, lane: str) -> bool:
         """Place the next held request of a lane that has a worker; False: none has."""
         for pending in self._held.candidates(lane, time.time_ns()):
+            if self._must_wait(pending, time.time_ns()):
+                continue
             if self._held.take(pending.request.id) is not None and await self.place(pending, held=True):
                 return True
             await self._time_slice.yield_if_spent()

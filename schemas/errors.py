@@ -20,6 +20,7 @@ class Code(enum.StrEnum):
     cancelled = "cancelled"
     out_of_blocks = "out_of_blocks"
     worker_lost = "worker_lost"
+    poisoned_request = "poisoned_request"
     revision_unavailable = "revision_unavailable"
     engine_error = "engine_error"
     broker_unavailable = "broker_unavailable"
@@ -53,6 +54,7 @@ _STATUS = {
     Code.cancelled: 499,
     Code.out_of_blocks: 400,
     Code.worker_lost: 502,
+    Code.poisoned_request: 422,  # clients repeat 5xx by themselves
     Code.revision_unavailable: 503,
     Code.engine_error: 500,
     Code.broker_unavailable: 503,

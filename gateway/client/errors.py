@@ -47,6 +47,7 @@ _KINDS: dict[str, type[PenstockError]] = {
     "context_length_exceeded": InvalidRequest,
     "body_too_large": InvalidRequest,
     "unsupported": InvalidRequest,
+    "poisoned_request": InvalidRequest,
     "model_not_found": NotFound,
     "request_not_found": NotFound,
     "idempotency_conflict": Conflict,

@@ -63,6 +63,7 @@ _GENERATE = (
     Code.queue_full,
     Code.engine_error,
     Code.worker_lost,
+    Code.poisoned_request,
     Code.revision_unavailable,
     Code.broker_unavailable,
     Code.deadline_exceeded,

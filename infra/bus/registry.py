@@ -23,6 +23,7 @@ class RegisteredWorker(msgspec.Struct):
     registration: fleet.Registration
     revision: int  # of the key, for removing it
     renewed_at: float  # monotonic
+    joined_at: float = 0.0  # monotonic; when it was first read
 
 
 class WorkerRegistry:
@@ -166,5 +167,6 @@ class WorkerRegistry:
         if self._reading_ns and entry.time_ns < self._reading_ns - STALE_NS:
             self.stale_keys[worker] = entry.seq  # a live worker renews it within a second
             return
-        member = self.members[worker] = RegisteredWorker(registration, entry.seq, self._clock())
+        now, joined_at = self._clock(), member.joined_at if member is not None else self._clock()
+        member = self.members[worker] = RegisteredWorker(registration, entry.seq, now, joined_at)
         self._joined(member)

@@ -1,7 +1,7 @@
 """``penstock dead``: requests that lost their worker in every attempt, and what to do with them.
 
-Such a request may be the cause: a prompt that crashes an engine takes a worker with it at each attempt, until the
-router ends it with ``worker_lost`` after ``--max-attempts``.
+Such a request may be the cause. One that crashes every worker is ended with ``poisoned_request``, after three of them;
+one whose workers were lost in other ways, or did not say how, with ``worker_lost`` after ``--max-attempts``.
 """
 
 import argparse
@@ -27,6 +27,7 @@ from schemas.errors import Code
 from schemas.ids import request_of_answer, time_of
 from schemas.summary import Criteria, RequestSummary
 
+DEAD = (Code.worker_lost, Code.poisoned_request)
 VERBS = ("list", "show", "retry")
 USAGE = f"usage: penstock dead {{{','.join(VERBS)}}} [FLAGS]"
 
@@ -113,9 +114,11 @@ async def dead_requests(log: Log, since: str, model: str, limit: int) -> list[De
         ValueError: ``since`` is not a time.
     """
     since_ns = moment_ns(since, time.time_ns()) if since else 0
-    criteria = Criteria(since_ns=since_ns, model=model, code=Code.worker_lost)
+    criteria = Criteria(since_ns=since_ns, model=model, code="any")
     requests = []
     async for _, each in ended(log.reader, criteria):
+        if each.summary.code not in DEAD:
+            continue
         attempts = _attempts(await read_timeline(log.reader, each.summary.id))
         requests.append(DeadRequest(each.summary, attempts))
         if len(requests) == limit:
@@ -193,7 +196,7 @@ async def _check(args: argparse.Namespace, ids: Sequence[str]) -> None:
                     f"the log has no record of request {request_id}: it has not ended, was forgotten, or is older than "
                     "a week"
                 )
-            if summary.summary.code != Code.worker_lost:
+            if summary.summary.code not in DEAD:
                 outcome = summary.summary.code or summary.summary.state
                 raise ValueError(
                     f"request {request_id} did not lose its workers ({outcome}): "

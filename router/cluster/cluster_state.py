@@ -8,6 +8,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
+from itertools import chain
 
 import structlog
 
@@ -20,7 +21,7 @@ from router.cluster.caches import SWEEP_BLOCKS, Caches
 from router.cluster.cluster_listener import ClusterListener
 from router.cluster.disconnects import DisconnectWatch
 from router.cluster.registration_removal import RegistrationRemoval
-from router.cluster.returned_attempts import ReturnedAttempts
+from router.cluster.return_reader import ReturnReader
 from router.cluster.sent import read_sent
 from router.cluster.snapshots import Snapshot, Snapshots
 from router.cluster.unowned import Unfolded, UnownedRequests
@@ -28,8 +29,9 @@ from router.erasure.ledger import ErasureLedger
 from router.index.depths import TargetId
 from router.index.holders import keys_view
 from router.job_message import Positions
-from router.loads.load import ENCODE, ActiveRequest
+from router.loads.load import ENCODE, ActiveRequest, LoadState
 from router.loads.load_tracker import LoadTracker
+from router.recovery.suspects import ReturnedAttempts
 from schemas import fleet, kv
 from schemas.jobs import LoadHeader, Stage
 from schemas.streams import LONGEST_DEADLINE_S
@@ -41,6 +43,7 @@ SETTLE_S = fleet.LEASE_S + 0.5  # after a (re)connect, for workers to renew thei
 EXPIRE_REQUESTS = 2_000
 FOLD_AT_ONCE = 50  # messages that were left unfolded: 1 ms
 LEFT_REMEMBERED = 1024  # workers that left
+REPORTED_S = 0.5  # until what was stored before a registration is read, too
 OVERDUE_NS = 30_000_000_000  # after its deadline; the terminal event of such a request was missed
 
 
@@ -62,7 +65,8 @@ class ClusterState:
         self.disconnects = DisconnectWatch(self._is_worker_connection)
         self._work = self._tail("WORK", "work", self._on_work)
         self._done = self._tail("DONE", "done", self._on_done)
-        self._returns = ReturnedAttempts(bus, self._on_returned)
+        self._returns = ReturnReader(bus, self._on_returned)
+        self.returned = ReturnedAttempts()
         self._returned = self._tail("DONE", "returned", self._returns.on_entry)
         self._following = AsyncExitStack()
         self.stalled: frozenset[str] = frozenset()  # workers whose engines make no steps; set by the watchdog
@@ -94,6 +98,7 @@ class ClusterState:
         if saved is not None and saved[0].taken_ns > past:
             at, state = saved
             self.tracker.restore(state)
+            self.returned.update(state.returned)
             starts = {"done": at.done_seq, "returned": at.returned_seq, "work": at.work_seq}
         # Workers before jobs: jobs are counted in blocks of their worker's size.
         await self.caches.start(now_ns)
@@ -123,7 +128,8 @@ class ClusterState:
         if positions != self._saved and self._bus.connected:
             self._saved, head = positions, Snapshot(time.time_ns(), *positions)
             await self.fold_unowned()
-            await self._snapshots.save(head, self.tracker.parts())
+            returned = (LoadState(returned=part) for part in self.returned.parts())
+            await self._snapshots.save(head, chain(self.tracker.parts(), returned))
         await self.caches.save_sometimes()
 
     async def maintain(self, now_ns: int) -> None:
@@ -156,17 +162,39 @@ class ClusterState:
         members = (member.registration for member in found if member is not None)
         return {each.worker: (each.epoch, each.load.steps) for each in members}
 
+    def is_back(self, worker: str) -> bool:
+        """Whether a worker that was lost is registered again, with nothing to report of its last life.
+
+        A crash is reported before, but in another stream.
+        """
+        name, before = worker.rpartition("-")[0], time.monotonic() - REPORTED_S
+        return any(
+            each.registration.name == name and id != worker and each.joined_at < before
+            for id, each in self._registry.members.items()
+        )
+
     def admit(
-        self, request: str, attempt: int, route: Sequence[Stage], load: LoadHeader, keys: Sequence[int], now_ns: int
+        self,
+        request: str,
+        attempt: int,
+        route: Sequence[Stage],
+        load: LoadHeader,
+        keys: Sequence[int],
+        now_ns: int,
+        *,
+        suspect: str = "",
     ) -> None:
         """Count a decision of this router, at all stages of its route, before it is read from the log.
 
         Args:
             load: as it is sent with the job.
             keys: of the prompt's full blocks.
+            suspect: as in ``Job``.
         """
         first = route[0]
-        self.tracker.admit(request, attempt, first.worker, load, now_ns=now_ns, role=first.role, keys=keys)
+        self.tracker.admit(
+            request, attempt, first.worker, load, now_ns=now_ns, role=first.role, keys=keys, suspect=suspect
+        )
         for stage in route:
             worker = self.tracker.worker(stage.worker)
             if worker is not None and stage.role != ENCODE:
@@ -250,6 +278,7 @@ class ClusterState:
             seq=entry.seq,
             handed=sent.handed,
             keys=sent.keys,
+            suspect=sent.suspect,
         )
         if changed and sent.keys:  # its prompt's KV events may have been read before it: after a start, for example
             for stage in sent.load.route or (Stage(sent.role, sent.worker),):
@@ -264,10 +293,13 @@ class ClusterState:
             self._listener.to_be_erased(entry)
         request = request_of(entry.headers)
         kept = self._unowned.end(request)
+        self.returned.end(request)
         if self.tracker.finish(request, time.time_ns()) is not None or not kept:
             self._listener.capacity_changed()
 
-    def _on_returned(self, request: str, attempt: int, reason: str) -> None:
+    def _on_returned(self, request: str, attempt: int, reason: str, crashed: str) -> None:
+        if not self.tracker.ended(request):
+            self.returned.add(request, attempt, crashed)
         self._listener.attempt_returned(request, attempt, reason)
 
     def _on_kv(self, batch: kv.KvBatch) -> None:

@@ -9,7 +9,7 @@ from router.retention.job_retention import parse_stage
 from schemas import jobs
 from schemas.blocks import read_keys
 from schemas.jobs import LoadHeader
-from schemas.subjects import HEADER_KEYS, HEADER_LOAD, HEADER_MSG_ID
+from schemas.subjects import HEADER_KEYS, HEADER_LOAD, HEADER_MSG_ID, HEADER_SUSPECT
 
 
 class Sent(msgspec.Struct, frozen=True):
@@ -18,6 +18,7 @@ class Sent(msgspec.Struct, frozen=True):
         is_copy: of a running job, for routers only.
         handed: to a decode worker, by the prefill worker that computed the prompt.
         keys: of the full blocks of its prompt, if the router that placed it sent them.
+        suspect: as in ``Job``.
     """
 
     request: str
@@ -28,6 +29,7 @@ class Sent(msgspec.Struct, frozen=True):
     is_copy: bool
     handed: bool
     keys: Sequence[int] = ()
+    suspect: str = ""
 
 
 def read_sent(entry: Entry) -> Sent | None:
@@ -46,4 +48,14 @@ def read_sent(entry: Entry) -> Sent | None:
     if load.route and load.route[0].worker != worker:
         raise ValueError("the route begins at another worker")
     keys = entry.headers.get(HEADER_KEYS)
-    return Sent(request, int(number), worker, role, load, is_copy, stage == ["decode"], read_keys(keys) if keys else ())
+    return Sent(
+        request,
+        int(number),
+        worker,
+        role,
+        load,
+        is_copy,
+        stage == ["decode"],
+        read_keys(keys) if keys else (),
+        entry.headers.get(HEADER_SUSPECT, ""),
+    )

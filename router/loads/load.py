@@ -44,6 +44,7 @@ class ActiveRequest(msgspec.Struct, omit_defaults=True):
     later: tuple[Stage, ...] = ()  # the stages after this one
     prompt_blocks: int = 0  # all prompt blocks, which a decode worker takes over with the KV
     handed: bool = False  # an earlier stage computed the prompt
+    suspect: str = ""  # as in ``Job``
 
     @property
     def target_id(self) -> TargetId:
@@ -108,6 +109,7 @@ class LoadState(msgspec.Struct, frozen=True, omit_defaults=True):
     unfinished: tuple[ActiveRequest, ...] = ()
     closed: tuple[tuple[str, int], ...] = ()  # request, highest attempt that ended
     backlogs: tuple[tuple[str, int, float, int], ...] = ()  # worker, rank, tokens, at_ns
+    returned: tuple[tuple[str, int, str], ...] = ()  # request, attempt, ``Returned.crashed``
 
 
 def merge(parts: Iterable[LoadState]) -> LoadState:
@@ -117,6 +119,7 @@ def merge(parts: Iterable[LoadState]) -> LoadState:
         tuple(entry for state in states for entry in state.unfinished),
         tuple(entry for state in states for entry in state.closed),
         tuple(entry for state in states for entry in state.backlogs),
+        tuple(entry for state in states for entry in state.returned),
     )
 
 

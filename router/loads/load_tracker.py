@@ -9,7 +9,10 @@ message to a later stage moves it on. The newest message of an attempt is the on
 the order of arrival.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import msgspec
 
 from infra.bus.revisions import Revisions, revisions
 from router.index.depths import TargetId
@@ -30,7 +33,7 @@ from router.loads.target_loads import (
 from router.loads.target_sums import TargetSums
 from schemas.blocks import DEFAULT_BLOCK_SIZE
 from schemas.fleet import Registration, State
-from schemas.jobs import LoadHeader, Stage
+from schemas.jobs import ALONE, LoadHeader, Stage
 
 MODELS_CACHED = 256  # model names whose workers are cached; requests may name any model
 PREFILL_TOKENS_PER_S = 20_000.0
@@ -55,7 +58,10 @@ class LoadTracker:
         self.tokens_per_s = prefill_tokens_per_s
         self._kv_events = kv_events
         self._keys: dict[str, Sequence[int]] = {}  # of prompts, by request
-        self._registrations: dict[str, Registration] = {}
+        self._registrations: dict[str, Registration] = {}  # of reserved workers as if they were draining
+        self._given: dict[str, Registration] = {}  # as they came
+        self._alone: dict[str, set[str]] = {}  # by worker: requests that run alone there
+        self._suspects: Counter[str] = Counter()  # by worker, those that run alone left out
         self._serving: dict[str, list[Registration]] = {}  # cache: by model, sorted by worker id
         self._revisions: dict[tuple[str, str], Revisions] = {}  # cache: by model and tokenizer
         self._models: dict[str, str] = {}  # cache: by name
@@ -71,7 +77,8 @@ class LoadTracker:
     def put_worker(self, registration: Registration) -> None:
         """Add or update a worker."""
         old = self._registrations.get(registration.worker)
-        self._registrations[registration.worker] = registration
+        self._given[registration.worker] = registration
+        registration = self._registrations[registration.worker] = self._marked(registration)
         self._clear_caches()
         for rank in range(registration.dp_size, old.dp_size if old is not None else 0):
             self.loads.remove((registration.worker, rank))
@@ -84,6 +91,7 @@ class LoadTracker:
         They stay active until a later attempt is admitted, they end, or they expire.
         """
         registration = self._registrations.pop(worker, None)
+        self._given.pop(worker, None)
         self._clear_caches()
         for rank in range(registration.dp_size if registration is not None else 0):
             self.loads.remove((worker, rank))
@@ -142,7 +150,9 @@ class LoadTracker:
         if cached is None:
             if len(self._revisions) >= MODELS_CACHED:
                 self._revisions.clear()
-            cached = self._revisions[model, tokenizer] = revisions(self.serving(model), tokenizer)
+            cached = self._revisions[model, tokenizer] = revisions(
+                [self._given[each.worker] for each in self.serving(model)], tokenizer
+            )
         return cached
 
     def load(self, target_id: TargetId, now_ns: int) -> Load:
@@ -177,6 +187,39 @@ class LoadTracker:
         """Whether any target accepts another sequence."""
         return any(self.capacity(name, rank) for name, r in self._registrations.items() for rank in range(r.dp_size))
 
+    # Suspects (``router.recovery.suspects``)
+
+    def suspects(self, worker: str) -> int:
+        """Requests at a worker, or on their way to it, of which one may be what ends workers."""
+        return self._suspects[worker]
+
+    def another_alone(self, model: str, request: str) -> bool:
+        """Whether another request than ``request`` runs alone at a worker of the model."""
+        if not self._alone:
+            return False
+        return any(self._alone.get(each.worker, {request}) - {request} for each in self.serving(model))
+
+    def _marked(self, registration: Registration) -> Registration:
+        """A worker that runs a request alone takes nothing else, as one that drains."""
+        if registration.worker not in self._alone:
+            return registration
+        return msgspec.structs.replace(registration, state=State.draining)
+
+    def _count_suspect(self, entry: ActiveRequest, more: int) -> None:
+        for worker in {stage.worker for stage in entry.stages}:
+            if entry.suspect != ALONE:
+                self._suspects[worker] += more
+                if not self._suspects[worker]:
+                    del self._suspects[worker]
+                continue
+            requests = self._alone.setdefault(worker, set())
+            (requests.add if more > 0 else requests.discard)(entry.request)
+            if not requests:
+                del self._alone[worker]
+            if worker in self._given:
+                self._registrations[worker] = self._marked(self._given[worker])
+                self._clear_caches()
+
     def _clear_caches(self) -> None:
         self.version += 1
         self._serving.clear()
@@ -198,6 +241,7 @@ class LoadTracker:
         seq: int = 0,
         handed: bool = False,
         keys: Sequence[int] = (),
+        suspect: str = "",
     ) -> bool:
         """A request was sent to a worker. A later attempt replaces an earlier one, a later stage moves it on.
 
@@ -208,6 +252,7 @@ class LoadTracker:
             seq: of the message in WORK, if read from there.
             handed: the worker receives the prompt's KV and computes none of it.
             keys: of the full blocks of its prompt; empty: unknown.
+            suspect: as in ``Job``.
 
         Returns: False: nothing changed: it is known, a later attempt or stage was admitted, or the attempt has ended.
         """
@@ -228,7 +273,7 @@ class LoadTracker:
         blocks, uncached = -(-prompt // block_size), -(-max(0, prompt - cached) // block_size)
         entry = ActiveRequest(
             request, attempt, worker, prompt, cached, uncached, load.deadline_ns, rank, load.n, load.gateway,
-            load.priority, echoed, seq, role, later, blocks, handed,
+            load.priority, echoed, seq, role, later, blocks, handed, suspect,
         )  # fmt: skip
         self._add(entry, now_ns)
         if not echoed:
@@ -362,6 +407,8 @@ class LoadTracker:
 
     def _add(self, entry: ActiveRequest, now_ns: int) -> None:
         self._requests[entry.request] = entry
+        if entry.suspect:
+            self._count_suspect(entry, 1)
         if self._only_counts(entry):
             self.loads.count(entry.target_id, entry.n, entry.blocks, entry.prompt_blocks)
             self._targets.add(entry.target_id, entry.request, entry.uncached_tokens, now_ns)
@@ -420,6 +467,8 @@ class LoadTracker:
 
     def _remove(self, entry: ActiveRequest, now_ns: int = 0) -> None:
         del self._requests[entry.request]
+        if entry.suspect:
+            self._count_suspect(entry, -1)
         loads = self._stage_loads.pop(entry.request, None)
         if loads is None:
             self.loads.count(entry.target_id, -entry.n, -entry.blocks, entry.prompt_blocks)

@@ -35,6 +35,7 @@ class InterruptedAttempt(msgspec.Struct):
         reason: why this attempt was placed.
         scores: log-probabilities of the prompt's tokens 1 .., as far as they were streamed.
         streamed_ns: when its first token was stored, Unix time; 0: none was.
+        lost: earlier attempts that were lost with their worker, and that worker.
         since_ns: no token of the request was stored earlier.
     """
 
@@ -51,6 +52,7 @@ class InterruptedAttempt(msgspec.Struct):
     reason: str = ""
     streamed_ns: int = 0
     since_ns: int = 0
+    lost: tuple[tuple[int, str], ...] = ()
 
 
 async def fence(
@@ -87,6 +89,7 @@ async def _load_job(bus: Bus, attempt: InterruptedAttempt) -> bool:
             attempt.raw = bytes(job.request)
             attempt.revision = job.decision.revision
             attempt.reason = job.decision.reason
+            attempt.lost = job.lost
             attempt.request = request = requests.decode(attempt.raw)
             attempt.since_ns = request.created_ns - CLOCK_SKEW_NS
             if attempt.since_ns > entry.time_ns:  # the gateway's clock is ahead of the broker's

@@ -163,13 +163,19 @@ class Recovery:
         stalled = reason.startswith(STALLED)
         if stalled or reason.startswith(LATE) or (reason == WORKER_LOST and entry.later):
             await self._revoke(entry)
+        crashed = bool(self._cluster.returned.of(attempt.request_id).get(attempt.attempt))
         pending = _next_attempt(attempt, reason, time.time_ns())
+        pending.gone = attempt.worker if crashed else ""
+        if reason == WORKER_LOST:
+            known = self._cluster.tracker.worker
+            lost = [stage.worker for stage in entry.stages if known(stage.worker) is None] or [attempt.worker]
+            pending.lost += tuple((attempt.attempt, worker) for worker in lost)
         if len(pending.finished) == pending.request.n:
             self._terminal.complete(attempt)
         elif stalled and attempt.reason.startswith(STALLED):
             message = f"{reason}; the attempt before {attempt.reason}"
             self._terminal.end(pending, Code.engine_error, message)
-        elif pending.attempt > self._max_attempts:
+        elif pending.attempt - self._cluster.returned.crashes(attempt.request_id) > self._max_attempts:
             workers = "1 worker was" if attempt.attempt == 1 else f"{attempt.attempt} workers in turn were"
             message = f"{workers} lost or failed while running this request ({reason})"
             self._terminal.end(pending, Code.worker_lost, message)
@@ -213,4 +219,5 @@ def _next_attempt(attempt: InterruptedAttempt, reason: str, now_ns: int) -> Pend
         scores=carried(attempt.scores),
         scored=len(attempt.scores) + 1 if attempt.scores else 0,
         streamed_ns=attempt.streamed_ns,
+        lost=attempt.lost,
     )

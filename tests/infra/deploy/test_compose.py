@@ -180,6 +180,7 @@ async def test_the_command_lines_serve_a_request_over_three_servers(tmp_path: Pa
     clients, routes, monitors = ({name: free_port() for name in names} for _ in range(3))
     addresses = {f"{name}:4222": f"127.0.0.1:{clients[name]}" for name in names}
     addresses |= {f"{name}:6222": f"127.0.0.1:{routes[name]}" for name in names}
+    addresses["/var/lib/penstock"] = str(tmp_path / "state")
     ports = {"gateway": free_port(), "router": free_port(), "worker": free_port()}
     async with AsyncExitStack() as stack:
         for name in names:

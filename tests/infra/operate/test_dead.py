@@ -27,8 +27,9 @@ def where(bus: Bus, broker: EmbeddedNats) -> list[str]:
     return ["--nats-url", broker.url(), "--namespace", bus.subjects.namespace]
 
 
+@pytest.mark.parametrize("code", ["worker_lost", "poisoned_request"])
 async def test_dead_requests_are_listed_with_the_end_of_each_attempt(
-    bus: Bus, broker: EmbeddedNats, capsys: pytest.CaptureFixture[str]
+    bus: Bus, broker: EmbeddedNats, capsys: pytest.CaptureFixture[str], code: str
 ) -> None:
     dead, other = await accept(bus), await accept(bus)
     for attempt, worker in ((1, "w-1"), (2, "w-2")):
@@ -36,7 +37,7 @@ async def test_dead_requests_are_listed_with_the_end_of_each_attempt(
     returned = Returned(dead.id, dead.model, 1, "w-1", "engine_error: boom", poison=True)
     headers = {HEADER_MSG_ID: f"{dead.id}:1:returned"}
     await bus.js.publish(bus.subjects.returned(dead.model), wire.encode(returned), headers=headers)
-    await end(bus, dead, worker="w-2", code="worker_lost", attempt=2)
+    await end(bus, dead, worker="w-2", code=code, attempt=2)
     await end(bus, other, 1)
     assert await asyncio.to_thread(run, ["list", "--json", *where(bus, broker)]) == 0
     [found] = [json.loads(line) for line in capsys.readouterr().out.splitlines()]

@@ -172,6 +172,8 @@ spec:
         {{- else }}
         {{- include "penstock.ownName" . | nindent 8 }}
         {{- include "penstock.url" (dict "root" .root "user" "worker" "variable" "PENSTOCK_NATS_URL") | nindent 8 }}
+        # on a volume that outlives the container: the next one reports whether this one crashed
+        - {name: PENSTOCK_STATE_DIR, value: /tmp/penstock}
         {{- end }}
         - {name: HF_HOME, value: /models/hub}
         {{- include "penstock.hub" .root | nindent 8 }}

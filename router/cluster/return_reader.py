@@ -9,18 +9,18 @@ import structlog
 from infra.bus.connection import Bus
 from infra.bus.direct_get import Entry
 from schemas import done
-from schemas.subjects import HEADER_RETURNED, request_of
+from schemas.subjects import HEADER_CRASHED, HEADER_RETURNED, request_of
 
 log = structlog.get_logger("router")
 
 
-class ReturnedAttempts:
+class ReturnReader:
     """
     Args:
-        returned: called with request, attempt and reason of each.
+        returned: called with request, attempt, reason of each, and whether it crashed (``Returned.crashed``).
     """
 
-    def __init__(self, bus: Bus, returned: Callable[[str, int, str], None]) -> None:
+    def __init__(self, bus: Bus, returned: Callable[[str, int, str, str], None]) -> None:
         self._bus = bus
         self._returned = returned
         self._fetching: set[asyncio.Future[None]] = set()
@@ -31,7 +31,8 @@ class ReturnedAttempts:
         try:
             if header is not None:
                 request = request_of(entry.headers)
-                self._returned(request, *done.read_returned_header(header))
+                crashed = entry.headers.get(HEADER_CRASHED, "")
+                self._returned(request, *done.read_returned_header(header), crashed)
             elif entry.data:
                 self._on_body(entry.data)
             else:  # from a worker of an older release: only the body has the attempt
@@ -49,7 +50,7 @@ class ReturnedAttempts:
     def _on_body(self, data: bytes) -> None:
         event = done.decode(data)
         if isinstance(event, done.Returned):
-            self._returned(event.request, event.attempt, event.reason)
+            self._returned(event.request, event.attempt, event.reason, event.crashed)
 
     async def _fetch(self, seq: int) -> None:
         message = await self._bus.js.get_msg(self._bus.subjects.stream("DONE"), seq, direct=True)

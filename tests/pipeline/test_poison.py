@@ -1,0 +1,91 @@
+"""A request that crashes every worker that runs it takes three of them, and fails none that ran beside it."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+
+from infra.bus.connection import Bus, connect
+from infra.bus.direct_get import read
+from schemas import jobs
+from schemas.subjects import HEADER_SUSPECT
+from tests.pipeline.conftest import NewDeployment
+from tests.pipeline.support import Deployment, Oracle, ending, registrations, token_prompt, until
+
+CRASH_TOKEN = 4001  # above those of ``token_prompt``
+TOKENS = 150
+pytestmark = pytest.mark.timeout(240)
+
+
+@pytest.fixture(scope="module")
+def fleet(new_deployment: NewDeployment) -> Deployment:
+    flags = ("--mock-speedup", "0.5", "--workers", "4", "--mock-crash-token", str(CRASH_TOKEN), "--list-requests")
+    return new_deployment(*flags, "--drain-s", "20")
+
+
+@pytest.fixture
+async def bus(fleet: Deployment) -> AsyncIterator[Bus]:
+    bus = await connect(fleet.state.nats_url, role="operator", name="test")
+    yield bus
+    await bus.close()
+
+
+@pytest.fixture
+async def http(fleet: Deployment) -> AsyncIterator[httpx.AsyncClient]:
+    async with httpx.AsyncClient(base_url=fleet.urls[0], trust_env=False, timeout=120) as made:
+        yield made
+
+
+def body(prompt: list[int], tokens: int = TOKENS) -> dict[str, Any]:
+    return {"model": "tiny", "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
+
+
+def poison(seed: int) -> dict[str, Any]:
+    return body([*token_prompt(40, seed), CRASH_TOKEN])
+
+
+def crashes(fleet: Deployment) -> int:
+    """Workers that their supervisor saw crash."""
+    return (fleet.home / "up.log").read_text(errors="replace").count("crashed=True")
+
+
+async def all_ready(bus: Bus, count: int = 4) -> None:
+    async def ready() -> bool:
+        return len(await registrations(bus)) == count
+
+    await until(ready, f"{count} workers are registered", 60)
+
+
+async def test_a_poisonous_request_takes_three_workers_at_most_and_no_other_request_with_it(
+    fleet: Deployment, bus: Bus, http: httpx.AsyncClient, oracle: Oracle
+) -> None:
+    await all_ready(bus)
+    bystanders = [body(token_prompt(60, 100 + number)) for number in range(16)]
+    running = [asyncio.create_task(http.post("/v1/completions", json=each)) for each in bystanders]
+
+    async def all_are_running() -> bool:
+        return sum(each.load.running for each in (await registrations(bus)).values()) == len(bystanders)
+
+    await until(all_are_running, "all bystanders run")
+    answer = await http.post("/v1/completions", json=poison(1))
+    assert answer.status_code == 422, answer.text
+    assert answer.json()["error"]["code"] == "poisoned_request"
+    assert "3 workers crashed" in answer.json()["error"]["message"]
+    assert crashes(fleet) == 3
+    timeline, record = await ending(bus, answer.headers["x-request-id"])
+    assert record.code == "poisoned_request"
+    assert [timeline.returned[attempt].poison for attempt in (1, 2, 3)] == [True, True, True]
+    for asked, task in zip(bystanders, running, strict=True):
+        other = await task
+        assert other.status_code == 200, other.text
+        assert other.json()["choices"][0]["text"] == oracle.answer(asked, TOKENS)
+    assert crashes(fleet) == 3
+    marks = [
+        entry.headers[HEADER_SUSPECT]
+        async for entry in read(bus, bus.subjects.stream("WORK"), bus.subjects.all("work"))
+        if HEADER_SUSPECT in entry.headers
+    ]
+    assert jobs.SUSPECT in marks
+    assert jobs.ALONE in marks
