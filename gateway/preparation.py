@@ -49,7 +49,7 @@ T = TypeVar("T")
 
 
 class RequestPreparer:
-    """Owns the threads; ``close`` it.
+    """Owns the threads, and the processes that try constraints; ``close`` it.
 
     Args:
         may_erase_media: raises if some router does not erase the media of requests with ``no_store``.
@@ -73,8 +73,9 @@ class RequestPreparer:
         self._constraints = ConstraintCheck()
         self._threads = ThreadPoolExecutor(THREADS, "prepare")
 
-    def close(self) -> None:
+    async def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
+        await self._constraints.close()
 
     async def prepare(
         self,
@@ -118,7 +119,7 @@ class RequestPreparer:
             context = context._replace(no_store=True)
         prepared = await self._text(endpoint, body, context, caller.sees, now_ns=now_ns, request_id=request_id)
         if prepared.request.constraint is not None:
-            await self._constraints.check(prepared.request.constraint)
+            await self._constraints.check(prepared.request.constraint, prepared.request.tenant)
         return prepared
 
     async def _embedding(

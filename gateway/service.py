@@ -131,7 +131,7 @@ class Gateway:
 
     async def close(self) -> None:
         await self.tasks.aclose()
-        self._preparer.close()
+        await self._preparer.close()
         await self.fleet.close()
         await self.guard.close()
         await self.limiter.close()

@@ -16,6 +16,7 @@ class Code(enum.StrEnum):
     body_too_large = "body_too_large"
     unsupported = "unsupported"
     queue_full = "queue_full"
+    overloaded = "overloaded"
     deadline_exceeded = "deadline_exceeded"
     cancelled = "cancelled"
     out_of_blocks = "out_of_blocks"
@@ -50,6 +51,7 @@ _STATUS = {
     Code.body_too_large: 413,
     Code.unsupported: 400,
     Code.queue_full: 429,
+    Code.overloaded: 503,
     Code.deadline_exceeded: 504,
     Code.cancelled: 499,
     Code.out_of_blocks: 400,

@@ -40,6 +40,7 @@ class RunningRequest(msgspec.Struct, eq=False):
     fetching: Ticket | None = None  # for KV that the engine fetches by itself, until it has started
     handing_off: bool = False  # being handed to the next stage
     prefilled: bool = False  # by another worker: its times are of there
+    grammar: object = None  # keeps the compiled constraint until its sequences have copies of it
     stamp_times: dict[str, int] | None = None  # of a traced request: times in ns by their names in ``Stamps``
 
     @property

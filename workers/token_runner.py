@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import os
 import socket
+import time
 from collections.abc import Coroutine
 from functools import partial
 from typing import Any
@@ -14,6 +15,8 @@ from typing import Any
 import msgspec
 
 from infra.bus.tasks import end
+from infra.model.constraint_trials import CPU_S, ConstraintTrials, Trial, TrialsBusy
+from infra.model.fair_queue import QueueLimits
 from schemas import done, fleet, jobs, kv, requests
 from schemas.control import Ok, Push, Pushed, Release
 from schemas.errors import Code
@@ -44,6 +47,9 @@ from workers.terminal_events import SETTLE_S
 
 QUEUE_SHARE = 0.25  # jobs taken beyond the slots, so that a freed slot has work at once
 IDLE_STATS_S = 0.5  # between two looks at an engine that makes no steps; registrations are renewed less often
+TRIAL_CPU_S = 2 * CPU_S  # so that what a gateway accepted is not refused here, where the processor may be slower
+TRIAL_WAIT_S = 3_600.0  # a request's deadline is sooner,
+TRIAL_LIMITS = QueueLimits(1 << 16, 1 << 30, 1 << 16, 1 << 30)  # and a worker takes few requests at a time
 FENCE_S = 10.0  # how long a fenced session waits for the engine's step to end
 
 
@@ -76,11 +82,13 @@ class TokenRunner:
         self._transport = transport
         self._vision = vision
         self._grammars = grammars
+        self._trials = ConstraintTrials(cpu_s=TRIAL_CPU_S, wait_s=TRIAL_WAIT_S, limits=TRIAL_LIMITS)
         self._stats = EngineStats(0, 0, 0, 0, info.total_blocks)
         self._steps_seen = -1
         self._asked = 0.0
         self._dumper = Dumper(engine, context.id, context.epoch)
         self._stage_tasks: set[asyncio.Task[Any]] = set()
+        self._compiling: set[asyncio.Task[Any]] = set()
         self._disagg = DisaggCoordinator(context, engine, info, transport, vision, self._submit)
         self._publisher = FlushPublisher(context, engine, self._on_completed, self._disagg.on_fetched)
         self._loop = asyncio.get_running_loop()
@@ -102,7 +110,7 @@ class TokenRunner:
         elif self._context.settings.role == "encode":
             self._run_stage(running, self._disagg.encode(running))
         elif self._grammars is not None and running.request.constraint is not None:
-            self._run_stage(running, self._compile(self._grammars, running, stage_input))
+            self._run_stage(running, self._compile(self._grammars, running, stage_input), self._compiling)
         else:
             self._start(running, stage_input)
 
@@ -110,17 +118,42 @@ class TokenRunner:
         """Start a request once its constraint is compiled. That takes milliseconds, and the engine does not wait."""
         constraint = running.request.constraint
         assert constraint is not None
-        try:
-            await asyncio.to_thread(grammars.compile, constraint)
-        except RequestError as error:
-            if stage_input is not None:
-                self.release_input(stage_input)
-            await self._terminal.reject(running, Code(error.code), error.message)
-            return
+        running.grammar = grammars.known(constraint)
+        if running.grammar is None:
+            try:
+                running.grammar = await self._tried(grammars, constraint, running.request)
+            except RequestError as error:
+                if stage_input is not None:
+                    self.release_input(stage_input)
+                await self._terminal.reject(running, Code(error.code), error.message)
+                return
         if self._requests.running.get(running.request.id) is running and running.cancelled is None:
             self._start(running, stage_input)
         elif stage_input is not None:
             self.release_input(stage_input)
+
+    async def _tried(
+        self, grammars: Grammars, constraint: requests.Constraint, request: requests.GenerateRequest
+    ) -> object:
+        """A compiled constraint, which could be compiled in a process that can be ended.
+
+        Raises:
+            RequestError: it cannot be compiled, or not within limits, or not before the deadline.
+        """
+
+        def compile(trial: Trial) -> object:
+            return grammars.compile(constraint, trial.size_bytes)
+
+        try:
+            async with asyncio.timeout((request.deadline_ns - time.time_ns()) / 1e9):
+                trial = await self._trials.of(constraint, request.tenant, compile)
+        except TimeoutError:
+            raise RequestError(Code.deadline_exceeded, "the deadline passed before its turn to be compiled") from None
+        except TrialsBusy as busy:
+            raise RequestError(Code.overloaded, str(busy)) from None
+        if trial.reason:
+            raise RequestError(Code.invalid_request, f"the constraint cannot be compiled: {trial.reason}")
+        return trial.made
 
     def _start(self, running: RunningRequest, stage_input: StageInput | None) -> None:
         if isinstance(stage_input, Prefilled):
@@ -138,12 +171,15 @@ class TokenRunner:
         item = TokenItem(request.id, running.attempt, sequence.index, len(sequence.tokens), b"", finish)
         await self._context.reporter.items(request.token_address, (item,))
 
-    def _run_stage(self, running: RunningRequest, work: Coroutine[Any, Any, None]) -> None:
-        """Run a transfer to or from another worker in the background."""
+    def _run_stage(
+        self, running: RunningRequest, work: Coroutine[Any, Any, None], tasks: set[asyncio.Task[Any]] | None = None
+    ) -> None:
+        """Run a transfer to or from another worker, or other work of ``tasks``, in the background."""
+        tasks = self._stage_tasks if tasks is None else tasks
         failed = partial(self._terminal.fail, running, "a stage")
         task = self._context.tasks.spawn(work, name="stage", on_failure=failed)
-        self._stage_tasks.add(task)
-        task.add_done_callback(self._stage_tasks.discard)
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
 
     def _submit(self, running: RunningRequest, reservation: Reservation | None = None, opaque: bytes = b"") -> None:
         """Give a request to the engine, with KV that was fetched for it or with what the engine needs to fetch it."""
@@ -219,6 +255,7 @@ class TokenRunner:
         await self._disagg.open()
 
     async def fence(self) -> None:
+        await end(self._compiling)
         if self._stage_tasks:  # bounded by the transfer timeout; none may continue in the next session
             await asyncio.wait(self._stage_tasks, timeout=self._context.settings.transfer_timeout_s + 1.0)
         # Else the next session would take requests that wait for a long step.
@@ -228,7 +265,8 @@ class TokenRunner:
 
     async def close(self) -> None:
         await self._disagg.close()
-        await end(self._stage_tasks)
+        await end(self._stage_tasks | self._compiling)
+        await self._trials.close()
 
     # --- registration ---
 

@@ -52,6 +52,7 @@ _KINDS: dict[str, type[PenstockError]] = {
     "request_not_found": NotFound,
     "idempotency_conflict": Conflict,
     "queue_full": Overloaded,
+    "overloaded": Overloaded,
     "cancelled": Cancelled,
     "deadline_exceeded": DeadlineExceeded,
     "timeout": Timeout,

@@ -25,7 +25,7 @@ BUFFER = 8192  # messages waiting for a slow reader; further ones are read again
 HEADER_MSG_ID = "Nats-Msg-Id"
 HEADER_FROM = "Penstock-From"
 
-_TEMPORARY = frozenset({"shutting_down", "broker_unavailable", "internal", "queue_full", "no_responders"})
+_TEMPORARY = frozenset({"shutting_down", "broker_unavailable", "internal", "queue_full", "overloaded", "no_responders"})
 
 
 class Submission(NamedTuple):

@@ -56,7 +56,7 @@ DISCARDED_S = 1.0  # a delivery is remembered for so long after its end, and a r
 STORED_S = 0.25  # a repeat so long after the first was stored: the window is 0.1 s, and the loop may be late
 
 _Key = tuple[str, str]  # tenant, message id
-_AGAIN = {Code.queue_full: LATER, Code.broker_unavailable: LATER, Code.shutting_down: NAK}
+_AGAIN = {Code.queue_full: LATER, Code.overloaded: LATER, Code.broker_unavailable: LATER, Code.shutting_down: NAK}
 
 
 class _Delivery:

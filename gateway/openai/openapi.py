@@ -61,6 +61,7 @@ _GENERATE = (
     Code.model_not_found,
     Code.body_too_large,
     Code.queue_full,
+    Code.overloaded,
     Code.engine_error,
     Code.worker_lost,
     Code.poisoned_request,

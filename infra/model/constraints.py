@@ -6,6 +6,7 @@ https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md
 
 import importlib.util
 import re
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
@@ -139,6 +140,22 @@ def compiled(constraint: Constraint, tokenizer: "LLTokenizer") -> "LLMatcher":
     if matcher.is_error():
         raise ConstraintError(_plain(matcher.get_error(), constraint))
     return matcher
+
+
+def byte_tokenizer(ids: int, special: Sequence[str]) -> "LLTokenizer":
+    """A vocabulary of the 256 bytes, of ``special`` tokens by name, and of ``ids`` more that spell nothing."""
+
+    class Vocabulary:
+        is_tokenizer_wrapper = True
+        eos_token_id, bos_token_id = 256, None
+        tokens = [*(bytes([each]) for each in range(256)), b"\xff<end>", *(b"\xff" + each.encode() for each in special)]
+        special_token_ids = list(range(256, len(tokens)))
+
+        def __call__(self, text: bytes) -> list[int]:
+            return list(text)
+
+    Vocabulary.tokens += [b""] * ids
+    return llguidance_releases.vocabulary(Vocabulary(), [256], slices=[]).tokenizer
 
 
 def _plain(message: str, constraint: Constraint) -> str:

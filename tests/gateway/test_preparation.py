@@ -26,10 +26,10 @@ class Fleet:
 
 
 @pytest.fixture
-def preparer(context: PrepareContext) -> Any:
+async def preparer(context: PrepareContext) -> Any:
     made = RequestPreparer(Fleet(context), None, None, "gw1", _Settings(), None)  # type: ignore[arg-type]
     yield made
-    made.close()
+    await made.close()
 
 
 class _Settings:

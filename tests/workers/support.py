@@ -424,7 +424,7 @@ class WorkerHarness:
         vision = self.engine.vision
         self.session = session = WorkerSession(
             *(self.bus, self.publisher, self.model, self.settings, self.metrics),
-            lambda context: TokenRunner(context, self.loop, info, self.transport, vision),
+            lambda context: TokenRunner(context, self.loop, info, self.transport, vision, self.engine.grammars),
         )
 
         async def obey(message: Any) -> None:

@@ -272,9 +272,14 @@ class Grammars(Protocol):
 
     def stats(self) -> GrammarStats: ...
 
-    def compile(self, constraint: Constraint) -> None:
-        """Prepare for sequences with this constraint, so that ``Engine.submit`` finds it compiled.
+    def known(self, constraint: Constraint) -> object | None:
+        """A compiled constraint; None: it is to be compiled. While the result lives, ``Engine.submit`` finds it."""
 
+    def compile(self, constraint: Constraint, size_bytes: int = 0) -> object:
+        """Compile a constraint. While the result lives, ``Engine.submit`` finds it.
+
+        Args:
+            size_bytes: of the compiled grammar; 0: it is estimated.
         Raises:
             RequestError: it cannot be compiled.
         """

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections import OrderedDict
+import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -11,6 +11,7 @@ import structlog
 from tokenizers import Tokenizer
 
 from infra.model import constraints, modeldir
+from infra.model.byte_cache import ByteCache
 from infra.model.llguidance_releases import LibraryError, vocabulary
 from schemas.errors import Code
 from schemas.requests import CONSTRAINT, CONSTRAINT_LARK, Constraint, Stop
@@ -24,7 +25,8 @@ log = structlog.get_logger("engine")
 
 ALL_CONSTRAINTS = (CONSTRAINT, CONSTRAINT_LARK)  # this compiler knows every kind
 TRIAL = Constraint(constraints.REGEX, "a")
-CACHED = 256  # grammars
+CACHED_BYTES = 64 << 20  # of grammars that no sequence uses
+BYTES_A_CHARACTER = 160  # of a compiled grammar, where nobody has measured it
 NO_END = "this model names no end token, so no output can end where a constraint ends"
 
 
@@ -63,6 +65,16 @@ def working(grammars: "ConstraintCompiler") -> "ConstraintCompiler | None":
     return grammars
 
 
+class Grammar:
+    """A compiled constraint, at its beginning."""
+
+    __slots__ = ("__weakref__", "matcher", "size_bytes")
+
+    def __init__(self, matcher: "LLMatcher", size_bytes: int) -> None:
+        self.matcher = matcher
+        self.size_bytes = size_bytes
+
+
 class ConstraintCompiler:
     """May be used from any thread.
 
@@ -77,8 +89,12 @@ class ConstraintCompiler:
         self._eos: tuple[int, ...] = ()
         self._tokenizer: LLTokenizer | None = None
         self._other_ends: Mapping[int, int] = {}
-        self._grammars: OrderedDict[Constraint, LLMatcher] = OrderedDict()
-        self._lock = threading.Lock()  # one compiles at a time: the others need the processor, too
+        self._latest: ByteCache[Constraint, Grammar] = ByteCache(
+            CACHED_BYTES, lambda constraint, grammar: grammar.size_bytes + len(constraint.text)
+        )
+        self._living: weakref.WeakValueDictionary[Constraint, Grammar] = weakref.WeakValueDictionary()
+        self._lock = threading.Lock()  # of both
+        self._making_tokenizer = threading.Lock()
 
     def stats(self) -> GrammarStats:
         return GrammarStats(self._hits, self._misses, self._seconds)
@@ -89,16 +105,40 @@ class ConstraintCompiler:
         Raises:
             RequestError: as ``compile``.
         """
+        self._new(TRIAL)
+
+    def known(self, constraint: Constraint) -> Grammar | None:
+        """The grammar, if it is one of the latest or in use; None: it is to be compiled."""
         with self._lock:
-            self._new(TRIAL)
+            found = self._latest.get(constraint)
+            if found is None and (found := self._living.get(constraint)) is not None:
+                self._latest.put(constraint, found)
+            self._hits += found is not None
+            return found
 
-    def compile(self, constraint: Constraint) -> None:
-        """Enter a grammar into the cache.
+    def compile(self, constraint: Constraint, size_bytes: int = 0) -> Grammar:
+        """Compile a constraint, unless it is known. While the grammar lives, ``matcher`` compiles nothing.
 
+        Args:
+            size_bytes: of the grammar; 0: it is estimated.
         Raises:
             RequestError: it cannot be compiled, or llguidance is not installed.
         """
-        self._compiled(constraint)
+        found = self.known(constraint)
+        if found is not None:
+            return found
+        began = time.perf_counter()
+        try:
+            matcher = self._new(constraint)
+        finally:
+            with self._lock:
+                self._misses += 1
+                self._seconds += time.perf_counter() - began
+        found = Grammar(matcher, size_bytes or BYTES_A_CHARACTER * (len(constraint.text) + 1_024))
+        with self._lock:
+            self._latest.put(constraint, found)
+            self._living[constraint] = found
+        return found
 
     def matcher(self, constraint: Constraint, prompt_len: int, stop: Stop) -> Matcher:
         """The state of a new sequence.
@@ -106,27 +146,14 @@ class ConstraintCompiler:
         Raises:
             RequestError: as ``compile``.
         """
-        compiled = self._compiled(constraint).deep_copy()
+        compiled = self.compile(constraint).matcher.deep_copy()
         ends = (*self._eos, *stop.token_ids)
         return Matcher(compiled, prompt_len, stop.min_tokens, ends, self._other_ends)
 
-    def _compiled(self, constraint: Constraint) -> "LLMatcher":
-        with self._lock:
-            found = self._grammars.get(constraint)
-            if found is not None:
-                self._grammars.move_to_end(constraint)
-                self._hits += 1
-                return found
-            self._misses += 1
-            began = time.perf_counter()
-            try:
-                found = self._new(constraint)
-            finally:
-                self._seconds += time.perf_counter() - began
-            self._grammars[constraint] = found
-            if len(self._grammars) > CACHED:
-                self._grammars.popitem(last=False)
-            return found
+    @property
+    def size_bytes(self) -> int:
+        """Of the grammars that are kept."""
+        return self._latest.size_bytes
 
     def _new(self, constraint: Constraint) -> "LLMatcher":
         try:
@@ -139,14 +166,15 @@ class ConstraintCompiler:
             raise RequestError(Code.unsupported, f"structured output does not work here: {error}") from None
 
     def _llguidance_tokenizer(self) -> "LLTokenizer":
-        if self._tokenizer is None:
-            source, size, self._eos = self._vocabulary()
-            if not self._eos:
-                raise RequestError(Code.unsupported, NO_END)
-            try:
-                self._tokenizer, self._other_ends = vocabulary(source.to_str(), self._eos, size)
-            except ValueError as error:
-                raise RequestError(
-                    Code.unsupported, f"structured output is not supported with this tokenizer: {error}"
-                ) from None
-        return self._tokenizer
+        with self._making_tokenizer:
+            if self._tokenizer is None:
+                source, size, self._eos = self._vocabulary()
+                if not self._eos:
+                    raise RequestError(Code.unsupported, NO_END)
+                try:
+                    self._tokenizer, self._other_ends = vocabulary(source.to_str(), self._eos, size)
+                except ValueError as error:
+                    raise RequestError(
+                        Code.unsupported, f"structured output is not supported with this tokenizer: {error}"
+                    ) from None
+            return self._tokenizer

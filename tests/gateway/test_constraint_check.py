@@ -1,0 +1,70 @@
+"""Verdicts about constraints: which are remembered, and for how many bytes."""
+
+import pytest
+
+from gateway.constraint_check import REMEMBERED_BYTES, ConstraintCheck
+from infra.model.constraint_trials import TOO_LONG, Trial, TrialsBusy
+from schemas.errors import Code, ServingError
+from schemas.requests import Constraint
+
+
+class Trials:
+    """Answers in order, and counts."""
+
+    def __init__(self, *answers: Trial | TrialsBusy) -> None:
+        self._answers = list(answers)
+        self.asked = 0
+
+    async def of(self, constraint: Constraint, tenant: str) -> Trial:
+        self.asked += 1
+        answer = self._answers.pop(0) if len(self._answers) > 1 else self._answers[0]
+        if isinstance(answer, TrialsBusy):
+            raise answer
+        return answer
+
+
+def checking(trials: Trials) -> ConstraintCheck:
+    return ConstraintCheck(trials)  # type: ignore[arg-type]
+
+
+SCHEMA = Constraint("json_schema", "{}")
+
+
+async def test_a_verdict_about_time_is_never_remembered() -> None:
+    trials = Trials(Trial(TOO_LONG, lasting=False), Trial())
+    check = checking(trials)
+    with pytest.raises(ServingError) as refusal:
+        await check.check(SCHEMA, "a", "response_format.json_schema.schema")
+    assert (refusal.value.code, refusal.value.param) == (Code.invalid_request, "response_format.json_schema.schema")
+    await check.check(SCHEMA, "a")
+
+
+@pytest.mark.parametrize("reason", ["", "uniqueItems is not supported"])
+async def test_a_verdict_about_the_constraint_is_remembered(reason: str) -> None:
+    trials = Trials(Trial(reason))
+    check = checking(trials)
+    for _ in range(3):
+        if reason:
+            with pytest.raises(ServingError, match="uniqueItems"):
+                await check.check(SCHEMA, "a")
+        else:
+            await check.check(SCHEMA, "a")
+    assert trials.asked == 1
+
+
+async def test_a_full_queue_is_503_with_a_time_to_come_again() -> None:
+    trials = Trials(TrialsBusy("too many constraints wait", 2.0), Trial())
+    check = checking(trials)
+    with pytest.raises(ServingError) as refusal:
+        await check.check(SCHEMA, "a")
+    assert (refusal.value.code.status, refusal.value.retry_after) == (503, 2.0)
+    await check.check(SCHEMA, "a")
+
+
+async def test_verdicts_are_bounded_by_bytes() -> None:
+    check = checking(Trials(Trial("x" * 500)))
+    for number in range(2_000):
+        with pytest.raises(ServingError):
+            await check.check(Constraint("regex", str(number)), "a")
+    assert check._reasons.size_bytes <= REMEMBERED_BYTES
+    assert len(check._reasons) < 1_000
