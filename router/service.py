@@ -55,6 +55,7 @@ from schemas.requests import Priority
 log = structlog.get_logger("router")
 
 CANCELS_REMEMBERED = 50_000
+LONGEST_REASON = 200  # characters
 DRAIN_S = 3.0
 DEFERRAL_NS = 2_000_000_000  # until the broker delivers a request again for which there is no space
 
@@ -420,7 +421,7 @@ class Router:
 
     async def on_cancel(self, request_id: str, reason: str) -> None:
         """End a cancelled request if it is held here; its worker receives the same message. It may come again."""
-        self._cancels.setdefault(request_id, reason)
+        self._cancels.setdefault(request_id, reason[:LONGEST_REASON])
         if len(self._cancels) > CANCELS_REMEMBERED:
             self._cancels.popitem(last=False)
         pending = self._held.remove(request_id)

@@ -42,10 +42,18 @@ NO_STORE = "no_store"  # the shard of all requests that are erased after their e
 KEPT = "kept"  # appended to a job's message id in the id of its copy
 
 
-@lru_cache(maxsize=4096)
 def token(name: str) -> str:
     """A name as one subject token: characters with a meaning in NATS (dots, blanks, wildcards) become "_"."""
+    return _short_token(name) if len(name) <= _REMEMBERED_NAME else _token(name)
+
+
+def _token(name: str) -> str:
     return _TOKEN.sub("_", name) or "_"
+
+
+# Ids and names of models. Clients may ask for ids that are megabytes long.
+_REMEMBERED_NAME = 128
+_short_token = lru_cache(maxsize=4096)(_token)
 
 
 def _shard(request: str) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 
 from workers.requests import RunningRequest
 
+LONGEST_REASON = 200  # characters of why a request was cancelled
 REMEMBERED = 20_000  # ended and cancelled requests each
 
 
@@ -77,7 +78,7 @@ class RequestTable:
         """The client cancelled before the job arrived here."""
         if request_id in self._ended or request_id in self.ending:
             return
-        self._cancelled[request_id] = reason
+        self._cancelled[request_id] = reason[:LONGEST_REASON]
         if len(self._cancelled) > REMEMBERED:
             self._cancelled.popitem(last=False)
 

@@ -15,8 +15,9 @@ from tokenizers import Tokenizer
 from infra.model.longest_match import longest_of
 
 CACHED_TEXT = 8_192  # characters; longer texts would keep the interpreter for long, and the tokenizer releases it
-_WORDS = 32_768
-_WORD = 32  # characters of a word that is kept: all together take 20 MB
+CACHED_BYTES = 16 << 20  # of words and their ids; 40,000 words of English text
+_WORD = 32  # characters of a word that is kept
+_WORD_BYTES, _TOKEN_BYTES = 200, 40  # of a word, its tuple and their place; of each id
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"  # of ByteLevel itself
 _SAME_FOR_ASCII = ("NFC", "NFD", "NFKC", "NFKD")
 _ASCII = {"L": "A-Za-z", "Lu": "A-Z", "Ll": "a-z", "Lt": "", "Lm": "", "Lo": "", "M": "", "N": "0-9"}
@@ -59,16 +60,19 @@ class _Words(dict[str, tuple[int, ...]]):
         # Added tokens are words, too. They stay when the others are dropped.
         self._added = {token.content: (token_id,) for token_id, token in tokenizer.get_added_tokens_decoder().items()}
         self.update(self._added)
+        self.size_bytes = 0  # of the others
 
     def __missing__(self, word: str) -> tuple[int, ...]:
         if word in self._added:  # another thread is just dropping the others
             return self._added[word]
         ids = tuple(token.id for token in self._model.tokenize(word.translate(_BYTE_LEVEL)))
         if len(word) <= _WORD:
-            if len(self) >= _WORDS:
+            if self.size_bytes >= CACHED_BYTES:
                 self.clear()
                 self.update(self._added)
+                self.size_bytes = 0
             self[word] = ids
+            self.size_bytes += _WORD_BYTES + _TOKEN_BYTES * len(ids)
         return ids
 
 

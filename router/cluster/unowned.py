@@ -12,8 +12,11 @@ from typing import NamedTuple
 import msgspec
 
 from infra.bus.direct_get import Entry
+from schemas.subjects import HEADER_KEYS
 
-MOST = 10_000  # messages; one has about 1 kB, and all are folded in 0.3 s, within the lease of who takes over
+MOST = 10_000  # messages; all are folded in 0.3 s, within the lease of who takes over
+MOST_BYTES = 64 << 20  # of all; one has about 1 kB, and the block names of a long prompt
+_ENTRY_BYTES = 1_024
 
 
 class Unfolded(NamedTuple):
@@ -24,10 +27,11 @@ class Unfolded(NamedTuple):
 class UnownedRequests:
     """``full``: fold a message instead of adding it."""
 
-    def __init__(self, most: int = MOST) -> None:
+    def __init__(self, most: int = MOST, most_bytes: int = MOST_BYTES) -> None:
         self._most = most
+        self._most_bytes = most_bytes
         self._messages: OrderedDict[str, list[Unfolded]] = OrderedDict()  # by request, oldest first
-        self._count = 0
+        self._count = self._bytes = 0
 
     def __len__(self) -> int:
         return len(self._messages)
@@ -37,19 +41,20 @@ class UnownedRequests:
 
     @property
     def full(self) -> bool:
-        return self._count >= self._most
+        return self._count >= self._most or self._bytes >= self._most_bytes
 
     def add(self, request: str, entry: Entry, read_ns: int) -> None:
         headers_only = msgspec.structs.replace(entry, data=b"")  # messages read from the stream have the whole job
         self._messages.setdefault(request, []).append(Unfolded(headers_only, read_ns))
         self._count += 1
+        self._bytes += _size(headers_only)
 
     def end(self, request: str) -> bool:
         """The terminal event of a request was read; False: nothing of it was kept."""
         messages = self._messages.pop(request, None)
         if messages is None:
             return False
-        self._count -= len(messages)
+        self._remove(messages)
         return True
 
     def take(self) -> Iterator[Unfolded]:
@@ -61,5 +66,13 @@ class UnownedRequests:
             if not self._messages:
                 return
             _, messages = self._messages.popitem(last=False)
-            self._count -= len(messages)
+            self._remove(messages)
             yield from messages
+
+    def _remove(self, messages: list[Unfolded]) -> None:
+        self._count -= len(messages)
+        self._bytes -= sum(_size(each.entry) for each in messages)
+
+
+def _size(entry: Entry) -> int:
+    return _ENTRY_BYTES + len(entry.headers.get(HEADER_KEYS, ""))

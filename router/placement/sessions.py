@@ -8,13 +8,13 @@ Requests of one session at the same time show that it is no conversation: while 
 hint, so a name that many requests share does not gather them at one target.
 """
 
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from infra.model.byte_cache import ByteCache
 from router.index.depths import TargetId
 
-SESSIONS = 32_768  # remembered; those used longest ago are forgotten first
+SESSIONS_BYTES = 16 << 20  # remembered, some 30,000; those used longest ago are forgotten first
 
 
 class SessionId(NamedTuple):
@@ -37,10 +37,9 @@ class Sessions:
         is_active: whether a request is unfinished.
     """
 
-    def __init__(self, is_active: Callable[[str], bool], most: int = SESSIONS) -> None:
+    def __init__(self, is_active: Callable[[str], bool], most_bytes: int = SESSIONS_BYTES) -> None:
         self._is_active = is_active
-        self._most = most
-        self._last: OrderedDict[SessionId, _Last] = OrderedDict()
+        self._last: ByteCache[SessionId, _Last] = ByteCache(most_bytes, _size)
 
     def __len__(self) -> int:
         return len(self._last)
@@ -54,7 +53,9 @@ class Sessions:
 
     def sent(self, session: SessionId, request: str, targets: Sequence[TargetId]) -> None:
         """A request of the session was sent to these targets, one for each stage."""
-        self._last[session] = _Last(request, tuple(targets))
-        self._last.move_to_end(session)
-        if len(self._last) > self._most:
-            self._last.popitem(last=False)
+        self._last.put(session, _Last(request, tuple(targets)))
+
+
+def _size(session: SessionId, last: _Last) -> int:
+    """Bytes, of which a character may take four: clients choose names and salts."""
+    return 4 * sum(map(len, session)) + len(last.request) + 128 * len(last.targets)

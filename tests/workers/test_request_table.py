@@ -73,6 +73,12 @@ def test_a_cancellation_is_kept_for_a_job_on_its_way_but_not_for_one_that_ended(
     assert t.table.early_cancel("r") is None
 
 
+def test_of_a_reason_only_the_beginning_is_kept() -> None:
+    t = Table()
+    t.table.remember_cancel("r", "x" * 1_000_000)
+    assert len(t.table.early_cancel("r") or "") == 200
+
+
 def test_what_is_remembered_is_bounded_and_the_oldest_goes_first() -> None:
     t = Table()
     for number in range(REMEMBERED + 1):

@@ -94,11 +94,12 @@ def test_an_added_token_that_is_ascii_once_it_is_normalized_is_found() -> None:
 
 
 def test_the_cache_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(text_encoder, "_WORDS", 50)
+    monkeypatch.setattr(text_encoder, "CACHED_BYTES", 20_000)
     bounded = TextEncoder(tokenizer(QWEN))
     text = " ".join(f"word{chr(97 + n % 26)}{chr(97 + n // 26)}<|im_end|>" for n in range(200)) + "x" * 1_000
     assert bounded.encode(text, special=False) == expected(tokenizer(QWEN), text)
-    assert len(bounded._cache) <= 50
+    assert bounded._cache.size_bytes <= 20_000 + text_encoder._WORD * text_encoder._TOKEN_BYTES + 200
+    assert len(bounded._cache) <= 100
     assert max(map(len, bounded._cache)) < 100
 
 

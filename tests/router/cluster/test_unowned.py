@@ -11,7 +11,7 @@ from router.loads.load import ActiveRequest
 from router.loads.load_tracker import LoadTracker
 from schemas.fleet import Registration
 from schemas.jobs import LoadHeader, load_header
-from schemas.subjects import HEADER_LOAD, HEADER_MSG_ID
+from schemas.subjects import HEADER_KEYS, HEADER_LOAD, HEADER_MSG_ID
 
 WORKERS = ("a", "b")
 REQUESTS = ("r0", "r1", "r2")
@@ -100,6 +100,18 @@ def test_it_is_full_at_its_limit_and_has_room_again_when_a_request_ends() -> Non
     assert not kept.end("r0")
     assert not kept.full
     assert len(kept) == 1
+
+
+def test_the_names_of_long_prompts_fill_it_sooner() -> None:
+    kept = UnownedRequests(most_bytes=100_000)
+    long = sent(1, "r0", 1, "a")
+    long = msgspec.structs.replace(long, headers={**long.headers, HEADER_KEYS: "k" * 60_000})
+    kept.add("r0", long, 0)
+    assert not kept.full
+    kept.add("r1", long, 0)
+    assert kept.full
+    assert kept.end("r0")
+    assert not kept.full
 
 
 def test_what_was_not_folded_yet_is_left_to_a_takeover_that_comes_in_between() -> None:

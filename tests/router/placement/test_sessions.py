@@ -33,11 +33,18 @@ def test_there_is_no_hint_while_another_request_of_the_session_runs_but_for_its_
 
 
 def test_the_sessions_used_longest_ago_are_forgotten() -> None:
-    sessions = Sessions(lambda request: False, most=2)
+    sessions = Sessions(lambda request: False, most_bytes=1_000)  # two of these
     for name in ("1", "2", "1", "3"):
         sessions.sent(ME._replace(name=name), name, [("a", 0)])
     assert [bool(sessions.targets(ME._replace(name=name), "r")) for name in "123"] == [True, False, True]
     assert len(sessions) == 2
+
+
+def test_long_names_take_the_place_of_many_short_ones() -> None:
+    sessions = Sessions(lambda request: False, most_bytes=100_000)
+    for number in range(1_000):
+        sessions.sent(ME._replace(name=f"{number:0256}"), "r", [("a", 0)])
+    assert 0 < len(sessions) < 100
 
 
 def test_a_session_stays_where_targets_are_equal_otherwise() -> None:

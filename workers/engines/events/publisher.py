@@ -18,7 +18,8 @@ import zmq
 from schemas.kv import KvEvent
 from workers.engines.events import wire
 
-REPLAY_MESSAGES = 10_000  # kept for replay
+REPLAY_MESSAGES = 10_000  # kept for replay,
+REPLAY_BYTES = 64 << 20  # as many of them as fit
 
 
 class Publisher:
@@ -28,7 +29,7 @@ class Publisher:
         endpoint: to bind the PUB socket to; a port of 0 takes any free one.
         replay: to bind the ROUTER socket for replays to.
         block_size: tokens per block.
-        replay_messages: how many messages are kept for replay.
+        replay_messages: how many messages are kept for replay, of at most ``REPLAY_BYTES``.
 
     Attributes:
         endpoint, replay: the addresses that were bound, with their ports.
@@ -50,7 +51,8 @@ class Publisher:
     ) -> None:
         self._topic, self._rank, self._clock, self._block_size = topic.encode(), rank, clock, block_size
         self._queue: queue.SimpleQueue[tuple[KvEvent, ...] | None] = queue.SimpleQueue()
-        self._kept: deque[tuple[int, bytes]] = deque(maxlen=replay_messages)
+        self._kept: deque[tuple[int, bytes]] = deque()
+        self._kept_bytes, self._most = 0, replay_messages
         self._next = 0
         self._context: zmq.Context[Any] = zmq.Context()
         self._pub, self._router = self._context.socket(zmq.PUB), self._context.socket(zmq.ROUTER)
@@ -109,6 +111,9 @@ class Publisher:
     def _send(self, payload: bytes) -> None:
         number, self._next = self._next, self._next + 1
         self._kept.append((number, payload))
+        self._kept_bytes += len(payload)
+        while len(self._kept) > self._most or self._kept_bytes > REPLAY_BYTES:
+            self._kept_bytes -= len(self._kept.popleft()[1])
         self._pub.send_multipart(wire.frames(self._topic, number, payload))
 
     def _send_replay(self, parts: list[bytes]) -> None:

@@ -4,13 +4,13 @@ The engine applies the grammar; this follows the tokens that it draws. A token t
 sequence with a failure, whatever went wrong in the engine: a constraint is never ignored.
 """
 
-import functools
 from collections.abc import Sequence as Seq
 from pathlib import Path
 
 import msgspec
 
 from infra.model import constraints
+from infra.model.byte_cache import ByteCache
 from schemas.errors import Code
 from schemas.requests import Constraint, Stop
 from workers.engines.base import RequestError, SequenceRequest
@@ -19,7 +19,7 @@ from workers.engines.constraints.matcher import Matcher
 from workers.engines.constraints.running import clients_error, matcher_of
 from workers.engines.external.outputs import SequenceFailure, Token
 
-REMEMBERED = 256  # grammars as text
+REMEMBERED_BYTES = 16 << 20  # of grammars as text
 
 
 class ConstrainedOutputs:
@@ -73,17 +73,23 @@ def _clients(matcher: Matcher) -> SequenceFailure | None:
     return SequenceFailure(Code.invalid_request, reason) if reason else None
 
 
-@functools.lru_cache(REMEMBERED)
+_texts: ByteCache[Constraint, str] = ByteCache(REMEMBERED_BYTES, lambda each, text: len(each.text) + len(text))
+
+
 def grammar_text(constraint: Constraint) -> str:
     """The grammar for engines that compile it themselves: one text in llguidance's dialect of Lark.
 
     Raises:
         RequestError: it cannot be compiled.
     """
-    try:
-        return constraints.as_lark(constraint)
-    except constraints.ConstraintError as error:
-        raise RequestError(Code.invalid_request, f"the constraint cannot be compiled: {error}") from None
+    found = _texts.get(constraint)
+    if found is None:
+        try:
+            found = constraints.as_lark(constraint)
+        except constraints.ConstraintError as error:
+            raise RequestError(Code.invalid_request, f"the constraint cannot be compiled: {error}") from None
+        _texts.put(constraint, found)
+    return found
 
 
 def ends(stop: Stop, constraint: Constraint | None) -> Stop:

@@ -92,6 +92,7 @@ class ConsumedStates:
 
     def claim(self, *state: object) -> bool:
         """Mark a state as fetched; False: it already was."""
+        state = tuple(blake3(part).digest() if isinstance(part, bytes) else part for part in state)  # ids stay small
         if state in self._seen:
             return False
         self._seen[state] = None

@@ -78,7 +78,9 @@ class Roots:
         if len(prompt) < self._block_size:
             return
         tokens = pack(prompt[: self._block_size])
-        self._first.setdefault(tokens, set()).add(root)
+        roots = self._first.setdefault(tokens, set())
+        if len(roots) < 2:  # of which there may be any number, and two are as ambiguous
+            roots.add(root)
         self._first.move_to_end(tokens)
         while len(self._first) > self._remembered:
             self._first.popitem(last=False)

@@ -13,6 +13,7 @@ import zmq
 
 from schemas.kv import KvEvent, Stored
 from tests.workers.engines.events.support import digest, fold
+from workers.engines.events import publisher as publishing
 from workers.engines.events import wire
 from workers.engines.events.consolidator import Consolidator
 from workers.engines.events.publisher import Publisher
@@ -102,6 +103,16 @@ def test_messages_that_are_no_longer_kept_are_reported_as_lost(tmp_path: Path) -
     assert reader.lost == 1
     assert subscriber.close()
     assert publisher.close()
+
+
+def test_messages_are_kept_for_replay_up_to_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(publishing, "REPLAY_BYTES", 20_000)
+    publisher = Publisher(f"ipc://{tmp_path}/events", f"ipc://{tmp_path}/replay")
+    for number in range(50):
+        publisher.publish(chain(0, 20 + number))
+    assert publisher.close()
+    assert 0 < sum(len(payload) for _, payload in publisher._kept) <= 20_000
+    assert publisher._kept[-1][0] == 49
 
 
 def test_two_publishers_of_a_worker_become_one_stream_over_three_hops(

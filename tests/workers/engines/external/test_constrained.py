@@ -12,6 +12,7 @@ from schemas.errors import Code
 from schemas.requests import Constraint, Sampling, Stop
 from workers.engines.base import RequestError, SequenceRequest
 from workers.engines.constraints.compiler import compiler
+from workers.engines.external import constrained
 from workers.engines.external.constrained import ConstrainedOutputs, ends, grammar_text, standard_tokenizer
 from workers.engines.external.outputs import SequenceFailure, Token
 
@@ -87,7 +88,15 @@ def test_where_a_constrained_output_ends_is_up_to_its_grammar() -> None:
 def test_a_grammar_that_cannot_be_compiled_is_the_requests_fault() -> None:
     with pytest.raises(RequestError) as caught:
         grammar_text(Constraint(GRAMMAR, "neither Lark nor GBNF"))
+
     assert caught.value.code == Code.invalid_request
+
+
+def test_texts_of_grammars_are_kept_up_to_bytes() -> None:
+    for number in range(60):
+        grammar_text(Constraint(REGEX, f"{number}" + "x" * 190_000))
+    assert 0 < constrained._texts.size_bytes <= constrained.REMEMBERED_BYTES
+    assert len(constrained._texts) < 60
 
 
 @pytest.mark.parametrize(

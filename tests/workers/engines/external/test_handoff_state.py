@@ -49,3 +49,11 @@ def test_a_state_is_taken_once() -> None:
     assert consumed.claim("engine", "2")
     assert consumed.claim("other", "1")
     assert consumed.claim("engine", "1")  # forgotten since
+
+
+def test_of_a_states_bytes_only_a_digest_is_kept() -> None:
+    consumed = ConsumedStates()
+    assert consumed.claim(1, bytes(1 << 20))
+    assert not consumed.claim(1, bytes(1 << 20))
+    assert consumed.claim(1, bytes((1 << 20) + 1))
+    assert all(len(part) <= 32 for state in consumed._seen for part in state if isinstance(part, bytes))

@@ -256,6 +256,14 @@ def test_first_blocks_are_remembered_up_to_a_number() -> None:
     assert found == [None, TENANT, TENANT]
 
 
+def test_a_first_block_of_many_tenants_is_ambiguous_and_takes_no_more_room() -> None:
+    roots = Roots(SIZE, ROOT)
+    for number in range(1_000):
+        roots.learn(TOKENS, number.to_bytes(32, "big"))
+    assert roots.of(array("I", TOKENS[:SIZE]).tobytes()) is None
+    assert sum(map(len, roots._first.values())) == 2
+
+
 def test_media_are_part_of_a_name_if_they_are_ours() -> None:
     digest = bytes(range(32))
     roots = Roots(SIZE, ROOT)
