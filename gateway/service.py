@@ -27,6 +27,7 @@ from gateway.log.listing import RequestListing
 from gateway.log.lookup import RequestLookup, StoredRequest
 from gateway.log.progress import Progress
 from gateway.log.records import Records, is_whole
+from gateway.log.store_check import QUIET_S, StoreCheck, unstored
 from gateway.log.subscription import TokenSubscription
 from gateway.log.subscriptions import TokenSubscriptions
 from gateway.media.loader import MediaLoader
@@ -52,7 +53,7 @@ T = TypeVar("T")
 
 SWEEP_S = 0.25
 SWEEP_AT_ONCE = 250  # open requests: 0.1 ms
-ACCEPT_S = 15.0  # longer than an election in a cluster (4 to 9 s) and what follows it
+ACCEPT_S = 14.0  # longer than an election in a cluster (4 to 9 s) and what follows it; a refusal comes within 15 s
 CANCEL_AGAIN_S = 1.0
 ERASE_S = 20.0  # a router reads the jobs of the time in which the request ran
 CANCEL_TRIES = 30  # of a request with other readers; by then its router and worker have been restarted
@@ -111,6 +112,8 @@ class Gateway:
         self.listing = RequestListing(bus, self.records, self.progress)
         self._retention = Retention(bus, metrics)
         self._erasure = ErasureCheck(bus)
+        self._store_check = StoreCheck(bus, self.id, self.tasks)
+        self._quiet = False  # at the last sweep, some open request had had no item for a while
         self._queue_monitor = QueueMonitor(bus, metrics, settings.max_queue, lambda: self._subscriptions.own_readers)
 
     async def open(self) -> None:
@@ -155,6 +158,8 @@ class Gateway:
         reasons = ["this gateway is shutting down"] if self.draining else []
         if not self.bus.connected:  # nothing is known then of routers and workers
             return [*reasons, "the broker is not connected"]
+        if self._store_check.failing:
+            reasons.append("the broker stores nothing; is its disk full?")
         if not self._queue_monitor.has_routers:
             reasons.append("no router takes requests; start one with 'penstock router'")
         if lacks := self.fleet.lacks:
@@ -182,6 +187,7 @@ class Gateway:
         """
         if self.stopped:
             raise stopping("")
+        self._store_check.check()
         self._queue_monitor.check_log()
         if self._queue_monitor.class_matters:
             await self.run_for(body, self._queue_monitor.check_class, body)
@@ -209,7 +215,7 @@ class Gateway:
 
     def accepts_submissions(self) -> bool:
         """Whether a submission should be taken now."""
-        return not self.draining and self._queue_monitor.has_room
+        return not (self.draining or self._store_check.failing) and self._queue_monitor.has_room
 
     async def _may_erase_media(self) -> None:
         await self._erasure.check(sharded=self._queue_monitor.sharded, media=True)
@@ -381,11 +387,17 @@ class Gateway:
     async def _sweep_once(self, now_ns: int, now: float) -> None:
         with contextlib.suppress(ServingError):  # the broker is away; the next sweep asks again
             await self._completion.complete_idle(self._subscriptions.readers, now)
+        self._store_check.look(now, quiet=self._quiet, position=self._own.tail.position)
         self.fleet.refresh()
         self.metrics.open.set(self.open_requests)
+        quiet = False
         for number, inflight in enumerate(self._subscriptions.readers, 1):
             if number % SWEEP_AT_ONCE == 0:
                 await asyncio.sleep(0)
+            if inflight.quiet_s(now) >= QUIET_S and not inflight.cancelling:
+                quiet = True
+                if self._store_check.failing:
+                    inflight.fail(unstored(inflight.request.id))
             late_ns = now_ns - inflight.request.deadline_ns
             if inflight.cancelling:
                 if inflight.ended or late_ns > CANCEL_FOR_NS:
@@ -394,6 +406,7 @@ class Gateway:
                     self._spawn_cancel(inflight, "repeated")
             elif late_ns > DEADLINE_GRACE_NS:
                 _end_overdue(inflight, late_ns)
+        self._quiet = quiet
         await self._subscriptions.close_unused()
 
 

@@ -45,7 +45,9 @@ class InflightRequest:
         "_items",
         "_limit",
         "_live",
+        "_mark",
         "_more",
+        "_moved",
         "_paused",
         "_waiter",
         "abort",
@@ -84,6 +86,8 @@ class InflightRequest:
         self._live: asyncio.Future[None] | None = None
         self._error: ServingError | None = None
         self._attempt = 0
+        self._mark: int | None = None  # of the fold, at the last call of ``quiet_s``
+        self._moved = 0.0  # monotonic; since when it is that
         self._ended: set[int] = set()  # choices that ended while it was behind
 
     @property
@@ -95,6 +99,13 @@ class InflightRequest:
     def paused(self) -> bool:
         """The client reads more slowly than tokens arrive, and the buffer is full."""
         return self._paused
+
+    def quiet_s(self, now: float) -> float:
+        """How long the log has brought no item of it, as of calls of this; 0 while nothing is expected from there."""
+        mark = self.fold.mark
+        if mark != self._mark or self._paused or self.ended:
+            self._mark, self._moved = mark, now
+        return now - self._moved
 
     # --- filled from the log ---
 

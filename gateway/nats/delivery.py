@@ -147,6 +147,8 @@ async def _messages(
             try:
                 made = chunks.push(await inflight.take())
             except ServingError as error:
+                if error.code is Code.broker_unavailable:
+                    raise  # it is no part of the answer: that comes when the broker stores messages again
                 made = chunks.fail(error)
             for message in made:
                 yield message
@@ -172,5 +174,7 @@ async def _whole(gateway: Gateway, inflight: InflightRequest) -> AnswerMessage:
                 "HTTP",
             )
     except ServingError as error:
+        if error.code is Code.broker_unavailable:
+            raise
         return failure(error)
     return AnswerMessage(0, body)

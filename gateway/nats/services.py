@@ -142,7 +142,8 @@ class Services:
             try:
                 await serve(message, origin, replies)
             except ServingError as error:
-                await replies.refuse(failure(error, number))
+                goes_on = error.code is Code.broker_unavailable and replies.request_id
+                await replies.refuse(failure(error, -1 if goes_on else number))
             except asyncio.CancelledError:
                 await replies.refuse(failure(_stopping(replies.request_id), -1))
                 raise

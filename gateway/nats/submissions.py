@@ -207,7 +207,7 @@ class Submissions:
             )
             refusal = failure(error, 0 if is_answer else -1)
             entry.decide(refusal)
-            if verdict == ACK:
+            if verdict == ACK or error.code is Code.broker_unavailable:  # that takes long: the client is told meanwhile
                 await replies.refuse(refusal)
         except Exception as error:  # else every gateway would try and fail in turn
             code = Code.internal.value
