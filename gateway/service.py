@@ -25,7 +25,7 @@ from gateway.log.find import RequestFinder
 from gateway.log.inflight import InflightRequest
 from gateway.log.listing import RequestListing
 from gateway.log.lookup import RequestLookup, StoredRequest
-from gateway.log.progress import Progress
+from gateway.log.progress import Progress, progress_of
 from gateway.log.records import Records, is_whole
 from gateway.log.store_check import QUIET_S, StoreCheck, unstored
 from gateway.log.subscription import TokenSubscription
@@ -45,7 +45,7 @@ from infra.bus.tasks import Tasks
 from infra.model.modeldir import ModelDir
 from schemas import control, done, wire
 from schemas.errors import Code, ServingError
-from schemas.requests import GenerateRequest
+from schemas.requests import GenerateRequest, Priority
 
 log = structlog.get_logger("gateway")
 
@@ -109,7 +109,7 @@ class Gateway:
             self.fleet, loader, self.conversations, self.id, settings, self._may_erase_media
         )
         self.progress = Progress(bus, self.id, self._subscriptions.readers_of)
-        self.listing = RequestListing(bus, self.records, self.progress)
+        self.listing = RequestListing(bus, self.records, self.progress, self._progress_in_log)
         self._retention = Retention(bus, metrics)
         self._erasure = ErasureCheck(bus)
         self._store_check = StoreCheck(bus, self.id, self.tasks)
@@ -217,6 +217,14 @@ class Gateway:
         """Whether a submission should be taken now."""
         return not (self.draining or self._store_check.failing) and self._queue_monitor.has_room
 
+    def room(self, priority: Priority) -> int:
+        """How many more requests of a class would be taken."""
+        return self._queue_monitor.room(priority)
+
+    def hurry(self, waits: bool) -> None:
+        """Whether work waits for the next place in a queue: then places are looked for more often."""
+        self._queue_monitor.hurried = waits
+
     async def _may_erase_media(self) -> None:
         await self._erasure.check(sharded=self._queue_monitor.sharded, media=True)
 
@@ -226,7 +234,7 @@ class Gateway:
         Args:
             owner: the request has no other reader: it is cancelled if its acceptance is not confirmed.
         Raises:
-            ServingError: it could not be stored, or its tenant has too much waiting (queue_full); it will not run.
+            ServingError: it could not be stored, or too much of its tenant or class waits (queue_full); it will not run.
         """
         self._queue_monitor.check_log(request.tenant)
         payload = wire.encode(request)
@@ -240,9 +248,9 @@ class Gateway:
         if request.no_store:
             await self._erasure.check(sharded=self._queue_monitor.sharded, media=bool(request.media))
             subscription = await self._subscriptions.open(request.token_address)
+        self._queue_monitor.accept(request.priority)
         inflight.turns = self.turns
         subscription.subscribe(inflight)  # before publishing: the first token may overtake the acknowledgement
-        self._queue_monitor.accepted(request.priority)
         self.payments.began(inflight)
         try:
             ack = await self._publisher.publish(
@@ -373,6 +381,13 @@ class Gateway:
                 self.release(inflight)
                 raise
         return inflight
+
+    async def _progress_in_log(self, request: GenerateRequest) -> control.Progress:
+        inflight = await self.attach(request, whole=True)
+        try:
+            return progress_of(inflight)
+        finally:
+            self.release(inflight)
 
     # --- upkeep ---
 

@@ -18,6 +18,7 @@ from schemas.requests import Priority
 log = structlog.get_logger("gateway")
 
 POLL_S = 0.5
+HURRY_S = 0.1  # while work waits for the places that a poll shows
 INFO_TIMEOUT_S = 2.0
 
 
@@ -29,6 +30,7 @@ class QueueMonitor:
 
     Attributes:
         has_routers: some router takes requests; as of the last poll.
+        hurried: poll more often, since work waits for the next place.
         sharded: routers read shards of REQUESTS; not so until ``penstock streams apply`` of this release.
     """
 
@@ -36,6 +38,7 @@ class QueueMonitor:
         self, bus: Bus, metrics: Metrics, limit: int, readers: Callable[[], Iterable[InflightRequest]]
     ) -> None:
         self.has_routers = False
+        self.hurried = False
         self.sharded = True
         self._bus = bus
         self._metrics = metrics
@@ -46,7 +49,7 @@ class QueueMonitor:
 
     async def run(self) -> None:
         while True:
-            await asyncio.sleep(POLL_S)
+            await asyncio.sleep(HURRY_S if self.hurried else POLL_S)
             try:
                 await self.poll()
             except Exception as error:
@@ -113,8 +116,18 @@ class QueueMonitor:
         """
         self._queues.check(class_of(body))
 
-    def accepted(self, priority: Priority) -> None:
-        """Count a request that is about to be published."""
+    def room(self, priority: Priority) -> int:
+        """How many more requests of a class would be taken."""
+        return self._queues.room(priority)
+
+    def accept(self, priority: Priority) -> None:
+        """Count a request that is about to be published: since its body was checked, others have been.
+
+        Raises:
+            ServingError: queue_full.
+        """
+        if self._queues.near:
+            self._queues.check(priority)
         self._queues.accepted(priority)
 
     def _unstarted(self, priority: Priority) -> int:

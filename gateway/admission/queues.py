@@ -90,6 +90,10 @@ class QueueLimits:
                 retry_after=1.0,
             )
 
+    def room(self, priority: Priority) -> int:
+        """How many more of a class would be taken."""
+        return max(0, self._limit - self._waiting(priority))
+
     def _waiting(self, priority: Priority) -> int:
         looked, since = self._looked[priority], self._since[priority]
         if looked + since < self._limit:

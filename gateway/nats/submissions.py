@@ -14,6 +14,7 @@ import structlog
 from nats.errors import Error as NatsError
 
 from gateway.admission.idempotency import Conflict, digest_of
+from gateway.admission.queues import class_of
 from gateway.log.find import unknown
 from gateway.nats.acceptor import RequestAcceptor
 from gateway.nats.delivery import AcceptedRequest, AnswerDelivery
@@ -30,6 +31,7 @@ from gateway.nats.protocol import (
     usable_reply_to,
 )
 from gateway.nats.reply_publisher import ReplyPublisher
+from gateway.nats.waiting_line import WaitingLine
 from gateway.openai.responses import stopping
 from gateway.service import Gateway
 from infra.bus.erase import erase
@@ -37,6 +39,7 @@ from infra.bus.puller import ACK, IN_PROGRESS, NAK, Puller
 from infra.bus.tasks import Tasks, as_serving_error
 from schemas.errors import Code, ServingError
 from schemas.ids import new_request_id
+from schemas.requests import Priority
 from schemas.streams import submissions
 from schemas.subjects import HEADER_MSG_ID
 
@@ -50,6 +53,7 @@ SAME_KEY_WAITING = 56  # further ones; beyond, the stream delivers them again la
 ELSEWHERE = NAK + b' {"delay": 50000000}'  # ns
 LATER = NAK + b' {"delay": 1000000000}'
 RENEW_S = 1.5  # the consumer's ack_wait is 5 s
+ADMIT_S = 0.05  # between two looks for places
 ERASE_TRIES = 3
 ERASE_AGAIN_S = 1.0
 DISCARDED_S = 1.0  # a delivery is remembered for so long after its end, and a repeat that came before its first
@@ -104,11 +108,13 @@ class Submissions:
         self._recent: OrderedDict[_Key, _Delivery] = OrderedDict()
         self._repeats: OrderedDict[_Key, list[_SeenSubmission]] = OrderedDict()  # received before their first
         self._same_key = KeyedSlots(SAME_KEY, SAME_KEY_WAITING)
+        self._line = WaitingLine()
         self._sub: Any = None
 
     async def start(self) -> None:
         self._sub = await self._nc.subscribe(self._subjects.all("submit"), cb=self._on_submission_seen)
         self._tasks.spawn(self._renew(), name="submit-renew")
+        self._tasks.spawn(self._admit(), name="submit-admit")
 
     def add_tenant(self, tenant: str) -> None:
         """Take this tenant's submissions."""
@@ -195,7 +201,7 @@ class Submissions:
             options = parse_headers(headers, namespace)
             replies.first = options.first
             async with self._same_key.hold((origin.tenant, name), "submissions with this message id"):
-                accepted = await self._acceptor.accept(message, origin, name)
+                accepted = await self._accept(message, origin, name)
                 entry.decide(None)
                 if not message_id:
                     replies = self._replies_for(origin, accepted.request.id, options.reply_to, options.first)
@@ -219,6 +225,35 @@ class Submissions:
         if verdict == ACK and self._is_erased(message, accepted):
             await self._erase(at)
         await self._nc.publish(entry.reply, verdict)
+
+    async def _accept(self, message: Any, origin: Origin, name: str) -> AcceptedRequest:
+        """Have it accepted, waiting for a place in the queue of its class.
+
+        Raises:
+            ServingError: it cannot be served, or too many of its tenant wait already (queue_full).
+        """
+        waited = False
+        while True:
+            try:
+                return await self._acceptor.accept(message, origin, name)
+            except ServingError as error:
+                if error.code is not Code.queue_full:
+                    raise
+                priority = await self._gateway.run_for(message.data, class_of, message.data)
+                turn = None if self._gateway.room(priority) else self._line.enter(priority, origin.tenant, again=waited)
+                if turn is None:
+                    raise
+            waited = True
+            await turn
+
+    async def _admit(self) -> None:
+        while True:
+            await asyncio.sleep(ADMIT_S)
+            waiting = len(self._line) > 0
+            self._gateway.hurry(waiting)
+            if waiting and self._gateway.accepts_submissions():
+                for priority in Priority:
+                    self._line.admit(priority, self._gateway.room(priority))
 
     def _is_erased(self, message: Any, accepted: AcceptedRequest | None) -> bool:
         """Whether a submission must not be stored, also one that was refused, or repeats one that is stored."""

@@ -12,7 +12,9 @@ from gateway.nats.reply_publisher import ReplyPublisher
 from infra.broker.apply import apply_submissions
 from infra.broker.server import EmbeddedNats
 from infra.bus.connection import Bus
+from infra.model.modeldir import ModelDir
 from schemas.errors import Code, ServingError
+from schemas.subjects import Subjects
 from tests.gateway.nats.support import (
     BODY,
     WITHIN_S,
@@ -22,6 +24,7 @@ from tests.gateway.nats.support import (
     answering,
     error_of,
     finals,
+    gateway_on,
     number_of,
 )
 from tests.infra.bus.support import eventually
@@ -288,3 +291,31 @@ async def test_submissions_of_one_tenant_do_not_keep_out_those_of_another(
     for _ in range(4):
         await other.submit()
     await eventually(lambda: [each.tenant for each in engine.accepted].count("acme") == 4)
+
+
+async def test_a_burst_behind_a_short_queue_takes_each_place_as_soon_as_it_is_free_and_never_more(
+    broker: EmbeddedNats, subjects: Subjects, model: ModelDir, bus: Bus, engine: Engine
+) -> None:
+    requests, limit, burst = subjects.stream("REQUESTS"), 3, 20
+    async with gateway_on(broker, subjects, model, max_queue=limit) as running:
+        client = Submitter(bus)
+        for number in range(burst):
+            await client.submit(Nats_Msg_Id=f"burst-{number}")
+
+        async def waiting() -> int:
+            info = await bus.js.consumer_info(requests, "router-standard")
+            return (info.num_pending or 0) + (info.num_ack_pending or 0)
+
+        placing = await bus.js.pull_subscribe_bind("router-standard", requests)
+        line = running.api._submissions._line
+        for placed in range(burst):
+            free = min(burst, placed + limit)
+            await eventually(lambda free=free: len(engine.accepted) >= free and len(line) == burst - free)  # type: ignore[misc]
+            assert len(engine.accepted) == free
+            assert await waiting() <= limit
+            (request,) = await placing.fetch(1, timeout=WITHIN_S)
+            await request.ack()
+            await engine.stream(engine.accepted[placed], 0, 1, end=True)
+        submitted = await bus.js.consumer_info(subjects.stream("SUBMIT"), "gateway")
+        assert submitted.delivered is not None
+        assert submitted.delivered.consumer_seq == burst, "none was sent back to its stream meanwhile"
