@@ -5,7 +5,7 @@ of the log, so it may hold fewer requests than were asked for, none even, and st
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from typing import NamedTuple
 
@@ -15,11 +15,13 @@ from gateway.log.progress import Progress
 from gateway.log.records import Records
 from infra.bus.connection import Bus
 from infra.bus.direct_get import Entry, get_next, read, read_backwards
-from schemas import done, requests
+from schemas import control, done, requests
 from schemas.errors import Code, ServingError
 from schemas.requests import GenerateRequest
 from schemas.streams import CLOCK_SKEW_NS, LONGEST_DEADLINE_S
 from schemas.summary import QUEUED, RUNNING, Criteria, RequestSummary, of_done, of_request
+
+FromLog = Callable[[GenerateRequest], Awaitable[control.Progress]]
 
 MAX_READ = 2_000  # requests that one page reads
 TOGETHER = 100  # whose ends are looked up at once
@@ -63,10 +65,13 @@ class _Cursor(NamedTuple):
 
 
 class RequestListing:
-    def __init__(self, bus: Bus, records: Records, progress: Progress) -> None:
+    """``from_log``: the progress of a request that no gateway follows, from its tokens in the log."""
+
+    def __init__(self, bus: Bus, records: Records, progress: Progress, from_log: FromLog) -> None:
         self._bus = bus
         self._records = records
         self._progress = progress
+        self._from_log = from_log
 
     async def page(self, criteria: Criteria, limit: int, after: str = "") -> Page:
         """Up to ``limit`` requests, from the newest on or behind ``after``.
@@ -135,7 +140,7 @@ class RequestListing:
         return 0
 
     async def _accepted(self, group: Sequence[Entry]) -> list[tuple[int, RequestSummary]]:
-        """The states of requests: from their records, or from the gateways that follow them."""
+        """The states of requests: from their records, from the gateways that follow them, or from their tokens."""
         accepted = [(entry.seq, request) for entry in group if (request := _request(entry)) is not None]
         ended = {event.request: of_done(event) for event in await self._records.ends([each for _, each in accepted])}
         running = [request for _, request in accepted if request.id not in ended]
@@ -145,7 +150,9 @@ class RequestListing:
 
     async def _running(self, request: GenerateRequest) -> RequestSummary:
         progress = self._progress.here(request.id) or await self._progress.ask(request.gateway, request.id)
-        if progress is None or progress.attempt < 1:
+        if progress is None:  # in the background, its client has left, or its gateway is gone
+            progress = await self._from_log(request)
+        if progress.attempt < 1:
             return of_request(request, state=QUEUED)
         summary = of_request(request, state=RUNNING, attempt=progress.attempt)
         return msgspec.structs.replace(summary, completion_tokens=progress.tokens)

@@ -11,7 +11,9 @@ from gateway.log.progress import Progress
 from gateway.log.records import Records
 from infra.broker.server import EmbeddedNats
 from infra.bus.connection import Bus
+from schemas import control
 from schemas.errors import Code, ServingError
+from schemas.requests import GenerateRequest
 from schemas.subjects import Subjects
 from schemas.summary import Criteria
 from tests.infra.bus.support import opened
@@ -28,7 +30,10 @@ async def bus(broker: EmbeddedNats, subjects: Subjects) -> AsyncIterator[Bus]:
 
 @pytest.fixture
 def requests(bus: Bus) -> RequestListing:
-    return RequestListing(bus, Records(bus), Progress(bus, "gw-test", lambda request_id: []))
+    async def none_yet(request: GenerateRequest) -> control.Progress:
+        return control.Progress(-1, 0)
+
+    return RequestListing(bus, Records(bus), Progress(bus, "gw-test", lambda request_id: []), none_yet)
 
 
 async def pages(requests: RequestListing, criteria: Criteria, limit: int) -> list[str]:

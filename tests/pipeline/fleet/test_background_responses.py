@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 
 from infra.bus.connection import Bus
 from infra.bus.direct_get import read
+from schemas.ids import new_request_id
 from schemas.subjects import HEADER_MSG_ID
 from tests.pipeline.support import Deployment, Oracle, until, words
 
@@ -232,3 +234,34 @@ async def test_several_clients_continue_the_same_response(clients: list[openai.A
     )
     for question, answer in zip(questions, answers, strict=True):
         assert answer.output_text == expected(oracle, 4, words(10, 9), first.output_text, question)
+
+
+async def test_what_runs_without_a_client_is_listed_as_running_by_every_gateway(
+    fleet: Deployment, clients: list[openai.AsyncOpenAI], http: httpx.AsyncClient
+) -> None:
+    """In the background, under a key whose client has left, and accepted by a gateway that is gone."""
+    user = f"runs-{new_request_id()}"
+    made = await clients[0].responses.create(**asked(words(20, 3), 2000, background=True, user=user))
+    body = {"model": "tiny", "prompt": words(10, 4), "max_tokens": 2000, "stream": True, "user": user}
+    async with http.stream("POST", "/v1/completions", json=body, headers={"Idempotency-Key": user}) as answer:
+        kept = answer.headers["x-request-id"]
+        await anext(answer.aiter_lines())
+    listed = {"user": user, "since": time.time() - 600}
+    states: dict[str, list[str]] = {}
+    for url in fleet.urls:
+        async with httpx.AsyncClient(base_url=url, trust_env=False, timeout=30) as gateway:
+
+            async def running(gateway: httpx.AsyncClient = gateway) -> bool:
+                found = (await gateway.get("/v1/requests", params=listed)).json()["data"]
+                states[str(gateway.base_url)] = [each["state"] for each in found]
+                return len(found) == 2 and all(each["state"] == "running" and each["output_tokens"] for each in found)
+
+            await until(running, f"listed as running: {states}")
+    (killed,) = [each.pid for each in fleet.state.processes if each.name == "gateway-0" and each.pid]
+    os.kill(killed, signal.SIGKILL)
+    survivor = fleet.urls[1]
+    async with httpx.AsyncClient(base_url=survivor, trust_env=False, timeout=30) as gateway:
+        found = (await gateway.get("/v1/requests", params=listed)).json()["data"]
+        assert [each["state"] for each in found] == ["running", "running"]
+        await gateway.post(f"/v1/responses/{made.id}/cancel")
+        await gateway.delete(f"/v1/requests/{kept}")
