@@ -234,7 +234,7 @@ class Gateway:
         Args:
             owner: the request has no other reader: it is cancelled if its acceptance is not confirmed.
         Raises:
-            ServingError: it could not be stored, or too much of its tenant or class waits (queue_full); it will not run.
+            ServingError: it could not be stored, or too much of its tenant or class waits; it will not run.
         """
         self._queue_monitor.check_log(request.tenant)
         payload = wire.encode(request)

@@ -1,5 +1,7 @@
 """Messages that are not stored: cancel, and request/reply with one worker or gateway."""
 
+import signal
+
 import msgspec
 
 from schemas.transfer import Endpoint
@@ -19,6 +21,7 @@ class DumpKv(msgspec.Struct, frozen=True, omit_defaults=True, tag="dump_kv"):
     page: int = 0
 
 
+HURRY = signal.SIGUSR2  # to a worker that drains: return what still runs, and exit
 DRAINED = 3  # exit status of a worker that was drained with ``stay_down``
 
 

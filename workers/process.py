@@ -215,7 +215,7 @@ class WorkerProcess:
                     return EXIT_ENGINE
                 if self._stopping.asked:
                     log.info("draining", worker=session.id)
-                    await session.drain(self._settings.drain_s)
+                    await session.drain(self._settings.drain_s, self._stopping.hurried)
                     return self._drained_status
                 log.warning("session_lost", worker=session.id, action="registering again")
                 await session.fence()

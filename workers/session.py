@@ -294,8 +294,13 @@ class WorkerSession:
             inactive_threshold=CONSUMER_TTL_S,
         )
 
-    async def drain(self, timeout: float) -> None:
-        """Finish what runs, requeue what has not started, unregister. ``timeout`` in seconds."""
+    async def drain(self, timeout: float, hurried: asyncio.Event | None = None) -> None:
+        """Finish what runs, requeue what has not started, unregister.
+
+        Args:
+            timeout: in seconds; then what still runs is requeued.
+            hurried: the same when it is set, at once.
+        """
         if self._state is not fleet.State.draining:
             self._state = fleet.State.draining
             # Jobs still arrive, and are requeued at once: routers see the new state a moment later.
@@ -308,6 +313,8 @@ class WorkerSession:
         try:
             async with asyncio.timeout(timeout):
                 while self._requests.running or self._terminal.pending or self._runner.holds_leases:
+                    if hurried is not None and hurried.is_set():
+                        raise TimeoutError
                     self._idle.clear()
                     with contextlib.suppress(TimeoutError):
                         await asyncio.wait_for(self._idle.wait(), DRAIN_POLL_S)

@@ -1,4 +1,7 @@
-"""Stops a worker process: the first signal drains it within a bound, the second ends it at once."""
+"""Stops a worker process: the first signal drains it within a bound, the second ends it at once.
+
+``HURRY`` ends the drain: the supervisor's deadline for all processes may come before this one's own.
+"""
 
 import asyncio
 import os
@@ -10,6 +13,8 @@ from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 import structlog
+
+from schemas.control import HURRY
 
 log = structlog.get_logger("worker")
 
@@ -31,6 +36,9 @@ class Stopping:
         drain_s: how long running requests may continue.
         end_process: ends the process at once, whatever its threads do.
         on_asked: called when the process is asked to stop.
+
+    Attributes:
+        hurried: the drain is over.
     """
 
     def __init__(
@@ -40,6 +48,7 @@ class Stopping:
         self._end_process = end_process
         self._on_asked = on_asked
         self._asked = asyncio.Event()
+        self.hurried = asyncio.Event()
         self._signals = 0
         self._deadline = 0.0  # monotonic; 0: none
         self._timer: threading.Timer | None = None
@@ -47,6 +56,7 @@ class Stopping:
     def on_signals(self) -> None:
         for signum in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(signum, self._on_signal, signum)
+        asyncio.get_running_loop().add_signal_handler(HURRY, self.hurry)
 
     def _on_signal(self, signum: int) -> None:
         self._signals += 1
@@ -61,6 +71,16 @@ class Stopping:
             self._on_asked()
         self._asked.set()
         self.within(self._drain_s + GRACE_S)
+
+    def hurry(self) -> None:
+        """Drain no longer, and end the process ``GRACE_S`` from now at the latest."""
+        log.info("drain_cut_short")
+        self.ask()
+        self.hurried.set()
+        if self._deadline > time.monotonic() + GRACE_S:
+            self.ended()
+            self._timer = None
+            self.within(GRACE_S)
 
     @property
     def asked(self) -> bool:

@@ -131,6 +131,9 @@ class EmbeddedNats:
         if self.pid and self._process is not None:
             self._process.terminate()
 
+    def hurry(self) -> None:
+        """It has no work of its own to finish."""
+
     def kill(self) -> None:
         """Kill it, as a crash would. ``start`` brings it back on the same port and store."""
         if self._process is not None and self._process.poll() is None:

@@ -2,12 +2,14 @@
 
 import asyncio
 import contextlib
+import signal
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from infra.launch.deathsig import die_with_parent
 from infra.launch.scheduling import ordinary
+from schemas.control import HURRY
 
 _ROTATE_BYTES = 32 << 20
 _LINE_BYTES = 1 << 20
@@ -82,10 +84,14 @@ class Process:
         return status
 
     def terminate(self) -> None:
-        self._signal("terminate")
+        self._signal(signal.SIGTERM)
+
+    def hurry(self) -> None:
+        if self.role == "worker":
+            self._signal(HURRY)
 
     def kill(self) -> None:
-        self._signal("kill")
+        self._signal(signal.SIGKILL)
 
     def last_lines(self, count: int = 8) -> list[str]:
         """The end of what the last run wrote."""
@@ -96,10 +102,10 @@ class Process:
         except OSError:
             return []
 
-    def _signal(self, signum: str) -> None:
-        if self.pid:
+    def _signal(self, signum: signal.Signals) -> None:
+        if self.pid and self._process is not None:
             with contextlib.suppress(ProcessLookupError):
-                getattr(self._process, signum)()
+                self._process.send_signal(signum)
 
     async def _copy(self, pipe: asyncio.StreamReader) -> None:
         with self.log_path.open("ab", buffering=0) as log:

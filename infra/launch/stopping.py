@@ -37,8 +37,9 @@ async def stop_in_order(
     insisting.add_done_callback(kill)
     awaited = f"waiting up to {drain_s:g} s for open requests" if serving else "the start is given up"
     say(f"stopping: {awaited}; Ctrl-C again to stop at once")
+    deadline = began + drain_s  # one for all: what a gateway has used of it is gone for workers
     for roles in STAGES:
-        await _stop_together([keeper for keeper in keepers if keeper.child.role in roles], drain_s + GRACE_S, say)
+        await _stop_together([keeper for keeper in keepers if keeper.child.role in roles], deadline, say)
     cut_short = insisted.is_set()
     insisting.cancel()
     say(
@@ -49,15 +50,24 @@ async def stop_in_order(
     return cut_short
 
 
-async def _stop_together(keepers: Sequence[Keeper], timeout_s: float, say: Callable[[str], None]) -> None:
+async def _stop_together(keepers: Sequence[Keeper], deadline: float, say: Callable[[str], None]) -> None:
     if not keepers:
         return
-    end = time.monotonic() + timeout_s
-    pending = {asyncio.create_task(keeper.stop(timeout_s), name=keeper.child.name) for keeper in keepers}
+    now = reported = time.monotonic()
+    kill_s = max(deadline, now) + GRACE_S - now
+    pending = {asyncio.create_task(keeper.stop(kill_s), name=keeper.child.name) for keeper in keepers}
+    hurried = False
     while pending:
-        done, pending = await asyncio.wait(pending, timeout=REPORT_S)
+        until = reported + REPORT_S if hurried else min(deadline, reported + REPORT_S)
+        done, pending = await asyncio.wait(pending, timeout=max(0.0, until - now))
         for task in done:
             task.result()
-        if pending:
+        now = time.monotonic()
+        if not hurried and now >= deadline:
+            hurried = True
+            for keeper in keepers:
+                keeper.hurry()
+        if pending and now >= reported + REPORT_S:
+            reported = now
             names = ", ".join(sorted(task.get_name() for task in pending))
-            say(f"  waiting for {names}: {max(0.0, end - time.monotonic()):.0f} s left")
+            say(f"  waiting for {names}: {max(0.0, deadline - now):.0f} s left")

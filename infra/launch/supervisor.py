@@ -35,6 +35,9 @@ class Child(Protocol):
 
     def terminate(self) -> None: ...
 
+    def hurry(self) -> None:
+        """It was asked to end, and is to finish no work any more, if it has such."""
+
     def kill(self) -> None: ...
 
 
@@ -107,6 +110,10 @@ class Keeper:
                 log.warning("process_killed", name=self.child.name, reason=f"did not end within {timeout_s:g} s")
                 self.child.kill()
             await self._task
+
+    def hurry(self) -> None:
+        """While it is being stopped: it finishes no work any more."""
+        self.child.hurry()
 
     def resume(self) -> None:
         """Start the child again if it was drained; else nothing happens."""

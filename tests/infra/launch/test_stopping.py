@@ -2,12 +2,14 @@
 
 import asyncio
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import httpx
 import pytest
 
 from infra.launch import stopping
@@ -26,12 +28,13 @@ STUBBORN = (
 )
 
 
-async def started(tmp_path: Path, *roles: str) -> list[Keeper]:
-    """Processes of these roles; gateways end only once ``tmp_path / 'go'`` is there, the others at SIGTERM."""
+async def started(
+    tmp_path: Path, *roles: str, code: str = "import signal; print('up', flush=True); signal.pause()"
+) -> list[Keeper]:
+    """Processes of these roles; gateways end only once ``tmp_path / 'go'`` is there, the others run ``code``."""
     keepers = []
     for role in roles:
-        code = STUBBORN if role == "gateway" else "import signal; print('up', flush=True); signal.pause()"
-        command = [sys.executable, "-c", code, str(tmp_path / "go")]
+        command = [sys.executable, "-c", STUBBORN if role == "gateway" else code, str(tmp_path / "go")]
         child = Process(f"{role}-0", role, command, os.environ, tmp_path / f"{role}.log")
         keepers.append(Keeper(child))
         await keepers[-1].start()
@@ -66,6 +69,30 @@ async def test_it_says_what_it_waits_for_and_for_how_long_and_when_it_is_over(
     assert [keeper.child.pid for keeper in keepers] == [None, None]
 
 
+# Drains for as long as it likes, unless it is told that the drain is over.
+DRAINING = (
+    "import signal, sys\n"
+    "signal.signal(signal.SIGTERM, lambda *_: print('asked', flush=True))\n"
+    "signal.signal(signal.SIGUSR2, lambda *_: sys.exit(print('hurried', flush=True)))\n"
+    "print('up', flush=True)\n"
+    "while True: signal.pause()"
+)
+
+
+async def test_all_processes_share_one_deadline(tmp_path: Path) -> None:
+    """What the gateways have used of it is gone for the workers: they end their drain, in order."""
+    keepers = await started(tmp_path, "gateway", "worker", code=DRAINING)
+    lines: list[str] = []
+    insisted = asyncio.Event()
+    stop = asyncio.create_task(stop_in_order(keepers, 1.0, insisted, lines.append))
+    (tmp_path / "go").touch()
+    async with asyncio.timeout(30):
+        assert not await stop
+    said = (tmp_path / "worker.log").read_text().split()
+    assert said == ["up", "asked", "hurried"]
+    assert keepers[1].last_status == 0, "it was not killed"
+
+
 async def test_a_second_signal_stops_at_once_and_says_so(tmp_path: Path) -> None:
     keepers = await started(tmp_path, "gateway", "worker")
     lines: list[str] = []
@@ -77,6 +104,36 @@ async def test_a_second_signal_stops_at_once_and_says_so(tmp_path: Path) -> None
         assert await stop
     assert lines[-1] == "stopped at once; open requests were cut off"
     assert [keeper.child.pid for keeper in keepers] == [None, None]
+
+
+def test_open_requests_of_both_doors_are_waited_for_together(tmp_path: Path) -> None:
+    """A stream keeps a gateway, and what nobody reads keeps a worker: for the time that was promised, once."""
+    data, drain_s = tmp_path / "data", 10
+    flags = ("--engine=mock", "--mock-speedup=0.02", "--http-port=0", f"--drain-s={drain_s}", f"--data-dir={data}")
+    environ = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "infra.cli", "up", *flags]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=tmp_path, env=environ) as process:
+        try:
+            deadline = time.monotonic() + 100
+            while not (data / "state.json").exists() or not read_state(data / "state.json").model:
+                assert process.poll() is None
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+            with httpx.Client(base_url=read_state(data / "state.json").http_url, timeout=60) as client:
+                body = {"model": "tiny", "input": "a b c", "max_output_tokens": 2_000, "background": True}
+                assert client.post("/v1/responses", json=body).status_code == 200
+                long = {"model": "tiny", "prompt": "d e f", "max_tokens": 2_000, "stream": True}
+                with client.stream("POST", "/v1/completions", json=long) as stream:
+                    next(stream.iter_lines())
+                    process.send_signal(signal.SIGINT)
+                    _, shown = process.communicate(timeout=90)
+        finally:
+            process.kill()
+    assert process.returncode == 0
+    took = re.fullmatch(r"stopped after ([\d.]+) s", shown.splitlines()[-1])
+    assert took is not None, shown
+    assert drain_s <= float(took[1]) < 2 * drain_s, shown
+    assert "process_killed" not in "".join(path.read_text() for path in (data / "logs").glob("*.log"))
 
 
 def test_ctrl_c_of_the_real_command(tmp_path: Path) -> None:
