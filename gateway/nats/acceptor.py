@@ -9,6 +9,7 @@ from gateway.claimed_submission import submit_claimed
 from gateway.nats.delivery import AcceptedRequest, AnswerDelivery
 from gateway.nats.protocol import Origin, parse_headers, shape_of
 from gateway.openai.prepare import PreparedRequest
+from gateway.option_names import listed, unknown_options
 from gateway.service import Gateway
 from gateway.tenants import TenantTable
 from gateway.tracing import from_nats_headers, with_trace
@@ -83,7 +84,8 @@ class RequestAcceptor:
                 return AcceptedRequest(inflight.request, inflight=inflight)
         inflight = await self._gateway.submit(request, owner=False)
         self._gateway.metrics.prompt.inc(prepared.prompt_tokens)
-        return AcceptedRequest(inflight.request, inflight=inflight)
+        unknown = await self._gateway.run_for(body, unknown_options, request.endpoint, body)
+        return AcceptedRequest(inflight.request, inflight=inflight, ignored=listed(unknown) if unknown else "")
 
     async def _prepare(self, message: Any, body: bytes, origin: Origin) -> PreparedRequest:
         gateway = self._gateway

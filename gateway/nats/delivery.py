@@ -22,11 +22,15 @@ GRACE_NS = 60_000_000_000  # beyond the deadline, for a broker that is away
 
 
 class AcceptedRequest(NamedTuple):
-    """An accepted request; its in-flight request if it was accepted just now, its record if it is over."""
+    """An accepted request; its in-flight request if it was accepted just now, its record if it is over.
+
+    ``ignored``: options of its body that are not known here, as text.
+    """
 
     request: GenerateRequest
     record: Done | None = None
     inflight: InflightRequest | None = None
+    ignored: str = ""
 
 
 class AnswerDelivery:
@@ -52,7 +56,7 @@ class AnswerDelivery:
             ServingError: the log cannot be read.
         """
         request = accepted.request
-        replies.set_request(request.id)
+        replies.set_request(request.id, accepted.ignored)
         while True:
             links = self._bus.reconnects
             code = await self._send(accepted, replies, links)

@@ -15,7 +15,7 @@ import msgspec
 
 from gateway.nats.messages import AnswerMessage
 from infra.bus.connection import Bus
-from schemas.subjects import HEADER_REQUEST
+from schemas.subjects import HEADER_IGNORED, HEADER_REQUEST
 
 INTEREST_S = 5.0  # nats-py's clients reconnect within 2 s of the broker's return
 PROBE_S = 0.1
@@ -82,10 +82,16 @@ class ReplyPublisher:
         self._traced = 0  # number of the last check whose message reached the client's account
         self._dropped: tuple[int, float] | None = None  # a check whose message did not, and when that was first seen
 
-    def set_request(self, request_id: str) -> None:
-        """Set the request that is answered; its id is known only once it is accepted."""
+    def set_request(self, request_id: str, ignored: str = "") -> None:
+        """Set the request that is answered; its id is known only once it is accepted.
+
+        Args:
+            ignored: options of its body that are not known here; "": none, or it was accepted elsewhere.
+        """
         self.request_id = request_id
         self._headers = {HEADER_REQUEST: request_id}
+        if ignored:
+            self._headers[HEADER_IGNORED] = ignored
 
     def is_last(self, message: AnswerMessage) -> bool:
         """Whether no later message is to be sent."""

@@ -253,8 +253,8 @@ class Services:
     async def _cancel(self, message: Any, origin: Origin, replies: ReplyPublisher) -> None:
         query = parse_query(message.data)
         with self._read_slot(origin.tenant):
-            request, record, _ = await self._resolve(query, origin)
-            ended = record is not None
+            accepted = await self._resolve(query, origin)
+            request, ended = accepted.request, accepted.record is not None
             if not ended:  # again and again, until it ends
                 self._gateway.cancel_unfinished(await self._gateway.attach(request), query.reason[:MAX_REASON])
         if message.reply:

@@ -268,6 +268,16 @@ async def test_the_record_names_the_message_id(submitter: Submitter, bus: Bus) -
     assert request.sampling.seed < 2**53  # JSON numbers of other languages have no more bits
 
 
+async def test_options_that_are_ignored_are_named_in_the_answer(submitter: Submitter) -> None:
+    asked = {**TEXT, "tempurature": 0.5, "max_token": 3}
+    reply = await submitter.nc.request("ps.ask.tiny", json.dumps(asked).encode(), timeout=30)
+    assert (reply.headers or {})["Penstock-Ignored-Options"] == "tempurature, max_token"
+    messages = await submitter.ask({**asked, **STREAM})
+    assert {(message.headers or {})["Penstock-Ignored-Options"] for message in messages} == {"tempurature, max_token"}
+    plain = await submitter.nc.request("ps.ask.tiny", json.dumps(TEXT).encode(), timeout=30)
+    assert "Penstock-Ignored-Options" not in (plain.headers or {})
+
+
 async def test_an_ask_can_stream_and_be_repeated(submitter: Submitter, bus: Bus) -> None:
     body = json.dumps({**TEXT, **STREAM, "user": "asker"}).encode()
     answers = []
