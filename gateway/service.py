@@ -38,6 +38,7 @@ from gateway.openai.responses import stopping
 from gateway.openai.responses_api.objects import InputTokens
 from gateway.preparation import RequestPreparer
 from gateway.tenants import TenantTable
+from gateway.verdicts import Verdicts
 from infra.bus.connection import Bus
 from infra.bus.loop_lag import TurnBudget
 from infra.bus.publisher import Publisher
@@ -97,6 +98,7 @@ class Gateway:
         self.records = Records(bus)
         self._completion = Completion(self.records)
         self.limiter = Limiter(bus, self.id)
+        self._verdicts = Verdicts(bus)
         finder = RequestFinder(bus, self.tasks)
         self.payments = Payments(self.limiter, self.records, finder, self.tasks)
         self._publisher = publisher
@@ -126,6 +128,7 @@ class Gateway:
         await self.fleet.open()
         await self.guard.open(self.tasks)
         await self.limiter.open(self.tasks)
+        await self._verdicts.open(self.tasks)
         with contextlib.suppress(NatsError, TimeoutError):
             await self._queue_monitor.poll()
         self.tasks.spawn(self._sweep(), name="sweep")
@@ -138,6 +141,7 @@ class Gateway:
         await self.fleet.close()
         await self.guard.close()
         await self.limiter.close()
+        await self._verdicts.close()
         await self._subscriptions.close()
 
     @property
@@ -237,6 +241,7 @@ class Gateway:
             ServingError: it could not be stored, or too much of its tenant or class waits; it will not run.
         """
         self._queue_monitor.check_log(request.tenant)
+        request = await self._verdicts.check(request)
         payload = wire.encode(request)
         limit = self.bus.max_message - JOB_BYTES
         if len(payload) > limit:
@@ -250,6 +255,7 @@ class Gateway:
             subscription = await self._subscriptions.open(request.token_address)
         self._queue_monitor.accept(request.priority)
         inflight.turns = self.turns
+        self._verdicts.follow(inflight)
         subscription.subscribe(inflight)  # before publishing: the first token may overtake the acknowledgement
         self.payments.began(inflight)
         try:
@@ -297,6 +303,7 @@ class Gateway:
     def release(self, inflight: InflightRequest) -> None:
         """Stop reading, without cancelling."""
         self._subscriptions.unsubscribe(inflight)
+        self._verdicts.released(inflight)
         if inflight.paid is not None:
             self.payments.ended(inflight)
 
@@ -372,6 +379,8 @@ class Gateway:
         if record is not None and is_whole(record) and (request.n == 1 or not ordered):
             inflight.complete(done.items(record))
             return inflight
+        if record is None:
+            self._verdicts.follow(inflight)
         subscription = await self._subscriptions.open(request.token_address)
         subscription.subscribe_from_start(inflight)
         if whole:

@@ -177,6 +177,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     client_body: bytes = b""  # JSON: what the answer repeats of the client's body, or a later request continues
     constraint: Constraint | None = None  # None: the output is free; else ``sampling.logits_processors`` has CONSTRAINT
     embedding: Embedding | None = None  # a request for vectors: stop and sampling are ignored
+    repeats_poison: bool = False  # the first repeat of a request that crashed every worker: it runs alone
 
     @property
     def output(self) -> str:

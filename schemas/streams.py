@@ -127,6 +127,7 @@ def topology(s: Subjects, *, record: bool = False) -> Topology:
             followed("tenants"),
             followed("keys"),
             followed("budgets"),
+            followed("verdicts"),
             BucketSpec(s.bucket("idempotency")),
             BucketSpec(s.bucket("planners"), max_bytes=MIB),
         ),

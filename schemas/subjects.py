@@ -203,6 +203,11 @@ class Subjects:
         return f"{self.namespace}.erase"
 
     @property
+    def verdict(self) -> str:
+        """Where gateways tell each other of poisonous requests that are not to be stored."""
+        return f"{self.namespace}.verdict"
+
+    @property
     def cancel(self) -> str:
         return f"{self.namespace}.cancel"
 

@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterable, Iterator
 
 from gateway.access.limiter import Paid
 from infra.bus.loop_lag import TurnBudget
-from schemas.errors import ServingError
+from schemas.errors import Code, ServingError
 from schemas.reassembly import TokenReassembler
 from schemas.requests import GenerateRequest
-from schemas.tokens import WHOLE_REQUEST, TokenItem
+from schemas.tokens import WHOLE_REQUEST, Finish, TokenItem
 
 MAX_ITEMS = 2_048  # kept for a client that does not read, of a request with one choice and no log-probabilities
 FEW_ITEMS = 16
@@ -34,6 +34,7 @@ class InflightRequest:
         on_behind: requests the dropped items; set by the subscription that it is attached to.
         abort: closes the client's connection; set by the responder.
         turns: wakes and resumes its reader; None: at once.
+        on_poisoned: called with the request if it ends as poisonous.
         paid: what it took of its API key's limits, until it has ended; None: nothing.
     """
 
@@ -41,6 +42,7 @@ class InflightRequest:
         "_attempt",
         "_ended",
         "_error",
+        "_failed",
         "_held",
         "_items",
         "_limit",
@@ -56,6 +58,7 @@ class InflightRequest:
         "cancelling",
         "fold",
         "on_behind",
+        "on_poisoned",
         "paid",
         "request",
         "seq",
@@ -77,6 +80,8 @@ class InflightRequest:
         self.abort: Callable[[], None] | None = None
         self.turns: TurnBudget | None = None
         self.paid: Paid | None = None
+        self.on_poisoned: Callable[[GenerateRequest], None] | None = None
+        self._failed = False
         self._limit = limit_of(request) if bounded else 1 << 62
         self._items: list[TokenItem] = []
         self._more = False  # the last portion left items
@@ -107,6 +112,11 @@ class InflightRequest:
             self._mark, self._moved = mark, now
         return now - self._moved
 
+    @property
+    def answered(self) -> bool:
+        """The log has the end of every choice, and none is a failure."""
+        return self.ended and not self._failed
+
     # --- filled from the log ---
 
     def feed(self, item: TokenItem, seq: int) -> None:
@@ -127,6 +137,8 @@ class InflightRequest:
         return not self._paused
 
     def _push(self, item: TokenItem, seq: int) -> None:
+        if item.finish is not None and item.finish.code:
+            self._note_failure(item.finish)
         due = self.fold.push(item)
         if not due or self.cancelling:
             return
@@ -146,7 +158,15 @@ class InflightRequest:
             )  # read this message again: its later items are missing, and the reassembler drops duplicates
             self._held = None
 
+    def _note_failure(self, finish: Finish) -> None:
+        self._failed = True
+        if finish.code == Code.poisoned_request and self.on_poisoned is not None:
+            on_poisoned, self.on_poisoned = self.on_poisoned, None
+            on_poisoned(self.request)
+
     def _note_end(self, item: TokenItem) -> None:
+        if item.finish is not None and item.finish.code:
+            self._note_failure(item.finish)
         if item.attempt > self._attempt:
             self._attempt = item.attempt
             self._ended.clear()
@@ -189,7 +209,11 @@ class InflightRequest:
 
     def complete(self, items: Iterable[TokenItem]) -> None:
         """Add the missing items from the request's record (``schemas.done.items``)."""
-        due = self.fold.conclude([part for item in items for part in _parts(item)])
+        parts = [part for item in items for part in _parts(item)]
+        for part in parts:
+            if part.finish is not None and part.finish.code:
+                self._note_failure(part.finish)
+        due = self.fold.conclude(parts)
         if due and not self.cancelling:
             self._items += due
         self.behind = self._paused = False

@@ -1,16 +1,18 @@
 """A request that crashes every worker that runs it takes three of them, and fails none that ran beside it."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
+import nats
 import pytest
 
 from infra.bus.connection import Bus, connect
 from infra.bus.direct_get import read
 from schemas import jobs
-from schemas.subjects import HEADER_SUSPECT
+from schemas.subjects import HEADER_ERROR, HEADER_REPLY_TO, HEADER_SUSPECT
 from tests.pipeline.conftest import NewDeployment
 from tests.pipeline.support import Deployment, Oracle, ending, registrations, token_prompt, until
 
@@ -89,3 +91,30 @@ async def test_a_poisonous_request_takes_three_workers_at_most_and_no_other_requ
     ]
     assert jobs.SUSPECT in marks
     assert jobs.ALONE in marks
+
+
+async def test_the_first_repeat_takes_one_worker_and_later_ones_are_refused_at_both_doors(
+    fleet: Deployment, bus: Bus, http: httpx.AsyncClient
+) -> None:
+    await all_ready(bus)
+    before = crashes(fleet)
+    assert (await http.post("/v1/completions", json=poison(1))).status_code == 422
+    assert crashes(fleet) == before + 1
+    again = await http.post("/v1/completions", json=poison(1) | {"stream": True})
+    assert again.status_code == 422
+    assert "further repeats are refused" in again.text
+    client = await nats.connect(fleet.state.client_nats_url)
+    try:
+        headers = {HEADER_REPLY_TO: (inbox := client.new_inbox())}
+        reply = await client.subscribe(inbox)
+        await client.jetstream().publish("ps.submit.default.tiny", json.dumps(poison(1)).encode(), headers=headers)
+        refused = await reply.next_msg(timeout=30)
+        assert (refused.headers or {})[HEADER_ERROR] == "poisoned_request"
+        asked = await client.request("ps.ask.default.tiny", json.dumps(poison(1)).encode(), timeout=30)
+        assert (asked.headers or {})[HEADER_ERROR] == "poisoned_request"
+    finally:
+        await client.close()
+    assert crashes(fleet) == before + 1
+    await all_ready(bus)
+    calm = await http.post("/v1/completions", json=body(token_prompt(40, 1)))
+    assert calm.status_code == 200

@@ -20,6 +20,7 @@ from schemas import (
     tokens,
     trace,
     transfer,
+    verdicts,
 )
 from schemas.wire import encode, pack_tokens
 
@@ -234,6 +235,12 @@ SAMPLES: dict[str, tuple[Any, Callable[[bytes], Any]]] = {
         msgspec.structs.replace(JOB, suspect=jobs.ALONE, lost=((1, "w-1"), (2, "w-2"))),
         jobs.decode,
     ),
+    "verdict": (verdicts.Verdict(REQUEST.id, 7, "again"), verdicts.decode),
+    "verdict_announced": (
+        verdicts.Announced("acme.0a", verdicts.Verdict(REQUEST.id, 7)),
+        verdicts.decode_announced,
+    ),
+    "request_that_repeats_poison": (msgspec.structs.replace(REQUEST, repeats_poison=True), requests.decode),
     "done_behind_streamed_tokens": (
         done.Done(REQUEST.id, "tiny", 2, timings=done.Timings(1, 2, 3, 4, 5, 6)),
         done.decode,

@@ -1,0 +1,199 @@
+"""Whether a request repeats one that crashed every worker: the first repeat runs alone, later ones are refused."""
+
+import asyncio
+import os
+import time
+from collections.abc import Coroutine
+from contextlib import AsyncExitStack
+from typing import Any
+
+import msgspec
+import structlog
+from nats.errors import Error as NatsError
+
+from gateway.log.inflight import InflightRequest
+from infra.bus.connection import Bus
+from infra.bus.direct_get import Entry, get_last
+from infra.bus.jetstream import decode_publish_reply
+from infra.bus.log_tail import LogTail
+from infra.bus.tasks import Tasks
+from schemas.errors import Code, ServingError
+from schemas.requests import GenerateRequest
+from schemas.subjects import HEADER_LAST_ON_SUBJECT
+from schemas.verdicts import HOLDS_S, SECRET, Announced, Verdict, decode, decode_announced, key_of
+from schemas.wire import encode
+
+log = structlog.get_logger("gateway")
+
+MOST = 100_000  # verdicts; the oldest are forgotten
+WITHIN_S = 2.0
+
+
+class Verdicts:
+    """The verdicts of the last hour, of all gateways. Without the bucket (an earlier broker) there are none."""
+
+    def __init__(self, bus: Bus) -> None:
+        bucket = bus.subjects.bucket("verdicts")
+        self._prefix = f"$KV.{bucket}."
+        subject = f"{self._prefix}>"
+        self._stream = f"KV_{bucket}"
+        self._tail = LogTail(bus, self._stream, subject, bus.subjects.live(subject), self._on_entry)
+        self._bus = bus
+        self._table: dict[str, tuple[Verdict, int]] = {}  # by key; 0: in memory only, else the bucket's revision
+        self._secret: bytes | None = None
+        self._following = AsyncExitStack()
+        self._announced: Any = None
+        self._tasks: Tasks | None = None  # None: there is no bucket
+        self._storing: set[asyncio.Task[None]] = set()
+
+    async def open(self, tasks: Tasks) -> None:
+        try:
+            await self._following.enter_async_context(self._tail.following())
+            self._tasks = tasks
+            self._announced = await self._bus.nc.subscribe(self._bus.subjects.verdict, cb=self._on_announced)
+        except ServingError as error:
+            log.warning("no_verdicts", error=error.message, fix="penstock streams apply")
+
+    async def close(self) -> None:
+        if self._announced is not None and not self._bus.nc.is_closed:
+            await self._announced.unsubscribe()
+        await self._following.aclose()
+
+    async def check(self, request: GenerateRequest) -> GenerateRequest:
+        """The request as it is to be accepted: the first repeat is marked.
+
+        Raises:
+            ServingError: poisoned_request.
+        """
+        if self._storing:  # clients may repeat at once
+            await asyncio.wait(set(self._storing), timeout=WITHIN_S)
+        if not self._table or self._secret is None:
+            return request
+        key = key_of(request, self._secret)
+        verdict, revision = self._table.get(key, (None, 0))
+        if verdict is None:
+            return request
+        left_s = verdict.at_ns / 1e9 + HOLDS_S - time.time()
+        if left_s <= 0:
+            del self._table[key]
+            return request
+        claimed = msgspec.structs.replace(verdict, repeated=request.id)
+        if verdict.repeated == request.id or (
+            not verdict.repeated and await self._put(key, claimed, revision, no_store=request.no_store, left_s=left_s)
+        ):
+            log.warning("poisonous_request_repeated", request=request.id, first=verdict.request)
+            return msgspec.structs.replace(request, repeats_poison=True)
+        raise ServingError(
+            Code.poisoned_request,
+            f"a request with the same content crashed every worker that ran it ({verdict.request}); it was tried once "
+            f"more, alone, and further repeats are refused for {max(1, round(left_s / 60))} more minutes",
+        )
+
+    def follow(self, inflight: InflightRequest) -> None:
+        """A request runs: note how it ends."""
+        inflight.on_poisoned = self._condemn
+
+    def released(self, inflight: InflightRequest) -> None:
+        """This gateway follows a request no longer. If it was a repeat, and has an answer, the verdict was wrong."""
+        request = inflight.request
+        if request.repeats_poison and inflight.answered and self._secret is not None:
+            key = key_of(request, self._secret)
+            if self._table.pop(key, None) is not None:
+                log.info("verdict_withdrawn", request=request.id)
+                self._spawn(self._withdraw(key, no_store=request.no_store))
+
+    def _condemn(self, request: GenerateRequest) -> None:
+        self._spawn(self._store(request))
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        if self._tasks is None:
+            work.close()
+            return
+        task = self._tasks.spawn(work, name="verdict", on_failure=_not_stored)
+        self._storing.add(task)
+        task.add_done_callback(self._storing.discard)
+
+    async def _store(self, request: GenerateRequest) -> None:
+        secret = await self._known_secret()
+        if secret is None:
+            return
+        key = key_of(request, secret)
+        known, revision = self._table.get(key, (None, 0))
+        repeated = request.id if request.repeats_poison else known.repeated if known is not None else ""
+        first = known.request if known is not None else request.id
+        verdict = Verdict(first, time.time_ns(), repeated)
+        await self._put(key, verdict, revision, no_store=request.no_store, left_s=HOLDS_S)
+
+    async def _known_secret(self) -> bytes | None:
+        if self._secret is None:
+            made = os.urandom(32)
+            if await self._write(SECRET, made, 0):
+                self._secret = made
+            else:  # another gateway made one
+                subject = self._prefix + SECRET
+                entry = await get_last(self._bus, self._stream, subject, newest=True, within_s=WITHIN_S)
+                self._secret = entry.data or None if entry is not None else None
+        return self._secret
+
+    async def _put(self, key: str, verdict: Verdict, revision: int, *, no_store: bool, left_s: float) -> bool:
+        """Whether nobody else has changed it meanwhile."""
+        if no_store:
+            self._remember(key, verdict, 0)
+            await self._announce(Announced(key, verdict))
+            return True
+        stored = await self._write(key, encode(verdict), revision, ttl_s=max(1, int(left_s)))
+        if stored:
+            self._remember(key, verdict, stored)
+        return stored > 0
+
+    async def _withdraw(self, key: str, *, no_store: bool) -> None:
+        if no_store:
+            await self._announce(Announced(key))
+            return
+        headers = {"KV-Operation": "PURGE", "Nats-Rollup": "sub", "Nats-TTL": "5"}
+        await self._bus.nc.request(self._prefix + key, b"", timeout=WITHIN_S, headers=headers)
+
+    async def _announce(self, announced: Announced) -> None:
+        await self._bus.nc.publish(self._bus.subjects.verdict, encode(announced))
+
+    async def _write(self, key: str, value: bytes, revision: int, ttl_s: int = 0) -> int:
+        """The new revision; 0: another gateway was first, or the broker does not answer."""
+        headers = {HEADER_LAST_ON_SUBJECT: str(revision)} | ({"Nats-TTL": str(ttl_s)} if ttl_s else {})
+        try:
+            message = await self._bus.nc.request(self._prefix + key, value, timeout=WITHIN_S, headers=headers)
+            reply = decode_publish_reply(message.data)
+        except (NatsError, TimeoutError, OSError, msgspec.MsgspecError) as error:
+            log.warning("verdict_not_stored", error=repr(error))
+            return 0
+        return reply.seq if reply.error is None else 0
+
+    def _remember(self, key: str, verdict: Verdict, revision: int) -> None:
+        self._table.pop(key, None)
+        self._table[key] = verdict, revision
+        if len(self._table) > MOST:
+            del self._table[next(iter(self._table))]
+
+    def _on_entry(self, entry: Entry) -> None:
+        key = entry.subject.removeprefix(self._prefix)
+        if key == SECRET:
+            self._secret = entry.data or None
+        elif not entry.data or "KV-Operation" in entry.headers:
+            self._table.pop(key, None)
+        else:
+            self._remember(key, decode(entry.data), entry.seq)
+
+    async def _on_announced(self, message: Any) -> None:
+        try:
+            announced = decode_announced(message.data)
+        except msgspec.MsgspecError as error:
+            log.warning("verdict_unreadable", error=str(error))
+            return
+        known = self._table.get(announced.key)
+        if announced.verdict is None:
+            self._table.pop(announced.key, None)
+        elif known is None or announced.verdict.repeated or not known[0].repeated:  # else ours, from before a repeat
+            self._remember(announced.key, announced.verdict, 0)
+
+
+def _not_stored(error: BaseException) -> None:
+    log.warning("verdict_not_stored", error=repr(error))

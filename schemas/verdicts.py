@@ -1,0 +1,63 @@
+"""Requests that were found to crash every worker: entries of the ``verdicts`` bucket, which gateways write and follow.
+
+An entry holds for an hour. One of a request with ``no_store`` is in no bucket: gateways tell it each other, and keep it
+in memory.
+"""
+
+import msgspec
+from blake3 import blake3
+
+from schemas.requests import GenerateRequest
+from schemas.wire import decoder, encode
+
+HOLDS_S = 3600
+SECRET = "secret"  # the bucket's key whose value keys the digests
+
+
+class Verdict(msgspec.Struct, frozen=True, omit_defaults=True):
+    """
+    Attributes:
+        request: that was found.
+        at_ns: when, Unix time.
+        repeated: id of its first repeat, which runs alone; "": there was none. Later ones are refused.
+    """
+
+    request: str
+    at_ns: int
+    repeated: str = ""
+
+
+class Announced(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A verdict that is not to be stored. ``verdict`` None: it was withdrawn."""
+
+    key: str
+    verdict: Verdict | None = None
+
+
+decode = decoder(Verdict)
+decode_announced = decoder(Announced)
+
+
+def key_of(request: GenerateRequest, secret: bytes) -> str:
+    """What a repeat has in common with a request: tenant, model, revision, and everything that its worker computes.
+
+    The seed is left out, which a gateway draws if the client gives none.
+
+    Args:
+        secret: 32 bytes, of the deployment.
+    """
+    diffusion = request.diffusion
+    content = (
+        request.model,
+        request.revision,
+        request.prompt,
+        msgspec.structs.replace(request.sampling, seed=0),
+        request.stop,
+        request.n,
+        request.lora,
+        tuple((media.digest, media.position) for media in request.media),
+        msgspec.structs.replace(diffusion, seed=0) if diffusion is not None else None,
+        request.embedding,
+        request.constraint,
+    )
+    return f"{request.tenant}.{blake3(encode(content), key=secret).hexdigest(length=16)}"
