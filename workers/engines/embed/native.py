@@ -20,6 +20,8 @@ from workers.engines.native.loading import configuration, first_line, weights
 from workers.engines.native.model import ModelError
 from workers.engines.native.pool import out_of_memory
 
+UNUSED = ("pooler.",)  # encoders' own pooling, which many checkpoints leave out: ours is described beside them
+
 
 class NativeEmbeddingEngine:
     """See ``EmbeddingEngine``.
@@ -42,7 +44,7 @@ class NativeEmbeddingEngine:
         if config.is_encoder_decoder:
             raise ModelError(f"{config.model_type} is an encoder-decoder; embeddings come from encoders or decoders")
         try:
-            self._model = weights(AutoModel, str(path), config, device=self._device, dtype=dtype)
+            self._model = weights(AutoModel, str(path), config, device=self._device, dtype=dtype, unused=UNUSED)
             dimensions = len(self._vectors([[0]])[0])
         except torch.OutOfMemoryError as error:
             raise EngineError(out_of_memory(error)) from error

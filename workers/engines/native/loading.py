@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from transformers.utils import logging as transformers_logging
 
 from infra.model.weight_files import key_mapping
-from workers.engines.native import attention, vision
+from workers.engines.native import attention, checkpoint, vision
 from workers.engines.native.model import Model, ModelError
 from workers.engines.native.pool import KvShape
 from workers.engines.native.verify import reference, reference_attention, verify
@@ -84,21 +84,46 @@ def describe(loaded: Any, multimodal: bool = False) -> Model:
     return model
 
 
-def weights(loader: Any, model: str, config: Any, *, device: torch.device, dtype: str, **options: Any) -> Any:
+def weights(
+    loader: Any,
+    model: str,
+    config: Any,
+    *,
+    device: torch.device,
+    dtype: str,
+    unused: tuple[str, ...] = (),
+    **options: Any,
+) -> Any:
     """A model by one of transformers' classes, ready to compute.
 
+    Args:
+        unused: tensors whose names begin with one of these may be missing.
     Raises:
-        ModelError: files are missing or do not match.
+        ModelError: files or tensors are missing, do not match, or have no usable values.
     """
     kind = "float32" if dtype == "auto" and device.type == "cpu" else dtype
+    checkpoint.check_files(Path(model))
     if names := key_mapping(Path(model)):
         options["key_mapping"] = dict(names)
     try:
         with _quiet():
-            loaded = loader.from_pretrained(model, config=config, dtype=kind, trust_remote_code=False, **options)
+            loaded, names = loader.from_pretrained(
+                model,
+                config=config,
+                dtype=kind,
+                trust_remote_code=False,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # they are refused below, by name
+                **options,
+            )
     except (OSError, ValueError) as error:
         raise ModelError(f"cannot load {model!r}: {first_line(error)}") from error
-    return loaded.to(device).eval().requires_grad_(False)
+    checkpoint.check_sizes(model, names["mismatched_keys"])
+    missing = (name for name in names["missing_keys"] if not name.startswith(unused))
+    checkpoint.check_names(model, loaded, missing, names["unexpected_keys"])
+    loaded = loaded.to(device).eval().requires_grad_(False)
+    checkpoint.check_values(model, loaded)
+    return loaded
 
 
 def vision_encoder(model: str, loaded: Any, slots: int) -> vision.TorchVisionEncoder:
