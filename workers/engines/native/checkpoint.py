@@ -137,8 +137,9 @@ def _portions(tensor: Tensor) -> Iterator[Tensor]:
     if tensor.dtype.itemsize > 1:
         yield tensor
         return
-    for portion in tensor.flatten().split(PORTION):
-        yield portion.to(torch.bfloat16)
+    flat = tensor.flatten()
+    for start in range(0, flat.numel(), PORTION):
+        yield flat[start : start + PORTION].to(torch.bfloat16)
 
 
 def _named(names: Collection[str]) -> str:
