@@ -46,7 +46,7 @@ class Renderer(_Answer, Protocol):
 
     @property
     def ping(self) -> bytes:
-        """An event that says nothing, to be sent while nothing else is; b"": the API has none."""
+        """What says nothing, to be sent while nothing else is; b"": nothing more is sent."""
 
     def resume(self, last_event_id: str) -> None: ...
 

@@ -50,7 +50,6 @@ REQUEST_ID = b"x-request-id"
 IGNORED_OPTIONS = b"x-penstock-ignored-options"
 PORTION = 262_144  # bytes of a large whole answer that are handed to the connection at once
 HEAD_CONSTRAINED_S = 5.0  # the same for constrained output: a worker may refuse what this gateway cannot check
-PING_S = 10.0  # between two signs of life of a stream whose API has them
 HEAD_S = 0.05  # how long a stream's header waits for the first token: an error by then gets its own status code
 
 _WRITER = ThreadPoolExecutor(1, "answer-writer")  # several would only compete for the interpreter
@@ -226,6 +225,38 @@ class Reattach:
             await send_error(send, error)
 
 
+class IdleTimer:
+    """Tells when a stream has had no event for ``seconds``, again and again. One timer, however many events there are.
+
+    Args:
+        seconds: 0: never.
+        on_idle: called then.
+    """
+
+    def __init__(self, seconds: float, on_idle: Callable[[], None]) -> None:
+        self._seconds = seconds
+        self._on_idle = on_idle
+        self._loop = asyncio.get_running_loop()
+        self._last = self._loop.time()
+        self._timer = self._loop.call_later(seconds, self._due) if seconds else None
+
+    def sent(self) -> None:
+        """Something goes out now."""
+        if self._timer is not None:
+            self._last = self._loop.time()
+
+    def _due(self) -> None:
+        left = self._last + self._seconds - self._loop.time()
+        if left <= 0:
+            left = self._seconds
+            self._on_idle()
+        self._timer = self._loop.call_later(left, self._due)
+
+    def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+
 class StreamClock:
     """Times the events of one stream, for the metrics.
 
@@ -302,26 +333,29 @@ class Responder:
         started = False
         wait_s = HEAD_S if inflight.request.constraint is None else HEAD_CONSTRAINED_S
         clock = StreamClock(self._gateway.metrics, self._began)
+        idle = IdleTimer(self._gateway.settings.stream_ping_s, inflight.nudge)
         self.open()
         try:
             while True:
                 items: Sequence[TokenItem] = ()
                 try:
-                    items = await (inflight.take_within(wait_s) if wait_s else inflight.take())
+                    items = await (inflight.take(nudged=True) if started else inflight.take_within(wait_s))
                     data = renderer.push(items) or (renderer.ping if started and not items else b"")
                 except ServingError as error:
                     data = renderer.fail(error, finished=error.code is not Code.shutting_down)
                 if not started:
                     if renderer.error is not None:
                         raise renderer.error
-                    started, wait_s = True, PING_S if renderer.ping else 0.0
+                    started = True
                     await self.begin_stream()
                 if data or renderer.done:  # a client that has seen every event still gets the end of the body
                     clock.sends(items, len(data))
+                    idle.sent()
                     await send({"type": "http.response.body", "body": data, "more_body": not renderer.done})
                 if renderer.done:
                     return self._account(renderer)
         finally:
+            idle.close()
             clock.ends()
             self.close()
 

@@ -10,6 +10,7 @@ from gateway.http.answers import (
     HEAD_S,
     JSON,
     SSE_HEADERS,
+    IdleTimer,
     Scope,
     Send,
     encode_answer,
@@ -21,7 +22,7 @@ from gateway.log.inflight import InflightRequest
 from gateway.openai.errors import unsupported
 from gateway.openai.prepare import PreparedRequest
 from gateway.openai.prompt_batch import BatchRenderer, merge_answers, split_prompts
-from gateway.openai.sse import error_event
+from gateway.openai.sse import COMMENT, error_event
 from gateway.service import Gateway
 from schemas.errors import Code, ServingError
 
@@ -109,6 +110,7 @@ class _PromptStream:
         requests = [inflight.request for inflight in inflights]
         self._renderer = BatchRenderer(requests, gateway.model.detokenizer, include_usage=include_usage)
         self._turn = asyncio.Lock()  # of the connection
+        self._idle = IdleTimer(gateway.settings.stream_ping_s, self._nudge)
         self._bytes = 0
 
     async def run(self) -> None:
@@ -116,6 +118,19 @@ class _PromptStream:
         Raises:
             ServingError: a request failed before anything was sent, or the client went away.
         """
+        try:
+            await self._run()
+        finally:
+            self._idle.close()
+
+    def _nudge(self) -> None:
+        """One of those that wait says for all that the stream is idle."""
+        for place, inflight in enumerate(self._inflights):
+            if not self._renderer.ended(place):
+                inflight.nudge()
+                return
+
+    async def _run(self) -> None:
         # An error by then has a status code of its own.
         begun = self._renderer.push(0, await self._inflights[0].take_within(HEAD_S))
         headers = [*SSE_HEADERS, *id_headers(self._inflights[0].request)]
@@ -142,11 +157,13 @@ class _PromptStream:
         """
         renderer, inflight = self._renderer, self._inflights[place]
         while not renderer.ended(place):
-            await self._body(renderer.push(place, await inflight.take()))
+            items = await inflight.take(nudged=True)
+            await self._body(renderer.push(place, items) if items else COMMENT)
 
     async def _body(self, data: bytes, *, more: bool = True) -> None:
         if data or not more:
             self._bytes += len(data)
+            self._idle.sent()
             async with self._turn:
                 await self._send({"type": "http.response.body", "body": data, "more_body": more})
 

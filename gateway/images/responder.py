@@ -2,10 +2,11 @@
 
 import msgspec
 
-from gateway.http.answers import HEAD_S, JSON, REQUEST_ID, Responder, Send
+from gateway.http.answers import HEAD_S, JSON, REQUEST_ID, IdleTimer, Responder, Send
 from gateway.images.files import read_file
 from gateway.images.responses import ImageAggregator, ImagesResponse, ImageStreamRenderer
 from gateway.log.inflight import InflightRequest
+from gateway.openai.sse import COMMENT
 from gateway.service import Gateway
 from schemas.errors import Code, ServingError
 
@@ -36,11 +37,13 @@ class ImageResponder:
         """
         inflight, aggregator = self._inflight, renderer.aggregator
         started, code = False, "ok"
+        idle = IdleTimer(self._gateway.settings.stream_ping_s, inflight.nudge)
         self._responder.open()
         try:
             while not aggregator.done or not started:
                 try:
-                    data = renderer.push(await (inflight.take() if started else inflight.take_within(HEAD_S)))
+                    items = await (inflight.take(nudged=True) if started else inflight.take_within(HEAD_S))
+                    data = renderer.push(items) or (COMMENT if started and not items else b"")
                     if aggregator.done:
                         data += renderer.end(await self._response(aggregator))
                 except ServingError as error:
@@ -52,9 +55,11 @@ class ImageResponder:
                     started = True
                     await self._responder.begin_stream()
                 if data:
+                    idle.sent()
                     await self._send({"type": "http.response.body", "body": data, "more_body": not aggregator.done})
             return code
         finally:
+            idle.close()
             self._responder.close()
 
     async def whole(self) -> str:

@@ -50,6 +50,7 @@ class InflightRequest:
         "_mark",
         "_more",
         "_moved",
+        "_nudged",
         "_paused",
         "_waiter",
         "abort",
@@ -94,6 +95,7 @@ class InflightRequest:
         self._mark: int | None = None  # of the fold, at the last call of ``quiet_s``
         self._moved = 0.0  # monotonic; since when it is that
         self._ended: set[int] = set()  # choices that ended while it was behind
+        self._nudged = False
 
     @property
     def ended(self) -> bool:
@@ -231,14 +233,22 @@ class InflightRequest:
             if waiter is not None and not waiter.done():
                 waiter.set_result(None)
 
+    def nudge(self) -> None:
+        """Have a ``take`` that asks for it return without items."""
+        self._nudged = True
+        if self._waiter is not None:
+            _wake(self._waiter)
+
     def available(self) -> list[TokenItem]:
         """The buffered items, without waiting."""
         items, self._items = self._items, []
         return items
 
-    async def take(self) -> list[TokenItem]:
+    async def take(self, *, nudged: bool = False) -> list[TokenItem]:
         """Wait for the next items, at least one: all since the last call, or a portion that renders without a stall.
 
+        Args:
+            nudged: ``nudge`` ends the wait, too; then there are none.
         Raises:
             ServingError: no more items will come (deadline, broker).
         """
@@ -248,9 +258,13 @@ class InflightRequest:
             if self._error is not None:
                 # The error may be shared by many requests: each would leave its frames in the traceback for good.
                 raise self._error.with_traceback(None)
+            if nudged and self._nudged:
+                self._nudged = False
+                return []
             self._read_on()
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
+        self._nudged = False
         if self.turns is not None:
             await self.turns.resume()
         return self._taken()

@@ -6,6 +6,7 @@ from gateway.openai.responses import error_body
 from schemas.errors import Code, ServingError
 
 DONE = b"data: [DONE]\n\n"
+COMMENT = b": still working\n\n"  # no event, and without an id: for proxies, which cut streams that send nothing
 _MAX_DIGITS = 15
 
 _json = msgspec.json.encode

@@ -20,6 +20,7 @@ from gateway.openai.responses_api.objects import (
     Status,
 )
 from gateway.openai.segments import Change, Segment, SegmentedAnswer
+from gateway.openai.sse import COMMENT
 from infra.model.detokenizer import Detokenizer
 from schemas.errors import ServingError
 from schemas.requests import GenerateRequest
@@ -91,7 +92,7 @@ class ResponseRenderer:
 
     @property
     def ping(self) -> bytes:
-        return b""
+        return b"" if self.done else COMMENT
 
     def resume(self, last_event_id: str) -> None:
         """Skip what the client has seen; then push all items from the first on.

@@ -1,7 +1,7 @@
 """Answers over HTTP, with a connection of the test's own."""
 
 import asyncio
-from collections.abc import MutableMapping
+from collections.abc import Callable, MutableMapping
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -10,44 +10,113 @@ import pytest
 
 from configs.settings import GatewaySettings
 from gateway.access.caller import ANYONE, CALLER
-from gateway.anthropic.render import PING, ClientBody, MessageRenderer
-from gateway.http.answers import Generations, Responder, SendError, answer_text, send_error
+from gateway.answer_shapes import renderer_for
+from gateway.anthropic.render import PING, ClientBody
+from gateway.http.answers import Generations, IdleTimer, Responder, SendError, answer_text, send_error
 from gateway.http.connections import SCOPE
 from gateway.http.messages import send_message_error
 from gateway.log.inflight import InflightRequest
+from gateway.openai.responses_api.record import encode_stored
+from gateway.openai.responses_api.requests import ResponsesRequest
+from gateway.openai.sse import COMMENT as PING_COMMENT
 from infra.bus.loop_lag import TurnBudget
 from schemas.errors import Code, ServingError
+from schemas.requests import GenerateRequest
 from tests.gateway.answers import DETOKENIZER, STOP, items, request
 
+STREAMS = [
+    (request("chat"), PING_COMMENT),
+    (request("text", parsing=None), PING_COMMENT),
+    (request("response", encode_stored(ResponsesRequest(input="hi", model="demo"))), PING_COMMENT),
+    (request("message", msgspec.json.encode(ClientBody(100))), PING),
+]
 
-async def test_a_stream_of_messages_shows_that_it_lives_while_it_waits_for_tokens(
-    monkeypatch: pytest.MonkeyPatch,
+
+@pytest.mark.parametrize(("asked", "ping"), STREAMS, ids=lambda value: getattr(value, "endpoint", ""))
+async def test_a_stream_shows_that_it_lives_while_it_waits_for_tokens(
+    monkeypatch: pytest.MonkeyPatch, asked: GenerateRequest, ping: bytes
 ) -> None:
-    monkeypatch.setattr("gateway.http.answers.PING_S", 0.001)
     monkeypatch.setattr("gateway.http.answers.HEAD_S", 0.001)
-    asked = request("message", msgspec.json.encode(ClientBody(100)))
     inflight = InflightRequest(asked)
     sent, pings = bytearray(), asyncio.Event()
 
     async def send(message: MutableMapping[str, Any]) -> None:
         sent.extend(message.get("body", b""))
-        if sent.count(PING) >= 3:
+        if sent.count(ping) >= 3:
             pings.set()
 
-    gateway = MagicMock(turns=TurnBudget())
+    gateway = MagicMock(turns=TurnBudget(), settings=GatewaySettings(stream_ping_s=0.001))
     scope = {SCOPE: MagicMock(lost=False)}
-    streaming = asyncio.create_task(
-        Responder(gateway, inflight, scope, send, 0.0).stream(MessageRenderer(asked, DETOKENIZER))
-    )
+    renderer = renderer_for(asked, DETOKENIZER)
+    streaming = asyncio.create_task(Responder(gateway, inflight, scope, send, 0.0).stream(renderer))
     async with asyncio.timeout(10):
         await pings.wait()
         gateway.metrics.ttft.observe.assert_not_called()
         for seq, item in enumerate(items("Hi there.", STOP)):
             inflight.feed(item, seq)
         assert await streaming == "ok"
-    assert sent.endswith(b'data: {"type":"message_stop"}\n\n')
-    alone = MessageRenderer(asked, DETOKENIZER).push(items("Hi there.", STOP))
-    assert bytes(sent).replace(PING, b"") == alone.replace(PING, b""), "pings change no number"
+    alone = renderer_for(asked, DETOKENIZER).push(items("Hi there.", STOP))
+    assert bytes(sent).replace(ping, b"") == alone.replace(ping, b""), "pings are no events and change no number"
+    assert b"id:" not in ping
+
+
+class Clock:
+    """Of the test's own: what ``IdleTimer`` needs of an event loop."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.timers: list[tuple[float, Callable[[], None]]] = []
+
+    def time(self) -> float:
+        return self.now
+
+    def call_later(self, seconds: float, call: Callable[[], None]) -> MagicMock:
+        self.timers.append((self.now + seconds, call))
+        return MagicMock()
+
+    def to(self, now: float) -> None:
+        while self.timers and self.timers[0][0] <= now:
+            self.now, call = self.timers.pop(0)
+            call()
+        self.now = now
+
+
+def test_a_stream_has_a_comment_only_when_no_event_came_for_so_long_and_with_0_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock, idle = Clock(), MagicMock()
+    monkeypatch.setattr("asyncio.get_running_loop", lambda: clock)
+    timer = IdleTimer(10.0, idle)
+    for now in (4.0, 9.0, 18.0, 27.5):
+        clock.to(now)
+        timer.sent()
+    clock.to(37.4)
+    idle.assert_not_called()
+    clock.to(37.5)
+    idle.assert_called_once()
+    clock.to(67.5)
+    assert idle.call_count == 4
+    assert len(clock.timers) == 1
+    timer.close()
+    off = IdleTimer(0, idle)
+    off.sent()
+    off.close()
+    assert len(clock.timers) == 1
+
+
+async def test_a_nudge_that_items_overtake_is_forgotten() -> None:
+    inflight = InflightRequest(request("chat"))
+    inflight.nudge()
+    assert await inflight.take(nudged=True) == []
+    inflight.nudge()
+    given = items("Hi", None)
+    inflight.feed(given[0], 0)
+    assert await inflight.take(nudged=True)
+    taking = asyncio.create_task(inflight.take(nudged=True))
+    await asyncio.sleep(0)
+    assert not taking.done()
+    inflight.nudge()
+    assert await taking == []
 
 
 async def test_a_request_waits_for_its_portion_when_its_body_has_arrived() -> None:

@@ -1,10 +1,18 @@
+import asyncio
+from collections.abc import MutableMapping
+from typing import Any
 from unittest.mock import AsyncMock, MagicMock
 
+import msgspec
 import pytest
 
+from configs.settings import GatewaySettings
 from gateway.http.idempotency import ClientIds
-from gateway.http.prompt_batch import answer_prompts
+from gateway.http.prompt_batch import _PromptStream, answer_prompts
+from gateway.log.inflight import InflightRequest
+from gateway.openai.sse import COMMENT
 from schemas.errors import Code, ServingError
+from tests.gateway.answers import DETOKENIZER, STOP, items, request
 
 
 async def test_each_prompt_of_a_batch_waits_for_its_portion() -> None:
@@ -24,3 +32,27 @@ async def test_each_prompt_of_a_batch_waits_for_its_portion() -> None:
     with pytest.raises(ServingError):
         await answer_prompts(gateway, b"", MagicMock(spec=ClientIds, key=""), prepare, {}, AsyncMock())
     assert steps == ["portion", "a", "portion", "b", "portion", "c"]
+
+
+async def test_a_stream_of_several_prompts_shows_that_it_lives_while_all_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gateway.http.prompt_batch.HEAD_S", 0.001)
+    asked = [msgspec.structs.replace(request("text", parsing=None), id=f"r{number}") for number in range(3)]
+    inflights = [InflightRequest(each) for each in asked]
+    sent, seen = bytearray(), asyncio.Event()
+
+    async def send(message: MutableMapping[str, Any]) -> None:
+        sent.extend(message.get("body", b""))
+        if sent.count(COMMENT) >= 3:
+            seen.set()
+
+    gateway = MagicMock(settings=GatewaySettings(stream_ping_s=0.001))
+    gateway.model.detokenizer = DETOKENIZER
+    streaming = asyncio.create_task(_PromptStream(gateway, inflights, send, include_usage=False).run())
+    async with asyncio.timeout(10):
+        await seen.wait()
+        for inflight in inflights:
+            for seq, item in enumerate(items("Hi there.", STOP)):
+                inflight.feed(msgspec.structs.replace(item, request=inflight.request.id), seq)
+        await streaming
+    assert sent.endswith(b"data: [DONE]\n\n")
+    assert bytes(sent).replace(COMMENT, b"").count(b'"finish_reason":"stop"') == 3
