@@ -64,6 +64,15 @@ class GatewaySettings(Common, frozen=True, kw_only=True):
         Seconds, about("seconds until the body must have arrived, plus one second per 16 KiB")
     ] = 30.0
     keep_alive_s: Annotated[Seconds, about("seconds that an idle HTTP connection is kept open")] = 75.0
+    stream_ping_s: Annotated[
+        float,
+        Meta(
+            ge=0,
+            le=3600,
+            description="seconds without an event after which a stream gets a comment (in the Messages API a ping), so "
+            "that proxies keep it; 0: none",
+        ),
+    ] = 10.0
     write_timeout_s: Annotated[
         Seconds, about("seconds that a client may read nothing before its connection is closed")
     ] = 60.0
@@ -109,6 +118,12 @@ class GatewaySettings(Common, frozen=True, kw_only=True):
             "special tokens that are written out in a message: plain text, or control tokens (as apply_chat_template)"
         ),
     ] = "text"
+    reasoning_fields: Annotated[
+        Literal["auto", "both", "reasoning_content", "reasoning"],
+        about(
+            "names under which chat answers have reasoning; auto: both in whole answers, reasoning_content in streams"
+        ),
+    ] = "auto"
     always_no_store: Annotated[
         bool, about("erase prompt and answer of every request from the log soon after its end, as with no_store: true")
     ] = False

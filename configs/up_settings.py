@@ -140,6 +140,10 @@ class UpSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     insecure: Annotated[bool, _OF_GATEWAY] = _GATEWAY.insecure
     always_no_store: Annotated[bool, _OF_GATEWAY] = _GATEWAY.always_no_store
     strict_options: Annotated[bool, _OF_GATEWAY] = _GATEWAY.strict_options
+    reasoning_fields: Annotated[Literal["auto", "both", "reasoning_content", "reasoning"], _OF_GATEWAY] = (
+        _GATEWAY.reasoning_fields
+    )
+    stream_ping_s: Annotated[float, _OF_GATEWAY] = _GATEWAY.stream_ping_s
     max_media_bytes: Annotated[int, _OF_GATEWAY] = _GATEWAY.max_media_bytes
     max_image_pixels: Annotated[int, _OF_GATEWAY] = _GATEWAY.max_image_pixels
     max_images: Annotated[int, _OF_GATEWAY] = _GATEWAY.max_images

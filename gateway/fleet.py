@@ -176,6 +176,7 @@ class FleetView:
             parsers=self._parsers if any(self._parsers) else None,
             special_tokens_as_text=settings.special_tokens_in_messages == "text",
             no_store=settings.always_no_store,
+            reasoning_fields="" if settings.reasoning_fields == "auto" else settings.reasoning_fields,
             elsewhere={name: IMAGE_PATHS[model.kind] for name, model in self.diffusion_models.known.items()}
             | dict.fromkeys(self.embedding_models.known, EMBEDDINGS),
         )

@@ -138,6 +138,18 @@ class Parsing(msgspec.Struct, frozen=True, omit_defaults=True):
     thinking: bool = False  # the prompt ends within reasoning
     one_call: bool = False  # show the first call only
     texts: dict[str, dict[str, bool]] = {}
+    prefilled: bool = False  # the prompt ends within text that the answer continues: of a thought, or of the content
+    names: str = ""  # of the fields with reasoning, see ``--reasoning-fields``
+    hidden: bool = False  # reasoning is left out of the answer
+    joined: bool = False  # reasoning is part of the content, with its marks
+
+
+class Shown(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What an answer shows beside its text."""
+
+    token_ids: bool = False  # of the prompt and the output
+    tokens_as_ids: bool = False  # tokens of log-probabilities are "token_id:ID", not their text
+    usage: bool = False  # each event of a stream has the usage so far
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -178,6 +190,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     constraint: Constraint | None = None  # None: the output is free; else ``sampling.logits_processors`` has CONSTRAINT
     embedding: Embedding | None = None  # a request for vectors: stop and sampling are ignored
     repeats_poison: bool = False  # the first repeat of a request that crashed every worker: it runs alone
+    shown: Shown = Shown()
 
     @property
     def output(self) -> str:

@@ -1,12 +1,12 @@
 """Collects token items into one JSON response, for completions and chat completions without streaming. Pure."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
 from msgspec import UNSET, Struct
 
-from gateway.openai.answer_state import AnswerState, ChoiceState
+from gateway.openai.answer_state import AnswerState, ChoiceState, reasoning_names
 from gateway.openai.json_slices import PLACEHOLDER, encode_fields, encode_list, fill
 from gateway.openai.logprobs import LARGE, LogprobFormatter
 from gateway.openai.prompt_logprobs import PromptEcho
@@ -20,7 +20,7 @@ from gateway.openai.responses import (
     message_of,
 )
 from infra.model.detokenizer import Detokenizer
-from infra.model.parsers.registry import parser_for
+from infra.model.parsers.delta_builder import Delta
 from schemas.errors import ServingError
 from schemas.requests import GenerateRequest
 from schemas.tokens import PROMPT, Logprob, TokenItem
@@ -40,11 +40,15 @@ class AnswerAggregator:
         self._state = state = AnswerState(request, detokenizer)
         self._request = request
         self._late = late
-        self._logprobs = LogprobFormatter(detokenizer) if request.sampling.logprobs is not None else None
+        self._logprobs: LogprobFormatter | None = None
+        if request.sampling.logprobs is not None:
+            self._logprobs = LogprobFormatter(detokenizer, as_ids=request.shown.tokens_as_ids)
         self._has_prompt_logprobs = request.sampling.prompt_logprobs is not None
         self._prompt = PromptEcho(request, detokenizer) if self._has_prompt_logprobs or request.echo else None
         self._texts: list[list[str]] = [[] for _ in state.choices]
-        self._entries: list[list[tuple[int, Logprob]]] = [[] for _ in state.choices]
+        self._deltas: list[Delta | None] = [None] * len(state.choices)
+        self._ids: list[bytearray] = [bytearray() for _ in state.choices]
+        self._entries: list[list[tuple[int, Logprob, int]]] = [[] for _ in state.choices]  # with characters before it
         self._sliced: list[list[bytes]] = []  # JSON of log-probabilities, in the order of the body
 
     @property
@@ -65,16 +69,46 @@ class AnswerAggregator:
                 if self._prompt is not None:
                     self._prompt.take(item)
                 continue
-            choice = state.choices[item.choice]
-            tokens = unpack_tokens(item.tokens)
-            choice.position += len(tokens)
-            shown = tokens[:-1] if state.hides_last(item.finish) else tokens
-            self._texts[item.choice] += map(choice.push, shown)
-            if self._logprobs is not None:
-                self._entries[item.choice] += zip(tokens, item.logprobs or (), strict=False)
-            if item.finish is not None and state.end(choice, item.finish):
-                self._texts[item.choice].append(choice.stream.finish())
+            self._item(state.choices[item.choice], item)
         return state.done
+
+    def _item(self, choice: ChoiceState, item: TokenItem) -> None:
+        state, texts = self._state, self._texts[choice.index]
+        tokens = unpack_tokens(item.tokens)
+        choice.position += len(tokens)
+        shown = tokens[:-1] if state.hides_last(item.finish) else tokens
+        if self._request.shown.token_ids:
+            self._ids[choice.index] += item.tokens
+        if choice.parser is None and self._logprobs is None:
+            texts += map(choice.push, shown)
+        else:
+            self._scored(choice, item, tokens, len(shown))
+        if item.finish is not None and state.end(choice, item.finish):
+            rest = choice.stream.finish()
+            if choice.parser is not None:
+                self._deltas[choice.index] = choice.parser.finish(rest, limited=choice.limited)
+            texts.append(rest)
+            if state.is_chat:
+                self._entries[choice.index] += [(*each, 0) for each in choice.content_scores(rest)]
+
+    def _scored(self, choice: ChoiceState, item: TokenItem, tokens: Sequence[int], shown: int) -> None:
+        """Tokens of an answer that is parsed, or has log-probabilities."""
+        parser, texts, entries = choice.parser, self._texts[choice.index], self._entries[choice.index]
+        logprobs = item.logprobs if self._logprobs is not None and item.logprobs else ()
+        chat = self._state.is_chat
+        for place, token in enumerate(tokens):
+            logprob = logprobs[place] if place < len(logprobs) else None
+            if chat and place < shown:
+                choice.score(token, logprob)
+            elif logprob is not None and not chat:
+                entries.append((token, logprob, choice.place(token)))
+            text = choice.push(token) if place < shown else ""
+            if parser is not None:
+                parser.feed(text)
+            else:
+                texts.append(text)
+            if chat and logprobs:
+                entries += [(*each, 0) for each in choice.content_scores(text)]
 
     @property
     def large(self) -> bool:
@@ -108,30 +142,50 @@ class AnswerAggregator:
         shell: Struct
         if state.is_chat:
             choices = [self._chat_choice(choice) for choice in state.choices]
-            shell = ChatCompletionResponse(*names, choices, state.usage, prompt_logprobs=self._prompt_logprobs())
+            shell = ChatCompletionResponse(
+                *names,
+                choices,
+                state.usage,
+                prompt_logprobs=self._prompt_logprobs(),
+                system_fingerprint=state.fingerprint,
+                prompt_token_ids=self._prompt_ids(),
+            )
         else:
             shell = CompletionResponse(
-                *names, [self._completion_choice(choice) for choice in state.choices], state.usage
+                *names,
+                [self._completion_choice(choice) for choice in state.choices],
+                state.usage,
+                system_fingerprint=state.fingerprint,
             )
         return fill(_json(shell), self._sliced)
 
     def _chat_choice(self, choice: ChoiceState) -> ChatChoice:
-        texts, request = self._texts[choice.index], self._request
-        parser = parser_for(request, choice.index) if request.parsing is not None else None
-        if parser is None:
-            message = AnswerMessage("".join(texts))
+        parsing = self._request.parsing
+        if parsing is None:
+            message = AnswerMessage("".join(self._texts[choice.index]))
         else:
-            message = message_of(parser.parse(*texts, limited=choice.limited))
-        return ChatChoice(choice.index, message, choice.finish_reason(parser), self._choice_logprobs(choice))
+            whole = self._deltas[choice.index] or Delta()
+            message = message_of(whole, reasoning_names(parsing, streamed=False), hidden=parsing.hidden)
+        logprobs = self._choice_logprobs(choice)
+        return ChatChoice(choice.index, message, choice.finish_reason, logprobs, self._token_ids(choice))
 
     def _completion_choice(self, choice: ChoiceState) -> TextChoice:
         text = "".join(self._texts[choice.index])
         if self._prompt is None or not self._request.echo:
-            logprobs, of_prompt = self._choice_logprobs(choice), self._prompt_logprobs()
-            return TextChoice(choice.index, text, choice.finish_reason(), logprobs, of_prompt)
-        reason = "length" if self._request.unanswered else choice.finish_reason()
-        logprobs = self._echoed_logprobs(self._prompt, choice)
-        return TextChoice(choice.index, self._prompt.text + text, reason, logprobs, self._prompt_logprobs())
+            reason, logprobs = choice.finish_reason, self._choice_logprobs(choice)
+        else:
+            reason = "length" if self._request.unanswered else choice.finish_reason
+            logprobs = self._echoed_logprobs(self._prompt, choice)
+            text = self._prompt.text + text
+        of_prompt, ids = self._prompt_logprobs(), self._token_ids(choice)
+        return TextChoice(choice.index, text, reason, logprobs, of_prompt, ids, self._prompt_ids())
+
+    def _token_ids(self, choice: ChoiceState) -> Any:
+        shown = self._request.shown.token_ids and not self._request.unanswered
+        return unpack_tokens(bytes(self._ids[choice.index])).tolist() if shown else UNSET
+
+    def _prompt_ids(self) -> Any:
+        return unpack_tokens(self._request.prompt).tolist() if self._request.shown.token_ids else UNSET
 
     def _echoed_logprobs(self, prompt: PromptEcho, choice: ChoiceState) -> Any:
         """Log-probabilities of the prompt and the output behind it."""
@@ -139,7 +193,9 @@ class AnswerAggregator:
             return None
         logprobs = prompt.completion_logprobs(self._request.sampling.logprobs or 0)
         if not self._request.unanswered:
-            own = self._logprobs.completion(self._entries[choice.index], len(prompt.text))
+            before = len(prompt.text)
+            entries = self._entries[choice.index]
+            own = self._logprobs.completion((token, logprob, before + at) for token, logprob, at in entries)
             for name in logprobs.__struct_fields__:
                 getattr(logprobs, name).extend(getattr(own, name))
         return self._in_slices(encode_fields(logprobs))
@@ -155,8 +211,8 @@ class AnswerAggregator:
             return None
         entries = self._entries[choice.index]
         if not self._state.is_chat:
-            return self._in_slices(encode_fields(self._logprobs.completion(entries, 0)))
-        content = encode_list(self._logprobs.chat(token, logprob) for token, logprob in entries)
+            return self._in_slices(encode_fields(self._logprobs.completion(entries)))
+        content = encode_list(self._logprobs.chat(token, logprob) for token, logprob, _ in entries)
         return self._in_slices([b'{"content":', *content, b"}"])
 
     def _in_slices(self, slices: list[bytes]) -> Any:

@@ -31,7 +31,7 @@ def whole_answer(
     Raises:
         ServingError: the model has no known format for what is asked.
     """
-    budget = _budget(body, context)
+    budget = None if _within_content(parsing) else _budget(body, context)
     choice = resolve_tool_choice(body.tool_choice, body.tools, body.parallel_tool_calls)
     reasoning = _reasoning(parsing, budget)
     called = parsing.tools if parsing is not None else ""
@@ -72,7 +72,14 @@ def _budget(body: ChatCompletionRequest, context: PrepareContext) -> int | None:
     return 0 if can and body.reasoning_effort == "none" else None
 
 
+def _within_content(parsing: Parsing | None) -> bool:
+    """The prompt ends within the content, so that no reasoning follows."""
+    return parsing is not None and parsing.prefilled and not parsing.thinking
+
+
 def _reasoning(parsing: Parsing | None, budget: int | None) -> Reasoning | None:
+    if _within_content(parsing):
+        return None
     tags = REASONING.get(parsing.reasoning) if parsing is not None else None
     if isinstance(tags, ReasoningTags):
         assert parsing is not None

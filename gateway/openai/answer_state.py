@@ -1,13 +1,24 @@
 """The state of an answer: its choices, usage, failure. Shared by streamed and whole answers."""
 
+from importlib.metadata import version
+
+from blake3 import blake3
+
 from gateway.openai.common import CHAT
-from gateway.openai.responses import PromptTokensDetails, UsageBody, serving_error
+from gateway.openai.responses import CompletionTokensDetails, PromptTokensDetails, UsageBody, serving_error
 from infra.model.detokenizer import Detokenizer
-from infra.model.parsers.answer_parser import AnswerParser
-from infra.model.parsers.registry import text_stream
+from infra.model.parsers.delta_builder import CONTENT
+from infra.model.parsers.registry import parser_for, text_stream
 from schemas.errors import ServingError
-from schemas.requests import GenerateRequest
-from schemas.tokens import FAILURES, Finish
+from schemas.requests import GenerateRequest, Parsing
+from schemas.tokens import FAILURES, Finish, Logprob
+
+Scored = tuple[int, Logprob]  # a token and its log-probability
+
+REASONING_CONTENT, REASONING = "reasoning_content", "reasoning"
+BOTH = "both"
+
+_BUILD = version("penstock")
 
 
 class ChoiceState:
@@ -16,28 +27,57 @@ class ChoiceState:
         position: tokens consumed.
         offset: characters of their text, for the log-probabilities of completions.
         push: from the next token to the text that can be shown.
+        parser: of that text; None: it is not parsed.
     """
 
-    __slots__ = ("finish", "index", "offset", "position", "push", "stream")
+    __slots__ = ("_measure", "_pending", "finish", "index", "offset", "parser", "position", "push", "stream")
 
     def __init__(self, index: int, request: GenerateRequest, detokenizer: Detokenizer) -> None:
         self.index = index
         self.stream = text_stream(request, detokenizer)
         self.push = self.stream.push
+        self.parser = parser_for(request, index) if request.parsing is not None else None
         self.position = 0
         self.offset = 0
         self.finish: Finish | None = None
+        self._pending: list[Scored] = []
+        self._measure = detokenizer.stream() if request.sampling.logprobs is not None else None
+
+    def place(self, token: int) -> int:
+        """The characters of the output before this token, which is the next one. Partial characters have none."""
+        assert self._measure is not None
+        offset = self.offset
+        self.offset += len(self._measure.push(token))
+        return offset
+
+    def score(self, token: int, logprob: Logprob | None) -> None:
+        """The token that is pushed next, if its log-probability is wanted."""
+        if logprob is not None:
+            self._pending.append((token, logprob))
+
+    def content_scores(self, text: str) -> list[Scored]:
+        """The tokens of the content that the last one made final. Those of reasoning, calls and marks have none.
+
+        Args:
+            text: of an answer that is not parsed: what the last token added.
+        """
+        grew = self.parser.grew if self.parser is not None else CONTENT if text else 0
+        if not grew:
+            return []
+        scores, self._pending = self._pending, []
+        return scores if grew & CONTENT else []
 
     @property
     def limited(self) -> bool:
         """It was cut off by its length."""
         return self.finish is not None and self.finish.reason == "length"
 
-    def finish_reason(self, parser: AnswerParser | None = None) -> str:
-        """The finish reason of an ended choice. ``parser``: of its text, if it was parsed."""
+    @property
+    def finish_reason(self) -> str:
+        """Of an ended choice."""
         assert self.finish is not None
         reason = self.finish.reason
-        return "tool_calls" if reason == "stop" and parser is not None and parser.has_calls else reason
+        return "tool_calls" if reason == "stop" and self.parser is not None and self.parser.has_calls else reason
 
 
 class AnswerState:
@@ -45,6 +85,7 @@ class AnswerState:
     Attributes:
         open_choices: that have not ended.
         error: why the request failed, or why its answer ends here.
+        fingerprint: changes with the revision of the model and the build that shows the answer.
     """
 
     def __init__(self, request: GenerateRequest, detokenizer: Detokenizer) -> None:
@@ -52,6 +93,7 @@ class AnswerState:
         self.is_chat = request.endpoint == CHAT
         self.id = ("chatcmpl-" if self.is_chat else "cmpl-") + request.id
         self.created = request.created_ns // 1_000_000_000
+        self.fingerprint = "fp_" + blake3(f"{request.revision}/{_BUILD}".encode()).hexdigest()[:10]
         self.error: ServingError | None = None
         self.choices = [ChoiceState(index, request, detokenizer) for index in range(request.n)]
         self.open_choices = request.n
@@ -66,7 +108,12 @@ class AnswerState:
         prompt = len(self.request.prompt) // 4
         completion = 0 if self.request.unanswered else sum(choice.position for choice in self.choices)
         cached = min((choice.finish.cached_tokens if choice.finish else 0 for choice in self.choices), default=0)
-        return UsageBody(prompt, completion, prompt + completion, PromptTokensDetails(cached))
+        usage = UsageBody(prompt, completion, prompt + completion, PromptTokensDetails(cached))
+        return with_reasoning(usage, self.reasoning_tokens) if self.is_chat else usage
+
+    @property
+    def reasoning_tokens(self) -> int:
+        return sum(choice.parser.reasoning_tokens for choice in self.choices if choice.parser is not None)
 
     def hides_last(self, finish: Finish | None) -> bool:
         """Whether the last token is a stop token, which is counted but not shown, like a stop string."""
@@ -82,3 +129,25 @@ class AnswerState:
         choice.finish = finish
         self.open_choices -= 1
         return True
+
+
+def with_reasoning(usage: UsageBody, tokens: int) -> UsageBody:
+    return UsageBody(
+        usage.prompt_tokens,
+        usage.completion_tokens,
+        usage.total_tokens,
+        usage.prompt_tokens_details,
+        CompletionTokensDetails(tokens),
+    )
+
+
+def reasoning_names(parsing: Parsing | None, *, streamed: bool) -> tuple[str, ...]:
+    """The fields of a message or delta that have its reasoning, or null; none: the model's format is not known.
+
+    By default, a whole answer has it under both names that clients read. In streams it is sent once.
+    """
+    if parsing is None or not parsing.reasoning or parsing.joined:
+        return ()
+    if parsing.names == BOTH or not (parsing.names or streamed):
+        return (REASONING_CONTENT, REASONING)
+    return (parsing.names or REASONING_CONTENT,)

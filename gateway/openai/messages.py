@@ -48,12 +48,13 @@ def media_parts(messages: list[ChatMessage]) -> list[MediaPart]:
 
 def _template_message(field: str, message: ChatMessage) -> dict[str, Any]:
     # Clients send our answers back, and those may consist of tool calls or truncated reasoning alone.
-    may_be_empty = message.role == "assistant" and (message.tool_calls or message.reasoning_content is not None)
+    thought = message.reasoning if message.reasoning_content is None else message.reasoning_content
+    may_be_empty = message.role == "assistant" and (message.tool_calls or thought is not None)
     if message.content is None and not may_be_empty:
         raise invalid(f"{field}.content", f"{field}.content is missing")
     out: dict[str, Any] = {"role": message.role, "content": _content(field, message.role, message.content)}
-    for key in ("name", "tool_call_id", "reasoning_content"):
-        if (value := getattr(message, key)) is not None:
+    for key, value in (("name", message.name), ("tool_call_id", message.tool_call_id), ("reasoning_content", thought)):
+        if value is not None:
             out[key] = value
     if message.tool_calls:
         out["tool_calls"] = [_tool_call(f"{field}.tool_calls[{i}]", call) for i, call in enumerate(message.tool_calls)]

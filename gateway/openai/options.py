@@ -7,17 +7,18 @@ import msgspec
 
 from gateway.openai.common import resolve_seed
 from gateway.openai.constraint import marks, resolve_constraint
-from gateway.openai.errors import invalid, prompt_too_long
+from gateway.openai.errors import invalid, prompt_too_long, unsupported
 from gateway.openai.prepare_context import PrepareContext
-from gateway.openai.requests import ChatCompletionRequest, CompletionRequest, TextOptions
+from gateway.openai.requests import ChatCompletionRequest, ChatMessage, CompletionRequest, TextOptions
 from infra.model.modeldir import ModelDir
-from infra.model.parsers.registry import answer_parsing
+from infra.model.parsers.registry import HARMONY, REASONING, answer_parsing
 from schemas.errors import Code, ServingError
 from schemas.requests import CONSTRAINT, CONSTRAINT_LARK, Constraint, LogitsProcessor, Parsing, Sampling, Stop
 
 T = TypeVar("T")
 
 MAX_PROMPT_LOGPROBS = 131_072  # values in one answer: prompt tokens x (1 + alternatives) x times they are shown
+MAX_STREAMED_LOGPROBS = 8_192  # of them in one event of a stream
 RESERVED = frozenset({CONSTRAINT, CONSTRAINT_LARK})  # names that clients cannot use
 MAX_PROCESSOR_BYTES = 65_536  # arguments of all logits processors of a request, as JSON
 
@@ -67,7 +68,32 @@ def _parsing(
         return text
 
     tools = body.tools if body.tool_choice != "none" else None
-    return answer_parsing(context.parsers, tools, prompt_end, one_call=body.parallel_tool_calls is False)
+    parsing = answer_parsing(
+        context.parsers,
+        tools,
+        prompt_end,
+        one_call=body.parallel_tool_calls is False,
+        begins=body.add_generation_prompt is not False,
+        prefilled=_text_of(body.messages[-1]) if body.continue_final_message else None,
+    )
+    if parsing is None:
+        return None
+    joined = body.separate_reasoning is False and bool(parsing.reasoning)
+    if joined and REASONING.get(parsing.reasoning) == HARMONY:
+        raise unsupported(
+            "separate_reasoning",
+            "separate_reasoning: false is not supported by models that think in channels (harmony)",
+        )
+    return msgspec.structs.replace(
+        parsing, names=context.reasoning_fields, hidden=body.include_reasoning is False and not joined, joined=joined
+    )
+
+
+def _text_of(message: ChatMessage) -> str:
+    content = message.content
+    if isinstance(content, list):
+        return "".join(part.text or "" for part in content if part.type == "text")
+    return content or ""
 
 
 def _max_tokens(body: ChatCompletionRequest | CompletionRequest, prompt_tokens: int, context: PrepareContext) -> int:
@@ -164,6 +190,12 @@ def _prompt_logprobs(body: ChatCompletionRequest | CompletionRequest, prompt_tok
     if not given:
         return None
     most = max(given)
+    if body.stream and prompt_tokens * (1 + most) > MAX_STREAMED_LOGPROBS:
+        raise invalid(
+            "logprobs",
+            f"logprobs {most} of an echoed prompt of {prompt_tokens} tokens gives {prompt_tokens * (1 + most)} values; "
+            f"with stream: true the limit is {MAX_STREAMED_LOGPROBS}. Ask for fewer alternatives, or do not stream.",
+        )
     shown = body.n or 1 if is_completion else 1  # each choice of a completion repeats them
     if (values := prompt_tokens * (1 + most) * shown) > MAX_PROMPT_LOGPROBS:
         field = "prompt_logprobs" if most == body.prompt_logprobs else "logprobs"

@@ -14,7 +14,7 @@ from gateway.openai.prepare_context import PrepareContext
 from gateway.openai.prompt import Prompt, chat_prompt, completion_prompt, expand_media, truncated
 from gateway.openai.requests import ChatCompletionRequest, CompletionRequest, parse_chat, parse_completion
 from schemas.blocks import chain, media_extra, root
-from schemas.requests import GenerateRequest, Media
+from schemas.requests import GenerateRequest, Media, Shown
 from schemas.wire import pack_tokens
 
 
@@ -183,6 +183,16 @@ def _prepared(
         session=body.prompt_cache_key or "",
         tenant=context.tenant,
         constraint=options.constraint,
+        shown=_shown(body),
     )
     usage = body.stream_options is not None and bool(body.stream_options.include_usage)
     return PreparedRequest(request, len(tokens), bool(body.stream), usage)
+
+
+def _shown(body: ChatCompletionRequest | CompletionRequest) -> Shown:
+    stream = body.stream_options
+    return Shown(
+        token_ids=bool(body.return_token_ids),
+        tokens_as_ids=bool(body.return_tokens_as_token_ids),
+        usage=stream is not None and bool(stream.continuous_usage_stats),
+    )

@@ -30,6 +30,7 @@ class PrepareContext(NamedTuple):
         allowed: names of models that it may use; None: all.
         priority: its class if the body names none, and the highest that it may have; None: the body decides.
         own_cache: tenants share no KV; False: this one shares it with the default tenant.
+        reasoning_fields: of answers, see ``--reasoning-fields``; "": the default.
         elsewhere: models that generate no text, and the path to ask them at.
     """
 
@@ -51,6 +52,7 @@ class PrepareContext(NamedTuple):
     priority: Priority | None = None
     own_cache: bool = True
     elsewhere: Mapping[str, str] = {}
+    reasoning_fields: str = ""
 
     def check_model(self, name: str) -> None:
         """

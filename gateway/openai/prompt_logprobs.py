@@ -21,7 +21,7 @@ class PromptEcho:
         self._tokens = unpack_tokens(request.prompt)
         self._wanted = request.sampling.prompt_logprobs
         self._detokenizer = detokenizer
-        self._logprobs = LogprobFormatter(detokenizer)
+        self._logprobs = LogprobFormatter(detokenizer, as_ids=request.shown.tokens_as_ids)
         self._values: list[Logprob] = []  # from the second token on
 
     def take(self, item: TokenItem) -> None:

@@ -34,9 +34,13 @@ Bias = Annotated[float, Meta(ge=-100.0, le=100.0)]
 
 
 class StreamOptions(Struct, frozen=True):
-    """``include_usage``: one more chunk before [DONE], with the usage of the whole request."""
+    """``include_usage``: one more chunk before [DONE], with the usage of the whole request.
+
+    ``continuous_usage_stats``: every chunk has the usage so far.
+    """
 
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
 
 
 class ProcessorOptions(Struct, frozen=True, forbid_unknown_fields=True):
@@ -109,6 +113,10 @@ class TextOptions(CommonOptions, frozen=True, kw_only=True):
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
+    return_token_ids: Annotated[bool, Meta(description="return the ids of the prompt and of the output")] | None = None
+    return_tokens_as_token_ids: (
+        Annotated[bool, Meta(description='tokens of log-probabilities are "token_id:ID", not their text')] | None
+    ) = None
     logits_processors: (
         Annotated[list[ProcessorOptions], Meta(max_length=MAX_PROCESSORS, description="applied in this order")] | None
     ) = None
@@ -150,6 +158,7 @@ class ChatMessage(Struct, frozen=True):
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None
 
 
 class ChatCompletionRequest(TextOptions, frozen=True, kw_only=True):
@@ -165,6 +174,10 @@ class ChatCompletionRequest(TextOptions, frozen=True, kw_only=True):
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: Annotated[bool, Meta(description="false: at most one call")] | None = None
     reasoning_effort: Annotated[str, Meta(pattern=_WORD, description="passed to the chat template")] | None = None
+    include_reasoning: Annotated[bool, Meta(description="false: leave the reasoning out of the answer")] | None = None
+    separate_reasoning: (
+        Annotated[bool, Meta(description="false: reasoning is part of the content, with its marks")] | None
+    ) = None
     functions: list[Any] | None = None
     function_call: Any = None
     modalities: list[str] | None = None
@@ -236,8 +249,6 @@ def parse_completion(data: bytes) -> CompletionRequest:
         ServingError: invalid_request or unsupported, with the field.
     """
     body: CompletionRequest = decode_body(_decode_completion, data)
-    if body.echo and body.stream:
-        raise unsupported("echo", "echo is not supported with stream: true")
     if body.max_tokens == 0 and not body.echo:
         raise invalid("max_tokens", "max_tokens must be at least 1 unless echo is true")
     if body.suffix:

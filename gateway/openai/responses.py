@@ -1,5 +1,6 @@
 """Responses of the OpenAI API. Streamed chunks are assembled as bytes in ``gateway.openai.stream_renderer``."""
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from msgspec import UNSET, Struct, UnsetType
@@ -13,6 +14,10 @@ class PromptTokensDetails(Struct, frozen=True):
     cached_tokens: int = 0
 
 
+class CompletionTokensDetails(Struct, frozen=True):
+    reasoning_tokens: int = 0
+
+
 class UsageBody(Struct, frozen=True):
     """``completion_tokens`` includes end tokens; ``cached_tokens`` came from the prefix cache."""
 
@@ -20,6 +25,7 @@ class UsageBody(Struct, frozen=True):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails = PromptTokensDetails()
+    completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET  # of chats
 
 
 class TopLogprob(Struct, frozen=True):
@@ -74,25 +80,31 @@ class CallMessage(Struct, frozen=True):
 
 
 class AnswerMessage(Struct, frozen=True):
-    """``content`` is null if there is only reasoning or tool calls."""
+    """``content`` is null if there is only reasoning or tool calls; reasoning is null if there is none."""
 
     content: str | None
     role: Literal["assistant"] = "assistant"
-    reasoning_content: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType | None = UNSET
+    reasoning: str | UnsetType | None = UNSET
     tool_calls: list[CallMessage] | UnsetType = UNSET
 
 
-def message_of(whole: Delta) -> AnswerMessage:
-    """The message of an answer that its parser has taken apart."""
+def message_of(whole: Delta, names: Sequence[str] = (), *, hidden: bool = False) -> AnswerMessage:
+    """The message of an answer that its parser has taken apart.
+
+    Args:
+        names: of the fields with its reasoning.
+        hidden: reasoning is left out.
+    """
     calls = [
         CallMessage(call.id or "", FunctionMessage(call.function.name or "", call.function.arguments))
         for call in whole.tool_calls or ()
     ]
-    thought = UNSET if whole.reasoning_content is None else whole.reasoning_content
+    thought = None if hidden else whole.reasoning_content
     content = whole.content
-    if content is None and not calls and thought is UNSET:
+    if content is None and not calls and whole.reasoning_content is None:
         content = ""
-    return AnswerMessage(content, reasoning_content=thought, tool_calls=calls or UNSET)
+    return AnswerMessage(content, tool_calls=calls or UNSET, **dict.fromkeys(names, thought))
 
 
 class ChatChoice(Struct, frozen=True):
@@ -100,6 +112,7 @@ class ChatChoice(Struct, frozen=True):
     message: AnswerMessage
     finish_reason: str
     logprobs: ChatLogprobs | None = None
+    token_ids: list[int] | UnsetType = UNSET
 
 
 class ChatCompletionResponse(Struct, frozen=True):
@@ -112,6 +125,8 @@ class ChatCompletionResponse(Struct, frozen=True):
     usage: UsageBody
     object: Literal["chat.completion"] = "chat.completion"
     prompt_logprobs: PromptLogprobs | UnsetType | None = UNSET
+    system_fingerprint: str | None = None
+    prompt_token_ids: list[int] | UnsetType = UNSET
 
 
 class TextChoice(Struct, frozen=True):
@@ -120,6 +135,8 @@ class TextChoice(Struct, frozen=True):
     finish_reason: str
     logprobs: TextLogprobs | None = None
     prompt_logprobs: PromptLogprobs | UnsetType | None = UNSET
+    token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
 
 
 class CompletionResponse(Struct, frozen=True):
@@ -131,6 +148,7 @@ class CompletionResponse(Struct, frozen=True):
     choices: list[TextChoice]
     usage: UsageBody
     object: Literal["text_completion"] = "text_completion"
+    system_fingerprint: str | None = None
 
 
 class ChunkChoice(Struct, frozen=True):
@@ -149,6 +167,7 @@ class ChatCompletionChunk(Struct, frozen=True):
     choices: list[ChunkChoice]
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
     usage: UsageBody | None = None
+    system_fingerprint: str | None = None
 
 
 class ErrorDetail(Struct, frozen=True):

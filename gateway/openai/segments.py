@@ -7,18 +7,16 @@ their changes are a function of the tokens, however the items that bring them ar
 from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
-from gateway.openai.answer_state import AnswerState
+from gateway.openai.answer_state import AnswerState, Scored
 from gateway.openai.responses import UsageBody
 from infra.model.detokenizer import Detokenizer
 from infra.model.parsers.delta_builder import Delta
-from infra.model.parsers.registry import parser_for
 from schemas.errors import ServingError
 from schemas.requests import GenerateRequest
-from schemas.tokens import PROMPT, Finish, Logprob, TokenItem
+from schemas.tokens import PROMPT, Finish, TokenItem
 from schemas.wire import unpack_tokens
 
 Kind = Literal["reasoning", "text", "call"]
-Scored = tuple[int, Logprob]  # a token and its log-probability
 
 
 class Segment:
@@ -61,19 +59,16 @@ class SegmentedAnswer:
 
     Attributes:
         segments: so far.
-        reasoning_tokens: those that reasoning and its marks took.
     """
 
     def __init__(self, request: GenerateRequest, detokenizer: Detokenizer) -> None:
         self._state = AnswerState(request, detokenizer)
         self._choice = self._state.choices[0]
-        self._parser = parser_for(request, 0) if request.parsing is not None else None
+        self._parser = self._choice.parser
         self._scores = request.sampling.logprobs is not None
-        self._pending: list[Scored] = []  # of tokens whose text is not shown yet
-        self._unassigned = 0  # tokens before the first segment
+        self._scored: list[Scored] = []  # what the last token added to the content
         self._has_calls = False
         self.segments: list[Segment] = []
-        self.reasoning_tokens = 0
 
     @property
     def done(self) -> bool:
@@ -86,6 +81,11 @@ class SegmentedAnswer:
     @property
     def usage(self) -> UsageBody:
         return self._state.usage
+
+    @property
+    def reasoning_tokens(self) -> int:
+        """Those that reasoning and its marks took."""
+        return self._state.reasoning_tokens
 
     @property
     def finish(self) -> Finish | None:
@@ -122,42 +122,29 @@ class SegmentedAnswer:
         shown = len(tokens) - state.hides_last(item.finish)
         for place, token in enumerate(tokens):
             choice.position += 1
-            text = choice.push(token) if place < shown else ""
             if self._scores and item.logprobs and place < min(shown, len(item.logprobs)):
-                self._pending.append((token, item.logprobs[place]))
-            self._text(out, text)
-            self._count()
+                choice.score(token, item.logprobs[place])
+            self._text(out, choice.push(token) if place < shown else "")
         if item.finish is not None and state.end(choice, item.finish):
             self._end(out, choice.stream.finish(), cut_off=item.finish.reason == "length")
 
     def _text(self, out: list[Change], text: str) -> None:
-        if self._parser is None:
-            if text:
-                self._grow(out, "text", text)
-        elif (delta := self._parser.push(text)) is not None:
+        delta = self._parser.push(text) if self._parser is not None else Delta(content=text) if text else None
+        self._change(out, text, delta)
+
+    def _change(self, out: list[Change], text: str, delta: Delta | None) -> None:
+        self._scored = self._choice.content_scores(text) if self._scores else []
+        if delta is not None:
             self._delta(out, delta)
 
     def _end(self, out: list[Change], rest: str, *, cut_off: bool) -> None:
         if self._parser is None:
-            if rest:
-                self._grow(out, "text", rest)
-        elif (delta := self._parser.finish(rest, limited=cut_off)) is not None:
-            self._delta(out, delta)
+            self._change(out, rest, Delta(content=rest) if rest else None)
+        else:
+            self._change(out, rest, self._parser.finish(rest, limited=cut_off))
         # An answer that reached its limit ends within a segment, which is not complete.
         if not cut_off:
             self._close(out)
-
-    def _count(self) -> None:
-        """Assign the last token to reasoning or not; the marks before a segment belong to it."""
-        parsing = self._state.request.parsing
-        if not self.segments:
-            self._unassigned += 1
-            return
-        if self.segments[-1].kind == "reasoning":
-            self.reasoning_tokens += 1 + self._unassigned
-        elif self._unassigned and parsing is not None and parsing.thinking:
-            self.reasoning_tokens += self._unassigned  # reasoning without text
-        self._unassigned = 0
 
     def _delta(self, out: list[Change], delta: Delta) -> None:
         calls = delta.tool_calls or ()
@@ -182,11 +169,9 @@ class SegmentedAnswer:
             self._close(out)
             segment = self._begin(out, kind)
         scored: tuple[Scored, ...] = ()
-        if self._pending:
-            if kind == "text":
-                scored = tuple(self._pending)
-                segment.scored += scored
-            self._pending.clear()
+        if kind == "text" and self._scored:
+            scored, self._scored = tuple(self._scored), []
+            segment.scored += scored
         segment.parts.append(text)
         out.append(Change("grew", segment, text, scored))
 

@@ -10,17 +10,16 @@ from itertools import compress
 
 import msgspec
 
-from gateway.openai.answer_state import AnswerState, ChoiceState
+from gateway.openai.answer_state import AnswerState, ChoiceState, reasoning_names
 from gateway.openai.logprobs import LogprobFormatter
+from gateway.openai.prompt_logprobs import PromptEcho
 from gateway.openai.responses import ChatLogprobs, TextLogprobs, UsageBody
-from gateway.openai.sse import DONE, error_event, invalid_event_id, parse_position
+from gateway.openai.sse import COMMENT, DONE, error_event, invalid_event_id, parse_position
 from infra.model.detokenizer import Detokenizer
-from infra.model.parsers.answer_parser import AnswerParser
 from infra.model.parsers.delta_builder import Delta
-from infra.model.parsers.registry import parser_for
 from schemas.errors import ServingError
 from schemas.requests import GenerateRequest
-from schemas.tokens import PROMPT, Finish, Logprob, TokenItem
+from schemas.tokens import PROMPT, Finish, TokenItem
 from schemas.wire import TOKEN_BYTES, unpack_tokens
 
 _json = msgspec.json.Encoder().encode
@@ -31,18 +30,20 @@ class _StreamedChoice:
     """
     Attributes:
         parser: None: text is content, unchanged.
+        ids: tokens that no event has had yet, if events have them.
         plain: all further events are sent, with this prefix and suffix; their ids are positions of this one choice.
         prefix: of an event, up to its text; ``suffix``: what follows the text.
         sent: an event was written, or skipped as already seen.
         skip: the client has seen events up to this position; -1: the last one too.
     """
 
-    __slots__ = ("parser", "plain", "prefix", "push", "sent", "skip", "state", "suffix")
+    __slots__ = ("ids", "parser", "plain", "prefix", "push", "sent", "skip", "state", "suffix")
 
-    def __init__(self, state: ChoiceState, parser: AnswerParser | None, *, prefix: bytes, suffix: bytes) -> None:
+    def __init__(self, state: ChoiceState, *, prefix: bytes, suffix: bytes) -> None:
         self.state = state
         self.push = state.push
-        self.parser = parser
+        self.parser = state.parser
+        self.ids: list[int] = []
         self.plain = False
         self.prefix = prefix
         self.suffix = suffix
@@ -73,11 +74,16 @@ class StreamRenderer:
             offset: index of the first choice.
         """
         self._state = state = AnswerState(request, detokenizer)
-        self._logprobs = LogprobFormatter(detokenizer) if request.sampling.logprobs is not None else None
-        self._skips_prompt = request.sampling.prompt_logprobs is not None
+        self._logprobs: LogprobFormatter | None = None
+        if request.sampling.logprobs is not None:
+            self._logprobs = LogprobFormatter(detokenizer, as_ids=request.shown.tokens_as_ids)
+        self._detailed = self._logprobs is not None or request.shown.token_ids or request.shown.usage
+        self._has_prompt = request.sampling.prompt_logprobs is not None
+        self._echo = PromptEcho(request, detokenizer) if request.echo else None
         kind = "chat.completion.chunk" if state.is_chat else "text_completion"
         first = state if part_of is None else AnswerState(part_of, detokenizer)
         names = {"id": first.id, "object": kind, "created": first.created, "model": request.model}
+        names["system_fingerprint"] = state.fingerprint
         self._ends = part_of is None
         self._head = b"\ndata: " + _json(names)[:-1]
         tail = b',"usage":null}\n\n' if include_usage else b"}\n\n"
@@ -87,11 +93,14 @@ class StreamRenderer:
         text = b'"delta":{"role":"assistant","content":' if state.is_chat else b'"text":'
         if request.parsing is not None:
             text = b'"delta":{"role":"assistant",'
+        thoughts = [name.encode() for name in reasoning_names(request.parsing, streamed=True)]
+        self._thoughts = thoughts
+        self._no_thought = b"".join([b'"%b":null,' % name for name in thoughts])
+        self._hidden = request.parsing is not None and request.parsing.hidden
         suffix = (b"}" if state.is_chat else b"") + b',"logprobs":null,"finish_reason":null}]' + tail
         self._choices = [
             _StreamedChoice(
                 choice,
-                parser_for(request, choice.index) if request.parsing is not None else None,
                 prefix=b'%b,"choices":[{"index":%d,%b' % (self._head, choice.index + offset, text),
                 suffix=suffix,
             )
@@ -115,7 +124,7 @@ class StreamRenderer:
 
     @property
     def ping(self) -> bytes:
-        return b""
+        return b"" if self.done else COMMENT
 
     def resume(self, last_event_id: str) -> None:
         """Skip what the client has seen; then push all items from the first on.
@@ -132,18 +141,23 @@ class StreamRenderer:
         for choice, part in zip(self._choices, parts, strict=True):
             position = parse_position(part.removesuffix("f"), last_event_id)
             choice.skip = -1 if part.endswith("f") else position
+        self._echo = None  # it came before the first id
 
     def push(self, items: Iterable[TokenItem]) -> bytes:
         """Events for these items, and the end of the stream once nothing more can follow."""
         out: list[bytes] = []
         state = self._state
-        if self._skips_prompt:  # a stream that re-attaches to a request with prompt_logprobs
-            items = [item for item in items if item.choice != PROMPT]
         for item in items:
             if state.done:
                 break
+            if self._has_prompt and item.choice == PROMPT:
+                if self._echo is not None:
+                    self._echo.take(item)
+                continue
+            if self._echo is not None:
+                self._echo_prompt(out, self._echo)
             choice = self._choices[item.choice]
-            if self._logprobs is not None or choice.parser is not None:
+            if self._detailed or choice.parser is not None:
                 self._token_by_token(out, choice, item)
             else:
                 self._texts(out, choice, item)
@@ -204,41 +218,104 @@ class StreamRenderer:
             [f"{c.position}f" if c.finish is not None else str(c.position) for c in self._state.choices]
         ).encode()
 
+    def _echo_prompt(self, out: list[bytes], prompt: PromptEcho) -> None:
+        """The prompt, in an event of each choice. Only the last has an id: then the client has all of them."""
+        self._echo = None
+        logprobs = prompt.completion_logprobs(self._state.request.sampling.logprobs or 0) if self._logprobs else None
+        for choice in self._choices:
+            head = b"id: " + self._positions() if choice is self._choices[-1] else b""
+            data = choice.prefix + _json(prompt.text) + self._suffix(choice, logprobs)
+            out.append(head + data if head else data.removeprefix(b"\n"))
+            choice.state.offset = len(prompt.text)
+            choice.sent = True
+
     def _token_by_token(self, out: list[bytes], choice: _StreamedChoice, item: TokenItem) -> None:
-        """Events of answers with log-probabilities, or that are parsed."""
-        logprobs = item.logprobs or ()
+        """Events of answers that are parsed, or have more than text."""
+        chat, state, shown = self._state.is_chat, choice.state, self._state.request.shown
+        logprobs = item.logprobs if self._logprobs is not None and item.logprobs else ()
         tokens = unpack_tokens(item.tokens)
-        shown = len(tokens) - self._state.hides_last(item.finish)
+        visible = len(tokens) - self._state.hides_last(item.finish)
         for place, token in enumerate(tokens):
-            choice.state.position += 1
-            text = choice.push(token) if place < shown else ""
+            state.position += 1
+            if shown.token_ids and not self._state.request.unanswered:
+                choice.ids.append(token)
+            logprob = logprobs[place] if place < len(logprobs) else None
+            scored: ChatLogprobs | TextLogprobs | None = None
+            if chat and place < visible:
+                state.score(token, logprob)
+            elif logprob is not None and not (chat or self._state.request.unanswered):
+                assert self._logprobs is not None
+                scored = self._logprobs.completion([(token, logprob, state.place(token))])
+            text = choice.push(token) if place < visible else ""
             delta = choice.parser.push(text) if choice.parser is not None else None
-            shaped = self._format_logprob(choice.state, token, logprobs[place]) if place < len(logprobs) else None
-            if delta or shaped or (text and choice.parser is None):
-                suffix = choice.suffix.replace(b"null", _json(shaped), 1) if shaped else choice.suffix
-                body = _fields(delta) if choice.parser is not None else _json(text)
-                self._event(out, choice, (choice.prefix + body).removesuffix(b",") + suffix)
-                if choice.parser is not None and choice.parser.passthrough:  # no more parsing needed
-                    choice.parser = None
-                    choice.prefix += b'"content":'
+            if chat and logprobs:
+                scored = self._content_scores(state, text)
+            body = self._fields(delta) if choice.parser is not None else _json(text) if text else b""
+            if body or scored:
+                body = body or (b"" if choice.parser is not None else b'""')
+                data = (choice.prefix + body).removesuffix(b",")
+                self._event(out, choice, data + self._suffix(choice, scored))
+            if choice.parser is not None and choice.parser.passthrough and self._logprobs is None:
+                choice.parser = None  # no more parsing is needed
+                choice.prefix += self._no_thought + b'"content":'
+
+    def _content_scores(self, state: ChoiceState, text: str) -> ChatLogprobs | None:
+        if self._logprobs is None or not (scores := state.content_scores(text)):
+            return None
+        return ChatLogprobs([self._logprobs.chat(token, logprob) for token, logprob in scores])
+
+    def _suffix(
+        self, choice: _StreamedChoice, logprobs: ChatLogprobs | TextLogprobs | None = None, reason: str | None = None
+    ) -> bytes:
+        """What follows the text of an event."""
+        suffix, chat = choice.suffix, self._state.is_chat
+        shown = self._state.request.shown
+        if shown.token_ids:
+            ids, choice.ids = choice.ids, []
+            more = b',"token_ids":' + _json(ids)
+            prompt = b"" if choice.sent else b',"prompt_token_ids":' + _json(self._prompt_ids())
+            suffix = suffix.replace(b"}]", b"%b}]%b" % (more, prompt) if chat else b"%b%b}]" % (more, prompt), 1)
+        if reason is not None:
+            suffix = suffix.replace(b'"finish_reason":null', b'"finish_reason":"%b"' % reason.encode(), 1)
+        if logprobs is not None:
+            suffix = suffix.replace(b"null", _json(logprobs), 1)
+        if shown.usage:
+            end = b',"usage":%b}\n\n' % _json(self.usage)
+            suffix = suffix.removesuffix(b',"usage":null}\n\n').removesuffix(b"}\n\n") + end
+        return suffix
+
+    def _prompt_ids(self) -> list[int]:
+        return unpack_tokens(self._state.request.prompt).tolist()
+
+    def _fields(self, delta: Delta | None) -> bytes:
+        """A delta's JSON without the braces; b"": it shows nothing. It may end with a comma."""
+        if delta is None:
+            return b""
+        thought = None if self._hidden else delta.reasoning_content
+        rest = _json(Delta(content=delta.content, tool_calls=delta.tool_calls))[1:-1]
+        if thought is None:
+            return self._no_thought + rest if rest else b""
+        return b"".join([b'"%b":%b,' % (name, _json(thought)) for name in self._thoughts]) + rest
 
     def _finish(self, out: list[bytes], choice: _StreamedChoice, finish: Finish) -> None:
-        if not self._state.end(choice.state, finish):
+        state = choice.state
+        if not self._state.end(state, finish):
             return
-        remaining = choice.state.stream.finish()
+        remaining = state.stream.finish()
         if choice.parser is not None:
-            fields = _fields(choice.parser.finish(remaining, limited=choice.state.limited))
-            body = choice.prefix + (fields if fields or choice.sent else b'"content":""')
+            fields = self._fields(choice.parser.finish(remaining, limited=state.limited))
+            body = choice.prefix + (fields or self._no_thought + (b"" if choice.sent else b'"content":""'))
+            body = body.removesuffix(b",")
         elif self._state.is_chat and choice.sent and not remaining:
-            body = choice.prefix.removesuffix(b'"content":')
+            body = choice.prefix.removesuffix(b'"content":').removesuffix(b",")
         else:
             body = choice.prefix + _json(remaining)
-        suffix = choice.suffix.replace(
-            b'"finish_reason":null', b'"finish_reason":' + _json(choice.state.finish_reason(choice.parser)), 1
-        )
+        scored = self._content_scores(state, remaining) if self._state.is_chat else None
+        reason = "length" if self._state.request.unanswered else state.finish_reason
+        data = body + self._suffix(choice, scored, reason)
         choice.sent = True
         if choice.skip >= 0:
-            out.append(b"id: " + self._positions() + body + suffix)
+            out.append(b"id: " + self._positions() + data)
 
     def _close(self, out: list[bytes], finished: bool = True) -> None:
         if self._state.error is not None:
@@ -249,15 +326,6 @@ class StreamRenderer:
         if self._include_usage:
             out.append(b'id: %bu%b,"choices":[],"usage":%b}\n\n' % (self._positions(), self._head, _json(self.usage)))
         out.append(DONE)
-
-    def _format_logprob(self, choice: ChoiceState, token: int, logprob: Logprob) -> ChatLogprobs | TextLogprobs | None:
-        if self._logprobs is None:
-            return None
-        if self._state.is_chat:
-            return ChatLogprobs([self._logprobs.chat(token, logprob)])
-        shaped = self._logprobs.completion([(token, logprob)], choice.offset)
-        choice.offset += len(shaped.tokens[0])
-        return shaped
 
 
 def _events(first: int, texts: list[str], prefix: bytes, suffix: bytes) -> list[bytes]:
@@ -273,8 +341,3 @@ def _events(first: int, texts: list[str], prefix: bytes, suffix: bytes) -> list[
     pieces[::4] = compress(ids, texts)
     pieces[2::4] = shown
     return pieces
-
-
-def _fields(delta: Delta | None) -> bytes:
-    """A delta's JSON without the braces."""
-    return _json(delta)[1:-1] if delta is not None else b""

@@ -203,6 +203,14 @@ SAMPLES: dict[str, tuple[Any, Callable[[bytes], Any]]] = {
     ),
     "request_with_a_session": (msgspec.structs.replace(REQUEST, session="chat-1"), requests.decode),
     "request_with_a_constraint": (REQUEST_WITH_A_CONSTRAINT, requests.decode),
+    "request_with_reasoning_as_its_client_wants_it": (
+        msgspec.structs.replace(
+            REQUEST,
+            parsing=requests.Parsing("basic", "hermes", prefilled=True, names="both", hidden=True, joined=True),
+            shown=requests.Shown(token_ids=True, tokens_as_ids=True, usage=True),
+        ),
+        requests.decode,
+    ),
     "request_for_vectors": (
         requests.GenerateRequest(
             "r",

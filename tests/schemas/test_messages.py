@@ -208,7 +208,20 @@ def test_no_summary_is_made_of_a_returned_attempt() -> None:
 
 
 # Of a request that is not stored: what its record and lists say of it. docs/operations.md has the same in words.
-STAYS = {"id", "model", "revision", "tokenizer", "tenant", "gateway", "endpoint", "form", "lora", "block_size", "n"}
+STAYS = {
+    "shown",
+    "id",
+    "model",
+    "revision",
+    "tokenizer",
+    "tenant",
+    "gateway",
+    "endpoint",
+    "form",
+    "lora",
+    "block_size",
+    "n",
+}
 STAYS |= {"priority", "no_store", "created_ns", "deadline_ns", "stops_shown", "echo", "unanswered"}
 STAYS |= {"user", "worker", "client_request_id", "repeats_poison"}
 

@@ -5,6 +5,7 @@ from typing import Any
 
 from msgspec import UNSET
 
+from gateway.openai.answer_state import Scored
 from gateway.openai.logprobs import LogprobFormatter
 from gateway.openai.responses import UsageBody
 from gateway.openai.responses_api.objects import (
@@ -26,7 +27,7 @@ from gateway.openai.responses_api.objects import (
 from gateway.openai.responses_api.record import PREFIX, item_id, read_stored
 from gateway.openai.responses_api.requests import ResponsesRequest
 from gateway.openai.responses_api.tools import ToolNames
-from gateway.openai.segments import Scored, Segment, SegmentedAnswer
+from gateway.openai.segments import Segment, SegmentedAnswer
 from infra.model.detokenizer import Detokenizer
 from schemas.errors import Code, ServingError
 from schemas.requests import GenerateRequest, Priority

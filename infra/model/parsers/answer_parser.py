@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import NamedTuple
 
-from infra.model.parsers.delta_builder import Delta, DeltaBuilder
+from infra.model.parsers.delta_builder import REASONING, Delta, DeltaBuilder
 from infra.model.parsers.harmony import read_harmony
 from infra.model.parsers.reader import Reader, Steps
 from infra.model.parsers.reasoning import ReasoningTags, read_reasoning
@@ -18,6 +18,8 @@ class AnswerFormat(NamedTuple):
         harmony: the text is in the harmony format, which has marks of its own for both.
         harmony_calls: parse tool calls in harmony.
         in_reasoning: the prompt ends within reasoning, so the text begins there.
+        prefilled: the prompt ends within text that the answer continues: of its reasoning, or of its content.
+        joined: reasoning and its marks are part of the content.
         one_call: return the first call only.
         texts: function -> parameters that are text.
         stops: stop strings, searched in the content only.
@@ -30,6 +32,8 @@ class AnswerFormat(NamedTuple):
     harmony: bool = False
     harmony_calls: bool = False
     in_reasoning: bool = False
+    prefilled: bool = False
+    joined: bool = False
     one_call: bool = False
     texts: TextParameters = {}
     stops: tuple[str, ...] = ()
@@ -42,9 +46,12 @@ class AnswerParser:
 
     Workers (to end a generation) and gateways (to show it) run this code over the same tokens. What it has found after
     k tokens depends on those k tokens only, so another process can take over at any k.
+
+    Attributes:
+        reasoning_tokens: pushed so far that reasoning and its marks took.
     """
 
-    __slots__ = ("_deltas", "_reader", "_steps", "_unsearched")
+    __slots__ = ("_deltas", "_in_reasoning", "_reader", "_steps", "_unassigned", "_unsearched", "reasoning_tokens")
 
     def __init__(self, answer_format: AnswerFormat, call_id: Callable[[int], str]) -> None:
         """
@@ -59,9 +66,12 @@ class AnswerParser:
             stops=answer_format.stops,
             stops_shown=answer_format.stops_shown,
         )
+        self._in_reasoning = answer_format.in_reasoning
+        self._unassigned = 0  # tokens before there was anything of an answer
+        self.reasoning_tokens = 0
         self._unsearched = max(answer_format.min_tokens - 1, 0)
         self._deltas.searching = not self._unsearched
-        self._steps: Steps[None] | None = _read(self._reader, self._deltas, answer_format)
+        self._steps: Steps[None] | None = _steps_of(self._reader, self._deltas, answer_format)
 
     @property
     def passthrough(self) -> bool:
@@ -79,10 +89,29 @@ class AnswerParser:
 
     def push(self, text: str) -> Delta | None:
         """What the text of a token ("": it has none yet) adds; None: nothing yet."""
-        self._feed(text)
+        self.feed(text)
         return self._deltas.take()
 
-    def _feed(self, text: str) -> None:
+    @property
+    def grew(self) -> int:
+        """What the last ``push``, ``feed`` or ``finish`` added: bits of REASONING, CONTENT, CALL and LAYOUT."""
+        return self._deltas.grew
+
+    def feed(self, text: str) -> None:
+        """As ``push``; what it adds is returned by the next ``push`` or ``finish``."""
+        self._deltas.grew = 0
+        self._take_in(text)
+        last = self._deltas.last
+        if not last:
+            self._unassigned += 1
+        elif last == REASONING:
+            self.reasoning_tokens += 1 + self._unassigned
+            self._unassigned = 0
+        elif self._unassigned:  # marks around reasoning without text
+            self.reasoning_tokens += self._unassigned if self._in_reasoning else 0
+            self._unassigned = 0
+
+    def _take_in(self, text: str) -> None:
         if self._unsearched:
             self._unsearched -= 1
         elif not self._deltas.searching:
@@ -101,6 +130,7 @@ class AnswerParser:
         Args:
             limited: the answer was cut off by its length: the beginning of a call is not shown as text.
         """
+        self._deltas.grew = 0
         if self._steps is None:
             self._deltas.content(text)
         self._reader.feed(text)
@@ -114,14 +144,12 @@ class AnswerParser:
         """What the deltas of a whole answer add up to.
 
         Args:
-            texts: of each token, and at last what was held back at the end; without stop strings, in any pieces.
+            texts: of each token; without stop strings, in any pieces.
             limited: as for ``finish``.
         """
-        if self._deltas.stoppable:
-            for text in texts[:-1]:
-                self._feed(text)
-            texts = texts[-1:]
-        return self.finish("".join(texts), limited=limited) or Delta()
+        for text in texts:
+            self.feed(text)
+        return self.finish(limited=limited) or Delta()
 
     def _step(self) -> None:
         assert self._steps is not None
@@ -133,18 +161,27 @@ class AnswerParser:
                 self._deltas.content(remaining)
 
 
-def _read(reader: Reader, deltas: DeltaBuilder, form: AnswerFormat) -> Steps[None]:
+def _steps_of(reader: Reader, deltas: DeltaBuilder, form: AnswerFormat) -> Steps[None]:
     if form.harmony:
-        yield from read_harmony(reader, deltas, calls=form.harmony_calls)
+        yield from read_harmony(reader, deltas, calls=form.harmony_calls, prefilled=form.prefilled)
         return
     rest = ""
-    if form.reasoning is not None:
+    in_content = form.prefilled and not form.in_reasoning
+    if form.reasoning is not None and not in_content:
+        if form.prefilled:
+            deltas.continue_reasoning()
         rest = yield from read_reasoning(
-            reader, deltas, form.reasoning, form.tools, form.texts, in_reasoning=form.in_reasoning
+            reader,
+            deltas,
+            form.reasoning,
+            form.tools,
+            form.texts,
+            in_reasoning=form.in_reasoning,
+            joined=form.joined,
         )
         if rest:  # the reasoning was not closed: it ends where this begins, which is all that is left
             reader = reader.within(rest)
     if form.tools is not None:
-        yield from read_content(reader, deltas, form.tools, form.texts)
+        yield from read_content(reader, deltas, form.tools, form.texts, begun=in_content)
     if rest:
         deltas.content(reader.rest())

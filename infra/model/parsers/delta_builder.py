@@ -9,6 +9,8 @@ from infra.model.detokenizer import StopMatcher
 
 _SPACE = " \t\r\n"
 
+REASONING, CONTENT, CALL, LAYOUT = 1, 2, 4, 8  # bits of ``DeltaBuilder.grew``
+
 
 class FunctionDelta(Struct, frozen=True, omit_defaults=True):
     arguments: str
@@ -40,6 +42,8 @@ class DeltaBuilder:
 
     Attributes:
         calls: number of tool calls begun.
+        grew: what was added since it was last set to 0: REASONING, CONTENT, CALL, or marks and white space (LAYOUT).
+        last: what was added last; 0: nothing yet.
         searching: stop strings count from here on.
         stop: the stop string that was found; nothing is taken in behind it.
     """
@@ -61,6 +65,8 @@ class DeltaBuilder:
         "_stops_shown",
         "_tools",
         "calls",
+        "grew",
+        "last",
         "searching",
         "stop",
     )
@@ -91,7 +97,7 @@ class DeltaBuilder:
         self._call_id = call_id
         self._tools = tools
         self._limit = 1 if one_call else 1 << 31
-        self.calls = 0
+        self.calls = self.grew = self.last = 0
         self._reasoning_begun = self._content_begun = False  # something non-blank was emitted
         self._reasoning_space: list[str] = []  # trailing white space, held back
         self._content_space: list[str] = []
@@ -99,11 +105,6 @@ class DeltaBuilder:
         self._content: list[str] = []
         self._new_calls: list[tuple[int, str, str]] = []  # index, id, name
         self._arguments: dict[int, list[str]] = {}
-
-    @property
-    def stoppable(self) -> bool:
-        """There are stop strings."""
-        return self._matcher is not None
 
     @property
     def passthrough(self) -> bool:
@@ -118,16 +119,36 @@ class DeltaBuilder:
         if body:
             self._reasoning.append(body if self._reasoning_begun else body.lstrip(_SPACE))
             self._reasoning_begun = True
+            self._grow(REASONING)
+
+    def continue_reasoning(self) -> None:
+        """The prompt has the beginning of the reasoning: white space that follows belongs to it."""
+        self._reasoning_begun = True
+
+    def verbatim(self, text: str) -> None:
+        """Content that is shown as it is, and in which no stop string is searched."""
+        if self.stop is None and text:
+            self._content_begun = True
+            self._content.append(text)
+            self._grow(CONTENT)
 
     def end_reasoning(self) -> None:
         """White space at the end of the reasoning, and before the content, is layout."""
         self._reasoning_space.clear()
         self._reasoning_begun = True
+        self.skip()
+
+    def skip(self) -> None:
+        """Marks that are part of nothing were read."""
+        self.grew |= LAYOUT
 
     def content(self, text: str) -> None:
         if self.stop is not None:
             return
-        layout = self._after_call or (not self._content_begun and (self.calls > 0 or self._reasoning_begun))
+        before = not self._content_begun and (self.calls > 0 or self._reasoning_begun)
+        layout = self._after_call or before
+        if before and not text.strip(_SPACE):
+            self.skip()
         if self._after_call and text.strip(_SPACE):
             self._end_call()
             self._after_call = False
@@ -155,6 +176,11 @@ class DeltaBuilder:
         if body:
             self._content_begun = True
             self._content.append(body)
+            self._grow(CONTENT)
+
+    def _grow(self, kind: int) -> None:
+        self.grew |= kind
+        self.last = kind
 
     def begin_call(self, name: str, call_id: str = "") -> None:
         """Begin a tool call; its arguments follow."""
@@ -163,6 +189,7 @@ class DeltaBuilder:
         self._flush()
         self._end_call()
         self._said, self._after_call = False, True
+        self._grow(CALL)
         index, self.calls = self.calls, self.calls + 1
         self._reasoning_space.clear()
         if index < self._limit:
@@ -195,6 +222,7 @@ class DeltaBuilder:
             self._reasoning += self._reasoning_space
         if self._content_space and not self.calls and (self._content_begun or not self._reasoning_begun):
             self._content += self._content_space
+            self._grow(CONTENT)
         self._reasoning_space.clear()
         self._content_space.clear()
 

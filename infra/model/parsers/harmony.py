@@ -20,20 +20,26 @@ _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 _LONGEST_HEADER = 256  # characters; a longer one that does not end was meant as text
 
 
-def read_harmony(reader: Reader, deltas: DeltaBuilder, *, calls: bool) -> Steps[None]:
+def read_harmony(reader: Reader, deltas: DeltaBuilder, *, calls: bool, prefilled: bool = False) -> Steps[None]:
     """Read a whole answer. It begins within a header, as the prompt ends with ``<|start|>assistant``.
 
     Args:
         calls: the request has tools; otherwise messages to functions are content.
+        prefilled: it begins within a message that is content.
     """
     analyses = 0
-    mark = yield from _opening(reader)
+    mark = ""
+    if prefilled:
+        mark = yield from reader.until(_ENDS, deltas.content)
+    if mark not in _OPENINGS:
+        mark = yield from _opening(reader)
     while mark:
         header = [mark]
         if mark != "<|message|>" and not (yield from reader.until(_MESSAGE, header.append)):
             if len("".join(header)) > _LONGEST_HEADER:
                 deltas.content("".join(header))
             return
+        deltas.skip()
         text = "".join(header)
         channel, to = _CHANNEL.search(text), _RECIPIENT.search(text)
         name = to[1].removeprefix("functions.") if to is not None and to[1].startswith("functions.") else ""

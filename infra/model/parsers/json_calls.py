@@ -220,8 +220,7 @@ def _section(
             space = yield from reader.space()
             mark = yield from reader.literal(begin, section_end)
             if mark != begin:
-                if not mark:
-                    deltas.content(space)
+                deltas.skip() if mark else deltas.content(space)
                 return
             reader.checkpoint(space + mark)
 

@@ -19,10 +19,22 @@ class ReasoningTags:
     def special(self) -> tuple[str, ...]:
         return (*self.opening, *self.closing)
 
-    def begun(self, prompt_end: str) -> bool:
-        """Whether an answer to a prompt that ends so begins within reasoning."""
+    def begun(self, prompt_end: str, *, begins: bool = True) -> bool:
+        """Whether an answer to a prompt that ends so begins within reasoning.
+
+        Args:
+            begins: the prompt ends with the beginning of an answer.
+        """
         end = prompt_end.rstrip()
-        return end.endswith(self.opening) or (self.implied and not end.endswith(self.closing))
+        return end.endswith(self.opening) or (self.implied and begins and not end.endswith(self.closing))
+
+    def open_thought(self, prefilled: str) -> str | None:
+        """The thought in which the beginning of an answer ends; None: it ends in the content."""
+        text = prefilled.lstrip()
+        opening = next((mark for mark in self.opening if text.startswith(mark)), None)
+        if opening is None or any(mark in text for mark in self.closing):
+            return None
+        return text[len(opening) :]
 
 
 THINK = ReasoningTags()
@@ -42,22 +54,28 @@ def read_reasoning(
     texts: TextParameters,
     *,
     in_reasoning: bool,
+    joined: bool = False,
 ) -> Steps[str]:
     """Read an answer's reasoning, if it begins with some.
 
     A model may try a call in its thoughts, and some models call without a closing mark. Which of the two a call was is
     known when the mark comes, or the text ends: until then, the call and what follows it are held back.
 
+    Args:
+        joined: reasoning and its marks are part of the content.
     Returns: "", or at the end of the text the calls that ended the reasoning, and what follows them.
     """
     space = yield from reader.space()
-    if not (yield from reader.literal(*tags.opening)) and not in_reasoning:
+    opening = yield from reader.literal(*tags.opening)
+    if not opening and not in_reasoning:
         deltas.content(space)
         return ""
+    thought = deltas.verbatim if joined else deltas.reasoning
+    thought(space + opening if joined else "" if opening else space)
     ends = Markers(*tags.closing, *(tools.openers if tools is not None else ()))
-    while mark := (yield from reader.until(ends, deltas.reasoning)):
+    while mark := (yield from reader.until(ends, thought)):
         if mark in tags.closing:
-            deltas.end_reasoning()
+            _close(deltas, mark, joined=joined)
             return ""
         assert tools is not None
         reader.tape(mark)
@@ -70,14 +88,21 @@ def read_reasoning(
             mark = yield from reader.until(ends, _drop)
         text = reader.taped()
         if mark in tags.closing:
-            deltas.reasoning(text[: -len(mark)])
-            deltas.end_reasoning()
+            thought(text[: -len(mark)])
+            _close(deltas, mark, joined=joined)
             return ""
         if called:
             return text
         if not reader.cut_short:  # else it may have become a call
-            deltas.reasoning(text)
+            thought(text)
     return ""
+
+
+def _close(deltas: DeltaBuilder, mark: str, *, joined: bool) -> None:
+    if joined:
+        deltas.verbatim(mark)
+    else:
+        deltas.end_reasoning()
 
 
 def _drop(text: str) -> None:

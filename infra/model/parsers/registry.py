@@ -79,6 +79,8 @@ def answer_parsing(
     prompt_end: Callable[[int], str],
     *,
     one_call: bool,
+    begins: bool = True,
+    prefilled: str | None = None,
 ) -> Parsing | None:
     """How a request's answer is to be parsed, for its record; None: not at all.
 
@@ -86,17 +88,26 @@ def answer_parsing(
         tools: in the prompt.
         prompt_end: from a number of tokens to the text of the last ones of the prompt.
         one_call: return the first call only.
+        begins: the prompt ends with the beginning of an answer.
+        prefilled: what the prompt has of the answer already, which continues it; None: nothing.
     """
     called = parsers.tools if tools else ""
     if not parsers.reasoning and not called:
         return None
     tags, calls = REASONING.get(parsers.reasoning), TOOLS.get(called)
+    thinking = continued = False
+    if prefilled is not None:
+        thought = tags.open_thought(prefilled) if isinstance(tags, ReasoningTags) else None
+        thinking, continued = thought is not None, thought is None or bool(thought.strip())
+    elif isinstance(tags, ReasoningTags):
+        thinking = tags.begun(prompt_end(_PROMPT_END), begins=begins)
     return Parsing(
         reasoning=parsers.reasoning,
         tools=called,
-        thinking=isinstance(tags, ReasoningTags) and tags.begun(prompt_end(_PROMPT_END)),
+        thinking=thinking,
         one_call=bool(called) and one_call,
         texts=_text_parameters(tools or ()) if isinstance(calls, ToolFormat) and calls.needs_texts else {},
+        prefilled=continued,
     )
 
 
@@ -126,6 +137,8 @@ def parser_for(request: GenerateRequest, choice: int) -> AnswerParser:
         harmony=HARMONY in (tags, tools),
         harmony_calls=tools is not None,
         in_reasoning=parsing.thinking,
+        prefilled=parsing.prefilled,
+        joined=parsing.joined,
         one_call=parsing.one_call,
         texts=parsing.texts,
         stops=request.stop.strings,

@@ -74,9 +74,15 @@ def try_calls(
     return deltas.calls > before
 
 
-def read_content(reader: Reader, deltas: DeltaBuilder, tools: ToolFormat, texts: TextParameters) -> Steps[None]:
-    """Read content with calls in it. If it returns before the end of the text, the rest is content."""
-    if tools.starts:
+def read_content(
+    reader: Reader, deltas: DeltaBuilder, tools: ToolFormat, texts: TextParameters, *, begun: bool = False
+) -> Steps[None]:
+    """Read content with calls in it. If it returns before the end of the text, the rest is content.
+
+    Args:
+        begun: it is no beginning of an answer.
+    """
+    if tools.starts and not begun:
         deltas.content((yield from reader.space()))
         if reader.peek() and reader.peek() in tools.starts:
             yield from try_calls(reader, deltas, tools, texts, "", deltas.content)
@@ -88,6 +94,8 @@ def read_closing(reader: Reader, deltas: DeltaBuilder, *marks: str) -> Steps[str
     """After a call: read one of ``marks`` with the white space before it; returns "" if none comes next."""
     space = yield from reader.space()
     mark = yield from reader.literal(*marks)
-    if not mark:
+    if mark:
+        deltas.skip()
+    else:
         deltas.content(space)
     return mark

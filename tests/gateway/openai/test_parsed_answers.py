@@ -21,7 +21,7 @@ from infra.model.parsers.registry import ParserNames, stop_search
 from schemas.errors import ServingError
 from schemas.requests import GenerateRequest, Parsing
 from schemas.tokens import Finish, Logprob, TokenItem
-from schemas.wire import pack_tokens
+from schemas.wire import pack_tokens, unpack_tokens
 from tests.properties import examples
 from tests.tiny_model import byte_level_json, write
 
@@ -84,7 +84,7 @@ def added(parsed: list[tuple[str, Any]]) -> dict[str, Any]:
             delta = choice["delta"]
             out["role"] = out["role"] or delta.get("role")
             for key in ("content", "reasoning_content"):
-                if key in delta:
+                if delta.get(key) is not None:
                     out[key] = (out[key] or "") + delta[key]
             for call in delta.get("tool_calls", ()):
                 if "id" in call:
@@ -103,7 +103,10 @@ def whole(asked: GenerateRequest, model: ModelDir, items: list[TokenItem]) -> di
     body = json.loads(collector.response())
     ChatCompletion.model_validate(body, strict=True)
     [choice] = body["choices"]
-    return {**choice["message"], "finish": choice["finish_reason"]}
+    message = choice["message"]
+    assert message.get("reasoning", 0) == message.get("reasoning_content", 0)
+    shown = {key: value for key, value in message.items() if value is not None and key != "reasoning"}
+    return {**shown, "content": message["content"], "finish": choice["finish_reason"]}
 
 
 def test_thoughts_content_and_calls_are_streamed_apart(demo: PrepareContext) -> None:
@@ -142,12 +145,202 @@ def test_a_client_can_go_on_after_any_event(demo: PrepareContext, data: st.DataO
     assert chunks(again) == parsed[cut + 1 :]
 
 
-def test_every_token_keeps_its_logprob(demo: PrepareContext) -> None:
-    asked, items = request(demo, logprobs=True), answer(demo.model, ANSWER, logprobs=True)
-    parsed = chunks(StreamRenderer(asked, demo.model.detokenizer).push(items))
-    tokens = [e["token"] for _, body in parsed if (p := body["choices"][0]["logprobs"]) for e in p["content"]]
-    assert "".join(tokens) == ANSWER
-    assert added(parsed) == whole(asked, demo.model, items)
+def test_the_tokens_of_the_content_have_logprobs_and_no_others(demo: PrepareContext) -> None:
+    """OpenAI's field is of the message's content: not of thoughts, calls, marks and the end token."""
+    for text, content in (
+        (ANSWER, "I look."),
+        (ANSWER + "\nÜber 🦊.", "I look.\n\n\nÜber 🦊."),
+        ("<think>a</think>b", "b"),
+        ("plain 🦊", "plain 🦊"),
+        (CALL, ""),
+    ):
+        asked, items = request(demo, logprobs=True), answer(demo.model, text, logprobs=True)
+        parsed = chunks(StreamRenderer(asked, demo.model.detokenizer).push(items))
+        scored = [e for _, body in parsed if (p := body["choices"][0]["logprobs"]) for e in p["content"]]
+        shown = bytes(byte for entry in scored for byte in entry["bytes"]).decode()
+        assert shown.split() == content.split()
+        assert added(parsed) == whole(asked, demo.model, items)
+        collector = AnswerAggregator(asked, demo.model.detokenizer)
+        collector.push(items)
+        assert json.loads(collector.response())["choices"][0]["logprobs"]["content"] == scored
+
+
+def deltas(asked: GenerateRequest, model: ModelDir, items: list[TokenItem]) -> list[dict[str, Any]]:
+    return [b["choices"][0]["delta"] for _, b in chunks(StreamRenderer(asked, model.detokenizer).push(items))]
+
+
+def message_of(asked: GenerateRequest, model: ModelDir, items: list[TokenItem]) -> dict[str, Any]:
+    collector = AnswerAggregator(asked, model.detokenizer)
+    assert collector.push(items)
+    shown: dict[str, Any] = json.loads(collector.response())["choices"][0]["message"]
+    return shown
+
+
+@pytest.mark.parametrize("text", ["4", "<think>\n\n</think>\n\n4", CALL, "", "<think>So.</think>4"])
+def test_every_delta_and_message_of_a_model_that_thinks_has_reasoning_or_null(
+    demo: PrepareContext, special: PrepareContext, text: str
+) -> None:
+    """Code written for other servers reads the attribute without asking whether it is there."""
+    items = answer(demo.model, text) or [TokenItem("r", 1, 0, 0, b"", STOP)]
+    asked = request(demo)
+    thought = "So." if "So." in text else None
+    found = deltas(asked, demo.model, items)
+    assert all("reasoning_content" in delta and "reasoning" not in delta for delta in found)
+    assert ("".join(delta["reasoning_content"] or "" for delta in found) or None) == thought
+    shown = message_of(asked, demo.model, items)
+    assert shown["reasoning_content"] == shown["reasoning"] == thought
+    unknown, four = request(special), answer(special.model, "4")  # a format of calls alone
+    assert "reasoning_content" not in message_of(unknown, special.model, four)
+    assert all("reasoning_content" not in delta for delta in deltas(unknown, special.model, four))
+
+
+@pytest.mark.parametrize(
+    ("fields", "whole_names", "streamed"),
+    [
+        ("", {"reasoning_content", "reasoning"}, {"reasoning_content"}),
+        ("both", {"reasoning_content", "reasoning"}, {"reasoning_content", "reasoning"}),
+        ("reasoning", {"reasoning"}, {"reasoning"}),
+        ("reasoning_content", {"reasoning_content"}, {"reasoning_content"}),
+    ],
+)
+def test_the_gateway_says_under_which_names_reasoning_is_sent(
+    demo: PrepareContext, fields: str, whole_names: set[str], streamed: set[str]
+) -> None:
+    names = {"reasoning_content", "reasoning"}
+    asked = request(demo._replace(reasoning_fields=fields))
+    items = answer(demo.model, ANSWER)
+    shown = message_of(asked, demo.model, items)
+    assert {name: shown[name] for name in names & shown.keys()} == dict.fromkeys(whole_names, "The weather.")
+    for delta in deltas(asked, demo.model, items):
+        assert names & delta.keys() == streamed
+        assert len({delta[name] for name in streamed}) == 1
+
+
+def test_reasoning_is_left_out_or_joined_if_asked_for(demo: PrepareContext) -> None:
+    text = "<think>\nWhy.\n</think>\n\nSo, Why.\n" + CALL
+    items = answer(demo.model, text)
+    hidden = request(demo, include_reasoning=False)
+    shown = message_of(hidden, demo.model, items)
+    assert (shown["reasoning_content"], shown["reasoning"], shown["content"]) == (None, None, "So, Why.")
+    assert all(delta["reasoning_content"] is None for delta in deltas(hidden, demo.model, items))
+    assert added(chunks(StreamRenderer(hidden, demo.model.detokenizer).push(items)))["content"] == "So, Why."
+    joined = request(demo, separate_reasoning=False, stop=["Why"])
+    shown = message_of(joined, demo.model, items)
+    assert shown["content"] == "<think>\nWhy.\n</think>\n\nSo, "  # stop strings do not see thoughts
+    assert "reasoning_content" not in shown
+    assert "".join(delta.get("content", "") for delta in deltas(joined, demo.model, items)) == shown["content"]
+    joined = request(demo, separate_reasoning=False)
+    shown = message_of(joined, demo.model, items)
+    assert shown["content"] == "<think>\nWhy.\n</think>\n\nSo, Why."
+    assert len(shown["tool_calls"]) == 1
+    with pytest.raises(ServingError, match="channels"):
+        request(demo._replace(parsers=ParserNames("gpt_oss", "gpt_oss")), separate_reasoning=False)
+
+
+def thought_tokens(asked: GenerateRequest, model: ModelDir, items: list[TokenItem]) -> int:
+    collector = AnswerAggregator(asked, model.detokenizer)
+    assert collector.push(items)
+    found = json.loads(collector.response())["usage"]
+    streamed = chunks(StreamRenderer(asked, model.detokenizer, include_usage=True).push(items))[-1][1]["usage"]
+    assert streamed == found
+    return int(found["completion_tokens_details"]["reasoning_tokens"])
+
+
+def test_the_usage_of_a_chat_counts_the_tokens_of_its_reasoning(demo: PrepareContext) -> None:
+    def count(text: str) -> int:
+        return len(demo.model.tokenizer.encode(text, add_special_tokens=False).ids)
+
+    asked = request(demo)
+    assert thought_tokens(asked, demo.model, answer(demo.model, "4")) == 0
+    assert thought_tokens(asked, demo.model, answer(demo.model, CALL)) == 0
+    thought = thought_tokens(asked, demo.model, answer(demo.model, ANSWER))
+    assert count("<think>\nThe weather.\n</think>") <= thought <= count("<think>\nThe weather.\n</think>\n\n")
+    hidden = request(demo, include_reasoning=False)
+    assert thought_tokens(hidden, demo.model, answer(demo.model, ANSWER)) == thought
+    cut = answer(demo.model, "<think>\nThe weather", Finish("length"))
+    assert thought_tokens(asked, demo.model, cut) == len(cut)
+    segments = SegmentedAnswer(asked, demo.model.detokenizer)
+    segments.push(answer(demo.model, ANSWER))
+    assert segments.reasoning_tokens == thought
+
+
+def test_every_chunk_has_the_usage_so_far_if_asked_for(demo: PrepareContext) -> None:
+    asked = request(demo, stream=True, stream_options={"continuous_usage_stats": True})
+    items = answer(demo.model, ANSWER)
+    for include in (False, True):
+        parsed = chunks(StreamRenderer(asked, demo.model.detokenizer, include_usage=include).push(items))
+        bodies = [body for _, body in parsed if body["choices"]]
+        positions = [int(name.removesuffix("f")) for name, body in parsed if body["choices"]]
+        assert [body["usage"]["completion_tokens"] for body in bodies] == positions
+        assert {body["usage"]["prompt_tokens"] for body in bodies} == {len(asked.prompt) // 4}
+        assert bodies[-1]["usage"]["completion_tokens_details"]["reasoning_tokens"] > 0
+        assert len(parsed) - len(bodies) == include
+
+
+@pytest.mark.parametrize("logprobs", [False, True])
+def test_the_ids_of_tokens_come_if_asked_for(demo: PrepareContext, logprobs: bool) -> None:
+    options: dict[str, Any] = {"logprobs": True, "top_logprobs": 0} if logprobs else {}
+    asked = request(demo, return_token_ids=True, return_tokens_as_token_ids=True, **options)
+    items = answer(demo.model, ANSWER + " 🦊", logprobs=logprobs)
+    ids = [token for item in items for token in unpack_tokens(item.tokens)]
+    collector = AnswerAggregator(asked, demo.model.detokenizer)
+    collector.push(items)
+    body = json.loads(collector.response())
+    assert body["choices"][0]["token_ids"] == ids
+    assert body["prompt_token_ids"] == unpack_tokens(asked.prompt).tolist()
+    parsed = [body for _, body in chunks(StreamRenderer(asked, demo.model.detokenizer).push(items))]
+    assert [token for body in parsed for token in body["choices"][0]["token_ids"]] == ids
+    assert [body.get("prompt_token_ids") for body in parsed[:2]] == [unpack_tokens(asked.prompt).tolist(), None]
+    if logprobs:
+        entry = body["choices"][0]["logprobs"]["content"][0]
+        assert int(entry["token"].removeprefix("token_id:")) in ids
+        assert bytes(entry["bytes"]) == b"I"
+    plain = AnswerAggregator(request(demo), demo.model.detokenizer)
+    plain.push(items)
+    assert b"token_ids" not in plain.response()
+
+
+PREFILLED = [
+    # parser, prefilled, output -> content, reasoning
+    ("deepseek_r1", "3 + 4 =", " 7", " 7", None),
+    ("basic", "3 + 4 =", " 7 <think>", " 7 <think>", None),
+    ("basic", "<think>\n3 + 4", " = 7\n</think>\n\n7", "7", " = 7"),
+    ("deepseek_r1", "<think>\n3 + 4", " = 7\n</think>\n\n7", "7", " = 7"),
+    ("basic", "<think>\n", "\n3 + 4</think>7", "7", "3 + 4"),
+    ("qwen3", "In HTML, <think> is", " no tag.</think>", " no tag.</think>", None),
+]
+
+
+@pytest.mark.parametrize(("parser", "prefilled", "output", "content", "thought"), PREFILLED)
+def test_an_answer_that_continues_the_last_message_begins_where_that_ends(
+    demo: PrepareContext, parser: str, prefilled: str, output: str, content: str, thought: str | None
+) -> None:
+    context = demo._replace(parsers=ParserNames(parser, "hermes"))
+    asked = request(
+        context,
+        messages=[{"role": "user", "content": "3 + 4?"}, {"role": "assistant", "content": prefilled}],
+        continue_final_message=True,
+    )
+    items = answer(demo.model, output)
+    shown = message_of(asked, demo.model, items)
+    assert (shown["content"], shown["reasoning_content"]) == (content, thought)
+    streamed = deltas(asked, demo.model, items)
+    assert "".join(delta.get("content") or "" for delta in streamed) == content
+    assert "".join(delta["reasoning_content"] or "" for delta in streamed) == (thought or "")
+
+
+def test_other_formats_too_continue_in_the_content(demo: PrepareContext) -> None:
+    said = [{"role": "user", "content": "3 + 4?"}, {"role": "assistant", "content": "3 + 4 ="}]
+    harmony = request(demo._replace(parsers=ParserNames("gpt_oss")), messages=said, continue_final_message=True)
+    assert message_of(harmony, demo.model, answer(demo.model, " 7"))["content"] == " 7"
+    called = '{"name": "get_weather", "parameters": {}}'
+    llama = request(demo._replace(parsers=ParserNames("", "llama3_json")), messages=said, continue_final_message=True)
+    assert message_of(llama, demo.model, answer(demo.model, called))["content"] == called
+    # Without the beginning of an answer nothing implies a thought.
+    implied = request(demo._replace(parsers=ParserNames("deepseek_r1")), messages=said, add_generation_prompt=False)
+    assert message_of(implied, demo.model, answer(demo.model, "7"))["content"] == "7"
+    begun = request(demo._replace(parsers=ParserNames("deepseek_r1")))
+    assert message_of(begun, demo.model, answer(demo.model, "7"))["reasoning_content"] == "7"
 
 
 @pytest.mark.parametrize("reason", ["length", "stop"])

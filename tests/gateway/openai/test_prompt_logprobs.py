@@ -68,7 +68,7 @@ def test_no_tokens_with_echo_computes_one_that_is_not_shown(context: PrepareCont
         ({"prompt_logprobs": True}, "prompt_logprobs", Code.invalid_request, "int"),
         ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", Code.unsupported, "stream"),
         ({"prompt_logprobs": 0, "stream": True}, "prompt_logprobs", Code.unsupported, "stream"),
-        ({"echo": True, "stream": True}, "echo", Code.unsupported, "stream"),
+        ({"echo": True, "stream": True, "logprobs": 9, "prompt": [5] * 900}, "logprobs", Code.invalid_request, "8192"),
         ({"max_tokens": 0}, "max_tokens", Code.invalid_request, "at least 1"),
         ({"max_tokens": 0, "echo": False}, "max_tokens", Code.invalid_request, "echo"),
         ({"max_tokens": 0, "echo": True, "min_tokens": 1}, "min_tokens", Code.invalid_request, "must not exceed"),
@@ -259,7 +259,7 @@ def test_a_stream_that_is_attached_to_it_shows_the_answer(model: ModelDir, conte
     for choice in (choice for body in bodies for choice in body["choices"]):
         assert "prompt_logprobs" not in choice
         texts[choice["index"]] += choice["text"]
-    assert texts == [" all", " none"]
+    assert texts == ["The broker keeps all", "The broker keeps none"]  # echoed, as it would be whole
     hidden = text(context, echo=True, max_tokens=0).request
     assert b'"text":"a"' not in StreamRenderer(hidden, model.detokenizer).push(scored_items(model, "a"))
     assert b'"text":"a"' in StreamRenderer(request, model.detokenizer).push(scored_items(model, "a"))

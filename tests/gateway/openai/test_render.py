@@ -1,4 +1,5 @@
 import json
+import re
 from typing import Any
 
 import msgspec
@@ -71,10 +72,12 @@ def test_a_chat_streams_one_event_per_token_then_reason_and_done(model: ModelDir
         "object": "chat.completion.chunk",
         "created": 1_700_000_000,
         "model": "tiny",
+        "system_fingerprint": first["system_fingerprint"],
         "choices": [
             {"index": 0, "delta": {"role": "assistant", "content": "The"}, "logprobs": None, "finish_reason": None}
         ],
     }
+    assert re.fullmatch("fp_[0-9a-f]{10}", first["system_fingerprint"])
     assert second["choices"][0]["delta"] == {"content": " broker"}
     assert (last["choices"][0]["delta"], last["choices"][0]["finish_reason"]) == ({}, "stop")
     assert done == "DONE"
@@ -267,13 +270,15 @@ def with_logprobs(items: list[TokenItem]) -> list[TokenItem]:
     ]
 
 
-def test_chat_logprobs_come_with_every_token_also_without_text(model: ModelDir, context: PrepareContext) -> None:
+def test_chat_logprobs_come_with_every_token_of_the_content_also_with_parts_of_one(
+    model: ModelDir, context: PrepareContext
+) -> None:
     asked = request(context, logprobs=True, top_logprobs=2)
     items = with_logprobs(answer(model, "Grüße 🦊"))
     parsed = events(StreamRenderer(asked, model.detokenizer).push(items))
-    entries = [entry for _, body in parsed[:-2] for entry in body["choices"][0]["logprobs"]["content"]]
-    assert len(entries) == len(items)
-    assert bytes(byte for entry in entries for byte in entry["bytes"]) == "Grüße 🦊<|im_end|>".encode()
+    entries = [e for _, body in parsed[:-2] for e in (body["choices"][0]["logprobs"] or {"content": []})["content"]]
+    assert len(entries) == len(items) - 1
+    assert bytes(byte for entry in entries for byte in entry["bytes"]) == "Grüße 🦊".encode()
     assert entries[0]["logprob"] == -0.5
     assert [top["logprob"] for top in entries[0]["top_logprobs"]] == [-0.25, -9999.0]
     assert text_of(parsed) == "Grüße 🦊"
@@ -306,6 +311,70 @@ def test_text_logprobs_have_offsets(model: ModelDir, context: PrepareContext) ->
         body["choices"][0]["logprobs"] for _, body in events(StreamRenderer(asked, model.detokenizer).push(items))[:4]
     ]
     assert [offset for entry in streamed for offset in entry["text_offset"]] == whole["text_offset"]
+
+
+@pytest.mark.parametrize("text", ["日本語 a", "🦊🦊b", "é 🦊c", "plain"])
+def test_offsets_count_characters_and_not_the_tokens_that_make_one(
+    model: ModelDir, context: PrepareContext, text: str
+) -> None:
+    asked = request(context, "text", logprobs=2)
+    items = with_logprobs(answer(model, text))
+    collector = AnswerAggregator(asked, model.detokenizer)
+    collector.push(items)
+    choice = json.loads(collector.response())["choices"][0]
+    shown, found = choice["text"], choice["logprobs"]
+    assert shown == text
+    raw = b""
+    for item, name, offset in zip(items, found["tokens"], found["text_offset"], strict=True):
+        assert offset == len(raw.decode("utf-8", "ignore"))
+        piece = model.detokenizer.raw(int.from_bytes(item.tokens, "little"))
+        raw += piece
+        assert name.startswith("bytes:\\x") or name.encode() == piece
+    streamed = [
+        body["choices"][0]["logprobs"] for _, body in events(StreamRenderer(asked, model.detokenizer).push(items))
+        if body != "DONE" and body["choices"][0]["logprobs"]
+    ]  # fmt: skip
+    assert [offset for entry in streamed for offset in entry["text_offset"]] == found["text_offset"]
+    assert [token for entry in streamed for token in entry["tokens"]] == found["tokens"]
+
+
+def test_alternatives_of_equal_text_are_all_there(model: ModelDir, context: PrepareContext) -> None:
+    """Parts of characters are no text: they were all the same key. Two tokens may have one text, too."""
+    size = model.vocab_size
+    partial = [token for token in range(size) if model.detokenizer.raw(token)[:1] > b"\x7f"][:3]
+    empty = [size + 1, size + 2]  # of no text
+    top = tuple((token, -0.5 - at) for at, token in enumerate([*partial, *empty]))
+    asked = request(context, "text", logprobs=5)
+    item = TokenItem(asked.id, 1, 0, 0, pack_tokens([partial[1]]), Finish("length"), (Logprob(-1.5, top),))
+    collector = AnswerAggregator(asked, model.detokenizer)
+    collector.push([item])
+    [best] = json.loads(collector.response())["choices"][0]["logprobs"]["top_logprobs"]
+    assert sorted(best.values(), reverse=True) == [-0.5, -1.5, -2.5, -3.5, -4.5]
+    assert f"token_id:{size + 2}" in best
+
+
+def test_a_streamed_completion_begins_with_its_prompt_if_asked_for(model: ModelDir, context: PrepareContext) -> None:
+    asked = request(context, "text", echo=True, n=2)
+    items = answer(model, " keeps")
+    both = [*items, *(msgspec.structs.replace(item, choice=1) for item in items)]
+    data = StreamRenderer(asked, model.detokenizer).push(both)
+    parsed = [json.loads(line[6:]) for line in data.decode().splitlines() if line.startswith("data: {")]
+    texts = ["", ""]
+    for choice in (body["choices"][0] for body in parsed):
+        texts[choice["index"]] += choice["text"]
+    collector = AnswerAggregator(asked, model.detokenizer)
+    collector.push(both)
+    assert texts == [choice["text"] for choice in json.loads(collector.response())["choices"]]
+    assert all(text.endswith(" keeps") and len(text) > 6 for text in texts)
+    resumed = StreamRenderer(asked, model.detokenizer)
+    resumed.resume("0.0")
+    assert data.decode().split("id: 0.0", 1)[1].split("\n\n", 1)[1] == resumed.push(both).decode()
+    only = request(context, "text", echo=True, max_tokens=0)
+    drawn = msgspec.structs.replace(answer(model, "x")[0], finish=Finish("length"))
+    data = StreamRenderer(only, model.detokenizer).push([drawn])
+    [shown, end] = [json.loads(line[6:])["choices"][0] for line in data.split(b"\n") if line.startswith(b"data: {")]
+    assert shown["text"] == texts[0].removesuffix(" keeps")
+    assert (end["text"], end["finish_reason"]) == ("", "length")
 
 
 @given(st.text(max_size=30))
@@ -347,4 +416,4 @@ def test_many_logprobs_are_encoded_in_slices_and_read_as_if_in_one(
     assert first == second
     shown = first["content"] if endpoint == "chat" else first["tokens"]
     assert [entry["token"] if endpoint == "chat" else entry for entry in shown[:3]] == ["The", " broker", " keeps"]
-    assert len(shown) == len(items)
+    assert len(shown) == len(items) - (endpoint == "chat")  # without the end token

@@ -37,7 +37,7 @@ def test_segments_have_what_a_chat_completion_has(text: str, finish: Finish, siz
     message = chat_message(given)
     segments = read(request("response"), given)[0].segments
     assert of_kind(segments, "text") == (message["content"] or "")
-    assert of_kind(segments, "reasoning") == message.get("reasoning_content", "")
+    assert of_kind(segments, "reasoning") == (message["reasoning_content"] or "")
     calls = [(s.call_id, s.name, s.content) for s in segments if s.kind == "call"]
     assert calls == [
         (call["id"], call["function"]["name"], call["function"]["arguments"])
