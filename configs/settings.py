@@ -125,8 +125,17 @@ class GatewaySettings(Common, frozen=True, kw_only=True):
         ),
     ] = "auto"
     always_no_store: Annotated[
-        bool, about("erase prompt and answer of every request from the log soon after its end, as with no_store: true")
+        bool, about("keep prompt and answer of every request in memory only, and delete them soon after its end")
     ] = False
+    no_store_grace_s: Annotated[
+        float,
+        Meta(
+            ge=0,
+            le=3600,
+            description="seconds after the end of a request with no_store until its prompt and answer leave memory; "
+            "until then its client can read on",
+        ),
+    ] = 30.0
     strict_options: Annotated[
         bool, about("refuse requests with options that this version does not know; otherwise a header names them")
     ] = False
@@ -201,15 +210,6 @@ class RouterSettings(Common, frozen=True, kw_only=True):
     max_pending: Annotated[
         Positive, about("requests per priority that the router holds while no worker can take them")
     ] = 512
-    no_store_grace_s: Annotated[
-        float,
-        Meta(
-            ge=0,
-            le=3600,
-            description="seconds after the end of a request with no_store until its prompt and answer are erased; "
-            "until then its client can read on",
-        ),
-    ] = 30.0
     max_attempts: Annotated[Positive, about("attempts of one request before it fails with worker_lost")] = 4
     stalled_after_s: Annotated[
         float,

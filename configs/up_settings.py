@@ -157,7 +157,7 @@ class UpSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     threads: Annotated[int, Meta(ge=0, description="CPU threads per native worker; 0: free cores / workers")] = 0
     handoff_lease_s: Annotated[float, _OF_WORKER] = _WORKER.handoff_lease_s
     local_prefill_tokens: Annotated[int, _OF_ROUTER] = _ROUTER.local_prefill_tokens
-    no_store_grace_s: Annotated[float, _OF_ROUTER] = _ROUTER.no_store_grace_s
+    no_store_grace_s: Annotated[float, _OF_GATEWAY] = _GATEWAY.no_store_grace_s
     log_format: Annotated[Literal["auto", "text", "json"], _OF_ALL] = "auto"
     log_level: Annotated[Literal["debug", "info", "warning", "error"], _OF_ALL] = "info"
     ready_s: Annotated[

@@ -6,7 +6,7 @@ and takes about 40 ns per value: a body with far more values than the model's co
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
@@ -49,11 +49,7 @@ T = TypeVar("T")
 
 
 class RequestPreparer:
-    """Owns the threads, and the processes that try constraints; ``close`` it.
-
-    Args:
-        may_erase_media: raises if some router does not erase the media of requests with ``no_store``.
-    """
+    """Owns the threads, and the processes that try constraints; ``close`` it."""
 
     def __init__(
         self,
@@ -62,14 +58,12 @@ class RequestPreparer:
         conversations: Conversations,
         gateway: str,
         settings: GatewaySettings,
-        may_erase_media: Callable[[], Awaitable[None]],
     ) -> None:
         self._fleet = fleet
         self._media_loader = media_loader
         self._conversations = conversations
         self._gateway = gateway
         self._settings = settings
-        self._may_erase_media = may_erase_media
         self._constraints = ConstraintCheck()
         self._threads = ThreadPoolExecutor(THREADS, "prepare")
 
@@ -226,7 +220,6 @@ class RequestPreparer:
                 if pending.no_store:
                     assert pending.request_id is not None
                     owner = pending.request_id
-                    await self._may_erase_media()
                 async with asyncio.timeout(PRIVATE_S if owner else None):
                     media = await self._media_loader.load(pending.prompt.media, context.model.vision, left_s, owner)
         except TimeoutError:

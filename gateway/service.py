@@ -2,11 +2,13 @@
 
 import asyncio
 import contextlib
+import math
 import secrets
 import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import msgspec
 import structlog
 from nats.errors import Error as NatsError
 
@@ -15,7 +17,7 @@ from gateway.access.caller import ANYONE, Caller
 from gateway.access.guard import Guard
 from gateway.access.limiter import Limiter
 from gateway.access.payments import Payments
-from gateway.admission.erasure import ErasureCheck
+from gateway.admission.memory import MemoryCheck
 from gateway.admission.queue_monitor import QueueMonitor
 from gateway.admission.retention import Retention
 from gateway.conversations import Conversations
@@ -30,6 +32,7 @@ from gateway.log.records import Records, is_whole
 from gateway.log.store_check import QUIET_S, StoreCheck, unstored
 from gateway.log.subscription import TokenSubscription
 from gateway.log.subscriptions import TokenSubscriptions
+from gateway.log.unstored import UnstoredRequests
 from gateway.media.loader import MediaLoader
 from gateway.metrics import Metrics
 from gateway.openai.prepare import PreparedRequest
@@ -41,7 +44,7 @@ from gateway.tenants import TenantTable
 from gateway.verdicts import Verdicts
 from infra.bus.connection import Bus
 from infra.bus.loop_lag import TurnBudget
-from infra.bus.publisher import Publisher
+from infra.bus.publisher import Ack, Publisher
 from infra.bus.tasks import Tasks
 from infra.model.modeldir import ModelDir
 from schemas import control, done, wire
@@ -96,7 +99,6 @@ class Gateway:
         self.tenants.on_changed = self.guard.tenants_changed
         self.fleet = FleetView(bus, model, self.id, self.names, settings, metrics)
         self.records = Records(bus)
-        self._completion = Completion(self.records)
         self.limiter = Limiter(bus, self.id)
         self._verdicts = Verdicts(bus)
         finder = RequestFinder(bus, self.tasks)
@@ -104,18 +106,32 @@ class Gateway:
         self._publisher = publisher
         self._subscriptions = TokenSubscriptions(bus, self.id, self.tasks)
         self._cancelling = 0
-        self._lookup = RequestLookup(self.records, finder)
+        self.unstored = UnstoredRequests(
+            bus,
+            publisher,
+            self.id,
+            settings.no_store_grace_s,
+            subscriptions=self._subscriptions,
+            records=self.records,
+            tasks=self.tasks,
+        )
+        self._completion = Completion(self.records, self._read_again, self.tasks)
+        self._lookup = RequestLookup(bus, self.records, finder)
         self.conversations = Conversations(self._lookup, model.detokenizer, settings.max_body_bytes)
         loader = MediaLoader(bus, settings, metrics)
-        self._preparer = RequestPreparer(
-            self.fleet, loader, self.conversations, self.id, settings, self._may_erase_media
-        )
+        self._preparer = RequestPreparer(self.fleet, loader, self.conversations, self.id, settings)
         self.progress = Progress(bus, self.id, self._subscriptions.readers_of)
         self.listing = RequestListing(bus, self.records, self.progress, self._progress_in_log)
         self._retention = Retention(bus, metrics)
-        self._erasure = ErasureCheck(bus)
         self._store_check = StoreCheck(bus, self.id, self.tasks)
         self._quiet = False  # at the last sweep, some open request had had no item for a while
+        workers = self.fleet.watch.members.values
+        self._memory = MemoryCheck(
+            bus,
+            self.unstored.streams,
+            lambda: [member.registration for member in workers()],
+            lambda: self.unstored.open,
+        )
         self._queue_monitor = QueueMonitor(bus, metrics, settings.max_queue, lambda: self._subscriptions.own_readers)
 
     async def open(self) -> None:
@@ -123,6 +139,7 @@ class Gateway:
         Raises:
             ServingError: a stream or the workers bucket cannot be read.
         """
+        await self.unstored.start()  # before what publishes to its streams after a reconnect
         await self._own.start(new=True)
         await self.progress.open()
         await self.fleet.open()
@@ -137,6 +154,7 @@ class Gateway:
 
     async def close(self) -> None:
         await self.tasks.aclose()
+        await self.unstored.close()
         await self._preparer.close()
         await self.fleet.close()
         await self.guard.close()
@@ -229,9 +247,6 @@ class Gateway:
         """Whether work waits for the next place in a queue: then places are looked for more often."""
         self._queue_monitor.hurried = waits
 
-    async def _may_erase_media(self) -> None:
-        await self._erasure.check(sharded=self._queue_monitor.sharded, media=True)
-
     async def submit(self, request: GenerateRequest, *, owner: bool = True) -> InflightRequest:
         """Put a request into the log; returns when it is durable.
 
@@ -242,6 +257,8 @@ class Gateway:
         """
         self._queue_monitor.check_log(request.tenant)
         request = await self._verdicts.check(request)
+        if request.no_store:
+            request = msgspec.structs.replace(request, in_memory=True)
         payload = wire.encode(request)
         limit = self.bus.max_message - JOB_BYTES
         if len(payload) > limit:
@@ -249,44 +266,54 @@ class Gateway:
                 Code.body_too_large,
                 f"the prompt takes {len(payload)} bytes as a message; the broker carries {limit} (max_payload)",
             )
-        inflight, subscription = InflightRequest(request), self._own
+        # What is kept to be put again is kept to be read, too.
+        inflight, subscription, content = InflightRequest(request, bounded=not request.no_store), self._own, b""
         if request.no_store:
-            await self._erasure.check(sharded=self._queue_monitor.sharded, media=bool(request.media))
-            subscription = await self._subscriptions.open(request.token_address)
+            await self._memory.check(request, len(payload))
+            subscription = await self.unstored.subscription()
+            content, payload = payload, wire.encode(self.unstored.without_content(request))
         self._queue_monitor.accept(request.priority)
         inflight.turns = self.turns
         self._verdicts.follow(inflight)
         subscription.subscribe(inflight)  # before publishing: the first token may overtake the acknowledgement
         self.payments.began(inflight)
+        timeout = min(ACCEPT_S, max(0.1, (request.deadline_ns - time.time_ns()) / 1e9))
+        kept: asyncio.Future[Ack] | None = None
         try:
+            if content:  # in the same write as the request, and before it
+                kept = await self.unstored.put(inflight, content, timeout)
             ack = await self._publisher.publish(
                 self.bus.subjects.request(
-                    request.model,
-                    request.priority.value,
-                    request.id if self._queue_monitor.sharded else "",
-                    no_store=request.no_store,
+                    request.model, request.priority.value, request.id if self._queue_monitor.sharded else ""
                 ),
                 payload,
                 request.id,
-                timeout=min(ACCEPT_S, max(0.1, (request.deadline_ns - time.time_ns()) / 1e9)),
+                timeout=timeout,
                 insist=False,  # clients can retry; otherwise requests would pile up behind a full disk
             )
+            if kept is not None:
+                await kept
             await self.turns.resume()  # hundreds may be acknowledged together
         except BaseException:
-            # It may be stored nevertheless: the acknowledgement may have been lost.
-            if owner:
+            # It may be stored nevertheless: the acknowledgement may have been lost. Without its content it cannot run.
+            if owner or kept is not None:
                 self.cancel_unfinished(inflight, "the acceptance was not confirmed")
             else:
                 self.release(inflight)
             raise
         if ack.duplicate:  # a resend, a repeat, or a submission that another gateway had accepted before it crashed
-            self.payments.repeated(inflight)
-            try:
-                stored, record = await self.look_up(request.id)
-            finally:
-                self.release(inflight)
-            return await self.attach(stored, record)
+            return await self._attach_repeated(inflight)
         return inflight
+
+    async def _attach_repeated(self, inflight: InflightRequest) -> InflightRequest:
+        """The log had the request already."""
+        self.payments.repeated(inflight)
+        self.unstored.drop(inflight.request.id)
+        try:
+            stored, record = await self.look_up(inflight.request.id)
+        finally:
+            self.release(inflight)
+        return await self.attach(stored, record)
 
     def cancel_unfinished(self, inflight: InflightRequest, reason: str = "the client disconnected") -> None:
         """The client has disconnected or has everything. An unfinished request is cancelled, repeatedly until it ends.
@@ -302,7 +329,11 @@ class Gateway:
 
     def release(self, inflight: InflightRequest) -> None:
         """Stop reading, without cancelling."""
-        self._subscriptions.unsubscribe(inflight)
+        if self.unstored.holds(inflight):  # what was streamed may have to be put again
+            inflight.cancelling = True
+            inflight.cancel_sent = math.inf
+        else:
+            self._subscriptions.unsubscribe(inflight)
         self._verdicts.released(inflight)
         if inflight.paid is not None:
             self.payments.ended(inflight)
@@ -398,6 +429,16 @@ class Gateway:
         finally:
             self.release(inflight)
 
+    async def _read_again(self, request: GenerateRequest) -> InflightRequest:
+        """Everything that the token stream has of a request.
+
+        Raises:
+            ServingError: it cannot be read.
+        """
+        again = await self.attach(request, whole=True)
+        self.release(again)
+        return again
+
     # --- upkeep ---
 
     async def _sweep(self) -> None:
@@ -424,6 +465,8 @@ class Gateway:
                     inflight.fail(unstored(inflight.request.id))
             late_ns = now_ns - inflight.request.deadline_ns
             if inflight.cancelling:
+                if late_ns > CANCEL_FOR_NS:
+                    self.unstored.drop(inflight.request.id)
                 if inflight.ended or late_ns > CANCEL_FOR_NS:
                     self.release(inflight)
                 elif now - inflight.cancel_sent > CANCEL_AGAIN_S:

@@ -76,7 +76,7 @@ def build_load(pending: PendingRequest, decision: RoutingDecision, prefill: Regi
     """What other routers fold of the job without reading its body; ``prefill``: the worker that computes the prompt."""
     request, route = pending.request, decision.route
     return LoadHeader(
-        len(request.prompt) // 4,
+        request.prompt_tokens,
         decision.overlap_blocks * prefill.block_size,
         request.token_address,
         request.deadline_ns,

@@ -54,7 +54,7 @@ class PendingRequest(msgspec.Struct, eq=False):
 
     @property
     def prompt_tokens(self) -> int:
-        return len(self.request.prompt) // 4
+        return self.request.prompt_tokens
 
     @property
     def streaming(self) -> bool:
@@ -97,7 +97,7 @@ def routing_request(
     request = pending.request
     return RoutingRequest(
         request.model,
-        len(request.prompt) // 4,
+        request.prompt_tokens,
         request.stop.max_tokens,
         prompt_blocks=len(keys),
         n=request.n,
@@ -109,7 +109,7 @@ def routing_request(
         processors=pending.processors,
         revision=revision,
         tokenizer=request.tokenizer,
-        no_store=request.no_store,
+        in_memory=request.in_memory,
     )
 
 
@@ -140,7 +140,7 @@ def lane(pending: PendingRequest, local_prefill_tokens: int) -> str:
         (
             *parts,
             *sorted(pending.processors),
-            *(["no_store"] if request.no_store else ()),
+            *(["no_store"] if request.in_memory else ()),
             *([pending.suspect] if pending.suspect else ()),
         )
     )

@@ -19,15 +19,16 @@ import structlog
 from nats.errors import Error as NatsError
 
 from configs.settings import RouterSettings
+from infra.bus import memory
 from infra.bus.connection import Bus
 from infra.bus.loop_lag import TimeSlice
+from infra.bus.memory import MemoryStreams
 from infra.bus.publisher import Ack, Publisher
 from infra.bus.puller import ACK, NAK, TERM
 from router.background import BackgroundTasks
 from router.cluster.cluster_listener import ClusterListener
 from router.cluster.cluster_state import ClusterState
 from router.decider import Decider
-from router.erasure.eraser import Eraser
 from router.erasure.on_demand import ErasureOnDemand
 from router.held.held_order import HeldOrder
 from router.held.held_requests import HeldRequests
@@ -46,11 +47,11 @@ from router.recovery.resteering import resteer
 from router.recovery.suspects import Standing, standing
 from router.recovery.watchdog import watch
 from router.terminal_publisher import TerminalPublisher
-from schemas import jobs, requests, wire
+from schemas import contents, jobs, requests, wire
 from schemas.blocks import keys_text
 from schemas.errors import Code, ServingError
 from schemas.jobs import DecisionInputs
-from schemas.requests import Priority
+from schemas.requests import GenerateRequest, Priority
 
 log = structlog.get_logger("router")
 
@@ -75,6 +76,7 @@ class Router:
         self._placed = 0  # jobs sent by this router
         self.tasks = bus.tasks.group("router")
         self._background = BackgroundTasks(bus, self.tasks)
+        self._memory = MemoryStreams(bus)
         self.cluster = ClusterState(bus, settings)
         self._decider = Decider(self.cluster, settings, metrics)
         self._tenants = TenantWeights(bus)
@@ -95,6 +97,7 @@ class Router:
             metrics=metrics,
             max_attempts=settings.max_attempts,
             owns=lambda worker: self.intake.owns(self.cluster.model_of(worker)),
+            settling=lambda: self._memory.settling,
             place=self.place,
         )
         self._maintenance = Maintenance(
@@ -108,15 +111,6 @@ class Router:
             metrics=metrics,
             place=self.place,
             place_held=self._place_held_soon,
-        )
-
-        self._eraser = Eraser(
-            bus,
-            publisher,
-            self.cluster.erasures,
-            metrics,
-            since_ns=time.time_ns(),
-            owns=self.intake.membership.owns,
         )
         self._erasure_on_demand = ErasureOnDemand(bus)
 
@@ -153,13 +147,13 @@ class Router:
             ServingError: a stream or the workers bucket cannot be read.
         """
         recovery = self._recovery
+        await self._memory.open()
         await self.cluster.start(
             ClusterListener(
                 self._place_held_soon,
                 recovery.on_returned,
                 recovery.on_worker_lost,
                 recovery.on_stranded,
-                self._eraser.on_done,
             )
         )
         self.tasks.spawn(recovery.scan(), name="recovery")
@@ -173,7 +167,6 @@ class Router:
             resteering = resteer(self._bus, self.cluster, self._settings.resteer_after_s, recovery.on_late)
             self.tasks.spawn(resteering, name="resteering")
         await self.intake.start(self.tasks)
-        self._eraser.start(self.tasks)
         await self._erasure_on_demand.start(self.tasks)
         log.info("router_open", router=self.id, mode=self._settings.mode)
 
@@ -235,6 +228,9 @@ class Router:
             if not held and self._settings.mode == "kv" and self._held.is_waiting(pending):
                 self._hold(pending)
                 self._place_held_soon()  # it may be due before those
+                return False
+            if request.in_memory and self._memory.settling:  # its content is being put again
+                self._hold(pending)
                 return False
             keys = keys_view(request.digests)
             waited_s = max(0, now_ns - request.created_ns) / 1e9 if held else None
@@ -333,10 +329,10 @@ class Router:
         suspect = pending.suspect.value
         self.cluster.admit(request.id, attempt, decision.route, load, keys, now_ns, suspect=suspect)
         self._decider.sent(request, decision.route)
-        body = wire.encode(job)
-        room = self._bus.max_message - len(body)  # the server counts headers, too, and closes the link beyond its limit
-        keys_needed = self.intake.part(request.model).routers > 1 and sends_keys(load, len(keys), room)
         try:
+            body, part = await self._encode(request, job, now_ns)
+            room = self._bus.max_message - len(body)  # the server counts headers, too, and closes the link beyond it
+            keys_needed = self.intake.part(request.model).routers > 1 and sends_keys(load, len(keys), room)
             stored = await self._publisher.send(
                 self._bus.subjects.work(first.role, first.worker),
                 body,
@@ -346,6 +342,7 @@ class Router:
                     no_store=request.no_store,
                     keys=keys_text(keys) if keys_needed else "",
                     suspect=suspect,
+                    part=part,
                 ),
             )
         except ServingError as failure:  # too large for a message, together with all that was streamed so far
@@ -362,6 +359,19 @@ class Router:
             now_ns - pending.since_ns,
         )
         stored.add_done_callback(functools.partial(self._on_job_stored, pending))
+
+    async def _encode(self, request: GenerateRequest, job: jobs.Job, now_ns: int) -> tuple[bytes, str]:
+        """A job as WORK holds it, and the part that has it whole, which is sent to memory storage and not waited for.
+
+        Raises:
+            ServingError: body_too_large.
+        """
+        if not (request.in_memory and contents.has_content(job)):
+            return wire.encode(job), ""
+        part = contents.part_of(job.attempt)
+        stored = await memory.put(self._bus, self._publisher, request, part, wire.encode(job), now_ns=now_ns)
+        stored.add_done_callback(functools.partial(_on_part_stored, request.id))
+        return wire.encode(contents.shell_of(job)), part
 
     def _on_job_stored(self, pending: PendingRequest, stored: "asyncio.Future[Ack]") -> None:
         if stored.cancelled():
@@ -428,3 +438,8 @@ class Router:
         pending = self._held.remove(request_id)
         if pending is not None:
             await self.place(pending, held=True)
+
+
+def _on_part_stored(request_id: str, stored: "asyncio.Future[Ack]") -> None:
+    if not stored.cancelled() and (error := stored.exception()) is not None:  # its worker ends the request
+        log.warning("content_not_stored", request=request_id, error=str(error))

@@ -36,7 +36,7 @@ def usage_of(request: GenerateRequest, outputs: Sequence[bytes], cached: int = 0
     """
     if request.embedding is not None:  # see there what its "tokens" are
         return Usage(int.from_bytes(outputs[0][:4], "little") if outputs else 0)
-    return Usage(len(request.prompt) // 4, sum(map(len, outputs)) // 4, cached)
+    return Usage(request.prompt_tokens, sum(map(len, outputs)) // 4, cached)
 
 
 class Timings(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -181,6 +181,7 @@ def without_text(request: GenerateRequest) -> GenerateRequest:
     return msgspec.structs.replace(
         request,
         prompt=b"",
+        prompt_length=0,
         digests=b"",
         sampling=sampling,
         stop=stop,

@@ -10,6 +10,7 @@ class Code(enum.StrEnum):
     model_not_found = "model_not_found"
     request_not_found = "request_not_found"
     request_erased = "request_erased"
+    content_lost = "content_lost"
     answer_ended = "answer_ended"
     idempotency_conflict = "idempotency_conflict"
     context_length_exceeded = "context_length_exceeded"
@@ -45,6 +46,7 @@ _STATUS = {
     Code.model_not_found: 404,
     Code.request_not_found: 404,
     Code.request_erased: 410,
+    Code.content_lost: 502,
     Code.answer_ended: 416,
     Code.idempotency_conflict: 422,
     Code.context_length_exceeded: 400,

@@ -91,10 +91,11 @@ class Registration(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     max_batched_tokens: int = 0  # per step, on each rank; 0: unknown
     tokenizer: str = ""  # digest of the tokenizer; "": an older build, or no tokenizer
     silent_cache: bool = False  # reuses KV across requests without ``kv_events``: routers predict what it caches
-    no_store: bool = False  # takes requests whose output goes to a subject of its own; False: an older build
+    no_store: bool = False  # of older builds: takes requests whose output goes to a subject of its own
     embedder: Embedder | None = None  # of role "embed"
     pair_only: bool = False  # a prefill or decode worker whose engine cannot compute the other stage
-    private_media: bool = False  # reads media that are stored for one request; False: an older build
+    private_media: bool = False  # of older builds: reads media that are stored for one request
+    memory: bool = False  # takes requests whose content and output are in memory storage; False: an older build
 
     @property
     def output(self) -> str:

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import msgspec
 
 from schemas.requests import GenerateRequest
-from schemas.subjects import HEADER_KEYS, HEADER_LOAD, HEADER_NO_STORE, HEADER_SUSPECT
+from schemas.subjects import HEADER_KEYS, HEADER_LOAD, HEADER_NO_STORE, HEADER_PART, HEADER_SUSPECT
 from schemas.tokens import Finish, Logprob
 from schemas.transfer import Encoded, Prefilled
 from schemas.wire import decoder
@@ -152,13 +152,14 @@ def load_header(
     return f"{prompt_tokens} {cached_tokens} {gateway} {deadline_ns} {priority} {n} {stages}"
 
 
-def headers_of(load: str, *, no_store: bool, keys: str = "", suspect: str = "") -> dict[str, str]:
+def headers_of(load: str, *, no_store: bool, keys: str = "", suspect: str = "", part: str = "") -> dict[str, str]:
     """The headers of a message in WORK beside its id.
 
     Args:
         load: its load header.
         keys: of the full blocks of its prompt (``schemas.blocks.keys_text``); "": no router needs them.
         suspect: as in ``Job``.
+        part: of the request's contents, which has the message whole; "": this is the whole message.
     """
     headers = {HEADER_LOAD: load}
     if no_store:
@@ -167,6 +168,8 @@ def headers_of(load: str, *, no_store: bool, keys: str = "", suspect: str = "") 
         headers[HEADER_KEYS] = keys
     if suspect:
         headers[HEADER_SUSPECT] = suspect
+    if part:
+        headers[HEADER_PART] = part
     return headers
 
 

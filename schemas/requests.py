@@ -4,8 +4,9 @@ import enum
 
 import msgspec
 
+from schemas.subjects import MEMORY
 from schemas.trace import Trace
-from schemas.wire import decoder
+from schemas.wire import TOKEN_BYTES, decoder
 
 
 class Priority(enum.StrEnum):
@@ -184,13 +185,19 @@ class GenerateRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     tenant: str = "default"
     form: str = ""  # how the NATS API answers: "stream", "stream+usage"; "": in one message
     client_request_id: str = ""  # the client's own id for it
-    no_store: bool = False  # its prompt and answer are erased from the log soon after its end
+    no_store: bool = False  # its prompt and answer are not kept
     session: str = ""  # name of the conversation it belongs to, a hint for routing
     client_body: bytes = b""  # JSON: what the answer repeats of the client's body, or a later request continues
     constraint: Constraint | None = None  # None: the output is free; else ``sampling.logits_processors`` has CONSTRAINT
     embedding: Embedding | None = None  # a request for vectors: stop and sampling are ignored
     repeats_poison: bool = False  # the first repeat of a request that crashed every worker: it runs alone
     shown: Shown = Shown()
+    in_memory: bool = False  # with ``no_store``: content and output never reach a disk; False: of an older build
+    prompt_length: int = 0  # tokens of the prompt, where that is left out (``schemas.contents.without_content``)
+
+    @property
+    def prompt_tokens(self) -> int:
+        return len(self.prompt) // TOKEN_BYTES or self.prompt_length
 
     @property
     def output(self) -> str:
@@ -201,10 +208,12 @@ class GenerateRequest(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def token_address(self) -> str:
-        """The end of the token subject with its output: its gateway's, or with ``no_store`` one of its own.
+        """Where its output goes, for ``Subjects.tokens``: its gateway's id, with ``no_store`` in memory storage.
 
-        Output under a subject of its own shares no message with other requests, and can be found and erased.
+        Older builds gave each request with ``no_store`` a subject of its own, which was erased.
         """
+        if self.in_memory:
+            return f"{MEMORY}.{self.gateway}"
         return f"{self.gateway}.{self.id}" if self.no_store else self.gateway
 
 

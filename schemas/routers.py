@@ -35,8 +35,8 @@ class Member(msgspec.Struct, frozen=True, omit_defaults=True):
         models: that it owns, as subject tokens.
         shares: of these, whose requests all routers place, because there are too many for one.
         server, connection: id of the server that it is connected to, and of its connection there.
-        no_store: it erases requests that are not to be stored; False: an older build.
-        private_media: it erases their media, too; False: an older build.
+        no_store, private_media: of older builds: it erases requests that are not to be stored, and their media.
+        memory: it knows requests whose content is in memory storage; False: an older build.
         held: what it holds, of each class of which it holds something; for operators, no router reads it.
     """
 
@@ -49,6 +49,7 @@ class Member(msgspec.Struct, frozen=True, omit_defaults=True):
     no_store: bool = False
     private_media: bool = False
     held: tuple[HeldByTenant, ...] = ()
+    memory: bool = False
 
 
 def held_by_tenant(priority: str, counts: Mapping[str, int], others: int = 0) -> HeldByTenant:

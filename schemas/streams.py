@@ -6,8 +6,9 @@ Clients publish to SUBMIT directly, so it is a queue: the server refuses message
 """
 
 from dataclasses import dataclass, field
+from typing import Any
 
-from schemas.subjects import DEFAULT_TENANT, Subjects
+from schemas.subjects import DEFAULT_TENANT, MEMORY, Subjects
 from schemas.tenants import MAX_PENDING
 
 MINUTE = 60.0
@@ -23,8 +24,11 @@ HEADROOM = 4096  # the server counts headers too, and closes the connection beyo
 # request costs little: its job is stored once, whichever router publishes it.
 ROUTER_ACK_WAIT_S = 1.5
 LONGEST_DEADLINE_S = HOUR  # nothing unfinished is older than this
+# Beyond its deadline, how long the content of a request with no_store stays in memory storage if no gateway deletes it.
+MEMORY_GRACE_S = 60.0
 # The margin when a timestamp from one machine is looked up among messages that another machine stored.
 CLOCK_SKEW_NS = 2_000_000_000
+_NS = 1_000_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +43,7 @@ class StreamSpec:
     live: tuple[str, str] | None = None  # (source subject, destination)
     live_headers_only: bool = False
     queue: bool = False  # acknowledged messages are deleted, a full stream refuses more; fixed when it is created
+    memory: bool = False  # never on a disk; a full stream refuses more; gone when a server without a cluster restarts
     description: str = ""
     retired: tuple[str, ...] = ()  # subjects of earlier releases, to be removed
 
@@ -85,8 +90,14 @@ class Topology:
     @property
     def reserved_bytes(self) -> int:
         """The upper limit of the store's size."""
-        parts: tuple[StreamSpec | BucketSpec | ObjectSpec, ...] = (*self.streams, *self.buckets, *self.objects)
+        files = (stream for stream in self.streams if not stream.memory)
+        parts: tuple[StreamSpec | BucketSpec | ObjectSpec, ...] = (*files, *self.buckets, *self.objects)
         return sum(part.max_bytes for part in parts)
+
+    @property
+    def reserved_memory(self) -> int:
+        """The upper limit of what lies in memory storage, in bytes."""
+        return sum(stream.max_bytes for stream in self.streams if stream.memory)
 
 
 def submissions(
@@ -120,7 +131,7 @@ def topology(s: Subjects, *, record: bool = False) -> Topology:
 
     submit, gateways = submissions(s)
     return Topology(
-        streams=(submit, *_streams(s, record)),
+        streams=(submit, *_streams(s, record), *memory_streams(s)),
         buckets=(
             followed("workers"),
             followed("routers"),
@@ -140,6 +151,63 @@ def topology(s: Subjects, *, record: bool = False) -> Topology:
         consumers=(*_router_consumers(s), gateways),
         subjects=s,
     )
+
+
+def memory_streams(s: Subjects) -> tuple[StreamSpec, StreamSpec]:
+    """The contents and the output of requests with ``no_store``. What is left in them expires."""
+    contents, tokens = s.all(f"{MEMORY}.contents"), s.all(f"{MEMORY}.tokens")
+    return (
+        StreamSpec(
+            s.stream("MEMORY_CONTENTS"),
+            (contents,),
+            2 * HOUR + 5 * MINUTE,
+            GIB,
+            memory=True,
+            description="content of requests with no_store",
+        ),
+        StreamSpec(
+            s.stream("MEMORY_TOKENS"),
+            (tokens,),
+            2 * HOUR + 5 * MINUTE,
+            GIB // 2,
+            live=(tokens, s.live(tokens)),
+            memory=True,
+            description="token output of requests with no_store",
+        ),
+    )
+
+
+def stream_config(spec: StreamSpec, replicas: int = 1) -> dict[str, Any]:
+    """A stream as the JetStream API takes it."""
+    config = common_config(spec.name, spec.subjects, spec.max_bytes, replicas)
+    config["description"] = spec.description
+    config["max_age"] = int(spec.max_age_s * _NS)
+    config["duplicate_window"] = int(min(spec.dedup_s, spec.max_age_s) * _NS)
+    if spec.queue:
+        config |= {"retention": "workqueue", "discard": "new"}
+    if spec.memory:
+        config |= {"storage": "memory", "discard": "new", "allow_msg_ttl": True}
+    if spec.live:
+        config["republish"] = republish(spec.live, spec.live_headers_only)
+    return config
+
+
+def common_config(name: str, subjects: tuple[str, ...], max_bytes: int, replicas: int) -> dict[str, Any]:
+    """What all streams have, those behind buckets included."""
+    return {
+        "name": name,
+        "subjects": list(subjects),
+        "retention": "limits",
+        "storage": "file",
+        "discard": "old",
+        "max_bytes": max_bytes,
+        "num_replicas": replicas,
+        "allow_direct": True,
+    }
+
+
+def republish(live: tuple[str, str], headers_only: bool) -> dict[str, Any]:
+    return {"src": live[0], "dest": live[1]} | ({"headers_only": True} if headers_only else {})
 
 
 def _streams(s: Subjects, record: bool) -> tuple[StreamSpec, ...]:

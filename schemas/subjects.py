@@ -33,13 +33,15 @@ HEADER_CRASHED = "Penstock-Crashed"
 HEADER_SUSPECT = "Penstock-Suspect"
 HEADER_RECORDED_TIME = "Penstock-Recorded-Time"
 HEADER_NO_STORE = "Penstock-No-Store"
+HEADER_PART = "Penstock-Part"
 HEADER_MSG_ID = "Nats-Msg-Id"
 HEADER_LAST_ON_SUBJECT = "Nats-Expected-Last-Subject-Sequence"
 
 DEFAULT_TENANT = "default"
 
 
-NO_STORE = "no_store"  # the shard of all requests that are erased after their end
+NO_STORE = "no_store"  # in older builds, the shard of all requests that are erased after their end
+MEMORY = "memory"  # begins the subjects, and the token addresses, of what lies in memory storage
 KEPT = "kept"  # appended to a job's message id in the id of its copy
 
 
@@ -55,6 +57,11 @@ def _token(name: str) -> str:
 # Ids and names of models. Clients may ask for ids that are megabytes long.
 _REMEMBERED_NAME = 128
 _short_token = lru_cache(maxsize=4096)(_token)
+
+
+def in_memory(address: str) -> bool:
+    """Whether the output of a token address is in memory storage."""
+    return address.startswith(f"{MEMORY}.")
 
 
 def _shard(request: str) -> str:
@@ -149,7 +156,23 @@ class Subjects:
 
     def tokens(self, address: str) -> str:
         """Where output goes; ``address``: of a request (``GenerateRequest.token_address``), or a gateway's id."""
+        kind, dot, gateway = address.partition(".")
+        if kind == MEMORY and dot:
+            return f"{self.namespace}.{MEMORY}.tokens.{gateway}"
         return f"{self.namespace}.tokens.{address}"
+
+    def tokens_stream(self, address: str) -> str:
+        """The name of the stream with the output of an address."""
+        return self.stream("MEMORY_TOKENS" if in_memory(address) else "TOKENS")
+
+    def contents(self, gateway: str, request: str, part: str) -> str:
+        """A part of the content of a request with ``no_store``, in memory storage.
+
+        Args:
+            gateway: that accepted it.
+            part: "request", or the message of an attempt (``schemas.contents``).
+        """
+        return f"{self.namespace}.{MEMORY}.contents.{gateway}.{request}.{part}"
 
     def tokens_of(self, request: str) -> str:
         """The output of a request that has a token subject of its own, for whichever gateway."""

@@ -91,7 +91,7 @@ def of_request(
         request.client_request_id,
         attempt,
         worker,
-        len(request.prompt) // 4,
+        request.prompt_tokens,
         routed_ns=routed_ns,
     )
 

@@ -193,7 +193,7 @@ def test_every_folder_is_a_package_and_says_what_it_is_for() -> None:
 
 
 def test_modules_and_functions_are_short_and_take_few_parameters() -> None:
-    """At most 500 lines a module, 60 lines and 8 positional parameters a function.
+    """At most 600 lines a module, 60 lines and 8 positional parameters a function.
 
     Kernels are exempt: Triton compiles each as one function, and passes tensors and their strides by position.
     """
@@ -202,7 +202,7 @@ def test_modules_and_functions_are_short_and_take_few_parameters() -> None:
     for path in (path for folder in sorted(OURS) for path in sources(folder)):
         name, made = path.relative_to(ROOT), module(path)
         lengths += [made.lines] if path.stat().st_size else []
-        if made.lines > 500:
+        if made.lines > 600:
             too_large.append(f"{name}: {made.lines} lines")
         for function in made.functions:
             if function.lines > 60 and not function.is_kernel:

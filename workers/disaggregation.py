@@ -14,8 +14,9 @@ from typing import Protocol
 import msgspec
 import structlog
 
+from infra.bus import memory
 from infra.bus.puller import ACK
-from schemas import jobs, wire
+from schemas import contents, jobs, wire
 from schemas.control import Ok, Push, Pushed, Release
 from schemas.errors import Code, ServingError
 from schemas.subjects import HEADER_LOAD
@@ -181,13 +182,15 @@ class DisaggCoordinator:
                 self._owner.release_ticket(ticket.id, "not_published")
                 self._terminal.requeue(running, "the handoff could not be published: the lease is in doubt")
                 return
+            body, part = await self._encode(running, message)
             await self._context.publisher.publish(
                 self._bus.subjects.work(stage.role, stage.worker),
-                wire.encode(message),
+                body,
                 f"{request.id}:{running.attempt}:{stage.role}",
                 headers=jobs.headers_of(
                     _load_header(running, message),
                     no_store=request.no_store,
+                    part=part,
                     suspect=running.job.suspect if running.job is not None else "",
                 ),
                 timeout=STAGE_PUBLISH_S,
@@ -204,6 +207,22 @@ class DisaggCoordinator:
             raise
         await self._bus.nc.publish(running.delivery.reply, ACK)
         self._on_handed_off(running)
+
+    async def _encode(self, running: RunningRequest, message: StageInput) -> tuple[bytes, str]:
+        """A message as WORK holds it, and the part that has it whole, which is stored in memory storage first.
+
+        Raises:
+            ServingError: it could not be put there.
+        """
+        request, body = running.request, wire.encode(message)
+        if not (request.in_memory and contents.has_content(message)):
+            return body, ""
+        part = contents.part_of(running.attempt, running.route[0].role)
+        stored = await memory.put(
+            self._bus, self._context.publisher, request, part, body, now_ns=time.time_ns(), timeout=STAGE_PUBLISH_S
+        )
+        await stored
+        return wire.encode(contents.shell_of(message)), part
 
     async def _wait_for_lease(self, running: RunningRequest, until_ns: int) -> bool:
         """Wait until this worker's lease is trusted: another worker may have the request by now."""
@@ -269,7 +288,7 @@ class DisaggCoordinator:
     async def _fetch_kv(self, running: RunningRequest, ticket: Ticket) -> Reservation | None:
         """Blocks with the prompt's KV; None: there are no free blocks, or the transfer failed."""
         request, size = running.request, self._info.block_size
-        tokens = len(request.prompt) // 4
+        tokens = request.prompt_tokens
         full, rest = divmod(tokens, size)
         count = len(ticket.blocks) // 4
         if self._reader is None or count != full + bool(rest):
@@ -308,7 +327,7 @@ class DisaggCoordinator:
 def _load_header(running: RunningRequest, message: StageInput) -> str:
     request = running.request
     return jobs.load_header(
-        len(request.prompt) // 4,
+        request.prompt_tokens,
         running.cached if isinstance(message, Prefilled) else _expected_cached(running),
         request.token_address,
         request.deadline_ns,

@@ -239,7 +239,7 @@ class EmbeddingRunner:
             name=settings.name,
             connection=model.connection,
             max_batched_tokens=settings.max_batched_tokens,
-            no_store=True,
+            memory=True,
             embedder=self._engine.embedder,
         )
 

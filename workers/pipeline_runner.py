@@ -301,6 +301,7 @@ class PipelineRunner:
             name=settings.name,
             connection=model.connection,
             diffusion=self._engine.diffuser,
+            memory=True,
         )
 
     # --- upkeep and control ---

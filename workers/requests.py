@@ -276,7 +276,7 @@ def terminal(running: RunningRequest, worker: str, now_ns: int) -> done.Done:
         outcomes, left_out = _with_logprobs(running, outcomes)
     if request.sampling.prompt_logprobs is not None:
         scores = _prompt_logprobs(running)
-        if len(scores) + 1 < len(request.prompt) // 4:
+        if len(scores) + 1 < request.prompt_tokens:
             scores, left_out = (), (*left_out, "scores")
     return done.Done(
         request=request.id,

@@ -19,14 +19,15 @@ from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy
 from configs.settings import WorkerSettings
 from infra.bus.connection import Bus
 from infra.bus.loop_lag import TimeSlice
+from infra.bus.memory import MemoryStreams, fetch
 from infra.bus.publisher import Publisher
 from infra.bus.puller import ACK, TERM, Puller
-from schemas import fleet, jobs, requests
+from schemas import contents, fleet, jobs, requests
 from schemas.control import Ok, Push, Pushed, Release
 from schemas.errors import Code, ServingError
 from schemas.kv import KvDump
+from schemas.subjects import HEADER_PART
 from schemas.trace import wanted
-from schemas.transfer import Encoded, Prefilled
 from workers import housekeeping
 from workers.crash_journal import CrashJournal
 from workers.housekeeping import Housekeeping
@@ -42,6 +43,7 @@ from workers.terminal_events import SETTLE_S, TerminalEvents
 log = structlog.get_logger("worker")
 
 CONSUMER_TTL_S = 120.0
+DECLARE_S = 1.0  # for the streams with memory storage, before output is sent again: a lease has 3 s
 DRAIN_POLL_S = 0.1  # an expiring lease sets no event
 
 
@@ -52,6 +54,16 @@ class _Received(NamedTuple):
     request: requests.GenerateRequest
     delivery: Any
     stage_input: StageInput | None
+
+
+class _Restoring:
+    """A job whose content is being read from memory storage."""
+
+    __slots__ = ("attempt", "delivery")
+
+    def __init__(self, attempt: int, delivery: Any) -> None:
+        self.attempt = attempt
+        self.delivery = delivery
 
 
 class WorkerSession:
@@ -88,6 +100,8 @@ class WorkerSession:
         self._lease = Lease(bus, self.id, self._registration, self.lost.set, self._on_regained)
         self._outbox = Outbox(bus, self._lease.trusted, acknowledged=settings.durability == "power")
         self._reporter = Reporter(bus, publisher, self._outbox, self.id, self.epoch, metrics)
+        self._memory = MemoryStreams(bus)
+        self._restoring: dict[str, _Restoring] = {}
         self._requests = RequestTable(self._on_removed)
         self._terminal = TerminalEvents(bus, self._reporter, self._requests, self._tasks, self._on_settled)
         self._runner = make_runner(
@@ -120,7 +134,8 @@ class WorkerSession:
         if self._state is not fleet.State.ready:
             return room  # a draining worker takes jobs to requeue them at once
         # While terminal events cannot be stored, as many jobs again are taken, then none.
-        return room - len(self._requests.running) - max(0, len(self._requests.ending) - room)
+        taken = len(self._requests.running) + len(self._restoring)
+        return room - taken - max(0, len(self._requests.ending) - room)
 
     async def _receive(self, message: Any) -> None:
         """Acknowledge a message, unless its request does so when it ends."""
@@ -132,10 +147,76 @@ class WorkerSession:
             return
         if isinstance(received, jobs.Revoke):
             await self._revoke(received)
+        elif received.request.in_memory:
+            if not self._restore(received):
+                return
         elif not await self._accept(received):
             await self._time_slice.yield_if_spent()
             return
         await self._bus.nc.publish(message.reply, ACK)
+
+    def _restore(self, received: _Received) -> bool:
+        """Read a job's content, beside other jobs; True: the job is over."""
+        job, request, delivery, _ = received
+        under_way = self._restoring.get(request.id)
+        if under_way is not None and under_way.attempt >= job.attempt:
+            if under_way.attempt == job.attempt:
+                under_way.delivery = delivery
+            return under_way.attempt > job.attempt
+        admission = self._requests.admission(request.id, job.attempt, delivery)
+        if admission is Admission.RUN:
+            restoring = self._restoring[request.id] = _Restoring(job.attempt, delivery)
+            self._tasks.spawn(
+                self._accept_restored(received, restoring),
+                name="restore",
+                on_failure=lambda error: log.error("job_rejected", request=request.id, exc_info=error),
+            )
+        return admission is Admission.OVER
+
+    async def _accept_restored(self, received: _Received, restoring: _Restoring) -> None:
+        """Start a job once its content is there; without, it ends."""
+        job, request = received.job, received.request
+        failure: ServingError | None = None
+        try:
+            received = await self._with_content(received)
+        except ServingError as error:
+            failure = error
+        except msgspec.MsgspecError as error:
+            log.error("job_unreadable", request=request.id, error=str(error))
+            failure = ServingError(Code.internal, "the content of the request cannot be read by this build")
+        finally:
+            if self._restoring.get(request.id) is restoring:
+                del self._restoring[request.id]
+        received = received._replace(delivery=restoring.delivery)
+        if failure is None:
+            over = await self._accept(received)
+        else:
+            over = self._requests.admission(request.id, job.attempt, restoring.delivery) is Admission.OVER
+            if not over:
+                running = RunningRequest(request, job.attempt, restoring.delivery, [], [], job.decision.at_ns, job=job)
+                self._requests.running[request.id] = running
+                if failure.code is Code.broker_unavailable:
+                    self._terminal.requeue(running, "content")
+                else:
+                    await self._terminal.reject(running, failure.code, failure.message)
+        if over:
+            await self._bus.nc.publish(restoring.delivery.reply, ACK)
+
+    async def _with_content(self, received: _Received) -> _Received:
+        """
+        Raises:
+            ServingError: the content is gone.
+            msgspec.MsgspecError: it is of a version that this one cannot read.
+        """
+        job, request, delivery, stage_input = received
+        part = (delivery.headers or {}).get(HEADER_PART, "")
+        names = [contents.REQUEST, *([part] if part else [])]
+        parts = await asyncio.gather(*(fetch(self._bus, self._memory, request, name) for name in names))
+        if part:
+            work = jobs.decode(parts[1])
+            assert not isinstance(work, jobs.Revoke)
+            job, stage_input = _opened(work)
+        return _Received(job, requests.decode(parts[0]), delivery, stage_input)
 
     async def _accept(self, received: _Received) -> bool:
         """Start a job; True: it is over, so its message needs only an acknowledgement."""
@@ -248,6 +329,7 @@ class WorkerSession:
         self._on_settled()
 
     async def _on_regained(self) -> None:
+        await self._memory.declare(DECLARE_S)
         await self._outbox.resend()
 
     def _registration(self) -> fleet.Registration:
@@ -266,6 +348,7 @@ class WorkerSession:
             ServingError: the broker refused the consumer or the registration.
         """
         stream = self._bus.subjects.stream("WORK")
+        await self._memory.open()  # before the outbox sends again after a reconnect
         try:
             await self._bus.js.add_consumer(stream, self._consumer())
         except (NatsError, TimeoutError) as error:
@@ -360,6 +443,7 @@ class WorkerSession:
         await self._close()
 
     async def _close(self) -> None:
+        self._memory.close()
         await self._runner.close()
         await self._tasks.aclose()  # the router that recovers the requests reads from the log what was stored
 
@@ -386,6 +470,11 @@ def _decode(message: Any) -> _Received | jobs.Revoke:
     work = jobs.decode(message.data)
     if isinstance(work, jobs.Revoke):
         return work
-    stage_input = work if isinstance(work, Prefilled | Encoded) else None
-    job = jobs.decode_job(work.job) if isinstance(work, Prefilled | Encoded) else work
+    job, stage_input = _opened(work)
     return _Received(job, requests.decode(job.request), message, stage_input)
+
+
+def _opened(work: jobs.Job | StageInput) -> tuple[jobs.Job, StageInput | None]:
+    if isinstance(work, jobs.Job):
+        return work, None
+    return jobs.decode_job(work.job), work

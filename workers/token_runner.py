@@ -302,9 +302,8 @@ class TokenRunner:
             max_batched_tokens=info.max_batched_tokens,
             tokenizer=model.tokenizer,
             silent_cache=settings.prefix_cache and not kv_events and settings.role != "encode" and not info.pair_only,
-            no_store=True,
+            memory=True,
             pair_only=info.pair_only,
-            private_media=True,
         )
 
     def _endpoint(self) -> Endpoint | None:

@@ -103,4 +103,4 @@ class Payments:
 def prompt_tokens(request: GenerateRequest) -> int:
     """What a request's prompt is charged for. Of texts that its worker makes tokens of, one for every 4 bytes."""
     texts = request.embedding.texts if request.embedding is not None else ()
-    return len(request.prompt) // 4 + sum(-(-len(text.encode()) // 4) for text in texts)
+    return request.prompt_tokens + sum(-(-len(text.encode()) // 4) for text in texts)

@@ -147,7 +147,7 @@ class MessageRenderer:
             return
         self._begun = True
         request = self._request
-        usage = MessageUsage(len(request.prompt) // 4, 0, 0, OutputTokensDetails(0))
+        usage = MessageUsage(request.prompt_tokens, 0, 0, OutputTokensDetails(0))
         self._event(
             "message_start",
             message=Message(

@@ -117,7 +117,7 @@ async def submit_once(
     if form.stream and (request.echo or request.sampling.prompt_logprobs is not None):
         raise unsupported("stream", "prompt_logprobs and echo are not supported with stream: true")
     usage = form.stream_options is not None and bool(form.stream_options.include_usage)
-    prepared = PreparedRequest(request, len(request.prompt) // 4, bool(form.stream), usage, repeated=True)
+    prepared = PreparedRequest(request, request.prompt_tokens, bool(form.stream), usage, repeated=True)
     return prepared, await gateway.attach(request, record, ordered=prepared.stream)
 
 

@@ -116,6 +116,11 @@ class CatchUp:
         for running in self._passes:
             running.remove(inflight)
 
+    def start_over(self) -> None:
+        """The stream was made anew."""
+        for running in self._passes:
+            running.seq, running.last = 0, None
+
     def _begin(self) -> None:
         if self._waiting and not self._gathering and self._running < MAX_PASSES:
             self._gathering = True

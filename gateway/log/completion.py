@@ -1,34 +1,50 @@
 """Ends open answers whose request has ended although the end never came through the token stream.
 
 Tokens are published without acknowledgement: the last of them can be lost with a broker's leader or with their worker's
-lease, and are not sent again once the terminal event is stored. That event has the whole output.
+lease, and are not sent again once the terminal event is stored. That event has the whole output. The one of a request
+with ``no_store`` has none: its tokens are read from memory storage again, where they may be although they came late.
 """
 
 import asyncio
-from collections.abc import Iterable
+import time
+from collections.abc import Awaitable, Callable, Iterable
 
 import structlog
 
-from gateway.log.find import erased
 from gateway.log.inflight import InflightRequest
 from gateway.log.records import Records, has_output
+from infra.bus.memory import lost
+from infra.bus.tasks import Tasks
 from schemas import done
 from schemas.errors import Code, ServingError
+from schemas.requests import GenerateRequest
+from schemas.tokens import WHOLE_REQUEST, Finish, TokenItem
 
 log = structlog.get_logger("gateway")
 
 LOOK_S = 1.0  # an answer without new items for this long, and at most twice that, is looked up
 AT_ONCE = 256
+AGAIN_S = 0.5
+LATE_S = 10.0  # after the terminal event, for tokens that come late
+
+ReadAgain = Callable[[GenerateRequest], Awaitable[InflightRequest]]
 
 
 class Completion:
-    """Call ``complete_idle`` often; it looks up open answers that got no items since its last check."""
+    """Call ``complete_idle`` often; it looks up open answers that got no items since its last check.
 
-    def __init__(self, records: Records) -> None:
+    Args:
+        read_again: returns everything that the token stream has of a request.
+    """
+
+    def __init__(self, records: Records, read_again: ReadAgain, tasks: Tasks) -> None:
         self._records = records
+        self._read_again = read_again
+        self._tasks = tasks
         self._marks: dict[InflightRequest, int] = {}
         self._idle: list[InflightRequest] = []  # to be looked up
         self._looked = 0.0
+        self._reading: set[InflightRequest] = set()
 
     async def complete_idle(self, readers: Iterable[InflightRequest], now: float) -> None:
         """
@@ -56,17 +72,50 @@ class Completion:
         for record in await self._records.ends([each[0].request for each in open_.values()]):
             for inflight in open_.get(record.request, ()):
                 if not inflight.ended:
-                    complete(inflight, record)
+                    self.complete(inflight, record)
+
+    def complete(self, inflight: InflightRequest, record: done.Done) -> None:
+        """Give an in-flight request the rest of its answer."""
+        if has_output(record):
+            log.info("answer_completed_from_record", request=record.request, tokens=record.usage.completion)
+            inflight.complete(done.items(record))
+        elif not inflight.request.no_store:
+            log.error("answer_lost", request=record.request, left_out=record.left_out)
+            inflight.fail(ServingError(Code.internal, "the output did not fit into the request's record and was lost"))
+        elif inflight not in self._reading:
+            self._reading.add(inflight)
+            work = self._complete_from_tokens(inflight, record)
+            self._tasks.spawn(work, name="complete", on_failure=_not_read).add_done_callback(
+                lambda _: self._reading.discard(inflight)
+            )
+
+    async def _complete_from_tokens(self, inflight: InflightRequest, record: done.Done) -> None:
+        until = time.monotonic() + LATE_S
+        while not inflight.ended:
+            again = await self._read_again(inflight.request)
+            items = again.available()
+            if inflight.ended:
+                return
+            if not again.fold.open:
+                log.info("answer_completed_from_tokens", request=record.request, tokens=record.usage.completion)
+                inflight.complete(items)
+            elif time.monotonic() > until:
+                log.error("answer_lost", request=record.request, tokens=record.usage.completion, code=record.code)
+                inflight.complete([*items, _last_item(record)])
+            else:
+                await asyncio.sleep(AGAIN_S)
 
 
-def complete(inflight: InflightRequest, record: done.Done) -> None:
-    """Give an in-flight request the rest of its answer."""
-    if has_output(record):
-        log.info("answer_completed_from_record", request=record.request, tokens=record.usage.completion)
-        inflight.complete(done.items(record))
-    elif inflight.request.no_store:
-        log.info("answer_erased", request=record.request)
-        inflight.fail(erased(record.request))
+def _last_item(record: done.Done) -> TokenItem:
+    """How a request ends whose last tokens nobody has."""
+    if record.code:
+        reason = "cancelled" if record.code == Code.cancelled else "error"
+        finish = Finish(reason, None, record.usage.cached, record.code, record.message)
     else:
-        log.error("answer_lost", request=record.request, left_out=record.left_out)
-        inflight.fail(ServingError(Code.internal, "the output did not fit into the request's record and was lost"))
+        error = lost(record.request)
+        finish = Finish("error", None, record.usage.cached, error.code.value, error.message)
+    return TokenItem(record.request, record.attempt, WHOLE_REQUEST, 0, b"", finish)
+
+
+def _not_read(error: BaseException) -> None:
+    log.warning("answer_not_completed", error=repr(error))  # the next look tries again

@@ -164,7 +164,8 @@ def _fail(future: "asyncio.Future[GenerateRequest]", error: ServingError) -> Non
 def erased(request_id: str) -> ServingError:
     return ServingError(
         Code.request_erased,
-        f"request {request_id} was made with no_store: its prompt and its answer were erased after its end",
+        f"request {request_id} was made with no_store: its prompt and its answer were in memory only, and were deleted "
+        "after its end",
     )
 
 

@@ -35,6 +35,7 @@ class InflightRequest:
         abort: closes the client's connection; set by the responder.
         turns: wakes and resumes its reader; None: at once.
         on_poisoned: called with the request if it ends as poisonous.
+        kept: every item of it so far, if it may have to be stored again; None: it is stored for good.
         paid: what it took of its API key's limits, until it has ended; None: nothing.
     """
 
@@ -58,6 +59,7 @@ class InflightRequest:
         "cancel_sent",
         "cancelling",
         "fold",
+        "kept",
         "on_behind",
         "on_poisoned",
         "paid",
@@ -80,6 +82,7 @@ class InflightRequest:
         self.on_behind: Behind | None = None
         self.abort: Callable[[], None] | None = None
         self.turns: TurnBudget | None = None
+        self.kept: list[TokenItem] | None = None
         self.paid: Paid | None = None
         self.on_poisoned: Callable[[GenerateRequest], None] | None = None
         self._failed = False
@@ -142,7 +145,11 @@ class InflightRequest:
         if item.finish is not None and item.finish.code:
             self._note_failure(item.finish)
         due = self.fold.push(item)
-        if not due or self.cancelling:
+        if not due:
+            return
+        if self.kept is not None:
+            self.kept += due
+        if self.cancelling:
             return
         items = self._items
         items += due

@@ -9,6 +9,8 @@ import msgspec
 
 from gateway.log.find import RequestFinder, erased, unknown
 from gateway.log.records import Records, is_whole, request_of
+from infra.bus.connection import Bus
+from infra.bus.memory import find_request, lost
 from schemas import done
 from schemas.errors import Code, ServingError
 from schemas.ids import time_of
@@ -23,7 +25,8 @@ class StoredRequest(NamedTuple):
 
 
 class RequestLookup:
-    def __init__(self, records: Records, finder: RequestFinder) -> None:
+    def __init__(self, bus: Bus, records: Records, finder: RequestFinder) -> None:
+        self._bus = bus
         self._records = records
         self._finder = finder
 
@@ -50,6 +53,8 @@ class RequestLookup:
             raise unknown(request_id)
         if record is not None and request is not None and is_whole(record) and "prompt" not in record.left_out:
             return StoredRequest(request, record)
+        if request is not None and request.in_memory:
+            return StoredRequest(await self._with_content(request, ended=True), record)
         # The rest is read from the log, where the stored request says from when on.
         try:
             whole = await self._finder.find(request_id)
@@ -61,4 +66,16 @@ class RequestLookup:
             if "prompt" in record.left_out:  # only its length is recorded
                 request = msgspec.structs.replace(request, prompt=bytes(4 * record.usage.prompt))
             return StoredRequest(request, record)
+        if whole.in_memory:
+            return StoredRequest(await self._with_content(whole, ended=record is not None), record)
         return StoredRequest(whole, record or await self._records.find_unrecorded(whole))
+
+    async def _with_content(self, request: GenerateRequest, *, ended: bool) -> GenerateRequest:
+        """
+        Raises:
+            ServingError: request_erased, content_lost, broker_unavailable.
+        """
+        whole = await find_request(self._bus, request)
+        if whole is not None:
+            return whole
+        raise erased(request.id) if ended else lost(request.id)

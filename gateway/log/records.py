@@ -32,6 +32,15 @@ class Records:
         entry = await get_last(self._bus, self._stream, self._bus.subjects.done_of(request_id))
         return _decoded(entry.data) if entry is not None else None
 
+    async def ended_ns(self, request_id: str) -> int:
+        """When a request has ended, Unix time; 0: it has not (yet).
+
+        Raises:
+            ServingError: the log did not answer.
+        """
+        entry = await get_last(self._bus, self._stream, self._bus.subjects.done_of(request_id))
+        return entry.time_ns if entry is not None else 0
+
     async def ends(self, requests: Sequence[GenerateRequest]) -> list[done.Done]:
         """Of these requests, a few hundred at most, those that are over. Replicas may lag behind: ask again.
 

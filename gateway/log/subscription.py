@@ -1,7 +1,7 @@
 """One token stream, of a gateway (ours or another) or of a single request, for its readers."""
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from gateway.log.catch_up import CatchUp
 from gateway.log.inflight import InflightRequest
@@ -20,8 +20,12 @@ class TokenSubscription:
         self._tasks = tasks.group(f"tokens-{address}")
         self._readers: dict[str, list[InflightRequest]] = {}
         self._following = contextlib.AsyncExitStack()
-        self._stream, self._subject = stream, subject = bus.subjects.stream("TOKENS"), bus.subjects.tokens(address)
-        self.tail = LogTail(bus, stream, subject, bus.subjects.live(subject), self._on_entry)
+        stream, subject = bus.subjects.tokens_stream(address), bus.subjects.tokens(address)
+        self._stream, self._subject = stream, subject
+        self._in_memory = stream != bus.subjects.stream("TOKENS")
+        self.on_read: Callable[[int], None] | None = None  # called with the sequence of each message
+        live = bus.subjects.live(subject)
+        self.tail = LogTail(bus, stream, subject, live, self._on_entry, on_recreated=self._start_over)
         self.catch_up = CatchUp(bus, stream, subject, self._tasks, lambda: self.tail.position)
 
     async def start(self, *, new: bool = False) -> None:
@@ -33,7 +37,8 @@ class TokenSubscription:
             ServingError: the stream cannot be read.
         """
         last = None if new else await get_last(self._bus, self._stream, self._subject)
-        await self._following.enter_async_context(self.tail.following(after=last.seq if last is not None else 0))
+        after = last.seq if last is not None else 0
+        await self._following.enter_async_context(self.tail.following(after=after, memory_storage=self._in_memory))
 
     async def close(self) -> None:
         await self._tasks.aclose()
@@ -64,6 +69,12 @@ class TokenSubscription:
             if not readers:
                 del self._readers[inflight.request.id]
 
+    def _start_over(self) -> None:
+        """The stream was made anew: sequences mean nothing any more."""
+        for inflight in self.readers:
+            inflight.seq = 0
+        self.catch_up.start_over()
+
     def subscribe_from_start(self, inflight: InflightRequest) -> None:
         """Feed a reader all past entries of its request, then live ones."""
         inflight.fall_behind()
@@ -72,6 +83,8 @@ class TokenSubscription:
 
     def _on_entry(self, entry: Entry) -> None:
         readers_of, seq = self._readers, entry.seq
+        if self.on_read is not None:
+            self.on_read(seq)
         for item in tokens.decode(entry.data).items:
             readers = readers_of.get(item.request)
             if readers is not None:

@@ -1,6 +1,7 @@
 """All token streams that a gateway reads: its own, and others, each while it has readers.
 
-Others belong to gateways whose requests are re-attached here, or to requests with ``no_store``, which have one each.
+Others belong to gateways whose requests are re-attached here, or carry the output of requests with ``no_store``: one of
+each gateway, this one's too.
 """
 
 import asyncio
@@ -10,6 +11,7 @@ from gateway.log.inflight import InflightRequest
 from gateway.log.subscription import TokenSubscription
 from infra.bus.connection import Bus
 from infra.bus.tasks import Tasks
+from schemas.subjects import MEMORY
 
 
 class TokenSubscriptions:
@@ -19,6 +21,7 @@ class TokenSubscriptions:
         self.own = TokenSubscription(bus, gateway, tasks)
         self._bus = bus
         self._gateway = gateway
+        self._unstored = f"{MEMORY}.{gateway}"
         self._tasks = tasks
         self._others: dict[str, TokenSubscription] = {}
         self._opening = asyncio.Lock()
@@ -41,14 +44,16 @@ class TokenSubscriptions:
 
     def readers_of(self, request_id: str) -> Sequence[InflightRequest]:
         """This gateway's own open answers of a request."""
-        private = self._others.get(f"{self._gateway}.{request_id}")
-        return private.readers_of(request_id) if private is not None else self.own.readers_of(request_id)
+        readers = self.own.readers_of(request_id)
+        if not readers and (unstored := self._others.get(self._unstored)) is not None:
+            return unstored.readers_of(request_id)
+        return readers
 
     @property
     def own_readers(self) -> Iterable[InflightRequest]:
         """All open answers of requests that this gateway accepted."""
-        private = [other for address, other in self._others.items() if address.startswith(f"{self._gateway}.")]
-        return [inflight for subscription in (self.own, *private) for inflight in subscription.readers]
+        unstored = self._others.get(self._unstored)
+        return [*self.own.readers, *(unstored.readers if unstored is not None else ())]
 
     async def open(self, address: str) -> TokenSubscription:
         """A token stream by the address of its requests (``GenerateRequest.token_address``).
@@ -64,7 +69,7 @@ class TokenSubscriptions:
             subscription = self._others.get(address)
             if subscription is None:
                 subscription = TokenSubscription(self._bus, address, self._tasks)
-                await subscription.start(new=address.startswith(f"{self._gateway}."))
+                await subscription.start(new=address == self._unstored)
                 self._others[address] = subscription
             return subscription
 
@@ -73,6 +78,6 @@ class TokenSubscriptions:
 
     async def close_unused(self) -> None:
         for address, subscription in list(self._others.items()):
-            if not subscription:
+            if not subscription and address != self._unstored:
                 del self._others[address]
                 await subscription.close()

@@ -105,7 +105,7 @@ class AnswerState:
 
     @property
     def usage(self) -> UsageBody:
-        prompt = len(self.request.prompt) // 4
+        prompt = self.request.prompt_tokens
         completion = 0 if self.request.unanswered else sum(choice.position for choice in self.choices)
         cached = min((choice.finish.cached_tokens if choice.finish else 0 for choice in self.choices), default=0)
         usage = UsageBody(prompt, completion, prompt + completion, PromptTokensDetails(cached))

@@ -16,8 +16,10 @@ from schemas.streams import (
     BucketSpec,
     ConsumerSpec,
     ObjectSpec,
-    StreamSpec,
     Topology,
+    common_config,
+    republish,
+    stream_config,
     submissions,
 )
 from schemas.subjects import Subjects
@@ -55,7 +57,7 @@ async def apply_submissions(nc: Client, subjects: Subjects, tenant: str, max_pen
     """
     stream, consumer = submissions(subjects, tenant, max_pending)
     info = await request(nc, f"STREAM.INFO.{subjects.stream('SUBMIT')}", {})
-    done = await _apply_stream(nc, _stream(stream, info["config"]["num_replicas"]), stream.retired)
+    done = await _apply_stream(nc, stream_config(stream, info["config"]["num_replicas"]), stream.retired)
     return done + await _apply_consumer(nc, consumer)
 
 
@@ -88,6 +90,7 @@ async def check(nc: Client, topology: Topology) -> None:
     info = await request(nc, "INFO", {})
     limits = info.get("limits", {})
     _check_limit(limits, "max_storage", topology.reserved_bytes)
+    _check_limit(limits, "max_memory", topology.reserved_memory)
     _check_limit(limits, "max_streams", len(topology.streams) + len(topology.buckets) + len(topology.objects))
 
 
@@ -103,40 +106,15 @@ def _check_limit(limits: Config, name: str, needed: int) -> None:
 def stream_configs(topology: Topology, replicas: int = 1) -> list[Config]:
     """All streams, those behind buckets included, as the JetStream API takes them."""
     return [
-        *(_stream(spec, replicas) for spec in topology.streams),
+        *(stream_config(spec, replicas) for spec in topology.streams),
         *(_bucket(spec, replicas) for spec in topology.buckets),
         *(_objects(spec, replicas) for spec in topology.objects),
     ]
 
 
-def _common(name: str, subjects: tuple[str, ...], max_bytes: int, replicas: int) -> Config:
-    return {
-        "name": name,
-        "subjects": list(subjects),
-        "retention": "limits",
-        "storage": "file",
-        "discard": "old",
-        "max_bytes": max_bytes,
-        "num_replicas": replicas,
-        "allow_direct": True,
-    }
-
-
-def _stream(spec: StreamSpec, replicas: int) -> Config:
-    config = _common(spec.name, spec.subjects, spec.max_bytes, replicas)
-    config["description"] = spec.description
-    config["max_age"] = int(spec.max_age_s * _NS)
-    config["duplicate_window"] = int(min(spec.dedup_s, spec.max_age_s) * _NS)
-    if spec.queue:
-        config |= {"retention": "workqueue", "discard": "new"}
-    if spec.live:
-        config["republish"] = _republish(spec.live, spec.live_headers_only)
-    return config
-
-
 def _bucket(spec: BucketSpec, replicas: int) -> Config:
     """A key-value bucket with history 1, whose keys expire by their own TTL and leave a marker."""
-    config = _common(f"KV_{spec.name}", (f"$KV.{spec.name}.>",), spec.max_bytes, replicas)
+    config = common_config(f"KV_{spec.name}", (f"$KV.{spec.name}.>",), spec.max_bytes, replicas)
     return config | {
         "discard": "new",  # never forget a live key to make room
         "max_msgs_per_subject": 1,
@@ -144,19 +122,15 @@ def _bucket(spec: BucketSpec, replicas: int) -> Config:
         "deny_delete": True,
         "allow_msg_ttl": True,
         "subject_delete_marker_ttl": int(spec.marker_ttl_s * _NS),
-        **({"republish": _republish(spec.live, False)} if spec.live else {}),
+        **({"republish": republish(spec.live, False)} if spec.live else {}),
     }
 
 
 def _objects(spec: ObjectSpec, replicas: int) -> Config:
     subjects = (f"$O.{spec.name}.C.>", f"$O.{spec.name}.M.>")
-    config = _common(f"OBJ_{spec.name}", subjects, spec.max_bytes, replicas)
+    config = common_config(f"OBJ_{spec.name}", subjects, spec.max_bytes, replicas)
     # A full bucket refuses: dropping the oldest chunks would leave objects that cannot be read.
     return config | {"discard": "new", "max_age": int(spec.max_age_s * _NS), "allow_rollup_hdrs": True}
-
-
-def _republish(live: tuple[str, str], headers_only: bool) -> Config:
-    return {"src": live[0], "dest": live[1]} | ({"headers_only": True} if headers_only else {})
 
 
 def widened(existing: Config, wanted: Config) -> Config:

@@ -16,7 +16,8 @@ from schemas.subjects import DEFAULT_TENANT, Subjects
 
 USERS = (*ROLES, "sys")
 
-# Each stream has its own max_bytes; the store's limit only must not be below their sum, for any number of namespaces.
+# Each stream has its own max_bytes; the limits of both kinds of storage only must not be below their sums, for any
+# number of namespaces. The server's own default for memory storage is three quarters of the machine's memory.
 STORE_BYTES = 1 << 50
 SYNC_S = 120  # between two syncs of the store, unless it syncs always: the server's own default, made explicit
 # A stream that falls behind drops silently beyond its queue; the default of 100,000 messages is one burst of a
@@ -83,6 +84,7 @@ def render(config: ServerConfig) -> str:
 jetstream {{
   store_dir: {_quote(config.store_dir)}
   max_file_store: {STORE_BYTES}
+  max_memory_store: {STORE_BYTES}
   sync_interval: {"always" if config.sync_always else f'"{SYNC_S}s"'}
   max_buffered_msgs: {BUFFERED_MESSAGES}
   max_buffered_size: {BUFFERED_BYTES}

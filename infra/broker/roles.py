@@ -7,8 +7,8 @@ open to all workers (see ``SHARED``): a client with a worker's password is trust
 from typing import NamedTuple
 
 from infra.broker.accounts import publishes, subscribes
-from schemas.streams import topology
-from schemas.subjects import Subjects
+from schemas.streams import memory_streams, topology
+from schemas.subjects import MEMORY, Subjects
 
 ROLES = ("gateway", "router", "worker", "client", "operator")
 CLIENT_KINDS = ("submit", "ask", "read", "cancel", "pass")  # subjects of NATS clients, and between gateways
@@ -111,6 +111,11 @@ def _gateway(s: Subjects) -> tuple[Right, ...]:
         Right("end reads whose reader reads elsewhere", (s.reading,), (s.reading,)),
         # A stream per tenant, and tenants come and go; the consumer of each is called "gateway".
         Right("take submissions", ("$JS.API.CONSUMER.MSG.NEXT.*.gateway", "$JS.ACK.*.gateway.>")),
+        Right(
+            "keep contents of requests with no_store in memory, and delete them",
+            (f"{s.namespace}.{MEMORY}.>", *(f"$JS.API.STREAM.PURGE.{stream.name}" for stream in memory_streams(s))),
+        ),
+        _declares(s),
         Right("erase submissions that must not be stored", ("$JS.API.STREAM.MSG.DELETE.*",)),
         Right("recognise repeats", (f"$KV.{s.bucket('idempotency')}.>",)),
         Right("share the limits of API keys", (f"$KV.{s.bucket('budgets')}.*",)),
@@ -120,6 +125,7 @@ def _gateway(s: Subjects) -> tuple[Right, ...]:
             (s.verdict,),
         ),
         Right("follow the log", (), (s.all("live"),)),
+        _reads(*(stream.name for stream in memory_streams(s))),
         _reads(*(s.stream(name) for name in ("TOKENS", "REQUESTS", "DONE")), *_buckets(s, "workers", "tenants")),
         _reads(*_buckets(s, "idempotency", "routers", "keys", "budgets", "verdicts")),
         Right("read the length of the queue", (f"$JS.API.CONSUMER.INFO.{requests}.*",)),
@@ -141,6 +147,9 @@ def _router(s: Subjects) -> tuple[Right, ...]:
         Right("return what a lost router had read", tuple(f"$JS.API.CONSUMER.INFO.{requests}.{c}" for c in consumers)),
         Right("publish again what waits for long", (s.all("request"),)),
         Right("place them, fence lost attempts, end what cannot run", (s.all("work"), s.all("tokens"), s.all("done"))),
+        Right("the same for requests with no_store", (f"{s.namespace}.{MEMORY}.>",)),
+        _declares(s),
+        _reads(*(stream.name for stream in memory_streams(s))),
         Right("ask workers for their blocks, and cancel", (s.all("ctl"), s.cancel), (s.cancel,)),
         Right("fence a dead worker", (f"$KV.{s.bucket('workers')}.*",)),
         Right("erase requests that must not be stored, and those that gateways ask to delete",
@@ -158,6 +167,10 @@ def _worker(s: Subjects) -> tuple[Right, ...]:
     work = s.stream("WORK")
     return (
         Right("publish its output", tuple(s.all(kind) for kind in ("tokens", "done", "returned", "kv", "handoff"))),
+        Right("the same for requests with no_store, and ask their gateways whether they are there",
+              (f"{s.namespace}.{MEMORY}.>", s.progress("*"))),
+        _declares(s),
+        _reads(*(stream.name for stream in memory_streams(s))),
         Right("hand off to the next stage", tuple(s.work(role, "*") for role in ("prefill", "decode", "aggregated"))),
         Right("exchange blocks, and receive control messages", (s.all("ctl"),), (f"{s.namespace}.ctl.*", s.cancel)),
         Right("be registered, and see the others", (f"$KV.{s.bucket('workers')}.*",),
@@ -179,6 +192,13 @@ def _not_submissions(s: Subjects) -> tuple[str, ...]:
     names = [stream.name for stream in streams.streams if not stream.queue]
     names += [f"KV_{bucket.name}" for bucket in streams.buckets] + [f"OBJ_{bucket.name}" for bucket in streams.objects]
     return tuple(f"$JS.API.STREAM.MSG.DELETE.{name}" for name in names)
+
+
+def _declares(s: Subjects) -> Right:
+    return Right(
+        "make the streams with memory storage again after a broker without a cluster has restarted",
+        tuple(f"$JS.API.STREAM.CREATE.{stream.name}" for stream in memory_streams(s)),
+    )
 
 
 def _buckets(s: Subjects, *names: str) -> tuple[str, ...]:

@@ -232,6 +232,32 @@ async def get_last_of(bus: Readable, stream: str, subjects: Sequence[str]) -> li
     return (await _batch(bus, stream, query))[0] if subjects else []
 
 
+class _State(msgspec.Struct):
+    last_seq: int = 0
+
+
+class _StreamInfo(msgspec.Struct):
+    created: str = ""
+    state: _State = msgspec.field(default_factory=_State)
+    error: ApiError | None = None
+
+
+_decode_info = msgspec.json.Decoder(_StreamInfo).decode
+
+
+async def stream_end(bus: "Bus", stream: str) -> tuple[int, str]:
+    """The last sequence of a stream, and when the stream was made (RFC 3339).
+
+    Raises:
+        ServingError: there is no such stream.
+        nats.errors.Error, TimeoutError: the broker did not answer.
+    """
+    info = _decode_info((await bus.nc.request(f"$JS.API.STREAM.INFO.{stream}", b"", timeout=STALL_S)).data)
+    if info.error is not None:
+        raise _unreadable(stream, str(info.error))
+    return info.state.last_seq, info.created
+
+
 async def get(bus: Readable, stream: str, seq: int, *, within_s: float = LEADER_S) -> Entry | None:
     """The message at ``seq``; None: the stream does not have it, confirmed by its leader.
 

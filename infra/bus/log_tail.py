@@ -18,7 +18,7 @@ from typing import Any, Self
 import structlog
 
 from infra.bus.connection import Bus
-from infra.bus.direct_get import Entry, get_last, read
+from infra.bus.direct_get import Entry, get_last, read, stream_end
 from infra.bus.wire_protocol import Frame, Headers, read_republished
 
 log = structlog.get_logger("bus")
@@ -46,15 +46,26 @@ class LogTail:
         stream: its name.
         subject: which messages, wildcards allowed.
         live: where the server republishes them.
+        on_recreated: called before everything is handled again.
     """
 
-    def __init__(self, bus: Bus, stream: str, subject: str, live: str, handle: Callable[[Entry], None]) -> None:
+    def __init__(
+        self,
+        bus: Bus,
+        stream: str,
+        subject: str,
+        live: str,
+        handle: Callable[[Entry], None],
+        on_recreated: Callable[[], None] = lambda: None,
+    ) -> None:
         self._bus = bus
         self._stream = stream
         self._subject = subject
         self._live = live
         self._handle = handle
         self._single = "*" not in subject and ">" not in subject
+        self._on_recreated = on_recreated
+        self._created = ""  # when the stream was made, as of the first check of its end
         self._since_ns = 0
         self._held: deque[Entry] = deque()
         self._starting = True
@@ -66,17 +77,21 @@ class LogTail:
         self.repairs = 0
 
     @asynccontextmanager
-    async def following(self, *, after: int = 0, since_ns: int = 0) -> AsyncIterator[Self]:
+    async def following(
+        self, *, after: int = 0, since_ns: int = 0, memory_storage: bool = False
+    ) -> AsyncIterator[Self]:
         """``start``, and ``stop`` on leaving."""
-        await self.start(after=after, since_ns=since_ns)
+        await self.start(after=after, since_ns=since_ns, memory_storage=memory_storage)
         try:
             yield self
         finally:
             await self.stop()
 
-    async def start(self, *, after: int = 0, since_ns: int = 0) -> None:
+    async def start(self, *, after: int = 0, since_ns: int = 0, memory_storage: bool = False) -> None:
         """Handle the messages stored after a sequence, or since a time; then follow. Returns when those are handled.
 
+        Args:
+            memory_storage: the stream may be lost and made anew.
         Raises:
             ServingError: the stream cannot be read.
         """
@@ -90,6 +105,8 @@ class LogTail:
         except BaseException:
             await self.stop()
             raise
+        if memory_storage:
+            self._created = (await stream_end(self._bus, self._stream))[1]
         self._starting = False
         self._take_held()
         if self._held or self._stale:
@@ -215,10 +232,13 @@ class LogTail:
 
     async def _check_end(self) -> None:
         """Start over with a stream that was recreated or lost its end: otherwise all of it would look old."""
-        end = (await self._bus.js.stream_info(self._stream)).state.last_seq
-        if end < self.position:
-            log.error("stream_truncated", stream=self._stream, position=self.position, end=end)
+        end, created = await stream_end(self._bus, self._stream)
+        recreated = bool(self._created) and created != self._created
+        self._created = created
+        if end < self.position or recreated:
+            log.error("stream_truncated", stream=self._stream, position=self.position, end=end, recreated=recreated)
             self.position = 0
+            self._on_recreated()
 
     async def _read(self) -> None:
         async for entry in read(self._bus, self._stream, self._subject, after=self.position, since_ns=self._since_ns):

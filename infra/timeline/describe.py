@@ -77,7 +77,7 @@ def plain(content: Any) -> Any:
 
 def _request(data: bytes) -> Described:
     request = requests.decode(data)
-    prompt = counted(len(request.prompt) // 4, "token")
+    prompt = counted(request.prompt_tokens, "token")
     if request.no_store and not request.prompt:
         prompt = "not kept (no_store)"
     text = (

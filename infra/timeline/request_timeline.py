@@ -106,7 +106,7 @@ class RequestTimeline:
 
     def add_request(self, request: GenerateRequest) -> None:
         """The accepted request, from REQUESTS, a job or the record of the request."""
-        prompt, blocks, media = len(request.prompt) // 4, len(request.digests) // DIGEST_BYTES, len(request.media)
+        prompt, blocks, media = request.prompt_tokens, len(request.digests) // DIGEST_BYTES, len(request.media)
         kept = _without_content(request) if self._compact else request
         self.accepted = RequestAccepted(request.created_ns, kept, prompt, blocks, media)
 

@@ -15,7 +15,7 @@ def recorded_size(job: Job, request: GenerateRequest) -> RequestSize:
     """
     resumed = sum(len(tokens) // 4 for tokens in job.resume)
     shared = job.inputs.shared_blocks if job.inputs is not None else 0
-    return RequestSize(len(request.prompt) // 4 + resumed, job.decision.prompt_blocks, request.n, shared)
+    return RequestSize(request.prompt_tokens + resumed, job.decision.prompt_blocks, request.n, shared)
 
 
 def recorded_cost(size: RequestSize, at: Candidate, inputs: DecisionInputs, weights: Weights) -> TargetCost:

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from typing import NamedTuple
 
-from infra.bus.direct_get import Entry
 from router.loads.load import ActiveRequest
 
 
@@ -16,11 +15,9 @@ class ClusterListener(NamedTuple):
         worker_lost: a worker left: its id, why, its active requests. Requests of models that another router owns are
             not among them.
         request_stranded: a request was sent to a worker that had left, or will be by an earlier stage.
-        to_be_erased: a request with ``no_store`` has ended: its message in DONE.
     """
 
     capacity_changed: Callable[[], None]
     attempt_returned: Callable[[str, int, str], None]
     worker_lost: Callable[[str, str, list[ActiveRequest]], None]
     request_stranded: Callable[[ActiveRequest], None]
-    to_be_erased: Callable[[Entry], None]

@@ -25,7 +25,6 @@ from router.cluster.return_reader import ReturnReader
 from router.cluster.sent import read_sent
 from router.cluster.snapshots import Snapshot, Snapshots
 from router.cluster.unowned import Unfolded, UnownedRequests
-from router.erasure.ledger import ErasureLedger
 from router.index.depths import TargetId
 from router.index.holders import keys_view
 from router.job_message import Positions
@@ -35,7 +34,7 @@ from router.recovery.suspects import ReturnedAttempts
 from schemas import fleet, kv
 from schemas.jobs import LoadHeader, Stage
 from schemas.streams import LONGEST_DEADLINE_S
-from schemas.subjects import HEADER_NO_STORE, request_of
+from schemas.subjects import request_of
 
 log = structlog.get_logger("router")
 
@@ -56,7 +55,6 @@ class ClusterState:
         self._listener: ClusterListener
         self.tasks = bus.tasks.group("cluster")
         self.tracker = LoadTracker(kv_events=settings.kv_events)
-        self.erasures = ErasureLedger(settings.no_store_grace_s)
         self.caches = Caches(
             bus, settings, self.tasks, is_registered=self._is_registered, folded=self._on_kv, loaded=self._on_loaded
         )
@@ -239,8 +237,6 @@ class ClusterState:
                 await asyncio.sleep(0)
 
     def _on_work(self, entry: Entry) -> None:
-        if HEADER_NO_STORE in entry.headers:
-            self.erasures.add_job(request_of(entry.headers), entry.seq)
         read_ns, worker = time.time_ns(), entry.subject.rpartition(".")[2]
         owned = self._placed_here.get(worker)
         if owned is None and (registration := self.tracker.worker(worker)) is not None:
@@ -289,8 +285,6 @@ class ClusterState:
                 self._listener.request_stranded(stranded)
 
     def _on_done(self, entry: Entry) -> None:
-        if HEADER_NO_STORE in entry.headers:
-            self._listener.to_be_erased(entry)
         request = request_of(entry.headers)
         kept = self._unowned.end(request)
         self.returned.end(request)

@@ -230,9 +230,7 @@ class Membership:
         nc = self._bus.nc
         models = tuple(sorted(self._own - {REST}))
         server, shares = str(nc._server_info.get("server_id", "")), models if self._shares else ()
-        return Member(
-            self._id, self._since_ns, models, server, int(nc.client_id), shares, no_store=True, private_media=True
-        )
+        return Member(self._id, self._since_ns, models, server, int(nc.client_id), shares, memory=True)
 
     # The table
 

@@ -62,7 +62,7 @@ def rejection(request: RoutingRequest, target: RoutingTarget, requirement: Requi
         return "other_revision"
     if not reads(registration, request.tokenizer):
         return "other_tokenizer"
-    if request.no_store and not (registration.no_store and (registration.private_media or not request.medium)):
+    if request.in_memory and not registration.memory:
         return "stores_output"
     if request.output or registration.role in APART:
         return _rejection_apart(request, target)

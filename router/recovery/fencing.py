@@ -119,7 +119,7 @@ async def _read_progress(bus: Bus, gateway: str, group: list[InterruptedAttempt]
     items: dict[str, list[TokenItem]] = {attempt.request_id: [] for attempt in group}
     streamed_ns: dict[str, int] = {}
     since = min(attempt.since_ns for attempt in group)
-    stream, subject = bus.subjects.stream("TOKENS"), bus.subjects.tokens(gateway)
+    stream, subject = bus.subjects.tokens_stream(gateway), bus.subjects.tokens(gateway)
     async for entry in read(bus, stream, subject, since_ns=since, until_seq=until_seq):
         try:
             batch = tokens.decode(entry.data)

@@ -19,6 +19,7 @@ from router.recovery.fencing import InterruptedAttempt, fence
 from router.terminal_publisher import TerminalPublisher
 from schemas import jobs, wire
 from schemas.errors import Code, ServingError
+from schemas.subjects import in_memory
 from schemas.tokens import carried
 
 log = structlog.get_logger("router")
@@ -38,6 +39,8 @@ class Recovery:
         router: id of this router.
         owns: whether this router owns the model of a worker. What concerns others' is left to their owners for two
             scans, and then done here too, in case that its owner was lost.
+        settling: whether a broker without a cluster has just restarted: what was streamed of requests with
+            ``no_store`` is being put into memory storage again, and they are neither fenced nor placed.
         place: gives a later attempt to a worker, or holds it.
     """
 
@@ -53,6 +56,7 @@ class Recovery:
         metrics: Metrics,
         max_attempts: int,
         owns: Callable[[str], bool],
+        settling: Callable[[], bool],
         place: Callable[[PendingRequest], Awaitable[bool]],
     ) -> None:
         self._bus = bus
@@ -64,6 +68,7 @@ class Recovery:
         self._metrics = metrics
         self._max_attempts = max_attempts
         self._owns = owns
+        self._settling = settling
         self._place = place
         self._returned: OrderedDict[str, tuple[int, str, float]] = OrderedDict()  # request -> attempt, reason, when
         self._recovering: set[tuple[str, int]] = set()
@@ -131,6 +136,8 @@ class Recovery:
     async def recover(self, entries: list[ActiveRequest], reason: str) -> None:
         """Requeue requests behind the tokens that they have streamed."""
         fresh = [entry for entry in entries if (entry.request, entry.attempt) not in self._recovering]
+        if self._settling():  # ``scan`` finds them again
+            fresh = [entry for entry in fresh if not in_memory(entry.gateway)]
         if not fresh:
             return
         names = {(entry.request, entry.attempt) for entry in fresh}

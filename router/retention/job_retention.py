@@ -16,7 +16,7 @@ from infra.bus.publisher import Publisher
 from infra.bus.stream_fill import WARN
 from infra.bus.stream_watch import StreamWatch
 from schemas.jobs import headers_of
-from schemas.subjects import HEADER_LOAD, HEADER_MSG_ID, HEADER_NO_STORE, HEADER_SUSPECT, KEPT
+from schemas.subjects import HEADER_LOAD, HEADER_MSG_ID, HEADER_NO_STORE, HEADER_PART, HEADER_SUSPECT, KEPT
 
 log = structlog.get_logger("router")
 
@@ -82,6 +82,7 @@ class JobRetention:
                 entry.headers.get(HEADER_LOAD, ""),
                 no_store=HEADER_NO_STORE in entry.headers,
                 suspect=entry.headers.get(HEADER_SUSPECT, ""),
+                part=entry.headers.get(HEADER_PART, ""),
             ),
             timeout=10.0,
         )

@@ -27,7 +27,7 @@ class Fleet:
 
 @pytest.fixture
 async def preparer(context: PrepareContext) -> Any:
-    made = RequestPreparer(Fleet(context), None, None, "gw1", _Settings(), None)  # type: ignore[arg-type]
+    made = RequestPreparer(Fleet(context), None, None, "gw1", _Settings())  # type: ignore[arg-type]
     yield made
     await made.close()
 

@@ -7,6 +7,7 @@ import msgspec
 
 from schemas import (
     budgets,
+    contents,
     control,
     done,
     fleet,
@@ -285,6 +286,15 @@ SAMPLES: dict[str, tuple[Any, Callable[[bytes], Any]]] = {
             2,
             no_store=True,
         ),
+        requests.decode,
+    ),
+    "router_that_knows_memory_storage": (routers.Member("router-2", 1, memory=True), routers.decode),
+    "registration_that_knows_memory_storage": (
+        fleet.Registration("w-1", "tiny", "decode", "native", 5, 16, 100, 8, 4096, memory=True),
+        fleet.decode,
+    ),
+    "request_without_content": (
+        contents.without_content(msgspec.structs.replace(REQUEST, no_store=True, in_memory=True), bytes(32)),
         requests.decode,
     ),
     "registration_that_takes_no_store": (

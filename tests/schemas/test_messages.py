@@ -223,7 +223,7 @@ STAYS = {
     "n",
 }
 STAYS |= {"priority", "no_store", "created_ns", "deadline_ns", "stops_shown", "echo", "unanswered"}
-STAYS |= {"user", "worker", "client_request_id", "repeats_poison"}
+STAYS |= {"user", "worker", "client_request_id", "repeats_poison", "in_memory"}
 
 
 def test_of_a_request_that_is_not_stored_no_field_but_these_stays() -> None:
@@ -233,6 +233,7 @@ def test_of_a_request_that_is_not_stored_no_field_but_these_stays() -> None:
         Trace("", f"vendor={secret}"),
         no_store=True,
         prompt=said,
+        prompt_length=3,
         digests=said,
         stop=Stop(9, token_ids=(71_077_345,), strings=(secret,)),
         sampling=Sampling(logit_bias={71_077_345: 1.0}, logits_processors=(LogitsProcessor("p", said),)),

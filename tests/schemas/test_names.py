@@ -307,7 +307,8 @@ def test_every_stream_is_bounded() -> None:
     sizes += [b.max_bytes for b in TOPOLOGY.buckets]
     assert min(ages) > 0
     assert min(sizes) > 0
-    assert TOPOLOGY.reserved_bytes == sum(sizes)
+    assert TOPOLOGY.reserved_bytes + TOPOLOGY.reserved_memory == sum(sizes)
+    assert TOPOLOGY.reserved_memory == sum(s.max_bytes for s in TOPOLOGY.streams if s.memory) > 0
     assert 0 < HEADROOM < MAX_PAYLOAD
 
 

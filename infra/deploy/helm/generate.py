@@ -51,6 +51,7 @@ PASSWORDS
       merge:
         # each stream has its own limit; the server's, by default the volume's size, must not be below their sum
         max_file_store: {config.STORE_BYTES}
+        max_memory_store: {config.STORE_BYTES}
         sync_interval: {config.SYNC_S}s
         max_buffered_msgs: {config.BUFFERED_MESSAGES}
         max_buffered_size: {config.BUFFERED_BYTES}

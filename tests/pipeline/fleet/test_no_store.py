@@ -1,4 +1,4 @@
-"""Requests with ``no_store``: served like all others, and after their end gone down to the bytes on the disk."""
+"""Requests with ``no_store``: served like all others, nothing of them reaches a disk, and memory is freed soon."""
 
 import asyncio
 import json
@@ -49,36 +49,48 @@ def traces(oracle: Oracle, asked: dict[str, Any], choices: int = 1) -> list[byte
     return found
 
 
+async def messages_of(bus: Bus, request_id: str) -> list[str]:
+    """Subjects of the messages of WORK about a request."""
+    work = read(bus, bus.subjects.stream("WORK"), ">")
+    return [entry.subject async for entry in work if request_id in entry.headers.get(HEADER_MSG_ID, "")]
+
+
 def on_disk(deployment: Deployment, wanted: Iterable[bytes]) -> list[bytes]:
-    """Those that some file of the broker contains, whatever stream it is of."""
-    store = deployment.data_dir
-    raw = b"\0\0".join(path.read_bytes() for path in store.rglob("*") if path.suffix == ".blk")
+    """Those that some file of the deployment contains: the broker's streams of either kind, logs, and all else."""
+    raw = b"\0\0".join(path.read_bytes() for path in deployment.data_dir.rglob("*") if path.is_file())
     return [each for each in wanted if each in raw]
 
 
-async def messages_of(bus: Bus, request_id: str) -> list[str]:
-    """Subjects of what REQUESTS, WORK and TOKENS hold of it."""
+async def in_memory(bus: Bus, request_id: str) -> list[str]:
+    """Subjects of what memory storage holds of a request."""
     found = []
-    for name in ("REQUESTS", "WORK", "TOKENS"):
-        async for entry in read(bus, bus.subjects.stream(name), ">"):
-            if request_id in (entry.headers.get(HEADER_MSG_ID, "") + entry.subject):
-                found.append(entry.subject)
+    async for entry in read(bus, bus.subjects.stream("MEMORY_CONTENTS"), ">"):
+        if request_id in entry.subject:
+            found.append(entry.subject)
+    async for entry in read(bus, bus.subjects.stream("MEMORY_TOKENS"), ">"):
+        if any(item.request == request_id for item in tokens.decode(entry.data).items):
+            found.append(entry.subject)
     return found
 
 
-async def is_erased(deployment: Deployment, bus: Bus, request_id: str, wanted: list[bytes]) -> None:
-    """Returns once nothing is left of it but its record."""
-
-    async def gone() -> bool:
-        return set(await messages_of(bus, request_id)) <= {bus.subjects.erased}
-
-    await until(gone, f"erasure of {request_id}")
-    assert on_disk(deployment, wanted) == []
+async def record_of(bus: Bus, request_id: str) -> done.Done:
     records = [entry async for entry in read(bus, bus.subjects.stream("DONE"), bus.subjects.done_of(request_id))]
     assert len(records) == 1
     event = done.decode(records[0].data)
     assert isinstance(event, done.Done)
-    assert "prompt" in event.left_out
+    return event
+
+
+async def is_deleted(deployment: Deployment, bus: Bus, request_id: str, wanted: list[bytes]) -> None:
+    """Returns once memory storage has nothing of it; then, as ever before, no file has."""
+    assert on_disk(deployment, wanted) == []
+
+    async def gone() -> bool:
+        return await in_memory(bus, request_id) == []
+
+    await until(gone, f"deletion of {request_id}", 45.0)
+    assert on_disk(deployment, wanted) == []
+    assert "prompt" in (await record_of(bus, request_id)).left_out
 
 
 async def stream(http: httpx.AsyncClient, asked: dict[str, Any], **headers: str) -> tuple[str, str]:
@@ -88,27 +100,27 @@ async def stream(http: httpx.AsyncClient, asked: dict[str, Any], **headers: str)
     return answer.headers["x-request-id"], joined(parse_sse(answer.content))
 
 
-async def test_an_answer_is_whole_and_later_nothing_of_it_is_on_the_disk(
+async def test_an_answer_is_whole_and_nothing_of_it_is_ever_on_the_disk(
     fleet: Deployment, fleet_bus: Bus, http: httpx.AsyncClient, oracle: Oracle
 ) -> None:
     stored, asked = body(1), body(2, no_store=True)
     kept, (request_id, text) = await asyncio.gather(stream(http, stored), stream(http, asked))
     assert text == oracle.answer(asked, COUNT)
     wanted = traces(oracle, asked)
-    assert on_disk(fleet, wanted), "until the grace is over, its reader may come back"
+    assert on_disk(fleet, wanted) == []
     again = await http.get(f"/v1/requests/{request_id}/stream")
     assert joined(parse_sse(again.content)) == text
-    await is_erased(fleet, fleet_bus, request_id, wanted)
+    await is_deleted(fleet, fleet_bus, request_id, wanted)
     assert on_disk(fleet, traces(oracle, stored)[:3]), "a request beside it is stored as ever"
     assert kept[1] == oracle.answer(stored, COUNT)
 
 
-async def test_an_erased_request_is_gone_for_its_client_and_listed_for_the_operator(
+async def test_a_deleted_request_is_gone_for_its_client_and_listed_for_the_operator(
     fleet: Deployment, fleet_bus: Bus, http: httpx.AsyncClient, oracle: Oracle
 ) -> None:
     asked = body(3, user="somebody", prompt_cache_key="our divorce")
     request_id, _ = await stream(http, asked, **{"x-penstock-no-store": "1", "idempotency-key": "once"})
-    await is_erased(fleet, fleet_bus, request_id, [*traces(oracle, asked), b"our divorce"])
+    await is_deleted(fleet, fleet_bus, request_id, [*traces(oracle, asked), b"our divorce"])
     for path in (f"/v1/requests/{request_id}", f"/v1/requests/{request_id}/stream"):
         refused = await http.get(path)
         assert refused.status_code == 410
@@ -128,8 +140,7 @@ async def test_choices_that_stop_at_a_text_and_have_log_probabilities_leave_noth
         oracle.answer(asked, COUNT, at) for at in range(3)
     ]
     wanted = [*traces(oracle, asked, 3), b"never said so"]
-    assert on_disk(fleet, [b"never said so"])
-    await is_erased(fleet, fleet_bus, answer.headers["x-request-id"], wanted)
+    await is_deleted(fleet, fleet_bus, answer.headers["x-request-id"], wanted)
 
 
 async def test_a_request_continues_after_its_workers_death_and_leaves_nothing_of_either_attempt(
@@ -142,17 +153,15 @@ async def test_a_request_continues_after_its_workers_death_and_leaves_nothing_of
     os.kill(worker, signal.SIGKILL)
     request_id, text = await running
     assert text == oracle.answer(asked, count)
-    await is_erased(fleet, fleet_bus, request_id, traces(oracle, asked))
-    records = [entry async for entry in read(fleet_bus, fleet_bus.subjects.stream("DONE"), f"*.done.*.*.{request_id}")]
-    event = done.decode(records[0].data)
-    assert isinstance(event, done.Done)
+    await is_deleted(fleet, fleet_bus, request_id, traces(oracle, asked))
+    event = await record_of(fleet_bus, request_id)
     assert (event.attempt, event.usage.completion, event.code) == (2, count, "")
     await until(lambda: two_workers(fleet_bus), "the worker's successor")
 
 
 async def worker_with_tokens(bus: Bus) -> int:
-    """The pid of a worker whose output is under a subject of its own; 0: there is none yet."""
-    async for entry in read(bus, bus.subjects.stream("TOKENS"), bus.subjects.tokens_apart):
+    """The pid of a worker that streams a request with ``no_store``; 0: there is none yet."""
+    async for entry in read(bus, bus.subjects.stream("MEMORY_TOKENS"), ">"):
         found = (await registrations(bus)).get(tokens.decode(entry.data).worker)
         if found is not None and found.load.running:
             return found.pid
@@ -163,26 +172,26 @@ async def two_workers(bus: Bus) -> bool:
     return len(await registrations(bus)) == 2
 
 
-async def test_cancelled_and_refused_requests_are_erased_too(
+async def test_cancelled_and_refused_requests_leave_nothing_either(
     fleet: Deployment, fleet_bus: Bus, http: httpx.AsyncClient, oracle: Oracle
 ) -> None:
     cancelled = body(6, no_store=True, max_tokens=2000, stream=True)
     async with http.stream("POST", PATH, json=cancelled) as answer:
         request_id = answer.headers["x-request-id"]
         await anext(answer.aiter_lines())
-    await is_erased(fleet, fleet_bus, request_id, traces(oracle, cancelled))
+    await is_deleted(fleet, fleet_bus, request_id, traces(oracle, cancelled))
     late = body(7, no_store=True, max_tokens=2000, timeout_s=0.3)
     failed = await http.post(PATH, json=late)
     assert failed.status_code == 504
-    await is_erased(fleet, fleet_bus, failed.headers["x-request-id"], traces(oracle, late))
+    await is_deleted(fleet, fleet_bus, failed.headers["x-request-id"], traces(oracle, late))
     nowhere = body(8, no_store=True, worker="none-of-this-name")
     refused = await http.post(PATH, json=nowhere)
     assert refused.status_code == 400
-    await is_erased(fleet, fleet_bus, refused.headers["x-request-id"], traces(oracle, nowhere))
+    await is_deleted(fleet, fleet_bus, refused.headers["x-request-id"], traces(oracle, nowhere))
 
 
 @pytest.mark.parametrize("victim", ["router", "gateway", "worker"])
-async def test_a_process_that_dies_between_the_end_and_the_erasure_saves_nothing(
+async def test_a_process_that_dies_between_the_end_and_the_deletion_saves_nothing(
     fleet: Deployment, fleet_bus: Bus, http: httpx.AsyncClient, oracle: Oracle, victim: str
 ) -> None:
     asked = body(10 + len(victim), no_store=True)
@@ -190,8 +199,7 @@ async def test_a_process_that_dies_between_the_end_and_the_erasure_saves_nothing
     for process in fleet.state.processes:
         if process.name.startswith(victim):
             os.kill(process.pid, signal.SIGKILL)
-    assert on_disk(fleet, traces(oracle, asked))
-    await is_erased(fleet, fleet_bus, request_id, traces(oracle, asked))
+    await is_deleted(fleet, fleet_bus, request_id, traces(oracle, asked))
     await until(lambda: answers(fleet), "the deployment is ready again", 30.0)
 
 
@@ -203,7 +211,7 @@ async def answers(fleet: Deployment) -> bool:
             return False
 
 
-async def test_a_submission_over_nats_is_erased_from_its_own_stream_as_well(
+async def test_a_submission_over_nats_is_deleted_from_its_own_stream_as_well(
     fleet: Deployment, fleet_bus: Bus, oracle: Oracle
 ) -> None:
     client = await nats.connect(fleet.state.client_nats_url)
@@ -218,7 +226,7 @@ async def test_a_submission_over_nats_is_erased_from_its_own_stream_as_well(
     assert json.loads(answer.data)["choices"][0]["text"] == oracle.answer(asked, COUNT)
     wanted = [said.encode(), *traces(oracle, asked)]
     assert answer.headers is not None
-    await is_erased(fleet, fleet_bus, answer.headers[HEADER_REQUEST], wanted)
+    await is_deleted(fleet, fleet_bus, answer.headers[HEADER_REQUEST], wanted)
     await client.close()
 
 
@@ -247,11 +255,8 @@ async def test_a_prefill_worker_and_a_decode_worker_leave_nothing_where_all_requ
         asked = body(20)
         request_id, text = await stream(http, asked)
     assert text == oracle.answer(asked, COUNT)
-    assert [subject.split(".")[2] for subject in await messages_of(bus, request_id) if ".work." in subject] == [
-        "prefill",
-        "decode",
-    ]
-    await is_erased(pairs, bus, request_id, traces(oracle, asked))
+    assert [subject.split(".")[2] for subject in await messages_of(bus, request_id)] == ["prefill", "decode"]
+    await is_deleted(pairs, bus, request_id, traces(oracle, asked))
     await bus.close()
 
 

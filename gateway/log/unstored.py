@@ -1,0 +1,336 @@
+"""This gateway's requests with ``no_store``: what is in memory storage of them, until a grace period after their end.
+
+The gateway that accepted a request keeps its content and what was streamed of it while it is open. So a broker without
+a cluster may restart: everything is put again, and neither the worker nor the client notices.
+"""
+
+import asyncio
+import random
+import secrets
+import time
+from collections.abc import Iterable, Sequence
+from functools import partial
+
+import msgspec
+import structlog
+from nats.errors import Error as NatsError
+
+from gateway.log.inflight import InflightRequest
+from gateway.log.memory_ledger import Fronts, MemoryLedger
+from gateway.log.records import Records
+from gateway.log.subscription import TokenSubscription
+from gateway.log.subscriptions import TokenSubscriptions
+from infra.bus import memory
+from infra.bus.connection import Bus
+from infra.bus.jetstream import ApiError
+from infra.bus.memory import MemoryStreams
+from infra.bus.publisher import Ack, Publisher
+from infra.bus.tasks import Tasks
+from schemas import contents
+from schemas.errors import ServingError
+from schemas.requests import GenerateRequest
+from schemas.subjects import MEMORY
+from schemas.tokens import Logprob, TokenBatch, TokenItem
+from schemas.wire import encode
+
+log = structlog.get_logger("gateway")
+
+SWEEP_S = 1.0
+LATE_S = 60.0  # a request that runs for longer is stored again, so that it holds back less
+LATE_AT_ONCE = 16
+SINGLY = 64  # contents deleted one by one at a time, behind a request that runs for long
+DELETE_S = 2.0
+OTHERS_S = 15.0
+OTHERS_AT_ONCE = 256
+
+
+class _Purged(msgspec.Struct):
+    error: ApiError | None = None
+
+
+class _Open(msgspec.Struct):
+    inflight: InflightRequest
+    content: bytes
+
+
+_purged = msgspec.json.Decoder(_Purged).decode
+
+
+class UnstoredRequests:
+    def __init__(
+        self,
+        bus: Bus,
+        publisher: Publisher,
+        gateway: str,
+        grace_s: float,
+        *,
+        subscriptions: TokenSubscriptions,
+        records: Records,
+        tasks: Tasks,
+    ) -> None:
+        self._records = records
+        self.streams = MemoryStreams(bus)
+        self._bus = bus
+        self._publisher = publisher
+        self._gateway = gateway
+        self._grace_s = grace_s
+        self._subscriptions = subscriptions
+        self._tasks = tasks.group("unstored")
+        self._key = secrets.token_bytes(32)
+        self._open: dict[str, _Open] = {}
+        self._ended: dict[str, float] = {}  # request -> when it is deleted, monotonic
+        self._ledger = MemoryLedger()
+        self._batch = 0
+        self._subscription: TokenSubscription | None = None
+
+    async def start(self) -> None:
+        await self.streams.open()
+        self.streams.on_renewed.append(self._put_again)
+        self._tasks.spawn(self._sweep_forever(), name="sweep")
+        self._tasks.spawn(self._sweep_others_forever(), name="sweep-others")
+
+    async def close(self) -> None:
+        self.streams.close()
+        await self._tasks.aclose()
+
+    def __len__(self) -> int:
+        """Requests of which something is in memory storage."""
+        return len(self._ledger)
+
+    @property
+    def open(self) -> Iterable[InflightRequest]:
+        return [each.inflight for each in self._open.values()]
+
+    # --- accepting ---
+
+    async def subscription(self) -> TokenSubscription:
+        """Where the tokens of these requests arrive.
+
+        Raises:
+            ServingError: the stream cannot be read.
+        """
+        if self._subscription is None:
+            found = await self._subscriptions.open(f"{MEMORY}.{self._gateway}")
+            found.on_read = self._ledger.read
+            self._subscription = found
+        return self._subscription
+
+    def without_content(self, request: GenerateRequest) -> GenerateRequest:
+        return contents.without_content(request, self._key)
+
+    async def put(self, inflight: InflightRequest, content: bytes, timeout: float) -> "asyncio.Future[Ack]":
+        """Send the content of a new request to memory storage; the returned future is its acknowledgement.
+
+        Raises:
+            ServingError: it is too large for a message.
+        """
+        request = inflight.request
+        inflight.kept = []
+        self._open[request.id] = _Open(inflight, content)
+        self._ledger.began(request.id, time.monotonic())
+        future = await memory.put(
+            self._bus,
+            self._publisher,
+            request,
+            contents.REQUEST,
+            content,
+            now_ns=time.time_ns(),
+            timeout=timeout,
+            insist=False,
+        )
+        future.add_done_callback(partial(self._stored, request.id))
+        return future
+
+    def _stored(self, request_id: str, done: "asyncio.Future[Ack]") -> None:
+        if not done.cancelled() and done.exception() is None:
+            self._ledger.stored(request_id, done.result().seq)
+
+    def drop(self, request_id: str) -> None:
+        """It was not accepted, or is another one."""
+        if self._open.pop(request_id, None) is not None:
+            self._ledger.over(request_id)
+
+    def holds(self, inflight: InflightRequest) -> bool:
+        """Whether it is followed until its end, although nobody reads it."""
+        found = self._open.get(inflight.request.id)
+        return found is not None and found.inflight is inflight and not inflight.ended
+
+    # --- ending and deleting ---
+
+    async def _sweep_forever(self) -> None:
+        while True:
+            await asyncio.sleep(SWEEP_S)
+            if not self._ledger.busy:
+                continue
+            try:
+                await self._sweep(time.monotonic())
+            except (ServingError, NatsError, OSError, TimeoutError) as error:  # the broker is away; sweep again later
+                log.debug("unstored_sweep_failed", error=repr(error))
+            except Exception:
+                log.exception("unstored_sweep_failed")
+
+    async def _sweep(self, now: float) -> None:
+        for request_id, each in list(self._open.items()):
+            if each.inflight.ended:
+                self._end(request_id, now)
+        for request_id in [name for name, due in self._ended.items() if due <= now]:
+            del self._ended[request_id]
+            self._ledger.over(request_id)
+        await self._store_late_again(now)
+        await self._delete(self._ledger.fronts())
+
+    def _end(self, request_id: str, now: float) -> None:
+        each = self._open.pop(request_id)
+        each.inflight.kept = None
+        self._ended[request_id] = now + self._grace_s
+
+    async def _store_late_again(self, now: float) -> None:
+        position = self._ledger.position
+        late = self._ledger.late(now, LATE_S, LATE_AT_ONCE)
+        for request_id in late:
+            each = self._open.get(request_id)
+            if each is not None:
+                await self._put_tokens([each.inflight])
+            self._ledger.moved(request_id, position, now)
+        if late or not len(self._ledger):
+            for request_id in (dead := self._ledger.left(SINGLY)):
+                subject = self._bus.subjects.contents(self._gateway, request_id, ">")
+                await self._purge("MEMORY_CONTENTS", subject, 0)
+            self._ledger.forget(dead)
+
+    async def _delete(self, fronts: Fronts) -> None:
+        subjects = self._bus.subjects
+        if fronts.contents:
+            every = f"{subjects.namespace}.{MEMORY}.contents.{self._gateway}.>"
+            await self._purge("MEMORY_CONTENTS", every, fronts.contents)
+        if fronts.tokens:
+            await self._purge("MEMORY_TOKENS", subjects.tokens(f"{MEMORY}.{self._gateway}"), fronts.tokens)
+        self._ledger.deleted(fronts)
+
+    # --- of gateways that are gone ---
+
+    async def _sweep_others_forever(self) -> None:
+        while True:
+            await asyncio.sleep(OTHERS_S * random.uniform(0.5, 1.0))
+            if self.streams.settling or not self._bus.connected:
+                continue
+            try:
+                await self._sweep_others(time.time_ns())
+            except (ServingError, NatsError, OSError, TimeoutError) as error:
+                log.debug("unstored_sweep_failed", error=repr(error))
+            except Exception:
+                log.exception("unstored_sweep_failed")
+
+    async def _sweep_others(self, now_ns: int) -> None:
+        """Delete what gateways that are gone have left of ended requests. The rest expires after its deadline."""
+        requests: dict[str, set[str]] = {}
+        prefix = f"{self._bus.subjects.namespace}.{MEMORY}."
+        for subject in await self.streams.subjects():
+            kind, gateway, *rest = subject.removeprefix(prefix).split(".")
+            of = requests.setdefault(gateway, set())
+            if kind == "contents":
+                of.add(rest[0])
+        requests.pop(self._gateway, None)
+        for gateway, names in requests.items():
+            if not await memory.answers(self._bus, gateway):
+                await self._delete_left(gateway, sorted(names), now_ns)
+
+    async def _delete_left(self, gateway: str, requests: Sequence[str], now_ns: int) -> None:
+        deleted = 0
+        for request_id in requests[:OTHERS_AT_ONCE]:
+            record = await self._records.ended_ns(request_id)
+            if record and record + int(self._grace_s * 1e9) < now_ns:
+                await self._purge("MEMORY_CONTENTS", self._bus.subjects.contents(gateway, request_id, ">"), 0)
+                deleted += 1
+        if deleted == len(requests):
+            await self._purge("MEMORY_TOKENS", self._bus.subjects.tokens(f"{MEMORY}.{gateway}"), 0)
+        if deleted:
+            log.info("contents_left_deleted", gateway=gateway, requests=deleted)
+
+    async def _purge(self, stream: str, subject: str, before: int) -> None:
+        """Delete what is stored under a subject, if ``before``: below that sequence."""
+        body = msgspec.json.encode({"filter": subject} | ({"seq": before} if before else {}))
+        name = self._bus.subjects.stream(stream)
+        reply = await self._bus.nc.request(f"$JS.API.STREAM.PURGE.{name}", body, timeout=DELETE_S)
+        error = _purged(reply.data).error
+        if error is not None:
+            log.warning("contents_not_deleted", stream=name, error=str(error))
+
+    # --- after the restart of a broker without a cluster ---
+
+    async def _put_again(self) -> None:
+        self._ledger.renewed()
+        now_ns = time.time_ns()
+        open_ = [each for each in self._open.values() if not each.inflight.ended]
+        waits = [
+            await memory.put(
+                self._bus,
+                self._publisher,
+                each.inflight.request,
+                contents.REQUEST,
+                each.content,
+                now_ns=now_ns,
+                again=True,
+            )
+            for each in open_
+        ]
+        for each, future in zip(open_, waits, strict=True):
+            future.add_done_callback(partial(self._stored, each.inflight.request.id))
+        waits += await self._put_tokens([each.inflight for each in open_])
+        results = await asyncio.gather(*waits, return_exceptions=True)
+        failed = [result for result in results if isinstance(result, BaseException)]
+        log.info("contents_put_again", requests=len(open_), failed=len(failed))
+
+    async def _put_tokens(self, inflights: Sequence[InflightRequest]) -> "list[asyncio.Future[Ack]]":
+        items = [item for inflight in inflights for item in so_far(inflight)]
+        return [await self._put_batch(part) for part in _portions(items, self._bus.max_message // 2)]
+
+    async def _put_batch(self, items: Sequence[TokenItem]) -> "asyncio.Future[Ack]":
+        self._batch += 1
+        batch = TokenBatch(self._gateway, 0, self._batch, tuple(items))
+        subject = self._bus.subjects.tokens(f"{MEMORY}.{self._gateway}")
+        return await self._publisher.send(subject, encode(batch), f"{self._gateway}:again:{self._batch}", timeout=10.0)
+
+
+def so_far(inflight: InflightRequest) -> list[TokenItem]:
+    """What a gateway has read of a request, as items of its present attempt: one a choice."""
+    fold, items = inflight.fold, inflight.kept or []
+    if fold.attempt < 0:
+        return []
+    found: dict[int, list[TokenItem]] = {}
+    for item in items:
+        found.setdefault(item.choice, []).append(item)
+    # The fence of the present attempt comes first, so that nothing of earlier ones counts.
+    merged = []
+    for choice, parts in found.items():
+        last = parts[-1]
+        logprobs: list[Logprob] | None = None
+        if any(part.logprobs is not None for part in parts):
+            logprobs = [each for part in parts for each in part.logprobs or ()]
+        merged.append(
+            TokenItem(
+                last.request,
+                fold.attempt,
+                choice,
+                parts[0].first,
+                b"".join(part.tokens for part in parts),
+                last.finish,
+                None if logprobs is None else tuple(logprobs),
+            )
+        )
+    return merged
+
+
+def _portions(items: Iterable[TokenItem], limit: int) -> Iterable[list[TokenItem]]:
+    """Of about ``limit`` bytes at most; an item is larger only if it alone is."""
+    portion: list[TokenItem] = []
+    size = 0
+    for item in items:
+        more = 64 + len(item.tokens) + sum(16 + 16 * len(each.top) for each in item.logprobs or ())
+        if portion and size + more > limit:
+            yield portion
+            portion, size = [], 0
+        portion.append(item)
+        size += more
+    if portion:
+        yield portion

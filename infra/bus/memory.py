@@ -1,0 +1,298 @@
+"""Memory storage: the streams with the contents and the output of requests with ``no_store``, and the contents in them.
+
+In a cluster their replicas outlive a server, like those on file. A server without a cluster that restarts comes back
+without them, so every process that uses them declares them again after a reconnect, and whoever has something to put
+into them again is told (``on_renewed``). Their sequences begin at 1 then.
+"""
+
+import asyncio
+import json
+import math
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any, NamedTuple
+
+import msgspec
+import structlog
+from nats.errors import Error as NatsError
+from nats.errors import NoRespondersError
+
+from infra.bus.connection import Bus
+from infra.bus.direct_get import get_last
+from infra.bus.jetstream import STREAM_NOT_FOUND, ApiError
+from infra.bus.publisher import Ack, Publisher
+from schemas import contents, requests
+from schemas.errors import Code, ServingError
+from schemas.requests import GenerateRequest
+from schemas.streams import MEMORY_GRACE_S, memory_streams, stream_config
+
+log = structlog.get_logger("bus")
+
+ASK_S = 2.0
+DECLARE_S = 5.0  # after a reconnect: the other hooks wait for it, and what they send again needs the streams
+AGAIN_S = 0.1
+SETTLE_S = 15.0  # after a restart: until then, gateways put their open requests' contents again
+ABSENT_S = 5.0  # within it, a gateway that does not answer may still be reconnecting
+LOOK_S = 0.25
+_EXISTS = 10058  # with another configuration: an operator's, or another build's
+
+
+class _StreamState(msgspec.Struct):
+    messages: int = 0
+    bytes: int = 0
+    last_seq: int = 0
+    subjects: dict[str, int] | None = None
+
+
+class _Info(msgspec.Struct):
+    config: dict[str, Any] = {}
+    created: str = ""
+    state: _StreamState = msgspec.field(default_factory=_StreamState)
+    error: ApiError | None = None
+
+
+class Fill(NamedTuple):
+    """How full a stream is, in bytes; ``limit`` 0: no limit."""
+
+    used: int
+    limit: int
+
+
+_decode = msgspec.json.Decoder(_Info).decode
+
+
+class MemoryStreams:
+    """Declares the streams; ``open`` it before whatever publishes to them after a reconnect.
+
+    Attributes:
+        on_renewed: called after the streams were lost and declared again; errors are logged.
+    """
+
+    def __init__(self, bus: Bus) -> None:
+        self._bus = bus
+        self._specs = memory_streams(bus.subjects)
+        self._configs: dict[str, dict[str, Any]] = {}  # as they were last seen: an operator may have enlarged them
+        self._created: dict[str, str] = {}
+        self._renewed = -math.inf
+        self._link = bus.reconnects  # on which the streams were declared last
+        self._declaring = asyncio.Lock()
+        self.on_renewed: list[Callable[[], Awaitable[None]]] = []
+
+    async def open(self) -> None:
+        """Never raises: without its streams, a process serves requests that are stored."""
+        self._bus.on_reconnect.insert(0, self._reconnected)
+        try:
+            await self._declare_all()
+        except (ServingError, NatsError, OSError, TimeoutError) as error:
+            log.warning("memory_streams_missing", error=str(error), action="run 'penstock streams apply'")
+
+    def close(self) -> None:
+        if self._reconnected in self._bus.on_reconnect:
+            self._bus.on_reconnect.remove(self._reconnected)
+
+    @property
+    def since_renewed_s(self) -> float:
+        """Seconds since this process saw that the streams had been lost; infinite: it has not."""
+        return time.monotonic() - self._renewed
+
+    @property
+    def settling(self) -> bool:
+        """Whether contents may still be missing because a broker without a cluster has restarted."""
+        return self.since_renewed_s < SETTLE_S
+
+    async def fill(self) -> tuple[Fill, Fill]:
+        """Of the contents and of the tokens.
+
+        Raises:
+            ServingError: unsupported: a stream is missing; broker_unavailable.
+        """
+        found = []
+        for spec in self._specs:
+            info = await self._ask(f"STREAM.INFO.{spec.name}", b"")
+            if info.error is not None:
+                raise _missing(spec.name, str(info.error))
+            found.append(Fill(info.state.bytes, max(0, int(info.config.get("max_bytes") or 0))))
+        return found[0], found[1]
+
+    async def subjects(self) -> list[str]:
+        """All subjects that have something.
+
+        Raises:
+            ServingError: unsupported: a stream is missing.
+            nats.errors.Error, TimeoutError: the broker did not answer.
+        """
+        found: list[str] = []
+        for spec in self._specs:
+            body = json.dumps({"subjects_filter": spec.subjects[0]}).encode()
+            info = await self._ask(f"STREAM.INFO.{spec.name}", body)
+            if info.error is not None:
+                raise _missing(spec.name, str(info.error))
+            found += info.state.subjects or {}
+        return found
+
+    async def _reconnected(self) -> None:
+        await self.declare(DECLARE_S)
+
+    async def declare(self, within_s: float) -> None:
+        """Declare the streams, if that was not done on this link. Never raises."""
+        try:
+            async with asyncio.timeout(within_s), self._declaring:
+                link = self._bus.reconnects
+                if link != self._link:
+                    await self._declare_again()
+                    self._link = link
+        except TimeoutError:
+            log.warning("memory_streams_missing", error=f"they were not declared within {within_s:g} s")
+
+    async def _declare_again(self) -> None:
+        while True:  # ends with the caller's time
+            try:
+                renewed = await self._declare_all()
+                break
+            except ServingError as error:
+                log.warning("memory_streams_missing", error=error.message)
+                return
+            except (NatsError, OSError, TimeoutError) as error:
+                log.debug("memory_streams_unknown", error=repr(error))
+            await asyncio.sleep(AGAIN_S)
+        if renewed:
+            log.warning("memory_streams_renewed", action="contents of open requests with no_store are put again")
+            self._renewed = time.monotonic()
+            for hook in list(self.on_renewed):
+                try:
+                    await hook()
+                except Exception as error:
+                    log.warning("contents_not_put_again", error=repr(error))
+
+    async def _declare_all(self) -> bool:
+        """Whether one of them is another than this process knew."""
+        renewed = False
+        for spec in self._specs:
+            created = await self._declare(spec.name, stream_config(spec))
+            renewed |= self._created.get(spec.name, created) != created
+            self._created[spec.name] = created
+        return renewed
+
+    async def _declare(self, name: str, config: dict[str, Any]) -> str:
+        """When it was made; it is made now if a server without a cluster does not have it."""
+        info = await self._ask(f"STREAM.INFO.{name}", b"")
+        if info.error is not None and info.error.err_code == STREAM_NOT_FOUND and not self._bus.clustered:
+            wanted = self._configs.get(name, config)
+            info = await self._ask(f"STREAM.CREATE.{name}", json.dumps(wanted).encode())
+            if info.error is not None and info.error.err_code == _EXISTS:
+                info = await self._ask(f"STREAM.INFO.{name}", b"")
+        if info.error is not None:
+            raise _missing(name, str(info.error))
+        metadata = {k: v for k, v in info.config.get("metadata", {}).items() if not k.startswith("_nats.")}
+        self._configs[name] = info.config | {"metadata": metadata}
+        return info.created
+
+    async def _ask(self, verb: str, body: bytes) -> _Info:
+        reply = await self._bus.nc.request(f"$JS.API.{verb}", body, timeout=ASK_S)
+        return _decode(reply.data)
+
+
+def _missing(name: str, why: str) -> ServingError:
+    return ServingError(
+        Code.unsupported,
+        f"no_store cannot be kept: stream {name} is not there ({why}); run 'penstock streams apply'",
+        param="no_store",
+    )
+
+
+async def put(
+    bus: Bus,
+    publisher: Publisher,
+    request: GenerateRequest,
+    part: str,
+    payload: bytes,
+    *,
+    now_ns: int,
+    timeout: float = 10.0,
+    insist: bool = True,
+    again: bool = False,
+) -> "asyncio.Future[Ack]":
+    """Send a part of a request's content to memory storage; the returned future is its acknowledgement.
+
+    It expires some time after the request's deadline.
+
+    Args:
+        part: see ``schemas.contents``.
+        again: it was put before, and is left as it is if it is still there.
+        insist, timeout: as for ``Publisher.send``.
+    Raises:
+        ServingError: as ``Publisher.send``.
+    """
+    left_s = max(1, math.ceil((request.deadline_ns - now_ns) / 1e9 + MEMORY_GRACE_S))
+    return await publisher.send(
+        bus.subjects.contents(request.gateway, request.id, part),
+        payload,
+        f"{request.id}:{part}:again" if again else f"{request.id}:{part}",
+        headers={"Nats-TTL": f"{left_s}s"},
+        timeout=timeout,
+        insist=insist,
+        once=again,
+    )
+
+
+async def find(bus: Bus, request: GenerateRequest, part: str) -> bytes | None:
+    """A part of a request's content; None: it is not (or no longer) there.
+
+    Raises:
+        ServingError: the broker did not answer.
+    """
+    subject = bus.subjects.contents(request.gateway, request.id, part)
+    entry = await get_last(bus, bus.subjects.stream("MEMORY_CONTENTS"), subject, newest=bus.clustered)
+    return entry.data if entry is not None else None
+
+
+async def find_request(bus: Bus, request: GenerateRequest) -> GenerateRequest | None:
+    """A request with its content; None: that is not (or no longer) there.
+
+    Raises:
+        ServingError: the broker did not answer.
+        msgspec.MsgspecError: of a version that this one cannot read.
+    """
+    data = await find(bus, request, contents.REQUEST)
+    return requests.decode(data) if data is not None else None
+
+
+async def fetch(bus: Bus, memory: MemoryStreams, request: GenerateRequest, part: str) -> bytes:
+    """A part of a request's content, which may have to be put again after a broker's restart.
+
+    Raises:
+        ServingError: content_lost: it is gone; deadline_exceeded; broker_unavailable.
+    """
+    until = time.monotonic() + SETTLE_S
+    while True:
+        data = await find(bus, request, part)
+        if data is not None:
+            return data
+        gone = memory.since_renewed_s > ABSENT_S and not await answers(bus, request.gateway, request.id)
+        if gone or time.monotonic() >= until:
+            data = await find(bus, request, part)  # it may have been put between the two looks
+            if data is not None:
+                return data
+            raise lost(request.id)
+        if time.time_ns() >= request.deadline_ns:
+            raise ServingError(Code.deadline_exceeded, "the deadline passed before the request could start")
+        await asyncio.sleep(LOOK_S)
+
+
+async def answers(bus: Bus, gateway: str, request_id: str = "") -> bool:
+    """Whether a gateway, which could put the contents of its open requests again, is there."""
+    try:
+        await bus.nc.request(bus.subjects.progress(gateway), request_id.encode(), timeout=ASK_S)
+    except NoRespondersError:
+        return False
+    except (NatsError, OSError, TimeoutError):
+        return True
+    return True
+
+
+def lost(request_id: str) -> ServingError:
+    return ServingError(
+        Code.content_lost,
+        f"the content of request {request_id} was lost: it was made with no_store, so it was in memory only, and both "
+        "the broker and its gateway stopped; send the request again",
+    )

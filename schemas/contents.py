@@ -1,0 +1,84 @@
+"""What a request with ``no_store`` leaves on a disk, and what lies in memory storage instead. Pure.
+
+The streams of the log hold such a request without its content: ids, tenant, model, counts, times, ends, and the names
+of the prompt's blocks, of which routing needs nothing else. The content is in the stream MEMORY_CONTENTS, in parts:
+
+    request               the whole ``GenerateRequest``
+    <attempt>[-<stage>]   a whole message of WORK, if it has content; the header ``Penstock-Part`` names it
+
+Whoever can read the log can tell from block names whether a prompt that he guesses is this one.
+"""
+
+import msgspec
+from blake3 import blake3
+
+from schemas import jobs
+from schemas.jobs import Encoded, Job, Prefilled
+from schemas.requests import GenerateRequest, LogitsProcessor
+from schemas.wire import encode
+
+REQUEST = "request"  # name of the part with the whole request
+
+
+def without_content(request: GenerateRequest, key: bytes) -> GenerateRequest:
+    """What the log holds of a request: what placing, lists and audits read, and nothing that its client wrote.
+
+    Args:
+        key: 32 secret bytes, under which the digests of media and the session are hashed: routers compare them only.
+    """
+    processors = tuple(LogitsProcessor(each.name) for each in request.sampling.logits_processors)
+    media = tuple(
+        msgspec.structs.replace(each, digest=blake3(each.digest, key=key).digest(), kind="", size=0)
+        for each in request.media
+    )
+    drawn, embedding, trace = request.diffusion, request.embedding, request.trace
+    if drawn is not None:
+        drawn = msgspec.structs.replace(drawn, prompt="", negative="")
+    if embedding is not None:
+        embedding = msgspec.structs.replace(embedding, texts=(), lengths=())
+    if trace is not None:
+        trace = msgspec.structs.replace(trace, state="")
+    session = request.session and blake3(request.session.encode(), key=key).hexdigest(16)
+    return msgspec.structs.replace(
+        request,
+        prompt=b"",
+        prompt_length=request.prompt_tokens,
+        sampling=msgspec.structs.replace(request.sampling, logit_bias={}, logits_processors=processors),
+        stop=msgspec.structs.replace(request.stop, token_ids=(), strings=()),
+        salt="",
+        media=media,
+        diffusion=drawn,
+        embedding=embedding,
+        parsing=None,
+        session=session,
+        client_body=b"",
+        constraint=None,
+        trace=trace,
+    )
+
+
+def part_of(attempt: int, stage: str = "") -> str:
+    """The name of the part with the message that begins an attempt, or its later stage."""
+    return f"{attempt}-{stage}" if stage else str(attempt)
+
+
+def has_content(message: Job | Encoded | Prefilled) -> bool:
+    """Whether a message has anything that a disk must not hold, if its request is without content."""
+    if isinstance(message, Prefilled):
+        return True
+    job = jobs.decode_job(message.job) if isinstance(message, Encoded) else message
+    return bool(job.resume or job.endings or job.logprobs or job.scores)
+
+
+def shell_of(message: Job | Encoded | Prefilled) -> Job | Encoded | Prefilled:
+    """A message of WORK without its content.
+
+    Args:
+        message: whose request is without content already.
+    """
+    if isinstance(message, Job):
+        return msgspec.structs.replace(message, resume=(), finished=(), endings=(), logprobs=(), scores=(), scored=0)
+    job = msgspec.Raw(encode(shell_of(jobs.decode_job(message.job))))
+    if isinstance(message, Prefilled):
+        return msgspec.structs.replace(message, job=job, opaque=b"")
+    return msgspec.structs.replace(message, job=job)

@@ -1,0 +1,127 @@
+"""Answers whose request has ended, and whose end has not come: also where the record has no output."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+
+import msgspec
+import pytest
+
+from gateway.log import completion
+from gateway.log.completion import Completion
+from gateway.log.inflight import InflightRequest
+from gateway.log.records import Records
+from gateway.log.subscription import TokenSubscription
+from infra.broker.server import EmbeddedNats
+from infra.bus.connection import Bus
+from infra.bus.publisher import Publisher
+from infra.bus.tasks import Tasks
+from schemas import done, wire
+from schemas.requests import GenerateRequest
+from schemas.subjects import MEMORY, Subjects
+from schemas.tokens import Finish, TokenBatch, TokenItem
+from schemas.wire import pack_tokens
+from tests.gateway.log.test_inflight import request_of
+from tests.infra.bus.support import opened
+
+GATEWAY = "mine"
+TOKENS = pack_tokens(range(5))
+
+
+@pytest.fixture
+async def bus(broker: EmbeddedNats, subjects: Subjects) -> AsyncIterator[Bus]:
+    async with opened(broker, subjects) as bus:
+        yield bus
+
+
+class Ended:
+    """A request with ``no_store`` that a worker has ended, with a reader that has got nothing."""
+
+    def __init__(self, bus: Bus, tasks: Tasks, publisher: Publisher) -> None:
+        now = time.time_ns()
+        self.request = msgspec.structs.replace(
+            request_of(), gateway=GATEWAY, no_store=True, in_memory=True, created_ns=now, deadline_ns=now + 10**11
+        )
+        self.inflight = InflightRequest(self.request, bounded=False)
+        self._bus = bus
+        self._publisher = publisher
+        self._subscription = TokenSubscription(bus, f"{MEMORY}.{GATEWAY}", tasks)
+        self.reads = 0
+
+    async def start(self) -> None:
+        await self._subscription.start(new=True)
+
+    async def close(self) -> None:
+        await self._subscription.close()
+
+    async def read_again(self, request: GenerateRequest) -> InflightRequest:
+        self.reads += 1
+        again = InflightRequest(request, bounded=False)
+        self._subscription.subscribe_from_start(again)
+        await again.caught_up()
+        self._subscription.unsubscribe(again)
+        return again
+
+    async def record(self, code: str = "") -> None:
+        event = done.Done(
+            self.request.id, self.request.model, 1, choices=(done.Outcome(TOKENS, "length"),),
+            usage=done.Usage(1, 5), code=code, submitted=wire.encode(self.request),
+        )  # fmt: skip
+        subject = self._bus.subjects.done(self.request.tenant, self.request.model, self.request.id)
+        await self._publisher.publish(subject, wire.encode(done.without_content(event)), self.request.id)
+
+    async def stream(self) -> None:
+        item = TokenItem(self.request.id, 1, 0, 0, TOKENS, Finish("length"))
+        batch = wire.encode(TokenBatch("w", 1, 1, (item,)))
+        await self._publisher.publish(self._bus.subjects.tokens(self.request.token_address), batch, "w:1")
+
+
+@pytest.fixture
+async def ended(bus: Bus) -> AsyncIterator[Ended]:
+    tasks = Tasks("test")
+    async with Publisher(bus) as publisher:
+        made = Ended(bus, tasks, publisher)
+        await made.start()
+        yield made
+        await made.close()
+        await tasks.aclose()
+
+
+async def look(ended: Ended, bus: Bus, tasks: Tasks) -> None:
+    idle = Completion(Records(bus), ended.read_again, tasks)
+    for now in (10.0, 12.0, 14.0):
+        await idle.complete_idle([ended.inflight], now)
+
+
+async def test_tokens_that_came_late_are_read_from_memory_storage(bus: Bus, ended: Ended) -> None:
+    tasks = Tasks("test")
+    await ended.record()
+    await look(ended, bus, tasks)
+    await asyncio.sleep(0)
+    await ended.stream()
+    items = await asyncio.wait_for(ended.inflight.take(), 10)
+    assert b"".join(item.tokens for item in items) == TOKENS
+    assert ended.inflight.ended
+    await tasks.aclose()
+
+
+async def test_without_its_tokens_a_request_that_succeeded_ends_with_content_lost(
+    bus: Bus, ended: Ended, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(completion, "LATE_S", 0.1)
+    tasks = Tasks("test")
+    await ended.record()
+    await look(ended, bus, tasks)
+    items = await asyncio.wait_for(ended.inflight.take(), 10)
+    assert [item.finish.code for item in items if item.finish is not None] == ["content_lost"]
+    await tasks.aclose()
+
+
+async def test_one_that_failed_ends_with_its_own_code(bus: Bus, ended: Ended, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(completion, "LATE_S", 0.1)
+    tasks = Tasks("test")
+    await ended.record("deadline_exceeded")
+    await look(ended, bus, tasks)
+    items = await asyncio.wait_for(ended.inflight.take(), 10)
+    assert [item.finish.code for item in items if item.finish is not None] == ["deadline_exceeded"]
+    await tasks.aclose()
