@@ -20,14 +20,12 @@ from schemas.trace import Trace
 from schemas.transfer import Encoded, Endpoint, Prefilled, Ticket
 from schemas.wire import encode, pack_tokens
 from tests.infra.timeline.tracing import samples
+from tests.schemas.test_messages import STAYS as RECORDED
 
 SECRET, SAID, TOKEN = "sesame", b"sesame", 71_077_345
 KEY = bytes(range(32))
-# What routing, lists and audits read. A new field fails the test below until it is decided whether its client's text
-# can be in it.
-STAYS = {"id", "model", "revision", "tokenizer", "tenant", "gateway", "endpoint", "form", "lora", "block_size", "n"}
-STAYS |= {"priority", "no_store", "in_memory", "created_ns", "deadline_ns", "stops_shown", "echo", "unanswered"}
-STAYS |= {"user", "worker", "client_request_id", "digests", "repeats_poison"}
+# What routing, lists and audits read.
+STAYS = RECORDED | {"digests"}
 
 
 def whole_request() -> GenerateRequest:
