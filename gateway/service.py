@@ -35,6 +35,7 @@ from gateway.log.subscriptions import TokenSubscriptions
 from gateway.log.unstored import UnstoredRequests
 from gateway.media.loader import MediaLoader
 from gateway.metrics import Metrics
+from gateway.openai.common import BOM
 from gateway.openai.prepare import PreparedRequest
 from gateway.openai.prepare_context import PrepareContext
 from gateway.openai.responses import stopping
@@ -209,6 +210,7 @@ class Gateway:
         """
         if self.stopped:
             raise stopping("")
+        body = body.removeprefix(BOM)
         self._store_check.check()
         self._queue_monitor.check_log()
         if self._queue_monitor.class_matters:

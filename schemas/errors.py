@@ -29,6 +29,7 @@ class Code(enum.StrEnum):
     transfer_failed = "transfer_failed"
     shutting_down = "shutting_down"
     headers_too_large = "headers_too_large"
+    unsupported_encoding = "unsupported_encoding"
     request_timeout = "request_timeout"
     too_many_connections = "too_many_connections"
     invalid_api_key = "invalid_api_key"
@@ -65,6 +66,7 @@ _STATUS = {
     Code.transfer_failed: 502,
     Code.shutting_down: 503,
     Code.headers_too_large: 431,
+    Code.unsupported_encoding: 415,
     Code.request_timeout: 408,
     Code.too_many_connections: 503,
     Code.invalid_api_key: 401,

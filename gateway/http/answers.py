@@ -6,17 +6,20 @@ Plain ASGI without a framework: per-token work has no place for layers.
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 import structlog
 
 from gateway.access.caller import caller_of
 from gateway.answer_shapes import Aggregator, Renderer, aggregator_for, renderer_for
+from gateway.http.bodies import ClientDisconnected, read_body
 from gateway.http.connections import SCOPE, Connection
+from gateway.http.headers import Receive as Receive
+from gateway.http.headers import Scope as Scope
 from gateway.http.headers import Send as Send
 from gateway.http.headers import show_limits, with_header, with_status_of_full
 from gateway.http.idempotency import ClientIds, read_client_ids, submit_once, with_client_id
@@ -36,8 +39,6 @@ from schemas.wire import TOKEN_BYTES
 
 log = structlog.get_logger("gateway")
 
-Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 JSON = (b"content-type", b"application/json")
@@ -55,10 +56,6 @@ HEAD_S = 0.05  # how long a stream's header waits for the first token: an error 
 _WRITER = ThreadPoolExecutor(1, "answer-writer")  # several would only compete for the interpreter
 
 _json = msgspec.json.encode
-
-
-class ClientDisconnected(Exception):
-    """The client closed the connection."""
 
 
 class AcceptedRequest(NamedTuple):
@@ -432,40 +429,6 @@ def _portions(collector: Aggregator) -> list[bytes]:
 
 INTERNAL = ServingError(Code.internal, "internal error; the gateway's log has the details")
 DISCONNECTED = ServingError(Code.cancelled, "the client disconnected")
-
-
-async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
-    """The request body. Its connection enforces the time limits.
-
-    Raises:
-        ServingError: larger than ``limit`` bytes.
-        ClientDisconnected: the client went away, or was too slow.
-    """
-    for name, value in scope["headers"]:
-        if name == b"content-length" and value.isdigit() and int(value) > limit:
-            raise _too_large(limit)
-    message = await receive()
-    if message["type"] == "http.request" and not message.get("more_body"):
-        body: bytes = message.get("body", b"")
-        if len(body) > limit:
-            raise _too_large(limit)
-        return body
-    parts, size = [], 0
-    while True:
-        if message["type"] == "http.disconnect":
-            raise ClientDisconnected
-        part = message.get("body", b"")
-        size += len(part)
-        if size > limit:
-            raise _too_large(limit)
-        parts.append(part)
-        if not message.get("more_body"):
-            return b"".join(parts)
-        message = await receive()
-
-
-def _too_large(limit: int) -> ServingError:
-    return ServingError(Code.body_too_large, f"the body is larger than {limit} bytes (--max-body-bytes)")
 
 
 async def send_error(send: Send, error: ServingError, request_id: str = "") -> None:

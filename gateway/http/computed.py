@@ -10,13 +10,12 @@ from gateway.access.caller import Caller, caller_of
 from gateway.http.answers import (
     INTERNAL,
     JSON,
-    ClientDisconnected,
     Receive,
     Scope,
     Send,
-    read_body,
     send_error,
 )
+from gateway.http.bodies import ClientDisconnected, read_body
 from gateway.service import Gateway
 from schemas.errors import ServingError
 

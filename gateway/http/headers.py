@@ -8,6 +8,8 @@ from gateway.http.connections import SCOPE, Connection
 from schemas.errors import Code
 from schemas.keys import ApiKey
 
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from gateway.openai.common import CHAT, COMPLETION, read_switch
+from gateway.openai.common import BOM, CHAT, COMPLETION, read_switch
 from schemas import control
 from schemas.errors import Code, ServingError
 from schemas.requests import EMBEDDING
@@ -72,7 +72,7 @@ def _is_given(value: msgspec.Raw) -> bool:
 def shape_of(body: bytes) -> RequestShape:
     """The shape of any body; the error of one that is not a JSON object is reported when it is prepared."""
     try:
-        return msgspec.json.decode(body, type=RequestShape)
+        return msgspec.json.decode(body.removeprefix(BOM), type=RequestShape)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return RequestShape(msgspec.Raw(b"[]" if b'"messages"' in body else b""))
 

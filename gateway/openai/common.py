@@ -10,6 +10,7 @@ from schemas.errors import Code, ServingError
 from schemas.requests import Priority
 from schemas.streams import LONGEST_DEADLINE_S
 
+BOM = b"\xef\xbb\xbf"  # which some clients write in front of UTF-8
 CHAT = "chat"  # values of GenerateRequest.endpoint
 COMPLETION = "text"
 RESPONSE = "response"

@@ -60,6 +60,7 @@ _GENERATE = (
     Code.unsupported,
     Code.model_not_found,
     Code.body_too_large,
+    Code.unsupported_encoding,
     Code.queue_full,
     Code.overloaded,
     Code.engine_error,
@@ -78,6 +79,15 @@ _COMPUTE = (
     Code.unsupported,
     Code.model_not_found,
     Code.body_too_large,
+    Code.unsupported_encoding,
+)
+
+_COUNT = (
+    Code.invalid_request,
+    Code.unsupported,
+    Code.model_not_found,
+    Code.body_too_large,
+    Code.unsupported_encoding,
 )
 
 _RESPONSE_ID = ("id", "path", "the response's id")
@@ -159,7 +169,13 @@ OPERATIONS = (
         "Count the tokens of a response's prompt",
         body=ResponsesRequest,
         response=InputTokens,
-        errors=(Code.invalid_request, Code.unsupported, Code.model_not_found, Code.body_too_large),
+        errors=(
+            Code.invalid_request,
+            Code.unsupported,
+            Code.model_not_found,
+            Code.body_too_large,
+            Code.unsupported_encoding,
+        ),
     ),
     Operation(
         "post",
@@ -176,7 +192,13 @@ OPERATIONS = (
         "Count the tokens of a message's prompt",
         body=CountTokensRequest,
         response=TokenCount,
-        errors=(Code.invalid_request, Code.unsupported, Code.model_not_found, Code.body_too_large),
+        errors=(
+            Code.invalid_request,
+            Code.unsupported,
+            Code.model_not_found,
+            Code.body_too_large,
+            Code.unsupported_encoding,
+        ),
     ),
     Operation(
         "post",

@@ -1,0 +1,95 @@
+"""Reads the body of a request within its limits, decompressed if it came compressed."""
+
+import asyncio
+import zlib
+
+from gateway.http.headers import Receive, Scope
+from gateway.openai.common import BOM
+from schemas.errors import Code, ServingError
+
+ENCODINGS = ("gzip", "x-gzip", "deflate")
+_GZIP_OR_ZLIB = 32 + zlib.MAX_WBITS  # zlib finds out which by the header
+
+
+class ClientDisconnected(Exception):
+    """The client closed the connection."""
+
+
+async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
+    """The request body, without a byte order mark. Its connection enforces the time limits.
+
+    Raises:
+        ServingError: larger than ``limit`` bytes, as it came or decompressed; compressed in another way than
+            ``ENCODINGS``, or damaged.
+        ClientDisconnected: the client went away, or was too slow.
+    """
+    encoding = b""
+    for name, value in scope["headers"]:
+        if name == b"content-length" and value.isdigit() and int(value) > limit:
+            raise _too_large(limit)
+        if name == b"content-encoding":
+            encoding += b"," + value if encoding else value
+    kind = encoding.decode("latin-1").strip().lower()
+    if kind in ("", "identity"):
+        return (await _received(receive, limit)).removeprefix(BOM)
+    if kind not in ENCODINGS:
+        message = f"Content-Encoding {kind[:40]!r} is not supported; use gzip or deflate, or send the body as it is"
+        raise ServingError(Code.unsupported_encoding, message, param="Content-Encoding")
+    body = await _received(receive, limit)
+    return (await asyncio.to_thread(decompress, body, limit)).removeprefix(BOM)
+
+
+async def _received(receive: Receive, limit: int) -> bytes:
+    message = await receive()
+    if message["type"] == "http.request" and not message.get("more_body"):
+        body: bytes = message.get("body", b"")
+        if len(body) > limit:
+            raise _too_large(limit)
+        return body
+    parts, size = [], 0
+    while True:
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnected
+        part = message.get("body", b"")
+        size += len(part)
+        if size > limit:
+            raise _too_large(limit)
+        parts.append(part)
+        if not message.get("more_body"):
+            return b"".join(parts)
+        message = await receive()
+
+
+def decompress(body: bytes, limit: int) -> bytes:
+    """A body in gzip (one or more members), or in deflate with or without the header of zlib.
+
+    No more than ``limit`` bytes and one are ever made of it, however small it came.
+
+    Raises:
+        ServingError: invalid_request: damaged or cut off; body_too_large.
+    """
+    out = bytearray()
+    while body:
+        data = _inflate(body, limit + 1 - len(out), _GZIP_OR_ZLIB) or _inflate(body, limit + 1, -zlib.MAX_WBITS)
+        if data is None:
+            message = "the body is not what Content-Encoding says, or was cut off"
+            raise ServingError(Code.invalid_request, message, param="Content-Encoding")
+        inflated, body = data
+        out += inflated
+        if len(out) > limit:
+            raise _too_large(limit)
+    return bytes(out)
+
+
+def _inflate(data: bytes, most: int, wbits: int) -> tuple[bytes, bytes] | None:
+    """The first ``most`` bytes of a compressed text, and what follows it; None: it is no such text."""
+    stream = zlib.decompressobj(wbits)
+    try:
+        out = stream.decompress(data, most)
+    except zlib.error:
+        return None
+    return (out, stream.unused_data) if stream.eof or len(out) >= most else None
+
+
+def _too_large(limit: int) -> ServingError:
+    return ServingError(Code.body_too_large, f"the body is larger than {limit} bytes (--max-body-bytes)")

@@ -1,0 +1,89 @@
+"""Bodies as clients and proxies send them: compressed, with a byte order mark, larger than they look."""
+
+import contextlib
+import gzip
+import zlib
+from collections.abc import MutableMapping
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.http.bodies import decompress, read_body
+from schemas.errors import Code, ServingError
+
+BODY = b'{"model": "demo"}'
+
+
+def raw_deflate(data: bytes) -> bytes:
+    packed = zlib.compressobj(wbits=-zlib.MAX_WBITS)
+    return packed.compress(data) + packed.flush()
+
+
+async def read(body: bytes, *encodings: str, limit: int = 1000, parts: int = 1) -> bytes:
+    size = max(1, -(-len(body) // parts))
+    pieces = [body[at : at + size] for at in range(0, len(body), size)] or [b""]
+
+    async def receive() -> MutableMapping[str, Any]:
+        piece = pieces.pop(0)
+        return {"type": "http.request", "body": piece, "more_body": bool(pieces)}
+
+    headers = [(b"content-encoding", each.encode()) for each in encodings]
+    return await read_body({"headers": headers}, receive, limit)
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize(
+    ("body", "encodings"),
+    [
+        (BODY, ()),
+        (BODY, ("identity",)),
+        (gzip.compress(BODY), ("gzip",)),
+        (gzip.compress(BODY), (" GZIP ",)),
+        (gzip.compress(BODY), ("x-gzip",)),
+        (gzip.compress(BODY[:5]) + gzip.compress(BODY[5:]), ("gzip",)),
+        (zlib.compress(BODY), ("deflate",)),
+        (raw_deflate(BODY), ("deflate",)),
+        (b"\xef\xbb\xbf" + BODY, ()),
+        (gzip.compress(b"\xef\xbb\xbf" + BODY), ("gzip",)),
+    ],
+)
+async def test_a_body_is_read_however_it_is_encoded(body: bytes, encodings: tuple[str, ...], parts: int) -> None:
+    assert await read(body, *encodings, parts=parts) == BODY
+
+
+@pytest.mark.parametrize("encodings", [("br",), ("zstd",), ("gzip", "gzip"), ("gzip, deflate",), ("nosuch",)])
+async def test_another_encoding_is_named(encodings: tuple[str, ...]) -> None:
+    with pytest.raises(ServingError, match="use gzip or deflate") as caught:
+        await read(BODY, *encodings)
+    assert (caught.value.code, caught.value.code.status) == (Code.unsupported_encoding, 415)
+    assert caught.value.param == "Content-Encoding"
+
+
+@pytest.mark.parametrize("body", [BODY, gzip.compress(BODY)[:-1], gzip.compress(BODY) + b"x", b"\x1f\x8b"])
+async def test_a_damaged_body_is_refused(body: bytes) -> None:
+    with pytest.raises(ServingError) as caught:
+        await read(body, "gzip")
+    assert (caught.value.code, caught.value.param) == (Code.invalid_request, "Content-Encoding")
+
+
+@pytest.mark.parametrize("pack", [gzip.compress, zlib.compress, raw_deflate])
+async def test_a_small_body_that_becomes_a_large_one_is_refused(pack: Any) -> None:
+    assert await read(pack(b"a" * 1000), "gzip", limit=1000) == b"a" * 1000
+    for size in (1001, 50_000_000):
+        with pytest.raises(ServingError, match="1000 bytes") as caught:
+            await read(pack(b"a" * size), "gzip", limit=1000)
+        assert caught.value.code is Code.body_too_large
+    members = gzip.compress(b"a" * 600) * 2
+    with pytest.raises(ServingError, match="1000 bytes"):
+        await read(members, "gzip", limit=1000)
+
+
+@given(st.binary(max_size=300), st.sampled_from([gzip.compress, zlib.compress, raw_deflate]), st.integers(0, 320))
+def test_any_bytes_come_back_or_are_refused(data: bytes, pack: Any, cut: int) -> None:
+    packed = pack(data)
+    assert decompress(packed, 1000) == data
+    damaged = packed[: cut % len(packed)] + b"\x07" + packed[cut % len(packed) :]
+    with contextlib.suppress(ServingError):  # and nothing else
+        decompress(damaged, 1000)
