@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 import msgspec
 
@@ -40,27 +40,75 @@ _BODIES: dict[str, type[msgspec.Struct]] = {
     IMAGE: ImageGenerationRequest,
     VIDEO: VideoGenerationRequest,
 }
+# What these hold is no option, or is passed on whole.
+_CONTENT = frozenset({"messages", "input", "system", "prompt"})
+_HARMLESS_WITHIN = frozenset({"cache_control"})  # of Anthropic's tools
+_DEEPEST = 4  # levels of options within options
+
+Known = dict[str, "Known | None"]  # option -> the options within it; None: none are known, or it has none
+
+
+def _known(body: type[msgspec.Struct], depth: int = 0) -> Known:
+    return {field.encode_name: _within(field.type, depth) for field in msgspec.structs.fields(body)}
+
+
+def _within(annotation: Any, depth: int) -> Known | None:
+    """The options of the objects that a field takes, directly or in a list."""
+    if isinstance(annotation, type) and issubclass(annotation, msgspec.Struct):
+        return _known(annotation, depth + 1) if depth < _DEEPEST else None
+    if get_origin(annotation) in (dict, Literal):
+        return None
+    found: Known = {}
+    for part in get_args(annotation):
+        found |= _within(part, depth) or {}
+    return found or None
+
+
 _KNOWN = {
-    kind: HARMLESS | {field.encode_name for field in msgspec.structs.fields(body)} for kind, body in _BODIES.items()
+    kind: {**_known(body), **dict.fromkeys(HARMLESS), **dict.fromkeys(_CONTENT)} for kind, body in _BODIES.items()
 }
 _read_tools = msgspec.json.Decoder(list[dict[str, Any]]).decode
+_read_list = msgspec.json.Decoder(list[msgspec.Raw]).decode
 _read_names = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
 
 def unknown_options(endpoint: str, data: bytes) -> Sequence[str]:
-    """Names at the top level of a body that are no options of its API, and tools that no model is told of.
+    """Names in a body that are no options of its API, and tools that no model is told of.
 
-    Of what is no JSON object, none.
+    Options within others have both names, as in "stream_options.include_usage". Of what is no JSON object, none.
     """
     known = _KNOWN.get(endpoint)
     if known is None:
         return ()
     try:
         names = _read_names(data)
+        unknown = [name for name in names if name not in known]
+        for name, value in names.items():
+            if within := known.get(name):
+                unknown += _unknown_within(name, value, within)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return ()
-    unknown = [name for name in names if name not in known] if names.keys() - known else []
     return unknown + _tools_left_out(names) if endpoint == RESPONSE and b'"web_search' in data else unknown
+
+
+def _unknown_within(at: str, value: msgspec.Raw, known: Known) -> list[str]:
+    start = bytes(memoryview(value)[:1])
+    if start == b"[":
+        found = []
+        for number, each in enumerate(_read_list(value)):
+            found += _unknown_within(f"{at}[{number}]", each, known)
+            if len(found) > MOST:
+                break
+        return found
+    if start != b"{":
+        return []
+    unknown = []
+    for name, inner in _read_names(value).items():
+        if name not in known and name not in _HARMLESS_WITHIN:
+            unknown.append(f"{at}.{name}")
+        elif within := known.get(name):
+            unknown += _unknown_within(f"{at}.{name}", inner, within)
+    return unknown
 
 
 def _tools_left_out(body: dict[str, msgspec.Raw]) -> list[str]:

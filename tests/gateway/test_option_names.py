@@ -21,6 +21,39 @@ def test_only_what_no_api_knows_is_unknown(endpoint: str) -> None:
     assert caught.value.param == "nosuch"
 
 
+@pytest.mark.parametrize(
+    ("endpoint", "options", "unknown"),
+    [
+        (CHAT, {"stream_options": {"include_usage": True, "nosuch": 1}}, ["stream_options.nosuch"]),
+        (CHAT, {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"x": 1}, "b": 1}}},
+         ["response_format.json_schema.b"]),
+        (CHAT, {"messages": [{"role": "user", "content": "a", "refusal": None}], "tools": [{"x": {"y": 1}}]}, []),
+        (CHAT, {"chat_template_kwargs": {"x": 1}, "logit_bias": {"5": 1}, "tool_choice": {"x": 1}}, []),
+        (CHAT, {"stream_options": [{"nosuch": 1}], "response_format": "json"}, ["stream_options[0].nosuch"]),
+        (RESPONSE, {"reasoning": {"effort": "low", "mode": "x"}, "text": {"format": {"type": "text", "y": 1}, "z": 1}},
+         ["reasoning.mode", "text.format.y", "text.z"]),
+        (RESPONSE, {"input": [{"role": "user", "content": [], "x": 1}]}, []),
+        (MESSAGE, {"thinking": {"type": "enabled", "display": "omitted"}, "output_config": {"format": {"a": 1}}},
+         ["thinking.display", "output_config.format.a"]),
+        (MESSAGE, {"tools": [{"name": "a", "cache_control": {}, "input_examples": []}]}, ["tools[0].input_examples"]),
+        (MESSAGE, {"context_management": {"edits": [{"type": "a"}, {"type": "a", "when": 1}]}},
+         ["context_management.edits[1].when"]),
+    ],
+)  # fmt: skip
+def test_options_within_options_are_named_too(endpoint: str, options: dict[str, object], unknown: list[str]) -> None:
+    body = json.dumps({"model": "m", **options}).encode()
+    assert list(unknown_options(endpoint, body)) == unknown
+    if unknown:
+        with pytest.raises(ServingError, match="unknown options") as caught:
+            check_options(endpoint, body)
+        assert caught.value.param == unknown[0]
+
+
+def test_many_unknown_options_in_a_list_cost_no_more_than_can_be_shown() -> None:
+    body = json.dumps({"tools": [{"name": "a", "x": 1}] * 10_000}).encode()
+    assert len(unknown_options(MESSAGE, body)) == MOST + 1
+
+
 def test_tools_that_no_model_is_told_of_are_named() -> None:
     body = json.dumps({"model": "m", "tools": [{"type": "function", "name": "f"}, {"type": "web_search"}]}).encode()
     assert unknown_options(RESPONSE, body) == ["tools[1]"]
