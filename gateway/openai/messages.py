@@ -1,9 +1,8 @@
 """Chat messages as chat templates expect them, and the images that they name."""
 
+import json
 from itertools import groupby
 from typing import Any
-
-import msgspec
 
 from gateway.media.sources import MediaPart
 from gateway.openai.errors import invalid, unsupported
@@ -12,17 +11,15 @@ from gateway.openai.requests import ChatMessage, ContentPart, MediaUrl, ToolCall
 # type of content part -> field with the URL
 _MEDIA_FIELDS = {"image_url": "image_url", "input_image": "image_url", "image_embeds": "image_embeds"}
 
-_decode_arguments = msgspec.json.Decoder(dict[str, Any]).decode
-
 
 def template_messages(messages: list[ChatMessage]) -> list[dict[str, Any]]:
     """Messages for a chat template.
 
     Text content is one string. Content with images is a list of ``{"type": "text", "text": ...}`` and
-    ``{"type": "image"}``. Arguments of tool calls are objects.
+    ``{"type": "image"}``. Arguments of tool calls are objects; those that the model did not write as one are text.
 
     Raises:
-        ServingError: a content part that is not supported, or tool arguments that are not a JSON object.
+        ServingError: a content part that is not supported.
     """
     return [
         {"role": message.role, "content": message.content}
@@ -57,7 +54,7 @@ def _template_message(field: str, message: ChatMessage) -> dict[str, Any]:
         if value is not None:
             out[key] = value
     if message.tool_calls:
-        out["tool_calls"] = [_tool_call(f"{field}.tool_calls[{i}]", call) for i, call in enumerate(message.tool_calls)]
+        out["tool_calls"] = [_tool_call(call) for call in message.tool_calls]
     return out
 
 
@@ -95,12 +92,37 @@ def _check_part(field: str, role: str, part: ContentPart) -> None:
         )
 
 
-def _tool_call(field: str, call: ToolCall) -> dict[str, Any]:
-    arguments = call.function.arguments
-    if isinstance(arguments, str):
-        try:
-            arguments = _decode_arguments(arguments or "{}")
-        except (ValueError, RecursionError):
-            at = f"{field}.function.arguments"
-            raise invalid(at, f"{at} must be a JSON object") from None
-    return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
+def _tool_call(call: ToolCall) -> dict[str, Any]:
+    return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": _arguments(call)}}
+
+
+def _arguments(call: ToolCall) -> Any:
+    """Arguments as templates take them. A conversation goes on whatever the model wrote, as when a limit cut it off."""
+    given = call.function.arguments
+    if given is None:
+        return {}
+    if isinstance(given, list):
+        return json.dumps(given, ensure_ascii=False)
+    if isinstance(given, dict):
+        return given
+    try:
+        value = json.loads(given or "{}", strict=False)  # strings may hold line breaks
+    except (ValueError, RecursionError):
+        return given
+    return value if isinstance(value, dict) else {} if value is None else given
+
+
+def as_objects(messages: list[dict[str, Any]]) -> list[dict[str, Any]] | None:
+    """Messages for a template that takes objects alone: text that is none is under one name. None: all are objects."""
+    found = False
+    out = []
+    for message in messages:
+        calls = []
+        for call in message.get("tool_calls", ()):
+            function = call["function"]
+            if isinstance(function["arguments"], str):
+                found = True
+                function = {**function, "arguments": {"arguments": function["arguments"]}}
+            calls.append({**call, "function": function})
+        out.append({**message, "tool_calls": calls} if calls else message)
+    return out if found else None

@@ -1,5 +1,6 @@
 """A body's prompt as token ids: chat template, tokenizer, image placeholders. Pure."""
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -7,7 +8,7 @@ import msgspec
 
 from gateway.media.sources import MediaPart
 from gateway.openai.errors import invalid, prompt_too_long, unsupported
-from gateway.openai.messages import media_parts, template_messages
+from gateway.openai.messages import as_objects, media_parts, template_messages
 from gateway.openai.prepare_context import PrepareContext
 from gateway.openai.requests import ChatCompletionRequest, CompletionRequest
 from infra.model.chat_template import PromptEnd, TemplateError
@@ -216,6 +217,9 @@ def _render_template(body: ChatCompletionRequest, messages: list[dict[str, Any]]
     try:
         return model.template.render(messages, tools, ends, **variables)
     except TemplateError as error:
+        if (objects := as_objects(messages)) is not None:
+            with contextlib.suppress(TemplateError):
+                return model.template.render(objects, tools, ends, **variables)
         raise invalid("messages", f"the model's chat template rejects these messages: {str(error)[:300]}") from None
 
 

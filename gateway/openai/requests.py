@@ -141,8 +141,10 @@ class ContentPart(Struct, frozen=True):
 
 
 class FunctionCall(Struct, frozen=True):
+    """``arguments``: JSON as the model wrote it, whole or not; also as the value itself."""
+
     name: str
-    arguments: str | dict[str, Any] = ""
+    arguments: str | dict[str, Any] | list[Any] | None = ""
 
 
 class ToolCall(Struct, frozen=True):

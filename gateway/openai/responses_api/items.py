@@ -53,8 +53,7 @@ class Conversation:
                 self._message(item, at)
             case "function_call":
                 name = self._names.shown(item.namespace, _needed(item.name, f"{at}.name"))
-                arguments = _needed(item.arguments, f"{at}.arguments")
-                call = ToolCall(FunctionCall(name, arguments), id=_needed(item.call_id, f"{at}.call_id"))
+                call = ToolCall(FunctionCall(name, item.arguments), id=_needed(item.call_id, f"{at}.call_id"))
                 self._calls.add(call.id or "")
                 self._grow(at, ChatMessage("assistant", None, tool_calls=[call]))
             case "function_call_output":

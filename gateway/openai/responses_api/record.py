@@ -86,7 +86,7 @@ def turn_of(request: GenerateRequest, record: done.Done, detokenizer: Detokenize
 
 
 def output_items(request_id: str, answer: SegmentedAnswer, names: ToolNames) -> list[InputItem]:
-    """The output as input. A call that was cut off is left out: its arguments are no JSON.
+    """The output as input. The arguments of a call that was cut off may be no JSON.
 
     Args:
         names: of the tools that the request offered.
@@ -102,7 +102,7 @@ def output_items(request_id: str, answer: SegmentedAnswer, names: ToolNames) -> 
             case "reasoning":
                 part = InputPart("reasoning_text", text=segment.content)
                 items.append(InputItem("reasoning", name, content=[part], summary=[], status=status))
-            case "call" if segment.closed:
+            case "call":
                 namespace, called = names.own(segment.name)
                 items.append(
                     InputItem(
@@ -110,7 +110,7 @@ def output_items(request_id: str, answer: SegmentedAnswer, names: ToolNames) -> 
                         name,
                         call_id=segment.call_id,
                         name=called,
-                        arguments=segment.content or "{}",
+                        arguments=segment.content or ("{}" if segment.closed else ""),
                         status=status,
                         namespace=namespace or None,
                     )

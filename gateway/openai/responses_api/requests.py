@@ -55,7 +55,7 @@ class InputItem(Struct, frozen=True, omit_defaults=True):
     content: str | list[InputPart] | None = None
     call_id: str | None = None
     name: str | None = None
-    arguments: str | None = None
+    arguments: str | dict[str, Any] | list[Any] | None = None
     output: str | list[InputPart] | None = None
     summary: list[InputPart] | None = None
     encrypted_content: str | None = None

@@ -1,4 +1,5 @@
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -7,11 +8,14 @@ from hypothesis import strategies as st
 
 from gateway.media.sources import MediaPart
 from gateway.openai.messages import media_parts, template_messages
-from gateway.openai.prompt import single_prompt
+from gateway.openai.prepare_context import PrepareContext
+from gateway.openai.prompt import chat_prompt, single_prompt
 from gateway.openai.requests import ChatCompletionRequest, parse_chat, parse_completion
+from infra.model import modeldir
 from schemas.errors import Code, ServingError
 from schemas.requests import Priority
 from tests.properties import examples
+from tests.tiny_model import write
 
 CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 TEXT: dict[str, Any] = {"model": "m", "prompt": "hi"}
@@ -191,11 +195,40 @@ def test_text_parts_become_one_string_and_tool_arguments_an_object() -> None:
     ]
 
 
-@pytest.mark.parametrize("arguments", ["{", "[1]", '"x"', "[" * 5000])
-def test_tool_arguments_that_are_no_object_are_refused(arguments: str) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "shown"),
+    [
+        ('{"city": "Pa', '{"city": "Pa'),
+        ("{", "{"),
+        ("[1]", "[1]"),
+        ('"x"', '"x"'),
+        ("[" * 5000, "[" * 5000),
+        ([1, "é"], '[1, "é"]'),
+        (None, {}),
+        ("null", {}),
+        ("", {}),
+        ('{"text": "one\ntwo"}', {"text": "one\ntwo"}),
+        ({"x": 1}, {"x": 1}),
+    ],
+)
+def test_arguments_that_are_no_object_reach_the_template_as_they_stand(arguments: Any, shown: Any) -> None:
+    """A call that a limit cut off, or that the model wrote badly, must not end the conversation."""
     call = {"function": {"name": "f", "arguments": arguments}}
-    error = refusal(messages=[{"role": "assistant", "tool_calls": [call]}])
-    assert error.param == "messages[0].tool_calls[0].function.arguments"
+    [message] = template_messages(chat(messages=[{"role": "assistant", "tool_calls": [call]}]).messages)
+    assert message["tool_calls"][0]["function"]["arguments"] == shown
+
+
+def test_a_template_that_takes_objects_alone_gets_broken_arguments_in_one(tmp_path: Path) -> None:
+    template = (
+        "{% for m in messages %}{% for c in m.tool_calls or [] %}"
+        "{% for k, v in c.function.arguments | items %}{{ k }}={{ v }};{% endfor %}{% endfor %}"
+        "{{ m.content }}{% endfor %}"
+    )
+    context = PrepareContext(modeldir.load(write(tmp_path / "m", template=template)), ("tiny",), "gw1")
+    calls = [{"function": {"name": "f", "arguments": text}} for text in ('{"a": 1}', '{"city": "Pa')]
+    body = chat(messages=[{"role": "assistant", "tool_calls": calls}, {"role": "tool", "content": "2"}])
+    tokens = chat_prompt(body, context).tokens
+    assert context.model.tokenizer.decode(tokens) == 'a=1;arguments={"city": "Pa;2'
 
 
 @pytest.mark.parametrize(

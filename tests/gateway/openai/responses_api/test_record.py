@@ -1,6 +1,9 @@
+from typing import Any
+
 import msgspec
 import pytest
 
+from gateway.openai.messages import template_messages
 from gateway.openai.responses_api.chat import chat_of
 from gateway.openai.responses_api.record import (
     MAX_BYTES,
@@ -11,7 +14,7 @@ from gateway.openai.responses_api.record import (
     read_stored,
     turn_of,
 )
-from gateway.openai.responses_api.requests import InputItem, InputPart, ResponsesRequest
+from gateway.openai.responses_api.requests import InputItem, InputPart, ResponsesRequest, parse_response
 from schemas import done
 from schemas.errors import ServingError
 from schemas.wire import pack_tokens
@@ -53,9 +56,37 @@ def test_a_call_of_a_namespace_is_continued_with_other_tools_by_its_own_name() -
         assert [call.function.name for call in calls] == [shown]
 
 
-def test_a_call_that_was_cut_off_is_not_continued() -> None:
-    turn = turn_of(request("response", encode_stored(BODY)), ended(f"Look:{CALL[:50]}", "length"), DETOKENIZER)
-    assert [item.type for item in turn.output] == ["message"]
+def test_a_call_that_was_cut_off_is_continued_with_its_output() -> None:
+    turn = turn_of(request("response", encode_stored(BODY)), ended(f"Look:{CALL[:-25]}", "length"), DETOKENIZER)
+    assert [(item.type, item.status) for item in turn.output] == [
+        ("message", "completed"),
+        ("function_call", "incomplete"),
+    ]
+    call = turn.output[-1]
+    output = InputItem("function_call_output", call_id=call.call_id, output="try again")
+    chat = chat_of(msgspec.structs.replace(BODY, input=[output]), [turn]).body
+    assert [message.role for message in chat.messages] == ["user", "assistant", "tool"]
+    [shown] = template_messages(chat.messages)[1]["tool_calls"]
+    assert shown["function"]["arguments"] == call.arguments
+    assert call.arguments == '{"ci'
+
+
+@pytest.mark.parametrize(
+    ("arguments", "shown"),
+    [
+        ('{"city": "Pa', '{"city": "Pa'),
+        ('{"a": "b\nc"}', {"a": "b\nc"}),
+        (None, {}),
+        (["a"], '["a"]'),
+        ({"city": "Paris"}, {"city": "Paris"}),
+    ],
+)
+def test_an_item_may_have_any_arguments(arguments: Any, shown: Any) -> None:
+    call = {"type": "function_call", "call_id": "c", "name": "w", "arguments": arguments}
+    result = {"type": "function_call_output", "call_id": "c", "output": "x"}
+    body = parse_response(msgspec.json.encode({"model": "demo", "input": [call, result]}))
+    [message, _] = template_messages(chat_of(body).body.messages)
+    assert message["tool_calls"][0]["function"]["arguments"] == shown
 
 
 def test_of_a_response_that_is_not_kept_no_input_is_stored() -> None:
