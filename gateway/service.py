@@ -176,6 +176,11 @@ class Gateway:
         """Whether some router takes requests."""
         return self._queue_monitor.has_routers
 
+    @property
+    def lacks_consumer(self) -> str:
+        """The stream whose consumers for routers are missing; "": none."""
+        return self._queue_monitor.lacks_consumer
+
     def not_ready(self) -> list[str]:
         """Why a request could not be served now; empty: ready."""
         reasons = ["this gateway is shutting down"] if self.draining else []
@@ -183,7 +188,9 @@ class Gateway:
             return [*reasons, "the broker is not connected"]
         if self._store_check.failing:
             reasons.append("the broker stores nothing; is its disk full?")
-        if not self._queue_monitor.has_routers:
+        if stream := self.lacks_consumer:
+            reasons.append(f"a consumer of {stream} is missing on the broker; run 'penstock streams apply'")
+        elif not self._queue_monitor.has_routers:
             reasons.append("no router takes requests; start one with 'penstock router'")
         if lacks := self.fleet.lacks:
             reasons.append(f"no {lacks} worker is there, without which the others run no request; start one")

@@ -18,6 +18,7 @@ from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy
 
 from configs.settings import WorkerSettings
 from infra.bus.connection import Bus
+from infra.bus.consumers import make_again
 from infra.bus.loop_lag import TimeSlice
 from infra.bus.memory import MemoryStreams, fetch
 from infra.bus.publisher import Publisher
@@ -44,6 +45,7 @@ log = structlog.get_logger("worker")
 
 CONSUMER_TTL_S = 120.0
 DECLARE_S = 1.0  # for the streams with memory storage, before output is sent again: a lease has 3 s
+MISSING_S = 5.0  # without its consumer, a worker leaves the fleet
 DRAIN_POLL_S = 0.1  # an expiring lease sets no event
 
 
@@ -121,7 +123,9 @@ class WorkerSession:
                 terminal=self._terminal,
             )
         )
-        self._puller = Puller(bus, bus.subjects.stream("WORK"), self.id, self._receive, self._room)
+        self._puller = Puller(
+            bus, bus.subjects.stream("WORK"), self.id, self._receive, self._room, remake=self._make_again
+        )
         self._housekeeping = Housekeeping(
             bus, self._outbox, self._requests, self._stop_early, self._runner.housekeeping
         )
@@ -363,6 +367,17 @@ class WorkerSession:
         await self._lease.acquire()
         await self._outbox.resend()  # if the link was replaced before the lease's hook was there, nothing else opens it
         log.info("worker_registered", worker=self.id, model=self._model.name, slots=self._runner.slots)
+
+    async def _make_again(self, last: int) -> bool:
+        """This session's consumer was deleted. If it cannot be made again, leave the fleet: no job would arrive."""
+        stream, config = self._bus.subjects.stream("WORK"), self._consumer().as_dict()
+        try:
+            return await make_again(self._bus, stream, config, start_seq=last + 1 if last else 0, filtered=True)
+        except OSError as error:
+            if self._puller.missing_s(time.monotonic()) > MISSING_S:
+                log.error("consumer_lost", worker=self.id, error=str(error), action="registering again")
+                self.lost.set()
+            raise
 
     def _consumer(self) -> ConsumerConfig:
         return ConsumerConfig(

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 
 import structlog
 from nats.js.api import ConsumerConfig
+from nats.js.errors import NotFoundError
 
 from gateway.admission.log_capacity import LogCapacity
 from gateway.admission.queues import QueueLimits, class_of
@@ -30,6 +31,7 @@ class QueueMonitor:
 
     Attributes:
         has_routers: some router takes requests; as of the last poll.
+        lacks_consumer: of this stream routers' consumers are missing; "": none is.
         hurried: poll more often, since work waits for the next place.
         sharded: routers read shards of REQUESTS; not so until ``penstock streams apply`` of this release.
     """
@@ -38,6 +40,7 @@ class QueueMonitor:
         self, bus: Bus, metrics: Metrics, limit: int, readers: Callable[[], Iterable[InflightRequest]]
     ) -> None:
         self.has_routers = False
+        self.lacks_consumer = ""
         self.hurried = False
         self.sharded = True
         self._bus = bus
@@ -67,7 +70,12 @@ class QueueMonitor:
         before, queued = Counter({each: self._queues.since(each) for each in Priority}), dict.fromkeys(Priority, 0)
         names = [f"router-{priority.value}" for priority in Priority]
         stream, ask = subjects.stream("REQUESTS"), self._bus.js.consumer_info
-        consumers = await asyncio.gather(*(ask(stream, name, timeout=INFO_TIMEOUT_S) for name in names))
+        try:
+            consumers = await asyncio.gather(*(ask(stream, name, timeout=INFO_TIMEOUT_S) for name in names))
+        except NotFoundError:
+            self.lacks_consumer, self.has_routers = stream, False
+            raise
+        self.lacks_consumer = ""
         has_routers = False
         for priority, name, info in zip(Priority, names, consumers, strict=True):
             pending, unacknowledged = info.num_pending or 0, info.num_ack_pending or 0

@@ -42,10 +42,11 @@ def health_of(gateway: Gateway, endpoints: list[str]) -> HealthAnswer:
     reasons = gateway.not_ready()
     connected = gateway.bus.connected
     routed = connected and gateway.has_routers
+    unrouted = "its consumers are missing on the broker" if gateway.lacks_consumer else "none takes requests"
     components = [
         _component("gateway", "it is shutting down" if gateway.draining else ""),
         _component("broker", "" if connected else "it is not connected"),
-        _component("routers", "" if routed else "none takes requests" if connected else "the broker is not connected"),
+        _component("routers", "" if routed else unrouted if connected else "the broker is not connected"),
     ]
     for registration, reason in gateway.fleet.workers()[:MOST_WORKERS]:
         name = registration.name or registration.worker

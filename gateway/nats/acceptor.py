@@ -44,7 +44,7 @@ class RequestAcceptor:
 
     def __init__(self, gateway: Gateway, table: TenantTable, delivery: AnswerDelivery) -> None:
         self._gateway = gateway
-        self._table = table
+        self.table = table
         self._delivery = delivery
 
     def served_elsewhere(self, subject: str) -> str:
@@ -91,9 +91,9 @@ class RequestAcceptor:
         gateway = self._gateway
         await gateway.turns.enter()
         shape = await gateway.run_for(body, shape_of, body)
-        self._table.check_model(origin.tenant, shape.model)
+        self.table.check_model(origin.tenant, shape.model)
         options = parse_headers(message.headers or {}, gateway.bus.subjects.namespace)
-        caller = self._table.caller(origin.tenant)
+        caller = self.table.caller(origin.tenant)
         prepared: PreparedRequest = await gateway.prepare(
             shape.endpoint, body, no_store=options.no_store, caller=caller
         )

@@ -34,6 +34,7 @@ from gateway.nats.reply_publisher import ReplyPublisher
 from gateway.nats.waiting_line import WaitingLine
 from gateway.openai.responses import stopping
 from gateway.service import Gateway
+from infra.bus.consumers import config_of, make_again
 from infra.bus.erase import erase
 from infra.bus.puller import ACK, IN_PROGRESS, NAK, Puller
 from infra.bus.tasks import Tasks, as_serving_error
@@ -120,12 +121,16 @@ class Submissions:
         """Take this tenant's submissions."""
         if tenant in self._pullers:
             return
-        stream, consumer = submissions(self._subjects, tenant)
+        pending = self._acceptor.table.limits(tenant).max_pending
+        stream, consumer = submissions(self._subjects, tenant, pending)
 
         async def take(message: Any) -> None:
             await self._on_message(message, stream.name)
 
-        puller = Puller(self._bus, stream.name, consumer.name, take, lambda: self._room(tenant))
+        async def remake(last: int) -> bool:  # what was answered is deleted, so all that is left is to be delivered
+            return await make_again(self._bus, stream.name, config_of(consumer))
+
+        puller = Puller(self._bus, stream.name, consumer.name, take, lambda: self._room(tenant), remake=remake)
         self._pullers[tenant] = puller
         self._tasks.spawn(puller.start(), name=f"submit-pull-{tenant}")
 

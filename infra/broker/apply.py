@@ -9,6 +9,7 @@ from nats.aio.client import Client
 
 from infra.broker.binary import MINIMUM, parse_version
 from infra.broker.jetstream_api import BrokerProblem, Config, existing_config, request
+from infra.bus.consumers import config_of
 from infra.bus.jetstream import CONSUMER_NOT_FOUND, STREAM_NOT_FOUND
 from schemas.streams import (
     HEADROOM,
@@ -183,18 +184,9 @@ async def _apply_stream(nc: Client, config: Config, retired: tuple[str, ...] = (
 async def _apply_consumer(nc: Client, spec: ConsumerSpec) -> list[str]:
     label = f"{spec.stream}.{spec.name}"
     existing = await existing_config(nc, f"CONSUMER.INFO.{label}", CONSUMER_NOT_FOUND)
-    config = {
-        "durable_name": spec.name,
-        "name": spec.name,
-        "deliver_policy": "all",
-        "ack_policy": "explicit",
-        "ack_wait": int(spec.ack_wait_s * _NS),
-        "max_deliver": -1,
-        "max_ack_pending": spec.max_ack_pending,
-        "max_waiting": 512,
-        **_filter((*spec.filter_subjects, *_kept(spec, existing or {}))),
-        "replay_policy": "instant",
-    }
+    config = config_of(spec, (*spec.filter_subjects, *_kept(spec, existing or {})))
+    if existing:  # where it began is fixed; one that was made again begins where the last one was
+        config.pop("deliver_policy")
     merged = {k: v for k, v in (existing or {}).items() if k not in ("filter_subject", "filter_subjects")} | config
     merged.pop("metadata", None)
     changed = sorted(key for key in config if existing is None or existing.get(key) != config[key])
@@ -208,8 +200,3 @@ def _kept(spec: ConsumerSpec, existing: Config) -> tuple[str, ...]:
     """The consumer that processes of an earlier release read, which may still run."""
     has = (existing.get("filter_subject", ""), *existing.get("filter_subjects", ()))
     return tuple(subject for subject in spec.earlier if subject in has)
-
-
-def _filter(subjects: tuple[str, ...]) -> Config:
-    """The server wants one subject and several in different fields."""
-    return {"filter_subject": subjects[0]} if len(subjects) == 1 else {"filter_subjects": list(subjects)}

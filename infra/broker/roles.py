@@ -116,6 +116,7 @@ def _gateway(s: Subjects) -> tuple[Right, ...]:
             (f"{s.namespace}.{MEMORY}.>", *(f"$JS.API.STREAM.PURGE.{stream.name}" for stream in memory_streams(s))),
         ),
         _declares(s),
+        Right("make their consumers again if they were deleted", ("$JS.API.CONSUMER.CREATE.*.gateway",)),
         Right("erase submissions that must not be stored", ("$JS.API.STREAM.MSG.DELETE.*",)),
         Right("recognise repeats", (f"$KV.{s.bucket('idempotency')}.>",)),
         Right("share the limits of API keys", (f"$KV.{s.bucket('budgets')}.*",)),
@@ -142,6 +143,9 @@ def _router(s: Subjects) -> tuple[Right, ...]:
         Right("take requests", (
             *(f"$JS.API.CONSUMER.MSG.NEXT.{requests}.{name}" for name in consumers),
             *(f"$JS.ACK.{requests}.{name}.>" for name in consumers),
+        )),
+        Right("make their consumers again if they were deleted", tuple(
+            f"$JS.API.CONSUMER.CREATE.{requests}.{name}" for name in consumers
         )),
         Right("share models among routers", (f"$KV.{s.bucket('routers')}.*", s.all("routed")), (s.all("routed"),)),
         Right("return what a lost router had read", tuple(f"$JS.API.CONSUMER.INFO.{requests}.{c}" for c in consumers)),
@@ -187,11 +191,15 @@ def _worker(s: Subjects) -> tuple[Right, ...]:
 
 
 def _not_submissions(s: Subjects) -> tuple[str, ...]:
-    """Deleting messages of any stream but those of submissions, which are made while the server runs."""
+    """Deleting messages of any stream but those of submissions, which are made while the server runs, or reading them
+    with a consumer of one's own."""
     streams = topology(s)
     names = [stream.name for stream in streams.streams if not stream.queue]
     names += [f"KV_{bucket.name}" for bucket in streams.buckets] + [f"OBJ_{bucket.name}" for bucket in streams.objects]
-    return tuple(f"$JS.API.STREAM.MSG.DELETE.{name}" for name in names)
+    return (
+        *(f"$JS.API.STREAM.MSG.DELETE.{name}" for name in names),
+        *(f"$JS.API.CONSUMER.CREATE.{name}.gateway" for name in names),
+    )
 
 
 def _declares(s: Subjects) -> Right:

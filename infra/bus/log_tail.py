@@ -10,16 +10,19 @@ second after the last message and every five seconds from then on.
 """
 
 import asyncio
+import contextlib
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any, Self
 
 import structlog
+from nats.errors import Error as NatsError
 
 from infra.bus.connection import Bus
 from infra.bus.direct_get import Entry, get_last, read, stream_end
 from infra.bus.wire_protocol import Frame, Headers, read_republished
+from schemas.errors import ServingError
 
 log = structlog.get_logger("bus")
 
@@ -69,6 +72,7 @@ class LogTail:
         self._since_ns = 0
         self._held: deque[Entry] = deque()
         self._starting = True
+        self._stopped = False
         self._stale = False  # stored entries may have been missed live
         self._repair: asyncio.Task[None] | None = None
         self._sub: Any = None
@@ -114,6 +118,7 @@ class LogTail:
         self._idle = asyncio.create_task(self._compare_when_idle(), name=f"log-idle-{self._stream}")
 
     async def stop(self) -> None:
+        self._stopped = True
         if self._reconnected in self._bus.on_reconnect:
             self._bus.on_reconnect.remove(self._reconnected)
         if self._idle is not None:
@@ -151,6 +156,8 @@ class LogTail:
             self._deliver(entry)
         elif entry.seq > self.position:
             self._held.append(entry)
+            self._begin_repair()
+        elif not entry.previous:  # nothing was ever stored on its subject: perhaps a new stream of the same name
             self._begin_repair()
 
     def _follows(self, entry: Entry) -> bool:
@@ -213,7 +220,9 @@ class LogTail:
 
     async def _compare_when_idle(self) -> None:
         pause, seen = IDLE_S, self.position
-        while True:
+        with contextlib.suppress(NatsError, TimeoutError, OSError, ServingError):  # not needed to start
+            self._created = self._created or (await stream_end(self._bus, self._stream))[1]
+        while not self._stopped:  # before Python 3.12, a cancellation can get lost within a request
             await asyncio.sleep(pause)
             repairing = self._repair is not None and not self._repair.done()
             if not self._bus.clustered or not self._bus.connected or repairing or self.position != seen:

@@ -21,6 +21,8 @@ log = structlog.get_logger("bus")
 
 DRAIN_S = 5.0
 WATCH_S = 1.0
+WARN_S = 10.0
+ACTION = "run 'penstock streams apply'; jobs on its stream wait until then"
 ACK = b"+ACK"
 IN_PROGRESS = b"+WPI"
 NAK = b"-NAK"
@@ -41,6 +43,8 @@ class Puller:
 
     Args:
         handle: called with each message; must not raise.
+        remake: creates the consumer again after it was deleted, from behind the stream's sequence that it is given
+            (0: nothing was received) on; False: it is there. Raises OSError if it cannot.
         room: how many more messages could be started now.
         expires_s: a request that is not filled by then is repeated. To a process that was stopped, messages are sent
             for this long.
@@ -54,6 +58,7 @@ class Puller:
         handle: Callable[[Message], Awaitable[None]],
         room: Callable[[], int],
         *,
+        remake: Callable[[int], Awaitable[bool]] | None = None,
         expires_s: float = EXPIRES_S,
     ) -> None:
         self._bus = bus
@@ -61,12 +66,17 @@ class Puller:
         self._consumer = consumer
         self._handle = handle
         self._room = room
+        self._remake = remake
         self._expires_s = expires_s
         self._window = PullWindow(time.monotonic())
         self._subs: list[PullSubscription] = []  # the last one is of this generation, the others are retiring
         self._turn = asyncio.Lock()  # held while subscriptions are opened and closed
         self._tasks = bus.tasks.group(f"pull-{consumer}")
         self._over = False  # nothing is delivered any more
+        self._refused = False  # since the last look of the watchdog
+        self._last_reply = ""  # of the last message
+        self._gone_since = 0.0  # monotonic; the consumer is missing, 0: it is not
+        self._warned = 0.0
 
     async def start(self) -> None:
         await self._subscribe()
@@ -112,6 +122,7 @@ class Puller:
             return
         match self._window.receive(message, generation, time.monotonic()):
             case Received.job:
+                self._last_reply = message.reply
                 try:
                     await self._handle(message)
                 finally:
@@ -123,6 +134,7 @@ class Puller:
                 headers = message.headers or {}
                 status, text = headers.get("Status"), headers.get("Description")
                 log.info("pull_refused", consumer=self._consumer, status=status, text=text)
+                self._refused = True
             case Received.heartbeat | Received.stale:
                 pass
 
@@ -173,7 +185,36 @@ class Puller:
                 if self._bus.connected and silent:
                     log.warning("pull_silent", consumer=self._consumer, seconds=round(silent, 1))
                     await self._restart()
+                elif self._refused and self._remake is not None and self._bus.connected:
+                    await self._make_again(self._remake)
                 else:
+                    self._gone_since = 0.0
                     await self.top_up()
             except Exception as error:
                 log.warning("pull_failed", consumer=self._consumer, error=repr(error))
+
+    async def _make_again(self, remake: Callable[[int], Awaitable[bool]]) -> None:
+        """Have the consumer there again: whoever refused a pull has none, or no leader at the moment."""
+        now = time.monotonic()
+        self._gone_since = self._gone_since or now
+        try:
+            made = await remake(sequence(self._last_reply) if self._last_reply else 0)
+        except OSError as error:
+            if now - self._warned >= WARN_S:
+                self._warned = now
+                log.warning("consumer_missing", consumer=self._consumer, error=str(error), action=ACTION)
+            return
+        if made:
+            log.warning("consumer_made_again", consumer=self._consumer, why="it was deleted on the broker")
+        self._refused, self._gone_since = False, 0.0
+        await self._restart()
+
+    def missing_s(self, now: float) -> float:
+        """How long its consumer has been missing, and could not be made again; 0: it is there."""
+        return now - self._gone_since if self._gone_since else 0.0
+
+
+def sequence(reply: str) -> int:
+    """The stream sequence of a message, from its acknowledgement subject (with domain and account, or without)."""
+    tokens = reply.split(".")
+    return int(tokens[5 if len(tokens) < 11 else 7])

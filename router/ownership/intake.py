@@ -10,8 +10,9 @@ import structlog
 from nats.errors import Error as NatsError
 
 from infra.bus.connection import Bus
+from infra.bus.consumers import config_of, make_again
 from infra.bus.message import Message
-from infra.bus.puller import Puller
+from infra.bus.puller import Puller, sequence
 from infra.bus.tasks import Tasks
 from router.background import BackgroundTasks
 from router.held.held_requests import HeldRequests
@@ -20,9 +21,9 @@ from router.ownership.membership import Membership
 from router.ownership.sharing import Sharing
 from router.ownership.takeover import redeliver
 from router.policy.routing import ModelPart
-from router.retention.request_retention import sequence
 from schemas import routers
 from schemas.requests import Priority
+from schemas.streams import LONGEST_DEADLINE_S, ConsumerSpec, topology
 from schemas.subjects import token
 
 log = structlog.get_logger("router")
@@ -96,6 +97,7 @@ class Intake:
             gained=self._on_gained,
             lost=self._on_lost,
         )
+        specs = {spec.name: spec for spec in topology(bus.subjects).consumers if spec.stream == self._stream}
         self.pullers: dict[Priority, Puller] = {}
         for priority in Priority:
             self.pullers[priority] = Puller(
@@ -104,8 +106,15 @@ class Intake:
                 f"router-{priority.value}",
                 self._on_pulled,
                 functools.partial(self._room, priority),
+                remake=functools.partial(self._make_again, specs[f"router-{priority.value}"]),
                 expires_s=EXPIRES_S[priority],
             )
+
+    async def _make_again(self, spec: ConsumerSpec, last: int) -> bool:
+        """From the oldest request on that is not placed; what comes twice is recognised."""
+        held = [sequence(pending.reply) for pending in self._held if pending.reply]
+        start = min([*held, last + 1]) if last else 0
+        return await make_again(self._bus, self._stream, config_of(spec), start_seq=start, since_s=LONGEST_DEADLINE_S)
 
     async def start(self, tasks: Tasks) -> None:
         await self._bus.nc.subscribe(self._bus.subjects.routed(self._id), cb=self._on_passed_on)

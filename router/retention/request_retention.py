@@ -14,6 +14,7 @@ from nats.errors import Error as NatsError
 from infra.bus.connection import Bus
 from infra.bus.direct_get import get
 from infra.bus.publisher import Publisher
+from infra.bus.puller import sequence
 from infra.bus.stream_fill import WARN
 from infra.bus.stream_watch import StreamWatch
 from schemas.subjects import KEPT
@@ -22,12 +23,6 @@ log = structlog.get_logger("router")
 
 COPIES_AT_ONCE = 64
 MAX_SHARE = WARN / 2  # of the stream; if unplaced requests fill more, copies would only push each other out
-
-
-def sequence(reply: str) -> int:
-    """The stream sequence of a message, from its acknowledgement subject (with domain and account, or without)."""
-    tokens = reply.split(".")
-    return int(tokens[5 if len(tokens) < 11 else 7])
 
 
 class RequestRetention:

@@ -9,8 +9,9 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from infra.broker.jetstream_api import request
+from infra.broker.jetstream_api import existing_info, request
 from infra.bus.connection import Bus
+from infra.bus.jetstream import CONSUMER_NOT_FOUND
 from infra.counts import counted
 from infra.launch.http import get, get_url
 from infra.launch.state import Running, State
@@ -93,7 +94,10 @@ async def _routers(bus: Bus) -> list[Finding]:
     stream = bus.subjects.stream("REQUESTS")
     pulls = held = unread = 0
     for priority in CLASSES:
-        info = await request(bus.nc, f"CONSUMER.INFO.{stream}.router-{priority}", {})
+        info = await existing_info(bus.nc, f"CONSUMER.INFO.{stream}.router-{priority}", CONSUMER_NOT_FOUND)
+        if info is None:
+            text = f"consumer router-{priority} of {stream} is missing, so no router reads its requests"
+            return [problem("router", text, "make it again: `penstock streams apply`")]
         pulls += info.get("num_waiting", 0)
         held += info["num_ack_pending"]
         unread += info["num_pending"]

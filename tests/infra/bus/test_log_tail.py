@@ -234,6 +234,26 @@ async def test_an_entry_behind_a_gap_that_nobody_can_fill_is_not_waited_for_for_
         await eventually(lambda: follower.seqs == [last, last + 2, last + 3])
 
 
+@pytest.mark.parametrize("subject", ["", "a"])
+@pytest.mark.parametrize("count", [2, 9])
+async def test_a_stream_made_anew_while_the_link_stands_is_followed_from_its_start(
+    bus: Bus, subject: str, count: int
+) -> None:
+    """Its numbers begin at 1 again, and may have passed the old ones before anybody looks."""
+    follower = Follower(bus, bus.subjects.tokens(subject) if subject else "")
+    async with follower.tail.following():
+        await put(bus, "a", 5)
+        await eventually(lambda: len(follower.entries) == 5 and follower.tail._created)
+        stream = bus.subjects.stream("TOKENS")
+        config = (await bus.js.stream_info(stream)).config
+        await bus.js.delete_stream(stream)
+        await bus.js.add_stream(config)
+        await put(bus, "a", count)
+        await eventually(lambda: [int(e.data) for e in follower.entries[5:]] == list(range(count)))
+        await put(bus, "a")
+        await eventually(lambda: len(follower.entries) == 5 + count + 1)
+
+
 async def test_a_stream_made_anew_is_followed_from_its_start(bus: Bus) -> None:
     follower = Follower(bus)
     async with follower.tail.following():

@@ -13,8 +13,8 @@ from gateway.metrics import Metrics
 from infra.broker.apply import apply
 from infra.broker.server import EmbeddedNats
 from infra.bus.connection import Bus
+from infra.bus.puller import sequence
 from infra.metrics.scope import MetricScope
-from router.retention.request_retention import sequence
 from schemas.requests import Priority
 from schemas.streams import StreamSpec, topology
 from schemas.subjects import Subjects
