@@ -101,6 +101,7 @@ class Maintenance:
             self._metrics.index_sequence.set(caches.check.kv_seq)
             self._metrics.index_checksum.set(caches.check.checksum)
         self._metrics.workers.set(self._cluster.tracker.size)
+        self._metrics.lost_leases(self._cluster.losses.recent(now_ns))
         self._place_held()
 
     def _revision_is_gone(self, pending: PendingRequest, now: float) -> bool:

@@ -1,8 +1,11 @@
 """Metrics of a router; names end in their unit."""
 
+from collections.abc import Iterable
+
 from prometheus_client import Counter
 
 from infra.metrics.scope import MetricScope
+from schemas.routers import LostLeases
 
 _MOST_COUNTERS = 256
 STAGES = ("aggregated", "encode", "prefill", "decode")
@@ -21,6 +24,7 @@ class Metrics:
         self.registry = scope.registry
         # Finding a child of a counter takes longer than the rest of ``placed``.
         self._placed: dict[tuple[str, str, bool], tuple[Counter, Counter]] = {}
+        self._losing: set[str] = set()
         self.decisions = scope.counter("decisions", "jobs published", ["reason"])
         self.routes = scope.counter("routes", "jobs published, by kind of route", ["kind", "encode"])
         self.overlap = scope.counter("overlap_tokens", "prompt tokens cached at the chosen worker")
@@ -39,6 +43,9 @@ class Metrics:
         for stage in STAGES:  # an alert sees the first one only if the series exists before it
             self.stalled.labels(stage)
         self.lost = scope.counter("workers_lost", "workers declared dead")
+        self.lease_losses = scope.gauge(
+            "lease_losses", "times in ten minutes that the worker of this name lost its lease", ["worker"]
+        )
         self.waiting = scope.gauge("waiting_requests", "requests without a worker")
         self.workers = scope.gauge("workers", "registered workers")
         self.blocks = scope.gauge("index_blocks", "distinct blocks in the prefix index")
@@ -52,6 +59,15 @@ class Metrics:
         self.erased = scope.counter("erased", "requests with no_store that were erased")
         self.to_erase = scope.gauge("to_erase_requests", "requests with no_store that ended and may still be stored")
         self.tasks = scope.gauge("tasks", "asyncio tasks")
+
+    def lost_leases(self, lost: Iterable[LostLeases]) -> None:
+        """Names without a loss have no series, so that there are no more than a router reports."""
+        counts = {each.worker: each.count for each in lost}
+        for worker in self._losing - counts.keys():
+            self.lease_losses.remove(worker)
+        for worker, count in counts.items():
+            self.lease_losses.labels(worker).set(count)
+        self._losing = set(counts)
 
     def placed(
         self, reason: str, kind: str, encode: bool, cached_tokens: int, prompt_tokens: int, waited_ns: int

@@ -139,6 +139,7 @@ class Router:
             placed_by_all=lambda: self.cluster.positions().work,
             owners_changed=self.cluster.owners_changed,
             taken_over=self._on_taken_over,
+            lost_leases=lambda: self.cluster.losses.recent(time.time_ns()),
         )
 
     async def open(self) -> None:

@@ -28,6 +28,8 @@ class Load(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     used_blocks: int = 0
     cached_blocks: int = 0
     steps: int = -1  # of the engine that did something, since start; -1: unknown
+    slowest_step_ms: int = 0  # of the last 30 to 60 s; 0: none, or unknown
+    quiet_ms: int = 0  # since the engine did something, while it has something to do; 0 also if that is unknown
 
 
 class Diffuser(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -26,6 +26,16 @@ class HeldByTenant(msgspec.Struct, frozen=True, omit_defaults=True):
     others: int = 0
 
 
+class LostLeases(msgspec.Struct, frozen=True, omit_defaults=True):
+    """How often a worker lost its lease within ten minutes, over the lives of its name. ``last_ns``: Unix time."""
+
+    worker: str  # its name
+    role: str
+    model: str
+    count: int
+    last_ns: int
+
+
 class Member(msgspec.Struct, frozen=True, omit_defaults=True):
     """One router.
 
@@ -38,6 +48,7 @@ class Member(msgspec.Struct, frozen=True, omit_defaults=True):
         no_store, private_media: of older builds: it erases requests that are not to be stored, and their media.
         memory: it knows requests whose content is in memory storage; False: an older build.
         held: what it holds, of each class of which it holds something; for operators, no router reads it.
+        lost: workers that lost their lease lately, those that did most often first; for operators, too.
     """
 
     router: str
@@ -50,6 +61,7 @@ class Member(msgspec.Struct, frozen=True, omit_defaults=True):
     private_media: bool = False
     held: tuple[HeldByTenant, ...] = ()
     memory: bool = False
+    lost: tuple[LostLeases, ...] = ()
 
 
 def held_by_tenant(priority: str, counts: Mapping[str, int], others: int = 0) -> HeldByTenant:

@@ -28,11 +28,55 @@ MAX_FLUSH_S = 0.004  # of engines with shorter steps; the others flush every ste
 ITEMS_PER_S = 5_000  # token items that a worker publishes, within these bounds
 FAST_STEP_NS = 500_000  # a step this short is computed in Python: the event loop cannot run meanwhile
 GIVE_WAY_S = 0.002
+PACE_WINDOW_S = 30.0
 
 
 def flush_pause(items: int) -> float:
     """Seconds from a flush with so many token items to the next."""
     return min(max(MIN_FLUSH_S, items / ITEMS_PER_S), MAX_FLUSH_S)
+
+
+class Pace:
+    """How long steps take, and since when none did anything. Written in the engine thread, read in any.
+
+    A process that is stopped and resumes has a step that took as long, unless it was stopped between two.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._longest = (0.0, 0.0)  # of this window, and of the one before it
+        self._since = clock()  # of this window
+        self._progress = clock()
+        self._waits = True  # there is nothing to do, or it waits for the consumer
+
+    def waits(self) -> None:
+        self._waits = True
+
+    def begins(self) -> float:
+        now = self._clock()
+        if self._waits:
+            self._waits, self._progress = False, now
+        return now
+
+    def ends(self, began: float, *, computed: bool) -> None:
+        now = self._clock()
+        if computed:
+            self._progress = now
+        if now - self._since > PACE_WINDOW_S:
+            recent = now - self._since < 2 * PACE_WINDOW_S
+            self._longest, self._since = (0.0, self._longest[0] if recent else 0.0), now
+        if now - began > self._longest[0]:
+            self._longest = now - began, self._longest[1]
+
+    @property
+    def slowest_s(self) -> float:
+        """The longest step of the last one or two windows."""
+        return max(self._longest) if self._clock() - self._since < 2 * PACE_WINDOW_S else 0.0
+
+    @property
+    def quiet_s(self) -> float:
+        """Since the engine did something, while it has something to do."""
+        return 0.0 if self._waits else max(0.0, self._clock() - self._progress)
 
 
 class EngineLoop:
@@ -58,6 +102,7 @@ class EngineLoop:
         self.flush_due = 0.0  # by the clock; until then the output of short steps is gathered
         self._commands: queue.SimpleQueue[Callable[[Engine], None]] = queue.SimpleQueue()
         self.steps = 0  # that were not empty
+        self.pace = Pace(time.monotonic)
         self._lock = threading.Lock()  # held while the fields of output and flushes change
         self._output = StepOutput()
         self._waits_for_consumer = False  # there is something to do once a flush was consumed
@@ -218,6 +263,7 @@ class EngineLoop:
         self._waits_for_consumer = working or bool(self._output)  # before ``_in_flight`` is read
         if working and self._ahead < MAX_AHEAD:
             return self._step(engine)
+        self.pace.waits()
         if self._in_flight or not (working or self._output):
             return None
         self._flush()
@@ -248,13 +294,14 @@ class EngineLoop:
     def _step(self, engine: Engine) -> float:
         """One step; for how many seconds a command is to be awaited behind it."""
         pause = 0.0
-        began = self._wall_ns()
+        started, began = self.pace.begins(), self._wall_ns()
         result = engine.step()
         with self._lock:
             ended = len(self._output.ended)
             computed = self._output.add(engine, result, began)
             freed = len(self._output.ended) > ended
             self._ahead += 1
+        self.pace.ends(started, computed=bool(computed))
         if computed:
             self.steps += 1
         elif engine.blocked:

@@ -38,6 +38,9 @@ class TokenBackend:
         self._events = events
         self._loop = asyncio.get_running_loop()
         self._engine_loop = EngineLoop()
+        pace = self._engine_loop.pace
+        metrics.quiet.set_function(lambda: pace.quiet_s)
+        metrics.slowest_step.set_function(lambda: pace.slowest_s)
         self._thread: EngineThread | None = None
         self._transport: Transport | None = None
         self._info: EngineInfo

@@ -16,6 +16,7 @@ from schemas import fleet
 log = structlog.get_logger("fleet")
 
 PAUSE_S = 1.0
+EXPIRED = "lease expired"  # why a worker left, if it did not remove its key
 STALE_NS = int((fleet.LEASE_S + 2.0) * 1e9)  # an older key is not a registration
 
 
@@ -140,7 +141,7 @@ class WorkerRegistry:
             return
         limit = now - fleet.LEASE_S
         for member in [m for m in self.members.values() if m.renewed_at < limit]:
-            self.remove(member.registration.worker, "lease expired")
+            self.remove(member.registration.worker, EXPIRED)
 
     def remove(self, worker: str, reason: str) -> None:
         """Remove a worker from the table."""
@@ -152,7 +153,7 @@ class WorkerRegistry:
         worker = entry.subject.rpartition(".")[2]
         self.stale_keys.pop(worker, None)
         if "KV-Operation" in entry.headers or "Nats-Marker-Reason" in entry.headers or not entry.data:
-            self.remove(worker, "unregistered" if entry.headers.get("KV-Operation") else "lease expired")
+            self.remove(worker, "unregistered" if entry.headers.get("KV-Operation") else EXPIRED)
             return
         try:
             registration = fleet.decode(entry.data)

@@ -11,7 +11,7 @@ from markupsafe import Markup
 from infra.dashboard.charts import sparkline
 from infra.dashboard.live import Moment
 from infra.dashboard.reports import ReportFile
-from infra.operate.observe import Snapshot, tenant_rows
+from infra.operate.observe import Snapshot, tenant_rows, unsteady
 from infra.sizes import show_size
 from infra.timeline.find_requests import LoggedRequest
 from infra.timeline.moments import clock, show_duration, span
@@ -69,6 +69,7 @@ def live_sections(moment: Moment) -> dict[str, str]:
     latest = moment.history[-1]
     values: dict[str, Any] = {"seen": latest, "rates": latest.rates, "charts": charts(moment.history)}
     values["tenants"] = tenant_rows(latest.queues)
+    values["unsteady"] = unsteady(latest.workers)
     sections = {name: _render(f"live/{name}.html", **values) for name in _LIVE}
     return sections | {"problem": _render("live/problem.html", problem=moment.problem)}
 

@@ -22,7 +22,7 @@ from infra.quantile import quantile
 from infra.timeline.find_requests import of_entry
 from schemas.errors import Code, ServingError
 from schemas.fleet import Registration
-from schemas.routers import TENANTS, HeldByTenant, Member, held_by_tenant
+from schemas.routers import TENANTS, HeldByTenant, LostLeases, Member, held_by_tenant
 from schemas.streams import topology
 from schemas.summary import FAILED, RequestSummary
 
@@ -30,6 +30,7 @@ SAMPLED_PER_LOOK = 50  # records
 SAMPLED = 200  # records of the window that are kept
 STREAMS_AGAIN = 5  # looks until all streams are asked again, not only those that are counted
 LOOK_S = 5.0  # a user is waiting for the result
+STALLED_MS = 10_000  # without a step, from which on a worker is shown as stalled
 WINDOW_S = 10.0  # the window of rates, times and shares
 CLASSES = ("interactive", "standard", "batch")
 
@@ -41,6 +42,11 @@ class WorkerView(msgspec.Struct, frozen=True):
         hit_rate: share of the prompt tokens that came from its cache, of requests that ended within the window; None:
             none ended.
         tokens_per_s: its part of the deployment's output tokens per second.
+        state: "ready", "draining"; "stalled": its lease is renewed, but its engine does nothing; "lost": it is not
+            registered, and lost its lease within ten minutes.
+        lost: how often the worker of this name lost its lease within ten minutes.
+        slowest_step_ms: of its engine, within a minute; 0: unknown.
+        quiet_ms: since its engine did something, while it has something to do.
     """
 
     name: str
@@ -57,6 +63,9 @@ class WorkerView(msgspec.Struct, frozen=True):
     total_blocks: int
     hit_rate: float | None
     tokens_per_s: float
+    lost: int = 0
+    slowest_step_ms: int = 0
+    quiet_ms: int = 0
 
 
 class QueueView(msgspec.Struct, frozen=True):
@@ -141,11 +150,13 @@ class Observer:
         self._count(streams)
         await self._read_records()
         now = rates(self._counts, self._recent)
+        leases = f"KV_{self._bus.subjects.bucket('routers')}"  # older brokers have none before `penstock streams apply`
+        members = await routers(self._bus) if any(use.name == leases for use in streams) else []
         return Snapshot(
             time.time_ns(),
             self._bus.subjects.namespace,
-            tuple(workers(await registrations(self._bus), self._recent, now.output_tokens_per_s)),
-            tuple(await self._queues(streams)),
+            tuple(workers(await registrations(self._bus), self._recent, now.output_tokens_per_s, lost_leases(members))),
+            tuple(await self._queues(members)),
             now,
             streams,
             tuple(reversed(self._recent)),
@@ -181,11 +192,9 @@ class Observer:
                 self._recent.append(summary.summary)
         self._recent = [each for each in self._recent if each.ended_ns >= since_ns][-SAMPLED:]
 
-    async def _queues(self, streams: Sequence[StreamUse]) -> list[QueueView]:
+    async def _queues(self, members: Sequence[Member]) -> list[QueueView]:
         views = []
         stream = self._bus.subjects.stream("REQUESTS")
-        leases = f"KV_{self._bus.subjects.bucket('routers')}"  # older brokers have none before `penstock streams apply`
-        members = await routers(self._bus) if any(use.name == leases for use in streams) else []
         held = held_by_class(members)
         for priority in CLASSES:
             try:
@@ -226,21 +235,30 @@ def tenant_rows(queues: Sequence[QueueView]) -> list[tuple[str, tuple[int, ...]]
 
 
 def workers(
-    registered: Iterable[Registration], recent: Sequence[RequestSummary], tokens_per_s: float
+    registered: Iterable[Registration],
+    recent: Sequence[RequestSummary],
+    tokens_per_s: float,
+    lost: Sequence[LostLeases] = (),
 ) -> list[WorkerView]:
-    """Registered workers, each with what ``recent`` requests say of it. ``tokens_per_s``: of the deployment."""
+    """Registered workers, each with what ``recent`` requests say of it, and those that lost their lease.
+
+    Args:
+        tokens_per_s: of the deployment.
+        lost: as ``lost_leases`` has it.
+    """
+    losses = {each.worker: each.count for each in lost}
     by_worker: dict[str, list[RequestSummary]] = defaultdict(list)
     for summary in recent:
         by_worker[summary.worker].append(summary)
     sampled = sum(summary.completion_tokens for summary in recent) or 1
-    return [
+    views = [
         WorkerView(
             each.name,
             each.worker,
             each.role,
             each.model,
             each.engine,
-            each.state.value,
+            "stalled" if each.load.quiet_ms >= STALLED_MS else each.state.value,
             each.load.running,
             each.load.waiting,
             each.slots * each.dp_size,
@@ -249,9 +267,42 @@ def workers(
             each.total_blocks * each.dp_size,
             hit_rate(by_worker[each.worker]),
             tokens_per_s * sum(summary.completion_tokens for summary in by_worker[each.worker]) / sampled,
+            losses.get(each.name, 0),
+            each.load.slowest_step_ms,
+            each.load.quiet_ms,
         )
         for each in registered
     ]
+    there = {each.name for each in views}
+    gone = [
+        WorkerView(each.worker, "", each.role, each.model, "", "lost", 0, 0, 0, 0, 0, 0, None, 0.0, each.count)
+        for each in lost
+        if each.worker not in there
+    ]
+    return sorted([*views, *gone], key=lambda view: (view.name, view.id)) if gone else views
+
+
+def lost_leases(members: Iterable[Member]) -> list[LostLeases]:
+    """What routers have counted, by worker, most first. Each counts all workers; one that began later has seen less."""
+    found: dict[str, LostLeases] = {}
+    for each in (each for member in members for each in member.lost):
+        if each.worker not in found or each.count > found[each.worker].count:
+            found[each.worker] = each
+    return sorted(found.values(), key=lambda each: (-each.count, each.worker))
+
+
+def unsteady(workers: Sequence[WorkerView]) -> list[str]:
+    """A line for each worker that lost its lease within ten minutes, or holds it without progress."""
+    lines = []
+    for worker in workers:
+        name = worker.name or worker.id
+        if worker.lost:
+            times = "once" if worker.lost == 1 else f"{worker.lost} times"
+            now = "; it is not there now" if worker.state == "lost" else ""
+            lines.append(f"{name} lost its lease {times} in ten minutes{now}")
+        if worker.state == "stalled":
+            lines.append(f"{name} holds its lease, but its engine did nothing for {worker.quiet_ms / 1000:.0f} s")
+    return lines
 
 
 def rates(counts: Sequence[Count], recent: Sequence[RequestSummary]) -> Rates:

@@ -13,7 +13,7 @@ from rich.text import Text
 from configs.flags import Parser
 from infra.broker.jetstream_api import BrokerProblem
 from infra.fitting_table import Column, fitting_table
-from infra.operate.observe import Observer, QueueView, Rates, Snapshot, WorkerView, tenant_rows
+from infra.operate.observe import Observer, QueueView, Rates, Snapshot, WorkerView, tenant_rows, unsteady
 from infra.sizes import show_size
 from infra.terminal import escape, stdout
 from infra.timeline.moments import clock, duration_ns, show_duration, span
@@ -22,7 +22,7 @@ from infra.timeline.open_log import Source, add_flags, open_log, run_command
 BAR = 10  # characters
 FULL = 0.8  # shown in yellow from here on
 ENDED_SHOWN = 8
-_STATES = {"ready": "green", "draining": "yellow"}
+_STATES = {"ready": "green", "draining": "yellow", "stalled": "red", "lost": "red"}
 _ENDS = {"done": "green", "failed": "red", "cancelled": "yellow"}
 
 
@@ -83,13 +83,14 @@ def picture(snapshot: Snapshot, width: int) -> Group:
         (f"penstock {snapshot.namespace}", "bold"),
         f"   {ready} of {len(snapshot.workers)} workers ready   {clock(snapshot.at_ns, snapshot.at_ns)[:8]}",
     )
+    problems = [Text(line, style="red") for line in unsteady(snapshot.workers)]
     tables = (
         _workers(snapshot.workers, width),
         _queues(snapshot.queues, width),
         _streams(snapshot, width),
         *([_ended(snapshot, width)] if snapshot.recent else []),
     )
-    return Group(head, _rates(snapshot.rates), *(part for table in tables for part in (Text(), table)))
+    return Group(head, *problems, _rates(snapshot.rates), *(part for table in tables for part in (Text(), table)))
 
 
 def _rates(rates: Rates) -> Text:
@@ -119,6 +120,8 @@ _WORKERS = (
     Column("KV in use"),
     Column("tokens/s", 4, right=True),
     Column("cached", 6, right=True),
+    Column("slowest step", 8, right=True),
+    Column("lost", 9, right=True),
 )
 _STREAMS = (
     Column("stream"),
@@ -150,6 +153,8 @@ def _workers(workers: Sequence[WorkerView], width: int) -> Table:
             bar(worker.used_blocks, worker.total_blocks),
             f"{worker.tokens_per_s:,.0f}",
             "-" if worker.hit_rate is None else f"{worker.hit_rate:.0%}",
+            span(worker.slowest_step_ms) or "-" if worker.slowest_step_ms else "-",
+            str(worker.lost or "-"),
         )
         for worker in workers
     ]

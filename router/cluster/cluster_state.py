@@ -16,11 +16,12 @@ from configs.settings import RouterSettings
 from infra.bus.connection import Bus
 from infra.bus.direct_get import Entry
 from infra.bus.log_tail import LogTail
-from infra.bus.registry import RegisteredWorker, WorkerRegistry
+from infra.bus.registry import EXPIRED, RegisteredWorker, WorkerRegistry
 from router.cluster.caches import SWEEP_BLOCKS, Caches
 from router.cluster.cluster_listener import ClusterListener
 from router.cluster.disconnects import DisconnectWatch
-from router.cluster.registration_removal import RegistrationRemoval
+from router.cluster.lease_losses import LeaseLosses
+from router.cluster.registration_removal import BROKE, RegistrationRemoval
 from router.cluster.return_reader import ReturnReader
 from router.cluster.sent import read_sent
 from router.cluster.snapshots import Snapshot, Snapshots
@@ -65,6 +66,7 @@ class ClusterState:
         self._done = self._tail("DONE", "done", self._on_done)
         self._returns = ReturnReader(bus, self._on_returned)
         self.returned = ReturnedAttempts()
+        self.losses = LeaseLosses()
         self._returned = self._tail("DONE", "returned", self._returns.on_entry)
         self._following = AsyncExitStack()
         self.stalled: frozenset[str] = frozenset()  # workers whose engines make no steps; set by the watchdog
@@ -97,6 +99,7 @@ class ClusterState:
             at, state = saved
             self.tracker.restore(state)
             self.returned.update(state.returned)
+            self.losses.update(state.losses)
             starts = {"done": at.done_seq, "returned": at.returned_seq, "work": at.work_seq}
         # Workers before jobs: jobs are counted in blocks of their worker's size.
         await self.caches.start(now_ns)
@@ -127,7 +130,8 @@ class ClusterState:
             self._saved, head = positions, Snapshot(time.time_ns(), *positions)
             await self.fold_unowned()
             returned = (LoadState(returned=part) for part in self.returned.parts())
-            await self._snapshots.save(head, chain(self.tracker.parts(), returned))
+            losses = LoadState(losses=self.losses.part())
+            await self._snapshots.save(head, chain(self.tracker.parts(), returned, [losses]))
         await self.caches.save_sometimes()
 
     async def maintain(self, now_ns: int) -> None:
@@ -341,7 +345,10 @@ class ClusterState:
             self.disconnects.restored(worker.registration.connection)
 
     def _on_left(self, worker: RegisteredWorker, why: str) -> None:
-        name = worker.registration.worker
+        registration, name = worker.registration, worker.registration.worker
+        if why in (EXPIRED, BROKE):
+            losing = registration.name or name.rpartition("-")[0]
+            self.losses.add(losing, registration.role, registration.model, time.time_ns())
         self._placed_here.pop(name, None)
         requests = self.tracker.remove_worker(name)
         self._left[name] = worker.registration.model

@@ -13,6 +13,7 @@ from schemas import fleet
 log = structlog.get_logger("router")
 
 TRIES = 3
+BROKE = "its connection broke"
 
 
 class RegistrationRemoval:
@@ -27,7 +28,7 @@ class RegistrationRemoval:
         for name, worker in list(self._registry.members.items()):
             if worker.registration.connection in connections:
                 self._tasks.spawn(self._remove_key(name, worker.revision), name=f"remove-{name}")
-                self._registry.remove(name, "its connection broke")
+                self._registry.remove(name, BROKE)
 
     def remove_stale(self) -> None:
         """Remove expired registrations that a killed broker brought back, in a task; one runs at a time."""

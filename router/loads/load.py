@@ -110,6 +110,7 @@ class LoadState(msgspec.Struct, frozen=True, omit_defaults=True):
     closed: tuple[tuple[str, int], ...] = ()  # request, highest attempt that ended
     backlogs: tuple[tuple[str, int, float, int], ...] = ()  # worker, rank, tokens, at_ns
     returned: tuple[tuple[str, int, str], ...] = ()  # request, attempt, ``Returned.crashed``
+    losses: tuple[tuple[str, str, str, int], ...] = ()  # of leases, see ``LeaseLosses``
 
 
 def merge(parts: Iterable[LoadState]) -> LoadState:
@@ -120,6 +121,7 @@ def merge(parts: Iterable[LoadState]) -> LoadState:
         tuple(entry for state in states for entry in state.closed),
         tuple(entry for state in states for entry in state.backlogs),
         tuple(entry for state in states for entry in state.returned),
+        tuple(entry for state in states for entry in state.losses),
     )
 
 

@@ -23,6 +23,7 @@ from router.ownership.takeover import redeliver
 from router.policy.routing import ModelPart
 from schemas import routers
 from schemas.requests import Priority
+from schemas.routers import LostLeases
 from schemas.streams import LONGEST_DEADLINE_S, ConsumerSpec, topology
 from schemas.subjects import token
 
@@ -56,6 +57,7 @@ class Intake:
         placed_by_all: how many all routers have.
         owners_changed: called at once when this router places requests for more models, or for fewer.
         taken_over: called after this router became the owner of what a lost router owned.
+        lost_leases: of workers, for operators.
     """
 
     def __init__(
@@ -72,6 +74,7 @@ class Intake:
         placed_by_all: Callable[[], int],
         owners_changed: Callable[[], None],
         taken_over: Callable[[], None],
+        lost_leases: Callable[[], tuple[LostLeases, ...]] = lambda: (),
     ) -> None:
         self._bus = bus
         self._id = router = token(router)  # it is a key and the end of a subject
@@ -94,6 +97,7 @@ class Intake:
             router,
             models=self._model_names,
             held=held.by_tenant,
+            lost_leases=lost_leases,
             gained=self._on_gained,
             lost=self._on_lost,
         )

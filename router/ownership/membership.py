@@ -29,7 +29,7 @@ from router.ownership.assignment import assign, default_owner
 from router.policy.routing import ALONE, ModelPart
 from schemas import routers, wire
 from schemas.errors import ServingError
-from schemas.routers import HeldByTenant, Member
+from schemas.routers import HeldByTenant, LostLeases, Member
 
 log = structlog.get_logger("router")
 
@@ -65,6 +65,7 @@ class Membership:
         router: its id, as a subject token.
         models: the names (as subject tokens) of models with workers: each name and alias, and the model's own name.
         held: what this router holds, for operators.
+        lost_leases: of workers, for operators.
         gained: called when this router owns or places more than before; True: of something that a lost router had.
         lost: called when this router owns or places less.
 
@@ -79,6 +80,7 @@ class Membership:
         *,
         models: Callable[[], Mapping[str, str]],
         held: Callable[[], tuple[HeldByTenant, ...]],
+        lost_leases: Callable[[], tuple[LostLeases, ...]],
         gained: Callable[[bool], None],
         lost: Callable[[], None],
     ) -> None:
@@ -86,6 +88,7 @@ class Membership:
         self._id = router
         self._models = models
         self._held = held
+        self._lost_leases = lost_leases
         self._gained = gained
         self._lost = lost
         bucket = bus.subjects.bucket("routers")
@@ -218,7 +221,7 @@ class Membership:
             self._since_ns = time.time_ns()
             self._update()
         self._renewed, self._changed = now, False
-        member = msgspec.structs.replace(self._member(), held=self._held())
+        member = msgspec.structs.replace(self._member(), held=self._held(), lost=self._lost_leases())
         await self._bus.nc.publish(self._key, wire.encode(member), headers={"Nats-TTL": str(routers.TTL_S)})
 
     async def _store(self) -> None:

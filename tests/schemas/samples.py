@@ -174,6 +174,12 @@ SAMPLES: dict[str, tuple[Any, Callable[[bytes], Any]]] = {
         fleet.Registration("w", "tiny", "decode", "mock", 1, 32, 100, 8, 4096, load=fleet.Load(1, 2, 3, 4, 5)),
         fleet.decode,
     ),
+    "registration_with_the_pace_of_steps": (
+        fleet.Registration(
+            "w", "tiny", "decode", "mock", 1, 32, 100, 8, 4096, load=fleet.Load(1, 2, 3, 4, 5, 6_000, 7)
+        ),
+        fleet.decode,
+    ),
     "job_to_decide_again": (
         msgspec.structs.replace(
             JOB,
@@ -257,6 +263,10 @@ SAMPLES: dict[str, tuple[Any, Callable[[bytes], Any]]] = {
     "router": (routers.Member("router-1-0a1b2c3d", 1_700_000_000_000_000_000, ("tiny",), "NSERVER", 7), routers.decode),
     "router_sharing": (
         routers.Member("router-1-0a1b2c3d", 1_700_000_000_000_000_000, ("tiny",), "NSERVER", 7, ("tiny",)),
+        routers.decode,
+    ),
+    "router_that_saw_leases_lost": (
+        routers.Member("router-2", 1, lost=(routers.LostLeases("worker-1", "aggregated", "tiny", 3, 7),)),
         routers.decode,
     ),
     "router_that_erases": (routers.Member("router-2", 1, no_store=True), routers.decode),

@@ -18,7 +18,7 @@ from infra.model.modeldir import TINY, load_tokenizer
 from schemas import blocks, kv, wire
 from schemas.requests import Sampling, Stop
 from schemas.tokens import PROMPT, Logprob, TokenItem
-from workers.engine_loop import FAST_STEP_NS, MAX_AHEAD, EngineLoop
+from workers.engine_loop import FAST_STEP_NS, MAX_AHEAD, EngineLoop, Pace
 from workers.engine_thread import EngineThread
 from workers.engines import mock
 from workers.engines.base import Engine, EngineError, EngineStats, Failure, Output, SequenceRequest, StepResult
@@ -645,3 +645,36 @@ def test_ranks_wait_for_the_slowest_of_them() -> None:
     assert len(result.outputs) == 2
     assert len(slept) == 2
     assert slept[0] == slept[1] > 0
+
+
+def test_the_pace_is_of_the_last_minute_and_quiet_only_with_something_to_do() -> None:
+    now = [0.0]
+    pace = Pace(lambda: now[0])
+
+    def step(seconds: float, *, computed: bool = True) -> None:
+        began = pace.begins()
+        now[0] += seconds
+        pace.ends(began, computed=computed)
+
+    now[0] = 1000.0  # idle since the start
+    assert pace.quiet_s == 0
+    step(6.0)
+    step(0.1)
+    assert (pace.slowest_s, pace.quiet_s) == (pytest.approx(6.0), 0.0)
+    began = pace.begins()
+    now[0] += 7.0  # a step that does not end
+    assert pace.quiet_s == pytest.approx(7.0)
+    pace.ends(began, computed=False)  # and returned nothing
+    assert pace.quiet_s == pytest.approx(7.0)
+    pace.waits()
+    assert pace.quiet_s == 0
+    now[0] += 25.0
+    step(0.1)
+    assert pace.slowest_s == pytest.approx(7.0)
+    now[0] += 31.0
+    step(0.1)
+    now[0] += 31.0
+    step(0.2)
+    assert pace.slowest_s == pytest.approx(0.2)
+    now[0] += 61.0
+    assert pace.slowest_s == 0

@@ -51,6 +51,8 @@ class Metrics:
         self.gpus = scope.gauge("gpus", "GPUs that the engine sees; 0: none, or nvidia-ml-py is not installed")
         self.running = scope.gauge("running", "sequences in the batch")
         self.waiting = scope.gauge("waiting", "sequences queued in the engine")
+        self.quiet = scope.gauge("quiet_seconds", "since the engine did something, while it has something to do")
+        self.slowest_step = scope.gauge("slowest_step_seconds", "the longest step of the last 30 to 60 seconds")
         self.preempted = Total(scope.counter("preemptions", "sequences recomputed"))
         self.hit = Total(scope.counter("prefix_hit_tokens", "prompt tokens taken from the cache"))
         self.prompt = Total(scope.counter("prompt_tokens", "prompt tokens admitted"))

@@ -182,6 +182,10 @@ ROUTERS = Dashboard(
             ],
         ),
         Panel(
+            "Leases lost in ten minutes",
+            [Query(most("penstock_router_lease_losses", "worker", PLACE), "{{worker}}")],
+        ),
+        Panel(
             "Ended by the router",
             [Query(rate("penstock_router_ended_total", "code", PLACE), "{{code}}")],
             "reqps",

@@ -3,6 +3,7 @@
 import asyncio
 import ipaddress
 import re
+import time
 from collections import defaultdict
 from collections.abc import Sequence
 from urllib.parse import urlsplit
@@ -17,12 +18,16 @@ from infra.launch.http import get, get_url
 from infra.launch.state import Running, State
 from infra.operate.doctor.certificates import check_gateway_certificate
 from infra.operate.doctor.finding import Finding, ok, problem, warning
-from infra.operate.observe import CLASSES
+from infra.operate.observe import CLASSES, STALLED_MS, lost_leases
+from infra.operate.routers import routers
 from infra.operate.workers import registrations
+from infra.timeline.moments import span
 from schemas.fleet import Registration
 from schemas.fleet import State as WorkerState
+from schemas.routers import LostLeases
 
 FULL = 0.95
+OFTEN = 2  # lost leases of a worker that are a problem
 _SAMPLE = re.compile(r"^(\w+)(?:\{[^}]*\})? ([0-9.e+-]+)$", re.MULTILINE)
 
 
@@ -86,6 +91,7 @@ async def check_fleet(bus: Bus, state: State | None) -> list[Finding]:
     findings = await _routers(bus)
     workers = await registrations(bus)
     findings += check_workers(workers)
+    findings += check_leases(lost_leases(await routers(bus)), workers, time.time_ns())
     findings += await _kv_events(bus, workers, state)
     return findings
 
@@ -146,6 +152,33 @@ def _model(model: str, workers: Sequence[Registration]) -> list[Finding]:
         fix = "start it with --transfer auto and NIXL installed"
         findings.append(problem("KV transport", f"{model}: a {'/'.join(sorted(roles))} worker cannot move KV", fix))
     return findings or [ok("workers", f"{model}: {len(ready)} ready, {', '.join(sorted(roles))}")]
+
+
+def check_leases(lost: Sequence[LostLeases], workers: Sequence[Registration], now_ns: int) -> list[Finding]:
+    """Workers that lose their lease over and over, which are stopped for seconds, and those that hold it and hang."""
+    findings = []
+    by_name = {each.name or each.worker: each for each in workers}
+    for each in lost:
+        times = "once" if each.count == 1 else f"{each.count} times"
+        ago_s = max(0, round((now_ns - each.last_ns) / 1e9))
+        text = f"{each.worker} lost its lease {times} in ten minutes, {ago_s} s ago the last time"
+        there = by_name.get(each.worker)
+        if there is None:
+            text += "; it is not registered now"
+        elif there.load.slowest_step_ms:
+            text += f"; its slowest step within a minute took {span(there.load.slowest_step_ms)}"
+        fix = (
+            "its process crashes, or stands still for seconds: see its log, then its machine (memory that is swapped, "
+            "a throttled CPU, a debugger, the network); `penstock dead list` shows requests that crash workers"
+        )
+        findings.append((problem if each.count >= OFTEN else warning)("leases", text, fix))
+    for worker in workers:
+        if worker.load.quiet_ms >= STALLED_MS:
+            text = f"{worker.name or worker.worker} holds its lease, but its engine did nothing for "
+            text += f"{worker.load.quiet_ms / 1000:.0f} s although it has something to do"
+            fix = "see its log and its GPU; restart it: `penstock restart`. Routers take its requests away after 120 s"
+            findings.append(problem("engine", text, fix))
+    return findings or ([ok("leases", "no worker lost its lease within ten minutes")] if workers else [])
 
 
 def _load(worker: Registration) -> list[Finding]:

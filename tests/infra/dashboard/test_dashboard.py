@@ -16,10 +16,11 @@ from infra.broker.server import EmbeddedNats
 from infra.bus.connection import Bus
 from infra.dashboard.access import TOKEN_FILE, Access, stored_token
 from infra.dashboard.app import MAX_WATCHERS, Dashboard
-from infra.dashboard.live import Live
+from infra.dashboard.live import Live, Moment
 from infra.dashboard.main import STREAMS
+from infra.dashboard.pages import live_sections
 from infra.launch.sockets import bind
-from infra.operate.observe import Observer
+from infra.operate.observe import Count, Observer, Snapshot, WorkerView, rates
 from infra.timeline.open_log import Log, Source, open_log
 from schemas import wire
 from schemas.fleet import Registration
@@ -145,6 +146,25 @@ async def test_queues_are_shown_by_class_and_tenant(bus: Bus) -> None:
     none = '<td class=\\"n\\">–</td>' * 2
     assert f'&lt;b&gt;acme</th>{none}<td class=\\"n\\">7' in text
     assert f'others</i></th>{none}<td class=\\"n\\">2' in text
+
+
+def test_a_worker_that_lost_its_lease_keeps_its_row_and_is_named() -> None:
+    gone = WorkerView("worker-<1>", "", "aggregated", "m", "", "lost", 0, 0, 0, 0, 0, 0, None, 0.0, 3)
+    here = WorkerView("worker-2", "worker-2-0a", "aggregated", "m", "mock", "stalled", 1, 0, 8, 0, 0, 9, None, 0.0,
+                      slowest_step_ms=6_000, quiet_ms=12_000)  # fmt: skip
+    shown = live_sections(Moment((Snapshot(1, "ps", (gone, here), (), rates([Count(1.0, 0, 0)], []), (), ()),)))[
+        "workers"
+    ]
+    assert "worker-&lt;1&gt; lost its lease 3 times in ten minutes; it is not there now" in shown
+    assert "worker-2 holds its lease, but its engine did nothing for 12 s" in shown
+    assert shown.count("/requests?worker=") == 1  # one that is gone has no id
+    for cell in (
+        '<span class="state lost">lost',
+        '<span class="state stalled">stalled',
+        "6.00 s",
+        '<td class="n bad">3',
+    ):
+        assert cell in shown
 
 
 async def test_changes_are_streamed_only_while_somebody_watches(bus: Bus) -> None:

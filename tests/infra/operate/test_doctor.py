@@ -24,12 +24,20 @@ from infra.operate.doctor import fleet as fleet_checks
 from infra.operate.doctor.broker import check_address, check_broker
 from infra.operate.doctor.bundle import redacted, write_bundle
 from infra.operate.doctor.finding import Finding, Status
-from infra.operate.doctor.fleet import check_fleet, check_gateways, check_processes, check_workers, is_loopback
+from infra.operate.doctor.fleet import (
+    check_fleet,
+    check_gateways,
+    check_leases,
+    check_processes,
+    check_workers,
+    is_loopback,
+)
 from infra.operate.doctor.logs import check_logs
 from infra.operate.doctor.main import run
 from schemas import wire
 from schemas.fleet import Load, Registration
 from schemas.fleet import State as WorkerState
+from schemas.routers import LostLeases
 from schemas.subjects import Subjects
 from schemas.transfer import Endpoint
 from tests.infra.bus.support import opened
@@ -348,3 +356,22 @@ async def test_a_broker_that_is_away_is_the_only_problem(
     assert await asyncio.to_thread(run, ["--nats-url", f"nats://127.0.0.1:{port}", "--json"]) == 1
     findings = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [each["check"] for each in findings if each["status"] == "problem"] == ["broker"]
+
+
+def test_a_worker_that_loses_its_lease_over_and_over_is_named_while_it_is_there_and_while_it_is_not() -> None:
+    lost = [LostLeases(name, "aggregated", "m", count, 0) for name, count in (("w-1", 3), ("w-2", 4), ("w-3", 1))]
+    there = [worker("w-1", load=Load(slowest_step_ms=6_000)), worker("w-3")]
+    often, gone, once = check_leases(lost, there, 5_000_000_000)
+    assert [each.status for each in (often, gone, once)] == [Status.problem, Status.problem, Status.warning]
+    assert "w-1 lost its lease 3 times in ten minutes, 5 s ago" in often.what
+    assert "slowest step within a minute took 6.00 s" in often.what
+    assert "w-2 lost its lease 4 times" in gone.what
+    assert "not registered now" in gone.what
+    assert "once" in once.what
+
+
+def test_a_worker_that_holds_its_lease_and_does_nothing_is_named() -> None:
+    [finding] = check_leases([], [worker("w-1"), worker("w-2", load=Load(running=1, quiet_ms=23_000))], 0)
+    assert finding.status is Status.problem
+    assert "w-2 holds its lease, but its engine did nothing for 23 s" in finding.what
+    assert statuses(check_leases([], [worker("w-1")], 0)) == {"leases": Status.ok}

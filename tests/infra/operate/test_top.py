@@ -26,7 +26,7 @@ from infra.operate.observe import (
 from infra.operate.top import bar, picture, run
 from schemas import wire
 from schemas.fleet import Load, Registration
-from schemas.routers import TENANTS, HeldByTenant, Member
+from schemas.routers import TENANTS, HeldByTenant, LostLeases, Member
 from schemas.subjects import Subjects
 from schemas.summary import RequestSummary, State
 from tests.infra.bus.support import opened
@@ -73,6 +73,28 @@ def test_workers_share_the_output_by_what_they_finished() -> None:
     one, two = workers(found, [summary("w-1", out=30), summary("w-2", out=10, cached=50)], 400.0)
     assert (one.tokens_per_s, two.tokens_per_s) == (300.0, 100.0)
     assert (one.slots, one.total_blocks, two.hit_rate) == (16, 200, 0.5)
+
+
+def test_workers_that_are_stopped_or_hang_are_shown_although_their_lease_says_nothing_of_it() -> None:
+    found = [
+        registration("w-1", load=Load(slowest_step_ms=6_000)),
+        registration("w-2", load=Load(running=1, quiet_ms=12_000)),
+        registration("w-3"),
+    ]
+    lost = [LostLeases("w-1", "aggregated", "m", 3, 0), LostLeases("w-0", "aggregated", "m", 1, 0)]
+    seen = workers(found, [], 0.0, lost)
+    assert [(each.name, each.state, each.lost) for each in seen] == [
+        ("w-0", "lost", 1), ("w-1", "ready", 3), ("w-2", "stalled", 0), ("w-3", "ready", 0)
+    ]  # fmt: skip
+    printed = io.StringIO()
+    snapshot = Snapshot(1, "ps", tuple(seen), (), rates([Count(1.0, 0, 0)], []), (), ())
+    Console(file=printed, width=140).print(picture(snapshot, 140))
+    for said in (
+        "2 of 4 workers ready", "w-1 lost its lease 3 times in ten minutes",
+        "w-0 lost its lease once in ten minutes; it is",
+        "w-2 holds its lease, but its engine did nothing for 12 s", "slowest step", "6.00 s",
+    ):  # fmt: skip
+        assert said in printed.getvalue()
 
 
 def test_what_ended_has_no_heading_while_nothing_has() -> None:

@@ -1,0 +1,84 @@
+"""A worker that is stopped over and over: the doctor, ``top`` and a metric name it, while it is there and while not."""
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from infra.bus.connection import Bus, connect
+from tests.pipeline.conftest import NewDeployment
+from tests.pipeline.support import ROOT, Deployment, metrics, registrations, until
+
+pytestmark = pytest.mark.timeout(180)
+STOPPED = "worker-1"
+
+
+@pytest.fixture(scope="module")
+def fleet(new_deployment: NewDeployment) -> Deployment:
+    return new_deployment("--mock-speedup", "1", "--workers", "3", "--metrics-port", "0")
+
+
+@pytest.fixture
+async def bus(fleet: Deployment) -> AsyncIterator[Bus]:
+    bus = await connect(fleet.state.nats_url, role="operator", name="test")
+    yield bus
+    await bus.close()
+
+
+async def command(fleet: Deployment, *argv: str) -> list[dict[str, Any]]:
+    """What a command prints as lines of JSON."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "infra.cli", *argv, "--json", "--data-dir", str(fleet.data_dir)),
+        stdout=asyncio.subprocess.PIPE,
+        cwd=fleet.home,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )
+    said, _ = await process.communicate()
+    return [json.loads(line) for line in said.splitlines()]
+
+
+async def seen_by_top(fleet: Deployment) -> dict[str, dict[str, Any]]:
+    (snapshot,) = await command(fleet, "top", "--once")
+    return {worker["name"]: worker for worker in snapshot["workers"]}
+
+
+async def test_a_worker_that_is_stopped_over_and_over_is_named(fleet: Deployment, bus: Bus) -> None:
+    (pid,) = [process.pid for process in fleet.state.processes if process.name == STOPPED]
+    assert pid is not None
+
+    async def there(count: int) -> None:
+        async def so_many() -> bool:
+            return len(await registrations(bus)) == count
+
+        await until(so_many, f"{count} workers are registered", 60)
+
+    await there(3)
+    for _ in range(2):
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            await there(2)
+
+            async def lost() -> bool:
+                return (await seen_by_top(fleet)).get(STOPPED, {}).get("state") == "lost"
+
+            await until(lost, "top shows the stopped worker as lost", 60)
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        await there(3)
+    workers = await seen_by_top(fleet)
+    assert {name: (each["state"], each["lost"]) for name, each in workers.items()} == {
+        "worker-0": ("ready", 0),
+        STOPPED: ("ready", 2),
+        "worker-2": ("ready", 0),
+    }
+    found = [each for each in await command(fleet, "doctor", "--all") if each["check"] == "leases"]
+    assert [each["status"] for each in found] == ["problem"]
+    assert f"{STOPPED} lost its lease 2 times in ten minutes" in found[0]["what"]
+    (router,) = [process for process in fleet.state.processes if process.role == "router"]
+    series = {name: value for name, value in (await metrics(router.metrics_url)).items() if "lease_losses" in name}
+    assert [value for name, value in series.items() if STOPPED in name] == [2.0]
