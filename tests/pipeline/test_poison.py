@@ -118,3 +118,18 @@ async def test_the_first_repeat_takes_one_worker_and_later_ones_are_refused_at_b
     await all_ready(bus)
     calm = await http.post("/v1/completions", json=body(token_prompt(40, 1)))
     assert calm.status_code == 200
+
+
+async def test_a_poisonous_request_that_is_not_stored_is_known_in_memory(
+    fleet: Deployment, bus: Bus, http: httpx.AsyncClient
+) -> None:
+    await all_ready(bus)
+    before, asked = crashes(fleet), poison(2) | {"no_store": True}
+    assert (await http.post("/v1/completions", json=asked)).status_code == 422
+    assert crashes(fleet) == before + 3
+    await all_ready(bus)
+    assert (await http.post("/v1/completions", json=asked)).status_code == 422
+    again = await http.post("/v1/completions", json=asked)
+    assert again.status_code == 422
+    assert "further repeats are refused" in again.text
+    assert crashes(fleet) == before + 4
