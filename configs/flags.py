@@ -29,6 +29,18 @@ RENAMED = {  # fields, since 0.1.0
     "warm_up": "warm_up_s",
 }
 
+OTHERS = (  # variables that are no settings
+    "IMAGE",
+    "GPU_IMAGE",
+    "NATIVE_IMAGE",
+    "STATE_DIR",
+    "VLLM_PLUGIN",
+    "SGLANG_PLUGIN",
+    "CONTRACT_REAL",
+    "CONTRACT_BOUND_S",
+    "CLUSTER",
+)
+
 _LIMITS = {"<=": "at most", ">=": "at least", "<": "below", ">": "above"}
 _KINDS = {"int": "a whole number", "float": "a number", "bool": "true or false"}
 _METAVARS = {"_s": "SECONDS", "_bytes": "BYTES", "_port": "PORT", "_url": "URL", "_host": "HOST", "_dir": "FOLDER"}
@@ -158,6 +170,28 @@ def _settled(kind: type[S], parser: "Parser", argv: Sequence[str], env: Mapping[
         parser.error(str(error))
 
 
+def unknown_variables(environ: Mapping[str, str], known: Iterable[str]) -> dict[str, str]:
+    """Variables that look like settings and are none: the most similar setting's variable, or "".
+
+    Args:
+        known: fields of all settings: processes of several roles share an environment.
+    """
+    settings = {field.upper() for field in known}
+    names = settings | {*OTHERS} | {old.upper() for old in RENAMED}  # the last are reported as such
+    unknown = {}
+    for variable, value in environ.items():
+        name = variable.removeprefix(PREFIX)
+        if name != variable and name not in names and not _is_of_a_service(variable, value):
+            near = closest(name, settings)
+            unknown[variable] = PREFIX + near if near else ""
+    return unknown
+
+
+def _is_of_a_service(name: str, value: str) -> bool:
+    """Kubernetes sets variables that are named after each service."""
+    return bool(re.search(r"_SERVICE_(HOST|PORT)(_|$)|_PORT_\d+_", name)) or value.startswith(("tcp://", "udp://"))
+
+
 def _add(parser: "Parser", flag: Flag, default: object) -> None:
     text = flag.help if "default: " in flag.help and not default else f"{flag.help} (default: {_shown(default)})"
     text = text.strip().replace("%", "%%")
@@ -181,7 +215,8 @@ def _from_file(path: str, flags: Sequence[Flag], problems: list[str]) -> dict[st
     if not path and not file.is_file():
         return {}
     try:
-        content = yaml.safe_load(file.read_text(encoding="utf-8"))
+        root = yaml.compose(text := file.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+        content = yaml.safe_load(text)
     except (OSError, UnicodeDecodeError) as error:
         problems.append(f"{file}: {getattr(error, 'strerror', None) or error}")
         return {}
@@ -194,6 +229,12 @@ def _from_file(path: str, flags: Sequence[Flag], problems: list[str]) -> dict[st
         problems.append(f"{file}: expected settings such as `http-port: 8000`, one a line")
         return {}
     fields = {flag.field: flag for flag in flags if flag.field != "config"}
+    lines: dict[str, int] = {}
+    for key, _ in root.value:
+        field, line = str(key.value).replace("-", "_"), key.start_mark.line + 1
+        if field in lines:  # YAML's readers take the last one silently
+            problems.append(f"{file}: {key.value} is given twice, in lines {lines[field]} and {line}")
+        lines[field] = line
     values: dict[str, tuple[object, str]] = {}
     for key, value in content.items():
         field = str(key).replace("-", "_")

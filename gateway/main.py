@@ -39,6 +39,7 @@ CLOSE_S = 3.0  # for connections to end
 END_S = 4.5  # beyond drain_s: then the process exits, whatever it waits for
 FAILED_DRAIN_S = 5.0  # after one of its own tasks failed
 OTHER_FILES = 128  # open files besides clients' connections
+SPARE_FILES = 48  # of these, for connections that are refused: without a file left, the kernel's are reset unseen
 
 EXIT_OK = 0
 EXIT_CONFIG = 2  # a restart would not help
@@ -130,8 +131,11 @@ async def _serve(settings: GatewaySettings, model: modeldir.ModelDir, front: Fro
         app = with_proxies(app, front.proxies)
     app = with_access_log(app) if settings.access_log else app
     tls, proxies = front
-    server = HttpServer(app, listeners, limits_of(settings), bus.tasks, tls=tls, proxies=proxies, turns=gateway.turns)
+    server = HttpServer(
+        app, listeners, limits_of(settings, metrics), bus.tasks, tls=tls, proxies=proxies, turns=gateway.turns
+    )
     metrics.connections.set_function(lambda: len(server.state.connections))
+    metrics.connections_refused.set_function(lambda: server.refused)
     try:
         await gateway.open()
         await nats_api.open()
@@ -158,17 +162,20 @@ async def _serve(settings: GatewaySettings, model: modeldir.ModelDir, front: Fro
     return stop.status
 
 
-def limits_of(settings: GatewaySettings) -> Limits:
+def limits_of(settings: GatewaySettings, metrics: Metrics) -> Limits:
     """Limits of connections; no more connections than the process may have open files."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         with contextlib.suppress(OSError, ValueError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    connections = settings.max_connections
+    connections, spare = settings.max_connections, Limits().spare
     if files != resource.RLIM_INFINITY and connections > files - OTHER_FILES:
         connections = max(1, files - OTHER_FILES)
         log.warning("connections_limited", max_connections=connections, files=files, action="raise ulimit -n")
+        metrics.files_limit.set(files)
+        spare = SPARE_FILES
+    metrics.max_connections.set(connections)
     return Limits(
         header_bytes=settings.max_header_bytes,
         header_s=settings.header_timeout_s,
@@ -176,6 +183,7 @@ def limits_of(settings: GatewaySettings) -> Limits:
         keep_alive_s=settings.keep_alive_s,
         write_s=settings.write_timeout_s,
         connections=connections,
+        spare=spare,
         per_address=settings.max_connections_per_address,
     )
 

@@ -38,6 +38,11 @@ class Metrics:
         self.open = scope.gauge("open_requests", "requests being answered")
         self.queued = scope.gauge("queued_requests", "accepted and not placed yet")
         self.connections = scope.gauge("connections", "clients' open connections")
+        self.max_connections = scope.gauge("max_connections", "clients' connections that are served at a time")
+        self.connections_refused = scope.gauge("connections_refused", "connections beyond the limit, since the start")
+        self.files_limit = scope.gauge(
+            "files_limit", "open files that the process may have, if they limit its connections (ulimit -n); 0: not"
+        )
         self.workers = scope.gauge("workers", "workers of the model", ["state", "revision"])
         self.refused = scope.gauge(
             "workers_refused",

@@ -3,11 +3,12 @@
 Nothing but the chosen sub-command's own modules is imported, so that a gateway starts without torch and quickly.
 """
 
+import contextlib
 import errno
 import gc
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from io import TextIOWrapper
 from typing import Annotated, Any, NamedTuple
@@ -280,8 +281,34 @@ def _run(args: list[str]) -> int:
         return run() or 0
     from configs.flags import parse
 
-    kind = load(command.settings if ":" in command.settings else f"configs.settings:{command.settings}")
+    for variable, near in unknown_variables(os.environ).items():
+        hint = f": did you mean {near}?" if near else ""
+        print(f"penstock {name}: warning: {variable} is no setting, and is ignored{hint}", file=sys.stderr)
+    kind = _settings_of(command)
     return run(parse(kind, arguments, prog=f"penstock {name}", about=command.about)) or 0
+
+
+def unknown_variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """Variables that no command takes as a setting: the most similar one, or ""."""
+    from configs import flags
+
+    if not any(name.startswith(flags.PREFIX) for name in environ):
+        return {}
+    known: set[str] = set()
+    for command in COMMANDS.values():
+        if command.settings not in (ARGV, NOTHING) and ("configs" in command.settings or ":" not in command.settings):
+            known |= {flag.field for flag in flags.flags_of(_settings_of(command))}
+    if not flags.unknown_variables(environ, known):
+        return {}
+    for command in COMMANDS.values():  # the modules of these take longer to load, and some need a clone
+        if command.settings not in (ARGV, NOTHING):
+            with contextlib.suppress(ImportError, SystemExit):
+                known |= {flag.field for flag in flags.flags_of(_settings_of(command))}
+    return flags.unknown_variables(environ, known)
+
+
+def _settings_of(command: Command) -> Any:
+    return load(command.settings if ":" in command.settings else f"configs.settings:{command.settings}")
 
 
 def import_structlog() -> None:

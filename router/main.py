@@ -7,7 +7,6 @@ import sys
 import structlog
 from faststream import FastStream
 from faststream.nats import NatsMessage
-from prometheus_client import start_http_server
 
 from configs import logs
 from configs.settings import RouterSettings
@@ -17,6 +16,7 @@ from infra.bus.faststream_app import OwnConnection, raw
 from infra.bus.publisher import Publisher
 from infra.bus.stream_metrics import StreamMetrics
 from infra.bus.tasks import Stop, count_tasks
+from infra.metrics.page import PortTaken, check_port, serve_page
 from infra.metrics.scope import process_scope
 from router.metrics import Metrics
 from router.service import Router
@@ -41,9 +41,13 @@ def run(settings: RouterSettings) -> int:
     except ServingError as error:
         log.error("start_failed", error=error.message)
         return EXIT_START
+    except PortTaken as error:
+        log.error("start_failed", error=str(error))
+        return EXIT_START
 
 
 async def _serve(settings: RouterSettings) -> int:
+    check_port(settings.metrics_host, settings.metrics_port)
     stop = Stop(bound_s=END_S)
     stop.on_signals()
     bus = await connect(
@@ -79,8 +83,7 @@ async def _run_router(settings: RouterSettings, bus: Bus, publisher: Publisher, 
     await router.open()
     loop_lag.freeze_loaded()
     bus.tasks.spawn(lag.watch(), name="loop-lag")
-    if settings.metrics_port:
-        start_http_server(settings.metrics_port, settings.metrics_host, registry=scope.registry)
+    serve_page(settings.metrics_host, settings.metrics_port, scope.registry)
     await stop.wait()
     await router.close()
     bus.closing = True  # stopping FastStream closes the connection

@@ -6,6 +6,7 @@ import structlog
 
 from configs import logs
 from configs.settings import WorkerSettings
+from infra.metrics.page import PortTaken, check_port
 from infra.model import modeldir
 from schemas.errors import ServingError
 from workers.engines.base import EngineError
@@ -38,9 +39,14 @@ def run(settings: WorkerSettings) -> int:
     except ServingError as error:
         log.error("start_failed", error=error.message)
         return EXIT_START
+    except PortTaken as error:
+        log.error("start_failed", error=str(error))
+        return EXIT_START
 
 
 async def _serve(settings: WorkerSettings) -> int:
+    if settings.publish_events_and_metrics:
+        check_port(settings.metrics_host, settings.metrics_port)  # before a model is loaded
     make_backend: MakeBackend
     if settings.role == "diffusion":
         from workers.diffusion_backend import DiffusionBackend

@@ -14,7 +14,6 @@ from typing import Any, Protocol
 import structlog
 from faststream import FastStream
 from faststream.nats import NatsMessage
-from prometheus_client import start_http_server
 
 from configs.settings import WorkerSettings
 from infra.bus import loop_lag
@@ -22,6 +21,7 @@ from infra.bus.connection import Bus, connect
 from infra.bus.faststream_app import OwnConnection, raw
 from infra.bus.publisher import Publisher
 from infra.bus.tasks import count_tasks
+from infra.metrics.page import serve_page
 from infra.metrics.scope import process_scope
 from schemas import control, wire
 from schemas.subjects import Subjects
@@ -186,8 +186,8 @@ class WorkerProcess:
         self._metrics.tasks.set_function(lambda: count_tasks(loop))
         bus.tasks.spawn(loop_lag.gauge(self._metrics.scope).watch(), name="loop-lag")
         bus.tasks.spawn(self._note_memory(), name="crash-journal")
-        if self._settings.metrics_port and self._settings.publish_events_and_metrics:
-            start_http_server(self._settings.metrics_port, self._settings.metrics_host, registry=self._metrics.registry)
+        if self._settings.publish_events_and_metrics:
+            serve_page(self._settings.metrics_host, self._settings.metrics_port, self._metrics.registry)
         app = self._application(bus)
         await app.start()
         try:

@@ -41,6 +41,7 @@ class Limits:
     body_s: float = 30.0
     keep_alive_s: float = 75.0
     write_s: float = 60.0
+    spare: int = 256  # connections beyond the limit that get an error; those beyond are reset
     connections: int = 16_384
     per_address: int = 0  # 0: no limit
 

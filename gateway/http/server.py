@@ -5,6 +5,7 @@ uvicorn's protocol without its ``Server``, which cancels what it cannot finish.
 
 import asyncio
 import socket
+import time
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -24,7 +25,7 @@ log = structlog.get_logger("gateway")
 
 CHECK_S = 1.0
 CHECK_AT_ONCE = 250  # connections: 0.2 ms
-SPARE = 256  # connections beyond the limit that get an error; those beyond are reset
+WARN_S = 10.0
 BACKLOG = 2048
 ACCEPT_S = 0.05  # after the end was asked for, for connections that the kernel has accepted
 LINGER_S = 1.0  # idle connections may ask once more, and are answered with "Connection: close"
@@ -58,6 +59,7 @@ class HttpServer:
         self.state = ServerState()
         self.draining = False
         self.refused = 0
+        self._warned = -WARN_S
         self.config = uvicorn.Config(
             app,
             http="httptools",
@@ -110,7 +112,11 @@ class HttpServer:
 
     def _full(self, connection: Connection, limit: str) -> ServingError:
         self.refused += 1
-        if len(self.state.connections) > self.limits.connections + SPARE:
+        now = time.monotonic()
+        if now - self._warned >= WARN_S:  # also of those that are reset, whose clients see no reason
+            self._warned = now
+            log.warning("connections_refused", limit=limit, open=len(self.state.connections), refused=self.refused)
+        if len(self.state.connections) > self.limits.connections + self.limits.spare:
             connection.abort()
         return ServingError(
             Code.too_many_connections,

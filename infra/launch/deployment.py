@@ -16,6 +16,7 @@ from infra.broker.datadir import Lock
 from infra.broker.disk import DiskWatch
 from infra.broker.main import apply_at, connect_operator
 from infra.broker.server import EmbeddedNats
+from infra.cli import unknown_variables
 from infra.dashboard.access import stored_token
 from infra.engine_args.tree import BadArguments, Tree, parse_yaml
 from infra.launch.crash_report import report_end
@@ -29,7 +30,7 @@ from infra.launch.readiness import Readiness, first_model
 from infra.launch.show import Board, readable, welcome
 from infra.launch.signals import Stop
 from infra.launch.sockets import CannotListen
-from infra.launch.state import Running, State, login_of, read_resume, write_state
+from infra.launch.state import Running, State, login_of, read_resume, start_of, write_state
 from infra.launch.stopping import stop_in_order
 from infra.launch.supervisor import USAGE, Keeper
 from infra.model.embedding_model import makes_vectors
@@ -207,7 +208,7 @@ class Deployment:
             planned.name,
             planned.role,
             self._command(planned),
-            planned.environ(os.environ) | _our_path(os.environ),
+            planned.environ(_known(os.environ)) | _our_path(os.environ),
             self.data_dir / "logs" / f"{planned.name}.log",
             echo=self.settings.log_format == "json",
             pass_fds=(self._listeners.fd,) if planned.role == "gateway" else (),
@@ -336,7 +337,14 @@ class Deployment:
             namespace=self.settings.namespace,
             model=self._model,
             processes=tuple(
-                Running(k.child.name, k.child.role, k.child.pid, metrics.get(k.child.name, ""), k.drained)
+                Running(
+                    k.child.name,
+                    k.child.role,
+                    k.child.pid,
+                    metrics.get(k.child.name, ""),
+                    k.drained,
+                    start_of(k.child.pid),
+                )
                 for k in self._keepers
             ),
             makes=self._makes,
@@ -365,6 +373,12 @@ class Deployment:
         with contextlib.suppress(OSError):
             (self.data_dir / "state.json").unlink()
         return cut_short
+
+
+def _known(environ: Mapping[str, str]) -> dict[str, str]:
+    """Without misspelt settings: ``penstock up`` has warned of them, and its processes need not do so again."""
+    unknown = unknown_variables(environ)
+    return {name: value for name, value in environ.items() if name not in unknown}
 
 
 def _our_path(inherited: Mapping[str, str]) -> dict[str, str]:

@@ -17,6 +17,7 @@ class Running(msgspec.Struct, frozen=True, omit_defaults=True):
     pid: int | None = None
     metrics_url: str = ""  # Prometheus; "": none of its own (a gateway's are at its http_url + /metrics)
     drained: bool = False  # by `penstock drain`; it starts again after `penstock restart`
+    began: int = 0  # when the process was started, as ``start_of``; 0: not known
 
 
 class Login(msgspec.Struct, frozen=True):
@@ -48,6 +49,16 @@ class State(msgspec.Struct, frozen=True):
     makes: str = "text"  # the model: or "image", "video"
     dashboard_url: str = ""  # with its token
     client_nats: Login = Login()  # the same as client_nats_url
+
+
+def start_of(pid: int | None) -> int:
+    """When a process was started, in clock ticks since the machine was (Linux); 0: there is none, or not known."""
+    if pid is None:
+        return 0
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+    except (OSError, IndexError, ValueError):
+        return 0
 
 
 def write_state(path: Path, state: State) -> None:

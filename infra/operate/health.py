@@ -47,8 +47,11 @@ def url_of(role: str, environ: Mapping[str, str], *, ready: bool = False, listed
     port = environ.get(PREFIX + variable, default)
     if role == "gateway" and (ready or listed):
         path = "/health" if listed else "/health/ready"
+    host = environ.get(PREFIX + ("HTTP_HOST" if role == "gateway" else "METRICS_HOST"), "")
+    host = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # of all addresses: this machine
+    place = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     scheme = "https" if role == "gateway" and environ.get(PREFIX + "TLS_CERT") else "http"
-    return f"{scheme}://127.0.0.1:{port}{path}"
+    return f"{scheme}://{place}{path}"
 
 
 def problem_at(url: str, timeout_s: float, workers: int = 0) -> str:

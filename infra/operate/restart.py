@@ -17,7 +17,7 @@ from infra.broker.datadir import holder
 from infra.bus.connection import Bus
 from infra.launch.http import get_url
 from infra.launch.signals import RESUME
-from infra.launch.state import Running, State, read_state, write_resume
+from infra.launch.state import Running, State, read_state, start_of, write_resume
 from infra.operate.workers import registrations
 from infra.terminal import stdout
 from infra.timeline.moments import duration_ns
@@ -55,6 +55,8 @@ def run(argv: Sequence[str]) -> int:
 
 async def _run(args: argparse.Namespace, data_dir: Path, console: Console) -> None:
     state = _state(data_dir)
+    if holder(data_dir / "up.lock") is None:  # it was killed: others may have its processes' ids by now
+        raise ValueError(f"no `penstock up` runs on {data_dir}; the one that wrote its state.json was killed")
     processes = _ordered(state, args.names)
     timeout_s = duration_ns(args.timeout) / 1e9
     async with open_log(Source.of(args), name="restart", role="operator", streams=()) as log:
@@ -94,6 +96,8 @@ def _ordered(state: State, names: Sequence[str]) -> list[Running]:
 
 async def _restart(bus: Bus, data_dir: Path, process: Running, timeout_s: float) -> None:
     old = process.pid
+    if old is not None and process.began and start_of(old) not in (process.began, 0):
+        raise RestartFailed(f"pid {old} is no longer {process.name}'s; try again when `penstock up` has restarted it")
     if old is not None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(old, signal.SIGTERM)

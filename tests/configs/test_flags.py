@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import Meta, Struct
 
-from configs.flags import flags_of, parse, to_argv, to_environ
+from configs.flags import flags_of, parse, to_argv, to_environ, unknown_variables
 from configs.settings import GatewaySettings, NatsSettings, RouterSettings, SameAs, TraceSettings, WorkerSettings
 from configs.up_settings import UpSettings
 
@@ -247,3 +247,39 @@ def test_a_variable_of_a_renamed_flag_is_an_error(capsys: pytest.CaptureFixture[
     with pytest.raises(SystemExit):
         parse(RouterSettings, [], prog="p", environ={"PENSTOCK_WAITING_ROOM": "3"})
     assert "PENSTOCK_WAITING_ROOM is now PENSTOCK_MAX_PENDING" in capsys.readouterr().err
+
+
+# -- what would be ignored ----------------------------------------------------------------------------------------
+
+
+def test_a_misspelt_variable_is_named_with_the_setting_that_was_meant() -> None:
+    environ = {"PENSTOCK_HTTP_PRT": "1", "PENSTOCK_PORT": "2", "PENSTOCK_QWXYZ": "3", "HTTP_PORT": "4"}
+    assert unknown_variables(environ, ["http_port", "port"]) == {
+        "PENSTOCK_HTTP_PRT": "PENSTOCK_HTTP_PORT",
+        "PENSTOCK_QWXYZ": "",
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("PENSTOCK_GATEWAY_SERVICE_HOST", "10.0.0.7"),
+        ("PENSTOCK_GATEWAY_SERVICE_PORT_HTTP", "8000"),
+        ("PENSTOCK_GATEWAY_PORT_8000_TCP_ADDR", "10.0.0.7"),
+        ("PENSTOCK_GATEWAY_PORT", "tcp://10.0.0.7:8000"),
+    ],
+)
+def test_variables_that_kubernetes_sets_for_services_are_left_alone(name: str, value: str) -> None:
+    assert unknown_variables({name: value}, ["http_port"]) == {}
+
+
+@pytest.mark.parametrize("second", ["http-port", "http_port"])
+def test_a_key_that_is_twice_in_the_file_is_refused(
+    second: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "penstock.yaml"
+    file.write_text(f"http-port: 8001\nworkers: 2\n{second}: 8002\n")
+    with pytest.raises(SystemExit) as ended:
+        parse(UpSettings, ["--config", str(file)], prog="penstock up", environ={})
+    assert ended.value.code == 2
+    assert f"{second} is given twice, in lines 1 and 3" in capsys.readouterr().err

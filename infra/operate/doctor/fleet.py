@@ -59,6 +59,7 @@ async def check_gateways(urls: Sequence[str]) -> list[Finding]:
         if status and not is_loopback(parts.hostname or "") and (await get_url(url, "/v1/models"))[0] == 200:
             fix = "make API keys (`penstock keys create`), or let it listen on loopback"
             findings.append(warning("gateway", f"{url} answers everyone who reaches it, without an API key", fix))
+        findings += _connections(url, *await get_url(url, "/metrics")) if status else []
         if status == 200:
             findings.append(ok("gateway", f"{url} is ready"))
         elif not status:
@@ -71,6 +72,25 @@ async def check_gateways(urls: Sequence[str]) -> list[Finding]:
                 reasons = ()
             text = "; ".join(reasons) or body.decode(errors="replace")[:200]
             findings.append(problem("gateway", f"{url} is not ready: {text}", "mend what it names"))
+    return findings
+
+
+def _connections(url: str, status: int, page: bytes) -> list[Finding]:
+    """Whether a gateway refuses connections, or will soon for want of open files."""
+    if status != 200:
+        return []
+    values = {name: float(value) for name, value in _SAMPLE.findall(page.decode(errors="replace"))}
+    limit, files, refused = (
+        int(values.get(f"penstock_gateway_{name}", 0))
+        for name in ("max_connections", "files_limit", "connections_refused")
+    )
+    findings = []
+    if files:
+        text = f"{url} serves {limit} connections at a time: it may have {files} open files"
+        findings.append(warning("gateway", text, "raise `ulimit -n` (LimitNOFILE in systemd) and start it again"))
+    if refused:
+        text = f"{url} has refused {counted(refused, 'connection')} beyond its limits since its start"
+        findings.append(warning("gateway", text, "raise --max-connections, or add gateways"))
     return findings
 
 

@@ -93,3 +93,20 @@ def test_one_waits_until_enough_workers_are_ready(
     assert run(["gateway", "--workers", "2", "--wait-s", "30"]) == 0
     assert run(["gateway", "--workers", "1", "--url", f"http://127.0.0.1:{port}/metrics"]) == 1
     assert "lists no components" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("host", "place"),
+    [
+        ("0.0.0.0", "127.0.0.1:7"),
+        ("::", "[::1]:7"),
+        ("127.0.0.5", "127.0.0.5:7"),
+        ("::1", "[::1]:7"),
+        ("10.1.2.3", "10.1.2.3:7"),
+    ],
+)
+def test_a_role_is_asked_at_the_address_it_was_started_with(host: str, place: str) -> None:
+    assert url_of("gateway", {"PENSTOCK_HTTP_HOST": host, "PENSTOCK_HTTP_PORT": "7"}) == f"http://{place}/health/live"
+    for role in ("router", "worker"):
+        environ = {"PENSTOCK_METRICS_HOST": host, "PENSTOCK_METRICS_PORT": "7", "PENSTOCK_HTTP_HOST": "10.9.9.9"}
+        assert url_of(role, environ) == f"http://{place}/metrics"
