@@ -19,7 +19,7 @@ from gateway.conversations import Conversations
 from gateway.embeddings.prepare import prepare_embedding
 from gateway.embeddings.requests import MAX_VALUES
 from gateway.fleet import FleetView
-from gateway.images.prepare import PATHS, prepare_images, unsupported_files
+from gateway.images.prepare import PATHS, prepare_images
 from gateway.media.loader import MediaLoader
 from gateway.openai.common import CHAT, MESSAGE, RESPONSE
 from gateway.openai.prepare import (
@@ -91,8 +91,6 @@ class RequestPreparer:
         if self._settings.strict_options:
             await self.run_for(body, check_options, endpoint, body)
         if endpoint in PATHS:
-            if no_store or self._settings.always_no_store:
-                raise unsupported_files()
             models = {name: each for name, each in self._fleet.diffusion_models.known.items() if caller.may_name(name)}
             prepared = await self.run_for(
                 body,
@@ -104,6 +102,7 @@ class RequestPreparer:
                 default_deadline_s=self._settings.default_deadline_s,
                 now_ns=now_ns,
                 request_id=request_id,
+                no_store=no_store or self._settings.always_no_store,
             )
             return prepared if caller is ANYONE else prepared._replace(request=caller.own(prepared.request))
         if endpoint == EMBEDDING:

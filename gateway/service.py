@@ -119,7 +119,7 @@ class Gateway:
         self._completion = Completion(self.records, self._read_again, self.tasks)
         self._lookup = RequestLookup(bus, self.records, finder)
         self.conversations = Conversations(self._lookup, model.detokenizer, settings.max_body_bytes)
-        loader = MediaLoader(bus, settings, metrics)
+        loader = MediaLoader(bus, settings, metrics, self.unstored.keep_medium)
         self._preparer = RequestPreparer(self.fleet, loader, self.conversations, self.id, settings)
         self.progress = Progress(bus, self.id, self._subscriptions.readers_of)
         self.listing = RequestListing(bus, self.records, self.progress, self._progress_in_log)

@@ -56,8 +56,6 @@ class Metrics:
         self.index_checksum = scope.gauge(
             "index_checksum", "48 bits of what is known of all caches: equal in routers that show the same sequence"
         )
-        self.erased = scope.counter("erased", "requests with no_store that were erased")
-        self.to_erase = scope.gauge("to_erase_requests", "requests with no_store that ended and may still be stored")
         self.tasks = scope.gauge("tasks", "asyncio tasks")
 
     def lost_leases(self, lost: Iterable[LostLeases]) -> None:

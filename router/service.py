@@ -29,7 +29,7 @@ from router.background import BackgroundTasks
 from router.cluster.cluster_listener import ClusterListener
 from router.cluster.cluster_state import ClusterState
 from router.decider import Decider
-from router.erasure.on_demand import ErasureOnDemand
+from router.deletion import Deletion
 from router.held.held_order import HeldOrder
 from router.held.held_requests import HeldRequests
 from router.held.tenant_weights import TenantWeights
@@ -112,7 +112,7 @@ class Router:
             place=self.place,
             place_held=self._place_held_soon,
         )
-        self._erasure_on_demand = ErasureOnDemand(bus)
+        self._deletion = Deletion(bus)
 
     def _make_held(self) -> HeldRequests:
         settings, cluster = self._settings, self.cluster
@@ -168,7 +168,7 @@ class Router:
             resteering = resteer(self._bus, self.cluster, self._settings.resteer_after_s, recovery.on_late)
             self.tasks.spawn(resteering, name="resteering")
         await self.intake.start(self.tasks)
-        await self._erasure_on_demand.start(self.tasks)
+        await self._deletion.start(self.tasks)
         log.info("router_open", router=self.id, mode=self._settings.mode)
 
     async def close(self) -> None:

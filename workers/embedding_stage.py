@@ -47,7 +47,7 @@ class EmbeddingStage:
         self._reserver = reserver
         self._owner = owner
         self._reader = reader
-        self._loader = MediaLoader(context.bus, vision) if vision is not None else None
+        self._loader = MediaLoader(context.bus, context.memory, vision) if vision is not None else None
 
     async def encode(self, running: RunningRequest) -> Encoded | None:
         """Encode all media and lease the embeddings to the next stage; None: the request was ended."""
@@ -146,7 +146,7 @@ class EmbeddingStage:
             return True
         assert self._loader is not None
         try:
-            prepared = await self._loader.load(missing)
+            prepared = await self._loader.load(running.request, missing)
             if not self._requests.is_current(running):
                 return False
             await asyncio.wrap_future(self._engine.call(lambda engine: vision_of(engine).encode(reservation, prepared)))

@@ -8,9 +8,9 @@ from blake3 import blake3
 
 from infra.bus import object_store
 from infra.bus.connection import Bus
-from infra.bus.private_objects import get_private
+from infra.bus.memory import MemoryStreams, fetch_medium
 from schemas.errors import Code
-from schemas.requests import Media
+from schemas.requests import GenerateRequest, Media
 from workers.engines.base import RequestError, VisionEngine
 
 DECODERS = 2  # one decoded image can take 160 MB (40 M pixels)
@@ -19,12 +19,13 @@ DECODERS = 2  # one decoded image can take 160 MB (40 M pixels)
 class MediaLoader:
     """``close`` cancels what has not begun to be decoded."""
 
-    def __init__(self, bus: Bus, vision: VisionEngine) -> None:
+    def __init__(self, bus: Bus, memory: MemoryStreams, vision: VisionEngine) -> None:
         self._bus = bus
+        self._memory = memory
         self._vision = vision
         self._pool = ThreadPoolExecutor(DECODERS, thread_name_prefix="media")
 
-    async def load(self, media: Mapping[int, Media]) -> dict[int, object]:
+    async def load(self, request: GenerateRequest, media: Mapping[int, Media]) -> dict[int, object]:
         """Each medium, by number, as the engine encodes it.
 
         Raises:
@@ -32,12 +33,12 @@ class MediaLoader:
             ServingError: the object store does not answer, or no longer has it.
         """
         numbers = list(media)
-        prepared = await asyncio.gather(*(self._one(media[number]) for number in numbers))
+        prepared = await asyncio.gather(*(self._one(request, media[number]) for number in numbers))
         return dict(zip(numbers, prepared, strict=True))
 
-    async def _one(self, medium: Media) -> object:
+    async def _one(self, request: GenerateRequest, medium: Media) -> object:
         if medium.private:
-            raw = await get_private(self._bus, "media", medium.private, medium.digest, size=medium.size)
+            raw = await fetch_medium(self._bus, self._memory, request, medium)
         else:
             raw = await object_store.get(self._bus, "media", medium.digest.hex(), limit=medium.size)
         return await asyncio.get_running_loop().run_in_executor(self._pool, self._prepare, raw, medium)

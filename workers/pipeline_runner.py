@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import structlog
 
+from infra.bus.memory import put_file
 from infra.bus.object_store import put
 from infra.bus.tasks import end
 from schemas import done, fleet, jobs, requests
@@ -220,7 +221,13 @@ class PipelineRunner:
         extension = "jpg" if file_format == "jpeg" else file_format
         name = f"{request.id}-{run.running.attempt}-{index}.{extension}"
         left_s = max(1.0, (request.deadline_ns - time.time_ns()) / 1e9)
-        await put(self._context.bus, BUCKET, name, output.data, timeout=min(STORE_S, left_s))
+        if request.in_memory:
+            context = self._context
+            await put_file(
+                context.bus, context.publisher, request.gateway, request.id, name, output.data, keep_s=left_s
+            )
+        else:
+            await put(self._context.bus, BUCKET, name, output.data, timeout=min(STORE_S, left_s))
         kind, size = media_type(file_format), len(output.data)
         return File(name, kind, size, output.width, output.height, output.frames, output.frame_rate, seconds)
 

@@ -10,6 +10,7 @@ import msgspec
 
 from configs.settings import WorkerSettings
 from infra.bus.connection import Bus
+from infra.bus.memory import MemoryStreams
 from infra.bus.publisher import Publisher
 from infra.bus.tasks import Tasks
 from infra.model.detokenizer import Detokenizer
@@ -58,6 +59,7 @@ class SessionContext:
     reporter: Reporter
     requests: RequestTable
     terminal: TerminalEvents
+    memory: MemoryStreams
 
 
 class RequestRunner(Protocol):

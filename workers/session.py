@@ -121,6 +121,7 @@ class WorkerSession:
                 reporter=self._reporter,
                 requests=self._requests,
                 terminal=self._terminal,
+                memory=self._memory,
             )
         )
         self._puller = Puller(

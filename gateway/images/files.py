@@ -8,7 +8,9 @@ from starlette.responses import Response
 from gateway.access.caller import caller_of
 from gateway.service import Gateway
 from infra.bus import object_store
+from infra.bus.memory import get_file
 from schemas.errors import Code, ServingError
+from schemas.requests import GenerateRequest
 
 BUCKET = "results"
 MAX_FILE_BYTES = 512 << 20  # held in memory while it is sent
@@ -24,11 +26,18 @@ ID_CHARACTERS = 36  # a name begins with the id of its request
 _NAME = re.compile(r"[0-9a-f-]{36}-[0-9]{1,9}-[0-9]{1,9}\.(png|jpg|webp|gif|mp4)")
 
 
-async def read_file(gateway: Gateway, name: str) -> bytes:
+async def read_file(gateway: Gateway, name: str, request: GenerateRequest | None = None) -> bytes:
     """
+    Args:
+        request: that it was made for; None: not known.
     Raises:
         ServingError: the file does not exist or has expired, is too large, or the broker does not answer.
     """
+    if request is not None and request.in_memory:
+        data = await get_file(gateway.bus, request.gateway, request.id, name)
+        if data is None:
+            raise _not_found(name)
+        return data
     return await object_store.get(gateway.bus, BUCKET, name, limit=MAX_FILE_BYTES, timeout=READ_TIMEOUT_S)
 
 
@@ -44,10 +53,9 @@ class GeneratedFiles:
         if match is None:
             raise _not_found(name)
         sees = caller_of(request.scope).sees
-        if sees is not None:
-            await self._check_owner(name, sees)
         try:
-            data = await read_file(self._gateway, name)
+            made_for, _ = await self._gateway.look_up(name[:ID_CHARACTERS], sees)
+            data = await read_file(self._gateway, name, made_for)
         except ServingError as error:
             raise _not_found(name) if error.code is Code.request_not_found else error from None
         headers = {
@@ -56,16 +64,6 @@ class GeneratedFiles:
             "x-content-type-options": "nosniff",
         }
         return Response(data, media_type=MEDIA_TYPES[match[1]], headers=headers)
-
-    async def _check_owner(self, name: str, tenant: str) -> None:
-        """
-        Raises:
-            ServingError: request_not_found: the file is of another tenant's request.
-        """
-        try:
-            await self._gateway.look_up(name[:ID_CHARACTERS], tenant)
-        except ServingError as error:
-            raise _not_found(name) if error.code is Code.request_not_found else error from None
 
 
 def _not_found(name: str) -> ServingError:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from gateway.images.parameters import resolve_parameters
 from gateway.images.requests import parse_image, parse_video
 from gateway.openai.common import random_seed, resolve_deadline_s, resolve_priority, resolve_seed
-from gateway.openai.errors import invalid, unsupported
+from gateway.openai.errors import invalid
 from gateway.openai.prepare import PreparedRequest
 from schemas.errors import Code, ServingError
 from schemas.fleet import Diffuser
@@ -28,18 +28,18 @@ def prepare_images(
     default_deadline_s: float,
     now_ns: int,
     request_id: str,
+    no_store: bool = False,
     seed: Callable[[], int] = random_seed,
 ) -> PreparedRequest:
     """
     Args:
+        no_store: as if the body asked for it.
         endpoint: "image" or "video".
         models: diffusion models of the workers, by name.
     Raises:
         ServingError: the body cannot be served; names the field and the limit.
     """
     body = parse_image(data) if endpoint == IMAGE else parse_video(data)
-    if body.no_store:
-        raise unsupported_files()
     model = _find_model(body.model, endpoint, models)
     diffusion = resolve_parameters(body, model, resolve_seed(body, seed))
     request = GenerateRequest(
@@ -55,12 +55,9 @@ def prepare_images(
         worker=body.worker or "",
         endpoint=endpoint,
         diffusion=diffusion,
+        no_store=no_store or bool(body.no_store),
     )
     return PreparedRequest(request, 0, bool(body.stream), False)
-
-
-def unsupported_files() -> ServingError:
-    return unsupported("no_store", "no_store is not supported for images and videos: their files are kept for 6 hours")
 
 
 def _find_model(name: str, kind: str, models: Mapping[str, Diffuser]) -> Diffuser:

@@ -85,5 +85,5 @@ class ImageResponder:
     async def _response(self, aggregator: ImageAggregator) -> ImagesResponse:
         contents = None
         if aggregator.diffusion.inline and aggregator.files is not None:
-            contents = [await read_file(self._gateway, file.name) for file in aggregator.files]
+            contents = [await read_file(self._gateway, file.name, self._inflight.request) for file in aggregator.files]
         return aggregator.response(self._base_url, contents)

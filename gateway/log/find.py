@@ -2,8 +2,7 @@
 
 An id has a time, and so about the place of its request in the stream, and determines its shard: one round trip finds
 it. The time is by a gateway's clock, the place by the broker's: what is not found is looked for in the minutes around
-it. Requests with ``no_store`` share a shard, of which this gateway has an index. Requests that releases up to 0.1
-accepted have no shard; concurrent look-ups of those share one forward read.
+it. Requests that releases up to 0.1 accepted have no shard; concurrent look-ups of those share one forward read.
 """
 
 import asyncio
@@ -12,9 +11,8 @@ from contextlib import aclosing
 import msgspec
 
 from infra.bus.connection import Bus
-from infra.bus.direct_get import Entry, get, get_last, read
+from infra.bus.direct_get import Entry, get_last, read
 from infra.bus.tasks import Tasks, as_serving_error
-from infra.bus.unerased import UnerasedRequests
 from schemas import requests
 from schemas.errors import Code, ServingError
 from schemas.ids import time_of
@@ -37,7 +35,6 @@ class RequestFinder:
     def __init__(self, bus: Bus, tasks: Tasks) -> None:
         self._bus = bus
         self._tasks = tasks.group("find")
-        self._unerased = UnerasedRequests(bus)
         self._wanted: _Wanted = {}
         self._running = 0
         self._far = asyncio.Semaphore(MAX_RUNS)  # each unknown id reads minutes of its shard
@@ -57,8 +54,6 @@ class RequestFinder:
             raise unknown(request_id) from None
         subjects = self._bus.subjects
         request = await self._in_shard(request_id, (made_ns - CLOCK_SKEW_NS, made_ns + WINDOW_NS), FEW)
-        if request is None:
-            request = await self._in_index(request_id)
         if request is None:
             async with self._far:
                 request = await self._in_shard(request_id, (made_ns - FAR_NS, made_ns + FAR_NS), BATCH)
@@ -86,15 +81,6 @@ class RequestFinder:
                     return _accepted(entry)
                 if entry.time_ns > until:
                     return None
-        return None
-
-    async def _in_index(self, request_id: str) -> GenerateRequest | None:
-        await self._unerased.refresh()
-        found = self._unerased.get(request_id)
-        for seq in found.seqs if found is not None else ():
-            entry = await get(self._bus, self._bus.subjects.stream("REQUESTS"), seq)
-            if entry is not None and request_of(entry.headers) == request_id:
-                return _accepted(entry)
         return None
 
     async def _run(self) -> None:

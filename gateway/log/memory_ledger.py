@@ -19,12 +19,13 @@ class Fronts(NamedTuple):
 
 
 class _Floor:
-    __slots__ = ("contents", "since", "tokens")
+    __slots__ = ("contents", "has_parts", "since", "tokens")
 
     def __init__(self, contents: int, tokens: int, since: float) -> None:
         self.contents = contents  # everything of the request is behind these sequences
         self.tokens = tokens
         self.since = since
+        self.has_parts = False  # stored before the request's content
 
 
 class MemoryLedger:
@@ -42,14 +43,18 @@ class MemoryLedger:
         return len(self._live)
 
     def began(self, request: str, now: float) -> None:
-        """A request is about to be stored."""
-        self._live[request] = _Floor(self._contents, self._tokens, now)
+        """A request is about to be stored, or a part of it; then again."""
+        floor = self._live.get(request)
+        if floor is None:
+            self._live[request] = _Floor(self._contents, self._tokens, now)
+        else:
+            floor.has_parts = True
 
     def stored(self, request: str, seq: int) -> None:
         """Its content was stored, before anything else of it."""
         self._contents = max(self._contents, seq)
         floor = self._live.get(request)
-        if floor is not None and seq:
+        if floor is not None and seq and not floor.has_parts:
             floor.contents = max(floor.contents, seq - 1)
 
     def read(self, seq: int) -> None:

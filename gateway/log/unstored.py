@@ -27,7 +27,7 @@ from infra.bus.memory import MemoryStreams
 from infra.bus.publisher import Ack, Publisher
 from infra.bus.tasks import Tasks
 from schemas import contents
-from schemas.errors import ServingError
+from schemas.errors import Code, ServingError
 from schemas.requests import GenerateRequest
 from schemas.subjects import MEMORY
 from schemas.tokens import Logprob, TokenBatch, TokenItem
@@ -40,12 +40,21 @@ LATE_S = 60.0  # a request that runs for longer is stored again, so that it hold
 LATE_AT_ONCE = 16
 SINGLY = 64  # contents deleted one by one at a time, behind a request that runs for long
 DELETE_S = 2.0
+MOST_MEDIA_BYTES = 256 << 20  # of images of open requests, kept to be put again
 OTHERS_S = 15.0
 OTHERS_AT_ONCE = 256
 
 
 class _Purged(msgspec.Struct):
     error: ApiError | None = None
+
+
+class _Media(msgspec.Struct):
+    """Images of one request, by their parts."""
+
+    until: float  # monotonic; if it is not accepted by then, they are dropped
+    request: str = ""  # id of the accepted request
+    parts: dict[str, bytes] = {}
 
 
 class _Open(msgspec.Struct):
@@ -80,6 +89,8 @@ class UnstoredRequests:
         self._open: dict[str, _Open] = {}
         self._ended: dict[str, float] = {}  # request -> when it is deleted, monotonic
         self._ledger = MemoryLedger()
+        self._media: dict[str, _Media] = {}
+        self._media_bytes = 0
         self._batch = 0
         self._subscription: TokenSubscription | None = None
 
@@ -118,6 +129,32 @@ class UnstoredRequests:
     def without_content(self, request: GenerateRequest) -> GenerateRequest:
         return contents.without_content(request, self._key)
 
+    async def keep_medium(self, owner: str, digest: bytes, data: bytes, keep_s: float) -> None:
+        """Store an image for a request that is about to be accepted, under this id or another.
+
+        Raises:
+            ServingError: broker_unavailable: memory storage is full, or did not confirm it.
+        """
+        if self._media_bytes + len(data) > MOST_MEDIA_BYTES:
+            raise ServingError(
+                Code.broker_unavailable,
+                f"images of open requests with no_store take {self._media_bytes >> 20} MiB of this gateway's memory, "
+                f"and the limit is {MOST_MEDIA_BYTES >> 20} MiB; try again later",
+                retry_after=1.0,
+            )
+        media = self._media.setdefault(owner, _Media(time.monotonic() + keep_s))
+        self._ledger.began(owner, time.monotonic())
+        part = memory.media_part(owner, digest)
+        if part not in media.parts:
+            media.parts[part] = data
+            self._media_bytes += len(data)
+        await memory.put_file(self._bus, self._publisher, self._gateway, owner, part, data, keep_s=keep_s)
+
+    def _drop_media(self, owner: str) -> None:
+        media = self._media.pop(owner, None)
+        if media is not None:
+            self._media_bytes -= sum(map(len, media.parts.values()))
+
     async def put(self, inflight: InflightRequest, content: bytes, timeout: float) -> "asyncio.Future[Ack]":
         """Send the content of a new request to memory storage; the returned future is its acknowledgement.
 
@@ -126,6 +163,9 @@ class UnstoredRequests:
         """
         request = inflight.request
         inflight.kept = []
+        for owner in {medium.private for medium in request.media if medium.private}:
+            if owner in self._media:
+                self._media[owner].request = request.id
         self._open[request.id] = _Open(inflight, content)
         self._ledger.began(request.id, time.monotonic())
         future = await memory.put(
@@ -148,7 +188,13 @@ class UnstoredRequests:
     def drop(self, request_id: str) -> None:
         """It was not accepted, or is another one."""
         if self._open.pop(request_id, None) is not None:
-            self._ledger.over(request_id)
+            self._over(request_id)
+
+    def _over(self, request_id: str) -> None:
+        self._ledger.over(request_id)
+        for owner in [owner for owner, media in self._media.items() if media.request == request_id]:
+            self._drop_media(owner)
+            self._ledger.over(owner)
 
     def holds(self, inflight: InflightRequest) -> bool:
         """Whether it is followed until its end, although nobody reads it."""
@@ -175,7 +221,10 @@ class UnstoredRequests:
                 self._end(request_id, now)
         for request_id in [name for name, due in self._ended.items() if due <= now]:
             del self._ended[request_id]
-            self._ledger.over(request_id)
+            self._over(request_id)
+        for owner in [owner for owner, media in self._media.items() if not media.request and media.until < now]:
+            self._drop_media(owner)  # its request was never accepted
+            self._ledger.over(owner)
         await self._store_late_again(now)
         await self._delete(self._ledger.fronts())
 
@@ -276,6 +325,11 @@ class UnstoredRequests:
         ]
         for each, future in zip(open_, waits, strict=True):
             future.add_done_callback(partial(self._stored, each.inflight.request.id))
+        for owner, media in list(self._media.items()):
+            for part, data in media.parts.items():
+                await memory.put_file(
+                    self._bus, self._publisher, self._gateway, owner, part, data, keep_s=LATE_S, again=True
+                )
         waits += await self._put_tokens([each.inflight for each in open_])
         results = await asyncio.gather(*waits, return_exceptions=True)
         failed = [result for result in results if isinstance(result, BaseException)]

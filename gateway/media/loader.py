@@ -6,7 +6,7 @@ A slot holds one medium at a time, and only until it is stored, so memory does n
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 import msgspec
 from blake3 import blake3
@@ -19,7 +19,6 @@ from gateway.media.sources import MediaPart
 from gateway.metrics import Metrics
 from infra.bus.connection import Bus
 from infra.bus.object_store import put
-from infra.bus.private_objects import put_private
 from infra.model.modeldir import Vision
 from schemas.requests import Media
 
@@ -31,9 +30,21 @@ TRUST_S = 300.0  # for this long; then the store is checked again, which takes 0
 
 
 class MediaLoader:
+    """
+    Args:
+        keep: stores a medium in memory, for one request with ``no_store``: its id, the digest, the data, and for how
+            many seconds.
+    """
+
     def __init__(
-        self, bus: Bus, settings: GatewaySettings, metrics: Metrics, clock: Callable[[], float] = time.monotonic
+        self,
+        bus: Bus,
+        settings: GatewaySettings,
+        metrics: Metrics,
+        keep: Callable[[str, bytes, bytes, float], Awaitable[None]],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._keep = keep
         self._bus = bus
         self._limits = MediaLimits.of(settings)
         self._fetcher = Fetcher(self._limits)
@@ -76,7 +87,7 @@ class MediaLoader:
                 raise rejected.to_error(part.field) from None
             self._metrics.media.labels(medium.kind).inc()
             if owner:
-                await put_private(self._bus, BUCKET, owner, medium.digest, data)
+                await self._keep(owner, medium.digest, data, keep_s)
                 return msgspec.structs.replace(medium, private=owner)
             await self._store(medium.digest.hex(), data, keep_s)
             return medium

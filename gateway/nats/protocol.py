@@ -84,6 +84,7 @@ def key_of(message_id: str) -> str:
 
 class _Marked(msgspec.Struct):
     no_store: bool | None = None
+    store: bool | None = None
 
 
 def _no_store_header(headers: dict[str, str]) -> str:
@@ -95,10 +96,11 @@ def may_ask_for_no_store(headers: dict[str, str], body: bytes) -> bool:
     """Whether a submission asks, or may have wanted to ask, not to be stored. A malformed wish counts."""
     if _no_store_header(headers).strip().lower() not in ("", "0", "false"):
         return True
-    if b"no_store" not in body and b"\\u" not in body:  # decoding every large body again would cost milliseconds
+    if b"store" not in body and b"\\u" not in body:  # decoding every large body again would cost milliseconds
         return False
     try:
-        return bool(msgspec.json.decode(body, type=_Marked).no_store)
+        marked = msgspec.json.decode(body, type=_Marked)
+        return bool(marked.no_store) or marked.store is False
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return True
 

@@ -35,7 +35,7 @@ from gateway.nats.waiting_line import WaitingLine
 from gateway.openai.responses import stopping
 from gateway.service import Gateway
 from infra.bus.consumers import config_of, make_again
-from infra.bus.erase import erase
+from infra.bus.erase import Eraser
 from infra.bus.puller import ACK, IN_PROGRESS, NAK, Puller
 from infra.bus.tasks import Tasks, as_serving_error
 from schemas.errors import Code, ServingError
@@ -55,8 +55,7 @@ ELSEWHERE = NAK + b' {"delay": 50000000}'  # ns
 LATER = NAK + b' {"delay": 1000000000}'
 RENEW_S = 1.5  # the consumer's ack_wait is 5 s
 ADMIT_S = 0.05  # between two looks for places
-ERASE_TRIES = 3
-ERASE_AGAIN_S = 1.0
+ERASING = 16  # submissions that wait to be overwritten
 DISCARDED_S = 1.0  # a delivery is remembered for so long after its end, and a repeat that came before its first
 STORED_S = 0.25  # a repeat so long after the first was stored: the window is 0.1 s, and the loop may be late
 
@@ -103,6 +102,7 @@ class Submissions:
         self._acceptor = acceptor
         self._delivery = delivery
         self._tasks = tasks.group("submissions")
+        self._eraser = Eraser(gateway.bus, ERASING)
         self._pullers: dict[str, Puller] = {}
         self._open: dict[tuple[str, int], _Delivery] = {}  # by stream and sequence
         self._open_of: Counter[str] = Counter()  # by tenant
@@ -205,6 +205,7 @@ class Submissions:
         try:
             options = parse_headers(headers, namespace)
             replies.first = options.first
+            self._check_stored(message)
             async with self._same_key.hold((origin.tenant, name), "submissions with this message id"):
                 accepted = await self._accept(message, origin, name)
                 entry.decide(None)
@@ -227,7 +228,7 @@ class Submissions:
             entry.decide(refusal)
             await replies.refuse(refusal)
         self._gateway.metrics.requests.labels("nats", code).inc()
-        if verdict == ACK and self._is_erased(message, accepted):
+        if verdict == ACK and self._refuses(message):
             await self._erase(at)
         await self._nc.publish(entry.reply, verdict)
 
@@ -260,22 +261,34 @@ class Submissions:
                 for priority in Priority:
                     self._line.admit(priority, self._gateway.room(priority))
 
-    def _is_erased(self, message: Any, accepted: AcceptedRequest | None) -> bool:
-        """Whether a submission must not be stored, also one that was refused, or repeats one that is stored."""
-        if accepted is not None and (accepted.inflight is not None or accepted.request.no_store):
-            return accepted.request.no_store
+    def _refuses(self, message: Any) -> bool:
+        """Whether a submission must not be stored, and was: its client had to ask."""
         return self._gateway.settings.always_no_store or may_ask_for_no_store(message.headers or {}, message.data)
 
+    def _check_stored(self, message: Any) -> None:
+        """
+        Raises:
+            ServingError: unsupported: the submission must not be stored.
+        """
+        if self._refuses(message):
+            ask = self._subjects.submit("MODEL").replace(".submit.", ".ask.")
+            raise ServingError(
+                Code.unsupported,
+                "a submission is stored, and this one must not be (no_store, store: false, or --always-no-store of the "
+                f"gateway): ask at {ask}, where nothing is stored",
+                param="no_store",
+            )
+
     async def _erase(self, at: tuple[str, int]) -> None:
-        """Overwrite an answered submission: its acknowledgement would leave its bytes on the broker's disk."""
-        for _ in range(ERASE_TRIES):
-            try:
-                await erase(self._bus, *at)
-            except ServingError as error:
-                log.error("submission_not_erased", stream=at[0], sequence=at[1], error=error.message)
-                await asyncio.sleep(ERASE_AGAIN_S)
-            else:
-                return
+        """Overwrite a refused submission: its acknowledgement would leave its bytes on the broker's disk.
+
+        Where too many are to be overwritten, the bytes go with their file.
+        """
+        try:
+            if not await self._eraser.erase(*at):
+                log.warning("submission_not_erased", stream=at[0], sequence=at[1], error="too many wait")
+        except ServingError as error:
+            log.warning("submission_not_erased", stream=at[0], sequence=at[1], error=error.message)
 
     def _replies_for(self, origin: Origin, key: str, reply_to: str, first: int) -> ReplyPublisher:
         subjects = self._subjects

@@ -156,7 +156,7 @@ def _router(s: Subjects) -> tuple[Right, ...]:
         _reads(*(stream.name for stream in memory_streams(s))),
         Right("ask workers for their blocks, and cancel", (s.all("ctl"), s.cancel), (s.cancel,)),
         Right("fence a dead worker", (f"$KV.{s.bucket('workers')}.*",)),
-        Right("erase requests that must not be stored, and those that gateways ask to delete",
+        Right("delete requests that gateways ask for, and what older builds stored of those with no_store",
               (*(f"$JS.API.STREAM.MSG.DELETE.{s.stream(n)}" for n in ("REQUESTS", "WORK", "TOKENS", "DONE")),
                f"$JS.API.STREAM.MSG.DELETE.OBJ_{s.bucket('media')}"),
               (s.erase,)),

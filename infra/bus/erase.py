@@ -1,11 +1,16 @@
 """Deletes single messages of a stream, and overwrites their bytes on the broker's disk.
 
+That costs the broker a lot: it rewrites the message's block, 8 MB and 6 ms of CPU time in a stream like TOKENS (on
+2.15.1), while others wait. So whoever has several to delete rests in between (``Eraser``).
+
 A stream that discards a message by its limits, or because it was acknowledged, leaves its bytes in the file until the
 file is rewritten or removed. In a cluster, each node overwrites its copy in the stream; what a node's replication log
 still has of the message goes with that log's next snapshot.
 """
 
+import asyncio
 import json
+import time
 
 import msgspec
 from nats.errors import Error as NatsError
@@ -15,6 +20,8 @@ from infra.bus.jetstream import ApiError
 from schemas.errors import Code, ServingError
 
 ERASE_S = 5.0
+SHARE = 0.1  # of the time in which an ``Eraser`` has the broker overwrite something
+MOST_REST_S = 2.0
 GONE = frozenset({10037, 10043, 10057})  # the stream has no message with this sequence (any more)
 
 
@@ -43,6 +50,39 @@ async def erase(bus: Bus, stream: str, seq: int) -> bool:
     if reply.error.err_code in GONE:
         return False
     raise _failed(stream, seq, str(reply.error))
+
+
+class Eraser:
+    """Erases one message at a time, and rests for longer than that took: other clients do not notice.
+
+    Args:
+        waiting: how many more may wait for their turn.
+    """
+
+    def __init__(self, bus: Bus, waiting: int = 1 << 30) -> None:
+        self._bus = bus
+        self._most = waiting
+        self._waiting = 0
+        self._turn = asyncio.Lock()
+
+    async def erase(self, stream: str, seq: int) -> bool:
+        """Delete one message and overwrite its bytes, in turn; False: too many wait, so it was left.
+
+        Raises:
+            ServingError: as ``erase``.
+        """
+        if self._waiting > self._most:
+            return False
+        self._waiting += 1
+        try:
+            async with self._turn:
+                began = time.monotonic()
+                await erase(self._bus, stream, seq)
+                took = time.monotonic() - began
+                await asyncio.sleep(min(MOST_REST_S, took * (1 / SHARE - 1)))
+        finally:
+            self._waiting -= 1
+        return True
 
 
 def _failed(stream: str, seq: int, why: str) -> ServingError:

@@ -13,7 +13,7 @@ from schemas.ids import time_of
 from schemas.streams import CLOCK_SKEW_NS
 from schemas.subjects import HEADER_NO_STORE, request_of
 
-Delete = Callable[[Bus, str, int], Awaitable[object]]  # (bus, stream, sequence)
+Delete = Callable[[str, int], Awaitable[object]]  # (stream, sequence)
 
 
 class Ended(NamedTuple):
@@ -22,7 +22,7 @@ class Ended(NamedTuple):
     Attributes:
         subject: of its record.
         ended_ns: Unix time.
-        apart: made with no_store: its tokens are in no message with another request's.
+        apart: made with no_store: it has no content, or, of an older build, tokens in messages of their own.
     """
 
     id: str
@@ -43,9 +43,11 @@ async def find_ended(bus: Bus, request_id: str) -> Ended | None:
     return Ended(request_id, last.subject, last.time_ns, HEADER_NO_STORE in last.headers)
 
 
-async def forget_messages(bus: Bus, ended: Sequence[Ended], delete: Delete) -> int:
+async def forget_messages(bus: Bus, ended: Sequence[Ended], delete: Delete, *, records: bool = True) -> int:
     """Delete the jobs, requests and records of these requests; returns how many messages that were.
 
+    Args:
+        records: False: leave the records.
     Raises:
         ServingError: a stream cannot be read. ``delete`` may raise others.
     """
@@ -64,19 +66,19 @@ async def forget_messages(bus: Bus, ended: Sequence[Ended], delete: Delete) -> i
             if entry.subject == bus.subjects.erased:
                 continue
             if request_of(entry.headers) in ids:
-                await delete(bus, stream, entry.seq)
+                await delete(stream, entry.seq)
                 messages += 1
     messages += await _forget_unstored(bus, ids, since_ns, delete)
     stream = bus.subjects.stream("DONE")
-    for each in ended:
+    for each in ended if records else ():
         async for entry in read(bus, stream, each.subject):
-            await delete(bus, stream, entry.seq)
+            await delete(stream, entry.seq)
             messages += 1
     return messages
 
 
 async def _forget_unstored(bus: Bus, ids: Collection[str], since_ns: int, delete: Delete) -> int:
-    """What requests with ``no_store`` have besides: tokens of their own, and after their erasure an entry for lists."""
+    """What older builds stored of requests with ``no_store``: tokens apart, after their erasure an entry for lists."""
     entries = []
     stream = bus.subjects.stream("TOKENS")
     for each in ids:
@@ -86,5 +88,5 @@ async def _forget_unstored(bus: Bus, ids: Collection[str], since_ns: int, delete
         if request_of(entry.headers) in ids:
             entries.append((stream, entry.seq))
     for name, seq in entries:
-        await delete(bus, name, seq)
+        await delete(name, seq)
     return len(entries)

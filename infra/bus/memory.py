@@ -6,6 +6,7 @@ into them again is told (``on_renewed``). Their sequences begin at 1 then.
 """
 
 import asyncio
+import functools
 import json
 import math
 import time
@@ -14,16 +15,18 @@ from typing import Any, NamedTuple
 
 import msgspec
 import structlog
+from blake3 import blake3
 from nats.errors import Error as NatsError
 from nats.errors import NoRespondersError
 
 from infra.bus.connection import Bus
-from infra.bus.direct_get import get_last
+from infra.bus.direct_get import get_last, read
 from infra.bus.jetstream import STREAM_NOT_FOUND, ApiError
+from infra.bus.object_store import CHUNK, PUT_S
 from infra.bus.publisher import Ack, Publisher
 from schemas import contents, requests
 from schemas.errors import Code, ServingError
-from schemas.requests import GenerateRequest
+from schemas.requests import GenerateRequest, Media
 from schemas.streams import MEMORY_GRACE_S, memory_streams, stream_config
 
 log = structlog.get_logger("bus")
@@ -257,20 +260,91 @@ async def find_request(bus: Bus, request: GenerateRequest) -> GenerateRequest | 
     return requests.decode(data) if data is not None else None
 
 
+async def put_file(
+    bus: Bus,
+    publisher: Publisher,
+    gateway: str,
+    request_id: str,
+    part: str,
+    data: bytes,
+    *,
+    keep_s: float,
+    again: bool = False,
+) -> None:
+    """Store a file of a request: what it brings (``media_part``), or what was made for it, under its name.
+
+    Args:
+        gateway: that accepted it.
+        again: it was put before; what is left of that is replaced.
+    Raises:
+        ServingError: broker_unavailable: not confirmed in time, or memory storage is full.
+    """
+    subject = bus.subjects.contents(gateway, request_id, part)
+    suffix = ":again" if again else ""
+    for number, at in enumerate(range(0, len(data), CHUNK)):
+        # One at a time: a chunk that is sent again is dropped by its id, and never comes behind its successors.
+        await publisher.publish(
+            subject,
+            data[at : at + CHUNK],
+            f"{request_id}:{part}:{number}{suffix}",
+            headers={"Nats-TTL": f"{max(1, math.ceil(keep_s + MEMORY_GRACE_S))}s"},
+            timeout=PUT_S,
+            insist=False,
+        )
+
+
+async def get_file(bus: Bus, gateway: str, request_id: str, part: str, *, size: int = 0) -> bytes | None:
+    """A file of ``size`` bytes (0: of any size); None: it is not (or no longer) there, or not whole.
+
+    Raises:
+        ServingError: the broker did not answer.
+    """
+    parts, received = [], 0
+    subject = bus.subjects.contents(gateway, request_id, part)
+    async for entry in read(bus, bus.subjects.stream("MEMORY_CONTENTS"), subject):
+        parts.append(entry.data)
+        received += len(entry.data)
+        if size and received >= size:
+            break
+    return b"".join(parts) if received and size in (0, received) else None
+
+
+def media_part(owner: str, digest: bytes) -> str:
+    """The part of an image that a request brings. Equal images of two requests cannot be told from the names."""
+    return f"media.{blake3(owner.encode() + digest).hexdigest(16)}"
+
+
+async def fetch_medium(bus: Bus, memory: MemoryStreams, request: GenerateRequest, medium: Media) -> bytes:
+    """An image of a request. The caller checks its digest.
+
+    Raises:
+        ServingError: as ``fetch``.
+    """
+    part = media_part(medium.private, medium.digest)
+    look = functools.partial(get_file, bus, request.gateway, medium.private, part, size=medium.size)
+    return await _wait_for(bus, memory, request, look)
+
+
 async def fetch(bus: Bus, memory: MemoryStreams, request: GenerateRequest, part: str) -> bytes:
     """A part of a request's content, which may have to be put again after a broker's restart.
 
     Raises:
         ServingError: content_lost: it is gone; deadline_exceeded; broker_unavailable.
     """
+    return await _wait_for(bus, memory, request, functools.partial(find, bus, request, part))
+
+
+async def _wait_for(
+    bus: Bus, memory: MemoryStreams, request: GenerateRequest, look: Callable[[], Awaitable[bytes | None]]
+) -> bytes:
     until = time.monotonic() + SETTLE_S
     while True:
-        data = await find(bus, request, part)
+        data = await look()
         if data is not None:
             return data
         gone = memory.since_renewed_s > ABSENT_S and not await answers(bus, request.gateway, request.id)
         if gone or time.monotonic() >= until:
-            data = await find(bus, request, part)  # it may have been put between the two looks
+            data = await look()  # it may have been put between the two looks
             if data is not None:
                 return data
             raise lost(request.id)

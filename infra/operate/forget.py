@@ -19,11 +19,13 @@ from configs.flags import Parser
 from infra.broker.jetstream_api import BrokerProblem, request
 from infra.bus.connection import Bus
 from infra.bus.direct_get import read
+from infra.bus.erase import Eraser
 from infra.bus.forget import Ended, find_ended, forget_messages
 from infra.counts import counted
 from infra.terminal import confirmed, stdout
 from infra.timeline.open_log import Source, add_flags, open_log, run_command
 from infra.timeline.summary_cache import cache_folder
+from schemas.errors import ServingError
 from schemas.ids import request_of_answer, time_of
 from schemas.subjects import HEADER_NO_STORE
 
@@ -42,7 +44,7 @@ def run(argv: Sequence[str]) -> int:
         prog="penstock forget",
         description="delete the prompts, jobs and records of requests that have ended, at once and for good. Their "
         "tokens are in messages that they share with other requests; those leave the log by their age, and the command "
-        "prints when. Those of requests with no_store go at once.",
+        "prints when. Each message takes the broker a while, so that other clients do not notice.",
     )
     parser.add_argument("ids", nargs="*", metavar="ID", help="requests")
     parser.add_argument("--tenant", default="", metavar="NAME", help="all requests of a tenant that have ended")
@@ -67,7 +69,7 @@ async def _run(args: argparse.Namespace, console: Console) -> None:
             raise ValueError("nothing was deleted; --yes deletes without asking")
         try:
             forgotten = await forget(log.bus, ended)
-        except BrokerProblem as error:
+        except (BrokerProblem, ServingError) as error:
             raise ValueError(f"{error}; repeat the command to delete the rest") from error
     await asyncio.to_thread(shutil.rmtree, cache_folder(None if args.nats_url else Path(args.data_dir)), True)
     tokens = "their tokens, too"
@@ -115,11 +117,10 @@ async def forget(bus: Bus, ended: Sequence[Ended]) -> Forgotten:
         ServingError: a stream cannot be read.
         BrokerProblem: the broker refuses to delete, or does not answer. What was not deleted is found again.
     """
-    messages = await forget_messages(bus, ended, _delete)
+    messages = await forget_messages(bus, ended, Eraser(bus).erase)
+    for each in ended if any(one.apart for one in ended) else ():
+        subject = bus.subjects.contents("*", each.id, ">")
+        await request(bus.nc, f"STREAM.PURGE.{bus.subjects.stream('MEMORY_CONTENTS')}", {"filter": subject})
     config = (await request(bus.nc, f"STREAM.INFO.{bus.subjects.stream('TOKENS')}", {}))["config"]
     shared_ns = max((each.ended_ns for each in ended if not each.apart), default=0)
     return Forgotten(len(ended), messages, shared_ns + config["max_age"] if shared_ns else 0)
-
-
-async def _delete(bus: Bus, stream: str, seq: int) -> None:
-    await request(bus.nc, f"STREAM.MSG.DELETE.{stream}", {"seq": seq})

@@ -14,19 +14,17 @@ from gateway.log.inflight import InflightRequest
 from gateway.log.subscription import TokenSubscription
 from infra.broker.server import EmbeddedNats
 from infra.bus.connection import Bus
-from infra.bus.erase import erase
 from infra.bus.publisher import Publisher
 from infra.bus.tasks import Tasks
 from schemas import wire
 from schemas.errors import ServingError
 from schemas.ids import new_request_id
 from schemas.requests import GenerateRequest
-from schemas.subjects import HEADER_MSG_ID, Subjects
+from schemas.subjects import Subjects
 from schemas.tokens import Finish, TokenBatch, TokenItem
 from schemas.wire import pack_tokens
 from tests.gateway.log.test_inflight import request_of
 from tests.infra.bus.support import eventually, opened
-from tests.infra.timeline.support import accept
 
 GATEWAY = "gone"
 
@@ -196,8 +194,7 @@ async def test_a_request_that_wants_everything_has_it_when_it_is_attached(
 # -- finding requests ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("no_store", [False, True])
-async def test_a_request_is_found_although_its_gateways_clock_is_minutes_off(bus: Bus, *, no_store: bool) -> None:
+async def test_a_request_is_found_although_its_gateways_clock_is_minutes_off(bus: Bus) -> None:
     tasks, publisher = Tasks("test"), Publisher(bus)
     finder = RequestFinder(bus, tasks)
     await publisher.open()
@@ -208,47 +205,13 @@ async def test_a_request_is_found_although_its_gateways_clock_is_minutes_off(bus
         ids = [f"{new_request_id(made_ns)[:-3]}{last[-3:]}" for _ in range(10)]  # of one shard: more than one batch
         for request_id in ids:
             request = msgspec.structs.replace(request_of(), id=request_id, created_ns=made_ns)
-            subject = bus.subjects.request("tiny", "standard", request_id, no_store=no_store)
+            subject = bus.subjects.request("tiny", "standard", request_id)
             await publisher.publish(subject, wire.encode(request), request_id)
         made += ids
     assert [(await finder.find(request_id)).id for request_id in made] == made
     with pytest.raises(ServingError, match="no request"):
         await finder.find(new_request_id(made_ns))
     await publisher.close()
-    await finder.close()
-    assert await tasks.aclose()
-
-
-async def test_looking_up_unknown_ids_does_not_read_the_open_requests_with_no_store_each_time(bus: Bus) -> None:
-    tasks = Tasks("test")
-    finder = RequestFinder(bus, tasks)
-    opened = [await accept(bus, no_store=True, prompt=bytes(200_000)) for _ in range(3)]
-    assert await finder.find(opened[0].id) == opened[0]
-    received = bus.nc.stats["in_bytes"]
-    ids = [new_request_id(time.time_ns()) for _ in range(20)]
-    found = await asyncio.gather(*map(finder.find, ids), return_exceptions=True)
-    assert all(isinstance(each, ServingError) for each in found)
-    assert bus.nc.stats["in_bytes"] - received < 200_000
-    assert [await finder.find(each.id) for each in opened] == opened
-    await finder.close()
-    assert await tasks.aclose()
-
-
-@pytest.mark.parametrize("copied", [False, True])
-async def test_a_request_with_no_store_is_found_until_it_is_erased(bus: Bus, *, copied: bool) -> None:
-    """Also if only a copy of it is left."""
-    tasks, stream = Tasks("test"), bus.subjects.stream("REQUESTS")
-    finder = RequestFinder(bus, tasks)
-    request = await accept(bus, no_store=True)
-    if copied:
-        subject = bus.subjects.request(request.model, "standard", no_store=True)
-        await finder.find(request.id)
-        await bus.js.publish(subject, wire.encode(request), headers={HEADER_MSG_ID: f"{request.id}:kept:1"})
-        await erase(bus, stream, 1)
-    assert await finder.find(request.id) == request
-    await erase(bus, stream, 2 if copied else 1)
-    with pytest.raises(ServingError, match="no request"):
-        await finder.find(request.id)
     await finder.close()
     assert await tasks.aclose()
 

@@ -79,6 +79,8 @@ def test_a_header_that_cannot_be_used_is_named(headers: dict[str, str]) -> None:
         ({"Penstock-No-Store": "0"}, b'{"no_store": false}', False),
         ({}, b'{"no\\u005fstore": true}', True),
         ({}, b'{"no_store": "yes"}', True),
+        ({}, b'{"store": false}', True),
+        ({}, b'{"store": true}', False),
         ({}, b'{"prompt": "no_store"}', False),
     ],
 )

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from infra.broker.jetstream_api import BrokerProblem
 from infra.broker.server import EmbeddedNats
+from infra.bus import erase as erasing
 from infra.bus.connection import Bus
 from infra.bus.direct_get import read
-from infra.operate import forget as forget_module
 from infra.operate.forget import run
 from infra.timeline.summary_cache import cache_folder
+from schemas.errors import Code, ServingError
 from schemas.subjects import HEADER_MSG_ID, Subjects
 from schemas.wire import encode
 from tests.infra.bus.support import opened
@@ -96,16 +96,16 @@ async def test_what_an_interrupted_command_left_is_deleted_by_the_next_one(
     request = await accept(bus)
     await assign(bus, request)
     await end(bus, request, 1)
-    delete, deleted = forget_module._delete, 0
+    delete, deleted = erasing.erase, 0
 
-    async def refused_at_the_second(*args: Any) -> None:
+    async def refused_at_the_second(*args: Any) -> bool:
         nonlocal deleted
         deleted += 1
         if deleted == 2:
-            raise BrokerProblem("the broker does not answer")
-        await delete(*args)
+            raise ServingError(Code.broker_unavailable, "the broker does not answer")
+        return await delete(*args)
 
-    monkeypatch.setattr(forget_module, "_delete", refused_at_the_second)
+    monkeypatch.setattr(erasing, "erase", refused_at_the_second)
     assert await forget(bus, broker, request.id, "--yes") == 1
     assert "repeat the command" in capsys.readouterr().err
     assert await stored(bus) == [request.id] * 2, "the job is gone first, the record is there"

@@ -211,22 +211,42 @@ async def answers(fleet: Deployment) -> bool:
             return False
 
 
-async def test_a_submission_over_nats_is_deleted_from_its_own_stream_as_well(
+async def test_an_ask_over_nats_is_answered_and_leaves_nothing(
     fleet: Deployment, fleet_bus: Bus, oracle: Oracle
 ) -> None:
     client = await nats.connect(fleet.state.client_nats_url)
     said = "a sentence that is said nowhere else"
     asked = {"model": "tiny", "prompt": said, "temperature": 0, "max_tokens": COUNT, "ignore_eos": True}
-    inbox = client.new_inbox()
+    answer = await client.request("ps.ask.tiny", json.dumps(asked).encode(), timeout=15, headers={HEADER_NO_STORE: "1"})
+    assert json.loads(answer.data)["choices"][0]["text"] == oracle.answer(asked, COUNT)
+    assert answer.headers is not None
+    await is_deleted(fleet, fleet_bus, answer.headers[HEADER_REQUEST], [said.encode(), *traces(oracle, asked)])
+    await client.close()
+
+
+@pytest.mark.parametrize("how", ["header", "no_store", "store"])
+async def test_a_submission_that_must_not_be_stored_is_refused_and_overwritten(fleet: Deployment, how: str) -> None:
+    client = await nats.connect(fleet.state.client_nats_url)
+    said = f"a sentence that was submitted by mistake, {how}"
+    asked: dict[str, Any] = {"model": "tiny", "prompt": said, "max_tokens": COUNT}
+    inbox, headers = client.new_inbox(), {}
+    if how == "header":
+        headers[HEADER_NO_STORE] = "1"
+    else:
+        asked[how] = how == "no_store"
     answers = await client.subscribe(inbox)
     await client.jetstream().publish(
-        "ps.submit.tiny", json.dumps(asked).encode(), headers={HEADER_NO_STORE: "1", HEADER_REPLY_TO: inbox}
+        "ps.submit.tiny", json.dumps(asked).encode(), headers={HEADER_REPLY_TO: inbox, **headers}
     )
     answer = await answers.next_msg(timeout=15)
-    assert json.loads(answer.data)["choices"][0]["text"] == oracle.answer(asked, COUNT)
-    wanted = [said.encode(), *traces(oracle, asked)]
-    assert answer.headers is not None
-    await is_deleted(fleet, fleet_bus, answer.headers[HEADER_REQUEST], wanted)
+    error = json.loads(answer.data)["error"]
+    assert error["code"] == "unsupported"
+    assert "ps.ask.MODEL" in error["message"]
+
+    async def gone() -> bool:
+        return on_disk(fleet, [said.encode()]) == []
+
+    await until(gone, "its overwriting")
     await client.close()
 
 
@@ -260,15 +280,6 @@ async def test_a_prefill_worker_and_a_decode_worker_leave_nothing_where_all_requ
     await bus.close()
 
 
-async def test_what_cannot_be_erased_is_refused(http: httpx.AsyncClient) -> None:
-    pixel = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
-    for path, asked in (
-        (
-            "/v1/chat/completions",
-            {"model": "tiny", "messages": [{"role": "user", "content": [pixel]}], "no_store": True},
-        ),
-        ("/v1/images/generations", {"model": "tiny", "prompt": "a boat", "no_store": True}),
-    ):
-        assert (await http.post(path, json=asked)).status_code == 400
+async def test_an_unclear_wish_is_refused(http: httpx.AsyncClient) -> None:
     unclear = await http.post(PATH, json=body(30), headers={"x-penstock-no-store": "yes please"})
     assert unclear.json()["error"]["param"] == "X-Penstock-No-Store"

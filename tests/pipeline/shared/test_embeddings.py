@@ -116,10 +116,10 @@ async def test_a_submission_over_nats_is_answered_with_the_same_vectors(
     body: dict[str, Any] = {"model": "vec", "input": [[1, 2, 3]], "encoding_format": "base64"}
     nc = await nats.connect(fast.state.client_nats_url)
     try:
-        asked = await nc.request("ps.ask.vec", json.dumps(body).encode(), timeout=10)
+        asked = await nc.request("ps.ask.vec", json.dumps(body).encode(), timeout=10, headers={HEADER_NO_STORE: "1"})
         inbox = nc.new_inbox()
         answers = await nc.subscribe(inbox)
-        headers = {HEADER_REPLY_TO: inbox, HEADER_NO_STORE: "1"}
+        headers = {HEADER_REPLY_TO: inbox}
         await nc.jetstream().publish("ps.submit.vec", json.dumps(body).encode(), headers=headers)
         submitted = await answers.next_msg(timeout=10)
     finally:

@@ -1,1 +1,0 @@
-"""Erases the content of requests with ``no_store``, after their end and a grace period for their readers."""

@@ -1,0 +1,50 @@
+"""Erasing one message after the other: in turn, with rests, and never more than may wait."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from infra.bus import erase as erasing
+from infra.bus.erase import MOST_REST_S, SHARE, Eraser
+
+
+async def test_one_is_erased_at_a_time_with_a_rest_that_is_longer_than_it_took(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, rests, running = [0.0], [], 0
+    sleep = asyncio.sleep
+
+    async def erased(bus: Any, stream: str, seq: int) -> bool:
+        nonlocal running
+        running += 1
+        assert running == 1
+        await sleep(0)
+        clock[0] += seq / 100
+        running -= 1
+        return True
+
+    async def rest(seconds: float) -> None:
+        rests.append(seconds)
+        await sleep(0)
+
+    monkeypatch.setattr(erasing, "erase", erased)
+    monkeypatch.setattr(erasing.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(erasing.asyncio, "sleep", rest)
+    eraser = Eraser(None)  # type: ignore[arg-type]
+    assert all(await asyncio.gather(*(eraser.erase("s", seq) for seq in (1, 2, 1000))))
+    assert rests == pytest.approx([0.01 * (1 / SHARE - 1), 0.02 * (1 / SHARE - 1), MOST_REST_S])
+
+
+async def test_beyond_those_that_may_wait_a_message_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    go = asyncio.Event()
+
+    async def erased(bus: Any, stream: str, seq: int) -> bool:
+        await go.wait()
+        return True
+
+    monkeypatch.setattr(erasing, "erase", erased)
+    eraser = Eraser(None, 2)  # type: ignore[arg-type]
+    under_way = [asyncio.create_task(eraser.erase("s", seq)) for seq in range(3)]
+    await asyncio.sleep(0)
+    assert not await eraser.erase("s", 3)
+    go.set()
+    assert await asyncio.gather(*under_way) == [True] * 3
