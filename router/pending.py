@@ -27,7 +27,7 @@ class PendingRequest(msgspec.Struct, eq=False):
         share: the share of its class's space that it counts in, while it is held.
         lost: attempts that were lost with their worker, and that worker.
         suspect: how it may run, as of the last look.
-        gone: the worker of the attempt before, if it crashed and may be registered yet.
+        gone: the worker of the attempt before, if its process has ended and it may be registered yet.
         missing_since: monotonic time since when its revision has had no worker; 0: it has one.
     """
 

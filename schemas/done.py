@@ -86,6 +86,10 @@ class Done(msgspec.Struct, frozen=True, omit_defaults=True, tag="done"):
     ] = ()  # what the record lacks: "prompt", "scores", "logprobs", "tokens", "request"; "message"
 
 
+CRASHES = ("alone", "shared")  # by its own fault, while it ran nothing else, or others too
+KILLED = "killed"  # otherwise: by an operator, a restart of its machine, ...
+
+
 class Returned(msgspec.Struct, frozen=True, omit_defaults=True, tag="returned"):
     """This attempt ended without a result, through no fault of the request (but see ``poison``)."""
 
@@ -95,7 +99,7 @@ class Returned(msgspec.Struct, frozen=True, omit_defaults=True, tag="returned"):
     worker: str
     reason: str
     poison: bool = False  # the engine failed while it ran this request
-    crashed: str = ""  # the worker's process or engine ended while it ran this: "alone", or "shared" with others
+    crashed: str = ""  # of CRASHES, or KILLED: its worker's process or engine ended while it ran this; "": did not
 
 
 decode = decoder(Done | Returned)  # type: ignore[arg-type]

@@ -155,7 +155,7 @@ def returns(life: LastLife, end: End, subjects: Subjects) -> list[Message]:
 
 
 def _returned(ran: Ran, end: End, subjects: Subjects) -> Message:
-    crashed = ("alone" if ran.alone else "shared") if end.crashed else ""
+    crashed = ("alone" if ran.alone else "shared") if end.crashed else done.KILLED
     event = done.Returned(ran.request, ran.model, ran.attempt, ran.worker, end.reason, end.crashed, crashed)
     headers = done.returned_headers(event)
     return Message(subjects.returned(ran.model), wire.encode(event), done.returned_id(event), headers)
@@ -288,7 +288,7 @@ class CrashJournal:
             return
         line = msgspec.json.encode(note) + b"\n"
         try:
-            self._size += os.write(self._fd, line)  # into the kernel's cache: 2 us
+            self._size += os.write(self._fd, line)  # into the kernel's cache, which outlives the process
         except OSError as error:  # a full disk, for example
             log.warning("crash_journal_unusable", error=str(error))
             self._close()

@@ -170,9 +170,9 @@ class Recovery:
         stalled = reason.startswith(STALLED)
         if stalled or reason.startswith(LATE) or (reason == WORKER_LOST and entry.later):
             await self._revoke(entry)
-        crashed = bool(self._cluster.returned.of(attempt.request_id).get(attempt.attempt))
+        dead = self._cluster.returned.of(attempt.request_id).get(attempt.attempt)  # although it may be registered yet
         pending = _next_attempt(attempt, reason, time.time_ns())
-        pending.gone = attempt.worker if crashed else ""
+        pending.gone = attempt.worker if dead else ""
         if reason == WORKER_LOST:
             known = self._cluster.tracker.worker
             lost = [stage.worker for stage in entry.stages if known(stage.worker) is None] or [attempt.worker]

@@ -15,6 +15,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from router.loads.load_tracker import LoadTracker
+from schemas.done import CRASHES
 from schemas.fleet import State
 from schemas.jobs import ALONE, SUSPECT
 
@@ -41,7 +42,8 @@ class ReturnedAttempts:
     def add(self, request: str, attempt: int, crashed: str) -> None:
         """``crashed``: as in ``done.Returned``. Of several reports of one attempt, the first crash counts."""
         attempts = self._attempts.setdefault(request, {})
-        attempts[attempt] = attempts.get(attempt) or crashed
+        known = attempts.get(attempt, "")
+        attempts[attempt] = known if known in CRASHES else crashed or known
         if len(self._attempts) > REMEMBERED:
             self._attempts.popitem(last=False)
 
@@ -52,7 +54,7 @@ class ReturnedAttempts:
         return self._attempts.get(request, {})
 
     def crashes(self, request: str) -> int:
-        return sum(map(bool, self.of(request).values()))
+        return count_crashes(self.of(request))
 
     def parts(self, size: int = 500) -> Iterator[tuple[tuple[str, int, str], ...]]:
         """For a snapshot, see ``update``."""
@@ -63,6 +65,11 @@ class ReturnedAttempts:
     def update(self, entries: Iterable[tuple[str, int, str]]) -> None:
         for entry in entries:
             self.add(*entry)
+
+
+def count_crashes(returned: Mapping[int, str]) -> int:
+    """``returned``: by attempt, as ``ReturnedAttempts`` has it."""
+    return sum(crashed in CRASHES for crashed in returned.values())
 
 
 def standing(
@@ -82,7 +89,7 @@ def standing(
         waited_s: since the last attempt ended.
         repeats: it has the content of a request that was found to be poisonous.
     """
-    crashes = sum(map(bool, returned.values()))
+    crashes = count_crashes(returned)
     if ALONE in returned.values() or (repeats and crashes):
         return Standing.poisonous
     if repeats:

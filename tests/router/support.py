@@ -19,7 +19,7 @@ from router.service import Router
 from schemas import blocks, control, done, fleet, jobs, kv, wire
 from schemas.jobs import Job
 from schemas.requests import GenerateRequest
-from schemas.subjects import HEADER_LOAD, HEADER_MSG_ID, HEADER_RETURNED, Subjects
+from schemas.subjects import HEADER_LOAD, HEADER_MSG_ID, Subjects
 from schemas.transfer import Encoded, Endpoint, Memory, Prefilled, Ticket
 from tests.infra.bus.support import eventually
 from tests.workers.support import BLOCK, MODEL, LogClient, dial
@@ -174,13 +174,19 @@ class Stub:
         await self.bus.js.publish(subject, wire.encode(event), headers={HEADER_MSG_ID: asked.id})
 
     async def hand_back(
-        self, asked: GenerateRequest, attempt: int = 1, reason: str = "draining", *, header: bool = True
+        self,
+        asked: GenerateRequest,
+        attempt: int = 1,
+        reason: str = "draining",
+        *,
+        header: bool = True,
+        crashed: str = "",
     ) -> None:
-        """Without its ``header`` as workers of releases up to 0.1 do."""
-        event = done.Returned(asked.id, asked.model, attempt, self.id, reason)
+        """Without its ``header`` as workers of releases up to 0.1 do. ``crashed``: as whoever reports its death."""
+        event = done.Returned(asked.id, asked.model, attempt, self.id, reason, crashed=crashed)
         headers = {HEADER_MSG_ID: f"{asked.id}:{attempt}:returned"}
         if header:
-            headers[HEADER_RETURNED] = done.returned_header(event)
+            headers |= done.returned_headers(event)
         await self.bus.js.publish(self.bus.subjects.returned(asked.model), wire.encode(event), headers=headers)
 
     async def hand_off(self, job: Job, resume: tuple[bytes, ...] = ()) -> int:

@@ -73,7 +73,7 @@ def test_what_ran_is_returned_and_says_whether_it_ran_alone() -> None:
     assert shared_of.subject == subjects.returned("m")
     assert done.decode(alone_of.payload) == done.Returned("r2", "m", 3, "w-1", "crashed: SIGSEGV", True, "alone")
     (innocent, _) = returns(alone, End(False, "it was killed"), subjects)
-    assert HEADER_CRASHED not in innocent.headers
+    assert innocent.headers[HEADER_CRASHED] == done.KILLED
 
 
 @given(st.lists(st.tuples(st.sampled_from("abcdef"), st.booleans()), max_size=60), st.integers(0, 40))

@@ -30,7 +30,7 @@ async def returned(broker: EmbeddedNats, subjects: Subjects) -> list[done.Return
         return [done.decode(entry.data) async for entry in read(bus, stream, subject)]
 
 
-@pytest.mark.parametrize(("signum", "crashed"), [(signal.SIGSEGV, "shared"), (signal.SIGKILL, "")])
+@pytest.mark.parametrize(("signum", "crashed"), [(signal.SIGSEGV, "shared"), (signal.SIGKILL, "killed")])
 async def test_what_a_dead_worker_ran_is_returned_before_its_next_start(
     broker: EmbeddedNats, pipeline: Subjects, tmp_path: Path, signum: signal.Signals, crashed: str
 ) -> None:

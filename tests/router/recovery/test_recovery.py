@@ -176,6 +176,51 @@ async def test_a_returned_request_is_requeued(log: LogClient, clients: Clients, 
     assert len(await clients.work()) == 2
 
 
+@pytest.mark.parametrize(("crashed", "suspect"), [("killed", ""), ("shared", "suspect")])
+async def test_a_request_does_not_go_back_to_a_dead_worker_that_is_registered_yet(
+    clients: Clients, one: Routing, crashed: str, suspect: str
+) -> None:
+    """Its end is reported before its connection is known to be broken."""
+    asked = request()
+    dead = await on(clients, one, "w1", asked)
+    await dead.hand_back(asked, reason="it ended", crashed=crashed)
+    await eventually(lambda: one.waiting == [asked.id])
+    await clients.stub("w2")
+    worker, job = await clients.placed(asked, 2)
+    assert (worker, job.suspect) == ("w2", suspect)
+
+
+async def test_what_two_crashes_name_runs_alone_and_a_third_ends_it(
+    log: LogClient, clients: Clients, one: Routing
+) -> None:
+    asked, other, beside = request(max_tokens=20), request((9, 9)), request((8, 8))
+    first = await on(clients, one, "w1", asked)
+    second, third = await clients.stub("w2"), await clients.stub("w3")
+    await one.knows("w2", "w3")
+    stubs = {stub.id: stub for stub in (first, second, third)}
+    await first.hand_back(asked, crashed="shared")
+    await lose(clients, first)
+    worker, job = await clients.placed(asked, 2)
+    assert job.suspect == "suspect"
+    await stubs[worker].hand_back(asked, 2, crashed="shared")
+    await lose(clients, stubs[worker])
+    last, job = await clients.placed(asked, 3)
+    assert job.suspect == "alone"
+    await eventually(lambda: _echoed(one, asked))
+    await clients.ask(other)
+    await eventually(lambda: one.waiting == [other.id])  # its worker takes nothing else
+    await clients.stub("w4")
+    assert (await clients.placed(other))[0] == "w4"
+    await clients.ask(beside)
+    assert (await clients.placed(beside))[0] == "w4"
+    await stubs[last].hand_back(asked, 3, crashed="alone")
+    end = await log.end(asked)
+    assert end.code == Code.poisoned_request
+    assert "3 workers crashed" in end.message
+    await eventually(lambda: asked.id not in one.unfinished)
+    assert one.router.cluster.tracker.capacity(last) > 0
+
+
 async def test_a_requeued_request_waits_for_a_worker_and_can_be_cancelled(
     log: LogClient, clients: Clients, one: Routing
 ) -> None:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from router.loads.load import merge
 from router.loads.load_tracker import LoadTracker
 from router.recovery.suspects import EVIDENCE_S, ReturnedAttempts, Standing, crowded, standing
+from schemas.done import CRASHES, KILLED
 from schemas.fleet import Registration
 from schemas.jobs import LoadHeader
 from tests.properties import examples
@@ -27,6 +28,8 @@ def nobody_is_back(worker: str) -> bool:
     [
         ({}, (), 0.0, Standing.free),
         ({1: ""}, (), 0.0, Standing.free),  # drained
+        ({1: "killed", 2: "killed"}, (), 0.0, Standing.free),
+        ({1: "shared", 2: "killed"}, (), 0.0, Standing.suspect),
         ({1: "shared"}, (), 0.0, Standing.suspect),
         ({}, LOST[:1], 0.0, Standing.suspect),
         ({1: "shared"}, LOST[:1], 0.0, Standing.suspect),
@@ -60,7 +63,7 @@ def test_a_repeat_of_a_poisonous_request_runs_alone_at_once_and_kills_one() -> N
     assert standing({1: "alone"}, (), nobody_is_back, 0.0, repeats=True) is Standing.poisonous
 
 
-@given(st.lists(st.tuples(st.sampled_from("ab"), st.integers(1, 3), st.sampled_from(["", "shared", "alone"]))))
+@given(st.lists(st.tuples(st.sampled_from("ab"), st.integers(1, 3), st.sampled_from(["", KILLED, *CRASHES]))))
 def test_returned_attempts_are_a_fold_that_continues_from_a_snapshot(events: list[tuple[str, int, str]]) -> None:
     whole, first = ReturnedAttempts(), ReturnedAttempts()
     whole.update(events)
@@ -250,7 +253,9 @@ class Simulated:
         """``silent``: it loses its lease, and says nothing of what it ran."""
         del self.lives[life.id]
         ran = [each for each in life.here if each.begun]
-        report = [(each.name, each.attempt, ("alone" if each.alone else "shared") if crashed else "") for each in ran]
+        report = [
+            (each.name, each.attempt, ("alone" if each.alone else "shared") if crashed else "killed") for each in ran
+        ]
         reported = self.random.choice([0.1, 1.0, 20.0]) * self.random.random()
         if not silent:
             self.later(reported, "report", (life.id, report))
