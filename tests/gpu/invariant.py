@@ -113,7 +113,7 @@ def answers(
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--shape", choices=("8b", "0.3b"), default="8b")
+    parser.add_argument("--shape", choices=("8b", "0.3b", "moe"), default="8b")
     parser.add_argument("--sweep", action="store_true", help="times of other tiles only")
     asked = parser.parse_args()
     print(torch.cuda.get_device_name(), torch.__version__)

@@ -8,13 +8,19 @@ from typing import Any
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV3Config,
     Gemma2Config,
     Gemma3TextConfig,
+    Glm4MoeConfig,
     GptOssConfig,
+    GraniteMoeConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
+    OlmoeConfig,
+    PhimoeConfig,
     PreTrainedConfig,
+    Qwen2MoeConfig,
     Qwen3Config,
     Qwen3MoeConfig,
 )
@@ -45,6 +51,17 @@ LOCAL_AND_GLOBAL = {
     "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
     "query_pre_attn_scalar": 16,
 }
+CHOSEN: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2}
+GROUPED: dict[str, Any] = {  # sigmoid scores, a correction of the choice, and half of the groups
+    "n_routed_experts": 16,
+    "num_experts_per_tok": 3,
+    "n_group": 4,
+    "topk_group": 2,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 48,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.8,
+}
 CONFIGS: dict[str, PreTrainedConfig] = {
     "llama": LlamaConfig(**COMMON),
     "qwen3": Qwen3Config(**COMMON),
@@ -54,12 +71,32 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         **COMMON,
         sliding_window=8,
         layer_types=LOCAL_AND_GLOBAL["layer_types"],
-        num_local_experts=4,
-        num_experts_per_tok=2,
+        **CHOSEN,
     ),
     "mistral": MistralConfig(**COMMON, sliding_window=12),
-    "mixtral": MixtralConfig(**COMMON, num_local_experts=4, num_experts_per_tok=2),
+    "mixtral": MixtralConfig(**COMMON, **CHOSEN),
     "qwen3_moe": Qwen3MoeConfig(**COMMON, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=48),
+    "qwen2_moe": Qwen2MoeConfig(
+        **COMMON,
+        num_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=48,
+        shared_expert_intermediate_size=64,
+        norm_topk_prob=False,
+    ),
+    "olmoe": OlmoeConfig(**COMMON, num_experts=8, num_experts_per_tok=2),
+    "granite_moe": GraniteMoeConfig(**COMMON, **CHOSEN, residual_multiplier=0.7, attention_multiplier=0.25),
+    "phimoe": PhimoeConfig(**COMMON, **CHOSEN, router_jitter_noise=0.05),
+    "deepseek_v3": DeepseekV3Config(
+        **{**COMMON, "num_key_value_heads": 4, "head_dim": 8},
+        **GROUPED,
+        q_lora_rank=24,
+        kv_lora_rank=32,
+        qk_rope_head_dim=8,
+        qk_nope_head_dim=16,
+        v_head_dim=24,
+    ),
+    "glm4_moe": Glm4MoeConfig(**COMMON, **GROUPED, use_qk_norm=True),
 }
 
 
@@ -68,6 +105,9 @@ def save(name: str, directory: Path) -> Path:
     torch.manual_seed(1)
     model = AutoModelForCausalLM.from_config(CONFIGS[name])
     with torch.no_grad():
+        for kind, values in model.named_buffers():
+            if kind.endswith("correction_bias"):
+                values.uniform_()
         model.get_input_embeddings().weight.normal_()
         model.lm_head.weight.normal_(std=0.5)
     model.save_pretrained(directory / name)

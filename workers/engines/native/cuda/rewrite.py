@@ -1,10 +1,12 @@
 """Makes the modelling code of transformers faster by rules over its modules, and compares each with the original.
 
 Norms and gated MLPs become one kernel each. Linear layers that share an input become one product, and a single row is
-multiplied by a kernel of its own. A layer's residuals are added within its last products. Rotation is deferred to the
-attention, which writes the keys anyway. Modules that no rule fits, or whose results a rule would change, are kept.
+multiplied by a kernel of its own. A layer's residuals are added within its last products. Routers and experts of a
+mixture get kernels of their own. Rotation is deferred to the attention, which writes the keys anyway. Modules that no
+rule fits, or whose results a rule would change, are kept.
 """
 
+import inspect
 import types
 from collections import Counter
 from collections.abc import Callable
@@ -13,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from workers.engines.native.cuda import few_rows, fp8, rows
+from workers.engines.native.cuda import experts, few_rows, fp8, rows
 from workers.engines.native.cuda.fusions import FUSIONS
 from workers.engines.native.cuda.modules import GatedMlp, Linear, MergedLinear, MergedLinearPart, RmsNorm, Rotation
 from workers.engines.native.quantize import Fp8Linear
@@ -34,8 +36,10 @@ def rewrite(model: Any) -> tuple[Rotation, Counter[str]]:
         parent, name, child = _find(model, path)
         if type(child).__name__.endswith("RMSNorm"):
             _replace(parent, name, _rms_norm_for(child, model.dtype, generator), counts, "norms")
-        elif type(child).__name__.endswith("MLP"):
+        elif type(child).__name__.endswith("MLP") and not hasattr(child, "experts"):
             _replace(parent, name, _gated_mlp_for(child, model.dtype, generator), counts, "gated MLPs")
+        elif name == "experts":
+            _replace_experts(parent, child, model.dtype, generator, counts)
         else:
             counts["merged linear layers"] += _merge_qkv(child)
     for path in [name for name, _ in model.named_modules() if name]:
@@ -43,7 +47,7 @@ def rewrite(model: Any) -> tuple[Rotation, Counter[str]]:
         if type(child) in LINEAR:
             setattr(parent, name, Linear(child.weight.data, child.bias, getattr(child, "scale", None)))
     for layer in model.modules():
-        counts["residuals within products"] += _fuse_residuals(layer)
+        counts["residuals within products"] += _fuse_residuals(layer, model.dtype, generator)
     rotation = Rotation()
     counts["rotations within attention"] = sum(
         _defer_rotation(module, rotation, generator) for module in model.modules()
@@ -59,6 +63,8 @@ def make_invariant(model: Any) -> str:
     for name, module in model.named_modules():
         if isinstance(module, Linear) and module.scale is None:
             module.invariant = True
+        elif isinstance(module, (experts.Experts, experts.Router)):
+            continue  # they always are
         elif not isinstance(module, nn.Embedding) and any(each.dim() > 1 for each in module.parameters(recurse=False)):
             return str(name)
     return ""
@@ -124,6 +130,20 @@ def _gated_mlp_for(mlp: Any, dtype: torch.dtype, generator: torch.Generator) -> 
     return None
 
 
+def _replace_experts(
+    block: nn.Module, module: Any, dtype: torch.dtype, generator: torch.Generator, counts: Counter[str]
+) -> None:
+    """Replace the experts of a block, and then its router."""
+    new = experts.experts_for(module, generator)
+    _replace(block, "experts", new, counts, "mixtures of experts")
+    for name in ("gate", "router"):
+        router = getattr(block, name, None)
+        if new is not None and isinstance(router, nn.Module):
+            inner = new.gate_up.shape[2]
+            chosen = experts.router_for(router, new.num_experts, inner, dtype, generator)
+            _replace(block, name, chosen, counts, "routers")
+
+
 def _join(linears: list[Any]) -> Linear:
     """One layer that computes several, all of the same type of ``LINEAR``."""
     weight = _concatenate([linear.weight.data for linear in linears])
@@ -170,12 +190,18 @@ def _merge_qkv(parent: nn.Module | None) -> int:
     return 1
 
 
-def _fuse_residuals(layer: Any) -> int:
+def _fuse_residuals(layer: Any, dtype: torch.dtype, generator: torch.Generator) -> int:
     """Add residuals within products if the layer is attention and MLP, each after a norm. Returns 1 if it did."""
     children = dict(layer.named_children())
-    if set(children) != LAYER or not isinstance(layer.mlp, GatedMlp):
+    if set(children) != LAYER or not isinstance(getattr(layer.self_attn, "o_proj", None), Linear):
         return 0
-    if not isinstance(getattr(layer.self_attn, "o_proj", None), Linear):
+    mixture = getattr(layer.mlp, "experts", None)
+    if isinstance(mixture, experts.Experts):
+        inner = mixture.gate_up.shape[2]
+        x = torch.randn((1, 3, inner), generator=generator, device=mixture.gate_up.device).to(dtype)
+        if not experts.same_with_residual(layer.mlp, mixture, x):
+            return 0
+    elif not isinstance(layer.mlp, GatedMlp):
         return 0
 
     norms = (layer.input_layernorm, layer.post_attention_layernorm)
@@ -183,14 +209,18 @@ def _fuse_residuals(layer: Any) -> int:
         type(norm) is RmsNorm for norm in norms
     )
 
-    scales = (layer.mlp.gate_up.scale, layer.self_attn.q_proj.linear.scale if fused else None)
+    scales = (
+        None if mixture is not None else layer.mlp.gate_up.scale,
+        layer.self_attn.q_proj.linear.scale if fused else None,
+    )
     narrow = all(scale is not None for scale in scales)
 
     def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         attn, mlp = self.self_attn, self.mlp
         if fused and FUSIONS.products and attn.q_proj.linear.takes_gemv(hidden_states):
             attn.q_proj.linear.__dict__["norm"] = self.input_layernorm
-            mlp.__dict__["norm"] = self.post_attention_layernorm
+            if mixture is None:
+                mlp.__dict__["norm"] = self.post_attention_layernorm
             normal = hidden_states
         elif narrow and fp8.suits(hidden_states) and hidden_states.is_contiguous():
             return _narrow_layer(self, hidden_states, args, kwargs)
@@ -198,6 +228,10 @@ def _fuse_residuals(layer: Any) -> int:
             normal = self.input_layernorm(hidden_states)
         attn.o_proj.residual = hidden_states
         hidden_states, _ = attn(normal, *args, **kwargs)
+        if mixture is not None:
+            normal = self.post_attention_layernorm(hidden_states)
+            mlp.experts.residual = hidden_states
+            return experts.first(mlp(normal))
         normal = hidden_states if mlp.__dict__["norm"] is not None else self.post_attention_layernorm(hidden_states)
         mlp.down_proj.residual = hidden_states
         return mlp(normal)  # type: ignore[no-any-return]
@@ -226,7 +260,8 @@ def _narrow_layer(layer: Any, hidden_states: Tensor, args: tuple[Any, ...], kwar
 
 def _defer_rotation(module: Any, rotation: Rotation, generator: torch.Generator) -> int:
     """Defer to the attention what a module rotates by the usual ``apply_rotary_pos_emb``. Returns 1 if it did."""
-    forward = getattr(type(module), "forward", None)
+    forward: Any = getattr(type(module), "forward", None)
+    forward = inspect.unwrap(forward) if callable(forward) else None  # renamed arguments are a wrapper's
     module_globals = getattr(forward, "__globals__", {})
     if not isinstance(forward, types.FunctionType) or "apply_rotary_pos_emb" not in forward.__code__.co_names:
         return 0
