@@ -13,6 +13,7 @@ from infra.model.constraints import WHITESPACE, quoted
 from infra.model.schema_rewriting import rewritten
 
 ANY_TEXT = r"(.|\n)*"
+_MALFORMED = (TypeError, ValueError, AttributeError, KeyError, RecursionError)  # what a schema of another form raises
 _REGEX_SPECIAL = re.compile(r"[\\^$.|?*+()\[\]{}/\-]")
 
 
@@ -66,8 +67,18 @@ class GrammarWriter:
         Args:
             lenient: keywords that are not implemented are ignored.
             options: of llguidance's compiler.
+        Raises:
+            CannotExpress: a keyword has a value of a wrong type.
         """
-        schema = rewritten(schema)
+        try:
+            schema = rewritten(schema)
+        except _MALFORMED as error:
+            if not lenient:
+                raise CannotExpress(f"the schema cannot be compiled: {str(error)[:300]}") from None
+            try:
+                schema = rewritten(_without_patterns(schema))
+            except _MALFORMED:
+                schema = {}
         schema = dict(schema) if isinstance(schema, dict) else {} if schema is not False else {"enum": []}
         schema["x-guidance"] = {"whitespace_pattern": WHITESPACE, "lenient": lenient, **options}
         return self.rule("%json " + msgspec.json.encode(schema).decode())
@@ -98,6 +109,14 @@ class GrammarWriter:
     def text(self, start: str) -> str:
         """The whole grammar."""
         return "\n".join([f"start: {start}", *self._rules])
+
+
+def _without_patterns(schema: Any) -> Any:
+    if isinstance(schema, list):
+        return [_without_patterns(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {key: _without_patterns(value) for key, value in schema.items() if key != "patternProperties"}
 
 
 def escaped(text: str) -> str:

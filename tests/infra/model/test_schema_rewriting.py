@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infra.model.schema_rewriting import negated, rewritten
+from infra.model.schema_rewriting import negated, rewritten, texts_of
 from tests.properties import examples
 
 VALUES = st.recursive(
@@ -79,3 +79,59 @@ def test_no_value_is_in_a_schema_and_in_its_negation(schema: Any, value: Any) ->
 )
 def test_what_means_nothing_is_left_out_and_values_are_not_touched(schema: Any, plain: Any) -> None:
     assert rewritten(schema) == plain
+
+
+@pytest.mark.parametrize(
+    ("schema", "rewritten_to"),
+    [
+        (
+            {"properties": {"foo": {"type": "integer"}}, "patternProperties": {"^f": {"minimum": 3}}},
+            {"foo": {"allOf": [{"type": "integer"}, {"minimum": 3}]}},
+        ),
+        ({"properties": {"foo": True}, "patternProperties": {"o$": {"type": "null"}}}, {"foo": {"type": "null"}}),
+        ({"properties": {"bar": {}}, "patternProperties": {"^[f-z]+$": {"type": "null"}}}, {"bar": {}}),
+        ({"properties": {"a": {}, "bc": {}}, "propertyNames": {"maxLength": 1}}, {"a": {}, "bc": False}),
+        (
+            {"properties": {"a": {}}, "propertyNames": {"$ref": "#/$defs/n"}, "$defs": {"n": {"enum": ["a", "b"]}}},
+            {"a": {}, "b": True},
+        ),
+    ],
+)
+def test_patterns_and_names_hold_for_declared_properties(schema: Any, rewritten_to: Any) -> None:
+    assert rewritten({"type": "object", **schema})["properties"] == rewritten_to
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        {"$ref": "#/$defs/n"},
+        {"allOf": [{"$ref": "#/$defs/n"}]},
+        {"anyOf": [{"const": "a1"}, {"const": "a2"}]},
+    ],
+)
+def test_names_of_properties_may_be_behind_references_and_combinations(names: Any) -> None:
+    schema = {"type": "object", "propertyNames": names, "$defs": {"n": {"pattern": "^a[12]$"}}}
+    found = rewritten(schema)
+    assert "propertyNames" not in found
+    for value, valid in (({"a1": 1}, True), ({"b": 1}, False)):
+        assert jsonschema.Draft202012Validator(found).is_valid(value) is valid
+
+
+@pytest.mark.parametrize("pattern", ["(a+)+$", "^(foo|bar)", "a*b*c*", r"(a)\1", "["])
+def test_a_pattern_that_may_take_long_to_match_is_refused_beside_properties(pattern: str) -> None:
+    with pytest.raises(ValueError, match="patternProperties"):
+        rewritten({"properties": {"a" * 40 + "!": {}}, "patternProperties": {pattern: {"type": "null"}}})
+
+
+def test_keywords_with_null_say_nothing() -> None:
+    assert rewritten({"type": "object", "required": None, "const": None}) == {"type": "object", "const": None}
+
+
+def test_only_what_a_value_may_have_in_it_is_a_text_of_a_schema() -> None:
+    schema = {
+        "title": "T", "description": "<think>", "properties": {"title": {"enum": ["<a>"], "default": "<b>"}},
+        "patternProperties": {r"\<c\>": {"const": {"description": "<d>"}}},
+    }  # fmt: skip
+    found = texts_of(schema)
+    assert {"title", "<a>", "<c>", "description", "<d>"} <= set(found)
+    assert not {"T", "<think>", "<b>"} & set(found)
