@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from gateway.grammars.writer import ANY_TEXT, CannotExpress, GrammarWriter
 from infra.model.constraints import quoted
+from infra.model.schema_kinds import kinds, texts
 
 _TEXT_KEYWORDS = {"type", "enum", "const", "title", "description", "default", "examples", "minLength", "maxLength"}
 _KEY = re.compile(r"[^<>\n=,()\[\]{}\"']{1,128}")
@@ -35,8 +36,12 @@ def by_property(writer: GrammarWriter, schema: dict[str, Any], pieces: Pieces, *
     Raises:
         CannotExpress: it is strict, and has keywords beyond properties whose values are independent.
     """
-    properties = schema.get("properties") or {}
-    required = set(schema.get("required") or ())
+    properties, needed_names = schema.get("properties") or {}, schema.get("required") or ()
+    if not isinstance(properties, dict) or not isinstance(needed_names, list | tuple):
+        if strict:
+            raise CannotExpress("properties must be an object, and required a list")
+        properties, needed_names = {}, ()
+    required = {name for name in needed_names if isinstance(name, str)}
     extra = schema.keys() - {"type", "properties", "required", "additionalProperties", "title", "description", "$defs",
                              "definitions", "$schema", "$id", "default", "examples"}  # fmt: skip
     if strict and extra:
@@ -47,7 +52,7 @@ def by_property(writer: GrammarWriter, schema: dict[str, Any], pieces: Pieces, *
         raise CannotExpress("this model's format has no place for a property with such a name")
     shared: dict[str, Any] = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
     arguments = [
-        (key in required, _argument(writer, key, value, shared, pieces, strict=strict))
+        (key in required, _argument(writer, key, value, schema, shared, pieces, strict=strict))
         for key, value in properties.items()
     ]
     # Two chains of rules from the last argument to the first: with and without one before.
@@ -61,11 +66,24 @@ def by_property(writer: GrammarWriter, schema: dict[str, Any], pieces: Pieces, *
 
 
 def _argument(
-    writer: GrammarWriter, key: str, schema: Any, shared: dict[str, Any], pieces: Pieces, *, strict: bool
+    writer: GrammarWriter,
+    key: str,
+    schema: Any,
+    root: dict[str, Any],
+    shared: dict[str, Any],
+    pieces: Pieces,
+    *,
+    strict: bool,
 ) -> str:
+    """
+    Args:
+        root: schema of all arguments.
+        shared: its definitions.
+    """
     lead = writer.literal(pieces.lead(key))
-    if pieces.text_end and _is_text(schema):
-        value = _text(writer, schema, pieces.text_end, strict=strict)
+    found = kinds(schema, root)
+    if pieces.text_end and "string" in found <= {"string", "null"}:
+        value = _text(writer, schema, root, pieces.text_end, strict=strict)
     else:
         whole = schema | shared if isinstance(schema, dict) else schema
         escapes = {} if pieces.json_end else {"json_allowed_escapes": 'nrbtf\\"u'}  # "\/" means another text in Python
@@ -74,20 +92,36 @@ def _argument(
     return writer.rule(f"{lead} {value}" + (f" {quoted(pieces.last)}" if pieces.last else ""))
 
 
-def _is_text(schema: Any) -> bool:
-    return isinstance(schema, dict) and (
-        schema.get("type") == "string"
-        or ("type" not in schema and all(isinstance(each, str) for each in schema.get("enum") or (0,)))
-    )
+def _text(writer: GrammarWriter, schema: dict[str, Any], root: dict[str, Any], end: str, *, strict: bool) -> str:
+    """A text, or null where the schema allows it, without quotes, and ``end`` behind it."""
+    try:
+        alternatives = texts(schema, root)
+    except ValueError as error:
+        if strict:
+            raise CannotExpress(f"this model writes texts without quotes: {error}, which is not supported") from None
+        alternatives = [{}]
+    return f"({' | '.join(_alternative(writer, each, end, strict=strict) for each in alternatives)})"
 
 
-def _text(writer: GrammarWriter, schema: dict[str, Any], end: str, *, strict: bool) -> str:
-    """A text without quotes, and ``end`` behind it."""
+def _alternative(writer: GrammarWriter, schema: dict[str, Any], end: str, *, strict: bool) -> str:
     if strict and (extra := schema.keys() - _TEXT_KEYWORDS):
         raise CannotExpress(f"this model writes texts without quotes: {min(extra)!r} is not supported for them")
-    choices = [schema["const"]] if "const" in schema else schema.get("enum")
-    if choices:
-        return f"({' | '.join(quoted(str(each)) for each in choices)}) {writer.literal(end)}"
+    kind = schema.get("type", "string")
+    named = [kind] if isinstance(kind, str) else kind
+    null = "null" in named
+    if "const" in schema or isinstance(schema.get("enum"), list):
+        values = [schema["const"]] if "const" in schema else schema["enum"]
+        values = [each for each in values if isinstance(each, str) or (each is None and ("type" not in schema or null))]
+        if not values:
+            raise CannotExpress("its enum has no text")
+        return f"({' | '.join(quoted('null' if each is None else each) for each in values)}) {writer.literal(end)}"
+    if named == ["null"]:
+        return f"{quoted('null')} {writer.literal(end)}"
     least, most = schema.get("minLength", 0), schema.get("maxLength")
-    pattern = ANY_TEXT if not least and most is None else rf"(.|\n){{{least},{'' if most is None else most}}}"
-    return writer.text_until(end, pattern=pattern)
+    bounded = isinstance(least, int) and isinstance(most, int | None) and (least or most is not None)
+    text = writer.text_until(end, pattern=rf"(.|\n){{{least},{'' if most is None else most}}}" if bounded else ANY_TEXT)
+    return (
+        f"{quoted('null')} {writer.literal(end)} | {text}"
+        if null and bounded and not least <= len("null") <= (len("null") if most is None else most)
+        else text
+    )

@@ -12,6 +12,7 @@ from infra.model.parsers.harmony import SPECIAL
 from infra.model.parsers.pythonic_calls import PYTHONIC
 from infra.model.parsers.reasoning import ReasoningTags
 from infra.model.parsers.tool_formats import TextParameters, ToolFormat
+from infra.model.schema_kinds import kinds
 from schemas.fleet import Registration
 from schemas.requests import GenerateRequest, Parsing
 
@@ -187,20 +188,8 @@ def _text_parameters(tools: Iterable[dict[str, Any]]) -> TextParameters:
         parameters = function.get("parameters") if isinstance(function, dict) else None
         properties = parameters.get("properties") if isinstance(parameters, dict) else None
         if isinstance(properties, dict) and isinstance(name := function.get("name"), str):
-            texts = {key: null for key, schema in properties.items() if (null := _text_or_null(schema)) is not None}
+            found = {key: kinds(schema, parameters) for key, schema in properties.items()}
+            texts = {key: "null" in each for key, each in found.items() if "string" in each <= {"string", "null"}}
             if texts:
                 named[name] = texts
     return named
-
-
-def _text_or_null(schema: Any) -> bool | None:
-    """Whether a text parameter may be null; None: not a text parameter."""
-    if not isinstance(schema, dict):
-        return None
-    kinds = schema.get("type")
-    if kinds is None and isinstance(options := schema.get("anyOf") or schema.get("oneOf"), list):
-        kinds = [option.get("type") if isinstance(option, dict) else None for option in options]
-    kinds = kinds if isinstance(kinds, list) else [kinds]
-    if any(kind not in ("string", "null") for kind in kinds) or "string" not in kinds:
-        return None
-    return "null" in kinds

@@ -3,6 +3,7 @@
 Whether ``5`` is a number or a text is not in the markup; the tool's schema decides.
 """
 
+import ast
 import re
 from collections.abc import Callable
 
@@ -76,7 +77,17 @@ def _guessed(text: str, may_be_null: bool | None) -> str:
         msgspec.json.decode(text.encode())
         return text.strip()
     except (msgspec.DecodeError, RecursionError):
-        return encode(text).decode()
+        return _from_python(text) or encode(text).decode()
+
+
+def _from_python(text: str) -> str:
+    """The JSON of an object or a list as Python writes it, ``{'a': True}``; "": it is none."""
+    if text.strip()[:1] not in ("{", "["):
+        return ""
+    try:
+        return encode(ast.literal_eval(text.strip())).decode()
+    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):  # of several kinds, by Python's release
+        return ""
 
 
 class _Arguments:

@@ -1,13 +1,15 @@
 """What each format's parser makes of answers, however they are cut into pieces."""
 
+import json
 import re
 from collections.abc import Iterable, Sequence
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gateway.openai.responses import message_of
 from infra.model import modeldir
 from infra.model import parser_detection as detection
 from infra.model.parsers.answer_parser import AnswerParser
@@ -313,3 +315,30 @@ def test_formats_of_the_bundled_models_are_detected() -> None:
             detection.tool_call_parser("auto", source),
         )
     assert found == {"demo": ("basic", "hermes"), "demo-vision": ("basic", "hermes"), "tiny": ("", "hermes")}
+
+
+@pytest.mark.parametrize(
+    ("value", "meant"),
+    [
+        ("{'a': True, 'b': None, 'c': [1, 'x']}", {"a": True, "b": None, "c": [1, "x"]}),
+        ("['it\\'s', False]", ["it's", False]),
+        ('{"a": true}', {"a": True}),
+        ("{'a': open('/etc/passwd')}", "{'a': open('/etc/passwd')}"),
+        ("{not python}", "{not python}"),
+        ("[" * 3_000, "[" * 3_000),
+        ("{'a': {1, 2}}", {"a": [1, 2]}),
+    ],
+)
+@pytest.mark.parametrize(
+    ("tools", "call"),
+    [
+        ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=p>\n{}\n</parameter>\n</function>\n</tool_call>"),
+        ("glm45", "<tool_call>f\n<arg_key>p</arg_key>\n<arg_value>{}</arg_value>\n</tool_call>"),
+    ],
+)
+def test_objects_in_pythons_spelling_are_objects(tools: str, call: str, value: str, meant: Any) -> None:
+    request = GenerateRequest("r-1", "m", "g", b"", Stop(9), 0, 0, parsing=Parsing(tools=tools))
+    calls = message_of(parser_for(request, 0).parse(call.replace("{}", value))).tool_calls
+    assert calls
+    arguments = json.loads(calls[0].function.arguments)
+    assert arguments == {"p": meant}
