@@ -28,6 +28,8 @@ _RANKS = {Priority.interactive: 0, Priority.standard: 1, Priority.batch: 2}
 EMBEDDING = "embedding"  # value of ``GenerateRequest.endpoint`` and ``output``
 CONSTRAINT = "constraint"  # reserved name of a logits processor, see ``Constraint``
 CONSTRAINT_LARK = "constraint.lark"  # named besides for constraints of kind "lark"
+CONSTRAINT_SPELLED = "constraint.spelled"  # besides, if the text of a special token may be in the output
+CONSTRAINT_MARKS = frozenset({CONSTRAINT, CONSTRAINT_LARK, CONSTRAINT_SPELLED})
 
 
 class LogitsProcessor(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -10,7 +10,7 @@ from infra.model.parsers.registry import stop_search
 from schemas import blocks, done, wire
 from schemas.errors import Code
 from schemas.jobs import ALONE, Job, Stage, rank_of
-from schemas.requests import CONSTRAINT, CONSTRAINT_LARK, GenerateRequest, Sampling, Stop
+from schemas.requests import CONSTRAINT_MARKS, GenerateRequest, Sampling, Stop
 from schemas.tokens import Finish, Logprob, carried
 from schemas.trace import Stamps, headers, stage_name
 from schemas.transfer import Ticket
@@ -194,7 +194,7 @@ def _sampling(request: GenerateRequest) -> Sampling:
     """Without the processor's name that keeps a request from workers that know no constraints."""
     if request.constraint is None:
         return request.sampling
-    rest = tuple(each for each in request.sampling.logits_processors if each.name not in (CONSTRAINT, CONSTRAINT_LARK))
+    rest = tuple(each for each in request.sampling.logits_processors if each.name not in CONSTRAINT_MARKS)
     return msgspec.structs.replace(request.sampling, logits_processors=rest)
 
 

@@ -6,7 +6,8 @@ https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md
 
 import importlib.util
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
@@ -35,6 +36,8 @@ MAX_MESSAGE = 500  # characters of an error, which may quote the client's text
 _PLACE = re.compile(r"^at \d+\(\d+\): ")  # in a grammar
 _ANSWER = re.compile(r'("(?:\\.|[^"\\])*"|/(?:\\.|[^/\\])+/)|@answer\b')  # outside literals and expressions
 
+_NAMED = re.compile(r'("(?:\\.|[^"\\])*"|/(?:\\.|[^/\\])+/)|<[^<>\s\[\]]+>')
+
 _decode: Any = msgspec.json.Decoder(Annotated[list[str], msgspec.Meta(min_length=1)]).decode
 
 
@@ -47,17 +50,19 @@ def available() -> bool:
     return importlib.util.find_spec("llguidance") is not None
 
 
-def grammar(constraint: Constraint) -> str:
+def grammar(constraint: Constraint, named: Mapping[str, int] | None = None) -> str:
     """The grammar of a constraint in llguidance's own form.
 
+    Args:
+        named: ids of special tokens that a client's grammar may name, as in ``start: <think>``; None: names stay.
     Raises:
         ConstraintError: the kind is unknown, or the text is not what its kind says.
         ModuleNotFoundError: llguidance is not installed.
     """
-    from llguidance import LLMatcher, grammar_from
+    from llguidance import LLMatcher
 
     kind, text = constraint.kind, constraint.text
-    try:
+    with _library_errors():
         if kind == JSON_SCHEMA:
             return LLMatcher.grammar_from_json_schema(_schema(text), overrides=JSON_OPTIONS)  # type: ignore[arg-type]
         if kind == REGEX:
@@ -65,11 +70,9 @@ def grammar(constraint: Constraint) -> str:
         if kind == CHOICE:
             return LLMatcher.grammar_from_lark(_choices(text))
         if kind == GRAMMAR:
-            return grammar_from("grammar", llguidance_releases.repeated(text))
+            return LLMatcher.grammar_from_lark(_with_ids(_clients_lark(text), named))
         if kind == LARK:
-            return _with_clients_grammar(text) if text.startswith("{") else LLMatcher.grammar_from_lark(text)
-    except (ValueError, RecursionError) as error:
-        raise ConstraintError(str(error)) from None
+            return _with_clients_grammar(text, named) if text.startswith("{") else LLMatcher.grammar_from_lark(text)
     raise ConstraintError(f"constraints of kind {kind!r} are unknown to this build")
 
 
@@ -85,7 +88,7 @@ def as_lark(constraint: Constraint) -> str:
     from llguidance import regex_to_lark
 
     kind, text = constraint.kind, constraint.text
-    try:
+    with _library_errors():
         if kind == JSON_SCHEMA:
             schema = msgspec.json.decode(_schema(text)) | {"x-guidance": JSON_OPTIONS}
             return f"{HEADER}start: %json {msgspec.json.encode(schema).decode()}"
@@ -97,8 +100,6 @@ def as_lark(constraint: Constraint) -> str:
             return _clients_lark(text)
         if kind == LARK:
             return HEADER + (_nested(text) if text.startswith("{") else text)
-    except (ValueError, RecursionError) as error:
-        raise ConstraintError(str(error)) from None
     raise ConstraintError(f"constraints of kind {kind!r} are unknown to this build")
 
 
@@ -124,9 +125,11 @@ def check(constraint: Constraint) -> None:
         raise ConstraintError(_plain(messages[0], constraint))
 
 
-def compiled(constraint: Constraint, tokenizer: "LLTokenizer") -> "LLMatcher":
+def compiled(constraint: Constraint, tokenizer: "LLTokenizer", named: Mapping[str, int] | None = None) -> "LLMatcher":
     """A matcher at the beginning of a constraint's grammar.
 
+    Args:
+        named: as of ``grammar``.
     Raises:
         ConstraintError: it cannot be compiled.
         LibraryError: the installed llguidance has another interface.
@@ -134,7 +137,7 @@ def compiled(constraint: Constraint, tokenizer: "LLTokenizer") -> "LLMatcher":
     """
     from llguidance import LLMatcher
 
-    text = grammar(constraint)
+    text = grammar(constraint, named)
     with interface():
         matcher = LLMatcher(tokenizer, text, log_level=0, limits=llguidance_releases.limits())
     if matcher.is_error():
@@ -160,7 +163,7 @@ def byte_tokenizer(ids: int, special: Sequence[str]) -> "LLTokenizer":
 
 def _plain(message: str, constraint: Constraint) -> str:
     """An error message without the parser's state, and without a grammar that the client did not write."""
-    message = message.partition("\n<state>")[0]
+    message = message.partition("\n<state>")[0].partition("; following special tokens")[0]
     if constraint.kind == LARK and not constraint.text.startswith("{"):
         message = _PLACE.sub("", message.partition("\n   1 | ")[0])
     return message.strip()[:MAX_MESSAGE]
@@ -184,25 +187,58 @@ def _nested(text: str) -> str:
     return f"{text}\nclients_answer: %lark {{\n{clients}\n}}\n"
 
 
-def _with_clients_grammar(text: str) -> str:
+def _with_clients_grammar(text: str, named: Mapping[str, int] | None = None) -> str:
     """Inverse of ``around``, with the client's grammar in Lark."""
     grammars = msgspec.json.decode(text)
-    grammars["grammars"][1]["lark_grammar"] = _clients_lark(grammars["grammars"][1]["lark_grammar"])
+    clients = _clients_lark(grammars["grammars"][1]["lark_grammar"])
+    grammars["grammars"][1]["lark_grammar"] = _with_ids(clients, named)
     return msgspec.json.encode(grammars).decode()
+
+
+def _with_ids(lark: str, named: Mapping[str, int] | None) -> str:
+    """A grammar with ids in place of the names of special tokens."""
+    if not named:
+        return lark
+
+    def replaced(found: re.Match[str]) -> str:
+        return found[0] if found[1] or found[0] not in named else f"<[{named[found[0]]}]>"
+
+    return _NAMED.sub(replaced, lark)
+
+
+@contextmanager
+def _library_errors() -> Iterator[None]:
+    """Whatever the library raises about a client's text is the text's fault.
+
+    Raises:
+        ConstraintError: instead.
+    """
+    try:
+        yield
+    except (ConstraintError, LibraryError, ModuleNotFoundError):
+        raise
+    except ValueError as error:
+        raise ConstraintError(str(error)) from None
+    except RecursionError:
+        raise ConstraintError("it is nested too deeply") from None
+    except Exception as error:  # of kinds that it does not document
+        raise ConstraintError(f"{type(error).__name__}: {error}"[:MAX_MESSAGE]) from None
 
 
 def _clients_lark(text: str) -> str:
     """A grammar in Lark or GBNF, in Lark.
 
     Raises:
-        ValueError: it is neither.
+        ConstraintError: it is neither.
     """
-    from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
+    from llguidance.gbnf_to_lark import any_to_lark
 
     try:
         return llguidance_releases.repeated(any_to_lark(text))
-    except GbnfToLarkError as error:
-        raise ValueError(f"the grammar is neither Lark nor GBNF: {error}") from None
+    except RecursionError:
+        raise
+    except Exception as error:  # its own, and plain ones: of a rule that is not there, or no root
+        raise ConstraintError(f"the grammar is neither Lark nor GBNF: {error}"[:MAX_MESSAGE]) from None
 
 
 def _schema(text: str) -> str:

@@ -6,7 +6,7 @@ import msgspec
 
 from infra.replay.recording import Run
 from schemas.done import Done, Outcome, Timings, Usage
-from schemas.requests import CONSTRAINT, CONSTRAINT_LARK, Constraint, GenerateRequest
+from schemas.requests import CONSTRAINT_MARKS, Constraint, GenerateRequest
 from schemas.wire import pack_tokens, unpack_tokens
 
 _STANDARD = ("temperature", "top_p", "seed")  # always sent: servers have other defaults
@@ -95,7 +95,7 @@ def unsupported(request: GenerateRequest) -> str:
         return "with media, which HTTP takes in chat messages only"
     if request.stop.strings and request.parsing is not None:
         return "with stop strings that count in the content only, which the text of a completion does not know apart"
-    named = [each for each in request.sampling.logits_processors if each.name not in (CONSTRAINT, CONSTRAINT_LARK)]
+    named = [each for each in request.sampling.logits_processors if each.name not in CONSTRAINT_MARKS]
     return "with logits processors, which are registered by name" if named else ""
 
 

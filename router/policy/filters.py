@@ -7,7 +7,7 @@ from router.loads.load import ENCODE, RoutingTarget, serves
 from router.policy.routing import RoutingRequest
 from schemas.errors import Code
 from schemas.fleet import APART, Registration, State
-from schemas.requests import CONSTRAINT, CONSTRAINT_LARK
+from schemas.requests import CONSTRAINT_MARKS
 
 Requirement = Callable[[Registration], str]  # a further filter: returns a reason, or "" if the worker passes
 
@@ -76,7 +76,7 @@ def rejection(request: RoutingRequest, target: RoutingTarget, requirement: Requi
         return reason
     if request.processors and not request.processors.issubset(registration.logits_processors):
         missing = request.processors.difference(registration.logits_processors)
-        return "no_constraints" if missing & {CONSTRAINT, CONSTRAINT_LARK} else "no_processor"
+        return "no_constraints" if missing & CONSTRAINT_MARKS else "no_processor"
     if request.prompt_tokens + request.max_tokens > registration.max_model_len:
         return "too_long"
     if request.prompt_tokens >= registration.total_blocks * registration.block_size:

@@ -2,6 +2,7 @@
 
 import json
 import random
+from typing import Any
 
 import pytest
 from llguidance import LLMatcher, LLTokenizer
@@ -77,3 +78,24 @@ def test_what_is_no_constraint_has_no_grammar(kind: str, text: str) -> None:
         constraints.as_lark(Constraint(kind, text))
     with pytest.raises(ConstraintError):
         constraints.grammar(Constraint(kind, text))
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "says"),
+    [
+        (GRAMMAR, 'root ::= "a" gone', "'gone' not found"),
+        (GRAMMAR, 'x ::= "a"', "No 'root' rule"),
+        (GRAMMAR, "root ::= " + "(" * 5_000, "nested too deeply"),
+        (GRAMMAR, "", "root"),
+        (LARK, constraints.around("start: @answer", 'root ::= "a" gone'), "'gone' not found"),
+        (LARK, constraints.around("start: @answer", 'x ::= "a"'), "No 'root' rule"),
+        (LARK, "{}", "KeyError"),
+        (JSON_SCHEMA, '{"not": {"minimum": "x"}}', "TypeError"),
+    ],
+)
+@pytest.mark.parametrize("form", [constraints.check, constraints.as_lark])
+def test_whatever_the_library_raises_is_an_error_about_the_constraint(
+    form: Any, kind: str, text: str, says: str
+) -> None:
+    with pytest.raises(ConstraintError, match=says):
+        form(Constraint(kind, text))

@@ -195,7 +195,7 @@ def test_an_answer_matches_its_constraint_also_behind_tokens_of_another_worker(
 ) -> None:
     needs(subject, CONSTRAINTS)
     constraint, pattern = SHAPES[shape]
-    assert set(shared.engine.info.constraints) == {CONSTRAINT, CONSTRAINT_LARK}
+    assert set(shared.engine.info.constraints) >= {CONSTRAINT, CONSTRAINT_LARK}
     stop = {"min_tokens": 90, "ignore_eos": True}  # the constraint says where an answer ends
     seen = shared.run(ask(0, PROMPT, 200, constraint=constraint, stop=stop))
     whole = seen.tokens()

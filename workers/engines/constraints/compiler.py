@@ -1,11 +1,13 @@
 """Compiles constraints for one model's tokenizer, and keeps the latest grammars."""
 
+import json
+import secrets
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import structlog
 from tokenizers import Tokenizer
@@ -14,7 +16,7 @@ from infra.model import constraints, modeldir
 from infra.model.byte_cache import ByteCache
 from infra.model.llguidance_releases import LibraryError, vocabulary
 from schemas.errors import Code
-from schemas.requests import CONSTRAINT, CONSTRAINT_LARK, Constraint, Stop
+from schemas.requests import CONSTRAINT, CONSTRAINT_LARK, CONSTRAINT_SPELLED, Constraint, Stop
 from workers.engines.base import GrammarStats, RequestError
 from workers.engines.constraints.matcher import Matcher
 
@@ -23,7 +25,9 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger("engine")
 
-ALL_CONSTRAINTS = (CONSTRAINT, CONSTRAINT_LARK)  # this compiler knows every kind
+ALL_CONSTRAINTS = (CONSTRAINT, CONSTRAINT_LARK, CONSTRAINT_SPELLED)  # this compiler knows every kind
+# Of engines that compile for themselves: what a grammar forces they write as the tokenizer encodes it.
+OTHERS_CONSTRAINTS = (CONSTRAINT, CONSTRAINT_LARK)
 TRIAL = Constraint(constraints.REGEX, "a")
 CACHED_BYTES = 64 << 20  # of grammars that no sequence uses
 BYTES_A_CHARACTER = 160  # of a compiled grammar, where nobody has measured it
@@ -75,6 +79,32 @@ class Grammar:
         self.size_bytes = size_bytes
 
 
+def without_names(described: dict[str, Any], tokens: Collection[int]) -> dict[str, Any]:
+    """A tokenizer's description whose special tokens no text spells.
+
+    llguidance writes what a grammar forces as the tokenizer encodes it: an enum with "<|im_end|>" as the model's end.
+    With other names of these tokens the text becomes ordinary tokens. They are drawn, so that no client's text has one.
+
+    Args:
+        described: as in ``tokenizer.json``; changed.
+        tokens: ids of the special tokens.
+    """
+    drawn = secrets.token_hex(8)
+    names: dict[str, str] = {}
+    for added in described["added_tokens"]:
+        if added["id"] in tokens:
+            names[added["content"]] = added["content"] = f"\0{drawn}:{added['id']}"
+            added["special"] = True
+    model = described["model"]
+    if isinstance(words := model.get("vocab"), dict):
+        model["vocab"] = {names.get(text, text): token for text, token in words.items()}
+    elif words:
+        model["vocab"] = [[names.get(text, text), score] for text, score in words]
+    if model.get("unk_token") in names:
+        model["unk_token"] = names[model["unk_token"]]
+    return described
+
+
 class ConstraintCompiler:
     """May be used from any thread.
 
@@ -89,6 +119,7 @@ class ConstraintCompiler:
         self._eos: tuple[int, ...] = ()
         self._tokenizer: LLTokenizer | None = None
         self._other_ends: Mapping[int, int] = {}
+        self._named: Mapping[str, int] = {}  # special tokens that clients' grammars may name
         self._latest: ByteCache[Constraint, Grammar] = ByteCache(
             CACHED_BYTES, lambda constraint, grammar: grammar.size_bytes + len(constraint.text)
         )
@@ -157,7 +188,8 @@ class ConstraintCompiler:
 
     def _new(self, constraint: Constraint) -> "LLMatcher":
         try:
-            return constraints.compiled(constraint, self._llguidance_tokenizer())
+            tokenizer = self._llguidance_tokenizer()
+            return constraints.compiled(constraint, tokenizer, self._named)
         except constraints.ConstraintError as error:
             raise RequestError(Code.invalid_request, f"the constraint cannot be compiled: {error}") from None
         except ModuleNotFoundError:
@@ -173,6 +205,13 @@ class ConstraintCompiler:
                     raise RequestError(Code.unsupported, NO_END)
                 try:
                     self._tokenizer, self._other_ends = vocabulary(source.to_str(), self._eos, size)
+                    added = {each.content: token for token, each in source.get_added_tokens_decoder().items()}
+                    self._named = {
+                        text: token for text, token in added.items() if self._tokenizer.is_special_token(token)
+                    }
+                    if self._named:
+                        hidden = without_names(json.loads(source.to_str()), self._named.values())
+                        self._tokenizer, self._other_ends = vocabulary(json.dumps(hidden), self._eos, size)
                 except ValueError as error:
                     raise RequestError(
                         Code.unsupported, f"structured output is not supported with this tokenizer: {error}"

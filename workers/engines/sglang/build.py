@@ -16,7 +16,7 @@ from infra.engine_args.tree import BadArguments, Tree
 from infra.model import modeldir
 from schemas import blocks
 from workers.engines.base import EngineError, EngineInfo
-from workers.engines.constraints.compiler import ALL_CONSTRAINTS, compiler
+from workers.engines.constraints.compiler import OTHERS_CONSTRAINTS, compiler
 from workers.engines.external import arguments as user_arguments
 from workers.engines.external.constrained import standard_tokenizer
 from workers.engines.external.engine import ExternalEngine
@@ -87,7 +87,7 @@ def from_settings(settings: WorkerSettings, path: Path) -> ExternalEngine[Call]:
         warm_up(llm, loop, loads, pair=resolved.pair)
         info = info_of(llm, settings, resolved, model, loads, load_seconds=time.perf_counter() - began)
         if grammars is not None:
-            info = msgspec.structs.replace(info, constraints=ALL_CONSTRAINTS)
+            info = msgspec.structs.replace(info, constraints=OTHERS_CONSTRAINTS)
         if resolved.pair:
             info = msgspec.structs.replace(
                 info, handoff_layout=layout(api.version, resolved.tree, model.revision), pair_only=True

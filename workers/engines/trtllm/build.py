@@ -19,7 +19,7 @@ from infra.model import modeldir
 from schemas import blocks
 from schemas.requests import Sampling, Stop
 from workers.engines.base import EngineError, EngineInfo, MediaSpan, SequenceRequest
-from workers.engines.constraints.compiler import ALL_CONSTRAINTS, ConstraintCompiler, compiler
+from workers.engines.constraints.compiler import OTHERS_CONSTRAINTS, ConstraintCompiler, compiler
 from workers.engines.external import arguments as user_arguments
 from workers.engines.external.constrained import standard_tokenizer
 from workers.engines.external.engine import ExternalEngine
@@ -198,7 +198,7 @@ def info_of(
         dp_size=ranks,
         handoff_layout=resolved.layout if args.cache_transceiver_config is not None else "",
         logits_processors=logits_processors,
-        constraints=ALL_CONSTRAINTS if wanted.constraints and args.guided_decoding_backend == GRAMMARS else (),
+        constraints=OTHERS_CONSTRAINTS if wanted.constraints and args.guided_decoding_backend == GRAMMARS else (),
         max_batched_tokens=args.max_num_tokens or 0,
     )
 

@@ -18,7 +18,7 @@ from infra.model import modeldir
 from schemas import blocks
 from workers.engines import memory_budget
 from workers.engines.base import EngineError, EngineInfo
-from workers.engines.constraints.compiler import ALL_CONSTRAINTS, compiler
+from workers.engines.constraints.compiler import OTHERS_CONSTRAINTS, compiler
 from workers.engines.external import arguments as user_arguments
 from workers.engines.external.constrained import standard_tokenizer
 from workers.engines.external.engine import ExternalEngine
@@ -95,7 +95,7 @@ def from_settings(settings: WorkerSettings, path: Path) -> ExternalEngine[Call]:
                 f"vLLM chose blocks of {info.block_size} tokens for this model; use --block-size {info.block_size}"
             )
         if grammars is not None:
-            info = msgspec.structs.replace(info, constraints=ALL_CONSTRAINTS)
+            info = msgspec.structs.replace(info, constraints=OTHERS_CONSTRAINTS)
         options = Options(blocks.root(model.revision), info.handoff_layout)
         runtime = EngineRuntime(llm, api, loop, undo.pop_all(), inbox)
         adapter = VllmAdapter(info, runtime, options, scheduler)

@@ -1,5 +1,6 @@
 import json
 import random
+import re
 from typing import Any
 
 import jsonschema
@@ -256,3 +257,60 @@ def test_a_model_without_end_tokens_takes_no_constraint() -> None:
     with pytest.raises(RequestError) as caught:
         ConstraintCompiler(lambda: ModelTokens(MODEL.tokenizer, MODEL.vocab_size, ())).compile(CONSTRAINTS[0])
     assert caught.value.code == Code.unsupported
+
+
+def spelled(constraint: Constraint) -> list[int]:
+    """Tokens of the one output that a constraint allows."""
+    tokens: list[int] = []
+    while len(tokens) < 80:
+        matcher = GRAMMARS.matcher(constraint, 0, STOP)
+        matcher.follow(tokens)
+        mask = matcher.mask()
+        allowed = [token for token in range(8 * len(mask)) if mask[token >> 3] >> (token & 7) & 1]
+        ending = [token for token in allowed if token in MODEL.eos_token_ids]
+        if ending:
+            return tokens
+        # The longest text first, as greedy models do.
+        tokens.append(max(allowed, key=lambda token: len(MODEL.tokenizer.id_to_token(token) or "")))
+    raise AssertionError("it does not end")
+
+
+@pytest.mark.parametrize("text", ["<think>", "<|im_end|>", "a<|im_start|>b", "</tool_call>", "<|endoftext|>"])
+@pytest.mark.parametrize(
+    "constraint",
+    [
+        lambda text: Constraint("choice", json.dumps([text])),
+        lambda text: Constraint("regex", "".join(f"[{each}]" if each == "|" else each for each in text)),
+        lambda text: Constraint("json_schema", json.dumps({"enum": [text]})),
+        lambda text: Constraint("json_schema", json.dumps({"const": {text: text}})),
+        lambda text: Constraint("json_schema", json.dumps({"type": "string", "pattern": f"^{re.escape(text)}$"})),
+        lambda text: Constraint("grammar", f"start: {json.dumps(text)}"),
+        lambda text: Constraint("grammar", f"root ::= {json.dumps(text)}"),
+        lambda text: Constraint("lark", f"start: {json.dumps(text)}"),
+    ],
+    ids=["choice", "regex", "enum", "property", "pattern", "Lark", "GBNF", "gateway"],
+)
+def test_the_text_of_a_special_token_is_written_with_ordinary_tokens(constraint: Any, text: str) -> None:
+    """Else the output ends within it, or has a mark that no parser shows."""
+    tokens = spelled(constraint(text))
+    assert text in MODEL.tokenizer.decode(tokens, skip_special_tokens=True)
+    assert not set(tokens) & set(MODEL.added_tokens.values())
+
+
+@pytest.mark.parametrize("lark", ['start: <think> "x"', 'start: a\na: <think> "x"'])
+def test_a_clients_grammar_may_name_special_tokens(lark: str) -> None:
+    assert spelled(Constraint("grammar", lark))[0] == MODEL.added_tokens["<think>"]
+
+
+def test_names_of_special_tokens_are_replaced_wherever_a_tokenizer_has_them() -> None:
+    described = {
+        "added_tokens": [{"id": 1, "content": "<s>", "special": False}, {"id": 2, "content": "  ", "special": False}],
+        "model": {"vocab": {"a": 0, "<s>": 1}, "unk_token": "<s>"},
+    }
+    found = compiling.without_names(described, [1])
+    name = found["added_tokens"][0]["content"]
+    assert name not in ("<s>", "  ")
+    assert found["model"] == {"vocab": {"a": 0, name: 1}, "unk_token": name}
+    assert found["added_tokens"][1]["content"] == "  "
+    scored = {"added_tokens": [{"id": 0, "content": "<s>"}], "model": {"vocab": [["<s>", 0.0], ["a", -1.0]]}}
+    assert [text for text, _ in compiling.without_names(scored, [0])["model"]["vocab"]][1] == "a"
