@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from configs.settings import GatewaySettings
 from gateway.access.caller import ANYONE, Caller
+from gateway.anthropic import chat as anthropic_chat
 from gateway.anthropic.prepare import prepare_message
 from gateway.constraint_check import ConstraintCheck
 from gateway.conversations import Conversations
@@ -22,6 +23,8 @@ from gateway.fleet import FleetView
 from gateway.images.prepare import PATHS, prepare_images
 from gateway.media.loader import MediaLoader
 from gateway.openai.common import CHAT, MESSAGE, RESPONSE
+from gateway.openai.errors import invalid
+from gateway.openai.places import rename
 from gateway.openai.prepare import (
     PendingMediaRequest,
     PreparedRequest,
@@ -30,6 +33,7 @@ from gateway.openai.prepare import (
     prepare_completion,
 )
 from gateway.openai.prepare_context import PrepareContext
+from gateway.openai.responses_api import chat as responses_api_chat
 from gateway.openai.responses_api.prepare import count_prompt_of, prepare_response, with_body
 from gateway.openai.responses_api.record import encode_stored
 from gateway.openai.responses_api.requests import parse_response
@@ -44,6 +48,8 @@ THREADS = 2  # each competes with the event loop for the interpreter
 FEW_VALUES = 65_536  # in a body; so many are decoded in 3 ms
 PRIVATE_S = 120.0  # for all media of a request with no_store: routers erase what nobody asked for later than that
 COUNT_BYTES = 1 << 18  # searched for commas at once
+
+_NAMES = {RESPONSE: responses_api_chat.NAMES, MESSAGE: anthropic_chat.NAMES}  # of a chat's fields, for errors
 
 T = TypeVar("T")
 
@@ -111,8 +117,14 @@ class RequestPreparer:
         if no_store and not context.no_store:
             context = context._replace(no_store=True)
         prepared = await self._text(endpoint, body, context, caller.sees, now_ns=now_ns, request_id=request_id)
-        if prepared.request.constraint is not None:
-            await self._constraints.check(prepared.request.constraint, prepared.request.tenant)
+        if prepared.wanted is not None:
+            field = rename(prepared.wanted.field, _NAMES.get(endpoint, {}))
+            tenant = prepared.request.tenant
+            if loosened := await self._constraints.check(prepared.wanted, tenant, field):
+                context = context._replace(loosened=loosened)
+                prepared = await self._text(endpoint, body, context, caller.sees, now_ns=now_ns, request_id=request_id)
+                if prepared.wanted is not None and await self._constraints.check(prepared.wanted, tenant, field):
+                    raise invalid("tools", "the tools' schemas cannot be compiled; make them simpler")
         return prepared
 
     async def _embedding(

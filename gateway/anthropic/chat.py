@@ -14,7 +14,7 @@ from gateway.anthropic.requests import (
 from gateway.openai.errors import invalid, unsupported
 from gateway.openai.requests import ChatCompletionRequest, ChatMessage, ResponseFormat, SchemaFormat
 
-_NAMES = {
+NAMES = {
     "stop": "stop_sequences",
     "max_completion_tokens": "max_tokens",
     "max_thinking_tokens": "thinking.budget_tokens",
@@ -74,7 +74,7 @@ def chat_of(body: MessagesRequest) -> Chat:
         worker=body.worker,
         cache_salt=body.cache_salt,
     )
-    return Chat(chat, {**_NAMES, **talk.places, **tool_places})
+    return Chat(chat, {**NAMES, **talk.places, **tool_places})
 
 
 def counted_chat(body: CountTokensRequest) -> Chat:
@@ -94,7 +94,7 @@ def counted_chat(body: CountTokensRequest) -> Chat:
         chat_template_kwargs=_variables(body),
         continue_final_message=_is_prefilled(talk.messages) or None,
     )
-    return Chat(chat, {**_NAMES, **talk.places, **tool_places})
+    return Chat(chat, {**NAMES, **talk.places, **tool_places})
 
 
 def _is_prefilled(messages: Sequence[ChatMessage]) -> bool:

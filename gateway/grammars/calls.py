@@ -1,10 +1,10 @@
 """The grammar of tool calls in each format that ``infra.model.parsers`` reads."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from gateway.grammars.arguments import Pieces, by_property
-from gateway.grammars.writer import GrammarWriter
+from gateway.grammars.writer import CannotExpress, GrammarWriter
 from infra.model.constraints import quoted
 
 NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
@@ -16,6 +16,10 @@ class Tool(NamedTuple):
     name: str
     parameters: dict[str, Any]
     strict: bool
+
+    def loosened(self, schemas: Mapping[str, Any]) -> "Tool":
+        """With the schema of that name, unless it is strict."""
+        return self if self.strict or self.name not in schemas else self._replace(parameters=schemas[self.name])
 
 
 class CallGrammar(NamedTuple):
@@ -36,9 +40,15 @@ class CallGrammar(NamedTuple):
     one: bool = False
     starts: str = ""
 
+    def _one(self, writer: GrammarWriter, tool: Tool) -> str:
+        try:
+            return self.call(writer, tool)
+        except CannotExpress as error:
+            raise CannotExpress(f"tool {tool.name!r}: {error}") from None
+
     def calls(self, writer: GrammarWriter, tools: Sequence[Tool], *, one: bool) -> str:
         """At least one call of these tools; ``one``: exactly one."""
-        call = writer.rule(" | ".join(self.call(writer, tool) for tool in tools))
+        call = writer.rule(" | ".join(self._one(writer, tool) for tool in tools))
         body = call if one or self.one else f"{call} ({writer.literal(self.between)} {call})*"
         return writer.rule(f"{writer.literal(self.before)} {body} {writer.literal(self.after)}".strip())
 

@@ -5,9 +5,10 @@ import re
 import msgspec
 
 from gateway.grammars.answers import Calls, Reasoning, write_answer
-from gateway.grammars.calls import call_grammar
+from gateway.grammars.calls import Tool, call_grammar
+from gateway.grammars.structural_tags import BadTag, write_tags
 from gateway.grammars.writer import CannotExpress, GrammarWriter
-from gateway.openai.errors import unsupported
+from gateway.openai.errors import invalid, unsupported
 from gateway.openai.prepare_context import PrepareContext
 from gateway.openai.requests import ChatCompletionRequest
 from gateway.openai.tool_choice import ToolChoice, resolve_tool_choice
@@ -16,6 +17,8 @@ from infra.model.parsers.reasoning import ReasoningTags
 from infra.model.parsers.registry import HARMONY, REASONING, special_markers
 from schemas.requests import CONSTRAINT_LARK, Constraint, Parsing
 
+STRUCTURAL_TAG = "structural_tag"  # a kind that becomes a grammar here, and never leaves the gateway
+
 Asked = tuple[str, Constraint]  # a constraint, and the field that asks for it
 
 _SLASH = re.compile(r"(\\.)|/|\n", re.S)
@@ -23,8 +26,8 @@ _SLASH = re.compile(r"(\\.)|/|\n", re.S)
 
 def whole_answer(
     body: ChatCompletionRequest, asked: Asked | None, parsing: Parsing | None, context: PrepareContext
-) -> tuple[str, Constraint | None]:
-    """The constraint on an answer, and the field to name in an error about it.
+) -> tuple[str, Constraint | None, tuple[Tool, ...]]:
+    """The field to name in an error, the constraint on an answer, and the tools that are a part of it.
 
     Args:
         asked: on the content.
@@ -33,6 +36,8 @@ def whole_answer(
     """
     budget = None if _within_content(parsing) else _budget(body, context)
     choice = resolve_tool_choice(body.tool_choice, body.tools, body.parallel_tool_calls)
+    if context.loosened:
+        choice = choice._replace(tools=tuple(each.loosened(context.loosened) for each in choice.tools))
     reasoning = _reasoning(parsing, budget)
     called = parsing.tools if parsing is not None else ""
     if choice.restricts and not called:
@@ -54,13 +59,31 @@ def whole_answer(
             )
     with_calls = bool(choice.tools and called and (choice.restricts or (asked and asked[1].kind == JSON_SCHEMA)))
     if not with_calls and (asked is None or reasoning is None) and budget is None:
-        return asked if asked is not None else ("", None)
+        return (*asked, ()) if asked is not None else ("", None, ())
     field = asked[0] if asked is not None else "tool_choice" if with_calls else "max_thinking_tokens"
     assert parsing is not None
     try:
-        return field, _written(asked, choice if with_calls else None, reasoning, parsing, context)
+        text = _written(asked, choice if with_calls else None, reasoning, parsing, context)
+        return field, text, choice.tools if with_calls else ()
+    except BadTag as error:
+        raise invalid(field, f"{field}: {error}") from None
     except CannotExpress as error:
-        raise unsupported("tools" if with_calls else "max_thinking_tokens", str(error)) from None
+        raise unsupported("tools" if with_calls else field, str(error)) from None
+
+
+def tags_alone(constraint: Constraint, field: str, context: PrepareContext) -> Constraint:
+    """The grammar of an output that has a structural tag's parts and nothing around them.
+
+    Raises:
+        ServingError: it is not of the form.
+    """
+    writer = GrammarWriter(context.model.added_tokens.get, list(context.model.added_tokens))
+    try:
+        return Constraint(LARK, writer.text(write_tags(writer, msgspec.json.decode(constraint.text))))
+    except BadTag as error:
+        raise invalid(field, f"{field}: {error}") from None
+    except CannotExpress as error:
+        raise unsupported(field, f"{field}: {error}") from None
 
 
 def _budget(body: ChatCompletionRequest, context: PrepareContext) -> int | None:
@@ -99,7 +122,10 @@ def _written(
     def token_id(mark: str) -> int | None:
         return added.get(mark)
 
-    writer = GrammarWriter(token_id, special_markers(parsing))
+    marks = special_markers(parsing)
+    if asked is not None and asked[1].kind == STRUCTURAL_TAG:
+        marks = (*marks, *added)
+    writer = GrammarWriter(token_id, marks)
     content = None if asked is None or (choice is not None and choice.must) else _content(writer, asked[1])
     calls = None
     if choice is not None:
@@ -116,6 +142,8 @@ def _content(writer: GrammarWriter, constraint: Constraint) -> str:
     kind, text = constraint.kind, constraint.text
     if kind == JSON_SCHEMA:
         return writer.json(msgspec.json.decode(text))
+    if kind == STRUCTURAL_TAG:
+        return write_tags(writer, msgspec.json.decode(text))
     if kind == CHOICE:
         return writer.terminal(" | ".join(map(quoted, msgspec.json.decode(text))))
     if kind == GRAMMAR:

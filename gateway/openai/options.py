@@ -6,27 +6,27 @@ from typing import NamedTuple, TypeVar
 import msgspec
 
 from gateway.openai.common import resolve_seed
-from gateway.openai.constraint import marks, resolve_constraint
+from gateway.openai.constraint import Wanted, resolve_constraint
 from gateway.openai.errors import invalid, prompt_too_long, unsupported
 from gateway.openai.prepare_context import PrepareContext
 from gateway.openai.requests import ChatCompletionRequest, ChatMessage, CompletionRequest, TextOptions
 from infra.model.modeldir import ModelDir
 from infra.model.parsers.registry import HARMONY, REASONING, answer_parsing
 from schemas.errors import Code, ServingError
-from schemas.requests import CONSTRAINT, CONSTRAINT_LARK, Constraint, LogitsProcessor, Parsing, Sampling, Stop
+from schemas.requests import CONSTRAINT_MARKS, LogitsProcessor, Parsing, Sampling, Stop
 
 T = TypeVar("T")
 
 MAX_PROMPT_LOGPROBS = 131_072  # values in one answer: prompt tokens x (1 + alternatives) x times they are shown
 MAX_STREAMED_LOGPROBS = 8_192  # of them in one event of a stream
-RESERVED = frozenset({CONSTRAINT, CONSTRAINT_LARK})  # names that clients cannot use
+RESERVED = CONSTRAINT_MARKS  # names that clients cannot use
 MAX_PROCESSOR_BYTES = 65_536  # arguments of all logits processors of a request, as JSON
 
 
 class GenerationOptions(NamedTuple):
     stop: Stop
     sampling: Sampling
-    constraint: Constraint | None = None
+    wanted: Wanted | None = None
     parsing: Parsing | None = None
 
 
@@ -48,12 +48,12 @@ def resolve_options(
     """
     stop = _stop(body, _max_tokens(body, prompt_tokens, context), context.model)
     parsing = _parsing(body, tokens, context)
-    constraint = resolve_constraint(body, parsing, context)
+    wanted = resolve_constraint(body, parsing, context)
     sampling = _sampling(body, prompt_tokens, context, seed)
-    if constraint is not None:
-        processors = (*sampling.logits_processors, *map(LogitsProcessor, marks(constraint)))
+    if wanted is not None:
+        processors = (*sampling.logits_processors, *map(LogitsProcessor, wanted.marks))
         sampling = msgspec.structs.replace(sampling, logits_processors=processors)
-    return GenerationOptions(stop, sampling, constraint, parsing)
+    return GenerationOptions(stop, sampling, wanted, parsing)
 
 
 def _parsing(

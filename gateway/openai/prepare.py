@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from gateway.openai.common import CHAT, COMPLETION, random_seed, resolve_deadline_s, resolve_priority
+from gateway.openai.constraint import Wanted
 from gateway.openai.options import GenerationOptions, resolve_options
 from gateway.openai.prepare_context import PrepareContext
 from gateway.openai.prompt import Prompt, chat_prompt, completion_prompt, expand_media, truncated
@@ -23,6 +24,7 @@ class PreparedRequest(NamedTuple):
 
     Attributes:
         detached: it continues when its client disconnects.
+        wanted: where the request's constraint comes from.
         repeated: it was made before, under the same key; the client asks again.
     """
 
@@ -32,6 +34,7 @@ class PreparedRequest(NamedTuple):
     include_usage: bool
     detached: bool = False
     repeated: bool = False
+    wanted: Wanted | None = None
 
 
 class PendingMediaRequest(NamedTuple):
@@ -182,11 +185,11 @@ def _prepared(
         no_store=context.no_store or bool(body.no_store),
         session=body.prompt_cache_key or "",
         tenant=context.tenant,
-        constraint=options.constraint,
+        constraint=options.wanted.constraint if options.wanted is not None else None,
         shown=_shown(body),
     )
     usage = body.stream_options is not None and bool(body.stream_options.include_usage)
-    return PreparedRequest(request, len(tokens), bool(body.stream), usage)
+    return PreparedRequest(request, len(tokens), bool(body.stream), usage, wanted=options.wanted)
 
 
 def _shown(body: ChatCompletionRequest | CompletionRequest) -> Shown:

@@ -1,7 +1,7 @@
 """What a body is prepared for: the model, the gateway's defaults, and what its workers have in common."""
 
 from collections.abc import Mapping, Sequence, Set
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from gateway.openai.errors import model_not_found
 from infra.model.modeldir import ModelDir
@@ -31,6 +31,7 @@ class PrepareContext(NamedTuple):
         priority: its class if the body names none, and the highest that it may have; None: the body decides.
         own_cache: tenants share no KV; False: this one shares it with the default tenant.
         reasoning_fields: of answers, see ``--reasoning-fields``; "": the default.
+        loosened: schemas by tool, in place of those of tools that are not strict and have what cannot be compiled.
         elsewhere: models that generate no text, and the path to ask them at.
     """
 
@@ -53,6 +54,7 @@ class PrepareContext(NamedTuple):
     own_cache: bool = True
     elsewhere: Mapping[str, str] = {}
     reasoning_fields: str = ""
+    loosened: Mapping[str, Any] = {}
 
     def check_model(self, name: str) -> None:
         """

@@ -30,6 +30,9 @@ Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
 StopText = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
 Logprobs = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
 Schema = dict[str, Any] | str | bool
+StructuralTag = Annotated[
+    dict[str, Any] | str, Meta(description="parts of the output between marks, as vLLM and SGLang take them")
+]
 Bias = Annotated[float, Meta(ge=-100.0, le=100.0)]
 
 
@@ -60,10 +63,14 @@ class SchemaFormat(Struct, frozen=True):
 
 
 class ResponseFormat(Struct, frozen=True):
-    """``type``: "text", "json_object" or "json_schema"."""
+    """``type``: "text", "json_object", "json_schema" or "structural_tag"."""
 
     type: str
     json_schema: SchemaFormat | None = None
+    schema: Annotated[Schema | None, Meta(description="beside json_object or json_schema: llama.cpp's spelling")] = None
+    structures: list[dict[str, Any]] | None = None
+    triggers: list[str] | None = None
+    format: dict[str, Any] | None = None
 
 
 class StructuredOutputs(Struct, frozen=True, forbid_unknown_fields=True):
@@ -74,6 +81,7 @@ class StructuredOutputs(Struct, frozen=True, forbid_unknown_fields=True):
     regex: str | None = None
     choice: Annotated[list[str] | None, Meta(description="one of these texts")] = None
     grammar: Annotated[str | None, Meta(description="a context-free grammar: Lark or GBNF")] = None
+    structural_tag: StructuralTag | None = None
 
 
 class TextOptions(CommonOptions, frozen=True, kw_only=True):
@@ -117,6 +125,16 @@ class TextOptions(CommonOptions, frozen=True, kw_only=True):
     return_tokens_as_token_ids: (
         Annotated[bool, Meta(description='tokens of log-probabilities are "token_id:ID", not their text')] | None
     ) = None
+    json_schema: Annotated[
+        Schema | None, Meta(description="llama.cpp's and SGLang's name of structured_outputs.json")
+    ] = None
+    regex: Annotated[str | None, Meta(description="SGLang's name of structured_outputs.regex")] = None
+    ebnf: Annotated[str | None, Meta(description="SGLang's name of structured_outputs.grammar")] = None
+    grammar: Annotated[str | None, Meta(description="llama.cpp's name of structured_outputs.grammar")] = None
+    structural_tag: StructuralTag | None = None
+    guided_whitespace_pattern: str | None = None
+    grammar_lazy: bool | None = None
+    use_beam_search: bool | None = None
     logits_processors: (
         Annotated[list[ProcessorOptions], Meta(max_length=MAX_PROCESSORS, description="applied in this order")] | None
     ) = None
@@ -184,6 +202,8 @@ class ChatCompletionRequest(TextOptions, frozen=True, kw_only=True):
     function_call: Any = None
     modalities: list[str] | None = None
     audio: Any = None
+    best_of: int | None = None
+    web_search_options: Any = None
     max_thinking_tokens: (
         Annotated[int, Meta(ge=0, le=1 << 31, description="tokens of reasoning, which is then ended")] | None
     ) = None
@@ -234,6 +254,8 @@ def check_chat(body: ChatCompletionRequest) -> None:
         raise unsupported("functions", "functions and function_call are not supported; use tools")
     if body.audio is not None or any(kind != "text" for kind in body.modalities or ()):
         raise unsupported("modalities", "audio and modalities other than 'text' are not supported")
+    if body.web_search_options is not None:
+        raise unsupported("web_search_options", "web_search_options is not supported: Penstock searches nothing")
     for number, tool in enumerate(body.tools or ()):
         _check_tool(f"tools[{number}]", tool)
     resolve_tool_choice(body.tool_choice, body.tools, body.parallel_tool_calls)
@@ -255,8 +277,6 @@ def parse_completion(data: bytes) -> CompletionRequest:
         raise invalid("max_tokens", "max_tokens must be at least 1 unless echo is true")
     if body.suffix:
         raise unsupported("suffix", "suffix is not supported: put what surrounds the gap into the prompt")
-    if body.best_of is not None and body.best_of != (body.n or 1):
-        raise unsupported("best_of", f"best_of is not supported unless it equals n ({body.n or 1})")
     _check_related(body, body.max_tokens)
     return body
 
@@ -280,8 +300,13 @@ def _check_tool(field: str, tool: dict[str, Any]) -> None:
         raise invalid(at, f"{at} must be a JSON schema (an object)")
 
 
-def _check_related(body: TextOptions, max_tokens: int | None) -> None:
-    """Limits between fields, which a schema does not express."""
+def _check_related(body: ChatCompletionRequest | CompletionRequest, max_tokens: int | None) -> None:
+    """Limits between fields, which a schema does not express, and options of other servers that change every answer."""
+    if body.best_of is not None and body.best_of != (body.n or 1):
+        raise unsupported("best_of", f"best_of is not supported unless it equals n ({body.n or 1})")
+    for name in ("use_beam_search", "guided_whitespace_pattern", "grammar_lazy"):
+        if getattr(body, name):
+            raise unsupported(name, f"{name} is not supported; leave it out")
     if max_tokens is not None and (body.min_tokens or 0) > max_tokens:
         raise invalid("min_tokens", f"min_tokens is {body.min_tokens}; it must not exceed max_tokens ({max_tokens})")
     if body.truncate_prompt_tokens == 0:

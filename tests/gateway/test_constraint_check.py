@@ -3,9 +3,10 @@
 import pytest
 
 from gateway.constraint_check import REMEMBERED_BYTES, ConstraintCheck
+from gateway.openai.constraint import Wanted
 from infra.model.constraint_trials import TOO_LONG, Trial, TrialsBusy
 from schemas.errors import Code, ServingError
-from schemas.requests import Constraint
+from schemas.requests import CONSTRAINT, Constraint
 
 
 class Trials:
@@ -28,15 +29,20 @@ def checking(trials: Trials) -> ConstraintCheck:
 
 
 SCHEMA = Constraint("json_schema", "{}")
+FIELD = "response_format.json_schema.schema"
+
+
+def wanted(constraint: Constraint) -> Wanted:
+    return Wanted(constraint, FIELD, (CONSTRAINT,))
 
 
 async def test_a_verdict_about_time_is_never_remembered() -> None:
     trials = Trials(Trial(TOO_LONG, lasting=False), Trial())
     check = checking(trials)
     with pytest.raises(ServingError) as refusal:
-        await check.check(SCHEMA, "a", "response_format.json_schema.schema")
-    assert (refusal.value.code, refusal.value.param) == (Code.invalid_request, "response_format.json_schema.schema")
-    await check.check(SCHEMA, "a")
+        await check.check(wanted(SCHEMA), "a", FIELD)
+    assert (refusal.value.code, refusal.value.param) == (Code.invalid_request, FIELD)
+    await check.check(wanted(SCHEMA), "a", FIELD)
 
 
 @pytest.mark.parametrize("reason", ["", "uniqueItems is not supported"])
@@ -46,9 +52,9 @@ async def test_a_verdict_about_the_constraint_is_remembered(reason: str) -> None
     for _ in range(3):
         if reason:
             with pytest.raises(ServingError, match="uniqueItems"):
-                await check.check(SCHEMA, "a")
+                await check.check(wanted(SCHEMA), "a", FIELD)
         else:
-            await check.check(SCHEMA, "a")
+            await check.check(wanted(SCHEMA), "a", FIELD)
     assert trials.asked == 1
 
 
@@ -56,15 +62,15 @@ async def test_a_full_queue_is_503_with_a_time_to_come_again() -> None:
     trials = Trials(TrialsBusy("too many constraints wait", 2.0), Trial())
     check = checking(trials)
     with pytest.raises(ServingError) as refusal:
-        await check.check(SCHEMA, "a")
+        await check.check(wanted(SCHEMA), "a", FIELD)
     assert (refusal.value.code.status, refusal.value.retry_after) == (503, 2.0)
-    await check.check(SCHEMA, "a")
+    await check.check(wanted(SCHEMA), "a", FIELD)
 
 
 async def test_verdicts_are_bounded_by_bytes() -> None:
     check = checking(Trials(Trial("x" * 500)))
     for number in range(2_000):
         with pytest.raises(ServingError):
-            await check.check(Constraint("regex", str(number)), "a")
+            await check.check(wanted(Constraint("regex", str(number))), "a", FIELD)
     assert check._reasons.size_bytes <= REMEMBERED_BYTES
     assert len(check._reasons) < 1_000

@@ -46,7 +46,7 @@ async def test_only_large_bodies_are_prepared_in_a_thread(
 ) -> None:
     threads = []
 
-    prepared = SimpleNamespace(request=SimpleNamespace(constraint=None))
+    prepared = SimpleNamespace(request=SimpleNamespace(), wanted=None)
 
     def prepare(*args: Any, **options: Any) -> Any:
         threads.append(threading.current_thread())

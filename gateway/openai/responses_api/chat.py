@@ -9,7 +9,7 @@ from gateway.openai.responses_api.items import Conversation
 from gateway.openai.responses_api.requests import InputItem, ResponsesRequest
 from gateway.openai.responses_api.tools import ToolNames, chat_tools
 
-_NAMES = {
+NAMES = {
     "messages": "input",
     "max_tokens": "max_output_tokens",
     "max_completion_tokens": "max_output_tokens",
@@ -52,7 +52,7 @@ def chat_of(body: ResponsesRequest, history: Iterable[Turn] = ()) -> Chat:
     if not talk.messages:
         raise invalid("input", "input is empty; it must have at least 1 item")
     tools, tool_places = chat_tools(body.tools or (), names)
-    places = {**_NAMES, **talk.places, **tool_places}
+    places = {**NAMES, **talk.places, **tool_places}
     if body.store is False and not body.no_store:
         places["no_store"] = "store"
     logprobs = "message.output_text.logprobs" in (body.include or ()) or bool(body.top_logprobs)

@@ -15,7 +15,7 @@ from gateway.openai.responses import AnswerMessage, message_of
 from infra.model import modeldir
 from infra.model.constraints import LARK
 from infra.model.parsers import reasoning
-from infra.model.parsers.registry import TOOLS, parser_for, special_markers
+from infra.model.parsers.registry import TOOLS, ParserNames, answer_parsing, parser_for, special_markers
 from schemas.requests import Constraint, GenerateRequest, Parsing, Stop
 from workers.engines.constraints.compiler import ConstraintCompiler, ModelTokens
 
@@ -187,3 +187,56 @@ def test_harmony_calls_follow_an_analysis(name: str) -> None:
 def test_a_strict_schema_that_a_format_cannot_keep_is_refused(schema: dict[str, Any], says: str) -> None:
     with pytest.raises(CannotExpress, match=says):
         written("qwen3_coder", tools=(Tool("f", schema, True),))
+
+
+TEXTUAL: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "plain": {"enum": ["1", "2"]},
+        "behind": {"$ref": "#/$defs/again"},
+        "fixed": {"const": "5"},
+        "both": {"allOf": [{"$ref": "#/$defs/code"}, {"enum": ["2", "3"]}]},
+        "either": {"anyOf": [{"const": "7"}, {"$ref": "#/$defs/code"}]},
+        "maybe": {"anyOf": [{"$ref": "#/$defs/code"}, {"type": "null"}]},
+        "none": {"type": ["string", "null"], "enum": [None, "true"]},
+        "short": {"type": ["string", "null"], "minLength": 1, "maxLength": 3},
+        "mixed": {"enum": ["1", 2]},
+        "number": {"$ref": "#/$defs/count"},
+    },
+    "additionalProperties": False,
+    "$defs": {
+        "code": {"type": "string", "enum": ["1", "2"]},
+        "again": {"$ref": "#/$defs/code"},
+        "count": {"type": "integer", "minimum": 0, "maximum": 99},
+    },
+}
+TEXTUAL["required"] = list(TEXTUAL["properties"])
+
+
+@pytest.mark.parametrize("name", ["qwen3_coder", "glm45"])
+def test_text_that_looks_like_a_number_stays_text(name: str) -> None:
+    """Whether ``1`` is a text is said by the schema only, however it says so."""
+    described = {"type": "function", "function": {"name": "f", "parameters": TEXTUAL, "strict": True}}
+    parsing = answer_parsing(ParserNames("", name), [described], lambda count: "", one_call=False)
+    assert parsing is not None
+    grammar = written(name, one=True, tools=(Tool("f", TEXTUAL, True),))
+    for seed in range(8):
+        request = GenerateRequest("id", "m", "g", b"", Stop(1), 0, 0, parsing=parsing)
+        message = message_of(parser_for(request, 0).parse(answer(grammar, seed, free=400, most=600)))
+        assert message.tool_calls is not UNSET
+        (call,) = message.tool_calls
+        jsonschema.validate(json.loads(call.function.arguments), TEXTUAL)
+
+
+@pytest.mark.parametrize("name", ["qwen3_coder", "glm45"])
+@pytest.mark.parametrize("required", [None, 5, {"a": 1}, ["a", 3]])
+def test_what_no_schema_may_say_is_ignored_in_tools_that_are_not_strict(name: str, required: Any) -> None:
+    parameters = {"type": "object", "properties": {"a": {"type": "string"}}, "required": required}
+    written(name, tools=(Tool("f", parameters, False),))
+    written("hermes", tools=(Tool("f", parameters, False),))
+
+
+def test_a_refusal_names_the_tool() -> None:
+    tools = (Tool("fine", NO_PARAMETERS, True), Tool("other", {"type": "object", "oneOf": []}, True))
+    with pytest.raises(CannotExpress, match=r"tool 'other'.*oneOf"):
+        written("glm45", tools=tools)

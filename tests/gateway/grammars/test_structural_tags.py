@@ -1,0 +1,115 @@
+"""Structural tags as grammars: which texts they allow."""
+
+from typing import Any
+
+import pytest
+
+from gateway.grammars.structural_tags import MOST_PARTS, BadTag, write_tags
+from gateway.grammars.writer import CannotExpress, GrammarWriter
+from infra.model.constraints import LARK
+from schemas.requests import Constraint, Stop
+from tests.gateway.grammars.test_calls import COMPILER, MODEL
+
+NUMBER = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
+
+
+def structure(begin: str, schema: dict[str, Any], end: str = "</function>") -> dict[str, Any]:
+    return {"begin": begin, "schema": schema, "end": end}
+
+
+def allows(tag: dict[str, Any], text: str) -> bool:
+    added = MODEL.added_tokens
+    writer = GrammarWriter(added.get, list(added))
+    grammar = writer.text(write_tags(writer, tag))
+    matcher = COMPILER.matcher(Constraint(LARK, grammar), 0, Stop(10)).matcher
+    tokens = MODEL.tokenizer.encode(text, add_special_tokens=False).ids
+    return matcher.validate_tokens(tokens) == len(tokens) and matcher.consume_tokens(tokens) and matcher.is_accepting()
+
+
+FUNCTIONS = {
+    "structures": [structure("<function=get>", NUMBER), structure("<function=put>", {"type": "object"})],
+    "triggers": ["<function="],
+}
+MARKS = {"structures": [structure("<tool_call>", NUMBER, "</tool_call>")], "triggers": ["<tool_call>"]}
+
+
+@pytest.mark.parametrize(
+    ("tag", "text", "allowed"),
+    [
+        (FUNCTIONS, "", True),
+        (FUNCTIONS, "no call <b>", True),
+        (FUNCTIONS, 'x <function=get>{"a": 1}</function> y <function=put>{}</function> z', True),
+        (FUNCTIONS, '<function=get>{"b": 1}</function>', False),
+        (FUNCTIONS, "<function=other>", False),
+        (MARKS, 'x<tool_call>{"a": 1}</tool_call>', True),  # tokens of their own in this vocabulary
+        (MARKS, "x<tool_call>[]</tool_call>", False),
+    ],
+)
+def test_text_is_free_until_a_trigger(tag: dict[str, Any], text: str, allowed: bool) -> None:
+    assert allows(tag, text) is allowed
+
+
+def tags(kind: str, **more: Any) -> dict[str, Any]:
+    listed = [{"begin": "<n>", "content": {"type": "json_schema", "json_schema": {"type": "integer"}}, "end": "</n>"}]
+    return {"format": {"type": kind, "tags": listed, **more}}
+
+
+SEQUENCE = {
+    "format": {
+        "type": "sequence",
+        "elements": [
+            {"type": "const_string", "value": "A: "},
+            {
+                "type": "or",
+                "elements": [
+                    {"type": "regex", "pattern": "[0-9]+/x"},
+                    {"type": "tag", "begin": "<a>", "content": {"type": "any_text"}, "end": ["</a>", "</b>"]},
+                ],
+            },
+        ],
+    }
+}
+
+
+@pytest.mark.parametrize(
+    ("tag", "text", "allowed"),
+    [
+        (SEQUENCE, "A: 12/x", True),
+        (SEQUENCE, "A: <a>any <b></a>", True),
+        (SEQUENCE, "A: <a>any</b>", True),
+        (SEQUENCE, "A: x", False),
+        (tags("tags_with_separator", separator=", "), "", True),
+        (tags("tags_with_separator", separator=", "), "<n>1</n>, <n>2</n>", True),
+        (tags("tags_with_separator", separator=", "), "<n>1</n><n>2</n>", False),
+        (tags("tags_with_separator", separator=", ", at_least_one=True), "", False),
+        (tags("tags_with_separator", separator=", ", stop_after_first=True), "<n>1</n>, <n>2</n>", False),
+        (tags("triggered_tags", triggers=["<n"], at_least_one=True), "text", False),
+        (tags("triggered_tags", triggers=["<n"], at_least_one=True), "text <n>1</n> text", True),
+        (tags("triggered_tags", triggers=["<n"], stop_after_first=True), "text <n>1</n> text", False),
+    ],
+)
+def test_formats_are_trees(tag: dict[str, Any], text: str, allowed: bool) -> None:
+    assert allows(tag, text) is allowed
+
+
+@pytest.mark.parametrize(
+    ("tag", "says"),
+    [
+        ({}, "structures"),
+        ({"structures": [], "triggers": ["x"]}, "empty"),
+        ({"structures": [structure("<a>", {})], "triggers": ["<b"]}, "no tag begins"),
+        ({"structures": [structure("<a>", {}), structure("b", {})], "triggers": ["<a"]}, "none of the triggers"),
+        ({"structures": [structure("<a>", {})], "triggers": [""]}, "triggers"),
+        ({"format": {"type": "or", "elements": ["x"]}}, "object"),
+        ({"format": {"type": "tag", "begin": "<a>", "end": 3, "content": {}}}, "end"),
+        ({"format": {"type": "sequence", "elements": [{"type": "any_text"}] * (MOST_PARTS + 1)}}, str(MOST_PARTS)),
+    ],
+)
+def test_a_tag_of_another_form_is_refused(tag: dict[str, Any], says: str) -> None:
+    with pytest.raises(BadTag, match=says):
+        write_tags(GrammarWriter(lambda mark: None), tag)
+
+
+def test_a_kind_that_is_not_supported_is_named() -> None:
+    with pytest.raises(CannotExpress, match="qwen_xml_parameter"):
+        write_tags(GrammarWriter(lambda mark: None), {"format": {"type": "qwen_xml_parameter"}})
