@@ -27,7 +27,7 @@ from gateway.log.inflight import InflightRequest
 from gateway.metrics import Metrics
 from gateway.openai.common import MESSAGE
 from gateway.openai.prepare import PreparedRequest
-from gateway.openai.responses import error_body, stopping
+from gateway.openai.responses import UsageBody, error_body, stopping
 from gateway.option_names import listed, unknown_options
 from gateway.service import Gateway
 from gateway.tracing import from_http_headers, with_trace
@@ -76,9 +76,10 @@ class AcceptedRequest(NamedTuple):
 
 SendError = Callable[[Send, ServingError, str], Awaitable[None]]  # (send, error, id of the accepted request or "")
 BatchAnswer = Callable[
-    [Gateway, bytes, ClientIds, Callable[[bytes], Awaitable[PreparedRequest]], Scope, Send], Awaitable[bool]
+    [Gateway, bytes, ClientIds, Callable[[bytes], Awaitable[PreparedRequest]], Scope, Send, float], Awaitable[str]
 ]
-Answer = Callable[[Gateway, AcceptedRequest], Awaitable[str]]  # sends the answer; returns the code for the metrics
+# Sends the answer; returns the code for the metrics, "": the request is counted elsewhere.
+Answer = Callable[[Gateway, AcceptedRequest], Awaitable[str]]
 
 
 class Generations:
@@ -88,7 +89,7 @@ class Generations:
         endpoint: what ``Gateway.prepare`` makes of the body, as in ``GenerateRequest.endpoint``.
         answer: sends the answer of an accepted request.
         refuse: sends an error in the shape of the API.
-        answer_batch: answers a body that makes several requests; False: this one does not.
+        answer_batch: answers a body that makes several requests; returns the code for the metrics, "": it makes one.
     """
 
     def __init__(
@@ -122,8 +123,11 @@ class Generations:
                 send = with_header(send, IGNORED_OPTIONS, listed(ignored).encode())
             names = read_client_ids(scope["headers"])
             prepare_body = partial(self._prepare, scope, names, reserved)
-            if self._answer_batch and await self._answer_batch(gateway, body, names, prepare_body, scope, send):
-                return
+            if self._answer_batch:
+                batch = await self._answer_batch(gateway, body, names, prepare_body, scope, send, began)
+                if batch:
+                    code = batch
+                    return
             prepare = partial(prepare_body, body)
             if names.key:
                 prepared, inflight = await submit_once(
@@ -158,8 +162,9 @@ class Generations:
         finally:
             for request_id in reserved:
                 gateway.payments.abandon(request_id)
-            gateway.metrics.requests.labels("http", code).inc()
-            gateway.metrics.e2e.observe(time.monotonic() - began)
+            if code:
+                gateway.metrics.requests.labels("http", code).inc()
+                gateway.metrics.e2e.observe(time.monotonic() - began)
 
     async def _prepare(self, scope: Scope, names: ClientIds, reserved: list[str], body: bytes) -> PreparedRequest:
         """
@@ -217,7 +222,7 @@ class Reattach:
             if last:
                 renderer.resume(last)
             inflight = await gateway.attach(request, record)
-            await Responder(gateway, inflight, scope, send, time.monotonic(), owner=False).stream(renderer)
+            await Responder(gateway, inflight, scope, send, time.monotonic(), owner=False, again=True).stream(renderer)
         except ServingError as error:
             await send_error(send, error)
 
@@ -259,9 +264,11 @@ class StreamClock:
 
     Args:
         began: when the request's body was read, by the monotonic clock.
+        again: its first token was sent before, to another client.
     """
 
-    def __init__(self, metrics: Metrics, began: float) -> None:
+    def __init__(self, metrics: Metrics, began: float, *, again: bool = False) -> None:
+        self._again = again
         self._metrics = metrics
         self._last = began
         self._started = False
@@ -280,7 +287,8 @@ class StreamClock:
                 self._metrics.itl.observe(seconds * TOKEN_BYTES / packed)
         else:
             self._started = True
-            self._metrics.ttft.observe(seconds)
+            if not self._again:
+                self._metrics.ttft.observe(seconds)
 
     def ends(self) -> None:
         """Nothing more is sent."""
@@ -288,11 +296,25 @@ class StreamClock:
 
 
 class Responder:
-    """Sends one request's items to one client. ``owner``: if this client leaves, the request is cancelled."""
+    """Sends one request's items to one client.
+
+    Args:
+        owner: if this client leaves, the request is cancelled.
+        again: another client got the answer before, or gets it, too: the request was counted with that.
+    """
 
     def __init__(
-        self, gateway: Gateway, inflight: InflightRequest, scope: Scope, send: Send, began: float, owner: bool = True
+        self,
+        gateway: Gateway,
+        inflight: InflightRequest,
+        scope: Scope,
+        send: Send,
+        began: float,
+        owner: bool = True,
+        *,
+        again: bool = False,
     ) -> None:
+        self._again = again
         self._gateway = gateway
         self._inflight = inflight
         self._connection: Connection = scope[SCOPE]
@@ -329,7 +351,7 @@ class Responder:
         send, inflight = self._send, self._inflight
         started = False
         wait_s = HEAD_S if inflight.request.constraint is None else HEAD_CONSTRAINED_S
-        clock = StreamClock(self._gateway.metrics, self._began)
+        clock = StreamClock(self._gateway.metrics, self._began, again=self._again)
         idle = IdleTimer(self._gateway.settings.stream_ping_s, inflight.nudge)
         self.open()
         try:
@@ -379,12 +401,17 @@ class Responder:
             self.close()
 
     def _account(self, answer: Renderer | Aggregator) -> str:
-        usage, metrics = answer.usage, self._gateway.metrics
-        metrics.output.inc(usage.completion_tokens)
-        metrics.cached.inc(usage.prompt_tokens_details.cached_tokens)
-        metrics.input_length.observe(usage.prompt_tokens)
-        metrics.output_length.observe(usage.completion_tokens)
+        if not self._again:
+            account(self._gateway.metrics, answer.usage)
         return answer.error.code.value if answer.error is not None else "ok"
+
+
+def account(metrics: Metrics, usage: UsageBody) -> None:
+    """Count the tokens of an answer that was sent."""
+    metrics.output.inc(usage.completion_tokens)
+    metrics.cached.inc(usage.prompt_tokens_details.cached_tokens)
+    metrics.input_length.observe(usage.prompt_tokens)
+    metrics.output_length.observe(usage.completion_tokens)
 
 
 def id_headers(request: GenerateRequest) -> list[tuple[bytes, bytes]]:

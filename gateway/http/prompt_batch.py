@@ -13,6 +13,8 @@ from gateway.http.answers import (
     IdleTimer,
     Scope,
     Send,
+    StreamClock,
+    account,
     encode_answer,
     id_headers,
 )
@@ -25,6 +27,7 @@ from gateway.openai.prompt_batch import BatchRenderer, merge_answers, split_prom
 from gateway.openai.sse import COMMENT, error_event
 from gateway.service import Gateway
 from schemas.errors import Code, ServingError
+from schemas.tokens import TokenItem
 
 
 async def answer_prompts(
@@ -34,29 +37,32 @@ async def answer_prompts(
     prepare: Callable[[bytes], Awaitable[PreparedRequest]],
     scope: Scope,
     send: Send,
-) -> bool:
-    """Answer a body of several prompts; False: there are not several.
+    began: float,
+) -> str:
+    """Answer a body of several prompts; returns the code for the metrics, "": there are not several.
 
     If a prompt cannot be served, none is; if a request fails, the others are cancelled.
 
+    Args:
+        began: when the client's request came, monotonic seconds.
     Raises:
         ServingError: of the first prompt that cannot be served, or the first request that failed.
     """
     bodies = await gateway.run_for(body, split_prompts, body)
     if not bodies:
-        return False
+        return ""
     if names.key:
         raise unsupported("Idempotency-Key", "Idempotency-Key is not supported with several prompts")
     prepared = []
     for each in bodies:
         await gateway.turns.enter()
         prepared.append(await prepare(each))
-    await _answer(gateway, prepared, scope, send)
-    return True
+    return await _answer(gateway, prepared, scope, send, began)
 
 
-async def _answer(gateway: Gateway, prepared: Sequence[PreparedRequest], scope: Scope, send: Send) -> None:
-    """
+async def _answer(gateway: Gateway, prepared: Sequence[PreparedRequest], scope: Scope, send: Send, began: float) -> str:
+    """Returns the code for the metrics.
+
     Raises:
         ServingError: of the first request that failed.
     """
@@ -72,9 +78,10 @@ async def _answer(gateway: Gateway, prepared: Sequence[PreparedRequest], scope: 
             gone()
         gateway.answering.update(inflights)
         if prepared[0].stream:
-            await _PromptStream(gateway, inflights, send, include_usage=prepared[0].include_usage).run()
-        else:
-            await _whole(gateway, inflights, send)
+            stream = _PromptStream(gateway, inflights, send, began, include_usage=prepared[0].include_usage)
+            return await stream.run()
+        await _whole(gateway, inflights, send)
+        return "ok"
     finally:
         connection.on_lost = None
         for inflight in inflights:
@@ -94,7 +101,7 @@ async def _whole(gateway: Gateway, inflights: Sequence[InflightRequest], send: S
     await send({"type": "http.response.start", "status": 200, "headers": headers})
     await send({"type": "http.response.body", "body": whole})
     for collector in collectors:
-        gateway.metrics.output.inc(collector.usage.completion_tokens)
+        account(gateway.metrics, collector.usage)
     gateway.metrics.response_bytes.inc(len(whole))
 
 
@@ -102,7 +109,13 @@ class _PromptStream:
     """Sends the events of several requests as they come."""
 
     def __init__(
-        self, gateway: Gateway, inflights: Sequence[InflightRequest], send: Send, *, include_usage: bool
+        self,
+        gateway: Gateway,
+        inflights: Sequence[InflightRequest],
+        send: Send,
+        began: float,
+        *,
+        include_usage: bool,
     ) -> None:
         self._gateway = gateway
         self._inflights = inflights
@@ -111,17 +124,20 @@ class _PromptStream:
         self._renderer = BatchRenderer(requests, gateway.model.detokenizer, include_usage=include_usage)
         self._turn = asyncio.Lock()  # of the connection
         self._idle = IdleTimer(gateway.settings.stream_ping_s, self._nudge)
-        self._bytes = 0
+        self._clocks = [StreamClock(gateway.metrics, began) for _ in inflights]
 
-    async def run(self) -> None:
-        """
+    async def run(self) -> str:
+        """Returns the code for the metrics.
+
         Raises:
             ServingError: a request failed before anything was sent, or the client went away.
         """
         try:
-            await self._run()
+            return await self._run()
         finally:
             self._idle.close()
+            for clock in self._clocks:
+                clock.ends()
 
     def _nudge(self) -> None:
         """One of those that wait says for all that the stream is idle."""
@@ -130,13 +146,14 @@ class _PromptStream:
                 inflight.nudge()
                 return
 
-    async def _run(self) -> None:
+    async def _run(self) -> str:
         # An error by then has a status code of its own.
-        begun = self._renderer.push(0, await self._inflights[0].take_within(HEAD_S))
+        first, code = await self._inflights[0].take_within(HEAD_S), "ok"
+        begun = self._renderer.push(0, first)
         headers = [*SSE_HEADERS, *id_headers(self._inflights[0].request)]
         await self._send({"type": "http.response.start", "status": 200, "headers": headers})
         try:
-            await self._body(begun)
+            await self._body(0, first, begun)
             async with asyncio.TaskGroup() as group:
                 for place in range(len(self._inflights)):
                     group.create_task(self._follow(place))
@@ -145,10 +162,11 @@ class _PromptStream:
             error = failures.exceptions[0]
             if not isinstance(error, ServingError) or error is DISCONNECTED:
                 raise error from None
-            last = error_event(error, finished=error.code is not Code.shutting_down)
-        await self._body(last, more=False)
-        self._gateway.metrics.output.inc(self._renderer.usage.completion_tokens)
-        self._gateway.metrics.response_bytes.inc(self._bytes)
+            last, code = error_event(error, finished=error.code is not Code.shutting_down), error.code.value
+        await self._body(0, (), last, more=False)
+        for usage in self._renderer.usages:
+            account(self._gateway.metrics, usage)
+        return code
 
     async def _follow(self, place: int) -> None:
         """
@@ -158,11 +176,11 @@ class _PromptStream:
         renderer, inflight = self._renderer, self._inflights[place]
         while not renderer.ended(place):
             items = await inflight.take(nudged=True)
-            await self._body(renderer.push(place, items) if items else COMMENT)
+            await self._body(place, items, renderer.push(place, items) if items else COMMENT)
 
-    async def _body(self, data: bytes, *, more: bool = True) -> None:
+    async def _body(self, place: int, items: Sequence[TokenItem], data: bytes, *, more: bool = True) -> None:
         if data or not more:
-            self._bytes += len(data)
+            self._clocks[place].sends(items, len(data))
             self._idle.sent()
             async with self._turn:
                 await self._send({"type": "http.response.body", "body": data, "more_body": more})

@@ -33,6 +33,8 @@ from gateway.openai.responses_api.requests import InputItem
 from gateway.service import Gateway
 from schemas import done
 from schemas.errors import Code, ServingError
+from schemas.tokens import WHOLE_REQUEST
+from schemas.wire import TOKEN_BYTES
 
 log = structlog.get_logger("gateway")
 
@@ -52,7 +54,10 @@ async def answer_response(gateway: Gateway, accepted: AcceptedRequest) -> str:
     request = accepted.inflight.request
     if accepted.prepared.stream or not read_stored(request.client_body).body.background:
         return await answer_text(gateway, accepted)
-    gateway.release(accepted.inflight)
+    if accepted.prepared.repeated:
+        gateway.release(accepted.inflight)
+    else:
+        gateway.tasks.spawn(_count(gateway, accepted), name="count", on_failure=_not_counted)
     if accepted.prepared.repeated:
         body = _json(await current_response(gateway, await gateway.look_up(request.id, request.tenant)))
     else:
@@ -60,7 +65,37 @@ async def answer_response(gateway: Gateway, accepted: AcceptedRequest) -> str:
     headers = [JSON, (b"content-length", b"%d" % len(body)), *id_headers(request)]
     await accepted.send({"type": "http.response.start", "status": 200, "headers": headers})
     await accepted.send({"type": "http.response.body", "body": body})
-    return "ok"
+    return ""
+
+
+async def _count(gateway: Gateway, accepted: AcceptedRequest) -> None:
+    """Count a response that runs in the background when it ends, as one with a client is."""
+    inflight, metrics = accepted.inflight, gateway.metrics
+    tokens, cached, open_, code, started = 0, 0, inflight.request.n, "ok", False
+    try:
+        while open_ > 0:
+            for item in await inflight.take():
+                tokens += len(item.tokens) // TOKEN_BYTES if item.choice >= 0 else 0
+                if item.finish is not None:
+                    open_ = 0 if item.choice == WHOLE_REQUEST else open_ - 1
+                    cached, code = item.finish.cached_tokens, item.finish.code or code
+            if tokens and not started:
+                started = True
+                metrics.ttft.observe(time.monotonic() - accepted.began)
+    except ServingError as error:
+        code = error.code.value
+    finally:
+        gateway.release(inflight)
+    metrics.output.inc(tokens)
+    metrics.cached.inc(cached)
+    metrics.input_length.observe(accepted.prepared.prompt_tokens)
+    metrics.output_length.observe(tokens)
+    metrics.requests.labels("http", code).inc()
+    metrics.e2e.observe(time.monotonic() - accepted.began)
+
+
+def _not_counted(error: BaseException) -> None:
+    log.warning("response_not_counted", error=repr(error))
 
 
 class StoredResponses:
@@ -82,7 +117,8 @@ class StoredResponses:
             if after:
                 renderer.resume(after)
             inflight = await self._gateway.attach(*found)
-            await Responder(self._gateway, inflight, scope, send, time.monotonic(), owner=False).stream(renderer)
+            responder = Responder(self._gateway, inflight, scope, send, time.monotonic(), owner=False, again=True)
+            await responder.stream(renderer)
         except ServingError as error:
             await send_error(send, error)
 

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from typing import NamedTuple
 
 from gateway.answer_shapes import aggregator_for
-from gateway.http.answers import encode_answer
+from gateway.http.answers import account, encode_answer
 from gateway.log.inflight import InflightRequest
 from gateway.log.records import has_output, is_whole
 from gateway.nats.messages import AnswerMessage, StreamMessages, failure
@@ -87,7 +87,7 @@ class AnswerDelivery:
         if inflight is None:
             inflight, late = await self._reopen(accepted.request, accepted.record)
         try:
-            async for message in _messages(self._gateway, inflight, late):
+            async for message in _messages(self._gateway, inflight, late, counted=accepted.inflight is not None):
                 if message.error:
                     code = message.error
                 await replies.send(message)
@@ -141,8 +141,9 @@ def _ended(last: int, wanted: int) -> ServingError:
 
 
 async def _messages(
-    gateway: Gateway, inflight: InflightRequest, late: AnswerMessage | None
+    gateway: Gateway, inflight: InflightRequest, late: AnswerMessage | None, *, counted: bool
 ) -> AsyncIterator[AnswerMessage]:
+    """``counted``: its tokens are counted when it has ended: it is sent for the first time."""
     if late is not None:
         yield late
     elif inflight.request.form:
@@ -154,22 +155,26 @@ async def _messages(
                 if error.code is Code.broker_unavailable:
                     raise  # it is no part of the answer: that comes when the broker stores messages again
                 made = chunks.fail(error)
+            if counted and chunks.done:
+                account(gateway.metrics, chunks.usage)
             for message in made:
                 yield message
     else:
-        yield await _whole(gateway, inflight)
+        yield await _whole(gateway, inflight, counted=counted)
 
 
 def _smaller(request: GenerateRequest) -> str:
     return "ask for stream: true" if request.embedding is None else "ask for fewer inputs at once"
 
 
-async def _whole(gateway: Gateway, inflight: InflightRequest) -> AnswerMessage:
+async def _whole(gateway: Gateway, inflight: InflightRequest, *, counted: bool) -> AnswerMessage:
     collector = aggregator_for(inflight.request, gateway.model.detokenizer)
     limit = gateway.bus.max_message
     try:
         while not collector.push(await inflight.take()):
             pass
+        if counted:
+            account(gateway.metrics, collector.usage)
         body = await encode_answer(collector)
         if len(body) > limit:
             raise ServingError(

@@ -11,7 +11,7 @@ import msgspec
 
 from gateway.nats.interleave import ChoiceInterleaver
 from gateway.nats.protocol import STREAM_USAGE
-from gateway.openai.responses import error_body
+from gateway.openai.responses import UsageBody, error_body
 from gateway.openai.sse import DONE
 from gateway.openai.stream_renderer import StreamRenderer
 from infra.model.detokenizer import Detokenizer
@@ -65,6 +65,10 @@ class StreamMessages:
     @property
     def done(self) -> bool:
         return self._renderer.done
+
+    @property
+    def usage(self) -> UsageBody:
+        return self._renderer.usage
 
     @property
     def code(self) -> str:

@@ -227,7 +227,8 @@ class Submissions:
             refusal = failure(as_serving_error(error, "the submission"), 0 if accepted is None else -1)
             entry.decide(refusal)
             await replies.refuse(refusal)
-        self._gateway.metrics.requests.labels("nats", code).inc()
+        if verdict == ACK:  # else it comes again, and is counted when it has ended
+            self._gateway.metrics.requests.labels("nats", code).inc()
         if verdict == ACK and self._refuses(message):
             await self._erase(at)
         await self._nc.publish(entry.reply, verdict)

@@ -110,7 +110,12 @@ class BatchRenderer:
 
     @property
     def usage(self) -> UsageBody:
-        return _sum([part.usage for part in self._parts])
+        return _sum(self.usages)
+
+    @property
+    def usages(self) -> list[UsageBody]:
+        """Of each prompt."""
+        return [part.usage for part in self._parts]
 
     def push(self, place: int, items: Iterable[TokenItem]) -> bytes:
         """Events for these items of the prompt at ``place``.

@@ -2,6 +2,7 @@
 
 from infra.metrics.scope import MetricScope
 from schemas.done import Done
+from schemas.streams import LONGEST_DEADLINE_S as LONGEST
 from schemas.transfer import Handoff
 from workers.engines.base import EngineInfo, EngineStats, GrammarStats
 from workers.kv_transfer.base import CAUSES
@@ -9,8 +10,29 @@ from workers.metrics.gpu import GpuMetrics, find_library
 from workers.metrics.kv import KvMetrics
 from workers.metrics.totals import Total
 
-TOKEN_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.075, 0.1, 0.2, 0.5, 1)
-STAGE_SECONDS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60)
+TOKEN_SECONDS = (
+    0.001,
+    0.002,
+    0.005,
+    0.01,
+    0.015,
+    0.02,
+    0.025,
+    0.03,
+    0.04,
+    0.05,
+    0.075,
+    0.1,
+    0.2,
+    0.5,
+    1,
+    10,
+    60,
+    600,
+    LONGEST,
+)
+STAGE_SECONDS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 300, 600, LONGEST)
+REQUEST_SECONDS = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800, LONGEST)
 READ_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
 BATCH_INPUTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 LABELS = ("namespace", "component", "process", "model", "role")
@@ -32,7 +54,9 @@ class Metrics:
         self.tokens = scope.counter("tokens", "output tokens")
         self.pictures = scope.counter("pictures", "images and videos made", ["kind"])
         self.requests = scope.counter("requests", "requests that ended here or were handed off", ["code"])
-        self.latency = scope.histogram("request_seconds", "from the start on this worker to the end")
+        self.latency = scope.histogram(
+            "request_seconds", "from the start on this worker to the end", buckets=REQUEST_SECONDS
+        )
         self.queue = scope.histogram(
             "queue_seconds", "from the router's decision to the start on this worker", buckets=STAGE_SECONDS
         )
