@@ -41,6 +41,7 @@ OTHERS = (  # variables that are no settings
     "CLUSTER",
 )
 
+_SEVERAL_WORDS = ("served_model_name",)
 _LIMITS = {"<=": "at most", ">=": "at least", "<": "below", ">": "above"}
 _KINDS = {"int": "a whole number", "float": "a number", "bool": "true or false"}
 _METAVARS = {"_s": "SECONDS", "_bytes": "BYTES", "_port": "PORT", "_url": "URL", "_host": "HOST", "_dir": "FOLDER"}
@@ -199,8 +200,20 @@ def _add(parser: "Parser", flag: Flag, default: object) -> None:
         parser.add_argument(flag.name, dest=flag.field, action=argparse.BooleanOptionalAction, default=None, help=text)
     else:
         # A list may be written in one word, in several, or both: earlier words must not be lost.
-        action = "append" if flag.is_list else "store"
-        parser.add_argument(flag.name, dest=flag.field, metavar=flag.metavar, action=action, default=None, help=text)
+        action: str | type[argparse.Action] = "append" if flag.is_list else "store"
+        several: dict[str, Any] = {}
+        if flag.field in _SEVERAL_WORDS:
+            action, several = _Words, {"nargs": "+"}
+        parser.add_argument(
+            flag.name, dest=flag.field, metavar=flag.metavar, action=action, default=None, help=text, **several
+        )
+
+
+class _Words(argparse.Action):
+    """The words behind a flag as one value, with commas: as other servers take several names."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        setattr(namespace, self.dest, ",".join(values))
 
 
 def _from_file(path: str, flags: Sequence[Flag], problems: list[str]) -> dict[str, tuple[object, str]]:
@@ -305,7 +318,11 @@ def to_argv(settings: msgspec.Struct, *, hidden: Iterable[str] = ()) -> list[str
 
 def to_environ(settings: msgspec.Struct, fields: Iterable[str]) -> dict[str, str]:
     """Environment variables that reproduce these fields: for secrets, which do not belong on a command line."""
-    return {PREFIX + name.upper(): str(getattr(settings, name)) for name in fields}
+    values = {name: getattr(settings, name) for name in fields}
+    return {
+        PREFIX + name.upper(): ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+        for name, value in values.items()
+    }
 
 
 def _shown(default: object) -> str:

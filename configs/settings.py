@@ -41,13 +41,21 @@ class Common(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     name: Annotated[str, about("name of this process in logs and tables; keep it the same across restarts")] = ""
 
 
+def served_names(text: str) -> tuple[str, ...]:
+    """The names in ``--served-model-name``."""
+    return tuple(text.replace(",", " ").split())
+
+
 class GatewaySettings(Common, frozen=True, kw_only=True):
     model: Annotated[
         str, about("model directory or Hugging Face id, for its tokenizer and chat template; default: demo model")
     ] = ""
     served_model_name: Annotated[
         str,
-        about("model names that clients may use, comma-separated, the canonical one first; default: --model's name"),
+        about(
+            "model names that clients may use, the canonical one first, with commas or spaces between; default: "
+            "--model's name"
+        ),
     ] = ""
     chat_template: Annotated[str, about("Jinja file to use instead of the model's own chat template")] = ""
     http_host: Annotated[str, about("address to listen on; 0.0.0.0: all addresses")] = "127.0.0.1"
@@ -90,6 +98,13 @@ class GatewaySettings(Common, frozen=True, kw_only=True):
             "all answers"
         ),
     ] = False
+    api_key: Annotated[
+        tuple[str, ...],
+        about(
+            "keys of your own choice, comma-separated, each as good as an operator's key; better in PENSTOCK_API_KEY "
+            "than on a command line, which other users of the machine can read"
+        ),
+    ] = ()
     require_keys: Annotated[
         bool,
         about("refuse requests without an API key even before the first key is made; once there is one, always"),

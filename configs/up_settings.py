@@ -136,6 +136,7 @@ class UpSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     tls_key: Annotated[str, _OF_GATEWAY] = _GATEWAY.tls_key
     cors_origins: Annotated[tuple[str, ...], _OF_GATEWAY] = _GATEWAY.cors_origins
     trusted_proxies: Annotated[tuple[str, ...], _OF_GATEWAY] = _GATEWAY.trusted_proxies
+    api_key: Annotated[tuple[str, ...], _OF_GATEWAY] = _GATEWAY.api_key
     require_keys: Annotated[bool, _OF_GATEWAY] = _GATEWAY.require_keys
     insecure: Annotated[bool, _OF_GATEWAY] = _GATEWAY.insecure
     always_no_store: Annotated[bool, _OF_GATEWAY] = _GATEWAY.always_no_store

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import structlog
 
 from configs import logs
-from configs.settings import GatewaySettings
+from configs.settings import GatewaySettings, served_names
 from gateway.http.access_log import with_access_log
 from gateway.http.app import application
 from gateway.http.connections import Limits
@@ -78,7 +78,9 @@ def run(settings: GatewaySettings) -> int:
 
     try:
         path = modeldir.resolve(settings.model)
-        model = modeldir.load(path, name=settings.served_model_name.split(",")[0], chat_template=settings.chat_template)
+        model = modeldir.load(
+            path, name="".join(served_names(settings.served_model_name)[:1]), chat_template=settings.chat_template
+        )
     except modeldir.ModelError as error:
         log.error("start_failed", error=str(error))
         return EXIT_CONFIG
@@ -116,7 +118,7 @@ async def _serve(settings: GatewaySettings, model: modeldir.ModelDir, front: Fro
     )
     publisher = Publisher(bus)
     await publisher.open()
-    model_name = settings.served_model_name.split(",")[0] or model.name
+    model_name = (*served_names(settings.served_model_name), model.name)[0]
     labels = {"namespace": settings.namespace, "process": settings.name, "model": model_name}
     metrics = Metrics(process_scope("gateway", labels).child("gateway"))
     loop = asyncio.get_running_loop()

@@ -12,7 +12,7 @@ import msgspec
 import structlog
 from nats.errors import Error as NatsError
 
-from configs.settings import GatewaySettings
+from configs.settings import GatewaySettings, served_names
 from gateway.access.caller import ANYONE, Caller
 from gateway.access.guard import Guard
 from gateway.access.limiter import Limiter
@@ -87,7 +87,7 @@ class Gateway:
         self.model = model
         self.settings = settings
         self.metrics = metrics
-        self.names = tuple(n for n in settings.served_model_name.split(",") if n) or (model.name,)
+        self.names = served_names(settings.served_model_name) or (model.name,)
         self.started_ns = time.time_ns()
         self.draining = False
         self.stopped = False
@@ -96,7 +96,7 @@ class Gateway:
         bus.nc.expects_more = self.turns.expects_new
         self.tasks: Tasks = bus.tasks.group("gateway")
         self.tenants = TenantTable(bus)
-        self.guard = Guard(bus, self.tenants.known, always=settings.require_keys)
+        self.guard = Guard(bus, self.tenants.known, always=settings.require_keys, own=settings.api_key)
         self.tenants.on_changed = self.guard.tenants_changed
         self.fleet = FleetView(bus, model, self.id, self.names, settings, metrics)
         self.records = Records(bus)

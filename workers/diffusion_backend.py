@@ -5,7 +5,7 @@ from pathlib import Path
 
 import structlog
 
-from configs.settings import WorkerSettings
+from configs.settings import WorkerSettings, served_names
 from workers.engines.diffusion.base import DiffusionEngine
 from workers.metrics.worker import Metrics
 from workers.pipeline_runner import PipelineRunner
@@ -39,7 +39,7 @@ class DiffusionBackend:
 
     async def open(self, connection: str) -> ServedModel:
         settings = self._settings
-        names = tuple(name for name in settings.served_model_name.split(",") if name) or (_name(settings.model),)
+        names = served_names(settings.served_model_name) or (_name(settings.model),)
         return ServedModel(names[0], names[1:], "", None, connection)
 
     def make_runner(self, context: SessionContext) -> PipelineRunner:

@@ -4,7 +4,7 @@ import asyncio
 
 import structlog
 
-from configs.settings import WorkerSettings
+from configs.settings import WorkerSettings, served_names
 from infra.model import modeldir
 from workers.embedding_runner import EmbeddingRunner
 from workers.engines.embed.base import EmbeddingEngine
@@ -40,7 +40,7 @@ class EmbeddingBackend:
     async def open(self, connection: str) -> ServedModel:
         assert self._engine is not None
         settings = self._settings
-        names = tuple(name for name in settings.served_model_name.split(",") if name) or (self._engine.model,)
+        names = served_names(settings.served_model_name) or (self._engine.model,)
         self._metrics.process.set_label("model", names[0])
         self._metrics.max_sequences.set(settings.max_running)
         self._metrics.max_batched_tokens.set(settings.max_batched_tokens)

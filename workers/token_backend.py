@@ -8,7 +8,7 @@ from pathlib import Path
 
 import structlog
 
-from configs.settings import WorkerSettings
+from configs.settings import WorkerSettings, served_names
 from infra.bus import loop_lag
 from infra.model import modeldir, parser_detection
 from infra.model.embedding_model import is_encoder
@@ -55,7 +55,7 @@ class TokenBackend:
         """
         settings = self._settings
         path = model_path(settings)
-        described = self._described = modeldir.load(path, name=settings.served_model_name.split(",")[0])
+        described = self._described = modeldir.load(path, name="".join(served_names(settings.served_model_name)[:1]))
 
         def build() -> Engine:
             engine = build_engine(settings, path)
@@ -101,7 +101,7 @@ class TokenBackend:
 
     def _served_model(self, connection: str) -> ServedModel:
         settings, described = self._settings, self._described
-        names = tuple(name for name in settings.served_model_name.split(",") if name) or (described.name,)
+        names = served_names(settings.served_model_name) or (described.name,)
         template = described.template.source if described.template is not None else ""
         return ServedModel(
             names[0],

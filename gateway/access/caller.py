@@ -66,6 +66,7 @@ class Caller:
         return msgspec.structs.replace(request, tenant=self.tenant, priority=priority)
 
 
+OPERATOR = Caller(DEFAULT_TENANT, None)  # with a key that the gateway was started with
 ANYONE = Caller(DEFAULT_TENANT, None)  # where no keys are in use: whoever reaches the port
 
 

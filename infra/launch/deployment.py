@@ -11,6 +11,7 @@ from pathlib import Path
 
 import structlog
 
+from configs.settings import served_names
 from configs.up_settings import UpSettings
 from infra.broker.datadir import Lock
 from infra.broker.disk import DiskWatch
@@ -103,7 +104,7 @@ class Deployment:
         self._lock = Lock(self.data_dir / "up.lock")
         self._broker: EmbeddedNats | None = None
         self._keepers: list[Keeper] = []
-        self._model = settings.served_model_name.partition(",")[0]
+        self._model = "".join(served_names(settings.served_model_name)[:1])
         self._makes = "text"
         self._listeners = Listeners(settings.http_host, tls=bool(settings.tls_cert))
         self._board = Board(quiet=settings.log_format == "json")

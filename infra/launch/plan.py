@@ -10,7 +10,11 @@ from configs.settings import Common, GatewaySettings, RouterSettings, TraceSetti
 from configs.up_settings import UpSettings
 from infra.launch.groups import EXTERNAL, Fleet, assign
 
-SECRET = ("nats_url", "sys_nats_url")  # with passwords: passed in the environment, which ps hides from other users
+SECRET = (
+    "nats_url",
+    "sys_nats_url",
+    "api_key",
+)  # with passwords: passed in the environment, which ps hides from other users
 USERS = {"trace": "operator"}  # broker users not named after the role; trace keeps its position in the object store
 # Children get the flags of ``up`` that they have under the same name, except these: they mean something else there.
 _NOT_PASSED = {"model", "served_model_name", "engine", "http_port", "metrics_port", "threads", "nats_url"}

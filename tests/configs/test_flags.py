@@ -9,7 +9,15 @@ from hypothesis import strategies as st
 from msgspec import Meta, Struct
 
 from configs.flags import flags_of, parse, to_argv, to_environ, unknown_variables
-from configs.settings import GatewaySettings, NatsSettings, RouterSettings, SameAs, TraceSettings, WorkerSettings
+from configs.settings import (
+    GatewaySettings,
+    NatsSettings,
+    RouterSettings,
+    SameAs,
+    TraceSettings,
+    WorkerSettings,
+    served_names,
+)
 from configs.up_settings import UpSettings
 
 
@@ -283,3 +291,26 @@ def test_a_key_that_is_twice_in_the_file_is_refused(
         parse(UpSettings, ["--config", str(file)], prog="penstock up", environ={})
     assert ended.value.code == 2
     assert f"{second} is given twice, in lines 1 and 3" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--served-model-name", "a", "claude-b"],
+        ["--served-model-name", "a,claude-b"],
+        ["--served-model-name=a claude-b"],
+    ],
+)
+def test_a_model_has_several_names_in_the_spelling_of_any_server(argv: list[str]) -> None:
+    settings = parse(GatewaySettings, [*argv, "--http-port", "1"], prog="gateway", environ={})
+    assert served_names(settings.served_model_name) == ("a", "claude-b")
+    again = parse(GatewaySettings, to_argv(settings), prog="gateway", environ={})
+    assert served_names(again.served_model_name) == ("a", "claude-b")
+
+
+def test_a_list_of_secrets_is_passed_on_in_the_environment() -> None:
+    settings = parse(GatewaySettings, ["--api-key", "a", "--api-key", "b"], prog="gateway", environ={})
+    assert settings.api_key == ("a", "b")
+    environ = to_environ(settings, ["api_key"])
+    assert parse(GatewaySettings, [], prog="gateway", environ=environ).api_key == ("a", "b")
+    assert not [word for word in to_argv(settings, hidden=["api_key"]) if "api-key" in word]

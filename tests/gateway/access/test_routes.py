@@ -4,11 +4,14 @@ from collections.abc import Iterable
 from typing import Any, cast
 from unittest.mock import MagicMock
 
+import msgspec
 import pytest
 from starlette.routing import Route
 
+from gateway.access.caller import ANYONE, OPERATOR
 from gateway.access.guard import OPEN_PATHS, Guard
-from gateway.http.app import routes_of
+from gateway.http.app import application, routes_of
+from gateway.http.connections import SCOPE
 from schemas.errors import Code, ServingError
 
 # open: everyone; key: every key; owner: keys of the tenant that made it, and an operator's, 404 for others.
@@ -68,3 +71,58 @@ def test_whatever_is_not_open_needs_a_key_also_what_does_not_exist(path: str) ->
     with pytest.raises(ServingError) as caught:
         guard.admit(path, [])
     assert caught.value.code is Code.invalid_api_key
+
+
+def test_a_key_of_ones_own_choice_opens_the_gateway_to_whoever_has_it() -> None:
+    guard = Guard(MagicMock(), {}, own=("s3cret-ü", "another"))
+    assert guard.closed
+    for header in ((b"authorization", "Bearer s3cret-ü".encode()), (b"x-api-key", b"another")):
+        assert guard.admit("/v1/requests", [header]) is OPERATOR
+    for wrong in (b"s3cret", b"another ", b"pst-x"):
+        with pytest.raises(ServingError) as caught:
+            guard.admit("/v1/models", [(b"authorization", b"Bearer x" + wrong)])
+        assert caught.value.code is Code.invalid_api_key
+    assert guard.admit("/health", []) is not OPERATOR
+
+
+async def exchange(path: str, *headers: tuple[bytes, bytes]) -> tuple[int, dict[bytes, bytes], bytes]:
+    gateway = MagicMock()
+    gateway.guard.admit.side_effect = lambda path, headers: ANYONE
+    gateway.names, gateway.started_ns = ("demo",), 0
+    gateway.fleet.listed_names = ("demo", "claude-alias")
+    gateway.fleet.diffusion_models.ready.return_value = gateway.fleet.embedding_models.ready.return_value = {}
+    gateway.model.max_model_len = 8192
+    sent: list[Any] = []
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": b""}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "method": "GET", "path": path, "raw_path": path.encode(), "headers": list(headers)}
+    scope |= {"query_string": b"", "server": ("h", 1), "client": ("c", 1), "scheme": "http", "root_path": ""}
+    scope[SCOPE] = MagicMock()
+    await application(gateway)(scope, receive, send)
+    return sent[0]["status"], dict(sent[0]["headers"]), b"".join(each.get("body", b"") for each in sent[1:])
+
+
+@pytest.mark.parametrize("path", ["/v1/models", "/models", "/v1/models/claude-alias", "/models/claude-alias"])
+async def test_paths_without_a_version_are_those_with_it_and_names_say_what_is_behind_them(path: str) -> None:
+    status, _, data = await exchange(path)
+    assert status == 200
+    body = msgspec.json.decode(data)
+    cards = body.get("data", [body])
+    assert {(card["root"], card["parent"]) for card in cards} == {("demo", None)}
+
+
+@pytest.mark.parametrize("path", ["/v1/models", "/nosuch", "/health/live", "/chat/nosuch"])
+async def test_every_answer_has_an_id_and_the_clients_own(path: str) -> None:
+    _, headers, _ = await exchange(path)
+    assert len(headers[b"x-request-id"]) == 36
+    assert b"x-client-request-id" not in headers
+    _, headers, _ = await exchange(path, (b"x-request-id", b"mine-1"))
+    assert headers[b"x-client-request-id"] == b"mine-1"
+    assert headers[b"x-request-id"] != b"mine-1"
+    _, headers, _ = await exchange(path, (b"x-request-id", b"x" * 200))
+    assert b"x-client-request-id" not in headers
