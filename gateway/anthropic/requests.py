@@ -104,7 +104,7 @@ class MessageMetadata(Struct, frozen=True):
 class CountTokensRequest(Struct, frozen=True, kw_only=True):
     """POST /v1/messages/count_tokens."""
 
-    model: Annotated[str, Meta(min_length=1, max_length=512)]
+    model: Annotated[str, Meta(max_length=512)] | None = None
     messages: Annotated[list[InputMessage], Meta(min_length=1, max_length=MAX_MESSAGES)]
     system: str | list[ContentBlock] | None = None
     tools: Annotated[list[MessageTool], Meta(max_length=MAX_TOOLS)] | None = None

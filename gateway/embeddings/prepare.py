@@ -39,7 +39,7 @@ def prepare_embedding(
         ServingError: the body cannot be served; names the field and the limit.
     """
     body, inputs = parse_embedding(data)
-    model = _find_model(body.model, models, others)
+    name, model = _find_model(body.model, models, others)
     dimensions = _dimensions(body, model)
     if (floats := len(inputs) * dimensions) > MAX_FLOATS:
         text = f"{len(inputs)} vectors of {dimensions} have {floats} numbers; the limit is {MAX_FLOATS}"
@@ -47,7 +47,7 @@ def prepare_embedding(
     tokens = [_checked(at, each, body, model) for at, each in enumerate(inputs.tokens)]
     request = GenerateRequest(
         id=request_id,
-        model=body.model,
+        model=name,
         gateway=gateway,
         prompt=pack_tokens(list(chain.from_iterable(tokens))),
         stop=Stop(max_tokens=1),
@@ -75,10 +75,14 @@ def _embedding(
     )
 
 
-def _find_model(name: str, models: Mapping[str, Embedder], others: Collection[str]) -> Embedder:
+def _find_model(name: str | None, models: Mapping[str, Embedder], others: Collection[str]) -> tuple[str, Embedder]:
+    """The model and its name. ``name``: None or "": the only one that there is."""
+    if not name and models and all(model == next(iter(models.values())) for model in models.values()):
+        name = next(iter(models))
+    name = name or ""
     model = models.get(name)
     if model is not None:
-        return model
+        return name, model
     served = ", ".join(map(repr, models)) or "none"
     if name in others:
         raise unsupported(

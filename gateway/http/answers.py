@@ -18,6 +18,7 @@ from gateway.access.caller import caller_of
 from gateway.answer_shapes import Aggregator, Renderer, aggregator_for, renderer_for
 from gateway.http.bodies import ClientDisconnected, read_body
 from gateway.http.connections import SCOPE, Connection
+from gateway.http.headers import REQUEST_ID as REQUEST_ID
 from gateway.http.headers import Receive as Receive
 from gateway.http.headers import Scope as Scope
 from gateway.http.headers import Send as Send
@@ -32,7 +33,7 @@ from gateway.option_names import listed, unknown_options
 from gateway.service import Gateway
 from gateway.tracing import from_http_headers, with_trace
 from schemas.errors import Code, ServingError
-from schemas.ids import request_of_answer
+from schemas.ids import new_request_id, request_of_answer
 from schemas.requests import GenerateRequest
 from schemas.tokens import TokenItem
 from schemas.wire import TOKEN_BYTES
@@ -47,7 +48,6 @@ SSE_HEADERS = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 ]
-REQUEST_ID = b"x-request-id"
 IGNORED_OPTIONS = b"x-penstock-ignored-options"
 PORTION = 262_144  # bytes of a large whole answer that are handed to the connection at once
 HEAD_CONSTRAINED_S = 5.0  # the same for constrained output: a worker may refuse what this gateway cannot check
@@ -465,7 +465,6 @@ async def send_error(send: Send, error: ServingError, request_id: str = "") -> N
     headers = [JSON, (b"content-length", b"%d" % len(body))]
     if error.retry_after is not None:
         headers.append((b"retry-after", b"%d" % max(1, round(error.retry_after))))
-    if request_id:
-        headers.append((REQUEST_ID, request_id.encode()))
+    headers.append((REQUEST_ID, (request_id or new_request_id()).encode()))
     await send({"type": "http.response.start", "status": error.code.status, "headers": headers})
     await send({"type": "http.response.body", "body": body})

@@ -16,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from gateway.access.caller import CALLER, Caller, caller_of
+from gateway.access.caller import ANYONE, CALLER, Caller, caller_of
 from gateway.anthropic.prepare import count_message
 from gateway.embeddings.prepare import PATH as EMBEDDINGS
 from gateway.http import request_list
@@ -32,7 +32,8 @@ from gateway.http.answers import (
     send_error,
 )
 from gateway.http.computed import Computed
-from gateway.http.headers import with_header
+from gateway.http.connections import SCOPE, Connection
+from gateway.http.headers import CLIENT_ID, client_id_of, with_header, with_request_id
 from gateway.http.health import health_of
 from gateway.http.home import Home
 from gateway.http.messages import send_message_error
@@ -55,6 +56,12 @@ from schemas.requests import EMBEDDING
 log = structlog.get_logger("gateway")
 
 _json = msgspec.json.encode
+# Clients with a base URL that lacks /v1 ask for these.
+_WITHOUT_VERSION = tuple(
+    "/" + path
+    for path in ("chat/", "completions", "responses", "messages", "embeddings", "models", "images/", "videos/")
+)
+_VERSION = "v1"
 
 
 def application(gateway: Gateway) -> App:
@@ -73,13 +80,22 @@ def application(gateway: Gateway) -> App:
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         path = scope["path"]
+        if path.startswith(_WITHOUT_VERSION):
+            path = scope["path"] = f"/{_VERSION}" + path
+            scope["raw_path"] = f"/{_VERSION}".encode() + scope["raw_path"]
+        direct = answering.get(path) if scope["method"] == "POST" else None
+        client_id = client_id_of(scope["headers"])
+        if direct is None:
+            send = with_request_id(send, client_id)
+        elif client_id:
+            connection: Connection = scope[SCOPE]
+            connection.add_headers([(CLIENT_ID, client_id)])
         try:
             scope[CALLER] = gateway.guard.admit(path, scope["headers"])
         except ServingError as error:
             await refuse(path, send, error)
             return
         # Bypasses Starlette's layers, which handle every message sent: 5 % of a gateway's time.
-        direct = answering.get(path) if scope["method"] == "POST" else None
         if direct is not None:
             await direct(scope, receive, send)
             return
@@ -156,6 +172,8 @@ class _Api:
             "object": "model",
             "created": gateway.started_ns // 1_000_000_000,
             "owned_by": "penstock",
+            "root": gateway.names[0],
+            "parent": None,
             "max_model_len": gateway.model.max_model_len,
             "input_modalities": ["text"] if gateway.model.vision is None else ["text", "image"],
             "output_modalities": ["text"],
@@ -167,6 +185,8 @@ class _Api:
             "object": "model",
             "created": self._gateway.started_ns // 1_000_000_000,
             "owned_by": "penstock",
+            "root": name,
+            "parent": None,
             "input_modalities": ["text"],
             "output_modalities": [model.kind],
         }
@@ -177,6 +197,8 @@ class _Api:
             "object": "model",
             "created": self._gateway.started_ns // 1_000_000_000,
             "owned_by": "penstock",
+            "root": name,
+            "parent": None,
             "max_model_len": model.max_tokens,
             "dimensions": model.dimensions,
             "input_modalities": ["text"],
@@ -205,7 +227,7 @@ class _Api:
 
     async def requests(self, request: Request) -> Response:
         caller = caller_of(request.scope)
-        if caller.key is None and not self._gateway.settings.list_requests:
+        if caller is ANYONE and not self._gateway.settings.list_requests:
             message = "this gateway does not list requests; its operator can start it with --list-requests"
             raise ServingError(Code.unsupported, message)
         query = request_list.parse(request.query_params, caller.sees)

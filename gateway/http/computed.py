@@ -16,8 +16,10 @@ from gateway.http.answers import (
     send_error,
 )
 from gateway.http.bodies import ClientDisconnected, read_body
+from gateway.http.headers import REQUEST_ID
 from gateway.service import Gateway
 from schemas.errors import ServingError
+from schemas.ids import new_request_id
 
 log = structlog.get_logger("gateway")
 
@@ -44,7 +46,7 @@ class Computed:
         try:
             body = await read_body(scope, receive, gateway.settings.max_body_bytes)
             content = msgspec.json.encode(await self._compute(body, caller_of(scope)))
-            headers = [JSON, (b"content-length", b"%d" % len(content))]
+            headers = [JSON, (b"content-length", b"%d" % len(content)), (REQUEST_ID, new_request_id().encode())]
             await send({"type": "http.response.start", "status": 200, "headers": headers})
             await send({"type": "http.response.body", "body": content})
         except ServingError as error:

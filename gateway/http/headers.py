@@ -1,15 +1,19 @@
 """What is changed of an answer when it begins: further headers, such as what an API key has left, or its status."""
 
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from typing import Any
 
 from gateway.access.limiter import Limiter
 from gateway.http.connections import SCOPE, Connection
 from schemas.errors import Code
+from schemas.ids import new_request_id
 from schemas.keys import ApiKey
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+REQUEST_ID, CLIENT_ID = b"x-request-id", b"x-client-request-id"
+MAX_CLIENT_ID = 128
+
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 
@@ -22,6 +26,34 @@ def with_header(send: Send, name: bytes, value: bytes) -> Send:
         await send(message)
 
     return wrapped
+
+
+def with_request_id(send: Send, client_id: bytes = b"") -> Send:
+    """``send`` for an answer that may have no id of a stored request: it gets one, so that logs can be joined on it.
+
+    Args:
+        client_id: the client's own id, which is sent back beside it; b"": none.
+    """
+
+    async def wrapped(message: MutableMapping[str, Any]) -> None:
+        if message["type"] == "http.response.start":
+            headers = list(message["headers"])
+            if all(name != REQUEST_ID for name, _ in headers):
+                headers.append((REQUEST_ID, new_request_id().encode()))
+            if client_id:
+                headers.append((CLIENT_ID, client_id))
+            message = {**message, "headers": headers}
+        await send(message)
+
+    return wrapped
+
+
+def client_id_of(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
+    """The client's own ``X-Request-Id``, if it can be kept; b"": none."""
+    for name, value in headers:
+        if name == REQUEST_ID and len(value) <= MAX_CLIENT_ID and value.decode("latin-1").isprintable():
+            return value
+    return b""
 
 
 def with_status_of_full(send: Send, code: Code, status: int) -> Send:

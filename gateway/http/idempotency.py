@@ -6,7 +6,7 @@ Requests without these headers pay only for one scan of their headers.
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Collection
 from typing import NamedTuple
 
 import msgspec
@@ -14,6 +14,7 @@ import msgspec
 from gateway.admission.idempotency import Claim, claim, digest_of, find_claim
 from gateway.claimed_submission import submit_claimed
 from gateway.http.canonical_json import canonical_json
+from gateway.http.headers import client_id_of
 from gateway.log.inflight import InflightRequest
 from gateway.log.lookup import StoredRequest
 from gateway.openai.common import read_switch
@@ -24,10 +25,9 @@ from gateway.service import Gateway
 from schemas.errors import Code, ServingError
 from schemas.ids import time_of
 
-KEY, CLIENT_ID, NO_STORE = b"idempotency-key", b"x-request-id", b"x-penstock-no-store"
+KEY, NO_STORE = b"idempotency-key", b"x-penstock-no-store"
 SESSION_IDS = (b"x-session-id", b"x-dynamo-session-id")  # the latter is what agents send that know Dynamo
 MAX_KEY = 255
-MAX_CLIENT_ID = 128
 MAX_SESSION = 256
 SOON_S = 2.0  # the request of a younger claim may still be on its way into the log
 AGAIN_S = 0.05
@@ -54,13 +54,14 @@ class _StreamFields(msgspec.Struct):
 _stream_fields = msgspec.json.Decoder(_StreamFields).decode
 
 
-def read_client_ids(headers: Iterable[tuple[bytes, bytes]]) -> ClientIds:
+def read_client_ids(headers: Collection[tuple[bytes, bytes]]) -> ClientIds:
     """From ASGI headers, whose names are lower case.
 
     Raises:
         ServingError: invalid_request: the key is empty or too long, or no_store is neither on nor off.
     """
-    key, client_id, session, no_store = "", "", "", False
+    key, session, no_store = "", "", False
+    client_id = client_id_of(headers).decode("latin-1")
     for name, value in headers:
         if name == KEY:
             key = value.decode("latin-1").strip()
@@ -68,9 +69,6 @@ def read_client_ids(headers: Iterable[tuple[bytes, bytes]]) -> ClientIds:
                 raise ServingError(
                     Code.invalid_request, f"Idempotency-Key needs 1 to {MAX_KEY} characters", param="Idempotency-Key"
                 )
-        elif name == CLIENT_ID:
-            text = value.decode("latin-1")
-            client_id = text if text.isprintable() and len(text) <= MAX_CLIENT_ID else ""
         elif name in SESSION_IDS:
             text = value.decode("latin-1")
             session = text if text.isprintable() and len(text) <= MAX_SESSION else ""
@@ -114,8 +112,8 @@ async def submit_once(
         return prepared._replace(request=inflight.request), inflight
     request, record = claimed
     form = await gateway.run_for(body, decode_body, _stream_fields, body)
-    if form.stream and (request.echo or request.sampling.prompt_logprobs is not None):
-        raise unsupported("stream", "prompt_logprobs and echo are not supported with stream: true")
+    if form.stream and request.sampling.prompt_logprobs is not None and not request.echo:
+        raise unsupported("stream", "prompt_logprobs is not supported with stream: true")
     usage = form.stream_options is not None and bool(form.stream_options.include_usage)
     prepared = PreparedRequest(request, request.prompt_tokens, bool(form.stream), usage, repeated=True)
     return prepared, await gateway.attach(request, record, ordered=prepared.stream)

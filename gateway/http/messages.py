@@ -5,6 +5,7 @@ import msgspec
 from gateway.anthropic.objects import message_error, status_of
 from gateway.http.answers import DISCONNECTED, JSON, REQUEST_ID, Send
 from schemas.errors import ServingError
+from schemas.ids import new_request_id
 
 _json = msgspec.json.encode
 
@@ -16,7 +17,7 @@ async def send_message_error(send: Send, error: ServingError, request_id: str = 
     headers = [JSON, (b"content-length", b"%d" % len(body))]
     if error.retry_after is not None:
         headers.append((b"retry-after", b"%d" % max(1, round(error.retry_after))))
-    if request_id:
-        headers += [(REQUEST_ID, request_id.encode()), (b"request-id", request_id.encode())]
+    name = (request_id or new_request_id()).encode()
+    headers += [(REQUEST_ID, name), (b"request-id", name)]
     await send({"type": "http.response.start", "status": status_of(error.code), "headers": headers})
     await send({"type": "http.response.body", "body": body})

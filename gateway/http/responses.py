@@ -123,13 +123,15 @@ class StoredResponses:
             await send_error(send, error)
 
     async def cancel(self, request: Request) -> Response:
-        """The response as it ended, or as it is if that takes long. One that is over stays as it is."""
+        """The response as it ended, or as it is if that takes long. One that is over stays as it is.
+
+        Raises:
+            ServingError: invalid_request: it is not in the background, whether it runs or is over.
+        """
         found = await self._find(request)
+        if not read_stored(found.request.client_body).body.background:
+            raise invalid("id", "only responses with background: true can be cancelled; to stop another, disconnect")
         if found.record is None:
-            if not read_stored(found.request.client_body).body.background:
-                raise invalid(
-                    "id", "only responses with background: true can be cancelled; to stop another, disconnect"
-                )
             found = await self._stopped(found, request)
         return _reply(_json(await current_response(self._gateway, found)))
 

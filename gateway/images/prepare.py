@@ -40,11 +40,11 @@ def prepare_images(
         ServingError: the body cannot be served; names the field and the limit.
     """
     body = parse_image(data) if endpoint == IMAGE else parse_video(data)
-    model = _find_model(body.model, endpoint, models)
+    name, model = _find_model(body.model, endpoint, models)
     diffusion = resolve_parameters(body, model, resolve_seed(body, seed))
     request = GenerateRequest(
         id=request_id,
-        model=body.model,
+        model=name,
         gateway=gateway,
         prompt=b"",
         stop=Stop(max_tokens=diffusion.steps * diffusion.images),
@@ -60,7 +60,12 @@ def prepare_images(
     return PreparedRequest(request, 0, bool(body.stream), False)
 
 
-def _find_model(name: str, kind: str, models: Mapping[str, Diffuser]) -> Diffuser:
+def _find_model(name: str | None, kind: str, models: Mapping[str, Diffuser]) -> tuple[str, Diffuser]:
+    """The model and its name. ``name``: None or "": the only one of this kind that there is."""
+    of_kind = [(other, each) for other, each in models.items() if each.kind == kind]
+    if not name and of_kind and all(each == of_kind[0][1] for _, each in of_kind):
+        name = of_kind[0][0]
+    name = name or ""
     model = models.get(name)
     if model is None:
         served = ", ".join(repr(other) for other, each in models.items() if each.kind == kind) or "none"
@@ -71,4 +76,4 @@ def _find_model(name: str, kind: str, models: Mapping[str, Diffuser]) -> Diffuse
         )
     if model.kind != kind:
         raise invalid("model", f"model {name[:200]!r} generates {model.kind}s; use POST {PATHS[model.kind]}")
-    return model
+    return name, model

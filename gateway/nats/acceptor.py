@@ -91,7 +91,7 @@ class RequestAcceptor:
         gateway = self._gateway
         await gateway.turns.enter()
         shape = await gateway.run_for(body, shape_of, body)
-        self.table.check_model(origin.tenant, shape.model)
+        self.table.check_model(origin.tenant, shape.model or "")
         options = parse_headers(message.headers or {}, gateway.bus.subjects.namespace)
         caller = self.table.caller(origin.tenant)
         prepared: PreparedRequest = await gateway.prepare(

@@ -46,7 +46,7 @@ class RequestShape(msgspec.Struct):
     messages: msgspec.Raw = msgspec.Raw()  # not "Raw | None": that takes nothing but null
     input: msgspec.Raw = msgspec.Raw()
     prompt: msgspec.Raw = msgspec.Raw()
-    model: str = ""
+    model: str | None = None
     stream: bool | None = None
     stream_options: _StreamOptions | None = None
 

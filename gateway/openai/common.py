@@ -29,7 +29,12 @@ Name = Annotated[str, Meta(max_length=256)]
 class CommonOptions(Struct, frozen=True, kw_only=True):
     """null means: not given."""
 
-    model: Annotated[str, Meta(min_length=1, max_length=512)]
+    model: (
+        Annotated[
+            str, Meta(max_length=512, description='missing, null or "": the one model of this kind that is served')
+        ]
+        | None
+    ) = None
     seed: Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)] | None = None
     stream: Annotated[bool, Meta(description="answer with server-sent events")] | None = None
     user: Name | None = None

@@ -38,6 +38,8 @@ def model_not_found(model: str, served: Sequence[str], path: str = "") -> Servin
         path: where this model is asked instead; "": nowhere.
     """
     names = ", ".join(map(repr, served)) or "no model that generates text"
+    if not model:
+        return ServingError(Code.model_not_found, f"model is missing, and there is {names} for you", param="model")
     instead = f"generates no text; use POST {path}" if path else "is not served here"
     return ServingError(Code.model_not_found, f"model {model[:200]!r} {instead}; served: {names}", param="model")
 

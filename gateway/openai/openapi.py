@@ -69,6 +69,7 @@ _GENERATE = (
     Code.revision_unavailable,
     Code.broker_unavailable,
     Code.deadline_exceeded,
+    Code.request_erased,  # a repeat with an Idempotency-Key
 )
 
 _DIFFUSE = tuple(code for code in _GENERATE if code is not Code.context_length_exceeded)
@@ -278,7 +279,10 @@ OPERATIONS = (
         "/v1/requests/{id}",
         "Get the state and result of a request",
         response=Status,
-        errors=(Code.request_not_found,),
+        errors=(
+            Code.request_not_found,
+            Code.request_erased,
+        ),
         parameters=(_ID,),
     ),
     Operation(
@@ -287,7 +291,10 @@ OPERATIONS = (
         "Cancel a request",
         response=CancelResponse,
         success=((202, "the request is being cancelled"), (200, "it has ended; `state` is how")),
-        errors=(Code.request_not_found,),
+        errors=(
+            Code.request_not_found,
+            Code.request_erased,
+        ),
         parameters=(_ID,),
     ),
     Operation(
@@ -295,7 +302,7 @@ OPERATIONS = (
         "/v1/requests/{id}/stream",
         "Read an answer again, from its beginning or after an event",
         response="text/event-stream",
-        errors=(Code.request_not_found, Code.invalid_request),
+        errors=(Code.request_not_found, Code.request_erased, Code.invalid_request),
         parameters=(_ID, ("Last-Event-ID", "header", "id of the last event received")),
     ),
     Operation("get", "/health", "Each component that a request needs, and why it is not ready; 503: none is served"),

@@ -56,12 +56,17 @@ class PrepareContext(NamedTuple):
     reasoning_fields: str = ""
     loosened: Mapping[str, Any] = {}
 
-    def check_model(self, name: str) -> None:
+    def check_model(self, name: str | None) -> None:
         """
+        Args:
+            name: None or "": whichever is served.
         Raises:
             ServingError: model_not_found.
         """
-        if name not in self.names or (self.allowed is not None and name not in self.allowed):
+        if not name:
+            if not any(self.allowed is None or each in self.allowed for each in self.names):
+                raise model_not_found("", ())
+        elif name not in self.names or (self.allowed is not None and name not in self.allowed):
             allowed = self.allowed
             path = self.elsewhere.get(name, "") if allowed is None or name in allowed else ""
             raise model_not_found(name, [each for each in self.names if allowed is None or each in allowed], path)

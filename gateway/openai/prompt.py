@@ -10,7 +10,7 @@ from gateway.media.sources import MediaPart
 from gateway.openai.errors import invalid, prompt_too_long, unsupported
 from gateway.openai.messages import as_objects, media_parts, template_messages
 from gateway.openai.prepare_context import PrepareContext
-from gateway.openai.requests import ChatCompletionRequest, CompletionRequest
+from gateway.openai.requests import ROLES, ChatCompletionRequest, CompletionRequest
 from infra.model.chat_template import PromptEnd, TemplateError
 from infra.model.modeldir import ModelDir
 from schemas.requests import Media
@@ -203,6 +203,11 @@ def _render_template(body: ChatCompletionRequest, messages: list[dict[str, Any]]
             f"model {model.name!r} has no chat template, so chat completions are not supported; use /v1/completions, "
             "or start the gateway with --chat-template",
         )
+    for number, each in enumerate(messages):
+        if each["role"] not in ROLES and not model.template.names(each["role"]):
+            at = f"messages[{number}].role"
+            known = ", ".join(ROLES)
+            raise invalid(at, f"{at} {each['role']!r} is not known to the model's chat template; use {known}")
     variables = body.chat_template_kwargs or {}
     if body.reasoning_effort is not None:
         variables = {"reasoning_effort": body.reasoning_effort, **variables}

@@ -24,6 +24,8 @@ MAX_PROCESSORS = 8
 _U32 = (1 << 32) - 1
 _WORD = r"^[A-Za-z0-9_-]{1,64}(?![\s\S])"  # not "$", which in Python also matches before a final line break
 
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
 TokenId = Annotated[int, Meta(ge=0, le=_U32)]
 Count = Annotated[int, Meta(ge=1, le=1 << 31)]
 Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
@@ -172,7 +174,9 @@ class ToolCall(Struct, frozen=True):
 
 
 class ChatMessage(Struct, frozen=True):
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    role: Annotated[
+        str, Meta(pattern=_WORD, description=f"{', '.join(ROLES)}, or another that the chat template knows")
+    ]
     content: str | list[ContentPart] | None = None
     name: str | None = None
     tool_calls: list[ToolCall] | None = None

@@ -189,6 +189,7 @@ class ModelCard(Struct, frozen=True):
     owned_by: str = "penstock"
     object: Literal["model"] = "model"
     root: str | None = None
+    parent: str | None = None
     max_model_len: int | None = None
     input_modalities: tuple[Literal["text", "image"], ...] = ("text",)
     output_modalities: tuple[Literal["text", "image", "video"], ...] = ("text",)

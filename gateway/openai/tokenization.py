@@ -108,5 +108,4 @@ def _chat_tokens(body: TokenizeRequest, messages: list[ChatMessage], context: Pr
 
 
 def _check_model(name: str | None, context: PrepareContext) -> None:
-    if name is not None:
-        context.check_model(name)
+    context.check_model(name)

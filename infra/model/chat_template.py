@@ -80,6 +80,10 @@ class ChatTemplate:
             self.wants_parts = True
             self.render([{"role": "user", "content": _PROBE}])
 
+    def names(self, role: str) -> bool:
+        """Whether it mentions this role, so that it does something about it."""
+        return f"'{role}'" in self.source or f'"{role}"' in self.source
+
     def render(
         self,
         messages: Sequence[Message],

@@ -76,6 +76,8 @@ class ResponseBuilder:
             max_tool_calls=asked.max_tool_calls,
             metadata=asked.metadata or {},
             parallel_tool_calls=asked.parallel_tool_calls is not False,
+            presence_penalty=request.sampling.presence_penalty,
+            frequency_penalty=request.sampling.frequency_penalty,
             previous_response_id=asked.previous_response_id,
             prompt_cache_key=asked.prompt_cache_key,
             reasoning=asked.reasoning if asked.reasoning is not None else {"effort": None, "summary": None},

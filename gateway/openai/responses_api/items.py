@@ -83,7 +83,7 @@ class Conversation:
         if role not in ROLES:
             raise invalid(f"{at}.role", f"{at}.role {role[:40]!r} is not known; use {', '.join(ROLES)}")
         content = _content(item.content, f"{at}.content")
-        message = ChatMessage(role, content)  # type: ignore[arg-type]
+        message = ChatMessage(role, content)
         if role == "assistant":
             self._grow(at, message)
         else:

@@ -102,6 +102,8 @@ class Response(Struct, frozen=True, kw_only=True):
     max_tool_calls: int | None = None
     metadata: dict[str, str] = {}
     parallel_tool_calls: bool = True
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
     previous_response_id: str | None = None
     prompt_cache_key: str | None = None
     reasoning: Any = None

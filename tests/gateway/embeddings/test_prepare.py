@@ -100,3 +100,18 @@ def test_a_model_that_generates_is_told_from_one_that_nobody_serves() -> None:
     with pytest.raises(ServingError, match=r"no model 'other' makes embeddings") as unknown:
         prepared("other", input="a")
     assert (generates.value.code, unknown.value.code) == (Code.unsupported, Code.model_not_found)
+
+
+@pytest.mark.parametrize("given", [{}, {"model": None}, {"model": ""}])
+def test_a_model_that_is_not_named_is_the_only_one_that_there_is(given: dict[str, object]) -> None:
+    def prepare(models: dict[str, Embedder]) -> str:
+        data = json.dumps({"input": "a"} | given).encode()
+        made = prepare_embedding(data, models, gateway="g", default_deadline_s=60, now_ns=1_000, request_id="r")
+        return made.request.model
+
+    one = MODELS["small"]
+    assert prepare({"small": one}) == prepare({"small": one, "alias": one}) == "small"
+    for models in (MODELS, {}):
+        with pytest.raises(ServingError) as caught:
+            prepare(models)
+        assert caught.value.code is Code.model_not_found

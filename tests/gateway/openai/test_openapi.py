@@ -31,11 +31,18 @@ def test_every_reference_leads_to_a_schema() -> None:
     assert references(spec["components"]) <= known
 
 
+def test_the_pages_name_what_is_gone_and_what_is_packed_in_another_way() -> None:
+    paths = plain()["paths"]
+    assert {"404", "410"} <= paths["/v1/requests/{id}"]["get"]["responses"].keys()
+    assert "410" in paths["/v1/requests/{id}/stream"]["get"]["responses"]
+    assert {"410", "415"} <= paths["/v1/chat/completions"]["post"]["responses"].keys()
+
+
 def test_the_documented_fields_are_the_parsed_ones_with_their_limits() -> None:
     schemas = plain()["components"]["schemas"]
     for body in (ChatCompletionRequest, CompletionRequest, ImageGenerationRequest, VideoGenerationRequest):
         assert set(schemas[body.__name__]["properties"]) == set(body.__struct_fields__)
-    assert schemas["ChatCompletionRequest"]["required"] == ["model", "messages"]
+    assert schemas["ChatCompletionRequest"]["required"] == ["messages"]
     assert {"type": "number", "minimum": 0.0, "maximum": 2.0} in schemas["ChatCompletionRequest"]["properties"][
         "temperature"
     ]["anyOf"]

@@ -1,11 +1,13 @@
 import json
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gateway.anthropic.prepare import prepare_message
 from gateway.openai import prompt
 from gateway.openai.prepare import PreparedRequest, prepare_chat, prepare_completion
 from gateway.openai.prepare_context import PrepareContext
@@ -313,3 +315,36 @@ def test_a_prompt_is_cut_to_its_last_tokens_where_the_body_says_so(context: Prep
     for wrong, says in ((0, "use 1 or more"), (limit + 1, f"context length is {limit}"), (-2, ">= -1")):
         error = refusal(text, context, truncate_prompt_tokens=wrong)
         assert (error.param, says in error.message) == ("truncate_prompt_tokens", True)
+
+
+@pytest.mark.parametrize("given", [{}, {"model": None}, {"model": ""}])
+def test_a_model_that_is_not_named_is_the_one_that_is_served(context: PrepareContext, given: dict[str, object]) -> None:
+    said = {"messages": [{"role": "user", "content": "hi"}]}
+    chat = prepare_chat(json.dumps(said | given).encode(), context, now_ns=NOW, request_id="r")
+    assert isinstance(chat, PreparedRequest)
+    text = prepare_completion(json.dumps({"prompt": "hi"} | given).encode(), context, now_ns=NOW, request_id="r")
+    message = prepare_message(
+        json.dumps(said | {"max_tokens": 5} | given).encode(), context, now_ns=NOW, request_id="r"
+    ).prepared
+    assert isinstance(message, PreparedRequest)
+    assert {each.request.model for each in (chat, text, message)} == {"tiny"}
+    for refused in (context._replace(names=()), context._replace(allowed=frozenset({"other"}))):
+        with pytest.raises(ServingError, match="model is missing") as caught:
+            prepare_completion(json.dumps({"prompt": "hi"} | given).encode(), refused, now_ns=NOW, request_id="r")
+        assert (caught.value.code, caught.value.param) == (Code.model_not_found, "model")
+
+
+def test_a_role_that_the_template_knows_is_taken_and_another_is_named(tmp_path: Path) -> None:
+    template = "{% for m in messages %}{% if m.role == 'ipython' %}out: {% endif %}{{ m.content }}{% endfor %}"
+    context = PrepareContext(modeldir.load(write(tmp_path / "m", template=template)), ("tiny",), "gw1")
+
+    def tokens(role: str) -> bytes:
+        body = {"messages": [{"role": "user", "content": "a"}, {"role": role, "content": "b"}]}
+        prepared = prepare_chat(json.dumps(body).encode(), context, now_ns=NOW, request_id="r")
+        assert isinstance(prepared, PreparedRequest)
+        return prepared.request.prompt
+
+    assert tokens("ipython") != tokens("tool")
+    with pytest.raises(ServingError, match="'critic' is not known") as caught:
+        tokens("critic")
+    assert caught.value.param == "messages[1].role"

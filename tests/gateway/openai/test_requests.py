@@ -70,11 +70,11 @@ LIMITS: list[tuple[str, Any, str]] = [
     ("worker", "w1\n", "A-Za-z"),
     ("messages", [], "1"),
     ("messages", "hi", "array"),
-    ("messages", [{"role": "king", "content": "x"}], "king"),
+    ("messages", [{"role": "<king>", "content": "x"}], "A-Za-z"),
     ("messages", [{"role": "user", "content": 5}], "str"),
     ("messages", [{"role": "user"}], "missing"),
-    ("model", "", "1"),
-    ("model", None, "str"),
+    ("model", 5, "str"),
+    ("model", "m" * 513, "512"),
 ]
 
 
