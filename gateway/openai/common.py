@@ -44,7 +44,7 @@ class CommonOptions(Struct, frozen=True, kw_only=True):
     deadline_s: Annotated[Duration, Meta(description="alias of timeout_s; the shorter of the two applies")] | None = (
         None
     )
-    no_store: Annotated[bool, Meta(description="erase prompt and answer from the log soon after the end")] | None = None
+    no_store: Annotated[bool, Meta(description="never write prompt and answer to a disk")] | None = None
     worker: Annotated[str, Meta(pattern=_WORKER_PATTERN, description="id of the only worker to run on")] | None = None
 
 

@@ -191,6 +191,8 @@ def _not_replayable(run: Run, over_http: bool) -> str:
         return "images or videos"
     if run.request.embedding is not None:
         return "embeddings"
+    if run.request.no_store and not run.request.prompt:
+        return "whose content was not kept (no_store)"
     if not run.request.prompt:
         return "without a recorded prompt"
     return unsupported(run.request) if over_http else ""

@@ -79,7 +79,7 @@ def _request(data: bytes) -> Described:
     request = requests.decode(data)
     prompt = counted(request.prompt_tokens, "token")
     if request.no_store and not request.prompt:
-        prompt = "not kept (no_store)"
+        prompt = f"{prompt}, not kept (no_store)" if request.prompt_tokens else "not kept (no_store)"
     text = (
         f"{request.model} {request.priority.value} prompt {prompt}, "
         f"at most {request.stop.max_tokens} out, from {request.gateway}"

@@ -177,7 +177,10 @@ def _entry(timeline: RequestTimeline, event: TimelineEvent) -> Iterator[Inspecte
 def _accepted(event: RequestAccepted) -> str:
     request = event.request
     if request.no_store and not request.prompt:
-        return f"prompt not kept (no_store), at most {request.stop.max_tokens} out, class {request.priority.value}"
+        tokens = f" of {counted(request.prompt_tokens, 'token')}" if request.prompt_tokens else ""
+        return (
+            f"prompt{tokens} not kept (no_store), at most {request.stop.max_tokens} out, class {request.priority.value}"
+        )
     blocks = counted(event.prompt_blocks, "full block")
     text = f"prompt {counted(event.prompt_tokens, 'token')} ({blocks} of {request.block_size}), "
     text += f"at most {request.stop.max_tokens} out, class {request.priority.value}"
@@ -263,8 +266,8 @@ def _missing(timeline: RequestTimeline, with_tokens: bool) -> Iterator[str]:
         yield f"messages about it that are damaged on the disk are left out: {', '.join(timeline.damaged)}"
     if done is not None and timeline.request.no_store:
         yield (
-            "it was made with no_store: what was said was never in its record, and its request, jobs and tokens are "
-            f"erased soon after its end; the record lacks: {', '.join(done.left_out)}"
+            "it was made with no_store: what was said was in memory only, and was deleted soon after its end; "
+            f"the record lacks: {', '.join(done.left_out)}"
         )
         return
     if not timeline.routed:

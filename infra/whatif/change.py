@@ -84,7 +84,8 @@ def redecide(job: Job, change: Change, number: int) -> Redecided | None:
     if again is None or job.inputs is None:
         return None
     decision = job.decision
-    tokens = len(msgspec.msgpack.decode(job.request, type=_Prompt).prompt) // 4
+    request = msgspec.msgpack.decode(job.request, type=_Prompt)
+    tokens = len(request.prompt) // 4 or request.prompt_length
     recorded = recorded_route(job)
     without = {each.worker for each in decision.candidates if change.removes(each.worker, decision.at_ns)}
     then = () if _without_encoder(job, without) else _choose(job, without, change, number)
@@ -99,6 +100,7 @@ def redecide(job: Job, change: Change, number: int) -> Redecided | None:
 
 class _Prompt(msgspec.Struct):
     prompt: bytes = b""
+    prompt_length: int = 0  # of one that was not kept
 
 
 def _choose(job: Job, without: Collection[str], change: Change, number: int) -> tuple[TargetId, ...]:

@@ -283,3 +283,36 @@ async def test_a_prefill_worker_and_a_decode_worker_leave_nothing_where_all_requ
 async def test_an_unclear_wish_is_refused(http: httpx.AsyncClient) -> None:
     unclear = await http.post(PATH, json=body(30), headers={"x-penstock-no-store": "yes please"})
     assert unclear.json()["error"]["param"] == "X-Penstock-No-Store"
+
+
+async def test_a_full_memory_is_a_503_at_both_doors_and_costs_no_open_request_anything(
+    fleet: Deployment, fleet_bus: Bus, http: httpx.AsyncClient, oracle: Oracle
+) -> None:
+    name = fleet_bus.subjects.stream("MEMORY_TOKENS")
+    config = (await fleet_bus.js.stream_info(name)).config
+    assert config.max_bytes is not None
+    asked = body(60, no_store=True, max_tokens=150)
+    running = asyncio.ensure_future(stream(http, asked))
+    await until(lambda: worker_with_tokens(fleet_bus), "a worker that streams")
+    limited = config.evolve(max_bytes=64 << 10, metadata=None)
+    await fleet_bus.js.update_stream(limited)
+    client = await nats.connect(fleet.state.client_nats_url)
+    try:
+        large = body(61, no_store=True, max_tokens=2000)
+
+        async def refused() -> bool:  # a gateway looks at the sizes every half second
+            answer = await http.post(PATH, json=large)
+            return answer.status_code == 503 and bool(answer.headers.get("retry-after"))
+
+        await until(refused, "a refusal", 30.0)
+        answer = await client.request("ps.ask.tiny", json.dumps(large).encode(), timeout=15)
+        error = json.loads(answer.data)["error"]
+        assert error["code"] == "broker_unavailable"
+        assert "MEMORY_TOKENS" in error["message"]
+        assert (await http.post(PATH, json=body(62))).status_code == 200, "what is stored is served as ever"
+        request_id, text = await running
+        assert text == oracle.answer(asked, 150)
+    finally:
+        await fleet_bus.js.update_stream(config.evolve(metadata=None))
+        await client.close()
+    await is_deleted(fleet, fleet_bus, request_id, traces(oracle, asked))
