@@ -116,6 +116,7 @@ async def _serve(settings: GatewaySettings, model: modeldir.ModelDir, front: Fro
         on_fatal=stop.failed,
         skip_subject_validation=True,
     )
+    await bus.follow_clock()
     publisher = Publisher(bus)
     await publisher.open()
     model_name = (*served_names(settings.served_model_name), model.name)[0]

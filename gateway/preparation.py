@@ -64,12 +64,14 @@ class RequestPreparer:
         conversations: Conversations,
         gateway: str,
         settings: GatewaySettings,
+        now_ns: Callable[[], int] = time.time_ns,
     ) -> None:
         self._fleet = fleet
         self._media_loader = media_loader
         self._conversations = conversations
         self._gateway = gateway
         self._settings = settings
+        self._now_ns = now_ns
         self._constraints = ConstraintCheck()
         self._threads = ThreadPoolExecutor(THREADS, "prepare")
 
@@ -92,7 +94,7 @@ class RequestPreparer:
         Raises:
             ServingError: the body cannot be served.
         """
-        now_ns = time.time_ns()
+        now_ns = self._now_ns()
         request_id = new_request_id(now_ns, cell=self._settings.cell)
         if self._settings.strict_options:
             await self.run_for(body, check_options, endpoint, body)
@@ -224,7 +226,7 @@ class RequestPreparer:
     async def _with_media(self, pending: PendingMediaRequest, context: PrepareContext) -> PreparedRequest:
         """The request once its media are loaded and stored."""
         assert context.model.vision is not None
-        left_s = pending.deadline_s - (time.time_ns() - pending.now_ns) / 1e9
+        left_s = pending.deadline_s - (self._now_ns() - pending.now_ns) / 1e9
         try:
             async with asyncio.timeout(left_s):
                 owner = ""

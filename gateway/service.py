@@ -103,7 +103,7 @@ class Gateway:
         self.limiter = Limiter(bus, self.id)
         self._verdicts = Verdicts(bus)
         finder = RequestFinder(bus, self.tasks)
-        self.payments = Payments(self.limiter, self.records, finder, self.tasks)
+        self.payments = Payments(self.limiter, self.records, finder, self.tasks, bus.clock)
         self._publisher = publisher
         self._subscriptions = TokenSubscriptions(bus, self.id, self.tasks)
         self._cancelling = 0
@@ -120,7 +120,7 @@ class Gateway:
         self._lookup = RequestLookup(bus, self.records, finder)
         self.conversations = Conversations(self._lookup, model.detokenizer, settings.max_body_bytes)
         loader = MediaLoader(bus, settings, metrics, self.unstored.keep_medium)
-        self._preparer = RequestPreparer(self.fleet, loader, self.conversations, self.id, settings)
+        self._preparer = RequestPreparer(self.fleet, loader, self.conversations, self.id, settings, bus.clock.now_ns)
         self.progress = Progress(bus, self.id, self._subscriptions.readers_of)
         self.listing = RequestListing(bus, self.records, self.progress, self._progress_in_log)
         self._retention = Retention(bus, metrics)
@@ -286,7 +286,7 @@ class Gateway:
         self._verdicts.follow(inflight)
         subscription.subscribe(inflight)  # before publishing: the first token may overtake the acknowledgement
         self.payments.began(inflight)
-        timeout = min(ACCEPT_S, max(0.1, (request.deadline_ns - time.time_ns()) / 1e9))
+        timeout = min(ACCEPT_S, max(0.1, (request.deadline_ns - self.bus.clock.now_ns()) / 1e9))
         kept: asyncio.Future[Ack] | None = None
         try:
             if content:  # in the same write as the request, and before it
@@ -454,7 +454,7 @@ class Gateway:
         while True:
             await asyncio.sleep(SWEEP_S)
             try:
-                await self._sweep_once(time.time_ns(), time.monotonic())
+                await self._sweep_once(self.bus.clock.now_ns(), time.monotonic())
             except Exception:
                 log.exception("sweep_failed")
 

@@ -1,7 +1,6 @@
 """Collects the inputs of a decision from the cluster state, and decides."""
 
 import random
-import time
 from collections.abc import Sequence
 
 import msgspec
@@ -60,7 +59,7 @@ class Decider:
             part: this router's, if several place the model's requests.
         """
         tracker = self._cluster.tracker
-        request = self.request(pending, keys)
+        request = self.request(pending, keys, now_ns)
         if self.arrays is None and not self._many_targets:
             self._warn_of_many_targets(request.model)
         self._decisions += 1
@@ -101,7 +100,7 @@ class Decider:
             targets = [(stage.worker, stage.rank) for stage in route if stage.role != ENCODE]
             self._policy.sessions.sent(session_of(request), request.id, targets)
 
-    def request(self, pending: PendingRequest, keys: Sequence[int]) -> RoutingRequest:
+    def request(self, pending: PendingRequest, keys: Sequence[int], now_ns: int) -> RoutingRequest:
         """What routing depends on; a request whose revision has no worker may move to another one."""
         request, tracker = pending.request, self._cluster.tracker
         pinned = pending.pinned_revision
@@ -112,7 +111,7 @@ class Decider:
             pending.revision = revision
         avoid = self._cluster.suspects()
         if pending.suspect:
-            avoid |= crowded(tracker, request.model, pending.suspect, time.time_ns())
+            avoid |= crowded(tracker, request.model, pending.suspect, now_ns)
         if pending.gone:
             avoid |= {pending.gone}
         return routing_request(pending, keys, avoid=avoid, revision=revision)

@@ -59,6 +59,7 @@ async def _serve(settings: RouterSettings) -> int:
         on_fatal=stop.failed,
     )
     async with bus, Publisher(bus) as publisher:
+        await bus.follow_clock()
         await _run_router(settings, bus, publisher, stop)
     return stop.status
 

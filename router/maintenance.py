@@ -79,7 +79,7 @@ class Maintenance:
     async def _sweep_forever(self) -> None:
         while True:
             await asyncio.sleep(SWEEP_S)
-            await self.sweep(time.time_ns(), time.monotonic())
+            await self.sweep(self._bus.clock.now_ns(), time.monotonic())
 
     async def sweep(self, now_ns: int, now: float) -> None:
         await self._cluster.maintain(now_ns)

@@ -9,7 +9,6 @@ import asyncio
 import functools
 import heapq
 import secrets
-import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
@@ -139,7 +138,7 @@ class Router:
             placed_by_all=lambda: self.cluster.positions().work,
             owners_changed=self.cluster.owners_changed,
             taken_over=self._on_taken_over,
-            lost_leases=lambda: self.cluster.losses.recent(time.time_ns()),
+            lost_leases=lambda: self.cluster.losses.recent(self._bus.clock.now_ns()),
         )
 
     async def open(self) -> None:
@@ -206,7 +205,7 @@ class Router:
             return
         if request.id in self._terminal or self._held.delivered_again(request.id, message.reply):
             return
-        await self.place(PendingRequest(request, message.data, message.reply, time.time_ns()))
+        await self.place(PendingRequest(request, message.data, message.reply, self._bus.clock.now_ns()))
         await self._time_slice.yield_if_spent()
 
     async def place(self, pending: PendingRequest, *, held: bool = False) -> bool:
@@ -217,7 +216,7 @@ class Router:
         """
         request = pending.request
         try:
-            now_ns = time.time_ns()
+            now_ns = self._bus.clock.now_ns()
             if self._is_over(pending, now_ns):
                 return True
             if self._must_wait(pending, now_ns):
@@ -243,7 +242,7 @@ class Router:
                 waited_s=waited_s,
                 part=self.intake.part(request.model),
             )
-            self._metrics.decision.observe((time.time_ns() - now_ns) / 1e9)
+            self._metrics.decision.observe((self._bus.clock.now_ns() - now_ns) / 1e9)
             if decision.route and all(stage.worker != pending.gone for stage in decision.route):
                 await self._publish_job(pending, decision, inputs, keys, now_ns)
                 return True
@@ -388,8 +387,9 @@ class Router:
 
     def _hold(self, pending: PendingRequest) -> None:
         request, tracker = pending.request, self.cluster.tracker
-        if not self._held.hold(pending, len(tracker.serving(request.model)), tracker.size, time.time_ns()):
-            delay_ns = min(DEFERRAL_NS, max(1, request.deadline_ns - time.time_ns()))
+        now_ns = self._bus.clock.now_ns()
+        if not self._held.hold(pending, len(tracker.serving(request.model)), tracker.size, now_ns):
+            delay_ns = min(DEFERRAL_NS, max(1, request.deadline_ns - now_ns))
             self._background.acknowledge(pending.reply, NAK + b' {"delay": %d}' % delay_ns)
 
     # Held requests
@@ -423,8 +423,8 @@ class Router:
 
     async def _place_next(self, lane: str) -> bool:
         """Place the next held request of a lane that has a worker; False: none has."""
-        for pending in self._held.candidates(lane, time.time_ns()):
-            if self._must_wait(pending, time.time_ns()):
+        for pending in self._held.candidates(lane, self._bus.clock.now_ns()):
+            if self._must_wait(pending, self._bus.clock.now_ns()):
                 continue
             if self._held.take(pending.request.id) is not None and await self.place(pending, held=True):
                 return True

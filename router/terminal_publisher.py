@@ -80,7 +80,7 @@ class TerminalPublisher:
             pending.resume,
             code=code,
             message=message,
-            now_ns=time.time_ns(),
+            now_ns=self._bus.clock.now_ns(),
             streamed_ns=pending.streamed_ns,
         )
         try:
@@ -105,7 +105,7 @@ class TerminalPublisher:
                 attempt.worker,
                 progress=attempt.progress,
                 scores=attempt.scores,
-                now_ns=time.time_ns(),
+                now_ns=self._bus.clock.now_ns(),
                 streamed_ns=attempt.streamed_ns,
             )
             await self._publish_event(attempt.request, event)

@@ -1,7 +1,6 @@
 """Reserves engine blocks and slots for data from other workers, in turn, and frees them once nothing writes to them."""
 
 import asyncio
-import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
@@ -30,22 +29,21 @@ class BlockReserver:
     async def reserve(
         self,
         running: RunningRequest,
-        until_ns: int,
+        within_s: float,
         pool: str,
         take: Callable[[Engine], T | None],
         undo: Callable[[Engine, T], object],
     ) -> T | None:
         """What ``take`` returns once there are blocks, in turn.
 
-        Returns: None if there were none until ``until_ns`` or the request ended meanwhile.
+        Returns: None if there were none within that time or the request ended meanwhile.
 
         Raises:
             RequestError: raised by ``take``; there can never be enough.
         """
         wait = self._engine.wait(pool, take)
         self._waits[id(running)] = wait
-        left_s = max(0.0, (until_ns - time.time_ns()) / 1e9)
-        timer = asyncio.get_running_loop().call_later(left_s, self._engine.cancel_wait, wait)
+        timer = asyncio.get_running_loop().call_later(max(0.0, within_s), self._engine.cancel_wait, wait)
 
         def undo_answer(answer: "Future[T | None]") -> None:
             reserved = None if answer.exception() else answer.result()

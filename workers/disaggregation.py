@@ -8,7 +8,6 @@ Whatever could not be transferred is computed here; a request never fails becaus
 """
 
 import asyncio
-import time
 from typing import Protocol
 
 import msgspec
@@ -73,7 +72,7 @@ class DisaggCoordinator:
         self._peers: PeerWatcher | None = None
         if transport is not None or info.handoff_layout:
             self._owner = Owner(
-                engine, transport, self._ledger, context.id, settings.handoff_lease_s, metrics, context.tasks
+                engine, transport, self._ledger, context.id, settings.handoff_lease_s, metrics, context.tasks, bus.clock
             )
             self._reader = Reader(
                 bus, transport, self._ledger, context.id, settings.transfer_timeout_s, settings.quarantine_s
@@ -219,7 +218,13 @@ class DisaggCoordinator:
             return body, ""
         part = contents.part_of(running.attempt, running.route[0].role)
         stored = await memory.put(
-            self._bus, self._context.publisher, request, part, body, now_ns=time.time_ns(), timeout=STAGE_PUBLISH_S
+            self._bus,
+            self._context.publisher,
+            request,
+            part,
+            body,
+            now_ns=self._bus.clock.now_ns(),
+            timeout=STAGE_PUBLISH_S,
         )
         await stored
         return wire.encode(contents.shell_of(message)), part
@@ -227,7 +232,7 @@ class DisaggCoordinator:
     async def _wait_for_lease(self, running: RunningRequest, until_ns: int) -> bool:
         """Wait until this worker's lease is trusted: another worker may have the request by now."""
         while not self._context.lease.trusted():
-            if time.time_ns() >= until_ns or not self._requests.owns(running):
+            if self._bus.clock.now_ns() >= until_ns or not self._requests.owns(running):
                 return False
             await asyncio.sleep(TRUST_POLL_S)
         return self._requests.owns(running)
@@ -247,7 +252,7 @@ class DisaggCoordinator:
         running.prefilled = True
         running.started_ns = prefilled.started_ns
         running.first_token_ns = prefilled.first_token_ns
-        if prefilled.opaque and self._reader is not None and time.time_ns() < prefilled.ticket.lease_ns:
+        if prefilled.opaque and self._reader is not None and self._bus.clock.now_ns() < prefilled.ticket.lease_ns:
             running.fetching = prefilled.ticket
             for sequence in running.sequences if prefilled.started_ns else ():  # else handed over ahead of the prompt
                 sequence.adopted_cached = prefilled.cached
@@ -299,10 +304,10 @@ class DisaggCoordinator:
         tails = users if rest else 0
         if full + tails > self._info.total_blocks:
             return None  # the engine refuses the sequences and names the limit, or runs them without these blocks
-        now_ns = time.time_ns()
+        now_ns = self._bus.clock.now_ns()
         reservation = await self._reserver.reserve(
             running,
-            min(ticket.lease_ns - LEASE_MARGIN_NS, request.deadline_ns, now_ns + int(BLOCK_WAIT_S * 1e9)),
+            min((min(ticket.lease_ns - LEASE_MARGIN_NS, request.deadline_ns) - now_ns) / 1e9, BLOCK_WAIT_S),
             "kv",
             lambda engine: kv_transfer_of(engine).reserve(digests, tails, users),
             lambda engine, blocks: kv_transfer_of(engine).release(blocks),

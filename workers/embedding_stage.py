@@ -40,6 +40,7 @@ class EmbeddingStage:
         owner: Owner | None,
         reader: Reader | None,
     ) -> None:
+        self._clock = context.bus.clock
         self._requests = context.requests
         self._terminal = context.terminal
         self._engine = engine
@@ -95,7 +96,7 @@ class EmbeddingStage:
         try:
             reservation = await self._reserver.reserve(
                 running,
-                running.request.deadline_ns,
+                (running.request.deadline_ns - self._clock.now_ns()) / 1e9,
                 "embeds",
                 lambda engine: vision_of(engine).reserve(media),
                 lambda engine, slots: vision_of(engine).release(slots),

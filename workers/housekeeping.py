@@ -42,7 +42,7 @@ class Housekeeping:
     async def run(self) -> None:
         while True:
             await asyncio.sleep(INTERVAL_S)
-            self._enforce_deadlines(time.time_ns())
+            self._enforce_deadlines(self._bus.clock.now_ns())
             now = time.monotonic()
             await self._signal_progress(now)
             with contextlib.suppress(NatsError):  # the connection broke; the outbox resends on the next one

@@ -220,7 +220,7 @@ class PipelineRunner:
         request, file_format = run.running.request, run.diffusion.format
         extension = "jpg" if file_format == "jpeg" else file_format
         name = f"{request.id}-{run.running.attempt}-{index}.{extension}"
-        left_s = max(1.0, (request.deadline_ns - time.time_ns()) / 1e9)
+        left_s = max(1.0, (request.deadline_ns - self._context.bus.clock.now_ns()) / 1e9)
         if request.in_memory:
             context = self._context
             await put_file(

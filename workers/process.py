@@ -148,6 +148,7 @@ class WorkerProcess:
         publisher = Publisher(bus)
         try:
             await publisher.open()
+            await self._stopping.unless_asked(bus.follow_clock())
             await self._stopping.unless_asked(self._report_last_life(publisher, bus.subjects))
             model = await self._stopping.unless_asked(self._backend.open(connection))
 

@@ -266,7 +266,7 @@ class WorkerSession:
             self._terminal.requeue(running, "draining" if draining else "reserved for a request that runs alone")
         elif cancelled is not None:
             await self._terminal.reject(running, Code.cancelled, cancelled)
-        elif time.time_ns() >= request.deadline_ns:
+        elif self._bus.clock.now_ns() >= request.deadline_ns:
             message = "the deadline passed before the request could start"
             await self._terminal.reject(running, Code.deadline_exceeded, message)
         else:

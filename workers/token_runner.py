@@ -7,7 +7,6 @@ import asyncio
 import contextlib
 import os
 import socket
-import time
 from collections.abc import Coroutine
 from functools import partial
 from typing import Any
@@ -145,7 +144,7 @@ class TokenRunner:
             return grammars.compile(constraint, trial.size_bytes)
 
         try:
-            async with asyncio.timeout((request.deadline_ns - time.time_ns()) / 1e9):
+            async with asyncio.timeout((request.deadline_ns - self._context.bus.clock.now_ns()) / 1e9):
                 trial = await self._trials.of(constraint, request.tenant, compile)
         except TimeoutError:
             raise RequestError(Code.deadline_exceeded, "the deadline passed before its turn to be compiled") from None

@@ -5,7 +5,6 @@ It holds one of the requests at a time until it has ended, whether or not its cl
 """
 
 import asyncio
-import time
 
 from gateway.access.caller import Caller
 from gateway.access.limiter import Limiter, Paid
@@ -13,6 +12,7 @@ from gateway.log.find import RequestFinder
 from gateway.log.inflight import InflightRequest
 from gateway.log.records import Records
 from gateway.openai.prepare import PreparedRequest
+from infra.bus.clock import BrokerClock
 from infra.bus.tasks import Tasks
 from schemas.errors import Code, ServingError
 from schemas.requests import GenerateRequest
@@ -23,11 +23,14 @@ GRACE_NS = 60_000_000_000  # beyond its deadline; by then a request has ended
 
 
 class Payments:
-    def __init__(self, limiter: Limiter, records: Records, finder: RequestFinder, tasks: Tasks) -> None:
+    def __init__(
+        self, limiter: Limiter, records: Records, finder: RequestFinder, tasks: Tasks, clock: BrokerClock
+    ) -> None:
         self._limiter = limiter
         self._records = records
         self._finder = finder
         self._tasks = tasks
+        self._clock = clock
         self._reserved: dict[str, Paid] = {}  # of requests that are not in the log yet
 
     async def reserve(self, caller: Caller, prepared: PreparedRequest) -> None:
@@ -78,7 +81,7 @@ class Payments:
 
     async def _watch(self, paid: Paid, request: GenerateRequest) -> None:
         used, missed = 1 << 62, 0  # nothing is given back if it is never known
-        while missed < MISSED and time.time_ns() < request.deadline_ns + GRACE_NS:
+        while missed < MISSED and self._clock.now_ns() < request.deadline_ns + GRACE_NS:
             await asyncio.sleep(LOOK_S)
             try:
                 record = await self._records.find(request.id)

@@ -5,7 +5,6 @@ before the request is in the log. A gateway that finds a key without a request s
 it once.
 """
 
-import time
 from typing import NamedTuple
 
 import msgspec
@@ -104,7 +103,7 @@ async def reclaim(
     Raises:
         ServingError: idempotency_conflict; broker_unavailable.
     """
-    if not deleted and time.time_ns() - time_of(claimed.request) < STALE_NS:
+    if not deleted and bus.clock.now_ns() - time_of(claimed.request) < STALE_NS:
         return claimed
     subject, digest = _subject(bus, tenant, name), _digest(body)
     made = await _write(bus, subject, Identity(request_id, digest), claimed.revision)

@@ -86,7 +86,7 @@ class MemoryCheck:
             if not registration.memory:
                 raise _unsupported(f"worker {registration.worker} is of an earlier release; update it first")
         bucket = self._bus.subjects.bucket("routers")
-        oldest_ns = time.time_ns() - int((LEASE_S + TRUST_S) * 1e9)
+        oldest_ns = self._bus.clock.now_ns() - int((LEASE_S + TRUST_S) * 1e9)
         async for entry in read(self._bus, f"KV_{bucket}", f"$KV.{bucket}.>"):
             if not entry.data or "KV-Operation" in entry.headers or entry.time_ns < oldest_ns:
                 continue

@@ -5,7 +5,6 @@ Requests without these headers pay only for one scan of their headers.
 """
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable, Collection
 from typing import NamedTuple
 
@@ -127,7 +126,7 @@ async def _find(gateway: Gateway, stored_claim: Claim, tenant: str) -> StoredReq
         except ServingError as error:
             if error.code is not Code.request_not_found:
                 raise
-            if time.time_ns() - time_of(stored_claim.request) > SOON_S * 1e9:
+            if gateway.bus.clock.now_ns() - time_of(stored_claim.request) > SOON_S * 1e9:
                 return None
         await asyncio.sleep(AGAIN_S)
 

@@ -174,7 +174,7 @@ class UnstoredRequests:
             request,
             contents.REQUEST,
             content,
-            now_ns=time.time_ns(),
+            now_ns=self._bus.clock.now_ns(),
             timeout=timeout,
             insist=False,
         )
@@ -264,7 +264,7 @@ class UnstoredRequests:
             if self.streams.settling or not self._bus.connected:
                 continue
             try:
-                await self._sweep_others(time.time_ns())
+                await self._sweep_others(self._bus.clock.now_ns())
             except (ServingError, NatsError, OSError, TimeoutError) as error:
                 log.debug("unstored_sweep_failed", error=repr(error))
             except Exception:
@@ -309,7 +309,7 @@ class UnstoredRequests:
 
     async def _put_again(self) -> None:
         self._ledger.renewed()
-        now_ns = time.time_ns()
+        now_ns = self._bus.clock.now_ns()
         open_ = [each for each in self._open.values() if not each.inflight.ended]
         waits = [
             await memory.put(

@@ -1,7 +1,6 @@
 """Sends the answer of an accepted request from the log, as often as asked, and again after the broker was away."""
 
 import asyncio
-import time
 from collections.abc import AsyncIterator
 from typing import NamedTuple
 
@@ -131,7 +130,7 @@ class AnswerDelivery:
             ServingError: the broker did not come back while the request could run.
         """
         while not self._bus.connected:
-            if time.time_ns() > deadline_ns:
+            if self._bus.clock.now_ns() > deadline_ns:
                 raise ServingError(Code.broker_unavailable, "the broker is away")
             await asyncio.sleep(RECONNECT_POLL_S)
 

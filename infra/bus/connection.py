@@ -18,6 +18,7 @@ from nats.errors import SlowConsumerError
 from nats.js import JetStreamContext
 
 from infra.bus.client import BusClient
+from infra.bus.clock import BrokerClock
 from infra.bus.tasks import Failed, Tasks
 from schemas.errors import Code, ServingError
 from schemas.streams import HEADROOM, MAX_PAYLOAD
@@ -50,6 +51,7 @@ class Bus:
     Attributes:
         tasks: the process's background tasks. Components spawn theirs in it, or in a group of it.
         on_reconnect: the hooks. Register one for every request or subscription whose answer a broken link can lose.
+        clock: the broker's time, once a process follows it.
         closing: ``close`` was called.
         last_error: the last one that nats-py reported.
     """
@@ -66,6 +68,7 @@ class Bus:
         self.tasks = tasks if tasks is not None else Tasks("process")  # an empty group is false
         self.js: JetStreamContext = client.jetstream()
         self.subjects = subjects
+        self.clock = BrokerClock()
         self.on_reconnect: list[Hook] = []
         self.closing = False
         self._opened = False  # until then nats-py's callbacks are about the first connect, which raises by itself
@@ -79,6 +82,10 @@ class Bus:
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()
+
+    async def follow_clock(self) -> None:
+        """Take the broker's time from now on where this machine's differs; without an answer, when there is one."""
+        await self.clock.follow(self.nc, self.tasks, f"KV_{self.subjects.bucket('workers')}")
 
     @property
     def connected(self) -> bool:

@@ -348,7 +348,7 @@ async def _wait_for(
             if data is not None:
                 return data
             raise lost(request.id)
-        if time.time_ns() >= request.deadline_ns:
+        if bus.clock.now_ns() >= request.deadline_ns:
             raise ServingError(Code.deadline_exceeded, "the deadline passed before the request could start")
         await asyncio.sleep(LOOK_S)
 

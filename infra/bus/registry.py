@@ -81,7 +81,7 @@ class WorkerRegistry:
         Raises:
             ServingError: the bucket cannot be read.
         """
-        self._reading_ns = time.time_ns()
+        self._reading_ns = self._bus.clock.now_ns()
         try:
             await self._tail.start()
         finally:

@@ -51,8 +51,8 @@ async def read_timeline(bus: Readable, request_id: str, *, with_tokens: bool = F
         last = await _end_up_to_0_1(bus, request, since)
     if last is not None:
         timeline.add_end(done.decode(last.data), last.time_ns)
-    ended_ns = timeline.done.timings.ended_ns if timeline.done is not None else 0
-    until_ns = ended_ns + CLOCK_SKEW_NS if ended_ns else 0
+    # By the broker's clock, not by the worker's, as is what lies between.
+    until_ns = last.time_ns + CLOCK_SKEW_NS if last is not None else 0
     await _add_returns(bus, timeline, since, until_ns)
     await _add_work(bus, timeline, since, until_ns)
     if any(stage.handed_off for stage in timeline.stages):

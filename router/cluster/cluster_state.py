@@ -91,7 +91,7 @@ class ClusterState:
             ServingError: a stream or the bucket cannot be read.
         """
         self._listener = listener
-        now_ns = time.time_ns()
+        now_ns = self._bus.clock.now_ns()
         past = now_ns - int(LONGEST_DEADLINE_S * 1e9)
         saved = await self._snapshots.load()
         starts = {}
@@ -127,7 +127,7 @@ class ClusterState:
         """Store the loads for the next start, and less often the index, if they have changed since the last time."""
         positions = (self._work.position, self._done.position, self._returned.position)
         if positions != self._saved and self._bus.connected:
-            self._saved, head = positions, Snapshot(time.time_ns(), *positions)
+            self._saved, head = positions, Snapshot(self._bus.clock.now_ns(), *positions)
             await self.fold_unowned()
             returned = (LoadState(returned=part) for part in self.returned.parts())
             losses = LoadState(losses=self.losses.part())
@@ -241,7 +241,7 @@ class ClusterState:
                 await asyncio.sleep(0)
 
     def _on_work(self, entry: Entry) -> None:
-        read_ns, worker = time.time_ns(), entry.subject.rpartition(".")[2]
+        read_ns, worker = self._bus.clock.now_ns(), entry.subject.rpartition(".")[2]
         owned = self._placed_here.get(worker)
         if owned is None and (registration := self.tracker.worker(worker)) is not None:
             owned = self._placed_here[worker] = self.places(registration.model)
@@ -292,7 +292,7 @@ class ClusterState:
         request = request_of(entry.headers)
         kept = self._unowned.end(request)
         self.returned.end(request)
-        if self.tracker.finish(request, time.time_ns()) is not None or not kept:
+        if self.tracker.finish(request, self._bus.clock.now_ns()) is not None or not kept:
             self._listener.capacity_changed()
 
     def _on_returned(self, request: str, attempt: int, reason: str, crashed: str) -> None:
@@ -303,7 +303,7 @@ class ClusterState:
     def _on_kv(self, batch: kv.KvBatch) -> None:
         target_id, computed = (batch.worker, batch.rank), False
         if self.tracker.loads.is_computing(target_id):
-            now_ns = time.time_ns()
+            now_ns = self._bus.clock.now_ns()
             for event in batch.events:
                 if isinstance(event, kv.Stored) and not event.tier and not event.group:
                     computed |= self.tracker.stored(target_id, keys_view(event.digests), now_ns)
@@ -348,7 +348,7 @@ class ClusterState:
         registration, name = worker.registration, worker.registration.worker
         if why in (EXPIRED, BROKE):
             losing = registration.name or name.rpartition("-")[0]
-            self.losses.add(losing, registration.role, registration.model, time.time_ns())
+            self.losses.add(losing, registration.role, registration.model, self._bus.clock.now_ns())
         self._placed_here.pop(name, None)
         requests = self.tracker.remove_worker(name)
         self._left[name] = worker.registration.model

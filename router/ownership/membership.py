@@ -95,7 +95,7 @@ class Membership:
         keys = f"$KV.{bucket}.>"
         self._key = f"$KV.{bucket}.{router}"
         self._tail = LogTail(bus, f"KV_{bucket}", keys, bus.subjects.live(keys), self._on_entry)
-        self._since_ns = time.time_ns()
+        self._since_ns = self._bus.clock.now_ns()
         self._seen: dict[str, _Seen] = {}
         self._broken: dict[Link, None] = {}
         self._names: Mapping[str, str] = {}
@@ -218,7 +218,7 @@ class Membership:
             return
         now = time.monotonic()
         if now - self._renewed > routers.LEASE_S:  # others may have taken over, and keep the models that they claim
-            self._since_ns = time.time_ns()
+            self._since_ns = self._bus.clock.now_ns()
             self._update()
         self._renewed, self._changed = now, False
         member = msgspec.structs.replace(self._member(), held=self._held(), lost=self._lost_leases())

@@ -171,7 +171,7 @@ class Recovery:
         if stalled or reason.startswith(LATE) or (reason == WORKER_LOST and entry.later):
             await self._revoke(entry)
         dead = self._cluster.returned.of(attempt.request_id).get(attempt.attempt)  # although it may be registered yet
-        pending = _next_attempt(attempt, reason, time.time_ns())
+        pending = _next_attempt(attempt, reason, self._bus.clock.now_ns())
         pending.gone = attempt.worker if dead else ""
         if reason == WORKER_LOST:
             known = self._cluster.tracker.worker

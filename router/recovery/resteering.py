@@ -8,7 +8,6 @@ is fenced, as that of a lost worker is.
 """
 
 import asyncio
-import time
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -104,10 +103,10 @@ async def resteer(
     Args:
         on_late: called with the request and why.
     """
-    connected_ns = time.time_ns()
+    connected_ns = bus.clock.now_ns()
     while True:
         await asyncio.sleep(CHECK_S)
-        now_ns = time.time_ns()
+        now_ns = bus.clock.now_ns()
         if not bus.connected:
             connected_ns = now_ns
         if now_ns - connected_ns < least_s * 1e9:  # what was computed meanwhile may not have been read yet

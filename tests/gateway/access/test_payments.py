@@ -14,6 +14,7 @@ from gateway.admission.idempotency import Claim
 from gateway.claimed_submission import submit_claimed
 from gateway.log.find import unknown
 from gateway.log.inflight import InflightRequest
+from infra.bus.clock import BrokerClock
 from infra.bus.tasks import Tasks
 from schemas.done import Done, Usage
 from schemas.errors import Code, ServingError
@@ -37,7 +38,7 @@ class Till:
         self.record: Done | None = None
         self.tasks = Tasks("test")
         self.payments = Payments(
-            cast(Any, self), cast(Any, SimpleNamespace(find=self._find)), cast(Any, self), self.tasks
+            cast(Any, self), cast(Any, SimpleNamespace(find=self._find)), cast(Any, self), self.tasks, BrokerClock()
         )
 
     async def reserve(self, key: ApiKey, tokens: int) -> Any:
@@ -113,7 +114,9 @@ async def test_a_request_under_the_id_of_an_earlier_claim_is_paid(till: Till, er
         paid.append(inflight.paid is not None)
         return inflight
 
-    gateway = cast(Any, SimpleNamespace(bus=None, payments=till.payments, submit=submit))
+    gateway = cast(
+        Any, SimpleNamespace(bus=SimpleNamespace(clock=BrokerClock()), payments=till.payments, submit=submit)
+    )
     await till.payments.reserve(Caller("t", "t", key=KEY), cast(Any, SimpleNamespace(request=request)))
     with pytest.raises(ServingError, match="full") if error is not None else nullcontext():
         await submit_claimed(gateway, "t", "key:x", b"", request, Claim(earlier.id, False, 1))

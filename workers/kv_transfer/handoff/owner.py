@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 import structlog
 
+from infra.bus.clock import BrokerClock
 from infra.bus.tasks import Tasks
 from schemas import wire
 from schemas.control import Ok, Push, Pushed, Release
@@ -32,12 +33,14 @@ class Owner:
         lease_s: float,
         metrics: Metrics,
         tasks: Tasks,
+        clock: BrokerClock,
     ) -> None:
         self._engine = engine
         self._transport = transport
         self._ledger = ledger
         self._worker = worker
         self._lease_s = lease_s
+        self._clock = clock
         self._pins = Pins()
         self._tickets: dict[str, Ticket] = {}
         self._tasks = tasks.group("owner")
@@ -65,7 +68,7 @@ class Owner:
             pool,
             wire.pack_tokens(list(blocks)),
             wire.pack_tokens(list(generations)),
-            time.time_ns() + int(self._lease_s * 1e9),
+            self._clock.now_ns() + int(self._lease_s * 1e9),
         )
         size = endpoint.pools[pool].block_bytes if blocks else 0
         self._pins.add(Pin(ticket_id, pool, target, list(blocks), size, time.monotonic() + self._lease_s, free))

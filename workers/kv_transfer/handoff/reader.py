@@ -64,7 +64,7 @@ class Reader:
         self._ledger.record(ticket, "leased", self._worker, blocks=len(positions))
         transport = self._transport
         try:
-            if time.time_ns() > ticket.lease_ns:
+            if self._bus.clock.now_ns() > ticket.lease_ns:
                 raise TransferError("stale", "the lease had expired before the blocks could be read")
             if transport is None:
                 raise TransferError("unavailable", "this worker has no transfer backend")
@@ -193,7 +193,7 @@ class Reader:
     async def _release(self, ticket: Ticket) -> None:
         subject, payload = self._bus.subjects.control(ticket.worker), wire.encode(Release(ticket.id, self._worker))
         for _ in range(RELEASE_ATTEMPTS):
-            if time.time_ns() > ticket.lease_ns:
+            if self._bus.clock.now_ns() > ticket.lease_ns:
                 return
             try:
                 await self._bus.nc.request(subject, payload, timeout=RELEASE_S)
