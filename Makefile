@@ -7,14 +7,14 @@ ARGS   ?=
 # Tests at a time: one more than two cores, since a third of their time is waiting.
 JOBS   ?= 3
 # The build that is mixed with this one: a git revision or a folder.
-OTHER  ?= 7334fe5
+OTHER  ?= 0b5c7639
 # Where torch's CPU build is found. It is used where no NVIDIA GPU is seen; empty: never.
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 
 PIP   := $(BIN)/python -m pip --disable-pip-version-check --quiet
 TORCH := $(shell sed -n 's/^ *"\(torch[^"]*\)",.*/\1/p' pyproject.toml)
 
-.PHONY: help up test test-long types pytest test-trtllm test-llguidance test-vllm test-sglang test-clients docs bench chaos chaos-mixed lint clean
+.PHONY: help up test test-long types pytest test-trtllm test-llguidance test-vllm test-sglang test-clients docs bench chaos growth chaos-mixed lint clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -89,6 +89,9 @@ bench: $(VENV)/.installed  ## load the deployment that runs here and measure (AR
 
 chaos: $(VENV)/.installed-dev  ## kill processes of a deployment under load, then audit its log (ARGS="--minutes 10")
 	@$(BIN)/python -m tests.chaos $(ARGS)
+
+growth: $(VENV)/.installed-dev  ## what a deployment keeps of 30,000 requests that have ended (ARGS="--requests 9000")
+	@$(BIN)/python -m tests.chaos.growth $(ARGS)
 
 chaos-mixed: $(VENV)/.installed-dev  ## the same with every other process of an earlier build (OTHER=REVISION)
 	@$(BIN)/python -m tests.chaos --other-build $(OTHER) $(ARGS)

@@ -27,7 +27,6 @@ def main() -> int:
         "--clock-s", type=float, metavar="SECONDS", help="clocks are up to so far apart (default: the topology's)"
     )
     parser.add_argument("--acts", default="", help=f"what may happen, of {','.join(Act)} (default: all)")
-    parser.add_argument("--no-store", action="store_true", help="clients with no_store, too")
     parser.add_argument("--other-build", metavar="DIR_OR_REV", help="take every other start of a process from there")
     parser.add_argument("--other-roles", default=",".join(builds.ROLES), help="for these roles (default: %(default)s)")
     parser.add_argument("--share", action="store_true", help="three routers, which share requests now and then")
@@ -62,7 +61,6 @@ def main() -> int:
         share=args.share,
         clock_s=args.clock_s,
         acts=acts,
-        no_store=args.no_store,
     )
     report = asyncio.run(run(home, options, say))
     mixed = f", mixed with {args.other_build}" if other is not None else ""

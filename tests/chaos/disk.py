@@ -53,11 +53,17 @@ class Disk:
         kept.rename(self._folder)
 
 
-def found_in(folder: Path, wanted: Mapping[str, bytes]) -> dict[str, str]:
-    """Which of these bytes some file below the folder holds: the name of the one, and of the file."""
+def found_in(folder: Path, wanted: Mapping[str, bytes], left_out: str = "") -> dict[str, str]:
+    """Which of these bytes some file below the folder holds: the name of the one, and of the file.
+
+    Args:
+        left_out: the name of a folder, anywhere in it, whose files are not looked at.
+    """
     found: dict[str, str] = {}
     longest = max(map(len, wanted.values()), default=1)
-    for path in sorted(folder.rglob("*")):
+    for path in sorted(folder.rglob("*")) if wanted else ():
+        if left_out in path.parts:
+            continue
         for part in _parts(path, longest - 1):
             for name, needle in wanted.items():
                 if name not in found and needle in part:

@@ -236,7 +236,6 @@ async def measure(
     many: int,
     say: Callable[[str], None],
     *,
-    no_store: bool = False,
     clients: int = CLIENTS,
     each: int = 4,
 ) -> Result:
@@ -246,7 +245,7 @@ async def measure(
     try:
         bus = await connect(system.deployment.state.nats_url, role="client", name="chaos")
         try:
-            async with Run(system, bus, Options(0.0, no_store=no_store, each=each), say) as run:
+            async with Run(system, bus, Options(0.0, each=each), say) as run:
                 growth = Growth(system, bus, run, say)
                 await run.learn()
                 idle = await growth.look()
@@ -290,7 +289,6 @@ def main() -> int:
     parser.add_argument("--compared-with", type=int, default=3_000)
     parser.add_argument("--topology", choices=sorted(TOPOLOGIES), default="pd")
     parser.add_argument("--clients", type=int, default=CLIENTS)
-    parser.add_argument("--no-store", action="store_true", help="clients with no_store, too")
     args = parser.parse_args()
     began = time.monotonic()
     setup("text", "error", name="chaos")
@@ -306,7 +304,6 @@ def main() -> int:
                 args.compared_with,
                 args.requests,
                 say,
-                no_store=args.no_store,
                 clients=args.clients,
             )
         )

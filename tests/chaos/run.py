@@ -43,6 +43,7 @@ RPM = 30  # of the key that has a limit
 DELETE_S = 10.0
 KNOWN_S = 15.0  # within which every gateway knows a new key, or a new model
 ERASED_S = 60.0  # after the end of a request with no_store, nothing of it is anywhere
+REPLICATION = "_js_"  # a node's log of what it replicates, which forgets with its next snapshot (docs/operations.md)
 MARKED_TOKENS = 8  # of a prompt, in a row, that must not be on the disk: 32 bytes
 CONSUMERS_S = 150.0  # the server keeps a dead worker's consumer for 120 s
 
@@ -68,7 +69,6 @@ class Options(msgspec.Struct, frozen=True):
     share: bool = False  # three routers, which share their requests now and then
     clock_s: float | None = None  # how far apart clocks are; None: the topology's
     acts: tuple[Act, ...] = tuple(Act)  # that may happen
-    no_store: bool = False  # ask such requests, too
     disturbances: tuple[Disturbance, ...] = ()  # these instead of those of the seed
 
 
@@ -86,8 +86,8 @@ class Report(msgspec.Struct):
 async def run(home: Path, options: Options, say: Callable[[str], None]) -> Report:
     """A whole run on a deployment of its own below ``home``."""
     topology = TOPOLOGIES[options.topology]
-    if options.clock_s is not None:
-        topology = topology._replace(clock_s=options.clock_s)
+    if options.clock_s is not None or options.other is not None:  # earlier builds need clocks that agree
+        topology = topology._replace(clock_s=options.clock_s or 0.0)
     system = await System.started(home, topology, say, options.other, options.share, options.seed)
     try:
         return await run_on(system, options, say)
@@ -111,7 +111,7 @@ class Run:
         self._system, self._bus, self._options, self._say = system, bus, options, say
         topology = system.topology
         needs = {"image": topology.images, "embed": topology.embed, "picture": topology.painter}
-        needs |= dict.fromkeys(("limited", "denied"), topology.keys) | dict.fromkeys(NO_STORE, options.no_store)
+        needs |= dict.fromkeys(("limited", "denied"), topology.keys)
         left_out = {kind for kind, there in needs.items() if not there}
         self._kinds = [kind for kind in options.kinds or recipes.KINDS if kind not in left_out]
         self._recipes: list[Recipe] = []
@@ -262,7 +262,8 @@ class Run:
                 break
             await asyncio.sleep(0.25)
         for name, seen in found.items():
-            self._expected[name] = Expected(seen.choices, tokens[seen.request])
+            exact = seen.kind != "picture"  # of an image they say how long each step took
+            self._expected[name] = Expected(seen.choices, tokens[seen.request], exact)
         return found
 
     async def _prepare(self) -> None:
@@ -297,8 +298,9 @@ class Run:
 
     async def _delete_left(self, since_ns: int) -> None:
         """Responses that their client would have deleted, had it known of them, and those that were learned."""
+        deleted = {seen.request for seen in self._seen if seen.outcome == "deleted"}
         for request, (tag, _) in (await log.accepted_since(self._bus, 0)).items():
-            if "-delete-" in tag:
+            if "-delete-" in tag and request not in deleted:
                 with contextlib.suppress(Failed, TimeoutError):  # then it is found on the disk
                     async with asyncio.timeout(DELETE_S):
                         await self._http.delete(request)
@@ -311,13 +313,15 @@ class Run:
         private = [recipe for recipe in self._recipes if recipe.kind in PRIVATE]
         if not private:
             return []
-        wanted = self._marks(private)
         deadline = time.monotonic() + ERASED_S
-        while found := await asyncio.to_thread(found_in, self._system.store, wanted):
-            if time.monotonic() > deadline:
-                break
+        while True:
+            found: dict[str, str] = {}
+            for kinds, left_out in ((NO_STORE, ""), (("delete",), REPLICATION)):
+                wanted = self._marks([recipe for recipe in private if recipe.kind in kinds])
+                found |= await asyncio.to_thread(found_in, self._system.store, wanted, left_out)
+            if not found or time.monotonic() > deadline:
+                return [f"{name} in {path}" for name, path in sorted(found.items())]
             await asyncio.sleep(2)
-        return [f"{name} in {path}" for name, path in sorted(found.items())]
 
     def _marks(self, private: Sequence[Recipe]) -> dict[str, bytes]:
         """By a name: the words themselves, and their tokens as they are in messages."""

@@ -225,6 +225,33 @@ def test_what_only_memory_had_may_be_lost_with_broker_and_gateway_together_and_n
     assert "failed" in kinds(stored, hits("nats", "gateway-0"))
 
 
+@pytest.mark.parametrize("kind", ["embed", "picture"])
+def test_a_model_of_vectors_or_images_may_be_unknown_only_after_both_its_worker_and_a_gateway_were_hit(
+    kind: str,
+) -> None:
+    worker = {"embed": "embed-0", "picture": "diffusion-1"}[kind]
+    case = kept(kind)
+    case.seen.outcome, case.seen.code, case.seen.choices[0], case.seen.request = (
+        "failed",
+        "model_not_found",
+        Shown(),
+        "",
+    )
+    case.log.accepted, case.log.ends = [], []
+    assert kinds(case, hits("gateway-0", worker)) == kinds(case, hits("all")) == set()
+    for around in (UNDISTURBED, hits("gateway-0"), hits(worker), hits("gateway-0", worker, at=20.0)):
+        assert kinds(case, around) == {"failed"}
+
+
+def test_of_an_image_only_the_number_of_tokens_is_known() -> None:
+    expected = {"r": EXPECTED["r"]._replace(exact=False)}
+    case = kept("picture")
+    case.log.ends = [case.log.ends[0]._replace(tokens=(TOKENS[::-1],))]
+    assert judge([case.seen], case.log, expected, once=True).problems == []
+    case.log.ends = [case.log.ends[0]._replace(tokens=(TOKENS[4:],))]
+    assert [each.what for each in judge([case.seen], case.log, expected, once=True).problems] == ["wrong"]
+
+
 @pytest.mark.parametrize(("waited_s", "what"), [(GRACE_S - 10, {"failed", "lost"}), (GRACE_S + 1, set())])
 def test_an_answer_is_called_erased_only_once_its_grace_is_over(waited_s: float, what: set[str]) -> None:
     case = kept("no-store")
