@@ -99,6 +99,24 @@ async def test_an_image_is_made_stored_and_fetched(studio: httpx.AsyncClient, bu
     assert timeline.stages[0].role == "diffusion"
 
 
+async def test_an_image_of_a_request_with_no_store_is_fetched_from_memory_and_on_no_disk(
+    studio: httpx.AsyncClient, fast: Deployment
+) -> None:
+    said = "a boat that nobody may see"
+    body = {"model": "painter", "prompt": said, "size": "40x24", "num_inference_steps": 2, "no_store": True}
+    answer = await studio.post(IMAGES, json=body)
+    assert answer.status_code == 200, answer.text
+    (picture,) = answer.json()["data"]
+    made = (await studio.get(picture["url"])).content
+    assert len(made) == picture["bytes"]
+    inline = await studio.post(IMAGES, json=body | {"response_format": "b64_json"})
+    wanted = [said.encode(), made[-60:-20], base64.b64decode(inline.json()["data"][0]["b64_json"])[-60:-20]]
+    for path in fast.data_dir.rglob("*"):
+        if path.is_file():
+            data = path.read_bytes()
+            assert not [each for each in wanted if each in data], path
+
+
 async def test_the_stock_client_gets_images_in_the_answer(studio: httpx.AsyncClient, fast: Deployment) -> None:
     transport = openai.DefaultAsyncHttpxClient(trust_env=False)
     async with openai.AsyncOpenAI(
