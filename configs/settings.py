@@ -474,3 +474,11 @@ class NatsSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     record: Annotated[
         bool, about("keep tokens, jobs and KV events for 7 days, as records are, for replay; cannot be undone")
     ] = False
+    store_size: Annotated[
+        float,
+        Meta(
+            ge=0,
+            description="GiB that all streams together may take on the disk, when they are created; 0: 31.8, their own "
+            "sizes",
+        ),
+    ] = 0.0

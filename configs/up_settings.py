@@ -110,6 +110,7 @@ class UpSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     ] = 0
     durability: Annotated[Durability, _OF_NATS] = _NATS.durability
     record: Annotated[bool, _OF_NATS] = _NATS.record
+    store_size: Annotated[float, _OF_NATS] = _NATS.store_size
     namespace: Annotated[str, _OF_NATS] = _NATS.namespace
     scheduling: Annotated[
         Literal["batch", "normal"],

@@ -232,6 +232,10 @@ class StreamsSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         bool, msgspec.Meta(description="keep tokens, jobs and KV events for 7 days, as records are, for replay")
     ] = False
     replicas: Annotated[int, msgspec.Meta(ge=1, le=5, description="copies of each stream in a cluster")] = 1
+    store_size: Annotated[
+        float,
+        msgspec.Meta(ge=0, description="GiB that all streams together may take on the disk, when they are created"),
+    ] = 0.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -5,7 +5,7 @@ oldest. Publishers make sure that those belong to finished requests, and take no
 Clients publish to SUBMIT directly, so it is a queue: the server refuses messages when it is full.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from schemas.subjects import DEFAULT_TENANT, MEMORY, Subjects
@@ -19,6 +19,7 @@ MIB = 1 << 20
 GIB = 1 << 30
 
 MAX_PAYLOAD = 8 * MIB
+LEAST_STREAM = 2 * MAX_PAYLOAD
 HEADROOM = 4096  # the server counts headers too, and closes the connection beyond max_payload
 # How long the unplaced requests of a lost router wait before another router gets them. Short, because a redelivered
 # request costs little: its job is stored once, whichever router publishes it.
@@ -98,6 +99,34 @@ class Topology:
     def reserved_memory(self) -> int:
         """The upper limit of what lies in memory storage, in bytes."""
         return sum(stream.max_bytes for stream in self.streams if stream.memory)
+
+
+def scaled(topology: Topology, size_bytes: int) -> Topology:
+    """A topology whose streams on file take about so many bytes together, each the same share as before.
+
+    Buckets of keys keep their size: they are small, and a full one refuses.
+
+    Raises:
+        ValueError: that is too little; the text says the least.
+    """
+    fixed = sum(bucket.max_bytes for bucket in topology.buckets)
+    parts: list[StreamSpec | ObjectSpec] = [stream for stream in topology.streams if not stream.memory]
+    parts += topology.objects
+    least = fixed + len(parts) * LEAST_STREAM
+    if size_bytes < least:
+        raise ValueError(f"the streams take at least {least / GIB:.1f} GiB together, not {size_bytes / GIB:g}")
+    left, shared = size_bytes - fixed, sorted(part.max_bytes for part in parts)
+    while shared[0] * left < LEAST_STREAM * sum(shared):  # the small ones have the least, and the others share the rest
+        left -= LEAST_STREAM
+        del shared[0]
+    factor = left / sum(shared)
+
+    def size(old: int) -> int:
+        return max(LEAST_STREAM, int(old * factor) // MIB * MIB)
+
+    streams = tuple(each if each.memory else replace(each, max_bytes=size(each.max_bytes)) for each in topology.streams)
+    objects = tuple(replace(each, max_bytes=size(each.max_bytes)) for each in topology.objects)
+    return replace(topology, streams=streams, objects=objects)
 
 
 def submissions(

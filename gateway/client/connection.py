@@ -5,6 +5,7 @@ import contextlib
 import hashlib
 from collections.abc import Callable
 from typing import Any
+from urllib.parse import unquote, urlsplit
 
 from nats.aio.client import Client as NatsClient
 from nats.aio.transport import TcpTransport
@@ -87,6 +88,14 @@ class _TlsTransport(TcpTransport):  # type: ignore[misc]  # untyped
             closed.exception()  # the link was broken: that is why it is closed
 
 
+def _login(url: str) -> dict[str, Any]:
+    """The credentials of the first server: nats-py takes them from a URL as they stand, percent signs included."""
+    parts = urlsplit(url.partition(",")[0])
+    if parts.username and parts.password is not None:
+        return {"user": unquote(parts.username), "password": unquote(parts.password)}
+    return {"token": unquote(parts.username)} if parts.username else {}
+
+
 async def connect(url: str, namespace: str, **options: Any) -> Connection:
     """
     Args:
@@ -116,7 +125,7 @@ async def connect(url: str, namespace: str, **options: Any) -> Connection:
             nc = NatsClient()
             if url.startswith("tls://"):
                 nc._transport = _TlsTransport()
-            await nc.connect(url.split(","), **nats_options | options)
+            await nc.connect(url.split(","), **nats_options | _login(url) | options)
     except (NatsError, OSError, TimeoutError) as problem:
         where = ", ".join(part.rpartition("@")[2] for part in url.split(","))
         reason = f"{type(problem).__name__}: {problem}".rstrip(": ")

@@ -3,7 +3,9 @@
 Limits only grow, except those that the operator has set with ``penstock streams set``: they stay as they are.
 """
 
-from collections.abc import Iterable
+import secrets
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from nats.aio.client import Client
 
@@ -20,22 +22,28 @@ from schemas.streams import (
     Topology,
     common_config,
     republish,
+    scaled,
     stream_config,
     submissions,
 )
 from schemas.subjects import Subjects
 
 _NS = 1_000_000_000
+_MIB, _GIB = 1 << 20, 1 << 30
+_STORES = {"file": "max_file_store", "memory": "max_memory_store"}
+_NO_ROOM = (10002, 10005, 10023, 10028, 10047)  # of an account, of a cluster, or of a server
 _GROWS = ("max_age", "max_bytes", "duplicate_window", "num_replicas")  # an operator's larger value stays
 # Metadata of a stream that names the limits which the operator has set, so that none of them grows here.
 SET_BY_OPERATOR = "penstock-set-by-operator"
 
 
-async def apply(nc: Client, topology: Topology, replicas: int = 1) -> list[str]:
+async def apply(nc: Client, topology: Topology, replicas: int = 1, *, size_bytes: int = 0) -> list[str]:
     """Create missing streams and enlarge those that are too small. Returns the changes, one line each.
 
     Safe to repeat and to run on several machines at once.
 
+    Args:
+        size_bytes: of all streams together that are created now, as of ``schemas.streams.scaled``; 0: their own sizes.
     Raises:
         BrokerProblem: JetStream is off, a limit is too low, a permission is missing, or an existing stream
             differs in a way that cannot be changed in place.
@@ -43,7 +51,16 @@ async def apply(nc: Client, topology: Topology, replicas: int = 1) -> list[str]:
     await check(nc, topology)
     done = []
     retired = {spec.name: spec.retired for spec in topology.streams}
-    for config in stream_configs(topology, replicas):
+    if size_bytes:
+        try:
+            topology = scaled(topology, size_bytes)
+        except ValueError as error:
+            raise BrokerProblem(f"--store-size: {error}") from None
+    configs = stream_configs(topology, replicas)
+    await _check_room(nc, topology.subjects, configs, replicas)
+    for config in configs:
+        if size_bytes and config["storage"] == "file":  # a start without the setting does not make it larger
+            config |= {"metadata": {SET_BY_OPERATOR: "max_bytes"}}
         done += await _apply_stream(nc, config, retired.get(config["name"], ()))
     for consumer in topology.consumers:
         done += await _apply_consumer(nc, consumer)
@@ -58,6 +75,8 @@ async def apply_submissions(nc: Client, subjects: Subjects, tenant: str, max_pen
     """
     stream, consumer = submissions(subjects, tenant, max_pending)
     info = await request(nc, f"STREAM.INFO.{subjects.stream('SUBMIT')}", {})
+    if 0 < info["config"]["max_bytes"] < stream.max_bytes:  # all streams were made smaller
+        stream = replace(stream, max_bytes=info["config"]["max_bytes"])
     done = await _apply_stream(nc, stream_config(stream, info["config"]["num_replicas"]), stream.retired)
     return done + await _apply_consumer(nc, consumer)
 
@@ -90,9 +109,48 @@ async def check(nc: Client, topology: Topology) -> None:
         )
     info = await request(nc, "INFO", {})
     limits = info.get("limits", {})
-    _check_limit(limits, "max_storage", topology.reserved_bytes)
-    _check_limit(limits, "max_memory", topology.reserved_memory)
     _check_limit(limits, "max_streams", len(topology.streams) + len(topology.buckets) + len(topology.objects))
+
+
+async def _check_room(nc: Client, subjects: Subjects, configs: Sequence[Config], replicas: int) -> None:
+    """Check that the server has room for what is to be created or enlarged, before anything is.
+
+    A server does not tell its limits (``max_file_store``, ``max_memory_store``) to those who may use it, and counts
+    what streams may take, not what they do. So a stream without messages is created with the size in question.
+
+    Raises:
+        BrokerProblem: it has not; the text says how many bytes are needed and free.
+    """
+    needed = dict.fromkeys(_STORES, 0)
+    for config in configs:
+        existing = await existing_config(nc, f"STREAM.INFO.{config['name']}", STREAM_NOT_FOUND)
+        before = max(0, existing["max_bytes"]) if existing is not None else 0
+        after = config["max_bytes"] if existing is None else widened(existing, config)["max_bytes"]
+        needed[config["storage"]] += max(0, after - before)
+    for storage, size in needed.items():
+        if not size or await _fits(nc, subjects, storage, size, replicas):
+            continue
+        free, taken = 0, size
+        while taken - free > _MIB:
+            middle = (free + taken) // 2
+            free, taken = (middle, taken) if await _fits(nc, subjects, storage, middle, replicas) else (free, middle)
+        raise BrokerProblem(
+            f"the streams need {size} bytes of {storage} storage ({size / _GIB:.1f} GiB), and the broker has {free} "
+            f"free ({free / _GIB:.1f} GiB): raise {_STORES[storage]} of its `jetstream {{ ... }}` block, or the limit "
+            "of its account" + ("; or make all streams smaller with --store-size" if storage == "file" else "")
+        )
+
+
+async def _fits(nc: Client, subjects: Subjects, storage: str, size: int, replicas: int) -> bool:
+    """Whether a stream of this size can be created; other refusals are left to the real ones."""
+    name = subjects.stream(f"PROBE_{secrets.token_hex(4)}")
+    config = {"name": name, "subjects": [f"{subjects.namespace}.probe.{name}"], "max_bytes": size}
+    try:
+        await request(nc, f"STREAM.CREATE.{name}", config | {"storage": storage, "num_replicas": replicas})
+    except BrokerProblem as error:
+        return not any(f"({code})" in str(error) for code in _NO_ROOM)
+    await request(nc, f"STREAM.DELETE.{name}", {})
+    return True
 
 
 def _check_limit(limits: Config, name: str, needed: int) -> None:

@@ -16,12 +16,12 @@ from infra.broker.jetstream_api import BrokerProblem
 from infra.broker.roles import ROLES, inbox_prefix
 from infra.broker.server import EmbeddedNats
 from infra.bus.client import BusClient
-from infra.bus.connection import why_unreachable
+from infra.bus.connection import login, why_unreachable
 from infra.cli import StreamsSettings
 from infra.launch.signals import Stop
 from infra.launch.sockets import CannotListen
 from infra.launch.supervisor import USAGE, Keeper
-from schemas.streams import topology
+from schemas.streams import GIB, topology
 from schemas.subjects import Subjects
 
 CONNECT_S = 10.0
@@ -59,7 +59,8 @@ async def _serve(settings: NatsSettings) -> int:
     with Stop() as stop:
         try:
             await keeper.start()
-            await apply_at(broker.url("operator"), broker.subjects, record=settings.record)
+            url, size = broker.url("operator"), settings.store_size
+            await apply_at(url, broker.subjects, record=settings.record, store_size=size)
             print(f"nats-server on {settings.nats_host}:{broker.port}; log: {broker.log_path}")
             print(f"passwords of {', '.join(ROLES)} and sys: {broker.data_dir / 'secrets.json'}")
             async with DiskWatch(broker):
@@ -74,7 +75,10 @@ def run_apply(settings: StreamsSettings) -> int:
     """Create the streams on a broker and print the changes."""
     try:
         subjects = Subjects(settings.namespace)
-        done = asyncio.run(apply_at(settings.nats_url, subjects, settings.replicas, record=settings.record))
+        work = apply_at(
+            settings.nats_url, subjects, settings.replicas, record=settings.record, store_size=settings.store_size
+        )
+        done = asyncio.run(work)
     except (BrokerProblem, ValueError) as error:
         print(f"penstock streams apply: {error}", file=sys.stderr)
         return 1
@@ -83,15 +87,20 @@ def run_apply(settings: StreamsSettings) -> int:
     return 0
 
 
-async def apply_at(url: str, subjects: Subjects, replicas: int = 1, *, record: bool = False) -> list[str]:
+async def apply_at(
+    url: str, subjects: Subjects, replicas: int = 1, *, record: bool = False, store_size: float = 0.0
+) -> list[str]:
     """Connect as the operator, apply, close.
 
+    Args:
+        store_size: GiB of all streams together that are created now; 0: their own sizes.
     Raises:
         BrokerProblem: as ``apply``, or no server answers there.
     """
     nc = await connect_operator(url)
     try:
-        return await apply(nc, topology(subjects, record=record), replicas)
+        size = int(store_size * GIB)
+        return await apply(nc, topology(subjects, record=record), replicas, size_bytes=size)
     finally:
         await nc.close()
 
@@ -117,6 +126,7 @@ async def connect_operator(url: str) -> Client:
                 error_cb=note,
                 max_reconnect_attempts=2,
                 reconnect_time_wait=0.2,
+                **login(url.partition(",")[0]),
             )
             return client
     except (OSError, TimeoutError, NatsError) as error:

@@ -184,7 +184,7 @@ def why_unreachable(error: Exception) -> str:
     return str(error) or ("timed out" if isinstance(error, TimeoutError) else type(error).__name__)
 
 
-def _login(url: str) -> dict[str, Any]:
+def login(url: str) -> dict[str, Any]:
     """The URL's credentials as options: nats-py does not use them for servers that it discovers later."""
     parts = urlsplit(url)
     if parts.username and parts.password is not None:
@@ -233,7 +233,7 @@ async def connect(
         "disconnected_cb": bus._on_disconnected,
     }
     try:
-        await asyncio.wait_for(client.connect(urls, **chosen | _login(urls[0]) | options), timeout)
+        await asyncio.wait_for(client.connect(urls, **chosen | login(urls[0]) | options), timeout)
     except asyncio.CancelledError:
         client.drop_link()
         raise

@@ -161,7 +161,7 @@ class Deployment:
                 url, sys_url = self._broker.url, self._broker.sys_url
                 self._worker_url = url
             self._board.starting("streams")
-            await apply_at(url("operator"), self.subjects, record=up.record)
+            await apply_at(url("operator"), self.subjects, record=up.record, store_size=up.store_size)
             self._board.ready("streams")
             self._planned = plan(
                 up,
