@@ -85,3 +85,11 @@ def test_names_fit_into_a_header_whatever_a_client_sends(names: list[str]) -> No
 def test_names_that_a_header_cannot_hold_are_counted() -> None:
     assert listed(["a", "b\r\nc"]) == "a, and 1 more"
     assert listed(["ключ", ""]) == "2 with names that cannot be shown"
+
+
+@pytest.mark.parametrize("option", ["typical_p", "mirostat", "xtc_probability", "dry_multiplier", "top_a", "tfs_z"])
+def test_sampling_options_that_no_engine_here_honours_are_named(option: str) -> None:
+    body = json.dumps({"model": "m", option: 0.5}).encode()
+    assert unknown_options(CHAT, body) == [option]
+    with pytest.raises(ServingError, match=option):
+        check_options(CHAT, body)
