@@ -239,6 +239,8 @@ class EngineArgs(Section, frozen=True, kw_only=True):
     stream_interval: Positive = 1
     enable_sleep: bool = False
     garbage_collection_gen0_threshold: Positive = 20000
+    ray_worker_extension_cls: str | None = None
+    enable_layerwise_nvtx_marker: bool = False
     # computing
     speculative_config: AnySpeculation | None = None
     sparse_attention_config: Free | None = None

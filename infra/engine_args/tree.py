@@ -98,6 +98,22 @@ def decode(tree: Mapping[str, Any]) -> EngineArgs:
         raise BadArguments([f"{path.rstrip('`').lstrip('.') or 'arguments'}: {message}"]) from error
 
 
+def section_keys(key: str) -> frozenset[str]:
+    """The keys of an argument that is a mapping; empty: it is none, or its keys depend on the kind."""
+    below = _section(get_type_hints(EngineArgs).get(key), {})
+    return frozenset(below.__struct_fields__) if below is not None else frozenset()
+
+
+def speculation_of(kind: str) -> type[Speculation] | None:
+    """The kind of speculation of that name, of which later releases spell some otherwise (``Draft_Target``)."""
+    name = {"Eagle3": "Eagle"}.get(kind, kind).replace("_", "").casefold()
+    return next((each for each in get_args(schema.AnySpeculation) if _tag(each).casefold() == name), None)
+
+
+def _tag(kind: type[msgspec.Struct]) -> str:
+    return str(kind.__struct_config__.tag)
+
+
 def _mapping(tree: object) -> Tree:
     if not isinstance(tree, dict) or not all(isinstance(key, str) for key in tree):
         raise BadArguments([f"must be a mapping of argument names to values, not {type(tree).__name__}"])

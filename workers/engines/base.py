@@ -52,6 +52,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
     max_batched_tokens: int = 0  # computed per step, on each rank; 0: unknown
     pair_only: bool = False  # of a prefill or decode worker: it cannot compute the other stage
     constraints: tuple[str, ...] = ()  # marks of the constraints that it applies, see ``schemas.requests.Constraint``
+    ignored_options: tuple[str, ...] = ()  # of clients, without effect here; gateways name them in answers
 
 
 class MediaSpan(NamedTuple):

@@ -70,6 +70,18 @@ def _excluded(args: EngineArgs, ctx: Context) -> Details:
         yield "error", "enable_lora", "LoRA does not work with CUDA graphs", "set cuda_graph_config: null"
 
 
+@rule("A62", "S84")
+def _recomputed(args: EngineArgs, ctx: Context) -> Details:
+    """Constraints hold: no request is computed again, which starts its grammar from the beginning (#18891)."""
+    if args.guided_decoding_backend and args.scheduler_config.capacity_scheduler_policy == "MAX_UTILIZATION":
+        yield (
+            "error",
+            "scheduler_config.capacity_scheduler_policy",
+            "MAX_UTILIZATION computes evicted requests again, which starts the grammar of each anew (#18891)",
+            "use GUARANTEED_NO_EVICT, or remove guided_decoding_backend",
+        )
+
+
 @rule("A61", "S112")
 def _version(args: EngineArgs, ctx: Context) -> Details:
     """The release has no known bug in a feature that is used."""
@@ -85,4 +97,4 @@ def _version(args: EngineArgs, ctx: Context) -> Details:
         )
 
 
-RULES = (_offload, _untested, _beams, _excluded, _version)
+RULES = (_offload, _untested, _beams, _excluded, _recomputed, _version)

@@ -38,7 +38,12 @@ def _overlap(args: EngineArgs, ctx: Context) -> Details:
             "a context server must run without the overlap scheduler",
             ("set it to true"),
         )
-    elif ctx.role in ("decode", "aggregated") and args.disable_overlap_scheduler and not two_models:
+    elif (
+        ctx.role in ("decode", "aggregated")
+        and args.disable_overlap_scheduler
+        and not two_models
+        and not ctx.logits_processors  # they need it off
+    ):
         yield "warning", "disable_overlap_scheduler", "the GPU waits for the scheduler between steps", "set it to false"
     elif ctx.role in ("decode", "aggregated") and two_models:
         yield (

@@ -166,6 +166,8 @@ CASES: list[tuple[str, str, str, dict[str, Any], dict[str, Any]]] = [
     ("A53", "warning", "aggregated", spec(**EAGLE), {"accepted": (30000, 2000)}),
     ("A60", "error", "aggregated", {}, {"shape": DENSE, "gpu_bytes": GIB}),
     ("A60", "error", "aggregated", {"kv_cache_config": {"max_tokens": 64}}, {"shape": DENSE, "gpu_bytes": 80 * GIB}),
+    ("A62", "error", "aggregated", {"guided_decoding_backend": "xgrammar",
+     "scheduler_config": {"capacity_scheduler_policy": "MAX_UTILIZATION"}}, {}),
     ("A61", "error", "aggregated", {"enable_chunked_prefill": True}, {"version": "1.2.0"}),
     ("A61", "warning", "aggregated", windows(512, 8192), {"container": "0.5.1"}),
 ]  # fmt: skip

@@ -10,4 +10,4 @@ class SchedulingParams:
     """Where a request runs under attention DP. None for ``attention_dp_relax`` breaks 1.2.1's scheduler."""
 
     attention_dp_rank: int | None = None
-    attention_dp_relax: bool | None = False if LATER else None
+    attention_dp_relax: bool | None = True if LATER else None

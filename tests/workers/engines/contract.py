@@ -56,6 +56,11 @@ SMALL_POOL = "small pool"
 RANKS = "ranks"
 HANDOFF = "handoff"
 CONSTRAINTS = "constraints"
+CONTINUED = "continued constraints"
+ALTERNATIVES = "alternatives"
+SEEDS = "seeds"
+MIN_P = "min_p"
+PENALTIES = "penalties"
 
 
 @dataclass(frozen=True)
@@ -68,6 +73,7 @@ class Subject:
         package: what it needs besides ours.
         on_real: settings for the real package.
         variant: settings besides, of an engine that is here more than once.
+        title: of such a variant; by default its values.
         single: a process can have one engine of the real package at a time; the suite's shared one then.
     """
 
@@ -79,6 +85,7 @@ class Subject:
     on_real: Mapping[str, Any] = field(default_factory=dict)
     variant: Mapping[str, Any] = field(default_factory=dict)
     single: bool = False
+    title: str = ""
 
     def settings(self, **options: Any) -> WorkerSettings:
         defaults: dict[str, Any] = {
@@ -98,7 +105,7 @@ class Subject:
     @property
     def label(self) -> str:
         variant = [str(value) for key, value in self.variant.items() if key != "override_engine_args"]
-        return "-".join((self.name, *variant))
+        return "-".join((self.name, *([self.title] if self.title else variant)))
 
     @property
     def real(self) -> bool:
@@ -167,8 +174,26 @@ ALL = (
             SEEDED_RESUME: "TensorRT-LLM's draws depend on its generator's history, not on the output position",
             TENANTS: "events of TensorRT-LLM 1.2.1 carry no salt: of equal blocks nobody can say whose they are",
             BARRED: "TensorRT-LLM's min_tokens bars its end id only; stop ids may be drawn, and do not stop yet",
+            CONTINUED: "TensorRT-LLM's overlap scheduler shows logits processors each token one step late",
+            ALTERNATIVES: "TRTLLMSampler returns log-probabilities of the drawn tokens only",
         },
         "tensorrt_llm",
+    ),
+    Subject(
+        "trtllm",
+        _trtllm,
+        "opaque",
+        {
+            SEEDED_RESUME: "TorchSampler of 1.2 has no seeds",
+            SEEDS: "TorchSampler of 1.2 has no seeds",
+            MIN_P: "TorchSampler of 1.2 does not read min_p",
+            PENALTIES: "TorchSampler of 1.2 applies no penalties",
+            TENANTS: "events of TensorRT-LLM 1.2.1 carry no salt: of equal blocks nobody can say whose they are",
+            BARRED: "TensorRT-LLM's min_tokens bars its end id only; stop ids may be drawn, and do not stop yet",
+        },
+        "tensorrt_llm",
+        variant={"override_engine_args": '{"sampler_type": "TorchSampler", "disable_overlap_scheduler": true}'},
+        title="torch-sampler",
     ),
     Subject(
         "vllm",

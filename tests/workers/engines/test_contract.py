@@ -20,19 +20,24 @@ from schemas.requests import CONSTRAINT, CONSTRAINT_LARK, Constraint, Sampling
 from schemas.tokens import Logprob
 from tests import standins
 from tests.workers.engines.contract import (
+    ALTERNATIVES,
     BARRED,
     BIAS,
     BLOCK,
     BUDGET,
     CONSTRAINTS,
+    CONTINUED,
     ENDING,
     EOS,
     HANDOFF,
     LIMIT,
+    MIN_P,
     MODEL,
+    PENALTIES,
     POOL,
     RANKS,
     SEEDED_RESUME,
+    SEEDS,
     SLOTS,
     SMALL_POOL,
     SUBJECTS,
@@ -143,7 +148,9 @@ def test_drawn_answers_are_resumed_where_they_stopped(subject: Subject, shared: 
     assert shared.answer(ask(0, PROMPT, 12, DRAWN, choice=2, generated=whole[:cut])) == whole[cut:]
 
 
-def test_seeds_and_choices_decide_what_is_drawn(shared: Driver) -> None:
+def test_seeds_and_choices_decide_what_is_drawn(subject: Subject, shared: Driver) -> None:
+    needs(subject, SEEDS)
+
     def drawn(seed: int, choice: int = 0) -> list[int]:
         return shared.answer(ask(0, PROMPT, 12, Sampling(temperature=1.0, seed=seed), choice=choice))
 
@@ -152,17 +159,36 @@ def test_seeds_and_choices_decide_what_is_drawn(shared: Driver) -> None:
     assert len({tuple(drawn(*variant)) for variant in ((3, 0), (3, 1), (4, 0))}) == 3
 
 
-def test_choices_of_a_request_run_together_as_each_alone(shared: Driver) -> None:
+def test_choices_of_a_request_run_together_as_each_alone(subject: Subject, shared: Driver) -> None:
+    needs(subject, SEEDS)
     alone = [shared.answer(ask(0, PROMPT, 10, DRAWN, choice=choice)) for choice in range(3)]
     seen = shared.run(*(ask(("k", choice), PROMPT, 10, DRAWN, choice=choice) for choice in range(3)))
     assert [seen.tokens(("k", choice)) for choice in range(3)] == alone
 
 
-def test_narrow_sampling_draws_the_best_token(shared: Driver) -> None:
+def test_narrow_sampling_draws_the_best_token(subject: Subject, shared: Driver) -> None:
     greedy = shared.answer(ask(0, PROMPT))
     for narrow in (Sampling(top_k=1, seed=5), Sampling(top_p=1e-6, seed=5), Sampling(min_p=1.0, seed=5)):
-        if shared.engine.info.name != "mock":  # it knows nothing but the seed
+        if narrow.min_p and MIN_P in subject.lacks:
+            with pytest.raises(RequestError, match="min_p") as caught:
+                shared.engine.submit(ask(0, PROMPT, 8, narrow))
+            assert caught.value.code == Code.unsupported
+        elif shared.engine.info.name != "mock":  # it knows nothing but the seed
             assert shared.answer(ask(0, PROMPT, 8, narrow)) == greedy
+
+
+@pytest.mark.parametrize(
+    "penalty", [{"repetition_penalty": 1.5}, {"presence_penalty": 2.0}, {"frequency_penalty": 2.0}], ids=str
+)
+def test_a_penalty_counts_or_is_refused(subject: Subject, shared: Driver, penalty: dict[str, float]) -> None:
+    needs(subject, BIAS)
+    asked = ask(0, PROMPT, 60, Sampling(temperature=0.0, **penalty))
+    if PENALTIES in subject.lacks:
+        with pytest.raises(RequestError, match=next(iter(penalty))) as caught:
+            shared.engine.submit(asked)
+        assert caught.value.code == Code.unsupported
+        return
+    assert shared.answer(asked) != shared.answer(ask(0, PROMPT, 60))  # which goes round in circles
 
 
 def test_bias_forces_a_token(subject: Subject, shared: Driver) -> None:
@@ -202,6 +228,10 @@ def test_an_answer_matches_its_constraint_also_behind_tokens_of_another_worker(
     assert (seen.failures, seen.outputs[-1].finish) == ([], "stop")
     assert re.fullmatch(pattern, text_of(whole)), text_of(whole)
     for cut in (1, len(whole) - 2):
+        if CONTINUED in subject.lacks:
+            with pytest.raises(RequestError, match="disable_overlap_scheduler"):
+                shared.engine.submit(ask(0, PROMPT, 200, constraint=constraint, stop=stop, generated=whole[:cut]))
+            continue
         rest = shared.answer(ask(0, PROMPT, 200, constraint=constraint, stop=stop, generated=whole[:cut]))
         assert rest == whole[cut:] or shared.engine.info.name == "mock"
         assert re.fullmatch(pattern, text_of(whole[:cut] + rest))
@@ -221,7 +251,7 @@ def test_what_cannot_match_is_refused_before_it_runs(subject: Subject, shared: D
     with pytest.raises(RequestError) as caught:
         shared.engine.submit(ask(0, PROMPT, constraint=Constraint(REGEX, "(")))
     assert caught.value.code == Code.invalid_request
-    with pytest.raises(RequestError, match="do not match"):
+    with pytest.raises(RequestError, match="disable_overlap" if CONTINUED in subject.lacks else "do not match"):
         shared.engine.submit(ask(0, PROMPT, constraint=SHAPES["texts"][0], generated=WORDS[:3]))
 
 
@@ -297,10 +327,18 @@ def test_the_end_token_ends_unless_ignored_or_too_early(subject: Subject, shared
 
 @pytest.mark.parametrize("wanted", [0, 1, 5])
 @pytest.mark.parametrize("sampling", [{"temperature": 0.0}, {"temperature": 1.0, "seed": 3}], ids=["greedy", "drawn"])
-def test_logprobs_are_of_each_token_and_the_best(shared: Driver, wanted: int, sampling: dict[str, Any]) -> None:
+def test_logprobs_are_of_each_token_and_the_best(
+    subject: Subject, shared: Driver, wanted: int, sampling: dict[str, Any]
+) -> None:
     plain = shared.answer(ask(0, PROMPT, 6, Sampling(**sampling)))
-    seen = shared.run(ask(0, PROMPT, 6, Sampling(**sampling, logprobs=wanted)))
-    assert seen.tokens() == plain
+    asked = ask(0, PROMPT, 6, Sampling(**sampling, logprobs=wanted))
+    if wanted and ALTERNATIVES in subject.lacks:
+        with pytest.raises(RequestError, match="TorchSampler") as caught:
+            shared.engine.submit(asked)
+        assert caught.value.code == Code.unsupported
+        return
+    seen = shared.run(asked)
+    assert seen.tokens() == plain or (SEEDS in subject.lacks and "seed" in sampling)
     for output in seen.outputs:
         assert output.logprob is not None
         value, top = output.logprob.logprob, output.logprob.top
@@ -318,9 +356,9 @@ def test_logprobs_are_of_each_token_and_the_best(shared: Driver, wanted: int, sa
             assert top[0][0] == output.token
 
 
-def test_logprobs_come_only_when_asked_for_and_follow_a_resumed_answer(shared: Driver) -> None:
+def test_logprobs_come_only_when_asked_for_and_follow_a_resumed_answer(subject: Subject, shared: Driver) -> None:
     assert all(output.logprob is None for output in shared.run(ask(0, PROMPT)).outputs)
-    asked = Sampling(temperature=0.0, logprobs=2)
+    asked = Sampling(temperature=0.0, logprobs=0 if ALTERNATIVES in subject.lacks else 2)
     whole = shared.run(ask(0, PROMPT, 8, asked)).outputs
     rest = shared.run(ask(0, PROMPT, 8, asked, generated=[output.token for output in whole[:3]])).outputs
     for before, after in zip(whole[3:], rest, strict=True):

@@ -125,6 +125,7 @@ class ExternalEngine(Generic[C]):
         self.kv_transfer: KvTransfer | None = None  # the engine moves its KV itself
         self.grammars: Grammars | None = grammars
         self.short_steps = False
+        self.adapter = adapter
         self._constrained = ConstrainedOutputs(grammars)
         self._adapter = adapter
         self._loop = runtime.loop

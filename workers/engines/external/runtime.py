@@ -2,6 +2,9 @@
 
 import contextlib
 import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -12,7 +15,9 @@ from workers.engines.loop import LoopThread
 log = structlog.get_logger("engine")
 
 CLOSE_S = 5.0
+SHUT_DOWN_S = 60.0
 
+R = TypeVar("R")
 A = TypeVar("A", covariant=True)
 
 
@@ -68,9 +73,28 @@ class EngineRuntime(Generic[A]):
     inbox: Inbox = field(default_factory=Inbox)
 
 
-def shut_down(llm: Any) -> None:
-    """Shut an engine down; errors are logged only."""
+def bounded(function: Callable[..., R], *arguments: Any, seconds: float, **more: Any) -> R:
+    """Call a function that may never return, for example of an engine that hangs.
+
+    Raises:
+        TimeoutError: it has not returned in time; it goes on in a thread of its own.
+        Exception: its own.
+    """
+    answer: Future[R] = Future()
+
+    def call() -> None:
+        try:
+            answer.set_result(function(*arguments, **more))
+        except BaseException as error:
+            answer.set_exception(error)
+
+    threading.Thread(target=call, name="bounded-call", daemon=True).start()
+    return answer.result(seconds)
+
+
+def shut_down(llm: Any, seconds: float = SHUT_DOWN_S) -> None:
+    """Shut an engine down, within a bound; errors are logged only."""
     try:
-        llm.shutdown()
+        bounded(llm.shutdown, seconds=seconds)
     except Exception as error:
         log.error("engine_shutdown_failed", error=repr(error))

@@ -71,7 +71,7 @@ class TrtllmProcessors:
 
     def __init__(self, registry: Registry, *, configured: bool = False) -> None:
         self._registry = registry
-        self._configured = configured
+        self.configured = configured
         self.names = registry.names  # for EngineInfo.logits_processors
 
     def without(self, where: str) -> "TrtllmProcessors":
@@ -80,7 +80,7 @@ class TrtllmProcessors:
         Raises:
             ProcessorError: the worker's flags name some.
         """
-        if self._configured:
+        if self.configured:
             raise ProcessorError(
                 f"TensorRT-LLM runs no logits processors {where}; remove --logits-processor and "
                 "--default-logits-processors"

@@ -25,6 +25,7 @@ from workers.engines.external.guard import Guard, children
 from workers.engines.external.metrics import MULTIPROCESS
 from workers.engines.external.network import address, environ, free_ports
 from workers.engines.external.runtime import CLOSE_S, EngineRuntime, Inbox, shut_down
+from workers.engines.external.served import Served
 from workers.engines.loop import LoopThread
 from workers.engines.sglang import api as apis
 from workers.engines.sglang import metrics, plugin
@@ -138,6 +139,7 @@ def info_of(
         load_seconds=load_seconds,
         dp_size=ranks,
         max_batched_tokens=settings.max_batched_tokens,
+        ignored_options=Served(seed=resolved.deterministic).ignored,
     )
 
 

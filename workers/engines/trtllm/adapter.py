@@ -13,13 +13,15 @@ from workers.engines.external.engine import BlockCounts
 from workers.engines.external.handoff_state import ConsumedStates
 from workers.engines.external.runtime import EngineRuntime
 from workers.engines.external.sequences import ActiveSequence
+from workers.engines.external.served import Served
 from workers.engines.trtllm import stats
 from workers.engines.trtllm.api import Api
-from workers.engines.trtllm.follower import Call, Follower, KvEvents, Stat
+from workers.engines.trtllm.follower import Call, Follower
 from workers.engines.trtllm.image_slots import ImageSlotStore
 from workers.engines.trtllm.kv_events import Roots, Translator, by_rank
 from workers.engines.trtllm.metrics import NativeMetrics
 from workers.engines.trtllm.prepare import Options, check, prepare
+from workers.engines.trtllm.watch import KvEvents, Stats, Watch
 
 
 class TrtllmAdapter:
@@ -52,7 +54,18 @@ class TrtllmAdapter:
         self._translators = [Translator(info.block_size, self._roots) for _ in range(info.dp_size)]
         self._blocks = stats.Blocks(info.total_blocks, 0, info.total_blocks)
         self._consumed = ConsumedStates()
-        self._following = False
+        self._watch = Watch(
+            runtime.llm,
+            self._follower.liveness,
+            runtime.inbox.put,
+            self._follower.broken,
+            ask=self._follower.ask,
+            beat=self._follower.beat,
+            events=info.kv_events,
+            stats=options.publish,
+        )
+        self._watch.start()
+        runtime.resources.callback(self._watch.close)  # before the engine
 
     def accept(self, request: SequenceRequest) -> ActiveSequence[Call]:
         check(request, self._info, self._options.prompt_limit)
@@ -65,22 +78,25 @@ class TrtllmAdapter:
         return ActiveSequence(request, Call(prepared.adopted, prepared))
 
     def launch(self, sequence: ActiveSequence[Call]) -> None:
-        """Submit a sequence. The engine's queues can be read only after its first request."""
+        """Submit a sequence; called in the loop thread."""
         self._follower.launch(sequence)
-        if not self._following:
-            self._following = True
-            self._follower.start(events=self._info.kv_events, stats=self._options.publish)
+        self._watch.read()
 
     def abort(self, sequence: ActiveSequence[Call]) -> None:
         self._follower.abort(sequence)
 
-    def kv_events(self, event: KvEvents | Stat) -> dict[int, list[KvEvent]]:
-        if isinstance(event, KvEvents):
-            received = by_rank(event.events).items()
-            return {rank: self._translators[rank].feed(of) for rank, of in received if rank < len(self._translators)}
-        self._blocks = stats.blocks(event.stat) or self._blocks
-        self._metrics.observe(event.stat)
-        return {}
+    def kv_events(self, event: KvEvents | Stats) -> dict[int, list[KvEvent]]:
+        if isinstance(event, Stats):
+            for stat in event.stats:
+                self._blocks = stats.blocks(stat) or self._blocks
+                self._metrics.observe(stat)
+            return {}
+        found = {rank: translator.forget() for rank, translator in enumerate(self._translators)} if event.lost else {}
+        for rank, received in by_rank(event.events).items():
+            if rank < len(self._translators):
+                found.setdefault(rank, []).extend(self._translators[rank].feed(received))
+        self._metrics.lost(sum(translator.counts.lost for translator in self._translators))
+        return found
 
     def block_counts(self, *, active: bool, held: int) -> BlockCounts:
         total, used, free = self._blocks
@@ -91,6 +107,15 @@ class TrtllmAdapter:
 
     def dump(self, rank: int) -> list[KvEvent]:
         return self._translators[rank].dump()
+
+    @property
+    def served(self) -> Served:
+        """What the engine does with sampling options."""
+        return self._options.served
+
+    def ask_for_token(self, seconds: float) -> bool:
+        """Have the engine generate a token outside of all requests; False: it did not come in time."""
+        return self._follower.ask().wait(seconds)
 
     def memory(self) -> dict[str, Memory]:
         return {} if self.vision is None else self.vision.memory()

@@ -7,7 +7,7 @@ import inspect
 import os
 from collections.abc import Callable, Iterator, Mapping
 from importlib import metadata
-from typing import Any
+from typing import Any, get_args
 
 import structlog
 
@@ -63,6 +63,8 @@ class Api:
         guided: class of a grammar among the SamplingParams; None: this release has none.
         call: keyword arguments of ``generate_async``.
         arguments: keys of the PyTorch backend's arguments; empty: they cannot be read.
+        sections: keys of each of them that is a mapping.
+        logprob: class of a token's log-probability.
         autodeploy: keys of AutoDeploy's arguments; None: they cannot be read.
     """
 
@@ -80,6 +82,8 @@ class Api:
     guided: type[Any] | None
     call: frozenset[str]
     arguments: frozenset[str]
+    sections: Mapping[str, frozenset[str]]
+    logprob: type[Any] | None
     autodeploy: frozenset[str] | None
 
     @property
@@ -107,9 +111,22 @@ class Api:
         """
         arguments = dict(tree)
         for key, make in (("speculative_config", self.speculative), ("sparse_attention_config", self.sparse)):
-            if isinstance(arguments.get(key), Mapping) and make is not None:
-                arguments[key] = make(dict(arguments[key]))  # ``from_dict`` removes the tag from its mapping
+            if isinstance(arguments.get(key), Mapping):
+                given = dict(arguments[key])  # ``from_dict`` removes the tag from its mapping
+                if key == "speculative_config":
+                    given = respelled(given, tagged=make is None)
+                arguments[key] = given if make is None else make(given)  # from 1.3 on, the tag is a field
         return self.llm(model=model, **arguments)
+
+
+_TAGS = {"DraftTarget": "Draft_Target", "UserProvided": "User_Provided"}  # of 1.2, and from 1.3 on
+
+
+def respelled(speculation: Mapping[str, Any], *, tagged: bool) -> dict[str, Any]:
+    """A speculation's arguments with its kind as the installed release spells it."""
+    kind = speculation.get("decoding_type")
+    other = _TAGS if tagged else {later: earlier for earlier, later in _TAGS.items()}
+    return {**speculation, "decoding_type": other.get(kind, kind)} if isinstance(kind, str) else dict(speculation)
 
 
 def set_log_level(level: str) -> None:
@@ -132,8 +149,8 @@ def load() -> Api:
         sampling = package.SamplingParams
     except (ImportError, AttributeError, OSError) as error:  # OSError: a CUDA library is missing
         raise EngineError(f"TensorRT-LLM cannot be imported ({error}); {INSTALL}") from error
-    disaggregated = _find("DisaggregatedParams", "tensorrt_llm.llmapi", "tensorrt_llm.disaggregated_params")
-    request_error = _find("RequestError", "tensorrt_llm.executor.utils", "tensorrt_llm.llmapi", "tensorrt_llm.executor")
+    disaggregated = find("DisaggregatedParams", "tensorrt_llm.llmapi", "tensorrt_llm.disaggregated_params")
+    request_error = find("RequestError", "tensorrt_llm.executor.utils", "tensorrt_llm.llmapi", "tensorrt_llm.executor")
     if disaggregated is None or request_error is None:
         raise EngineError(
             f"tensorrt_llm {_version(package)} has no DisaggregatedParams or no RequestError; use 1.2.1: {INSTALL}"
@@ -144,9 +161,9 @@ def load() -> Api:
             f"SamplingParams of tensorrt_llm {_version(package)} lacks {', '.join(sorted(missing))}; "
             f"use 1.2.1: {INSTALL}"
         )
-    scheduling = _find("SchedulingParams", "tensorrt_llm.scheduling_params", "tensorrt_llm.llmapi")
-    torch_args = _find("TorchLlmArgs", "tensorrt_llm.llmapi", "tensorrt_llm.llmapi.llm_args")
-    auto_args = _find("LlmArgs", "tensorrt_llm._torch.auto_deploy.llm_args")
+    scheduling = find("SchedulingParams", "tensorrt_llm.scheduling_params", "tensorrt_llm.llmapi")
+    torch_args = find("TorchLlmArgs", "tensorrt_llm.llmapi", "tensorrt_llm.llmapi.llm_args")
+    auto_args = find("LlmArgs", "tensorrt_llm._torch.auto_deploy.llm_args")
     api = Api(
         version=_version(package),
         llm=llm,
@@ -157,11 +174,13 @@ def load() -> Api:
         scheduling=scheduling,
         speculative=_from_dict("DecodingBaseConfig"),
         sparse=_from_dict("BaseSparseAttentionConfig"),
-        collector=_find("MetricsCollector", "tensorrt_llm.metrics", "tensorrt_llm.metrics.collector"),
-        guided=_find("GuidedDecodingParams", "tensorrt_llm.llmapi", "tensorrt_llm.sampling_params"),
-        shared_tensor=_find("SharedTensorContainer", "tensorrt_llm._torch.shared_tensor"),
+        collector=find("MetricsCollector", "tensorrt_llm.metrics", "tensorrt_llm.metrics.collector"),
+        guided=find("GuidedDecodingParams", "tensorrt_llm.llmapi", "tensorrt_llm.sampling_params"),
+        shared_tensor=find("SharedTensorContainer", "tensorrt_llm._torch.shared_tensor"),
         call=frozenset(_parameters(llm.generate_async)),
         arguments=_fields(torch_args) if torch_args is not None else frozenset(),
+        sections=_sections(torch_args),
+        logprob=find("Logprob", "tensorrt_llm.executor.result", "tensorrt_llm.executor"),
         autodeploy=_fields(auto_args) if auto_args is not None else None,
     )
     log.info(
@@ -185,7 +204,10 @@ def notes(version: str) -> Iterator[str]:
     if version.startswith("1.2.0"):
         yield "1.2.0 gives wrong output with chunked prefill and block reuse (#12770); use 1.2.1"
     elif not version.startswith("1.2."):
-        yield f"written for 1.2.1; {version} is used as far as its signatures agree"
+        yield (
+            f"written for 1.2.1; {version} is used as far as its signatures agree: "
+            "`penstock doctor --engine trtllm` shows what differs"
+        )
 
 
 def container() -> str | None:
@@ -200,7 +222,8 @@ def _version(package: Any) -> str:
     return str(getattr(package, "__version__", "unknown"))
 
 
-def _find(name: str, *modules: str) -> Any:
+def find(name: str, *modules: str) -> Any:
+    """What the first of the modules that has this name has under it; None: none has it."""
     for module in modules:
         with contextlib.suppress(ImportError):
             attribute = getattr(importlib.import_module(module), name, None)
@@ -210,7 +233,7 @@ def _find(name: str, *modules: str) -> Any:
 
 
 def _from_dict(name: str) -> Callable[[dict[str, Any]], Any] | None:
-    kind = _find(name, "tensorrt_llm.llmapi.llm_args", "tensorrt_llm.llmapi")
+    kind = find(name, "tensorrt_llm.llmapi.llm_args", "tensorrt_llm.llmapi")
     make: Callable[[dict[str, Any]], Any] | None = getattr(kind, "from_dict", None)
     return make
 
@@ -221,6 +244,17 @@ def _fields(kind: Any) -> frozenset[str]:
         return frozenset(field.name for field in dataclasses.fields(kind))
     model = getattr(kind, "model_fields", None)
     return frozenset(model) if isinstance(model, Mapping) else frozenset(_parameters(kind))
+
+
+def _sections(kind: Any) -> dict[str, frozenset[str]]:
+    """The fields of each field that is a pydantic model, or such a model or None."""
+    found: dict[str, frozenset[str]] = {}
+    for name, field in (getattr(kind, "model_fields", None) or {}).items():
+        annotation = field.annotation
+        kinds = [each for each in (annotation, *get_args(annotation)) if hasattr(each, "model_fields")]
+        if len(kinds) == 1:
+            found[name] = _fields(kinds[0])
+    return found
 
 
 def _parameters(function: Any) -> list[str]:

@@ -12,7 +12,17 @@ from blake3 import blake3
 
 from infra.engine_args.rules import Context, Finding, check
 from infra.engine_args.schema import EngineArgs
-from infra.engine_args.tree import AUTODEPLOY, BadArguments, Tree, decode, merge, parse_json, parse_yaml
+from infra.engine_args.tree import (
+    AUTODEPLOY,
+    BadArguments,
+    Tree,
+    decode,
+    merge,
+    parse_json,
+    parse_yaml,
+    section_keys,
+    speculation_of,
+)
 
 log = structlog.get_logger("engine")
 
@@ -36,6 +46,7 @@ _AUTODEPLOY_REFUSES: Mapping[str, tuple[Any, ...]] = {
     "device": (None,),
     "cache_transceiver_config": (None,),
 }
+SAMPLER = "TRTLLMSampler"  # of 1.2; it returns no log-probabilities of other tokens than the drawn ones
 GRAMMARS = "llguidance"  # the backend that takes the worker's grammars
 _SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size")
 
@@ -72,6 +83,8 @@ class EngineSettings(NamedTuple):
         images: the model takes images.
         otlp: where the engine exports its own spans; empty: nowhere.
         constraints: the engine applies constraints (structured output), unless its other arguments exclude that.
+        processors: requests run logits processors, which see a token one step late with the overlap scheduler.
+        choose_sampler: the default sampler of this release drops penalties, min_p and seeds in silence.
     """
 
     role: str
@@ -89,6 +102,8 @@ class EngineSettings(NamedTuple):
     images: bool = False
     otlp: str = ""
     constraints: bool = False
+    processors: bool = False
+    choose_sampler: bool = False
 
 
 class Resolved(NamedTuple):
@@ -103,6 +118,20 @@ class Resolved(NamedTuple):
     args: EngineArgs
     kv_events: bool
     layout: str
+
+
+class Installed(NamedTuple):
+    """Keys of the installed release's arguments; empty: they cannot be read.
+
+    Attributes:
+        sections: of each argument that is a mapping.
+    """
+
+    arguments: frozenset[str] = frozenset()
+    sections: Mapping[str, frozenset[str]] = {}
+
+
+AS_1_2 = Installed()
 
 
 def defaults(wanted: EngineSettings) -> Tree:
@@ -139,7 +168,7 @@ def defaults(wanted: EngineSettings) -> Tree:
             "max_tokens_in_buffer": longest,
             "kv_transfer_timeout_ms": max(1, int(wanted.handoff_s * 1000)),
         }
-    if wanted.role == "prefill":
+    if wanted.role == "prefill" or (wanted.role == "aggregated" and wanted.processors):
         tree["disable_overlap_scheduler"] = True
     return tree
 
@@ -149,14 +178,15 @@ def resolve(
     extra_yaml: str = "",
     override_json: str = "",
     *,
-    newer: Collection[str] = (),
+    installed: Installed = AS_1_2,
     known: Collection[str] | None = None,
     context: Context | None = None,
 ) -> Resolved:
     """Merge, prune and check.
 
     Args:
-        newer: keys that the installed release has beyond those of 1.2.1; passed on unchecked.
+        installed: a release other than 1.2. What it has beyond 1.2.1 is passed on unchecked; what it has no more is
+            left out of our defaults.
         known: keys of the installed AutoDeploy arguments, if they can be read.
         context: circumstances for the rules.
 
@@ -169,21 +199,62 @@ def resolve(
     length = user_args.get("max_seq_len")
     if isinstance(length, int) and length > 0:  # our defaults follow the user's length
         wanted = wanted._replace(max_model_len=length)
-    tree = merge(defaults(wanted), user_args)
+    tree = merge(_without_removed(defaults(wanted), installed), user_args)
     if wanted.constraints and _takes_grammars(tree, wanted):
         tree = {"guided_decoding_backend": GRAMMARS} | tree
+    if wanted.choose_sampler and wanted.backend == "pytorch" and not tree.get("speculative_config"):
+        tree = {"sampler_type": SAMPLER} | tree
     tree = _drop_reserved(tree, wanted)
     if wanted.backend == "autodeploy":
         tree = prune(tree, known)
     else:
         _drop_default_backend(tree)
     tree = _explicit_transport(tree)
-    checked = {key: value for key, value in tree.items() if key not in newer}
-    args = decode(checked)
+    args = decode(_known_here(tree, installed))
     context = context or Context(role=_role(wanted.role), router_block_size=wanted.block_size)
     _report(check(args, context))
     kv = args.kv_cache_config
     return Resolved(tree, args, bool(kv.enable_block_reuse and kv.event_buffer_max_size), layout(args))
+
+
+def _without_removed(tree: Tree, installed: Installed) -> Tree:
+    if not installed.arguments:
+        return tree
+    kept: Tree = {}
+    for key, value in tree.items():
+        if key not in installed.arguments:
+            log.warning("engine_argument_dropped", key=key, reason="the installed release does not take it")
+            continue
+        section = installed.sections.get(key)
+        if isinstance(value, Mapping) and section:
+            value = {name: below for name, below in value.items() if name in section}
+        kept[key] = value
+    return kept
+
+
+def _known_here(tree: Tree, installed: Installed) -> Tree:
+    """The part of the arguments that our schema of 1.2.1 can check."""
+    checked: Tree = {}
+    for key, value in tree.items():
+        if key not in EngineArgs.__struct_fields__ and key in installed.arguments:
+            continue
+        section = installed.sections.get(key)
+        if isinstance(value, Mapping) and section:
+            ours = section_keys(key)
+            value = {name: below for name, below in value.items() if name in ours or name not in section}
+        if key == "speculative_config" and isinstance(value, Mapping) and installed.arguments:
+            value = _speculation_of_1_2(value)
+        checked[key] = value
+    return checked
+
+
+def _speculation_of_1_2(config: Mapping[str, Any]) -> Tree:
+    """A kind of speculation as 1.2 names it; one that 1.2 does not have is known to be one, and no more."""
+    kind = speculation_of(str(config.get("decoding_type", "")))
+    if kind is None:
+        return {"decoding_type": "AUTO"}
+    known = {name: value for name, value in config.items() if name in kind.__struct_fields__}
+    return {**known, "decoding_type": kind.__struct_config__.tag}
 
 
 def encoder(tree: Mapping[str, Any]) -> Tree:
@@ -226,6 +297,10 @@ def layout(args: EngineArgs) -> str:
 
 def _takes_grammars(tree: Tree, wanted: EngineSettings) -> bool:
     """Whether guided decoding is known to work beside the other arguments."""
+    policy = (tree.get("scheduler_config") or {}).get("capacity_scheduler_policy")
+    if policy == "MAX_UTILIZATION":
+        log.warning("structured_output_off", reason="MAX_UTILIZATION starts the grammar of an evicted request anew")
+        return False
     return wanted.backend == "pytorch" and not tree.get("enable_lora") and not tree.get("speculative_config")
 
 

@@ -3,7 +3,7 @@
 import contextlib
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -23,24 +23,28 @@ from workers.engines.constraints.compiler import OTHERS_CONSTRAINTS, ConstraintC
 from workers.engines.external import arguments as user_arguments
 from workers.engines.external.constrained import standard_tokenizer
 from workers.engines.external.engine import ExternalEngine
-from workers.engines.external.runtime import EngineRuntime, shut_down
+from workers.engines.external.runtime import EngineRuntime, bounded, shut_down
+from workers.engines.external.served import Served
 from workers.engines.loop import LoopThread
 from workers.engines.trtllm import api as apis
-from workers.engines.trtllm import launch, sampling, stats
+from workers.engines.trtllm import errors, launch, sampling, stats
 from workers.engines.trtllm.adapter import TrtllmAdapter
 from workers.engines.trtllm.api import Api
-from workers.engines.trtllm.args import GRAMMARS, EngineSettings, Resolved, resolve
-from workers.engines.trtllm.follower import Call, drained
+from workers.engines.trtllm.args import AS_1_2, GRAMMARS, EngineSettings, Installed, Resolved, resolve
+from workers.engines.trtllm.follower import Call
 from workers.engines.trtllm.image_slots import ImageSlotStore, dtype_of, inputs
 from workers.engines.trtllm.log_watch import LogWatch
 from workers.engines.trtllm.metrics import NativeMetrics
-from workers.engines.trtllm.prepare import Options
+from workers.engines.trtllm.prepare import Options, bias
+from workers.engines.trtllm.probes import TOKENS, Answer, find
+from workers.engines.trtllm.sampling import OutputPart
 
 if TYPE_CHECKING:
     from workers.engines.logits.trtllm_processors import TrtllmProcessors
 
 log = structlog.get_logger("engine")
 
+STAT_S = 2.0
 WARM_UP_S = 600.0  # the first request compiles and captures
 WARM_UP_TOKENS = 4  # fewer than a block; a single token looks like an attention-DP dummy request
 WARM_UP_SALT = "penstock-warm-up"
@@ -61,23 +65,28 @@ def from_settings(
     """
     began = time.perf_counter()
     apis.set_log_level(settings.log_level)
-    plan = _plan(settings, path)
+    plan = _plan(settings, path, processors=processors is not None and processors.configured)
     with contextlib.ExitStack() as undo:
         loop, llm = _start(plan, undo)
         metrics = _metrics(plan)
-        stat = warm_up(llm, plan.api, loop, plan.model.eos_token_ids, publish=plan.wanted.publish)
+        served, stat = warm_up(plan, llm, loop)
         if stat is not None:
             metrics.warmed_up(stat)
         if processors is not None and plan.args.speculative_config is not None:
             processors = processors.without("with speculative decoding")
+        if processors is not None and plan.overlaps:  # they would see each token one step late
+            processors = processors.without("with the overlap scheduler (set disable_overlap_scheduler: true)")
         info = info_of(
             *(plan.resolved, plan.wanted, plan.model),
             rank_blocks=capacity(llm, plan.api, plan.args, stat),
             load_seconds=time.perf_counter() - began,
             logits_processors=() if processors is None else processors.names,
         )
+        info = msgspec.structs.replace(info, ignored_options=served.ignored)
         image_slots = _image_slots(plan.model, settings)
-        options = _options(plan, settings, info, processors, image_slots)
+        options = _options(plan, settings, info, processors, image_slots)._replace(
+            served=served, one_token=lambda: one_token(plan.api)
+        )
         runtime = EngineRuntime(llm, plan.api, loop, undo.pop_all())
     adapter = TrtllmAdapter(info, runtime, options, metrics, image_slots)
     log.info("trtllm_ready", layout=options.layout, blocks=info.total_blocks, slots=info.slots, ranks=info.dp_size)
@@ -98,9 +107,17 @@ class _Plan(NamedTuple):
     def args(self) -> EngineArgs:
         return self.resolved.args
 
+    @property
+    def overlaps(self) -> bool:
+        """The overlap scheduler runs: logits processors see each token one step late."""
+        return not self.args.disable_overlap_scheduler
 
-def _plan(settings: WorkerSettings, path: Path) -> _Plan:
+
+def _plan(settings: WorkerSettings, path: Path, *, processors: bool) -> _Plan:
     """Read the model and check the arguments.
+
+    Args:
+        processors: the worker's flags name logits processors.
 
     Raises:
         BadArguments: the engine's arguments are wrong.
@@ -111,7 +128,9 @@ def _plan(settings: WorkerSettings, path: Path) -> _Plan:
     model = modeldir.load(path)
     grammars = compiler(path) if api.guided is not None and standard_tokenizer(path) else None
     wanted = wanted_of(settings, model.max_model_len, images=_takes_images(model))
-    wanted = wanted._replace(constraints=grammars is not None)
+    wanted = wanted._replace(
+        constraints=grammars is not None, processors=processors, choose_sampler=api.version.startswith("1.2.")
+    )
     plan = _Plan(api, path, model, wanted, arguments(settings, wanted, api, path), grammars)
     if reason := launch.problem(os.environ, plan.args.gpus):
         raise EngineError(reason)
@@ -145,6 +164,7 @@ def _options(
         root=blocks.root(plan.model.revision),
         disaggregated=api.disaggregated,
         scheduling=api.scheduling if info.dp_size > 1 else None,
+        logprob=api.logprob,
         publish=plan.wanted.publish,
         trace_headers=bool(args.otlp_traces_endpoint) and "trace_headers" in api.call,
         abort_hold_s=settings.handoff_lease_s,
@@ -155,8 +175,8 @@ def _options(
 
 
 def _continuing(plan: _Plan, info: EngineInfo) -> Callable[[SequenceRequest], Any] | None:
-    """Logits processors do not work in disaggregated serving."""
-    if not info.constraints or plan.wanted.role != "aggregated":
+    """Logits processors do not work in disaggregated serving, nor in time with the overlap scheduler."""
+    if not info.constraints or plan.wanted.role != "aggregated" or plan.overlaps:
         return None
     from workers.engines.trtllm.constraint import Continuing  # imports torch
 
@@ -246,9 +266,12 @@ def arguments(settings: WorkerSettings, wanted: EngineSettings, api: Api, path: 
         missing=frozenset([draft] if local and not Path(draft).expanduser().is_dir() else ()),
         version=api.version,
         container=apis.container(),
+        logits_processors=wanted.processors,
     )
-    newer = api.arguments - frozenset(EngineArgs.__struct_fields__) if not api.version.startswith("1.2.") else ()
-    return resolve(wanted, extra, settings.override_engine_args, newer=newer, known=api.autodeploy, context=context)
+    installed = AS_1_2 if api.version.startswith("1.2.") else Installed(api.arguments, api.sections)
+    return resolve(
+        wanted, extra, settings.override_engine_args, installed=installed, known=api.autodeploy, context=context
+    )
 
 
 def _takes_images(model: modeldir.ModelDir) -> bool:
@@ -297,33 +320,77 @@ def construct(api: Api, model: str, resolved: Resolved) -> Any:
         raise EngineError(f"TensorRT-LLM {api.version} did not start: {error!r}") from error
 
 
-def warm_up(llm: Any, api: Api, loop: LoopThread, eos: tuple[int, ...], *, publish: bool) -> dict[str, Any] | None:
-    """Compute one short request, so that the first client does not wait for compilation.
+def one_token(api: Api) -> dict[str, Any]:
+    """Arguments of ``generate_async`` for a request of one token.
 
     Its cache salt separates it from clients' requests and from the dummy requests of attention DP.
+    """
+    arguments = sampling.arguments(Sampling(temperature=0.0), Stop(1, ignore_eos=True), eos=(), part=OutputPart(1))
+    return {"inputs": [1] * WARM_UP_TOKENS, "sampling_params": api.sampling(**arguments)} | _apart(api)
 
-    Returns: the engine's latest statistic, if ``publish`` and there is one.
+
+def _apart(api: Api) -> dict[str, Any]:
+    extra: dict[str, Any] = {"cache_salt": WARM_UP_SALT} if "cache_salt" in api.call else {}
+    if api.scheduling is not None:  # 1.2 compares this value of requests that wait; None would end the engine
+        extra["scheduling_params"] = api.scheduling(attention_dp_relax=True)
+    return extra
+
+
+class WarmedUp(NamedTuple):
+    """``stat``: the engine's latest statistic, None without any."""
+
+    served: Served
+    stat: dict[str, Any] | None
+
+
+def warm_up(plan: _Plan, llm: Any, loop: LoopThread) -> WarmedUp:
+    """Compute a few short requests: the first compiles, the others show which sampling options the engine applies.
 
     Raises:
-        EngineError: the request failed.
+        EngineError: the first request failed.
     """
-    arguments = sampling.arguments(
-        Sampling(temperature=0.0), Stop(1, ignore_eos=True), eos=eos, part=sampling.OutputPart(1)
-    )
+    api, model = plan.api, plan.model
 
-    async def generate() -> dict[str, Any] | None:
-        extra = {"cache_salt": WARM_UP_SALT} if "cache_salt" in api.call else {}
-        await llm.generate_async([1] * WARM_UP_TOKENS, api.sampling(**arguments), **extra).aresult()
-        last = None
-        if publish:
-            async for stat in drained(llm.get_stats_async(timeout=0.2)):
-                last = stat
-        return last
+    async def ask(arguments: Mapping[str, Any]) -> Answer:
+        fixed = {"max_tokens": TOKENS, "end_id": -1, "pad_id": 0, "detokenize": False, "add_special_tokens": False}
+        given = {**fixed, "include_stop_str_in_output": True, **arguments}
+        if "embedding_bias" in given:
+            given["embedding_bias"] = bias(given["embedding_bias"], model.vocab_size)
+        try:
+            params = api.sampling(**given)
+            answer = llm.generate_async([1] * WARM_UP_TOKENS, params, **_apart(api))
+            (output,) = (await answer.aresult()).outputs
+        except Exception as error:
+            if not errors.is_request_error(error, api.request_error, at_call=True):
+                raise
+            return Answer()
+        entries = output.logprobs or [{}]
+        return Answer(list(output.token_ids), entries[0] if isinstance(entries[0], Mapping) else {})
+
+    async def all_requests() -> Served:
+        await llm.generate_async(**one_token(api)).aresult()
+        return await find(ask, WARM_UP_TOKENS, model.eos_token_ids)
 
     try:
-        last: dict[str, Any] | None = loop.run(generate(), WARM_UP_S)
+        served: Served = loop.run(all_requests(), WARM_UP_S)
     except Exception as error:
         raise EngineError(f"TensorRT-LLM started but failed its first request: {error!r}") from error
+    log.info("trtllm_sampling", **served._asdict())
+    stat = None
+    if plan.wanted.publish:
+        stat = bounded(_latest_stat, llm, seconds=WARM_UP_S)
+    return WarmedUp(served, stat)
+
+
+def _latest_stat(llm: Any) -> dict[str, Any] | None:
+    """The last of the statistics so far, which come a little later than the tokens."""
+    deadline, last = time.monotonic() + STAT_S, None
+    while time.monotonic() < deadline:
+        found = llm.get_stats(timeout=0)
+        if not found and last is not None:
+            break
+        last = dict(found[-1]) if found else last
+        time.sleep(0.01)
     return last
 
 

@@ -23,7 +23,7 @@ from infra.model import modeldir
 from schemas.transfer import Memory
 from workers.engines.base import EngineError, EngineInfo
 from workers.engines.core.encode_engine import EncodeEngine
-from workers.engines.external.runtime import shut_down
+from workers.engines.external.runtime import bounded, shut_down
 from workers.engines.native import media
 from workers.engines.native.embedding_slots import EmbeddingSlots
 from workers.engines.trtllm import api as apis
@@ -33,6 +33,7 @@ from workers.engines.trtllm.build import arguments, wanted_of
 log = structlog.get_logger("engine")
 
 DEFAULT_SLOTS = 256
+EMBED_S = 120.0  # for a batch of images; its call has no limit of its own
 
 Open = Callable[[Any], Tensor]
 
@@ -72,12 +73,9 @@ class TrtllmVisionEncoder:
         """
         try:
             embeddings = []
-            for answer in self._encoder.generate(
-                [{"prompt": self._text, "multi_modal_data": {"image": [image]}} for image in images],
-                use_tqdm=False,
-            ):
-                handles = answer.outputs[0].disaggregated_params.multimodal_embedding_handles
-                embeddings.append(torch.cat([self._open_handle(handle) for handle in handles]))
+            prompts = [{"prompt": self._text, "multi_modal_data": {"image": [image]}} for image in images]
+            for answer in bounded(self._encoder.generate, prompts, use_tqdm=False, seconds=EMBED_S):
+                embeddings.append(torch.cat([self._open_handle(handle) for handle in handles_of(answer)]))
         except Exception as error:
             raise EngineError(f"TensorRT-LLM's encoder failed: {error!r}") from error
         if any(rows.dim() != 2 for rows in embeddings):
@@ -122,6 +120,26 @@ class TrtllmVisionEncoder:
     def close(self) -> None:
         self.resources.close()
         self.pool.close()
+
+
+def handles_of(answer: Any) -> Seq[Any]:
+    """The handles of one request's embeddings.
+
+    They stand on the request's result: its output was filled before they were known. Other releases may put them
+    there, too.
+
+    Raises:
+        EngineError: the result has none.
+    """
+    places = (answer, *answer.outputs)
+    for params in (getattr(place, "disaggregated_params", None) for place in places):
+        if params is not None and params.multimodal_embedding_handles:
+            found: Seq[Any] = params.multimodal_embedding_handles
+            return found
+    handle = getattr(answer, "mm_embedding_handle", None)
+    if handle is None:
+        raise EngineError("its result has no embedding handles, neither on the request nor on its output")
+    return [handle]
 
 
 def from_settings(settings: WorkerSettings, path: Path) -> EncodeEngine:

@@ -1,14 +1,14 @@
-"""The asynchronous half of the adapter: submits to TensorRT-LLM and queues its outputs, KV events and statistics.
+"""The asynchronous half of the adapter: submits to TensorRT-LLM and queues its outputs.
 
 Everything here runs in the loop thread unless noted. Outputs are copied into the queue at once: TensorRT-LLM returns
 the same object again and again.
 """
 
-import asyncio
-from collections.abc import AsyncIterable, Callable, Mapping
+import threading
+import time
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import structlog
 
@@ -18,7 +18,7 @@ from workers.engines.external.runtime import EngineFailed, EngineRuntime
 from workers.engines.external.sequences import ActiveSequence, SequenceUpdate
 from workers.engines.trtllm import disagg, errors, perf_metrics
 from workers.engines.trtllm.api import Api
-from workers.engines.trtllm.backoff import Backoff
+from workers.engines.trtllm.liveness import Liveness
 from workers.engines.trtllm.metrics import NativeMetrics
 from workers.engines.trtllm.prepare import Options, Prepared
 
@@ -26,9 +26,8 @@ log = structlog.get_logger("engine")
 
 NO_REASON = "the engine ended the output without a reason"
 
-POLL_S = 0.05  # timeout of one read of the engine's event and statistics queues
 ABORT_S = 10.0  # how long an aborted request may take to end
-HEALTH_S = 1.0
+FETCH_MORE_S = 30.0  # how long a fetch of KV may take beyond the engine's own limit
 
 
 @dataclass(slots=True)
@@ -47,14 +46,6 @@ class Call:
     aborted: bool = False
 
 
-class KvEvents(NamedTuple):
-    events: Seq[Mapping[str, Any]]
-
-
-class Stat(NamedTuple):
-    stat: Mapping[str, Any]
-
-
 class Follower:
     """Follows one ``LLM`` and queues its events, in the loop thread."""
 
@@ -65,6 +56,7 @@ class Follower:
         self._options = options
         self._metrics = metrics
         self._emit = runtime.inbox.put
+        self.liveness = Liveness(time.monotonic(), quiet_s=options.quiet_s, answer_s=options.answer_s)
         self._broken = False
         self._repeats: bool | None = None  # whether an adopted output begins with the prefill engine's tokens
 
@@ -82,6 +74,17 @@ class Follower:
             self._failed(sequence, error, at_call=True)
             return
         sequence.task = self._loop.task(self._follow(sequence, prepared), f"sequence {sequence.call.result.request_id}")
+        if sequence.call.adopted:
+            self._loop.later(self._options.abort_hold_s + FETCH_MORE_S, self._not_fetched, sequence)
+
+    def _not_fetched(self, sequence: ActiveSequence[Call]) -> None:
+        """Give a sequence up whose KV never came: TensorRT-LLM can lose a block before it was sent, and waits on."""
+        if sequence.responded or sequence.cancelled or self._broken:
+            return
+        sequence.cancelled = True  # aborting it is unsafe while its KV may still be on its way
+        log.warning("kv_never_came", seconds=self._options.abort_hold_s + FETCH_MORE_S)
+        text = "the prompt's KV did not come from the prefill worker's engine"
+        self._emit(SequenceUpdate(sequence, failure=SequenceFailure(Code.transfer_failed, text)))
 
     async def _follow(self, sequence: ActiveSequence[Call], prepared: Prepared) -> None:
         try:
@@ -101,6 +104,7 @@ class Follower:
 
     def _on_output(self, sequence: ActiveSequence[Call], prepared: Prepared, response: Any) -> None:
         first, sequence.responded = not sequence.responded, True
+        self.liveness.generated(time.monotonic())
         if sequence.cancelled:
             self.abort(sequence)
             return
@@ -117,8 +121,12 @@ class Follower:
         if first:
             cached = min(max(0, int(getattr(response, "cached_tokens", 0) or 0)), sequence.prompt_len)
         opaque = None
-        if params is not None and params.opaque_state:
-            opaque = disagg.pack(params, self._options.layout, prepared.tokens)
+        if params is not None and (params.opaque_state or getattr(params, "ctx_info_endpoint", None)):
+            try:
+                opaque = disagg.pack(params, self._options.layout, prepared.tokens)
+            except (TypeError, ValueError) as error:  # of this request alone: its neighbours go on
+                failure = SequenceFailure(Code.transfer_failed, f"its handoff state cannot be sent: {error}")
+                log.error("handoff_state_unpackable", error=repr(error))
         scored = sequence.scored(output.prompt_logprobs) if sequence.score else None
         if new or failure is not None or opaque is not None or first or scored is not None:
             traced = sequence.trace is not None and output.finish_reason
@@ -159,56 +167,29 @@ class Follower:
             log.warning("abort_unanswered", seconds=ABORT_S)
             sequence.task.cancel()
 
-    # --- events and statistics ---
+    # --- life signs ---
 
-    def start(self, *, events: bool, stats: bool) -> None:
-        """Follow KV events, statistics and health. Call it after the first request."""
-        if events:
-            self._loop.task(
-                self._drain("get_kv_cache_events_async", lambda item: self._emit(KvEvents([item]))), "kv events"
-            )
-        if stats:
-            self._loop.task(self._drain("get_stats_async", lambda item: self._emit(Stat(item))), "statistics")
-        self._loop.task(self._watch(), "health")
+    def ask(self) -> threading.Event:
+        """Have the engine generate one token; returns what is set when it has come. From any thread."""
+        came = threading.Event()
+        self._loop.post(lambda: self._loop.task(self._generate_one(came), "one token"))
+        return came
 
-    async def _drain(self, method: str, take: Callable[[Mapping[str, Any]], None]) -> None:
-        backoff = Backoff()
+    def beat(self) -> None:
+        """Have the loop show that it runs; from any thread."""
+        self._loop.post(lambda: self.liveness.looped(time.monotonic()))
+
+    async def _generate_one(self, came: threading.Event) -> None:
         try:
-            while True:
-                async for item in drained(getattr(self._llm, method)(timeout=POLL_S)):
-                    take(item)
-                    backoff.reset()
-                await asyncio.sleep(backoff.next())
+            await self._llm.generate_async(**self._options.one_token()).aresult()
         except Exception as error:
-            log.error("engine_queue_failed", queue=method, error=repr(error))
-            self.broken(error)
-
-    async def _watch(self) -> None:
-        """Poll the engine's own health check, if it has one."""
-        check = getattr(self._llm, "_check_health", None)
-        if not callable(check):
-            log.info("engine_health", source="outputs only")
-            return
-        while True:
-            await asyncio.sleep(HEALTH_S)
-            try:
-                healthy = check()
-            except Exception as error:
+            if not errors.is_request_error(error, self._api.request_error, at_call=True):
                 self.broken(error)
                 return
-            if healthy is False:
-                self.broken(RuntimeError("TensorRT-LLM reports that it is unhealthy"))
-                return
+            log.warning("one_token_refused", error=str(error))
+        self.liveness.answered(time.monotonic())
+        came.set()
 
     def broken(self, error: BaseException) -> None:
         self._broken = True
         self._emit(EngineFailed(error))
-
-
-async def drained(items: AsyncIterable[Any]) -> Any:
-    """Yield items until the queue is empty; some releases signal that with QueueEmpty."""
-    try:
-        async for item in items:
-            yield item
-    except asyncio.QueueEmpty:
-        return

@@ -29,7 +29,7 @@ MAX_REMEMBERED = 16_384  # first blocks of prompts, and media; about 8 MB
 
 
 class Counts(msgspec.Struct):
-    """Totals since the start. They count blocks, except ``gaps`` (losses of events) and ``malformed`` (events)."""
+    """Totals since the start. They count blocks, except ``gaps``, ``malformed`` and ``lost``."""
 
     stored: int = 0
     removed: int = 0
@@ -37,8 +37,9 @@ class Counts(msgspec.Struct):
     filtered: int = 0  # events of other attention windows
     orphans: int = 0  # unknown parent
     ambiguous: int = 0  # no prompt, or prompts of several roots, begin with these tokens
-    gaps: int = 0
-    malformed: int = 0
+    gaps: int = 0  # losses of events
+    malformed: int = 0  # events
+    lost: int = 0  # batches that never came, or could not be read
 
 
 class _Rank(msgspec.Struct, eq=False):
@@ -136,6 +137,16 @@ class Translator:
                 self.counts.removed += len(translated.digests) // blocks.DIGEST_BYTES
         return merge_adjacent(out)
 
+    def forget(self) -> list[KvEvent]:
+        """Drop all blocks: a batch of events was lost, and nobody can say which."""
+        self.counts.lost += 1
+        out: list[KvEvent] = []
+        for rank in self._ranks.values():
+            self._forget(rank)
+            rank.expected = None
+            out += self._names.feed(rank.number, rank.tree.take_events())
+        return merge_adjacent(out)
+
     def _event(self, event: Mapping[str, Any]) -> None:
         rank = self._rank(int(event.get("attention_dp_rank") or 0))
         self._check_sequence(rank, int(event["event_id"]))
@@ -167,6 +178,7 @@ class Translator:
         """Detect lost events. Ids count all events of a rank, of all windows, so check before any filter."""
         if rank.expected is not None and event_id != rank.expected:
             self.counts.gaps += 1
+            self.counts.lost += 1
             log.warning(
                 "kv_events_lost",
                 expected=rank.expected,

@@ -31,6 +31,7 @@ class NativeMetrics(NativeSeries):
         self._latest: Mapping[str, Any] = {}
         self._baseline = (0.0, 0.0)
         self._sums: dict[str, float] = {}
+        self._lost = 0
         self._log = self._logger(kind, labels)
 
     def _logger(self, kind: type[Any] | None, labels: Mapping[str, str]) -> Any:
@@ -64,6 +65,10 @@ class NativeMetrics(NativeSeries):
         for name, value in stats.sums(stat):
             self._sums[name] = self._sums.get(name, 0.0) + value
 
+    def lost(self, batches: int) -> None:
+        """How many batches of KV events were lost since the start."""
+        self._lost = batches
+
     def warmed_up(self, stat: Mapping[str, Any]) -> None:
         """Mark the end of the warm-up, which does not count towards the hit rate, with its last statistic."""
         reused, missed = (stats.number(stat, "kvCacheStats", key) for key in ("reusedBlocks", "missedBlocks"))
@@ -80,6 +85,9 @@ class NativeMetrics(NativeSeries):
         for name, value in self._sums.items():
             if name not in names:
                 yield CounterMetricFamily(name, stats.COUNTERS[name][2], value)
+        yield CounterMetricFamily(
+            "trtllm_kv_event_batches_lost", "batches of KV events that were lost or unreadable", self._lost
+        )
         rate = stats.hit_rate(stat, self._baseline)
         if rate is not None and "trtllm_kv_cache_hit_rate" not in names:
             yield GaugeMetricFamily("trtllm_kv_cache_hit_rate", "share of KV blocks found in the cache", rate)

@@ -12,13 +12,16 @@ from workers.engines.external import requests
 from workers.engines.external.constrained import ends, grammar_text
 from workers.engines.external.handoff_state import ConsumedStates
 from workers.engines.external.sampling import stop_ids
+from workers.engines.external.served import Served, problem
 from workers.engines.trtllm import disagg, sampling
+from workers.engines.trtllm.liveness import ANSWER_S, QUIET_S
 from workers.engines.trtllm.output_cursor import OutputCursor
 
 log = structlog.get_logger("engine")
 
 NOT_CONTINUED = (
-    "an output with a constraint was lost with its worker: TensorRT-LLM cannot continue it in disaggregated serving"
+    "an output with a constraint was lost with its worker: TensorRT-LLM continues it on an aggregated worker with "
+    "disable_overlap_scheduler: true only"
 )
 
 
@@ -31,13 +34,17 @@ class Options(NamedTuple):
         root: parent of the first block's name for prompts without tenant or adapter; other roots become a cache salt.
         disaggregated: TensorRT-LLM's DisaggregatedParams.
         scheduling: its SchedulingParams, for attention DP only.
+        logprob: its class of a token's log-probability.
         publish: read statistics and measure requests.
         trace_headers: the engine exports spans and takes the headers of their parents.
         abort_hold_s: how long an abort waits for the fetch of the prompt's KV to end, seconds.
         processors: from a request to its logits processors.
         continuing: from a sequence that another worker began to the processor that applies its constraint; None: the
-            engine runs no processors.
+            engine runs no processors, or runs them a token late (the overlap scheduler).
         image_inputs: from tokens and media to the ``inputs`` of ``generate_async``.
+        served: what the engine does with sampling options.
+        one_token: arguments of ``generate_async`` for a request of one token.
+        quiet_s, answer_s: see ``liveness``.
     """
 
     prompt_limit: int
@@ -45,12 +52,17 @@ class Options(NamedTuple):
     root: bytes
     disaggregated: type[Any]
     scheduling: type[Any] | None = None
+    logprob: type[Any] | None = None
     publish: bool = True
     trace_headers: bool = False
     abort_hold_s: float = 30.0
     processors: Callable[[SequenceRequest], Any] | None = None
     continuing: Callable[[SequenceRequest], Any] | None = None
     image_inputs: Callable[[Seq[int], Seq[MediaSpan]], dict[str, Any]] | None = None
+    served: Served = Served()
+    one_token: Callable[[], dict[str, Any]] = dict
+    quiet_s: float = QUIET_S
+    answer_s: float = ANSWER_S
 
 
 class Prepared(NamedTuple):
@@ -103,6 +115,9 @@ def prepare(request: SequenceRequest, info: EngineInfo, options: Options, consum
     before = len(request.generated) - repeated  # generated tokens that the engine sees as prompt
     room = info.max_model_len - len(request.prompt)
     limit = 1 if request.hold else min(stop.max_tokens, room) - len(request.generated)
+    barred = stop.min_tokens - before if sampling.end_id(stop, eos) >= 0 else 0
+    if reason := problem(request.sampling, barred, options.served):
+        raise RequestError(Code.unsupported, reason)
     parameters = sampling.arguments(
         request.sampling,
         stop,
@@ -110,6 +125,7 @@ def prepare(request: SequenceRequest, info: EngineInfo, options: Options, consum
         part=sampling.OutputPart(
             max_tokens=limit + repeated,
             min_tokens=stop.min_tokens - before,
+            counted_prompt=len(request.prompt) + before if options.served.min_tokens == "all" else 0,
             prompt_len=len(request.prompt),
             choice=request.choice,
             position=len(request.generated),
@@ -130,12 +146,9 @@ def prepare(request: SequenceRequest, info: EngineInfo, options: Options, consum
         arguments["trace_headers"] = request.trace
     if request.root and request.root != options.root:
         arguments["cache_salt"] = request.root.hex()
-    if options.scheduling is not None:
-        # Relaxed: if that rank is full, another takes the request. With the default of None, the engine crashes when it
-        # compares two waiting requests.
-        arguments["scheduling_params"] = options.scheduling(
-            attention_dp_rank=request.rank % info.dp_size, attention_dp_relax=True
-        )
+    if options.scheduling is not None:  # relaxed: if that rank is full, another takes it; None would end the engine
+        rank = request.rank % info.dp_size
+        arguments["scheduling_params"] = options.scheduling(attention_dp_rank=rank, attention_dp_relax=True)
     cursor = OutputCursor(
         limit=limit,
         stops=stop_ids(stop, eos),
@@ -179,7 +192,7 @@ def _take_over(request: SequenceRequest, options: Options, consumed: ConsumedSta
     try:
         tokens = [*request.prompt, *request.generated]
         params, drawn = disagg.unpack(
-            request.opaque, options.disaggregated, options.layout, tokens, len(request.prompt)
+            request.opaque, options.disaggregated, options.layout, tokens, len(request.prompt), options.logprob
         )
     except (ValueError, TypeError) as error:
         log.warning("handoff_state_unusable", error=str(error), action="computing the prompt here")

@@ -17,6 +17,7 @@ class OutputPart(NamedTuple):
 
     Attributes:
         max_tokens, min_tokens: of this part.
+        counted_prompt: tokens of the prompt that the engine's ``min_tokens`` counts as well.
         prompt_len: tokens of the client's prompt, which presence and frequency penalties do not count.
         choice: number of the choice in its request.
         position: output position at which the part starts.
@@ -27,6 +28,7 @@ class OutputPart(NamedTuple):
     prompt_len: int = 0
     choice: int = 0
     position: int = 0
+    counted_prompt: int = 0
 
 
 def end_id(stop: Stop, eos: Seq[int]) -> int:
@@ -52,7 +54,7 @@ def arguments(
         perf_metrics: have the engine measure the request.
         prompt_logprobs: alternatives per prompt token; None: no log-probabilities of the prompt.
     """
-    max_tokens, min_tokens, prompt_len, choice, position = part
+    max_tokens, min_tokens, prompt_len, choice, position, counted_prompt = part
     ends = stop_ids(stop, eos)
     end = end_id(stop, eos)
     parameters: dict[str, Any] = {
@@ -69,8 +71,8 @@ def arguments(
     other_ends = sorted(ends - {end})
     if other_ends and min_tokens <= 0:  # min_tokens protects only end_id: the cursor stops the output instead
         parameters["stop_token_ids"] = other_ends
-    if min_tokens > 0:
-        parameters["min_tokens"] = min_tokens
+    if min_tokens > 0 and end >= 0:  # with -1, TorchSampler bars the last token of the vocabulary
+        parameters["min_tokens"] = min_tokens + counted_prompt
     parameters |= shape(sampling)
     if prompt_len and "presence_penalty" in parameters:
         parameters["prompt_ignore_length"] = prompt_len

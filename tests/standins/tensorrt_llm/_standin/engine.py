@@ -146,11 +146,21 @@ class Engine:
             )
             self._ranks.append(Rank(cache))
         self._adp = adp
+        self._global = torch.Generator().manual_seed(42)
+        beams = (args.max_beam_width or 1) > 1
+        kind = getattr(args, "sampler_type", "auto")
+        self._torch_sampler = kind == "TorchSampler" or (kind == "auto" and not beams)
+        speculation = args.speculative_config
+        if not self._torch_sampler and speculation is not None:
+            raise ValueError("TRTLLMSampler does not support speculative decoding")
+        self._overlap = not getattr(args, "disable_overlap_scheduler", True)
         self._commands: deque[Callable[[], None]] = deque()
         self._wake = threading.Condition()
         self._go = threading.Semaphore(0)
         self._free = threading.Event()
         self._free.set()
+        self._answering = threading.Event()  # cleared: its process hangs, and with it every call of it
+        self._answering.set()
         self._stopping = False
         self.error: BaseException | None = None
         self.events: deque[str] = deque(maxlen=max(1, kv.event_buffer_max_size) * len(self._ranks))
@@ -174,6 +184,9 @@ class Engine:
         with self._wake:
             self._stopping = True
             self._wake.notify_all()
+        self._answering.wait()  # as the real one: the end of a process that hangs is waited for
+        with self.news:
+            self.news.notify_all()
         self._free.set()
         self._go.release()
         self._thread.join(10)
@@ -187,7 +200,27 @@ class Engine:
             self._commands.append(command)
             self._wake.notify_all()
 
+    def fetch(self, kind: str, timeout: float) -> list[dict[str, Any]]:
+        """All that came since the last call; waits that long for the first. From any thread."""
+        self._answering.wait()
+        source = self.events if kind == "events" else self.stats
+        with self.news:
+            self.news.wait_for(lambda: bool(source) or self._stopping, timeout)
+            found = [json.loads(item) for item in source]
+            source.clear()
+        if QUIRKS.null_diffs_break and any(_unset_difference(event) for event in found):
+            return []  # the serializer broke; the proxy logs that and returns nothing
+        return found
+
     # -- for tests, through ``hooks``
+
+    def freeze(self) -> None:
+        self._answering.clear()
+        self.hold()
+
+    def thaw(self) -> None:
+        self._answering.set()
+        self.free()
 
     def hold(self) -> None:
         self._free.clear()
@@ -322,6 +355,8 @@ class Engine:
             generator = torch.Generator().manual_seed((params.seed or 0) + index)
             if params.seed is None:
                 generator.seed()
+            if self._ignoring:
+                generator = self._global
             stops = [] if params.ignore_eos else params._get_stop_reasons_and_words()
             guide = None if params.guided_decoding is None else self._grammar(params.guided_decoding)
             runs.append(Run(job, index, generator, max_tokens, stops, processors, guide))
@@ -446,10 +481,11 @@ class Engine:
         first = list(job.disagg.first_gen_tokens)
         if run.guide is not None:
             run.guide.consume_tokens(first)
-        for token in first:
+        known = getattr(job.disagg, "first_gen_log_probs", None) or [{token: Logprob(0.0, 1)} for token in first]
+        for token, entry in zip(first, known, strict=True):
             run.generated.append(token)
             if job.params.logprobs:
-                run.logprobs.append({token: Logprob(0.0, 1)})
+                run.logprobs.append(entry)
         if not QUIRKS.decode_repeats_first:
             run.sent = len(first)
         if len(run.generated) >= run.max_tokens:
@@ -538,23 +574,35 @@ class Engine:
 
     def _sample(self, run: Run, raw: Tensor) -> int:
         params = run.job.params
-        logits = shaped(raw, params, run.job.prompt, run.generated)
+        counted = len(run.generated)
+        if self._torch_sampler and QUIRKS.min_tokens_count_prompt:
+            counted = len(run.tokens)
+        logits = shaped(raw, params, run.job.prompt, run.generated, counted=counted, narrow=self._ignoring)
         if run.guide is not None:
             mask = torch.frombuffer(bytearray(run.guide.compute_bitmask()), dtype=torch.uint8)
             allowed = (mask[:, None] >> torch.arange(8) & 1).flatten()[: len(logits)]
             logits = logits.masked_fill(allowed == 0, float("-inf"))
         for processor in run.processors:
             view = logits[None, None]
+            seen = run.tokens
+            if self._overlap and QUIRKS.processors_lag and run.generated:
+                seen = seen[:-1]  # they run before the last token has arrived
             try:
-                processor(run.job.id, view, [run.tokens], None, None)
+                processor(run.job.id, view, [seen], None, None)
             except Exception as error:
                 raise Refused(f"the logits processor failed: {error!r}") from error
-        token = pick(logits, params, run.generator)
+        token = pick(logits, params, run.generator, narrow=self._ignoring)
         if run.guide is not None and not run.guide.is_stopped():
             run.guide.consume_token(token)
-        if params.logprobs:
+        if params.logprobs and self._torch_sampler:
             run.logprobs.append(_logprobs(raw.log_softmax(-1), token, params.logprobs))
+        elif params.logprobs:  # of the token alone, and always as the best
+            run.logprobs.append({token: Logprob(float(raw.log_softmax(-1)[token]), 1)})
         return token
+
+    @property
+    def _ignoring(self) -> bool:
+        return self._torch_sampler and QUIRKS.sampler_ignores
 
     def _advance(self, rank: Rank, run: Run, token: int, more: bool = False) -> None:
         """Args: more: another token of this iteration follows, unless this one ends the answer."""
@@ -605,6 +653,11 @@ class Engine:
         run.params_out.ctx_request_id = run.job.id
         run.params_out.opaque_state = run.offered.state
         run.params_out.multimodal_embedding_handles = None
+        if LATER:
+            if run.job.params.logprobs:
+                run.params_out.first_gen_log_probs = list(run.logprobs)
+            if self._args.gather_generation_logits:
+                run.params_out.first_gen_logits = [torch.zeros(1, self._model.vocab)]
 
     def _check_sending(self, rank: Rank) -> None:
         transceiver = self._args.cache_transceiver_config
@@ -796,6 +849,12 @@ class _Batched:
 
     def __call__(self, req_id: int, logits: Tensor, token_ids: Any, stream_ptr: int | None, client_id: Any) -> None:
         self._processor([req_id], [logits], [token_ids], stream_ptr, [client_id])
+
+
+def _unset_difference(event: dict[str, Any]) -> bool:
+    data = event.get("data", {})
+    changes = [data[key] for key in ("cache_level", "priority") if key in data]
+    return data.get("type") == "updated" and None in changes
 
 
 def _request_stats(run: Run, scheduled: bool) -> dict[str, Any]:

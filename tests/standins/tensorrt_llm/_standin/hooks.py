@@ -26,6 +26,15 @@ def free(llm: Any) -> None:
     engine(llm).free()
 
 
+def freeze(llm: Any) -> None:
+    """The executor's process hangs: nothing is computed, and no call of it returns."""
+    engine(llm).freeze()
+
+
+def thaw(llm: Any) -> None:
+    engine(llm).thaw()
+
+
 def die(llm: Any, error: BaseException | None = None) -> None:
     """The executor breaks: every request that runs is answered by this exception, which is no RequestError."""
     engine(llm).fail(error or RuntimeError("CUDA error: an illegal memory access was encountered"))

@@ -10,32 +10,41 @@ from torch import Tensor
 NEVER = float("-inf")
 
 
-def shaped(logits: Tensor, params: Any, prompt: list[int], generated: list[int]) -> Tensor:
-    """Logits (vocab,) with bias, penalties, and what may not come (yet)."""
+def shaped(
+    logits: Tensor, params: Any, prompt: list[int], generated: list[int], *, counted: int, narrow: bool
+) -> Tensor:
+    """Logits (vocab,) with bias, penalties, and what may not come (yet).
+
+    Args:
+        counted: tokens that ``min_tokens`` is compared with.
+        narrow: no penalties, and an end id of -1 is the vocabulary's last token, as in TorchSampler of 1.2.
+    """
     logits = logits.clone()
     if params.embedding_bias is not None:
         logits += params.embedding_bias
-    if params.repetition_penalty not in (None, 1.0):
+    if params.repetition_penalty not in (None, 1.0) and not narrow:
         ids = torch.tensor(sorted({*prompt, *generated}))
         values = logits[ids]
         factor = params.repetition_penalty
         logits[ids] = torch.where(values > 0, values / factor, values * factor)
-    if generated and (params.presence_penalty or params.frequency_penalty):
+    if generated and (params.presence_penalty or params.frequency_penalty) and not narrow:
         counts = torch.bincount(torch.tensor(generated), minlength=len(logits))
         logits -= (params.frequency_penalty or 0.0) * counts + (params.presence_penalty or 0.0) * (counts > 0)
-    if params.min_tokens and len(generated) < params.min_tokens and params.end_id is not None and params.end_id >= 0:
-        logits[params.end_id] = NEVER  # of the end id only: stop words count from the first token on
+    end = params.end_id
+    if params.min_tokens and counted < params.min_tokens and end is not None and (end >= 0 or narrow):
+        logits[end] = NEVER  # of the end id only: stop words count from the first token on
     for word in params._get_bad_words():
         if not word[:-1] or generated[1 - len(word) :] == word[:-1]:
             logits[word[-1]] = NEVER
     return logits
 
 
-def pick(logits: Tensor, params: Any, generator: torch.Generator) -> int:
+def pick(logits: Tensor, params: Any, generator: torch.Generator, *, narrow: bool = False) -> int:
+    """``narrow``: min_p is not read."""
     if params._greedy:
         return int(logits.argmax())
     logits = logits / (1.0 if params.temperature is None else params.temperature)
-    if params.min_p:
+    if params.min_p and not narrow:
         probabilities = logits.softmax(-1)
         logits = logits.masked_fill(probabilities < params.min_p * probabilities.max(), NEVER)
     ordered, ids = logits.sort(descending=True, stable=True)

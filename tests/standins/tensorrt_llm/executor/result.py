@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import queue
-import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from tensorrt_llm._standin.variant import QUIRKS
+from tensorrt_llm.disaggregated_params import DisaggregatedParams
 from tensorrt_llm.executor.utils import RequestError
 from tensorrt_llm.metrics.enums import MetricNames
 
@@ -42,6 +42,8 @@ class Response:
     iteration: int
     disaggregated_params: Any
     perf: Any
+    embedding_handle: Any = None  # of an encoder
+    hashes: list[list[int]] | None = None
 
 
 @dataclass(slots=True)
@@ -167,10 +169,10 @@ class GenerationResult:
 
     def _handle(self, response: object) -> None:
         if isinstance(response, ErrorResponse):
-            self._done = True
+            self._done = QUIRKS.finished_after_error
             raise RequestError(response.error)
         if isinstance(response, BaseException):
-            self._done = True
+            self._done = QUIRKS.finished_after_error
             raise response
         assert isinstance(response, Response)
         output = self._outputs[response.index]
@@ -195,6 +197,11 @@ class GenerationResult:
             output.prompt_logprobs = response.prompt_logprobs
         output.disaggregated_params = self.disaggregated_params = response.disaggregated_params
         output.request_perf_metrics = response.perf
+        if response.embedding_handle is not None:  # behind the output, which has none of it
+            self.mm_embedding_handle = response.embedding_handle
+            self.disaggregated_params = DisaggregatedParams(
+                multimodal_embedding_handles=[response.embedding_handle], multimodal_hashes=response.hashes
+            )
         self.context_logits = response.context_logits
         self.cached_tokens = max(self.cached_tokens, response.cached_tokens)
         self.decoding_iter = response.iteration
@@ -229,28 +236,19 @@ class GenerationResult:
 
 
 class IterationResult:
-    """Events or statistics: reading takes them out. Ends when none came for ``timeout`` seconds."""
+    """What one poll fetched, already here: events or statistics."""
 
-    def __init__(self, source: deque[str], news: threading.Condition, timeout: float | None) -> None:
-        self._source, self._news, self._timeout = source, news, timeout
+    def __init__(self, items: list[Any]) -> None:
+        self._items = deque(items)
         self._inbox = Inbox()
-        self._done = False
 
     def __aiter__(self) -> IterationResult:
         return self
 
     async def __anext__(self) -> Any:
-        if self._done:
-            raise StopAsyncIteration
         assert self._inbox.loop is not None, (
             "The asyncio event loop was not present during initialization, so async operations are not available."
         )
-        deadline = None if self._timeout is None else time.monotonic() + self._timeout
-        while True:
-            with self._news:
-                if self._source:
-                    return json.loads(self._source.popleft())
-            if deadline is not None and time.monotonic() >= deadline:
-                self._done = True
-                raise StopAsyncIteration
-            await asyncio.sleep(0.001)
+        if not self._items:
+            raise StopAsyncIteration
+        return self._items.popleft()

@@ -7,7 +7,6 @@ import hashlib
 import itertools
 import secrets
 import weakref
-from collections import deque
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Any
 import torch
 from tensorrt_llm._standin.engine import Engine, Job
 from tensorrt_llm._standin.model import Model, load
-from tensorrt_llm._standin.variant import LATER
+from tensorrt_llm._standin.variant import LATER, QUIRKS
 from tensorrt_llm._torch.shared_tensor import SharedTensorContainer
 from tensorrt_llm.disaggregated_params import DisaggregatedParams
 from tensorrt_llm.executor.result import GenerationResult, IterationResult
@@ -264,14 +263,23 @@ class BaseLLM:
 
     # -- events and statistics
 
-    def _news(self, source: deque[str], timeout: float | None) -> IterationResult:
-        return IterationResult(source if self._generated else deque(), self._standin.news, timeout)
+    def _fetch(self, kind: str, timeout: float | None, shortest: float = 0.0) -> list[Any]:
+        """A call of the executor's process: it blocks, and has no end of its own if that process does not answer."""
+        if not self._generated:
+            return []
+        return self._standin.fetch(kind, max(timeout or 0.0, shortest))
+
+    def get_kv_cache_events(self, timeout: float | None = 2) -> list[dict[str, Any]]:
+        return self._fetch("events", timeout)
+
+    def get_stats(self, timeout: float | None = 2) -> list[dict[str, Any]]:
+        return self._fetch("stats", timeout)
 
     def get_kv_cache_events_async(self, timeout: float | None = 2) -> IterationResult:
-        return self._news(self._standin.events, timeout)
+        return IterationResult(self._fetch("events", timeout, QUIRKS.polls_block_s))
 
     def get_stats_async(self, timeout: float | None = 2) -> IterationResult:
-        return self._news(self._standin.stats, timeout)
+        return IterationResult(self._fetch("stats", timeout, QUIRKS.polls_block_s))
 
     # -- end
 

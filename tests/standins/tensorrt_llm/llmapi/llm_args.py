@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, field_validator, model_validator
-from tensorrt_llm._standin.variant import LATER, QUIRKS
+from tensorrt_llm._standin.variant import LATER, LATEST, QUIRKS
 
 
 class StrictBaseModel(BaseModel):
@@ -71,6 +71,8 @@ class KvCacheConfig(StrictBaseModel):
     dtype: str = "auto"
     mamba_ssm_cache_dtype: Literal["auto", "float16", "bfloat16", "float32"] = "auto"
     tokens_per_block: int = 32
+    if LATER:
+        use_kv_cache_manager_v2: bool = False
 
     @field_validator("free_gpu_memory_fraction")
     @classmethod
@@ -189,13 +191,15 @@ class DecodingBaseConfig(StrictBaseModel):
             raise ValueError("draft_len_schedule[1] must equal max_draft_len")
         return self
 
-    @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> DecodingBaseConfig:
-        kind = data.pop("decoding_type", None)  # as the real one: out of the caller's own dict
-        found = {each.decoding_type: each for each in _all(DecodingBaseConfig)}
-        if kind not in found:
-            raise ValueError(f"Invalid decoding type: {kind}")
-        return found[kind](**data)
+    if not LATER:
+
+        @classmethod
+        def from_dict(cls, data: dict[str, Any]) -> DecodingBaseConfig:
+            kind = data.pop("decoding_type", None)  # as the real one: out of the caller's own dict
+            found = {each.decoding_type: each for each in _all(DecodingBaseConfig)}
+            if kind not in found:
+                raise ValueError(f"Invalid decoding type: {kind}")
+            return found[kind](**data)
 
     def validate_engine(self) -> None:
         """What is checked once the engine's arguments are known."""
@@ -203,6 +207,11 @@ class DecodingBaseConfig(StrictBaseModel):
 
 def _all(cls: type[DecodingBaseConfig]) -> list[type[DecodingBaseConfig]]:
     return [each for child in cls.__subclasses__() for each in (child, *_all(child))]
+
+
+def _tag(kind: type[DecodingBaseConfig]) -> str:
+    """In 1.3, where the tag is a field."""
+    return {"DraftTarget": "Draft_Target", "UserProvided": "User_Provided"}.get(kind.decoding_type, kind.decoding_type)
 
 
 class EagleDecodingConfig(DecodingBaseConfig):
@@ -223,6 +232,12 @@ class EagleDecodingConfig(DecodingBaseConfig):
             raise ValueError("max_draft_len must be > 0 for Eagle")
         if self.speculative_model is None:
             raise ValueError("Path to EAGLE-3 weights must be specified: speculative_model")
+
+
+if LATER:
+
+    class Eagle3DecodingConfig(EagleDecodingConfig):
+        decoding_type: ClassVar[str] = "Eagle3"
 
 
 class MTPDecodingConfig(DecodingBaseConfig):
@@ -292,6 +307,7 @@ class LookaheadDecodingConfig(DecodingBaseConfig):
 
 class BaseSparseAttentionConfig(StrictBaseModel):
     algorithm: ClassVar[str] = ""
+    seq_len_threshold: int | None = None
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> BaseSparseAttentionConfig:
@@ -304,12 +320,13 @@ class BaseSparseAttentionConfig(StrictBaseModel):
 
 class RocketSparseAttentionConfig(BaseSparseAttentionConfig):
     algorithm: ClassVar[str] = "rocket"
-    window_size: int | None = None
-    kernel_size: int | None = None
-    topr: int | float | None = None
-    topk: int | None = None
-    prompt_budget: int | None = None
-    page_size: int | None = None
+    window_size: int | None = 32
+    kernel_size: int | None = 63
+    topr: int | float | None = 128
+    topk: int | None = 64
+    prompt_budget: int | None = 2048
+    page_size: int | None = 4
+    kt_cache_dtype: str | None = None
 
 
 class DeepSeekSparseAttentionConfig(BaseSparseAttentionConfig):
@@ -318,17 +335,7 @@ class DeepSeekSparseAttentionConfig(BaseSparseAttentionConfig):
     index_head_dim: int | None = None
     index_topk: int | None = None
     indexer_max_chunk_size: int | None = None
-
-
-class BuildConfig(StrictBaseModel):
-    """Of TensorRT engines; the PyTorch back end takes a few limits from it."""
-
-    max_input_len: int = 1024
-    max_seq_len: int | None = None
-    opt_batch_size: int = 8
-    max_batch_size: int = 2048
-    max_beam_width: int = 1
-    max_num_tokens: int = 8192
+    skip_indexer_for_short_seqs: bool = True
 
 
 class BaseLlmArgs(StrictBaseModel):
@@ -397,6 +404,15 @@ class BaseLlmArgs(StrictBaseModel):
     @field_validator("speculative_config")
     @classmethod
     def _speculation(cls, value: Any) -> Any:
+        if LATER and isinstance(value, dict):  # a union whose tag decides
+            fields = dict(value)
+            kind = fields.pop("decoding_type", None)
+            found = {_tag(each): each for each in _all(DecodingBaseConfig)}
+            if kind not in found:
+                raise ValueError(
+                    f"Input tag {kind!r} found using 'decoding_type' does not match any of {sorted(found)}"
+                )
+            return found[kind](**fields)
         if value is not None and not isinstance(value, DecodingBaseConfig):
             raise ValueError("speculative_config must be an instance of a decoding config (the union has no tag)")
         return value
@@ -430,14 +446,16 @@ class BaseLlmArgs(StrictBaseModel):
 
 
 class TorchLlmArgs(BaseLlmArgs):
-    build_config: BuildConfig | None = None
+    enable_layerwise_nvtx_marker: bool = False
+    ray_worker_extension_cls: str | None = None
     garbage_collection_gen0_threshold: int = 20000
     cuda_graph_config: CudaGraphConfig | None = Field(default_factory=CudaGraphConfig)
     attention_dp_config: AttentionDpConfig | None = None
     disable_overlap_scheduler: bool = False
     moe_config: MoeConfig = Field(default_factory=MoeConfig)
     attn_backend: str = "TRTLLM"
-    sampler_type: Literal["auto", "TorchSampler", "TRTLLMSampler"] = "auto"
+    if not LATEST:  # with 1.4 goes the choice
+        sampler_type: Literal["auto", "TorchSampler", "TRTLLMSampler"] = "auto"
     enable_iter_perf_stats: bool = False
     enable_iter_req_stats: bool = False
     print_iter_log: bool = False

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from tensorrt_llm._torch.shared_tensor import SharedTensorContainer
-from tensorrt_llm.disaggregated_params import DisaggregatedParams
 from tensorrt_llm.executor.result import ErrorResponse, Response
 from tensorrt_llm.inputs import prompt_inputs
 from tensorrt_llm.llmapi.llm import BaseLLM, RequestOutput, _ids, image_hash, words_of
@@ -52,11 +51,23 @@ class MultimodalEncoder(BaseLLM):
         def compute() -> None:
             try:
                 handle = SharedTensorContainer.from_tensor(torch.cat(self._model.embed(images))).dump_to_dict()
-                out = DisaggregatedParams(
-                    multimodal_embedding_handles=[handle], multimodal_hashes=[words_of(image_hash(images))]
+                hashes = [words_of(image_hash(images))]
+                answer: object = Response(
+                    0,
+                    [],
+                    None,
+                    None,
+                    None,
+                    "length",
+                    None,
+                    [],
+                    0,
+                    1,
+                    None,
+                    None,
+                    embedding_handle=handle,
+                    hashes=hashes,
                 )
-                result.mm_embedding_handle = handle
-                answer: object = Response(0, [], None, None, None, "length", None, [], 0, 1, out, None)
             except Exception as error:
                 answer = ErrorResponse(str(error))
             result._inbox.put(answer)

@@ -9,7 +9,17 @@ from structlog.testing import capture_logs
 
 from infra.engine_args import BadArguments
 from infra.engine_args.rules import Context
-from workers.engines.trtllm.args import EngineSettings, defaults, encoder, layout, prune, resolve
+from infra.engine_args.schema import EngineArgs, KvCacheConfig
+from workers.engines.trtllm.args import (
+    SAMPLER,
+    EngineSettings,
+    Installed,
+    defaults,
+    encoder,
+    layout,
+    prune,
+    resolve,
+)
 
 PLAIN = EngineSettings("aggregated", "pytorch", 32, 64, 8000, 4096)
 
@@ -134,8 +144,55 @@ def test_what_is_ours_to_set_is_dropped_with_a_warning() -> None:
 
 
 def test_keys_of_a_newer_release_are_handed_on() -> None:
-    found = resolve(wanted(), "sleep_config: {level: 1}", newer=["sleep_config"])
+    later = Installed(frozenset(EngineArgs.__struct_fields__) | {"sleep_config"})
+    found = resolve(wanted(), "sleep_config: {level: 1}", installed=later)
     assert found.tree["sleep_config"] == {"level": 1}
+
+
+def test_so_are_keys_of_its_sections_and_kinds_of_speculation_that_1_2_lacks() -> None:
+    sections = {"kv_cache_config": frozenset(KvCacheConfig.__struct_fields__) | {"disk_cache_size"}}
+    later = Installed(frozenset(EngineArgs.__struct_fields__), sections)
+    yaml = "kv_cache_config: {disk_cache_size: 5}\nspeculative_config: {decoding_type: PARD, mask_token: 3}"
+    found = resolve(wanted(constraints=True), yaml, installed=later)
+    assert found.tree["kv_cache_config"]["disk_cache_size"] == 5
+    assert found.tree["speculative_config"] == {"decoding_type": "PARD", "mask_token": 3}
+    assert found.args.speculative_config is not None
+    with pytest.raises(BadArguments, match="disk_cache_sizes"):
+        resolve(wanted(), "kv_cache_config: {disk_cache_sizes: 5}", installed=later)
+
+
+def test_a_default_that_a_release_no_longer_takes_is_left_out() -> None:
+    fields = frozenset(EngineArgs.__struct_fields__) - {"enable_iter_perf_stats"}
+    later = Installed(fields, {"kv_cache_config": frozenset(["tokens_per_block", "enable_block_reuse"])})
+    tree = resolve(wanted(), installed=later).tree
+    assert "enable_iter_perf_stats" not in tree
+    assert set(tree["kv_cache_config"]) == {"tokens_per_block", "enable_block_reuse"}
+
+
+def test_the_sampler_that_reads_all_options_is_chosen_where_nothing_forbids_it() -> None:
+    speculation = "speculative_config: {decoding_type: NGram, max_draft_len: 2, max_matching_ngram_size: 2}"
+    for yaml, sampler in (
+        ("", SAMPLER),
+        ("sampler_type: TorchSampler", "TorchSampler"),
+        (speculation, None),
+    ):
+        assert resolve(wanted(choose_sampler=True), yaml).tree.get("sampler_type") == sampler
+    assert "sampler_type" not in resolve(wanted()).tree  # from 1.3 on
+    assert "sampler_type" not in resolve(wanted(choose_sampler=True, backend="autodeploy")).tree
+
+
+def test_with_logits_processors_the_overlap_scheduler_is_off() -> None:
+    assert resolve(wanted(processors=True)).args.disable_overlap_scheduler
+    assert not resolve(wanted()).args.disable_overlap_scheduler
+    assert not resolve(wanted(processors=True), "disable_overlap_scheduler: false").args.disable_overlap_scheduler
+
+
+def test_no_constraints_where_evicted_requests_are_computed_again() -> None:
+    policy = "scheduler_config: {capacity_scheduler_policy: MAX_UTILIZATION}"
+    assert resolve(wanted(constraints=True)).args.guided_decoding_backend == "llguidance"
+    assert resolve(wanted(constraints=True), policy).args.guided_decoding_backend is None
+    with pytest.raises(BadArguments, match="A62"):
+        resolve(wanted(), policy + "\nguided_decoding_backend: xgrammar")
 
 
 def test_guided_decoding_brings_the_tokenizer_back() -> None:

@@ -1,6 +1,5 @@
 """The engine on the stand-in: requests, their ends and aborts, errors, events, statistics, the end of it all."""
 
-import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -105,7 +104,7 @@ def test_it_ends_where_the_model_does(make: Make, prompt: list[int]) -> None:
 
 
 def test_every_token_comes_with_its_logarithm_and_the_best(make: Make, prompt: list[int]) -> None:
-    engine = make()
+    engine = make(override_engine_args='{"sampler_type": "TorchSampler"}')
     results = run(
         engine,
         ask("a", prompt, 6, Sampling(temperature=0.0, logprobs=3), ignore_eos=True),
@@ -233,7 +232,7 @@ def test_any_other_error_is_the_engines_end(make: Make, prompt: list[int]) -> No
         engine.submit(ask("b", prompt, 2))
 
 
-@pytest.mark.parametrize("method", ["get_kv_cache_events_async", "get_stats_async"])
+@pytest.mark.parametrize("method", ["get_kv_cache_events", "get_stats"])
 def test_an_error_in_reading_events_is_raised_before_the_next_generation(
     make: Make, prompt: list[int], monkeypatch: Any, method: str
 ) -> None:
@@ -412,39 +411,13 @@ def test_lost_events_clear_what_routers_know(make: Make, prompt: list[int]) -> N
     assert engine.dump() == []
 
 
-def test_nothing_is_read_before_the_first_request_and_each_queue_by_one_reader_after(
-    make: Make, prompt: list[int], monkeypatch: Any
-) -> None:
-    engine = make()
-    llm = engine._adapter._follower._llm
-    asked: list[str] = []
-    real = llm.get_kv_cache_events_async
-
-    def counted(timeout: float = 2) -> Any:
-        asked.append(threading.current_thread().name)
-        return real(timeout)
-
-    monkeypatch.setattr(llm, "get_kv_cache_events_async", counted)
-    engine._loop.run(nothing(), 5)
-    assert asked == []
-    results = run(engine, ask("a", prompt, 1))
-    assert [task.get_name() for task in engine._loop._tasks].count("kv events") == 1
-    run(engine, ask("b", prompt, 1))
-    assert [task.get_name() for task in engine._loop._tasks].count("kv events") == 1
-    until(engine, lambda results: bool(asked), results)
-    assert set(asked) == {"trtllm"}
-
-
-async def nothing() -> None:
-    """A turn of the loop."""
-
-
 def test_switched_off_it_reads_and_reports_nothing(make: Make, prompt: list[int]) -> None:
     engine = make(publish_events_and_metrics=False)
     results = run(engine, ask("a", prompt, 8, ignore_eos=True))
     assert results.events == []
     assert not engine.info.kv_events
-    assert not {task.get_name() for task in engine._loop._tasks} & {"kv events", "statistics"}
+    watch = engine._adapter._watch
+    assert (watch._events.wanted, watch._stats.wanted) == (False, False)
 
 
 def test_the_engines_own_metrics_come_beside_ours(make: Make, prompt: list[int]) -> None:

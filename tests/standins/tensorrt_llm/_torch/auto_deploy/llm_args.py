@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
-from tensorrt_llm.llmapi.llm_args import BaseLlmArgs, BuildConfig
+from tensorrt_llm.llmapi.llm_args import BaseLlmArgs, StrictBaseModel
 
 REJECTED = (
     "tensor_parallel_size",
@@ -19,6 +19,17 @@ REJECTED = (
     "build_config",
     "gpus_per_node",
 )
+
+
+class BuildConfig(StrictBaseModel):
+    """Of TensorRT engines."""
+
+    max_input_len: int = 1024
+    max_seq_len: int | None = None
+    opt_batch_size: int = 8
+    max_batch_size: int = 2048
+    max_beam_width: int = 1
+    max_num_tokens: int = 8192
 
 
 class LlmArgs(BaseLlmArgs):
