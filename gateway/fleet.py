@@ -51,6 +51,7 @@ class FleetView:
         self._following = AsyncExitStack()
         self._selection: WorkerSelection | None = None
         self._context: PrepareContext | None = None
+        self._ignored: frozenset[str] | None = None
         self._has_generated = False  # a worker has been ready for the language model
         # How answers are written does not change because no worker is there at the moment: as the last one said, or as
         # any would say of this template. Else a forced call would be refused, and an answer's constraint be another.
@@ -83,6 +84,13 @@ class FleetView:
     def lacks(self) -> str:
         """The role of a worker without which those that are there run no request; "": none."""
         return self._select().lacks
+
+    @property
+    def ignored_options(self) -> frozenset[str]:
+        """Options that a worker of the model announces as without effect there; any worker may get a request."""
+        if self._ignored is None:
+            self._ignored = frozenset(name for each in self._select().used for name in each.ignored_options)
+        return self._ignored
 
     def workers(self) -> list[tuple[Registration, str]]:
         """All workers, by name, each with why it takes no requests of this gateway; "": it takes them."""
@@ -134,13 +142,13 @@ class FleetView:
     def _joined(self, member: RegisteredWorker) -> None:
         self.diffusion_models.put(member.registration)
         self.embedding_models.put(member.registration)
-        self._selection = self._context = None
+        self._selection = self._context = self._ignored = None
 
     def _left(self, member: RegisteredWorker, why: str) -> None:
         log.info("worker_left", worker=member.registration.worker, why=why)
         self.diffusion_models.remove(member.registration.worker)
         self.embedding_models.remove(member.registration.worker)
-        self._selection = self._context = None
+        self._selection = self._context = self._ignored = None
 
     def _serves(self, member: RegisteredWorker) -> bool:
         registration = member.registration

@@ -1,7 +1,7 @@
 """Options of a body that the gateway does not know, by API. Pure."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, Literal, get_args, get_origin
 
 import msgspec
@@ -70,6 +70,23 @@ _KNOWN = {
 _read_tools = msgspec.json.Decoder(list[dict[str, Any]]).decode
 _read_list = msgspec.json.Decoder(list[msgspec.Raw]).decode
 _read_names = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
+
+
+def ignored_options(endpoint: str, data: bytes, unapplied: Collection[str] = ()) -> Sequence[str]:
+    """Options of a body that have no effect: those of ``unknown_options``, and those that the workers do not apply.
+
+    Args:
+        unapplied: what workers of the model announce.
+    """
+    unknown = unknown_options(endpoint, data)
+    if not unapplied or endpoint not in _KNOWN or not any(name.encode() in data for name in unapplied):
+        return unknown
+    try:
+        names = _read_names(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return unknown
+    given = (name for name in sorted(unapplied) if bytes(names.get(name, msgspec.Raw(b"null"))) != b"null")
+    return [*unknown, *(name for name in given if name in _KNOWN[endpoint])]
 
 
 def unknown_options(endpoint: str, data: bytes) -> Sequence[str]:

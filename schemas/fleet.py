@@ -98,6 +98,7 @@ class Registration(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     pair_only: bool = False  # a prefill or decode worker whose engine cannot compute the other stage
     private_media: bool = False  # of older builds: reads media that are stored for one request
     memory: bool = False  # takes requests whose content and output are in memory storage; False: an older build
+    ignored_options: tuple[str, ...] = ()  # of clients that its engine does not apply; answers name them
 
     @property
     def output(self) -> str:

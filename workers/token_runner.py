@@ -311,6 +311,7 @@ class TokenRunner:
             silent_cache=settings.prefix_cache and not kv_events and settings.role != "encode" and not info.pair_only,
             memory=True,
             pair_only=info.pair_only,
+            ignored_options=info.ignored_options,
         )
 
     def _endpoint(self) -> Endpoint | None:

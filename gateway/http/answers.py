@@ -29,7 +29,7 @@ from gateway.metrics import Metrics
 from gateway.openai.common import MESSAGE
 from gateway.openai.prepare import PreparedRequest
 from gateway.openai.responses import UsageBody, error_body, stopping
-from gateway.option_names import listed, unknown_options
+from gateway.option_names import ignored_options, listed
 from gateway.service import Gateway
 from gateway.tracing import from_http_headers, with_trace
 from schemas.errors import Code, ServingError
@@ -118,7 +118,7 @@ class Generations:
             body = await read_body(scope, receive, gateway.settings.max_body_bytes)
             await gateway.turns.enter()
             gateway.metrics.request_bytes.inc(len(body))
-            ignored = await gateway.run_for(body, unknown_options, self._endpoint, body)
+            ignored = await gateway.run_for(body, ignored_options, self._endpoint, body, gateway.fleet.ignored_options)
             if ignored:
                 send = with_header(send, IGNORED_OPTIONS, listed(ignored).encode())
             names = read_client_ids(scope["headers"])

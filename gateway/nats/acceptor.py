@@ -9,7 +9,7 @@ from gateway.claimed_submission import submit_claimed
 from gateway.nats.delivery import AcceptedRequest, AnswerDelivery
 from gateway.nats.protocol import Origin, parse_headers, shape_of
 from gateway.openai.prepare import PreparedRequest
-from gateway.option_names import listed, unknown_options
+from gateway.option_names import ignored_options, listed
 from gateway.service import Gateway
 from gateway.tenants import TenantTable
 from gateway.tracing import from_nats_headers, with_trace
@@ -84,8 +84,9 @@ class RequestAcceptor:
                 return AcceptedRequest(inflight.request, inflight=inflight)
         inflight = await self._gateway.submit(request, owner=False)
         self._gateway.metrics.prompt.inc(prepared.prompt_tokens)
-        unknown = await self._gateway.run_for(body, unknown_options, request.endpoint, body)
-        return AcceptedRequest(inflight.request, inflight=inflight, ignored=listed(unknown) if unknown else "")
+        unapplied = self._gateway.fleet.ignored_options
+        names = await self._gateway.run_for(body, ignored_options, request.endpoint, body, unapplied)
+        return AcceptedRequest(inflight.request, inflight=inflight, ignored=listed(names) if names else "")
 
     async def _prepare(self, message: Any, body: bytes, origin: Origin) -> PreparedRequest:
         gateway = self._gateway

@@ -63,3 +63,12 @@ async def test_workers_without_parsers_have_answers_written_without(view: FleetV
     assert view.prepare_context.parsers is None
     leave(view, "a")
     assert view.prepare_context.parsers is None
+
+
+async def test_what_any_worker_does_not_apply_is_ignored(view: FleetView) -> None:
+    join(view, "a")
+    assert view.ignored_options == frozenset()
+    join(view, "b", ignored_options=("seed",))
+    assert view.ignored_options == {"seed"}
+    leave(view, "b")
+    assert view.ignored_options == frozenset()

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.openai.common import CHAT, MESSAGE, RESPONSE
-from gateway.option_names import MOST, check_options, listed, unknown_options
+from gateway.option_names import MOST, check_options, ignored_options, listed, unknown_options
 from schemas.errors import ServingError
 
 
@@ -60,6 +60,21 @@ def test_tools_that_no_model_is_told_of_are_named() -> None:
     with pytest.raises(ServingError, match=r"unknown options: tools\[1\]"):
         check_options(RESPONSE, body)
     assert unknown_options(RESPONSE, b'{"tools": ["web_search"], "input": "hi"}') == []
+
+
+@pytest.mark.parametrize("endpoint", [CHAT, RESPONSE])
+def test_an_option_that_no_worker_applies_is_named_where_it_is_given(endpoint: str) -> None:
+    known = {"seed"} if endpoint == CHAT else set()
+    for body, named in (
+        ({"model": "m", "seed": 3}, known),
+        ({"model": "m", "seed": None}, set()),
+        ({"model": "m", "messages": [{"content": "a seed"}]}, set()),
+        ({"model": "m", "seed": 0, "nosuch": 1}, {"nosuch"} | known),
+    ):
+        names = set(ignored_options(endpoint, json.dumps(body).encode(), ["seed"])) - ({"seed"} - known)
+        assert names == named
+    assert ignored_options(CHAT, b'{"model": "m", "seed": 3}') == []
+    assert ignored_options(CHAT, b'{"seed', ["seed"]) == ()
 
 
 @given(st.binary(max_size=30) | st.sampled_from([b"[1]", b"{", b"3", b'{"a": 1} x']))

@@ -311,6 +311,10 @@ SAMPLES: dict[str, tuple[Any, Callable[[bytes], Any]]] = {
         fleet.Registration("w-1", "tiny", "decode", "native", 5, 16, 100, 8, 4096, no_store=True),
         fleet.decode,
     ),
+    "registration_with_ignored_options": (
+        fleet.Registration("w", "tiny", "decode", "trtllm", 1, 32, 100, 8, 4096, ignored_options=("seed",)),
+        fleet.decode,
+    ),
     "registration_of_a_pair_only": (
         fleet.Registration("w", "tiny", "decode", "sglang", 1, 32, 100, 8, 4096, pair_only=True),
         fleet.decode,
