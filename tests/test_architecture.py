@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import pytest
 
+import infra.docs.engines
 import infra.docs.metrics
 import infra.docs.settings
 import infra.docs.wire
@@ -251,7 +252,9 @@ def test_the_map_names_packages_and_modules_that_exist() -> None:
 
 
 @pytest.mark.parametrize(
-    "source", [infra.docs.settings, infra.docs.metrics, infra.docs.wire], ids=lambda source: source.PAGE.name
+    "source",
+    [infra.docs.settings, infra.docs.metrics, infra.docs.wire, infra.docs.engines],
+    ids=lambda source: source.PAGE.name,
 )
 def test_a_page_that_comes_from_the_code_is_current(source: ModuleType) -> None:
     assert source.PAGE.read_text(encoding="utf-8") == source.page(), "run: python -m infra.docs"

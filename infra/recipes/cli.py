@@ -20,7 +20,7 @@ from infra.recipes.command import worker_command
 from infra.recipes.model_shape import shape_at
 from infra.recipes.tables import hardware
 from infra.terminal import reason
-from workers.engines.support import matrix
+from workers.engines.support import matrix, sampling_notes, sampling_table
 
 OK, REFUSED, USAGE = 0, 1, 2
 
@@ -36,9 +36,14 @@ def run_list(argv: Sequence[str]) -> int:
 
 
 def run_matrix(argv: Sequence[str]) -> int:
-    """Print what each engine can do."""
+    """Print what each engine can do, and what becomes of sampling options."""
     Parser(prog="penstock recipe matrix", description="what each engine can do").parse_args(argv)
     _print(matrix())
+    print()
+    _print(sampling_table())
+    print()
+    for number, note in enumerate(sampling_notes(), 1):
+        print(f"({number}) {note}")
     return OK
 
 

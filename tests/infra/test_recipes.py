@@ -246,9 +246,14 @@ def test_list_names_every_recipe(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_the_matrix_names_every_engine_and_every_feature(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_matrix([]) == 0
-    head, *rows = capsys.readouterr().out.splitlines()
+    features, options, notes = capsys.readouterr().out.split("\n\n")
+    head, *rows = features.splitlines()
     assert head.split() == ["feature", "native", "mock", "trtllm", "vllm", "sglang"]
     assert [row.split("  ")[0] for row in rows] == list(support.FEATURES.values())
+    head, *rows = options.splitlines()
+    assert head.startswith("option ")
+    assert [row.split("  ")[0] for row in rows] == [row[0] for row in support.sampling_table()[1:]]
+    assert [note.partition(") ")[2] for note in notes.splitlines()] == support.sampling_notes()
 
 
 def test_show_prints_the_file_and_the_commands_of_its_set(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,9 +1,16 @@
-"""Feature support of each engine, for the workers' checks and the printed matrix. Imports no engine."""
+"""What each engine can do, and what becomes of sampling options, for the workers' checks and the tables of the docs.
+
+Imports no engine.
+"""
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from msgspec import Struct
 from msgspec.structs import fields
+
+from schemas.requests import Sampling
+from workers.engines.external.served import ALL, TORCH_SAMPLER_1_2, TRTLLM_SAMPLER, Served, problem
 
 NO = ""
 
@@ -86,7 +93,7 @@ SUPPORT: Mapping[str, Support] = {
         resumed_draws=NO,
         logprobs="yes",
         prompt_logprobs="yes",
-        logits_processors="aggregated, without speculation",
+        logits_processors="aggregated, without speculation and overlap scheduler",
         speculation="Eagle 3, MTP, NGram, draft model",
         several_gpus="TP, PP, EP, attention DP",
         several_nodes="MPI or Slurm with its launcher",
@@ -141,3 +148,94 @@ def matrix() -> list[tuple[str, ...]]:
     for field, title in FEATURES.items():
         rows.append((title, *(getattr(support, field) or "–" for support in SUPPORT.values())))
     return rows
+
+
+# --- sampling options
+
+APPLIED, REPORTED, REFUSED = "served", "reported", "refused"
+
+
+class Sampler(NamedTuple):
+    """A column of the table of sampling options.
+
+    Attributes:
+        served: as the engine's adapter finds it at the start.
+        notes: options of which more is to be said, as a remark behind what becomes of them.
+        refused: options beyond ``served`` that its adapter refuses.
+    """
+
+    title: str
+    served: Served
+    notes: Mapping[str, str] = {}
+    refused: frozenset[str] = frozenset()
+
+
+_BARRED = "min_tokens bars the model's end token; stop ids may be drawn before and do not stop yet"
+_LATE = "only with disable_overlap_scheduler: true, aggregated"
+_TRT_NOTES = {"min_tokens": _BARRED, "constraint, continued": _LATE, "logits_processors": _LATE + ", no speculation"}
+_NO_PROCESSORS = frozenset(["logits_processors"])
+_PROMPT_RANKS = "no ranks beyond the best"
+
+SAMPLERS: tuple[Sampler, ...] = (
+    Sampler("TensorRT-LLM 1.2", TRTLLM_SAMPLER, _TRT_NOTES),
+    Sampler("1.2, TorchSampler", TORCH_SAMPLER_1_2, _TRT_NOTES),
+    Sampler("TensorRT-LLM 1.3", ALL, _TRT_NOTES),
+    Sampler("vLLM", ALL, {}, _NO_PROCESSORS),
+    Sampler(
+        "SGLang",
+        ALL._replace(seed=False),
+        {
+            "seed": "served with enable_deterministic_inference",
+            "repetition_penalty": "counts the answer only",
+            "prompt_logprobs": _PROMPT_RANKS,
+        },
+        _NO_PROCESSORS,
+    ),
+    Sampler("native", ALL),
+)
+
+# Option -> a request that asks for nothing else.
+_OPTIONS: Mapping[str, tuple[Sampling, int]] = {
+    "temperature, top_p, top_k": (Sampling(temperature=0.5, top_p=0.9, top_k=5), 0),
+    "min_p": (Sampling(min_p=0.1), 0),
+    "repetition_penalty": (Sampling(repetition_penalty=1.1), 0),
+    "presence_penalty": (Sampling(presence_penalty=0.5), 0),
+    "frequency_penalty": (Sampling(frequency_penalty=0.5), 0),
+    "seed": (Sampling(seed=7), 0),
+    "logit_bias": (Sampling(logit_bias={5: 1.0}), 0),
+    "min_tokens": (Sampling(), 3),
+    "logprobs": (Sampling(logprobs=0), 0),
+    "top_logprobs": (Sampling(logprobs=5), 0),
+    "prompt_logprobs": (Sampling(prompt_logprobs=5), 0),
+    "logits_processors": (Sampling(), 0),
+    "constraint": (Sampling(), 0),
+    "constraint, continued": (Sampling(), 0),
+}
+
+
+def fate(option: str, sampler: Sampler) -> str:
+    """What becomes of a request's option: it is served, reported as ignored, or refused."""
+    sampling, min_tokens = _OPTIONS[option]
+    if option in sampler.refused or problem(sampling, min_tokens, sampler.served):
+        return REFUSED
+    return REPORTED if option in sampler.served.ignored else APPLIED
+
+
+def sampling_table() -> list[tuple[str, ...]]:
+    """Sampling options by engine, with a header row. Numbers refer to ``sampling_notes``."""
+    notes = sampling_notes()
+    rows = [("option", *(sampler.title for sampler in SAMPLERS))]
+    for option in _OPTIONS:
+        cells = []
+        for sampler in SAMPLERS:
+            note = sampler.notes.get(option)
+            mark = f" ({notes.index(note) + 1})" if note else ""
+            cells.append(fate(option, sampler) + mark)
+        rows.append((option, *cells))
+    return rows
+
+
+def sampling_notes() -> list[str]:
+    """The remarks of the table, in the order of their first appearance."""
+    found = [sampler.notes.get(option) for option in _OPTIONS for sampler in SAMPLERS]
+    return list(dict.fromkeys(note for note in found if note))

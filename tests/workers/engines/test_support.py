@@ -6,9 +6,18 @@ import pytest
 
 from configs.settings import WorkerSettings
 from infra.engine_args.tree import BadArguments
-from tests.workers.engines.contract import ALL, SEEDED_RESUME, Subject
+from tests.workers.engines.contract import (
+    ALL,
+    ALTERNATIVES,
+    CONTINUED,
+    MIN_P,
+    PENALTIES,
+    SEEDED_RESUME,
+    SEEDS,
+    Subject,
+)
 from workers.diffusion_backend import build_engine
-from workers.engines.support import FEATURES, SUPPORT, able, matrix
+from workers.engines.support import FEATURES, SAMPLERS, SUPPORT, able, fate, matrix, sampling_notes, sampling_table
 from workers.main import check_settings
 
 ENGINES = tuple(SUPPORT)
@@ -39,6 +48,38 @@ def test_it_agrees_with_the_contract_that_the_engines_are_held_to(subject: Subje
     assert support.kv_events
     assert support.logprobs
     assert support.prompt_logprobs
+
+
+COLUMNS = {
+    "native": "native",
+    "trtllm": "TensorRT-LLM 1.2",
+    "trtllm-torch-sampler": "1.2, TorchSampler",
+    "vllm": "vLLM",
+}
+
+
+@pytest.mark.parametrize("label", COLUMNS)
+def test_what_becomes_of_sampling_options_agrees_with_the_contract(label: str) -> None:
+    (lacks,) = (subject.lacks for subject in ALL if subject.label == label)
+    (sampler,) = (each for each in SAMPLERS if each.title == COLUMNS[label])
+    for clause, options in (
+        (SEEDS, ["seed"]),
+        (MIN_P, ["min_p"]),
+        (PENALTIES, ["repetition_penalty", "presence_penalty", "frequency_penalty"]),
+        (ALTERNATIVES, ["top_logprobs"]),
+    ):
+        assert {fate(option, sampler) != "served" for option in options} == {clause in lacks}
+    assert CONTINUED not in lacks or "constraint, continued" in sampler.notes
+
+
+def test_the_table_of_sampling_options_is_whole() -> None:
+    head, *rows = sampling_table()
+    assert head == ("option", *(sampler.title for sampler in SAMPLERS))
+    cells = [cell for row in rows for cell in row[1:]]
+    assert {cell.partition(" (")[0] for cell in cells} == {"served", "reported", "refused"}
+    marks = {int(cell.partition(" (")[2].rstrip(")")) for cell in cells if "(" in cell}
+    assert marks == set(range(1, len(sampling_notes()) + 1))
+    assert all(set(sampler.notes) <= {row[0] for row in rows} for sampler in SAMPLERS)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
