@@ -57,7 +57,8 @@ test-llguidance: $(VENV)/.installed-dev  ## constraints and the engines' contrac
 	done
 
 # Not on the stamp: tensorrt_llm comes from NVIDIA's index or container, so BIN may be any environment that has it.
-test-trtllm:  ## the engines' contract on the real TensorRT-LLM, with a GPU (VENV=where it is installed)
+test-trtllm:  ## what differs in the real TensorRT-LLM, then the engines' contract on it, with a GPU (VENV=where it is installed)
+	$(BIN)/python -m infra.cli doctor --engine trtllm || echo "the doctor found problems; the contract is run all the same"
 	PENSTOCK_CONTRACT_REAL=tensorrt_llm PENSTOCK_CONTRACT_BOUND_S=300 \
 	  $(BIN)/python -m pytest tests/workers/engines/test_contract.py -k trtllm --timeout 1800 $(ARGS)
 

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import msgspec
 from rich.console import Console
 
+from configs import logs
 from configs.flags import Parser
 from configs.settings import GatewaySettings
 from infra.broker.jetstream_api import BrokerProblem
@@ -57,16 +58,48 @@ def run(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--machine", action="store_true", help="check the machine only, as before the first start of a deployment"
     )
+    parser.add_argument(
+        "--engine",
+        choices=("trtllm",),
+        help="compare the installed engine with what its adapter knows, and try it on a model (needs a GPU)",
+    )
+    parser.add_argument("--model", default="", metavar="DIR", help="with --engine: a small model (default: the demo)")
+    parser.add_argument(
+        "--override-engine-args",
+        default="",
+        metavar="JSON",
+        help="with --engine: as of a worker",
+    )
     parser.add_argument("--all", action="store_true", help="show also what is in order")
     parser.add_argument("--json", action="store_true", help="one JSON object per line")
     add_flags(parser)
     args = parser.parse_args(argv)
+    if args.engine:
+        return _examine_engine(args)
     try:
         examined = asyncio.run(examine(Source.of(args), args.url, machine_only=args.machine))
         return _report(args, examined, stdout())
     except OSError as error:
         print(f"penstock doctor: {error}", file=sys.stderr)
         return 1
+
+
+def _examine_engine(args: argparse.Namespace) -> int:
+    """Print each finding as it comes: an engine takes minutes to start."""
+    from infra.operate.doctor import trtllm  # imports torch
+
+    logs.setup(level="warning", stream=sys.stderr)
+    findings: list[Finding] = []
+    console = stdout()
+    for finding in trtllm.examine(args.model, {"override_engine_args": args.override_engine_args}):
+        findings.append(finding)
+        if args.json:
+            console.file.write(msgspec.json.encode(finding).decode() + "\n")
+        else:
+            _show(finding, console)
+    if not args.json:
+        _sum_up(findings, console)
+    return int(any(finding.status is Status.problem for finding in findings))
 
 
 async def examine(source: Source, urls: Sequence[str] = (), *, machine_only: bool = False) -> Examined:
@@ -138,17 +171,22 @@ def _report(args: argparse.Namespace, examined: Examined, console: Console) -> i
 
 
 def _print(findings: Sequence[Finding], console: Console, *, everything: bool) -> None:
-    shown = [each for each in findings if everything or each.status is not Status.ok]
-    for each in shown:
-        console.print(
-            f"{_MARKS[each.status]} [bold]{each.check}[/]: {escape(each.what)}", highlight=False, soft_wrap=True
-        )
-        if each.fix:
-            console.print(f"    {escape(each.fix)}", highlight=False, soft_wrap=True)
+    for each in findings:
+        if everything or each.status is not Status.ok:
+            _show(each, console)
+    _sum_up(findings, console, "" if everything else " (--all shows what is in order)")
+
+
+def _show(each: Finding, console: Console) -> None:
+    console.print(f"{_MARKS[each.status]} [bold]{each.check}[/]: {escape(each.what)}", highlight=False, soft_wrap=True)
+    if each.fix:
+        console.print(f"    {escape(each.fix)}", highlight=False, soft_wrap=True)
+
+
+def _sum_up(findings: Sequence[Finding], console: Console, more: str = "") -> None:
     count = {status: sum(each.status is status for each in findings) for status in Status}
     console.print(
         f"{counted(count[Status.problem], 'problem')}, {counted(count[Status.warning], 'warning')}, "
-        f"{count[Status.ok]} in order, {count[Status.skipped]} not checked"
-        + ("" if everything else " (--all shows what is in order)"),
+        f"{count[Status.ok]} in order, {count[Status.skipped]} not checked{more}",
         highlight=False,
     )

@@ -1,0 +1,90 @@
+"""``penstock doctor --engine trtllm``, tried on the stand-in: a clean page, and what it says of what differs."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from infra.operate.doctor import trtllm as doctor
+from infra.operate.doctor.finding import Finding, Status
+from infra.operate.doctor.main import run
+from tests import standins
+
+
+@pytest.fixture(autouse=True)
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("TENSORRT_LLM_STANDIN_KV", str(tmp_path))
+    with standins.installed():
+        yield
+
+
+@pytest.fixture
+def quirks() -> Iterator[Any]:
+    from tensorrt_llm._standin import variant
+
+    before = dict(vars(variant.QUIRKS))
+    yield variant.QUIRKS
+    vars(variant.QUIRKS).update(before)
+
+
+def by_name(findings: list[Finding]) -> dict[str, Finding]:
+    return {finding.check: finding for finding in findings}
+
+
+def test_the_page_of_a_release_that_is_as_known(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["--engine", "trtllm"]) == 0
+    page = capsys.readouterr().out
+    for name in ("release", "interface", "start", "aggregated", "kv events", "constraints", "cancel", "one token"):
+        assert f"✓ {name}:" in page
+    assert "✓ prefill and decode:" in page
+    assert "– encode: this model takes no images" in page
+    assert "0 problems" in page
+
+
+def test_what_is_missing_or_has_another_default_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tensorrt_llm import LLM
+    from tensorrt_llm.llmapi import TorchLlmArgs
+
+    def generate_async(self: Any, inputs: Any, sampling_params: Any = None, streaming: bool = True) -> None: ...
+
+    monkeypatch.setattr(LLM, "generate_async", generate_async)
+    monkeypatch.delattr(LLM.__mro__[1], "get_stats")
+    monkeypatch.setattr(TorchLlmArgs.model_fields["stream_interval"], "default", 5)
+    found = {(each.where, each.used) for each in doctor.interface.differences()}
+    assert {("LLM.generate_async(cache_salt)", True), ("LLM.get_stats", True), ("stream_interval", False)} <= found
+    assert ("LLM.generate_async streaming", False) in found
+
+
+def test_each_way_that_fails_is_reported_and_the_others_run_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from tensorrt_llm._standin import engine
+
+    def unable(self: Any, job: Any) -> None:
+        if job.kind != "context_and_generation" or job.params.guided_decoding is not None:
+            raise engine.Refused("the transceiver is not built in")
+
+    monkeypatch.setattr(engine.Engine, "_check_disaggregation", unable)
+    assert run(["--engine", "trtllm"]) == 1
+    page = capsys.readouterr().out
+    assert "✗ prefill and decode: the request 'p' failed" in page
+    assert "✗ constraints: the request 'json' failed" in page
+    assert "✓ cancel:" in page
+    assert "2 problems" in page
+
+
+def test_options_without_effect_are_warned_of(quirks: Any) -> None:
+    found = by_name(list(doctor.examine("", {"override_engine_args": '{"sampler_type": "TorchSampler"}'})))
+    assert found["sampling"].status is Status.warning
+    assert "penalties, min_p, seed" in found["sampling"].what
+    assert "min_tokens counts the prompt" in found["sampling"].what
+
+
+def test_without_the_package_it_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    import tensorrt_llm
+
+    monkeypatch.delattr(tensorrt_llm, "LLM")
+    (finding,) = doctor.examine("", {})
+    assert finding.status is Status.problem
+    assert "pypi.nvidia.com" in finding.what
