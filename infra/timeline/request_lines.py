@@ -106,19 +106,19 @@ def _line(text: str) -> str:
     return text if text.isprintable() else "".join(each if each.isprintable() else "�" for each in text)
 
 
-_OVER_ERRORS = 3  # columns up to here matter more than the text of errors, whose code has a column
+_OVER_ERRORS = 4  # columns up to here matter more than the text of errors, whose code has a column
 _STATE = _Column("state", 9, lambda request, _: request.state)
-_CODE = _Column("code", 4, lambda request, _: request.code if request.code != request.state else "")
+_CODE = _Column("code", 4, lambda request, _: request.code if request.code != request.state else "", 1)
 _COLUMNS = (
-    _Column("accepted", 12, lambda request, now_ns: _clock(request.created_ns, now_ns), 2),
+    _Column("accepted", 12, lambda request, now_ns: _clock(request.created_ns, now_ns), 3),
     _Column("id", 36, lambda request, _: request.id),
     _STATE,
     _CODE,
-    _Column("model", 6, lambda request, _: _line(request.model), 6),
-    _Column("worker", 17, lambda request, _: _line(request.worker), 4),
-    _Column("prompt", 6, lambda request, _: str(request.prompt_tokens), 5, number=True),
-    _Column("cached", 6, lambda request, _: str(request.cached_tokens), 8, number=True),
-    _Column("out", 5, lambda request, _: str(request.completion_tokens), 3, number=True),
-    _Column("ttft", 9, lambda request, _: span(request.ttft_ms), 7, number=True),
-    _Column("duration", 9, lambda request, _: span(request.duration_ms), 1, number=True),
+    _Column("model", 6, lambda request, _: _line(request.model), 7),
+    _Column("worker", 17, lambda request, _: _line(request.worker), 5),
+    _Column("prompt", 6, lambda request, _: str(request.prompt_tokens), 6, number=True),
+    _Column("cached", 6, lambda request, _: str(request.cached_tokens), 9, number=True),
+    _Column("out", 5, lambda request, _: str(request.completion_tokens), 4, number=True),
+    _Column("ttft", 9, lambda request, _: span(request.ttft_ms), 8, number=True),
+    _Column("duration", 9, lambda request, _: span(request.duration_ms), 2, number=True),
 )

@@ -117,12 +117,13 @@ def test_lines_have_columns_that_fit_and_cut_only_the_last(width: int) -> None:
     assert len(places) == 1
     assert all(len(line) <= width for line in plain)
     assert ("accepted" in plain[0], "worker" in plain[0], "cached" in plain[0]) == (
-        width > 60,
+        width > 80,
         width > 120,
         width > 120,
     )
     errors = [line.endswith("…") and "  too" in line for line in plain[1:]]
-    assert errors == [width >= 100] * 3
+    assert errors == [width == 60 or width >= 120] * 3
+    assert all(("deadline_exceeded" in line) == (width > 60) for line in plain[1:2])
     import re
 
     coloured = lines(found, width=width, now_ns=10**18, header="error", colours=True)
