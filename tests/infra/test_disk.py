@@ -219,7 +219,7 @@ async def test_answers_whose_tokens_a_full_disk_does_not_take_end_within_15_s_at
     up = Up(small_disk, tmp_path, "--mock-speedup", "0.5")
     try:
         state = await up.ready()
-        body = {"model": state["model"], "prompt": "a b c", "max_tokens": 1_000, "ignore_eos": True}
+        body = {"model": state["model"], "prompt": "a b c", "max_tokens": 2_000, "ignore_eos": True}
         nats_client = await nats.connect(state["client_nats_url"])
         replies: asyncio.Queue[Any] = asyncio.Queue()
         inbox = nats_client.new_inbox()
