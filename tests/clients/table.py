@@ -19,6 +19,21 @@ engine, for which every request needs an API key ({date}, `make test-clients`).
 such feature, or it was not tried.
 
 """
+_NOTES = """
+## What differs between servers
+
+Code that was written for another server meets these here:
+
+- Reasoning is in `reasoning_content` and `reasoning` of a message, and in `reasoning_content` of stream chunks; null
+  where there is none. Both are taken in the history ([HTTP API](http.md#tool-calls-and-reasoning)).
+- Stop strings end the content, and neither a thought nor a call, so evaluation harnesses can send them with every
+  request.
+- `model` may be missing, `/v1` may lack in the base URL, and `--served-model-name a claude-b` gives a model several
+  names.
+- vLLM's `return_token_ids`, `return_tokens_as_token_ids`, `include_reasoning`, `continuous_usage_stats`, and SGLang's
+  `separate_reasoning`, are served; `echo` can be streamed.
+- Idle streams have comments, which clients of server-sent events ignore.
+"""
 _AGENTS = """
 ## Coding agents
 
@@ -61,7 +76,7 @@ def page(results: dict[str, Any]) -> str:
     below = "\n## What does not work\n\n" + "\n".join(problems) + "\n" if problems else ""
     checked = [line for row in rows for line in _checks(row.title, found[row.name])]
     checks = "\n## What was checked\n\n" + "\n".join(checked) + "\n"
-    return _HEAD.format(date=results["date"]) + "\n".join(lines) + "\n" + below + _AGENTS + checks
+    return _HEAD.format(date=results["date"]) + "\n".join(lines) + "\n" + below + _NOTES + _AGENTS + checks
 
 
 def write() -> None:

@@ -1,0 +1,107 @@
+"""What users of other servers reported, asked of the native engine: answers through every process of a deployment."""
+
+import gzip
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.pipeline.demo.test_demo_model import TOOLS
+from tests.pipeline.support import Deployment
+
+pytestmark = pytest.mark.timeout(180)
+
+THINK: dict[str, Any] = {
+    "temperature": 0,
+    "messages": [{"role": "user", "content": "What is 12*13? Think."}],
+    "chat_template_kwargs": {"enable_thinking": True},
+}
+HAS_PLUS = "2 + 3 + 0 = 5."  # in what the model thinks
+
+
+async def post(demo: Deployment, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    async with httpx.AsyncClient(base_url=demo.urls[0], timeout=60) as client:
+        answer = await client.post(path, json=body)
+    assert answer.status_code == 200, answer.text
+    found: dict[str, Any] = answer.json()
+    return found
+
+
+async def deltas(demo: Deployment, body: dict[str, Any]) -> list[dict[str, Any]]:
+    async with httpx.AsyncClient(base_url=demo.urls[0], timeout=60) as client:
+        text = (await client.post("/v1/chat/completions", json={**body, "stream": True})).text
+    bodies = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
+    return [body["choices"][0]["delta"] for body in bodies]
+
+
+@pytest.mark.parametrize("more", [{}, {"n": 2}, {"structured_outputs": {"regex": "[0-9]+( [+] [0-9]+)?"}}])
+async def test_a_stop_string_in_a_thought_does_not_end_the_answer(demo: Deployment, more: dict[str, Any]) -> None:
+    whole = await post(demo, "/v1/chat/completions", {**THINK, "stop": ["+"], **more})
+    assert len(whole["choices"]) == more.get("n", 1)
+    for choice in whole["choices"]:
+        assert HAS_PLUS in choice["message"]["reasoning_content"]
+        assert choice["message"]["content"]
+        assert "+" not in choice["message"]["content"]
+    assert whole["usage"]["completion_tokens_details"]["reasoning_tokens"] > 0
+    if "n" not in more:
+        streamed = await deltas(demo, {**THINK, "stop": ["+"], **more})
+        assert all("reasoning_content" in delta for delta in streamed)
+        shown = "".join(delta.get("content") or "" for delta in streamed)
+        assert shown == whole["choices"][0]["message"]["content"]
+
+
+async def test_nor_does_it_in_the_other_apis(demo: Deployment) -> None:
+    asked = {"temperature": 0, "chat_template_kwargs": {"enable_thinking": True}}
+    said = {"messages": THINK["messages"], "max_tokens": 300, "stop_sequences": ["+"]}
+    message = await post(demo, "/v1/messages", {**asked, **said})
+    assert [block["type"] for block in message["content"]] == ["thinking", "text"]
+    assert HAS_PLUS in message["content"][0]["thinking"]
+    assert (message["stop_reason"], message["stop_sequence"]) == ("stop_sequence", "+")
+    response = await post(demo, "/v1/responses", {**asked, "input": "What is 12*13? Think.", "stop": ["+"]})
+    assert [item["type"] for item in response["output"]] == ["reasoning", "message"]
+    assert HAS_PLUS in response["output"][0]["content"][0]["text"]
+    assert (response["presence_penalty"], response["frequency_penalty"]) == (0.0, 0.0)
+
+
+async def test_a_stop_string_does_not_cut_a_call(demo: Deployment) -> None:
+    said = [{"role": "user", "content": "What is the weather in Paris?"}]
+    answer = await post(
+        demo, "/chat/completions", {"messages": said, "tools": TOOLS, "stop": ["Par"], "temperature": 0}
+    )
+    [choice] = answer["choices"]
+    assert choice["finish_reason"] == "tool_calls"
+    assert choice["message"]["tool_calls"][0]["function"]["arguments"] == '{"city": "Paris"}'
+
+
+async def test_a_call_that_was_cut_off_does_not_end_the_conversation(demo: Deployment) -> None:
+    broken = {"id": "c", "type": "function", "function": {"name": "w", "arguments": '{"city": "Pa'}}
+    said = [
+        {"role": "user", "content": "Weather?"},
+        {"role": "assistant", "tool_calls": [broken]},
+        {"role": "tool", "tool_call_id": "c", "content": "rain"},
+    ]
+    answer = await post(demo, "/v1/chat/completions", {"messages": said, "temperature": 0, "max_tokens": 20})
+    assert answer["choices"][0]["message"]["content"]
+
+
+async def test_a_prefilled_thought_goes_on_as_a_thought(demo: Deployment) -> None:
+    said = [{"role": "user", "content": "What is 3 + 4?"}, {"role": "assistant", "content": "<think>\n3 + 4"}]
+    body = {"messages": said, "temperature": 0, "continue_final_message": True}
+    message = (await post(demo, "/v1/chat/completions", body))["choices"][0]["message"]
+    assert "</think>" not in (message["content"] or "")
+    assert message["reasoning_content"]
+
+
+async def test_packed_bodies_are_read_and_every_answer_has_the_clients_id(demo: Deployment) -> None:
+    body = json.dumps({"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}).encode()
+    async with httpx.AsyncClient(base_url=demo.urls[0], timeout=60) as client:
+        headers = {"content-encoding": "gzip", "x-request-id": "mine"}
+        answer = await client.post("/v1/chat/completions", content=gzip.compress(body), headers=headers)
+        assert (answer.status_code, answer.headers["x-client-request-id"]) == (200, "mine")
+        refused = await client.post("/v1/chat/completions", content=body, headers={"content-encoding": "br"})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (415, "Content-Encoding")
+        assert refused.headers["x-request-id"]
+        response = (await client.post("/v1/responses", json={"input": "hi", "max_output_tokens": 2})).json()
+        cancel = await client.post(f"/v1/responses/{response['id']}/cancel")
+        assert cancel.status_code == 400
