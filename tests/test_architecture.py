@@ -62,6 +62,11 @@ def failures() -> list[Row]:
     return [Row(row[0], "", names(row[-1])) for row in rows("failures.md")]
 
 
+def reports() -> list[Row]:
+    """The kinds of public reports about other servers that are cured here."""
+    return [Row(row[0], "", names(row[-1])) for row in rows("results/reports.md") if "Not cured yet" not in row[-2]]
+
+
 # ---- what the source defines
 
 
@@ -185,7 +190,7 @@ def missing_tests(row: Row) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("page", ["requirements.md", "failures.md"])
+@pytest.mark.parametrize("page", ["requirements.md", "failures.md", "results/reports.md"])
 def test_no_row_has_an_empty_cell(page: str) -> None:
     for head, *body in tables(page):
         assert [row for row in body if len(row) != len(head) or not all(row)] == []
@@ -197,8 +202,8 @@ def test_a_requirement_is_met_where_its_row_points(row: Row) -> None:
     assert missing(row.where) == []
 
 
-@pytest.mark.parametrize("row", requirements() + failures(), ids=lambda row: row.what)
-def test_the_test_of_a_requirement_or_failure_exists(row: Row) -> None:
+@pytest.mark.parametrize("row", requirements() + failures() + reports(), ids=lambda row: row.what)
+def test_the_test_of_a_requirement_failure_or_report_exists(row: Row) -> None:
     assert row.tests, "no test is named"
     assert missing_tests(row) == []
 
@@ -287,7 +292,9 @@ PEERS_FLAGS = frozenset(
 )
 
 
-@pytest.mark.parametrize("page", ["README.md", "ARCHITECTURE.md", *(f"docs/{path.name}" for path in DOCS.glob("*.md"))])
+@pytest.mark.parametrize(
+    "page", ["README.md", "ARCHITECTURE.md", *(str(path.relative_to(ROOT)) for path in DOCS.rglob("*.md"))]
+)
 def test_the_flags_that_a_page_names_exist(page: str) -> None:
     known = frozenset(re.findall(r"`(--[a-z0-9-]+)`", infra.docs.settings.page())) | flags()
     text = (ROOT / page).read_text(encoding="utf-8")
