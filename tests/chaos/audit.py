@@ -173,6 +173,8 @@ def judge(
         row["ok"] += not found
     known = {request for request, _ in log.accepted}
     deleted = {client.request for client in seen if client.outcome == "deleted"}
+    if around.mixed:
+        deleted |= {client.request for client in seen if client.kind in NO_STORE}
     problems += [
         Problem("extra", f"a terminal event ({end.code or 'ok'}) of a request that nobody made", request)
         for request, each in ends.items()
@@ -226,8 +228,10 @@ def outcome_problems(
         yield Problem("admitted", f"without a valid key, it was {seen.outcome}", seen.request)
     if seen.outcome == "declined" and not around.mixed:
         yield Problem("failed", "no_store was declined, and every process is of this build", seen.request)
-    if seen.outcome == "unknown" and not around.hit(("gateway", "all"), seen.ended - BEFORE_S, seen.ended):
-        yield Problem("broken", f"its connection broke, and no gateway was disturbed: {_so_far(seen)}", seen.request)
+    # Its connection broke, which only a gateway's fault excuses; or its acceptance was not confirmed, the broker's.
+    causes = CELL if seen.left else ("gateway", "all")
+    if seen.outcome == "unknown" and not around.hit(causes, seen.ended - REFUSED_S - BEFORE_S, seen.ended):
+        yield Problem("broken", f"nobody can tell its fate, and nothing was disturbed: {_so_far(seen)}", seen.request)
     allowed_s = REFUSED_S + SLACK_S + around.paused_s(seen.began, seen.ended)
     if seen.refusal_s > allowed_s:
         yield Problem("slow", f"refused after {seen.refusal_s:.1f} s, not within {REFUSED_S:g} s", seen.request)
@@ -239,12 +243,15 @@ def _may_be_lost(seen: Seen, ends: Mapping[str, Sequence[End]], around: Circumst
         return False
     if seen.code == "request_erased":
         return any(seen.ended - end.at > GRACE_S - 1 for end in ends.get(seen.request, ()))
-    deadly = (Act.kill, Act.restart, Act.roll, Act.crash, Act.fill)
-    since = seen.began - BEFORE_S
-    return seen.code == "content_lost" and (
-        around.hit(("all",), since, seen.ended, deadly)
-        or (around.hit((BROKER,), since, seen.ended, deadly) and around.hit(("gateway",), since, seen.ended, deadly))
-    )
+    return seen.code == "content_lost" and _died_together(seen, seen.ended, around)
+
+
+def _died_together(seen: Seen, until: float, around: Circumstances) -> bool:
+    """Whether the broker and a gateway died since the request was asked: together, or the one before the other."""
+    deadly, since = (Act.kill, Act.restart, Act.roll, Act.crash, Act.fill), seen.began - BEFORE_S
+    if around.hit(("all",), since, until, deadly):
+        return True
+    return around.hit((BROKER,), since, until, deadly) and around.hit(("gateway",), since, until, deadly)
 
 
 def _may_be_unknown(seen: Seen, around: Circumstances) -> bool:
@@ -274,7 +281,8 @@ def record_problems(
         return
     # Whoever was told an id, or got an answer, was accepted: also a client that left, and one that cannot know.
     told = [client for client in clients if client.request or client.outcome in ("answered", "hung")]
-    if told and not requests and not (kind in NO_STORE and outcomes == {"declined"}):
+    erased = kind in NO_STORE and around.mixed  # by a router of an earlier build
+    if told and not requests and not erased:
         yield Problem(
             "missing", f"a client was {told[0].outcome or 'asking'}, and the log has no request", told[0].request
         )
@@ -297,7 +305,8 @@ def record_problems(
         for end in found[:1]:
             if not end.code and request in denied and request not in excused:
                 yield Problem("lost", f"its record is ok, and a client got {denied[request]}", request)
-            if end.code and not (left and end.code == "cancelled") and end.code not in reported:
+            lost = kind in NO_STORE and end.code == "content_lost" and _died_together(clients[0], end.at, around)
+            if end.code and not (left and end.code == "cancelled") and end.code not in reported and not lost:
                 yield Problem("failed", f"ended with {end.code}: {end.message} (attempt {end.attempt})", request)
             yield from _token_problems(end, expected)
 

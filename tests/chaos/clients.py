@@ -128,6 +128,7 @@ class _Conversation:
         self._urls, self._turn = clients.urls, first
         self._leave = 0
         self._posted = 0.0
+        self._confirmed = False  # an answer began, or a gateway said that the request goes on
 
     async def run(self, wait_s: float, leave: int) -> None:
         """Ask and read to the end, or to event ``leave`` of a client that leaves."""
@@ -186,7 +187,10 @@ class _Conversation:
 
     async def _stream(self) -> None:
         seen, tries = self.seen, 0
-        while not seen.request and not seen.finished:
+        while not seen.finished and not seen.outcome:
+            if seen.request:
+                await self._attach()
+                continue
             try:
                 async with self._post() as answer:
                     if await self._accepted(answer):
@@ -196,12 +200,10 @@ class _Conversation:
             tries += 1
             if not seen.request:
                 await self._pause(tries)
-        while not seen.finished and not seen.outcome:
-            await self._attach()
 
     async def _whole(self) -> None:
         seen, tries = self.seen, 0
-        while not seen.request:
+        while not (seen.request and await self._fetched()):
             try:
                 async with self._post() as answer:
                     if await self._accepted(answer):
@@ -215,7 +217,6 @@ class _Conversation:
                     seen.request = ""  # the same question under the same key has the same answer
             tries += 1
             await self._pause(tries)
-        await self._fetch()
 
     def _post(self) -> Any:
         headers = {"idempotency-key": self._key} if self._key else {}
@@ -240,14 +241,14 @@ class _Conversation:
         """
         seen, kind = self.seen, self._recipe.kind
         if answer.status == 200:
-            seen.request = answer.request
+            seen.request, self._confirmed = answer.request, True
             return True
         code, message = _error(await answer.read())
         if not answer.request:
             seen.refusal_s = max(seen.refusal_s, time.monotonic() - self._posted)
         if (kind, code) in REFUSED:
             raise Settled(REFUSED[kind, code])
-        if kind in NO_STORE and code not in LATER and "no_store" in message and not answer.request:
+        if kind in NO_STORE and code == "unsupported" and "no_store" in message:
             raise Settled("declined")
         if code not in LATER:
             seen.request = answer.request
@@ -255,9 +256,23 @@ class _Conversation:
         seen.notes.append(code)
         if answer.request:
             seen.request = answer.request
+            self._confirmed = self._confirmed or code == "shutting_down"
         else:
             seen.refused += 1
         return False
+
+    def _not_there(self, code: str) -> bool:
+        """Whether this says that a request was not accepted after all, whose id came with a 503: to ask again is safe.
+
+        Raises:
+            Settled: it has no key, so it is given up, and cancelled if it was stored.
+        """
+        if code != "request_not_found" or self._confirmed:
+            return False
+        self.seen.request, self.seen.left = "", True
+        if not self._key:
+            raise Settled("unknown")
+        return True
 
     # -- reading --------------------------------------------------------------------------------------------------
 
@@ -293,13 +308,13 @@ class _Conversation:
                     return
                 code, message = _error(await answer.read())
                 seen.notes.append(f"re-attach: {code}")
-                if code not in LATER:
+                if code not in LATER and not self._not_there(code):
                     raise Failed(code, f"re-attaching, status {answer.status}: {message}")
         except Broken as broken:
             seen.notes.append(str(broken))
 
-    async def _fetch(self) -> None:
-        """The whole answer, by its id."""
+    async def _fetched(self) -> bool:
+        """Get the whole answer by its id; False: it was not accepted, and must be asked for again."""
         seen = self.seen
         while True:
             seen.attached += 1
@@ -312,13 +327,15 @@ class _Conversation:
                 continue
             if answer.status != 200:
                 code, message = _error(raw)
+                if self._not_there(code):
+                    return False
                 if code not in LATER:
                     raise Failed(code, f"asking for it, status {answer.status}: {message}")
                 continue
             status = json.loads(raw)
             if "result" in status:
                 seen.take_whole(status["result"])
-                return
+                return True
             if status["state"] in ("failed", "cancelled"):
                 raise Failed(status["error"]["code"], status["error"]["message"])
 

@@ -95,7 +95,7 @@ class NatsClients:
             seen.notes.append(repr(problem))
         except PenstockError as problem:
             seen.outcome, seen.code, seen.message = "failed", problem.code, problem.message
-            if seen.kind in NO_STORE and "no_store" in problem.message and not seen.request:
+            if seen.kind in NO_STORE and problem.code == "unsupported" and "no_store" in problem.message:
                 seen.outcome = "declined"
         seen.ended = time.time()
 

@@ -245,10 +245,14 @@ class Run:
 
         async def one(recipe: Recipe) -> list[Seen]:
             async with room:
-                kind = recipe.kind
-                if kind in PATIENT or kind == "limited":
+                kind, body = recipe.kind, recipe.body
+                declined = kind in NO_STORE and self._options.other is not None
+                if declined:  # while processes of an earlier build are there
+                    body = {name: value for name, value in body.items() if name not in ("no_store", "store")}
+                if kind in PATIENT or kind == "limited" or declined:
                     kind = "nats-repeat" if kind in recipes.NATS_KINDS else "stream"
-                return await self.ask(recipe._replace(kind=kind), f"{tag}-{recipe.name}", random.Random(0))
+                asked = recipe._replace(kind=kind, body=body)
+                return await self.ask(asked, f"{tag}-{recipe.name}", random.Random(0))
 
         asked_all = await asyncio.gather(*map(one, asked))
         found = {seen.recipe: seen for several in asked_all for seen in several[::-1]}
@@ -310,14 +314,15 @@ class Run:
 
     async def _kept(self) -> list[str]:
         """Words and tokens of private prompts and answers that some file of the broker has."""
-        private = [recipe for recipe in self._recipes if recipe.kind in PRIVATE]
+        kinds = PRIVATE if self._options.other is None else ("delete",)
+        private = [recipe for recipe in self._recipes if recipe.kind in kinds]
         if not private:
             return []
         deadline = time.monotonic() + ERASED_S
         while True:
             found: dict[str, str] = {}
-            for kinds, left_out in ((NO_STORE, ""), (("delete",), REPLICATION)):
-                wanted = self._marks([recipe for recipe in private if recipe.kind in kinds])
+            for those, left_out in ((NO_STORE, ""), (("delete",), REPLICATION)):
+                wanted = self._marks([recipe for recipe in private if recipe.kind in those])
                 found |= await asyncio.to_thread(found_in, self._system.store, wanted, left_out)
             if not found or time.monotonic() > deadline:
                 return [f"{name} in {path}" for name, path in sorted(found.items())]

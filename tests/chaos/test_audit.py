@@ -111,6 +111,14 @@ def test_a_connection_without_a_key_breaks_only_if_a_gateway_was_disturbed(aroun
     assert kinds(case, around) == {"broken"}
 
 
+def test_an_acceptance_that_was_not_confirmed_needs_a_fault_of_the_broker_and_may_end_cancelled() -> None:
+    case = kept()
+    case.seen.outcome, case.seen.choices[0], case.seen.request, case.seen.left = "unknown", Shown(), "", True
+    case.log.ends = [case.log.ends[0]._replace(code="cancelled", tokens=())]
+    assert kinds(case, hits("nats")) == set()
+    assert kinds(case, hits("worker-0")) == {"broken"}
+
+
 def test_a_cancelled_client_that_was_told_an_id_is_in_the_log() -> None:
     case = kept()
     left_early(case)
@@ -220,6 +228,10 @@ def test_what_only_memory_had_may_be_lost_with_broker_and_gateway_together_and_n
     stops = hits("nats", "gateway-0", act=Act.stop, hold_s=3.0)
     for around in (UNDISTURBED, hits("nats"), hits("gateway-0"), hits("nats", "worker-0"), stops):
         assert "failed" in kinds(case, around)
+    case.seen.outcome, case.seen.code = "unknown", ""  # its client cannot know; the record may say so all the same
+    case.seen.request = ""
+    assert kinds(case, hits("nats", "gateway-0")) == set()
+    assert "failed" in kinds(case, hits("gateway-0"))
     stored = kept()
     stored.seen.outcome, stored.seen.code = "failed", "content_lost"
     assert "failed" in kinds(stored, hits("nats", "gateway-0"))
