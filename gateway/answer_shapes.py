@@ -6,9 +6,10 @@ from typing import Protocol
 from gateway.anthropic.render import MessageAggregator, MessageRenderer
 from gateway.embeddings.answer import EmbeddingAggregator
 from gateway.openai.aggregator import AnswerAggregator
-from gateway.openai.common import MESSAGE, RESPONSE
+from gateway.openai.common import COMPACTION, MESSAGE, RESPONSE
 from gateway.openai.errors import unsupported
 from gateway.openai.responses import UsageBody
+from gateway.openai.responses_api.compaction import CompactionAggregator
 from gateway.openai.responses_api.render import ResponseAggregator, ResponseRenderer
 from gateway.openai.stream_renderer import StreamRenderer
 from infra.model.detokenizer import Detokenizer
@@ -64,6 +65,8 @@ def aggregator_for(request: GenerateRequest, detokenizer: Detokenizer, *, late: 
         return EmbeddingAggregator(request)
     if request.endpoint == RESPONSE:
         return ResponseAggregator(request, detokenizer)
+    if request.endpoint == COMPACTION:
+        return CompactionAggregator(request, detokenizer)
     if request.endpoint == MESSAGE:
         return MessageAggregator(request, detokenizer)
     return AnswerAggregator(request, detokenizer, late=late)
@@ -78,6 +81,8 @@ def renderer_for(request: GenerateRequest, detokenizer: Detokenizer, *, include_
     """
     if request.embedding is not None:
         raise unsupported("stream", "embeddings are not streamed: read the answer with GET /v1/requests/" + request.id)
+    if request.endpoint == COMPACTION:
+        raise unsupported("stream", "compactions are not streamed: read the answer with GET /v1/requests/" + request.id)
     if request.endpoint == RESPONSE:
         return ResponseRenderer(request, detokenizer)
     if request.endpoint == MESSAGE:

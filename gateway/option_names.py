@@ -10,10 +10,10 @@ from gateway.anthropic.requests import MessagesRequest
 from gateway.embeddings.requests import EmbeddingRequest
 from gateway.images.prepare import IMAGE, VIDEO
 from gateway.images.requests import ImageGenerationRequest, VideoGenerationRequest
-from gateway.openai.common import CHAT, COMPLETION, MESSAGE, RESPONSE
+from gateway.openai.common import CHAT, COMPACTION, COMPLETION, MESSAGE, RESPONSE
 from gateway.openai.errors import invalid
 from gateway.openai.requests import ChatCompletionRequest, CompletionRequest
-from gateway.openai.responses_api.requests import ResponsesRequest
+from gateway.openai.responses_api.requests import CompactionRequest, ResponsesRequest
 from gateway.openai.responses_api.tools import left_out
 from schemas.requests import EMBEDDING
 
@@ -35,6 +35,7 @@ _BODIES: dict[str, type[msgspec.Struct]] = {
     CHAT: ChatCompletionRequest,
     COMPLETION: CompletionRequest,
     RESPONSE: ResponsesRequest,
+    COMPACTION: CompactionRequest,
     MESSAGE: MessagesRequest,
     EMBEDDING: EmbeddingRequest,
     IMAGE: ImageGenerationRequest,

@@ -22,7 +22,7 @@ from gateway.embeddings.requests import MAX_VALUES
 from gateway.fleet import FleetView
 from gateway.images.prepare import PATHS, prepare_images
 from gateway.media.loader import MediaLoader
-from gateway.openai.common import CHAT, MESSAGE, RESPONSE
+from gateway.openai.common import CHAT, COMPACTION, MESSAGE, RESPONSE
 from gateway.openai.errors import invalid
 from gateway.openai.places import rename
 from gateway.openai.prepare import (
@@ -34,9 +34,10 @@ from gateway.openai.prepare import (
 )
 from gateway.openai.prepare_context import PrepareContext
 from gateway.openai.responses_api import chat as responses_api_chat
+from gateway.openai.responses_api.compaction import encode_kept
 from gateway.openai.responses_api.prepare import count_prompt_of, prepare_response, with_body
 from gateway.openai.responses_api.record import encode_stored
-from gateway.openai.responses_api.requests import parse_response
+from gateway.openai.responses_api.requests import parse_compaction, parse_response
 from gateway.option_names import check_options
 from schemas.errors import Code, ServingError
 from schemas.ids import new_request_id
@@ -160,8 +161,8 @@ class RequestPreparer:
         now_ns: int,
         request_id: str,
     ) -> PreparedRequest:
-        if endpoint == RESPONSE:
-            return await self._response(body, context, sees, now_ns=now_ns, request_id=request_id)
+        if endpoint in (RESPONSE, COMPACTION):
+            return await self._response(endpoint, body, context, sees, now_ns=now_ns, request_id=request_id)
         if endpoint == MESSAGE:
             return await self._message(body, context, now_ns=now_ns, request_id=request_id)
         prepare = prepare_chat if endpoint == CHAT else prepare_completion
@@ -171,16 +172,35 @@ class RequestPreparer:
         return prepared
 
     async def _response(
-        self, body: bytes, context: PrepareContext, sees: str | None, *, now_ns: int, request_id: str
+        self,
+        endpoint: str,
+        body: bytes,
+        context: PrepareContext,
+        sees: str | None,
+        *,
+        now_ns: int,
+        request_id: str,
     ) -> PreparedRequest:
-        asked = await self.run_for(body, parse_response, body)
+        compacts = endpoint == COMPACTION
+        asked = await self.run_for(body, parse_compaction if compacts else parse_response, body)
         history = await self._conversations.history(asked.previous_response_id, sees)
-        work = partial(prepare_response, asked, history.turns, context, now_ns=now_ns, request_id=request_id)
+        work = partial(
+            prepare_response,
+            asked,
+            history.turns,
+            context,
+            now_ns=now_ns,
+            request_id=request_id,
+            compacts=compacts,
+        )
         prepared = await (self._in_thread(work) if history.size > LARGE_BODY else self.run_for(body, work))
-        stored = encode_stored(asked, history.ancestors, history.size)
+        if compacts:
+            stored = encode_kept(asked, history.turns, request_id)
+        else:
+            stored = encode_stored(asked, history.ancestors, history.size)
         if isinstance(prepared, PendingMediaRequest):
             prepared = await self._with_media(prepared, context)
-        return with_body(prepared, RESPONSE, stored)._replace(detached=bool(asked.background))
+        return with_body(prepared, endpoint, stored)._replace(detached=bool(asked.background))
 
     async def _message(self, body: bytes, context: PrepareContext, *, now_ns: int, request_id: str) -> PreparedRequest:
         found = await self.run_for(body, prepare_message, body, context, now_ns=now_ns, request_id=request_id)

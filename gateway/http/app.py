@@ -43,7 +43,7 @@ from gateway.http.status import final_state, status_of
 from gateway.images.endpoints import ImageReattach, answer_images, base_url
 from gateway.images.files import GeneratedFiles
 from gateway.images.prepare import PATHS
-from gateway.openai.common import CHAT, COMPLETION, MESSAGE, RESPONSE
+from gateway.openai.common import CHAT, COMPACTION, COMPLETION, MESSAGE, RESPONSE
 from gateway.openai.openapi import document
 from gateway.openai.responses import CancelResponse, error_body, stopping
 from gateway.openai.tokenization import detokenize, tokenize
@@ -114,6 +114,7 @@ def _answering(gateway: Gateway) -> dict[str, App]:
         "/v1/chat/completions": Generations(gateway, CHAT, answer_text),
         "/v1/completions": Generations(gateway, COMPLETION, answer_text, answer_batch=answer_prompts),
         "/v1/responses": Generations(gateway, RESPONSE, answer_response),
+        "/v1/responses/compact": Generations(gateway, COMPACTION, answer_text),
         "/v1/responses/input_tokens": Computed(gateway, gateway.input_tokens),
         "/v1/messages": Generations(gateway, MESSAGE, answer_text, send_message_error),
         "/v1/messages/count_tokens": Computed(gateway, partial(gateway.compute, count_message), send_message_error),

@@ -14,6 +14,7 @@ BOM = b"\xef\xbb\xbf"  # which some clients write in front of UTF-8
 CHAT = "chat"  # values of GenerateRequest.endpoint
 COMPLETION = "text"
 RESPONSE = "response"
+COMPACTION = "compaction"
 MESSAGE = "message"
 
 SEED_MASK = (1 << 63) - 1

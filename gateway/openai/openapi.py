@@ -24,8 +24,15 @@ from gateway.openai.responses import (
     ModelList,
     Status,
 )
-from gateway.openai.responses_api.objects import DeletedResponse, InputItemList, InputTokens, Response, ResponseEvent
-from gateway.openai.responses_api.requests import ResponsesRequest
+from gateway.openai.responses_api.objects import (
+    CompactedResponse,
+    DeletedResponse,
+    InputItemList,
+    InputTokens,
+    Response,
+    ResponseEvent,
+)
+from gateway.openai.responses_api.requests import CompactionRequest, ResponsesRequest
 from gateway.openai.tokenization import Detokenized, DetokenizeRequest, Tokenized, TokenizeRequest
 from schemas.errors import Code
 
@@ -163,6 +170,14 @@ OPERATIONS = (
             ("order", "query", "desc (default) or asc"),
             ("after", "query", "id of the last item of the page before"),
         ),
+    ),
+    Operation(
+        "post",
+        "/v1/responses/compact",
+        "Summarise a conversation, to continue it with fewer tokens",
+        body=CompactionRequest,
+        response=CompactedResponse,
+        errors=_GENERATE,
     ),
     Operation(
         "post",

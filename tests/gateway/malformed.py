@@ -9,9 +9,11 @@ from typing import Any
 from gateway.anthropic.prepare import count_message, prepare_message
 from gateway.embeddings.prepare import prepare_embedding
 from gateway.openai.prepare import PendingMediaRequest, prepare_chat, prepare_completion
+from gateway.openai.responses_api.compaction import encode_kept
+from gateway.openai.responses_api.items import encode_summary
 from gateway.openai.responses_api.prepare import count_prompt_of, prepare_response
 from gateway.openai.responses_api.record import encode_stored, input_items, read_stored
-from gateway.openai.responses_api.requests import parse_response
+from gateway.openai.responses_api.requests import parse_compaction, parse_response
 from gateway.openai.tokenization import detokenize, tokenize
 from infra.model import constraints
 from schemas.errors import Code, ServingError
@@ -84,6 +86,20 @@ RESPONSES: list[dict[str, Any]] = [
      "stream_options": {"include_obfuscation": False}, "text": {"format": {
          "type": "json_schema", "name": "n", "schema": {"type": "object", "properties": {"a": {"type": "string"}}}}}},
 ]  # fmt: skip
+COMPACTIONS: list[dict[str, Any]] = [
+    {"model": "tiny", "input": "hi", "instructions": "i", "max_output_tokens": 1, "prompt_cache_key": "k"},
+    {
+        "model": "tiny",
+        "temperature": 0.5,
+        "reasoning": {"effort": "low"},
+        "store": False,
+        "input": [
+            {"role": "user", "content": [{"type": "input_text", "text": "a"}]},
+            {"type": "compaction", "id": "cmp_1", "encrypted_content": encode_summary("s")},
+            {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "b"}]},
+        ],
+    },
+]
 MESSAGES: list[dict[str, Any]] = [
     {"model": "tiny", "max_tokens": 1, "system": [{"type": "text", "text": "s"}], "stop_sequences": ["x"], "top_k": 5,
      "messages": [{"role": "user", "content": "hi"}], "temperature": 0.5, "metadata": {"user_id": "u"},
@@ -150,6 +166,12 @@ def _response(data: bytes) -> None:
     input_items("resp_1", body.input or ())
 
 
+def _compaction(data: bytes) -> None:
+    body = parse_compaction(data)
+    prepare_response(body, (), _CONTEXT, now_ns=NOW, request_id="r", compacts=True)
+    encode_kept(body, (), "r")
+
+
 def _embedding(data: bytes) -> None:
     models = {"tiny": Embedder(64, max_tokens=100, vocab_size=1000)}
     prepare_embedding(data, models, gateway="g", default_deadline_s=60, now_ns=NOW, request_id="r")
@@ -173,6 +195,7 @@ ROUTES: dict[str, tuple[list[dict[str, Any]], Callable[[bytes], object]]] = {
     "/tokenize": (TOKENIZE, lambda data: tokenize(data, _CONTEXT)),
     "/detokenize": (DETOKENIZE, lambda data: detokenize(data, _CONTEXT)),
     "/v1/responses": (RESPONSES, _response),
+    "/v1/responses/compact": (COMPACTIONS, _compaction),
     "/v1/responses/input_tokens": (RESPONSES, lambda data: count_prompt_of(parse_response(data), (), _CONTEXT)),
     "/v1/messages": (MESSAGES, lambda data: prepare_message(data, _CONTEXT, now_ns=NOW, request_id="r")),
     "/v1/messages/count_tokens": (MESSAGES, lambda data: count_message(data, _CONTEXT)),

@@ -1,6 +1,8 @@
 """Input items of the Responses API as chat messages, and where each message came from. Pure."""
 
+import base64
 from collections.abc import Sequence
+from zlib import crc32
 
 import msgspec
 
@@ -10,7 +12,42 @@ from gateway.openai.responses_api.requests import InputItem, InputPart
 from gateway.openai.responses_api.tools import ToolNames
 
 ROLES = ("system", "developer", "user", "assistant")
+SUMMARY = "Summary of the conversation so far:\n\n"  # in front of what a compaction item holds
 _TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
+
+
+class Summary(msgspec.Struct, frozen=True):
+    """What a compaction item holds. ``check``: CRC-32 of the text in UTF-8."""
+
+    text: str
+    check: int
+    version: int = 1
+
+
+_read_summary = msgspec.json.Decoder(Summary).decode
+
+
+def encode_summary(text: str) -> str:
+    """A summary as ``encrypted_content``: encoded for transport, not encrypted."""
+    data = msgspec.json.encode(Summary(text, crc32(text.encode())))
+    return base64.urlsafe_b64encode(data).decode()
+
+
+def decode_summary(content: str, at: str) -> str:
+    """
+    Args:
+        at: the name of the field, for errors.
+    Raises:
+        ServingError: invalid_request: damaged, or not made by ``encode_summary``.
+    """
+    try:
+        found = _read_summary(base64.b64decode(content, b"-_", validate=True))
+        intact = found.version == 1 and found.check == crc32(found.text.encode())
+    except (ValueError, msgspec.DecodeError):
+        intact = False
+    if not intact:
+        raise invalid(at, f"{at} is damaged or from another server; send it as POST /v1/responses/compact returned it")
+    return found.text
 
 
 class Conversation:
@@ -67,6 +104,11 @@ class Conversation:
                 parts = item.content if isinstance(item.content, list) else []
                 if text := "".join(part.text or "" for part in parts or item.summary or ()):
                     self._grow(at, ChatMessage("assistant", None, reasoning_content=text))
+            case "compaction":
+                place = f"{at}.encrypted_content"
+                # As the user's: every template has that role, and a forged summary gets no authority by it.
+                summary = decode_summary(_needed(item.encrypted_content, place), place)
+                self._append(ChatMessage("user", SUMMARY + summary), at, place)
             case "item_reference":
                 raise unsupported(
                     f"{at}.type", "item references are not supported; send the item itself, or previous_response_id"
@@ -75,7 +117,7 @@ class Conversation:
                 raise unsupported(
                     f"{at}.type",
                     f"{at}: items of type {other[:40]!r} are not supported; use 'message', 'function_call', "
-                    "'function_call_output' or 'reasoning'",
+                    "'function_call_output', 'reasoning' or 'compaction'",
                 )
 
     def _message(self, item: InputItem, at: str) -> None:

@@ -52,6 +52,13 @@ class FunctionCallItem(Struct, frozen=True, tag_field="type", tag="function_call
     namespace: str | UnsetType = UNSET
 
 
+class CompactionItem(Struct, frozen=True, tag_field="type", tag="compaction"):
+    """``encrypted_content``: a summary, encoded but not encrypted."""
+
+    id: str
+    encrypted_content: str
+
+
 OutputItem = MessageItem | ReasoningItem | FunctionCallItem
 
 
@@ -140,6 +147,20 @@ class ResponseEvent(Struct, frozen=True, omit_defaults=True):
     code: str | UnsetType | None = UNSET
     message: str | UnsetType = UNSET
     param: str | UnsetType | None = UNSET
+
+
+class CompactedResponse(Struct, frozen=True):
+    """POST /v1/responses/compact.
+
+    Attributes:
+        output: every message of the user, and a ``CompactionItem`` for the rest; the input of what follows.
+    """
+
+    id: str
+    created_at: int
+    output: list[Any]
+    usage: ResponseUsage
+    object: Literal["response.compaction"] = "response.compaction"
 
 
 class DeletedResponse(Struct, frozen=True):

@@ -10,6 +10,7 @@ from gateway.openai.prepare import PendingMediaRequest, PreparedRequest, count_p
 from gateway.openai.prepare_context import PrepareContext
 from gateway.openai.requests import ChatCompletionRequest, check_chat
 from gateway.openai.responses_api.chat import Turn, chat_of
+from gateway.openai.responses_api.compaction import with_instruction
 from gateway.openai.responses_api.requests import ResponsesRequest
 from schemas.errors import Code, ServingError
 
@@ -23,12 +24,17 @@ def prepare_response(
     *,
     now_ns: int,
     request_id: str,
+    compacts: bool = False,
 ) -> PreparedRequest | PendingMediaRequest:
     """
+    Args:
+        compacts: the conversation is summarised, not continued.
     Raises:
         ServingError: the body cannot be served; names the field and the limit.
     """
     chat = chat_of(body, history)
+    if compacts:
+        chat = chat._replace(body=msgspec.structs.replace(chat.body, messages=with_instruction(chat.body.messages)))
     try:
         check_chat(chat.body)
         prepared = _fitting(

@@ -49,13 +49,17 @@ def encode_stored(body: ResponsesRequest, ancestors: tuple[str, ...] = (), histo
         return _encode(StoredBody(msgspec.structs.replace(body, input=None)))
     data = _encode(StoredBody(body, ancestors, history_bytes))
     if len(data) > MAX_BYTES:
-        raise ServingError(
-            Code.body_too_large,
-            f"the response would be stored with {len(data)} bytes of input; the limit is {MAX_BYTES}. Send images as "
-            "http(s) URLs, or set store: false",
-            param="input",
-        )
+        raise too_large(len(data), "the response", ", or set store: false")
     return data
+
+
+def too_large(size: int, what: str, instead: str = "") -> ServingError:
+    return ServingError(
+        Code.body_too_large,
+        f"{what} would be stored with {size} bytes of input; the limit is {MAX_BYTES}. Send images as "
+        f"http(s) URLs{instead}",
+        param="input",
+    )
 
 
 def read_stored(data: bytes) -> StoredBody:
@@ -135,7 +139,7 @@ def input_items(response_id: str, given: str | Sequence[InputItem]) -> list[Inpu
     ]
 
 
-_INPUT_PREFIX = {"function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
+_INPUT_PREFIX = {"function_call": "fc", "function_call_output": "fco", "reasoning": "rs", "compaction": "cmp"}
 
 
 def _listed(item: InputItem) -> str | list[InputPart] | None:

@@ -47,7 +47,7 @@ class InputPart(Struct, frozen=True, omit_defaults=True):
 
 
 class InputItem(Struct, frozen=True, omit_defaults=True):
-    """``type``: "message" (if it is not given), "function_call", "function_call_output" or "reasoning"."""
+    """``type``: "message" (the default), "function_call", "function_call_output", "reasoning" or "compaction"."""
 
     type: str | None = None
     id: str | None = None
@@ -151,7 +151,28 @@ class ResponsesRequest(CommonOptions, frozen=True, kw_only=True, omit_defaults=T
         return self.store is not False and not self.no_store
 
 
+class CompactionRequest(CommonOptions, frozen=True, kw_only=True, omit_defaults=True):
+    """POST /v1/responses/compact. Its fields mean what they mean in ``ResponsesRequest``."""
+
+    input: str | Annotated[list[InputItem], Meta(max_length=MAX_MESSAGES)] | None = None
+    instructions: str | None = None
+    previous_response_id: (
+        Annotated[ResponseId, Meta(description="compact this response's conversation: it comes before input")] | None
+    ) = None
+    store: (
+        Annotated[bool, Meta(description="false: erase everything soon after the end; nothing can be fetched")] | None
+    ) = None
+    prompt_cache_key: Name | None = None
+    prompt_cache_retention: str | None = None
+    max_output_tokens: Annotated[Count, Meta(description="of the summary, with the reasoning before it")] | None = None
+    temperature: Annotated[float, Meta(ge=0.0, le=2.0)] | None = None
+    reasoning: ReasoningConfig | None = None
+    cache_salt: Name | None = None
+    chat_template_kwargs: Annotated[dict[str, Any], Meta(max_length=64)] | None = None
+
+
 _decode = msgspec.json.Decoder(ResponsesRequest).decode
+_decode_compaction = msgspec.json.Decoder(CompactionRequest).decode
 
 
 def parse_response(data: bytes) -> ResponsesRequest:
@@ -174,3 +195,17 @@ def parse_response(data: bytes) -> ResponsesRequest:
     if body.stream_options is not None and not body.stream:
         raise invalid("stream_options", "stream_options requires stream: true")
     return body
+
+
+def parse_compaction(data: bytes) -> ResponsesRequest:
+    """A body for compaction, as that of the response whose conversation is to be summarised.
+
+    Raises:
+        ServingError: invalid_request or unsupported, with the field.
+    """
+    body: CompactionRequest = decode_body(_decode_compaction, data)
+    if body.input is None and body.previous_response_id is None:
+        raise invalid("input", "input is missing; send the conversation in it, or previous_response_id")
+    if body.stream:
+        raise unsupported("stream", "a compaction is not streamed; leave stream out")
+    return ResponsesRequest(**{name: getattr(body, name) for name in body.__struct_fields__})

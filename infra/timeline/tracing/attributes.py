@@ -14,6 +14,7 @@ PROVIDER = "penstock"
 _OPERATIONS = {
     "chat": "chat",
     "response": "chat",
+    "compaction": "chat",
     "message": "chat",
     "text": "text_completion",
     "embedding": "embeddings",

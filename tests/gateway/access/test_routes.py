@@ -19,6 +19,7 @@ POLICIES = {
     "POST /v1/chat/completions": "key",
     "POST /v1/completions": "key",
     "POST /v1/responses": "key",
+    "POST /v1/responses/compact": "key",
     "POST /v1/responses/input_tokens": "key",
     "POST /v1/messages": "key",
     "POST /v1/messages/count_tokens": "key",

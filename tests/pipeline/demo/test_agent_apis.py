@@ -81,6 +81,52 @@ async def test_streamed_a_response_is_the_same_in_pieces(asking: openai.AsyncOpe
     assert reasoning.content[0].text == thoughts
 
 
+async def test_a_conversation_goes_on_with_its_summary(asking: openai.AsyncOpenAI) -> None:
+    first = await asking.responses.create(model="demo", input="What is 347 + 586?", temperature=0)
+    compacted = await asking.responses.compact(
+        model="demo",
+        previous_response_id=first.id,
+        input="Hello!",
+        extra_body={"temperature": 0, "max_output_tokens": 200},
+    )
+    assert compacted.object == "response.compaction"
+    assert compacted.usage.output_tokens > 0
+    *said, item = [each.model_dump(exclude_none=True, warnings=False) for each in compacted.output]
+    assert [(each["role"], each["content"][0]["text"]) for each in said] == [
+        ("user", "What is 347 + 586?"),
+        ("user", "Hello!"),
+    ]
+    assert item["type"] == "compaction"
+    question: Any = {"role": "user", "content": "What is 21 + 34?"}
+    given: Any = [item, question]
+    last = await asking.responses.create(model="demo", input=given, temperature=0)
+    alone = await asking.responses.create(model="demo", input=[question], temperature=0)
+    assert last.usage is not None
+    assert alone.usage is not None
+    assert last.usage.input_tokens > alone.usage.input_tokens
+    listed = [each async for each in await asking.responses.input_items.list(last.id, order="asc")]
+    assert [each.type for each in listed] == ["compaction", "message"]
+    more = await asking.responses.create(model="demo", input="Hello!", previous_response_id=last.id)
+    assert more.status == "completed"
+
+    with pytest.raises(openai.NotFoundError):  # it is an answer, and no response
+        await asking.responses.retrieve(compacted.id)
+    stored: Any = await asking.get(f"/requests/{compacted.id.removeprefix('resp_')}", cast_to=object)
+    assert stored["result"]["output"][-1] == item
+    damaged: Any = [{**item, "encrypted_content": item["encrypted_content"][4:]}, question]
+    with pytest.raises(openai.BadRequestError) as caught:
+        await asking.responses.create(model="demo", input=damaged)
+    assert caught.value.param == "input[0].encrypted_content"
+
+
+async def test_a_compaction_that_is_not_stored_can_be_used(asking: openai.AsyncOpenAI) -> None:
+    options: Any = {"temperature": 0, "max_output_tokens": 200, "store": False}
+    compacted = await asking.responses.compact(model="demo", input="Hello!", extra_body=options)
+    assert [each.type for each in compacted.output] == ["message", "compaction"]
+    given: Any = [each.model_dump(exclude_none=True, warnings=False) for each in compacted.output]
+    assert (await asking.responses.create(model="demo", input=given)).status == "completed"
+
+
 async def test_a_response_that_cannot_be_served_is_an_error_as_clients_expect(asking: openai.AsyncOpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         await asking.responses.create(model="demo", input="a", tools=[{"type": "web_search"}])
