@@ -104,16 +104,23 @@ class MemoryStreams:
         return self.since_renewed_s < SETTLE_S
 
     async def fill(self) -> tuple[Fill, Fill]:
-        """Of the contents and of the tokens.
+        """Of the contents and of the tokens. Streams that are gone are declared again, as after a reconnect.
 
         Raises:
-            ServingError: unsupported: a stream is missing; broker_unavailable.
+            ServingError: unsupported: a stream was never there; broker_unavailable: it is gone.
         """
+        try:
+            return await self._fill()
+        except ServingError:  # a server without a cluster has just restarted, or somebody has deleted the stream
+            await self.declare(DECLARE_S, again=True)
+            return await self._fill()
+
+    async def _fill(self) -> tuple[Fill, Fill]:
         found = []
         for spec in self._specs:
             info = await self._ask(f"STREAM.INFO.{spec.name}", b"")
             if info.error is not None:
-                raise _missing(spec.name, str(info.error))
+                raise self._missing(spec.name, str(info.error))
             found.append(Fill(info.state.bytes, max(0, int(info.config.get("max_bytes") or 0))))
         return found[0], found[1]
 
@@ -129,19 +136,19 @@ class MemoryStreams:
             body = json.dumps({"subjects_filter": spec.subjects[0]}).encode()
             info = await self._ask(f"STREAM.INFO.{spec.name}", body)
             if info.error is not None:
-                raise _missing(spec.name, str(info.error))
+                raise self._missing(spec.name, str(info.error))
             found += info.state.subjects or {}
         return found
 
     async def _reconnected(self) -> None:
         await self.declare(DECLARE_S)
 
-    async def declare(self, within_s: float) -> None:
-        """Declare the streams, if that was not done on this link. Never raises."""
+    async def declare(self, within_s: float, *, again: bool = False) -> None:
+        """Declare the streams, if that was not done on this link, or ``again``. Never raises."""
         try:
             async with asyncio.timeout(within_s), self._declaring:
                 link = self._bus.reconnects
-                if link != self._link:
+                if again or link != self._link:
                     await self._declare_again()
                     self._link = link
         except TimeoutError:
@@ -185,22 +192,23 @@ class MemoryStreams:
             if info.error is not None and info.error.err_code == _EXISTS:
                 info = await self._ask(f"STREAM.INFO.{name}", b"")
         if info.error is not None:
-            raise _missing(name, str(info.error))
+            raise self._missing(name, str(info.error))
         metadata = {k: v for k, v in info.config.get("metadata", {}).items() if not k.startswith("_nats.")}
         self._configs[name] = info.config | {"metadata": metadata}
         return info.created
 
+    def _missing(self, name: str, why: str) -> ServingError:
+        known = name in self._created  # then the next request may find it again
+        return ServingError(
+            Code.broker_unavailable if known else Code.unsupported,
+            f"no_store cannot be kept: stream {name} is not there ({why}); run 'penstock streams apply'",
+            param=None if known else "no_store",
+            retry_after=1.0 if known else None,
+        )
+
     async def _ask(self, verb: str, body: bytes) -> _Info:
         reply = await self._bus.nc.request(f"$JS.API.{verb}", body, timeout=ASK_S)
         return _decode(reply.data)
-
-
-def _missing(name: str, why: str) -> ServingError:
-    return ServingError(
-        Code.unsupported,
-        f"no_store cannot be kept: stream {name} is not there ({why}); run 'penstock streams apply'",
-        param="no_store",
-    )
 
 
 async def put(

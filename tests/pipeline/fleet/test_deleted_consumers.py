@@ -86,6 +86,22 @@ async def test_streaming_goes_on_after_tokens_were_deleted_and_made_again(fleet_
         await ask(seed)
 
 
+async def test_requests_with_no_store_are_answered_after_the_stream_of_their_contents_was_deleted(
+    http: httpx.AsyncClient, oracle: Oracle, fleet_bus: Bus
+) -> None:
+    async def answered(seed: int) -> None:
+        answer = await http.post("/v1/completions", json=body(seed) | {"no_store": True})
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["choices"][0]["text"] == oracle.answer(body(seed), COUNT)
+
+    await answered(40)
+    assert await fleet_bus.js.delete_stream(fleet_bus.subjects.stream("MEMORY_CONTENTS"))
+    first = await http.post("/v1/completions", json=body(41) | {"no_store": True})
+    assert first.status_code in (200, 503), first.text  # gateways look at the streams once in a second
+    for seed in range(42, 46):
+        await answered(seed)
+
+
 async def test_a_consumer_that_cannot_be_made_is_named_by_health_and_doctor(
     fleet: Deployment, fleet_bus: Bus, http: httpx.AsyncClient, ask: Ask
 ) -> None:
