@@ -19,6 +19,7 @@ from schemas.subjects import HEADER_IGNORED, HEADER_REQUEST
 
 INTEREST_S = 5.0  # nats-py's clients reconnect within 2 s of the broker's return
 PROBE_S = 0.1
+RETURN_S = 60.0  # for which a refusal waits for the broker's return
 CHECK_EVERY = 32  # messages after which, as after CHECK_S, the broker is asked whether there is a subscriber
 CHECK_S = 1.0
 TRACED_S = 1.5  # by then every server of a cluster has sent its part of a trace
@@ -63,6 +64,7 @@ class ReplyPublisher:
         check_interest: bool = False,
     ) -> None:
         self._bus = bus
+        self._links = bus.reconnects
         self._subjects = tuple(dict.fromkeys(subjects))
         self.request_id = ""
         self._headers: dict[str, str] = {}
@@ -130,9 +132,18 @@ class ReplyPublisher:
         for subject in self._subjects:
             await self._bus.nc.publish(subject, message.body, reply=reply, headers=headers)
 
-    async def refuse(self, refusal: AnswerMessage) -> None:
-        """Send why there is no answer, whichever of its messages were wanted."""
+    async def refuse(self, refusal: AnswerMessage, *, at_once: bool = False) -> None:
+        """Send why there is no answer, whichever of its messages were wanted.
+
+        If the connection to the broker broke meanwhile, the client may not be back yet, and is waited for unless
+        ``at_once``.
+        """
         self.first, self.until = 0, None
+        if self.durable and not at_once and (not self._bus.connected or self._bus.reconnects != self._links):
+            deadline = time.monotonic() + RETURN_S
+            while not self._bus.connected and time.monotonic() < deadline:  # noqa: ASYNC110
+                await asyncio.sleep(PROBE_S)
+            self.require_subscriber()
         await self.send(refusal)
 
     async def close(self) -> None:

@@ -145,7 +145,7 @@ class Services:
                 goes_on = error.code is Code.broker_unavailable and replies.request_id
                 await replies.refuse(failure(error, -1 if goes_on else number))
             except asyncio.CancelledError:
-                await replies.refuse(failure(_stopping(replies.request_id), -1))
+                await replies.refuse(failure(_stopping(replies.request_id), -1), at_once=True)
                 raise
             except Exception as error:
                 log.exception("service_failed", subject=message.subject)

@@ -1,5 +1,6 @@
 """Answers that nobody reads are not sent to their end, on a real broker."""
 
+import asyncio
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -146,3 +147,22 @@ async def test_a_reader_in_an_account_of_its_own_that_disconnects_is_known_to_be
         assert await send_until_unread(replies, bus, 300, first=100) < 100
     finally:
         await replies.close()
+
+
+async def test_a_refusal_waits_for_its_client_if_the_broker_was_away(
+    bus: Bus, broker: EmbeddedNats, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reply_publisher, "INTEREST_S", 30.0)
+    inbox = bus.nc.new_inbox()
+    replies = ReplyPublisher(bus, [inbox])
+    links = bus.reconnects
+    bus.nc._transport.close()
+    async with asyncio.timeout(30), asyncio.TaskGroup() as tasks:
+        while bus.reconnects == links or not bus.connected:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        tasks.create_task(replies.refuse(message(-1)))
+        await bus.nc.flush()
+        client = await nats.connect(broker.url())
+        subscription = await client.subscribe(inbox)
+        assert (await subscription.next_msg(timeout=20)).data == b"-1"
+        await client.close()
