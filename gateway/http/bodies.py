@@ -1,6 +1,7 @@
 """Reads the body of a request within its limits, decompressed if it came compressed."""
 
 import asyncio
+import contextlib
 import zlib
 
 from gateway.http.headers import Receive, Scope
@@ -8,6 +9,8 @@ from gateway.openai.common import BOM
 from schemas.errors import Code, ServingError
 
 ENCODINGS = ("gzip", "x-gzip", "deflate")
+MOST_MEMBERS = 4_096
+_PART_BYTES = 64 << 10
 _GZIP_OR_ZLIB = 32 + zlib.MAX_WBITS  # zlib finds out which by the header
 
 
@@ -63,32 +66,46 @@ async def _received(receive: Receive, limit: int) -> bytes:
 def decompress(body: bytes, limit: int) -> bytes:
     """A body in gzip (one or more members), or in deflate with or without the header of zlib.
 
-    No more than ``limit`` bytes and one are ever made of it, however small it came.
+    No more than ``limit`` bytes and one are ever made of it, however small it came. The time is linear in its size.
 
     Raises:
-        ServingError: invalid_request: damaged or cut off; body_too_large.
+        ServingError: invalid_request: damaged or cut off, or of more than ``MOST_MEMBERS``; body_too_large.
     """
-    out = bytearray()
-    while body:
-        data = _inflate(body, limit + 1 - len(out), _GZIP_OR_ZLIB) or _inflate(body, limit + 1, -zlib.MAX_WBITS)
-        if data is None:
-            message = "the body is not what Content-Encoding says, or was cut off"
-            raise ServingError(Code.invalid_request, message, param="Content-Encoding")
-        inflated, body = data
-        out += inflated
+    out, view, at = bytearray(), memoryview(body), 0
+    for _ in range(MOST_MEMBERS):
+        if at == len(view):
+            return bytes(out)
+        at = _inflate(view, at, out, limit + 1, _GZIP_OR_ZLIB) or _inflate(view, at, out, limit + 1, -zlib.MAX_WBITS)
+        if not at:
+            raise _damaged("the body is not what Content-Encoding says, or was cut off")
         if len(out) > limit:
             raise _too_large(limit)
+    if at < len(view):
+        raise _damaged(f"the body has more than {MOST_MEMBERS} compressed members; compress it as one")
     return bytes(out)
 
 
-def _inflate(data: bytes, most: int, wbits: int) -> tuple[bytes, bytes] | None:
-    """The first ``most`` bytes of a compressed text, and what follows it; None: it is no such text."""
-    stream = zlib.decompressobj(wbits)
-    try:
-        out = stream.decompress(data, most)
-    except zlib.error:
-        return None
-    return (out, stream.unused_data) if stream.eof or len(out) >= most else None
+def _inflate(view: memoryview, at: int, out: bytearray, most: int, wbits: int) -> int:
+    """Append a compressed text to ``out``, up to ``most`` bytes; returns where it ends in ``view``, 0: it is none.
+
+    It is read in parts, since zlib copies what follows a member in the part that it is given.
+    """
+    stream, before = zlib.decompressobj(wbits), len(out)
+    with contextlib.suppress(zlib.error):
+        while at < len(view) and len(out) < most:
+            part = view[at : at + _PART_BYTES]
+            out += stream.decompress(part, most - len(out))
+            at += len(part) - len(stream.unused_data)
+            if stream.eof:
+                return at
+        if len(out) >= most:
+            return at
+    del out[before:]
+    return 0
+
+
+def _damaged(message: str) -> ServingError:
+    return ServingError(Code.invalid_request, message, param="Content-Encoding")
 
 
 def _too_large(limit: int) -> ServingError:

@@ -2,6 +2,7 @@
 
 import contextlib
 import gzip
+import random
 import zlib
 from collections.abc import MutableMapping
 from typing import Any
@@ -82,6 +83,20 @@ async def test_a_small_body_that_becomes_a_large_one_is_refused(pack: Any) -> No
     members = gzip.compress(b"a" * 600) * 2
     with pytest.raises(ServingError, match="1000 bytes"):
         await read(members, "gzip", limit=1000)
+
+
+@pytest.mark.parametrize("member", [gzip.compress(b""), raw_deflate(b"")])
+async def test_a_body_of_very_many_members_is_refused_in_time_that_is_linear_in_its_size(member: bytes) -> None:
+    assert await read(member * 4_095 + gzip.compress(b"{}"), "gzip", limit=100_000) == b"{}"
+    with pytest.raises(ServingError, match="more than 4096 compressed members; compress it as one") as caught:
+        await read(member * 200_000, "gzip", limit=64 << 20)
+    assert (caught.value.code, caught.value.param) == (Code.invalid_request, "Content-Encoding")
+
+
+async def test_members_may_be_larger_than_the_parts_in_which_they_are_read() -> None:
+    data = [random.Random(size).randbytes(size) for size in (1, 65_536, 200_000, 3)]
+    whole = b"".join(data)
+    assert await read(b"".join(map(gzip.compress, data)), "gzip", limit=2 * len(whole)) == whole
 
 
 @given(st.binary(max_size=300), st.sampled_from([gzip.compress, zlib.compress, raw_deflate]), st.integers(0, 320))
