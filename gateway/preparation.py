@@ -183,6 +183,12 @@ class RequestPreparer:
     ) -> PreparedRequest:
         compacts = endpoint == COMPACTION
         asked = await self.run_for(body, parse_compaction if compacts else parse_response, body)
+        if asked.background and context.no_store:  # by the header or the gateway's setting
+            raise invalid(
+                "background",
+                "a response in the background has to be stored, so that it can be fetched later, and this one must not "
+                "be (X-Penstock-No-Store, or --always-no-store of the gateway)",
+            )
         history = await self._conversations.history(asked.previous_response_id, sees)
         work = partial(
             prepare_response,

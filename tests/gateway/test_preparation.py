@@ -100,3 +100,15 @@ def test_commas_are_counted_across_the_slices() -> None:
     check_values(body, 2 * COUNT_BYTES + 10)
     with pytest.raises(ServingError, match="values or commas"):
         check_values(body, 2 * COUNT_BYTES + 9)
+
+
+@pytest.mark.parametrize("by", ["header", "setting"])
+async def test_a_background_response_that_must_not_be_stored_is_refused(
+    preparer: RequestPreparer, context: PrepareContext, by: str
+) -> None:
+    """It could never be fetched."""
+    if by == "setting":
+        preparer._fleet.prepare_context = context._replace(no_store=True)
+    with pytest.raises(ServingError, match="X-Penstock-No-Store, or --always-no-store") as caught:
+        await preparer.prepare("response", b'{"input": "hi", "background": true}', no_store=by == "header")
+    assert (caught.value.code, caught.value.param) == (Code.invalid_request, "background")
