@@ -87,14 +87,21 @@ class _Marked(msgspec.Struct):
     store: bool | None = None
 
 
+_OFF = ("", "0", "false")
+
+
 def _no_store_header(headers: dict[str, str]) -> str:
-    """Look a header up in any case. NATS header names are case-sensitive, but privacy must not depend on case."""
-    return next((value for name, value in headers.items() if name.lower() == HEADER_NO_STORE.lower()), "")
+    """Look a header up in any case. NATS header names are case-sensitive, but privacy must not depend on case.
+
+    Sent in several, as by a proxy that adds its own: asked for once is enough, and what is unclear is not passed over.
+    """
+    values = [value for name, value in headers.items() if name.lower() == HEADER_NO_STORE.lower()]
+    return max(values, key=lambda value: value.strip().lower() not in _OFF, default="")
 
 
 def may_ask_for_no_store(headers: dict[str, str], body: bytes) -> bool:
     """Whether a submission asks, or may have wanted to ask, not to be stored. A malformed wish counts."""
-    if _no_store_header(headers).strip().lower() not in ("", "0", "false"):
+    if _no_store_header(headers).strip().lower() not in _OFF:
         return True
     if b"store" not in body and b"\\u" not in body:  # decoding every large body again would cost milliseconds
         return False

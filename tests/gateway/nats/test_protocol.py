@@ -71,10 +71,17 @@ def test_a_header_that_cannot_be_used_is_named(headers: dict[str, str]) -> None:
     assert error.value.code is Code.invalid_request
 
 
+@pytest.mark.parametrize("first", ["0", "1"])
+def test_of_a_header_in_two_cases_one_wish_not_to_be_stored_is_enough(first: str) -> None:
+    second = "1" if first == "0" else "0"
+    assert parse_headers({"penstock-no-store": first, "Penstock-No-Store": second}, "ps").no_store
+
+
 @pytest.mark.parametrize(
     ("headers", "body", "asks"),
     [
         ({"penstock-no-store": "1"}, b"{}", True),
+        ({"penstock-no-store": "0", "Penstock-No-Store": "1"}, b"{}", True),
         ({"Penstock-No-Store": "perhaps"}, b"{}", True),
         ({"Penstock-No-Store": "0"}, b'{"no_store": false}', False),
         ({}, b'{"no\\u005fstore": true}', True),
