@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
@@ -28,6 +28,7 @@ log = structlog.get_logger("gateway")
 
 MAX_ASKS = 1024
 MAX_READS = 1024
+SAME_ANSWER = 32  # reads of one answer: each message of it is sent to all of them
 SAME_KEY = 8  # asks with one message id that are answered at once; as many wait
 MAX_REASON = 200  # characters
 CUT_S = 1.0
@@ -68,6 +69,7 @@ class Services:
         self._same_key = KeyedSlots(SAME_KEY, SAME_KEY)
         self._reads: Counter[str] = Counter()  # open, by tenant
         self._readers: dict[_Reader, ReplyPublisher] = {}
+        self._same_answer: defaultdict[tuple[str, str], set[ReplyPublisher]] = defaultdict(set)
         self._subs: list[Any] = []
 
     async def start(self) -> None:
@@ -226,11 +228,35 @@ class Services:
 
             replies.on_inbox = named
             try:
-                await self._delivery.deliver(accepted, replies)
+                with self._shared(origin.tenant, request.id, replies):
+                    await self._delivery.deliver(accepted, replies)
             finally:
                 for reader in readers:
                     if self._readers.get(reader) is replies:
                         del self._readers[reader]
+
+    @contextlib.contextmanager
+    def _shared(self, tenant: str, request_id: str, replies: ReplyPublisher) -> Iterator[None]:
+        """Count one more read of an answer; those that were replaced, or have lost their reader, do not count.
+
+        Raises:
+            ServingError: queue_full.
+        """
+        answer = (tenant, request_id)
+        others = self._same_answer[answer]
+        if sum(not each.unread for each in others) >= SAME_ANSWER:
+            raise ServingError(
+                Code.queue_full,
+                f"{SAME_ANSWER} reads of this answer are open at this gateway; read it once and share it, or try again",
+                retry_after=1.0,
+            )
+        others.add(replies)
+        try:
+            yield
+        finally:
+            others.discard(replies)
+            if not others:
+                self._same_answer.pop(answer, None)
 
     def _replace(self, reader: _Reader, replies: ReplyPublisher) -> None:
         """One read of an answer for each reader: it asks again because messages were lost."""

@@ -98,6 +98,28 @@ async def test_reads_of_one_tenant_do_not_keep_out_those_of_another(
     assert sorted(map(error_of, messages)) == ["queue_full", "request_not_found"]
 
 
+async def test_reads_of_one_answer_are_limited_and_those_that_were_replaced_do_not_count(
+    client: Submitter, engine: Engine, running: Running, bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each message of an answer is sent to all of its reads: a thousand would keep the gateway from other tenants."""
+    monkeypatch.setattr(services, "SAME_ANSWER", 2)
+    await ask(bus, stream=True)
+    await eventually(lambda: engine.accepted)
+    [request] = engine.accepted
+    readers = running.api._services._readers
+    for reader in ("a", "b", "b", "b", "c"):
+        before = dict(readers)
+        query = json.dumps({"id": request.id, "reader": reader}).encode()
+        await bus.nc.publish(f"{bus.subjects.namespace}.read", query, reply=READ)
+        if reader != "c":
+            await eventually(lambda before=before: readers and dict(readers) != before)
+    refused = await client.got(lambda messages: any(each.subject == READ for each in messages))
+    assert [error_of(each) for each in refused if each.subject == READ] == ["queue_full"]
+    assert "2 reads of this answer" in json.loads(refused[-1].data)["error"]["message"]
+    await engine.stream(request, 0, 1, end=True)
+    await eventually(lambda: not readers and not running.api._services._same_answer)
+
+
 @pytest.mark.parametrize("named", [True, False])
 async def test_a_reader_that_reads_again_is_served_once(
     client: Submitter, engine: Engine, running: Running, bus: Bus, named: bool
