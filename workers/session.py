@@ -8,7 +8,8 @@ import asyncio
 import contextlib
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import msgspec
@@ -20,7 +21,7 @@ from configs.settings import WorkerSettings
 from infra.bus.connection import Bus
 from infra.bus.consumers import make_again
 from infra.bus.loop_lag import TimeSlice
-from infra.bus.memory import MemoryStreams, fetch
+from infra.bus.memory import ContentReader, MemoryStreams, fetch
 from infra.bus.publisher import Publisher
 from infra.bus.puller import ACK, TERM, Puller
 from schemas import contents, fleet, jobs, requests
@@ -61,11 +62,15 @@ class _Received(NamedTuple):
 class _Restoring:
     """A job whose content is being read from memory storage."""
 
-    __slots__ = ("attempt", "delivery")
+    __slots__ = ("delivery", "received")
 
-    def __init__(self, attempt: int, delivery: Any) -> None:
-        self.attempt = attempt
-        self.delivery = delivery
+    def __init__(self, received: _Received) -> None:
+        self.received = received  # without its content
+        self.delivery = received.delivery  # the latest one
+
+    @property
+    def attempt(self) -> int:
+        return self.received.job.attempt
 
 
 class WorkerSession:
@@ -103,7 +108,9 @@ class WorkerSession:
         self._outbox = Outbox(bus, self._lease.trusted, acknowledged=settings.durability == "power")
         self._reporter = Reporter(bus, publisher, self._outbox, self.id, self.epoch, metrics)
         self._memory = MemoryStreams(bus)
+        self._contents = ContentReader(bus)
         self._restoring: dict[str, _Restoring] = {}
+        self._to_restore: list[_Restoring] = []  # received in this turn of the event loop
         self._requests = RequestTable(self._on_removed)
         self._terminal = TerminalEvents(bus, self._reporter, self._requests, self._tasks, self._on_settled)
         self._runner = make_runner(
@@ -170,20 +177,39 @@ class WorkerSession:
             return under_way.attempt > job.attempt
         admission = self._requests.admission(request.id, job.attempt, delivery)
         if admission is Admission.RUN:
-            restoring = self._restoring[request.id] = _Restoring(job.attempt, delivery)
-            self._tasks.spawn(
-                self._accept_restored(received, restoring),
-                name="restore",
-                on_failure=lambda error: log.error("job_rejected", request=request.id, exc_info=error),
-            )
+            restoring = self._restoring[request.id] = _Restoring(received)
+            self._to_restore.append(restoring)
+            if len(self._to_restore) == 1:
+                self._tasks.spawn(self._restore_together(), name="restore")
         return admission is Admission.OVER
 
-    async def _accept_restored(self, received: _Received, restoring: _Restoring) -> None:
-        """Start a job once its content is there; without, it ends."""
+    async def _restore_together(self) -> None:
+        """Start the jobs of one turn of the event loop whose contents are found at once."""
+        batch, self._to_restore = self._to_restore, []
+        wanted = [self._parts_of(restoring.received) for restoring in batch]
+        found = await self._contents.find(list(chain.from_iterable(wanted)))
+        for restoring, subjects in zip(batch, wanted, strict=True):
+            parts = [data for subject in subjects if (data := found.pop(subject, None)) is not None]
+            if len(parts) < len(subjects):  # it may come yet: beside the others
+                self._tasks.spawn(self._accept_restored(restoring), name="restore", on_failure=_rejected)
+                continue
+            try:
+                await self._accept_restored(restoring, parts)
+            except Exception as error:
+                _rejected(error)
+            await self._time_slice.yield_if_spent()
+
+    async def _accept_restored(self, restoring: _Restoring, parts: Sequence[bytes] = ()) -> None:
+        """Start a job once its content is there; without, it ends.
+
+        Args:
+            parts: its content; empty: to be read.
+        """
+        received = restoring.received
         job, request = received.job, received.request
         failure: ServingError | None = None
         try:
-            received = await self._with_content(received)
+            received = _with_content(received, parts or await self._content(received))
         except ServingError as error:
             failure = error
         except msgspec.MsgspecError as error:
@@ -207,21 +233,17 @@ class WorkerSession:
         if over:
             await self._bus.nc.publish(restoring.delivery.reply, ACK)
 
-    async def _with_content(self, received: _Received) -> _Received:
+    def _parts_of(self, received: _Received) -> list[str]:
+        request, contents_of = received.request, self._bus.subjects.contents
+        return [contents_of(request.gateway, request.id, name) for name in _part_names(received)]
+
+    async def _content(self, received: _Received) -> Sequence[bytes]:
         """
         Raises:
             ServingError: the content is gone.
-            msgspec.MsgspecError: it is of a version that this one cannot read.
         """
-        job, request, delivery, stage_input = received
-        part = (delivery.headers or {}).get(HEADER_PART, "")
-        names = [contents.REQUEST, *([part] if part else [])]
-        parts = await asyncio.gather(*(fetch(self._bus, self._memory, request, name) for name in names))
-        if part:
-            work = jobs.decode(parts[1])
-            assert not isinstance(work, jobs.Revoke)
-            job, stage_input = _opened(work)
-        return _Received(job, requests.decode(parts[0]), delivery, stage_input)
+        names = _part_names(received)
+        return await asyncio.gather(*(fetch(self._bus, self._memory, received.request, name) for name in names))
 
     async def _accept(self, received: _Received) -> bool:
         """Start a job; True: it is over, so its message needs only an acknowledgement."""
@@ -354,6 +376,7 @@ class WorkerSession:
         """
         stream = self._bus.subjects.stream("WORK")
         await self._memory.open()  # before the outbox sends again after a reconnect
+        await self._contents.open()
         try:
             await self._bus.js.add_consumer(stream, self._consumer())
         except (NatsError, TimeoutError) as error:
@@ -460,6 +483,7 @@ class WorkerSession:
 
     async def _close(self) -> None:
         self._memory.close()
+        await self._contents.close()
         await self._runner.close()
         await self._tasks.aclose()  # the router that recovers the requests reads from the log what was stored
 
@@ -488,6 +512,28 @@ def _decode(message: Any) -> _Received | jobs.Revoke:
         return work
     job, stage_input = _opened(work)
     return _Received(job, requests.decode(job.request), message, stage_input)
+
+
+def _rejected(error: BaseException) -> None:
+    log.error("job_rejected", exc_info=error)
+
+
+def _part_names(received: _Received) -> list[str]:
+    part = (received.delivery.headers or {}).get(HEADER_PART, "")
+    return [contents.REQUEST, *([part] if part else [])]
+
+
+def _with_content(received: _Received, parts: Sequence[bytes]) -> _Received:
+    """
+    Raises:
+        msgspec.MsgspecError: it is of a version that this one cannot read.
+    """
+    job, stage_input = received.job, received.stage_input
+    if len(parts) > 1:
+        work = jobs.decode(parts[1])
+        assert not isinstance(work, jobs.Revoke)
+        job, stage_input = _opened(work)
+    return _Received(job, requests.decode(parts[0]), received.delivery, stage_input)
 
 
 def _opened(work: jobs.Job | StageInput) -> tuple[jobs.Job, StageInput | None]:

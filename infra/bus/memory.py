@@ -10,7 +10,7 @@ import functools
 import json
 import math
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -20,10 +20,11 @@ from nats.errors import Error as NatsError
 from nats.errors import NoRespondersError
 
 from infra.bus.connection import Bus
-from infra.bus.direct_get import get_last, read
+from infra.bus.direct_get import BATCH_BYTES, get_last, read
 from infra.bus.jetstream import STREAM_NOT_FOUND, ApiError
 from infra.bus.object_store import CHUNK, PUT_S
 from infra.bus.publisher import Ack, Publisher
+from infra.bus.wire_protocol import Frame, Headers, has_status
 from schemas import contents, requests
 from schemas.errors import Code, ServingError
 from schemas.requests import GenerateRequest, Media
@@ -37,6 +38,7 @@ AGAIN_S = 0.1
 SETTLE_S = 15.0  # after a restart: until then, gateways put their open requests' contents again
 ABSENT_S = 5.0  # within it, a gateway that does not answer may still be reconnecting
 LOOK_S = 0.25
+AT_ONCE = 256  # parts, in one question
 _EXISTS = 10058  # with another configuration: an operator's, or another build's
 
 
@@ -331,6 +333,76 @@ async def fetch_medium(bus: Bus, memory: MemoryStreams, request: GenerateRequest
     part = media_part(medium.private, medium.digest)
     look = functools.partial(get_file, bus, request.gateway, medium.private, part, size=medium.size)
     return await _wait_for(bus, memory, request, look)
+
+
+class _Question:
+    __slots__ = ("answer", "found", "single", "timer")
+
+    def __init__(self, answer: "asyncio.Future[dict[str, bytes]]", single: bool, timer: asyncio.TimerHandle) -> None:
+        self.answer = answer
+        self.found: dict[str, bytes] = {}
+        self.single = single  # its answer is one message; of several, a message without content ends them
+        self.timer = timer
+
+
+class ContentReader:
+    """Reads parts of the contents of many requests by one question, without a subscription or a task for each.
+
+    It says only what was found at once: ``fetch`` the rest. ``open`` it first, ``close`` it in the end.
+    """
+
+    def __init__(self, bus: Bus) -> None:
+        self._bus = bus
+        self._subject = f"$JS.API.DIRECT.GET.{bus.subjects.stream('MEMORY_CONTENTS')}"
+        self._inbox = bus.nc.new_inbox()
+        self._next = 0
+        self._questions: dict[str, _Question] = {}
+        self._sub: Any = None
+
+    async def open(self) -> None:
+        self._sub = await self._bus.nc.subscribe_direct(self._inbox + ".*", self._on_reply)
+
+    async def close(self) -> None:
+        for token in list(self._questions):
+            self._end(token)
+        if self._sub is not None and not self._bus.nc.is_closed:
+            await self._sub.unsubscribe()
+
+    async def find(self, subjects: Sequence[str]) -> dict[str, bytes]:
+        """What is stored under these subjects (``Subjects.contents``), as far as it was found."""
+        found: dict[str, bytes] = {}
+        for at in range(0, len(subjects), AT_ONCE):
+            found |= await self._ask(subjects[at : at + AT_ONCE])
+        return found
+
+    def _ask(self, subjects: Sequence[str]) -> "asyncio.Future[dict[str, bytes]]":
+        loop = asyncio.get_running_loop()
+        token, self._next = str(self._next), self._next + 1
+        single = len(subjects) == 1
+        query = {"last_by_subj": subjects[0]} if single else {"multi_last": subjects, "max_bytes": BATCH_BYTES}
+        answer: asyncio.Future[dict[str, bytes]] = loop.create_future()
+        if self._bus.nc.post(self._subject, msgspec.json.encode(query), f"{self._inbox}.{token}"):
+            self._questions[token] = _Question(answer, single, loop.call_later(ASK_S, self._end, token))
+        else:
+            answer.set_result({})  # the link is down
+        return answer
+
+    def _on_reply(self, frame: Frame) -> None:
+        token = frame.subject.rpartition(b".")[2].decode()
+        question = self._questions.get(token)
+        if question is None:
+            return
+        stored = not has_status(frame.headers)
+        if stored:
+            question.found[Headers(frame.headers)["Nats-Subject"]] = frame.data
+        if question.single or not stored:
+            self._end(token)
+
+    def _end(self, token: str) -> None:
+        question = self._questions.pop(token)
+        question.timer.cancel()
+        if not question.answer.done():
+            question.answer.set_result(question.found)
 
 
 async def fetch(bus: Bus, memory: MemoryStreams, request: GenerateRequest, part: str) -> bytes:

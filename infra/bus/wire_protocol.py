@@ -98,6 +98,11 @@ def read_headers(raw: bytes) -> dict[str, str] | None:
     return headers
 
 
+def has_status(raw: bytes) -> bool:
+    """Whether headers begin with a status: the server's answer has no message then, or no more."""
+    return raw.startswith(b"NATS/1.0 ")
+
+
 @lru_cache(maxsize=256)
 def _beginning(name: str) -> bytes:
     """Of a header's line, with the end of the line before."""

@@ -26,7 +26,7 @@ from schemas.errors import ServingError
 from schemas.jobs import Decision, Job, Stage
 from schemas.reassembly import Progress, replay
 from schemas.requests import GenerateRequest, Sampling, Stop
-from schemas.subjects import HEADER_LOAD, HEADER_MSG_ID, Subjects
+from schemas.subjects import HEADER_LOAD, HEADER_MSG_ID, MEMORY, Subjects
 from schemas.tokens import Finish, TokenBatch, TokenItem
 from schemas.transfer import Handoff
 from tests.infra.bus.support import eventually
@@ -137,7 +137,8 @@ class LogClient:
         s = bus.subjects
         bucket = s.bucket("workers")
         # Of tokens each gateway by itself: live, all of them together cannot be distinguished from other streams.
-        token_streams = [(s.stream("TOKENS"), s.tokens(gateway), self._on_tokens) for gateway in GATEWAYS]
+        addresses = (*GATEWAYS, f"{MEMORY}.{GATEWAY}")
+        token_streams = [(s.tokens_stream(each), s.tokens(each), self._on_tokens) for each in addresses]
         follow: tuple[tuple[str, str, Callable[[Entry], None]], ...] = (
             (s.stream("KV"), s.all("kv"), lambda e: self.kv.append(kv.decode(e.data))),
             (f"KV_{bucket}", f"$KV.{bucket}.>", self._on_registration),

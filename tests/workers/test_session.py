@@ -15,14 +15,14 @@ from infra.broker.server import EmbeddedNats
 from infra.bus.connection import Bus
 from infra.model.detokenizer import Detokenizer
 from infra.model.modeldir import TINY, load_tokenizer
-from schemas import done, fleet, wire
+from schemas import contents, done, fleet, wire
 from schemas.errors import Code
-from schemas.requests import Sampling
+from schemas.requests import GenerateRequest, Sampling
 from schemas.subjects import Subjects
 from schemas.tokens import Finish
 from schemas.trace import Trace
 from tests.infra.bus.support import eventually
-from tests.workers.support import DRAWN, LogClient, WorkerHarness, answer, engine, ids, request, run_worker
+from tests.workers.support import DRAWN, GATEWAY, LogClient, WorkerHarness, answer, engine, ids, request, run_worker
 from workers import engine_loop, reporter, token_runner
 from workers import housekeeping as module
 from workers.engines.mock.executor import Vocabulary
@@ -71,6 +71,37 @@ async def test_a_job_becomes_tokens_then_a_terminal_event_then_an_acknowledgemen
     assert before <= t.routed_ns <= t.started_ns <= t.first_token_ns <= t.ended_ns <= time.time_ns()
     await log.settled(worker.id)
     assert len(log.ends(asked)) == 1
+
+
+async def test_jobs_whose_contents_are_in_memory_storage_run_once_those_are_there(
+    log: LogClient, worker: WorkerHarness
+) -> None:
+    """Of jobs that arrive together, those whose contents are there wait for no other."""
+    bus, prompts = log.bus, [list(range(5, 9)), list(range(20, 29)), list(range(40, 46)), list(range(60, 66))]
+    asked = [request(prompt, no_store=True, in_memory=True) for prompt in prompts]
+    *prompt, late = asked
+
+    async def put(each: GenerateRequest) -> None:
+        subject = bus.subjects.contents(each.gateway, each.id, contents.REQUEST)
+        await bus.js.publish(subject, wire.encode(each))
+
+    for each in prompt:
+        await put(each)
+
+    async def answer_as_gateway(message: Any) -> None:
+        await message.respond(b"")
+
+    # So that the late one is waited for, its gateway is there.
+    there = await bus.nc.subscribe(bus.subjects.progress(GATEWAY), cb=answer_as_gateway)
+    for each in (late, *prompt):
+        await log.send_job(worker.id, contents.without_content(each, bytes(32)))
+    for each in prompt:
+        assert (await log.end(each)).usage == done.Usage(prompt=each.prompt_tokens, completion=8, cached=0)
+    assert not log.ends(late)
+    await put(late)
+    assert (await log.end(late)).code == ""
+    await there.unsubscribe()
+    assert [log.streamed(each) for each in asked] == [answer(each) for each in asked]
 
 
 async def test_a_worker_whose_link_was_replaced_before_it_had_a_lease_publishes_its_output(

@@ -1,0 +1,65 @@
+"""Reading the contents of requests with ``no_store``, on a real nats-server."""
+
+from collections.abc import AsyncIterator
+
+import pytest
+
+from infra.broker.server import EmbeddedNats
+from infra.bus import memory
+from infra.bus.connection import Bus
+from infra.bus.memory import ContentReader
+from schemas.subjects import Subjects
+from tests.infra.bus.support import opened
+
+
+@pytest.fixture
+async def bus(broker: EmbeddedNats, subjects: Subjects) -> AsyncIterator[Bus]:
+    async with opened(broker, subjects) as bus:
+        yield bus
+
+
+@pytest.fixture
+async def reader(bus: Bus) -> AsyncIterator[ContentReader]:
+    reader = ContentReader(bus)
+    await reader.open()
+    yield reader
+    await reader.close()
+
+
+async def stored(bus: Bus, count: int, size: int = 0) -> dict[str, bytes]:
+    parts = {
+        bus.subjects.contents("gw", f"r{number}", "request"): b"%d" % number + bytes(size) for number in range(count)
+    }
+    for subject, data in parts.items():
+        await bus.js.publish(subject, data)
+    return parts
+
+
+@pytest.mark.parametrize("count", [1, 2, memory.AT_ONCE + 3])
+async def test_parts_are_read_by_one_question_each_few_hundred(bus: Bus, reader: ContentReader, count: int) -> None:
+    parts = await stored(bus, count)
+    before = bus.nc.stats["out_msgs"]
+    assert await reader.find(list(parts)) == parts
+    assert bus.nc.stats["out_msgs"] - before == -(-count // memory.AT_ONCE)
+
+
+async def test_what_is_not_there_is_left_out_without_a_wait(bus: Bus, reader: ContentReader) -> None:
+    parts = await stored(bus, 2)
+    missing = [bus.subjects.contents("gw", f"none{number}", "request") for number in range(2)]
+    assert await reader.find([missing[0], *parts, missing[1]]) == parts
+    assert await reader.find(missing) == {}
+    assert await reader.find(missing[:1]) == {}
+    assert await reader.find([]) == {}
+
+
+async def test_of_more_than_an_answer_may_take_some_is_left_out(bus: Bus, reader: ContentReader) -> None:
+    parts = await stored(bus, 8, size=900 << 10)
+    found = await reader.find(list(parts))
+    assert 0 < len(found) < len(parts)
+    assert found.items() <= parts.items()
+
+
+async def test_while_the_link_is_down_nothing_is_found(bus: Bus, reader: ContentReader) -> None:
+    parts = await stored(bus, 1)
+    await bus.close()
+    assert await reader.find(list(parts)) == {}
