@@ -1,5 +1,7 @@
 """Whether requests with ``no_store`` can be taken: every router and worker knows memory storage, and it has room."""
 
+import asyncio
+import math
 import time
 from collections.abc import Callable, Iterable
 
@@ -15,8 +17,8 @@ from schemas.fleet import Registration
 from schemas.requests import GenerateRequest
 from schemas.routers import LEASE_S
 
-TRUST_S = 1.0  # how long an answer of the bucket is used
-FILL_S = 0.5  # and how long the sizes of the streams
+LOOK_S = 0.5  # how old leases and sizes may be before some request looks again
+TRUST_S = 1.0  # and while it looks, for the others
 FULL = 0.9  # of a stream, together with what is still to come of this gateway's open requests
 # What a token takes at most: a batch of its own, with its headers and the server's own bytes. Few are alone in one.
 TOKEN_BYTES = 200
@@ -25,7 +27,7 @@ MOST_RESERVED = 1 << 20  # for one request: most end long before their limit
 
 
 class MemoryCheck:
-    """Looks at leases and sizes at most once or twice a second, and only for requests with ``no_store``.
+    """Looks at leases and sizes twice a second at most, and only for requests with ``no_store``.
 
     Args:
         workers: all that are registered.
@@ -43,9 +45,11 @@ class MemoryCheck:
         self._streams = streams
         self._workers = workers
         self._open = open_
-        self._checked = -TRUST_S
-        self._filled = -FILL_S
-        self._reserved = 0
+        self._looking = asyncio.Lock()
+        self._looked = -math.inf  # monotonic
+        self._failed: tuple[float, BaseException] | None = None  # at the last look, and when
+        self._reserved = 0  # bytes of MEMORY_TOKENS that open requests may still need
+        self._taken = 0  # bytes of MEMORY_CONTENTS since the last look
         self._contents, self._tokens = Fill(0, 0), Fill(0, 0)
 
     async def check(self, request: GenerateRequest, size: int) -> None:
@@ -56,19 +60,33 @@ class MemoryCheck:
             ServingError: unsupported: a process or the broker is of an earlier release; broker_unavailable, also if
                 memory storage has no room for it.
         """
-        now = time.monotonic()
-        if now - self._checked >= TRUST_S:
-            await self._check_support()
-            self._checked = now
-        if now - self._filled >= FILL_S:
-            self._contents, self._tokens = await self._streams.fill()
-            self._reserved = sum(reserved_bytes(each.request) for each in self._open())
-            self._filled = now
-        self._check_room("MEMORY_CONTENTS", self._contents, 2 * size)
+        age = time.monotonic() - self._looked
+        if age >= (TRUST_S if self._looking.locked() else LOOK_S):
+            await self._look()
+        self._check_room("MEMORY_CONTENTS", self._contents, self._taken + 2 * size)
         wanted = reserved_bytes(request)
         self._check_room("MEMORY_TOKENS", self._tokens, self._reserved + wanted)
         self._reserved += wanted
-        self._contents = self._contents._replace(used=self._contents.used + size)
+        self._taken += size
+
+    async def _look(self) -> None:
+        """One request asks the broker, for all that wait meanwhile."""
+        asked = time.monotonic()
+        async with self._looking:
+            if self._failed is not None and self._failed[0] >= asked:
+                raise self._failed[1].with_traceback(None)
+            if self._looked >= asked - LOOK_S:
+                return
+            began = time.monotonic()
+            try:
+                await self._check_support()
+                self._contents, self._tokens = await self._streams.fill()
+            except Exception as error:
+                self._failed = time.monotonic(), error
+                raise
+            self._reserved = sum(reserved_bytes(each.request) for each in self._open())
+            self._taken = 0
+            self._looked = began
 
     def _check_room(self, stream: str, fill: Fill, more: int) -> None:
         if fill.limit and fill.used + more > FULL * fill.limit:
