@@ -22,8 +22,8 @@ class HeldRequest(NamedTuple):
 
 
 def is_plain(request: RoutingRequest) -> bool:
-    """Whether a request needs neither a certain worker nor a medium, and produces tokens that may be stored."""
-    return not (request.worker or request.medium or request.output or request.avoid or request.in_memory)
+    """Whether a request needs neither a certain worker nor a medium, and produces tokens."""
+    return not (request.worker or request.medium or request.output or request.avoid)
 
 
 def aggregated_pool(tracker: LoadTracker, request: RoutingRequest) -> Sequence[Registration]:
