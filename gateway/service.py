@@ -343,6 +343,7 @@ class Gateway:
             inflight.cancel_sent = math.inf
         else:
             self._subscriptions.unsubscribe(inflight)
+            self.unstored.released(inflight)
         self._verdicts.released(inflight)
         if inflight.paid is not None:
             self.payments.ended(inflight)

@@ -8,6 +8,8 @@ for long would hold back everything; see ``late``.
 from collections.abc import Iterable
 from typing import NamedTuple
 
+import msgspec
+
 REMEMBERED = 4096  # ended requests; what is left of others expires
 
 
@@ -18,14 +20,14 @@ class Fronts(NamedTuple):
     tokens: int
 
 
-class _Floor:
-    __slots__ = ("contents", "has_parts", "since", "tokens")
+class _Floor(msgspec.Struct, gc=False):
+    """Everything of a request is behind the sequences ``contents`` and ``tokens``. ``since``: when that became so."""
 
-    def __init__(self, contents: int, tokens: int, since: float) -> None:
-        self.contents = contents  # everything of the request is behind these sequences
-        self.tokens = tokens
-        self.since = since
-        self.has_parts = False  # stored before the request's content
+    contents: int
+    tokens: int
+    since: float
+    first: tuple[int, int, float]  # these as they were at its beginning: no later request had lower ones
+    has_parts: bool = False  # stored before the request's content
 
 
 class MemoryLedger:
@@ -46,7 +48,8 @@ class MemoryLedger:
         """A request is about to be stored, or a part of it; then again."""
         floor = self._live.get(request)
         if floor is None:
-            self._live[request] = _Floor(self._contents, self._tokens, now)
+            first = self._contents, self._tokens, now
+            self._live[request] = _Floor(*first, first)
         else:
             floor.has_parts = True
 
@@ -75,6 +78,7 @@ class MemoryLedger:
         self._dead.clear()
         for floor in self._live.values():
             floor.contents = floor.tokens = 0
+            floor.first = 0, 0, floor.first[2]
 
     @property
     def busy(self) -> bool:
@@ -83,10 +87,14 @@ class MemoryLedger:
 
     def fronts(self) -> Fronts:
         """What can be deleted by now; call ``deleted`` once it is."""
-        contents = min((floor.contents for floor in self._live.values()), default=self._contents) + 1
-        tokens = min((floor.tokens for floor in self._live.values()), default=self._tokens) + 1
+        contents, tokens = self._contents, self._tokens
+        for floor in self._live.values():
+            if floor.first[0] >= contents and floor.first[1] >= tokens:
+                break  # nor has any later one a lower floor: tens of thousands may be in their grace period
+            contents, tokens = min(contents, floor.contents), min(tokens, floor.tokens)
+        deleted = self._deleted
         return Fronts(
-            contents if contents > self._deleted.contents else 0, tokens if tokens > self._deleted.tokens else 0
+            contents + 1 if contents >= deleted.contents else 0, tokens + 1 if tokens >= deleted.tokens else 0
         )
 
     def deleted(self, fronts: Fronts) -> None:
@@ -99,8 +107,13 @@ class MemoryLedger:
         """
         if not self._dead:
             return []
-        late = sorted((floor.tokens, name) for name, floor in self._live.items() if now - floor.since > after_s)
-        return [name for tokens, name in late[:limit] if tokens < self._tokens]
+        late = []
+        for name, floor in self._live.items():
+            if now - floor.first[2] <= after_s:
+                break
+            if now - floor.since > after_s:
+                late.append((floor.tokens, name))
+        return [name for tokens, name in sorted(late)[:limit] if tokens < self._tokens]
 
     @property
     def position(self) -> int:

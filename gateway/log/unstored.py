@@ -10,6 +10,7 @@ import secrets
 import time
 from collections.abc import Iterable, Sequence
 from functools import partial
+from itertools import takewhile
 
 import msgspec
 import structlog
@@ -201,6 +202,13 @@ class UnstoredRequests:
         found = self._open.get(inflight.request.id)
         return found is not None and found.inflight is inflight and not inflight.ended
 
+    def released(self, inflight: InflightRequest) -> None:
+        """Nobody reads it any more. If it has ended, only its grace period is left."""
+        request_id = inflight.request.id
+        found = self._open.get(request_id)
+        if found is not None and found.inflight is inflight and inflight.ended:
+            self._end(request_id, time.monotonic())
+
     # --- ending and deleting ---
 
     async def _sweep_forever(self) -> None:
@@ -219,7 +227,7 @@ class UnstoredRequests:
         for request_id, each in list(self._open.items()):
             if each.inflight.ended:
                 self._end(request_id, now)
-        for request_id in [name for name, due in self._ended.items() if due <= now]:
+        for request_id, _ in list(takewhile(lambda each: each[1] <= now, self._ended.items())):  # in their order
             del self._ended[request_id]
             self._over(request_id)
         for owner in [owner for owner, media in self._media.items() if not media.request and media.until < now]:

@@ -55,6 +55,24 @@ def delete(ledger: MemoryLedger, contents: dict[int, str], tokens: dict[int, set
     ledger.deleted(fronts)
 
 
+def test_fronts_and_late_ones_are_found_without_a_look_at_all_that_are_in_their_grace_period() -> None:
+    """Tens of thousands are, at a thousand requests a second. What was stored again holds back from there on only."""
+    ledger = MemoryLedger()
+    for number in range(1, 1001):
+        ledger.began(f"r{number}", float(number))
+        ledger.stored(f"r{number}", number)
+        ledger.read(number)
+    ledger.over("r500")
+    assert ledger.fronts() == Fronts(0, 0), "r1 holds back everything"
+    for number in (1, 2):
+        ledger.moved(f"r{number}", 1000, 1001.0)
+    assert ledger.late(1001.0, 990.0, 99) == [f"r{number}" for number in range(3, 11)]
+    for number in range(3, 1001):
+        ledger.over(f"r{number}")
+    assert ledger.fronts().tokens == 1001
+    assert ledger.fronts().contents == 0, "the content of the first one was not stored again"
+
+
 def test_tokens_behind_a_request_that_runs_for_long_can_be_deleted_once_it_was_stored_again() -> None:
     ledger = MemoryLedger()
     ledger.began("long", 0.0)
