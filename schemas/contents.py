@@ -26,7 +26,12 @@ def without_content(request: GenerateRequest, key: bytes) -> GenerateRequest:
     Args:
         key: 32 secret bytes, under which the digests of media and the session are hashed: routers compare them only.
     """
-    processors = tuple(LogitsProcessor(each.name) for each in request.sampling.logits_processors)
+    sampling, stop = request.sampling, request.stop
+    if sampling.logit_bias or sampling.logits_processors:
+        processors = tuple(LogitsProcessor(each.name) for each in sampling.logits_processors)
+        sampling = msgspec.structs.replace(sampling, logit_bias={}, logits_processors=processors)
+    if stop.token_ids or stop.strings:
+        stop = msgspec.structs.replace(stop, token_ids=(), strings=())
     media = tuple(
         msgspec.structs.replace(each, digest=blake3(each.digest, key=key).digest(), kind="", size=0)
         for each in request.media
@@ -43,8 +48,8 @@ def without_content(request: GenerateRequest, key: bytes) -> GenerateRequest:
         request,
         prompt=b"",
         prompt_length=request.prompt_tokens,
-        sampling=msgspec.structs.replace(request.sampling, logit_bias={}, logits_processors=processors),
-        stop=msgspec.structs.replace(request.stop, token_ids=(), strings=()),
+        sampling=sampling,
+        stop=stop,
         salt="",
         media=media,
         diffusion=drawn,

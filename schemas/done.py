@@ -153,12 +153,15 @@ def request_of(event: Done) -> GenerateRequest | None:
 NOT_KEPT = "not kept: the request was made with no_store"
 
 
-def without_content(event: Done) -> Done:
+def without_content(event: Done, request: GenerateRequest | None = None) -> Done:
     """The record of a request with ``no_store``: tenant, times, counts and end, but no content.
 
     ``left_out`` names what the answer had and the record lacks. An error keeps its code; its text may quote the client.
+
+    Args:
+        request: of the event; None: it is decoded from there.
     """
-    request = request_of(event)
+    request = request or request_of(event)
     left_out = {"prompt", *event.left_out}
     if any(choice.tokens for choice in event.choices):
         left_out.add("tokens")
@@ -180,8 +183,11 @@ def without_content(event: Done) -> Done:
 
 def without_text(request: GenerateRequest) -> GenerateRequest:
     """Every field of a request that its client's text, or numbers made of it, can be in."""
-    sampling = msgspec.structs.replace(request.sampling, logit_bias={}, logits_processors=())
-    stop = msgspec.structs.replace(request.stop, token_ids=(), strings=())
+    sampling, stop = request.sampling, request.stop
+    if sampling.logit_bias or sampling.logits_processors:
+        sampling = msgspec.structs.replace(sampling, logit_bias={}, logits_processors=())
+    if stop.token_ids or stop.strings:
+        stop = msgspec.structs.replace(stop, token_ids=(), strings=())
     return msgspec.structs.replace(
         request,
         prompt=b"",

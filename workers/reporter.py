@@ -64,7 +64,7 @@ class Reporter:
         self._metrics.ended(event, prefilled=running.prefilled)
         headers = None
         if request.no_store:
-            event, headers = done.without_content(event), {HEADER_NO_STORE: "1"}
+            event, headers = done.without_content(event, request), {HEADER_NO_STORE: "1"}
         payload = done.encode_within(event, self._bus.max_message)
         await self._publisher.publish(
             self._bus.subjects.done(request.tenant, request.model, request.id),
