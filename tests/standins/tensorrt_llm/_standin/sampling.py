@@ -11,12 +11,18 @@ NEVER = float("-inf")
 
 
 def shaped(
-    logits: Tensor, params: Any, prompt: list[int], generated: list[int], *, counted: int, narrow: bool
+    logits: Tensor,
+    params: Any,
+    prompt: list[int],
+    generated: list[int],
+    *,
+    counted: int | None = None,
+    narrow: bool = False,
 ) -> Tensor:
     """Logits (vocab,) with bias, penalties, and what may not come (yet).
 
     Args:
-        counted: tokens that ``min_tokens`` is compared with.
+        counted: tokens that ``min_tokens`` is compared with; None: those of the output.
         narrow: no penalties, and an end id of -1 is the vocabulary's last token, as in TorchSampler of 1.2.
     """
     logits = logits.clone()
@@ -30,7 +36,7 @@ def shaped(
     if generated and (params.presence_penalty or params.frequency_penalty) and not narrow:
         counts = torch.bincount(torch.tensor(generated), minlength=len(logits))
         logits -= (params.frequency_penalty or 0.0) * counts + (params.presence_penalty or 0.0) * (counts > 0)
-    end = params.end_id
+    end, counted = params.end_id, len(generated) if counted is None else counted
     if params.min_tokens and counted < params.min_tokens and end is not None and (end >= 0 or narrow):
         logits[end] = NEVER  # of the end id only: stop words count from the first token on
     for word in params._get_bad_words():
