@@ -31,6 +31,7 @@ WHITESPACE = r"(\x20|\n[\x20\t]{0,40})?"
 JSON_OPTIONS: dict[str, Any] = {"whitespace_pattern": WHITESPACE, "lenient": False}
 HEADER = "%llguidance {}\n"  # without it, readers of either syntax may take a grammar for GBNF
 
+_ANY_SIZE = 1 << 32  # of a vocabulary that is not known
 MAX_MESSAGE = 500  # characters of an error, which may quote the client's text
 
 _PLACE = re.compile(r"^at \d+\(\d+\): ")  # in a grammar
@@ -118,7 +119,7 @@ def check(constraint: Constraint) -> None:
     """
     from llguidance import LLMatcher
 
-    text = grammar(constraint)
+    text = llguidance_releases.for_release(grammar(constraint), _ANY_SIZE)
     with interface():
         failed, messages = LLMatcher.validate_grammar_with_warnings(text, None, limits=llguidance_releases.limits())
     if failed:
@@ -137,7 +138,7 @@ def compiled(constraint: Constraint, tokenizer: "LLTokenizer", named: Mapping[st
     """
     from llguidance import LLMatcher
 
-    text = grammar(constraint, named)
+    text = llguidance_releases.for_release(grammar(constraint, named), tokenizer.vocab_size)
     with interface():
         matcher = LLMatcher(tokenizer, text, log_level=0, limits=llguidance_releases.limits())
     if matcher.is_error():

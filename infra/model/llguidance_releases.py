@@ -10,11 +10,15 @@ from contextlib import contextmanager
 from importlib import metadata
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import msgspec
+
 if TYPE_CHECKING:
     from llguidance import LLParserLimits, LLTokenizer
 
 
 _REPEATED = re.compile(r'("(?:\\.|[^"\\])*"|/(?:\\.|[^/\\])+/)|~ *(\d+) *\.\. *(\d+)')  # outside literals, expressions
+
+_SETS = re.compile(r'("(?:\\.|[^"\\])*"|/(?:\\.|[^/\\])+/)|<\[(\*|\^[\d,]+)\]>')
 
 
 class LibraryError(Exception):
@@ -71,6 +75,39 @@ def limits() -> "LLParserLimits":
 def repeated(lark: str) -> str:
     """A grammar with ``x~2..5`` as ``x{2,5}``, which all releases read; 0.7.29 does not know the former."""
     return _REPEATED.sub(lambda found: found[1] or f"{{{found[2]},{found[3]}}}", lark)
+
+
+def for_release(grammar: str, size: int) -> str:
+    """A grammar with any token (``<[*]>``) and all tokens but some (``<[^3,5]>``) as ranges, where they must be.
+
+    0.7.29 knows sets of tokens by their ids only.
+
+    Args:
+        grammar: in Lark, or in llguidance's own form.
+        size: tokens of the vocabulary.
+    """
+    from llguidance import LLTokenizer
+
+    if hasattr(LLTokenizer, "eos_tokens") or "<[" not in grammar:
+        return grammar
+    if not grammar.startswith("{"):
+        return _SETS.sub(lambda found: found[1] or f"<[{_others(found[2], size)}]>", grammar)
+    parts: dict[str, Any] = msgspec.json.decode(grammar)
+    for each in parts.get("grammars", ()):
+        if isinstance(each.get("lark_grammar"), str):
+            each["lark_grammar"] = for_release(each["lark_grammar"], size)
+    return msgspec.json.encode(parts).decode()
+
+
+def _others(barred: str, size: int) -> str:
+    """The ids below ``size`` that are not barred ("*": none is), as ranges."""
+    ids = set() if barred == "*" else {int(each) for each in barred[1:].split(",")}
+    ranges, start = [], 0
+    for end in [*sorted(each for each in ids if each < size), size]:
+        if end > start:
+            ranges.append(f"{start}-{end - 1}")
+        start = end + 1
+    return ",".join(ranges)
 
 
 @contextmanager

@@ -1,5 +1,7 @@
 """Runs with whichever llguidance is installed; ``make test-llguidance`` runs it with 0.7.29 and with 1.9."""
 
+import json
+import re
 from typing import Any
 
 import llguidance
@@ -69,6 +71,32 @@ def test_repetitions_are_read_by_all_releases(text: str) -> None:
     assert "/x~1..2/" in constraints.grammar(Constraint(constraints.GRAMMAR, text)) or "x~" not in text
     assert '"~3..4"' in llguidance_releases.repeated(text) or "~3" not in text
     assert "{" in llguidance_releases.repeated(text)
+
+
+@pytest.mark.parametrize(
+    "lark", ['start: <[*]> "a"', 'start: <[^3,5]> "a"', "start: <[^0]>", 'start: <[^5,3,1279]>* "x"']
+)
+@pytest.mark.usefixtures("older")
+def test_sets_of_tokens_allow_the_same_where_ranges_are_all_that_is_known(lark: str) -> None:
+    """The gateway's grammars for reasoning and tool calls have them."""
+    ranges = llguidance_releases.for_release(lark, MODEL.vocab_size)
+    assert "*]" not in ranges
+    assert "^" not in ranges
+    spelled = json.loads(llguidance_releases.for_release(json.dumps({"grammars": [{"lark_grammar": lark}]}), 1280))
+    assert spelled["grammars"] == [{"lark_grammar": ranges}]
+    barred = [int(each) for each in re.findall(r"\d+", lark.partition("]")[0])]
+    matcher = grammars().matcher(Constraint(constraints.LARK, lark), 0, Stop(max_tokens=9))
+    mask = matcher.mask()
+    allowed = {token for token in range(MODEL.vocab_size) if mask[token >> 3] >> (token & 7) & 1}
+    assert allowed >= set(range(MODEL.vocab_size)) - set(barred) - {MODEL.tokenizer.token_to_id("x")}
+    assert not allowed & set(barred)
+    constraints.check(Constraint(constraints.LARK, lark))
+
+
+@pytest.mark.usefixtures("older")
+def test_what_only_looks_like_a_set_stays() -> None:
+    text = 'start: "<[*]>" /<\\[\\*\\]>/ <[7]>'
+    assert llguidance_releases.for_release(text, 100) == text
 
 
 def test_another_interface_is_unsupported_and_not_announced(monkeypatch: pytest.MonkeyPatch) -> None:

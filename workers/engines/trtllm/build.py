@@ -165,6 +165,7 @@ def _options(
         disaggregated=api.disaggregated,
         scheduling=api.scheduling if info.dp_size > 1 else None,
         logprob=api.logprob,
+        vocab_size=info.vocab_size,
         publish=plan.wanted.publish,
         trace_headers=bool(args.otlp_traces_endpoint) and "trace_headers" in api.call,
         abort_hold_s=settings.handoff_lease_s,

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import structlog
 
+from infra.model.llguidance_releases import for_release
 from schemas.errors import Code
 from workers.engines.base import EngineInfo, MediaSpan, RequestError, SequenceRequest
 from workers.engines.external import requests
@@ -43,6 +44,7 @@ class Options(NamedTuple):
             engine runs no processors, or runs them a token late (the overlap scheduler).
         image_inputs: from tokens and media to the ``inputs`` of ``generate_async``.
         served: what the engine does with sampling options.
+        vocab_size: width of the logits.
         one_token: arguments of ``generate_async`` for a request of one token.
         quiet_s, answer_s: see ``liveness``.
     """
@@ -60,6 +62,7 @@ class Options(NamedTuple):
     continuing: Callable[[SequenceRequest], Any] | None = None
     image_inputs: Callable[[Seq[int], Seq[MediaSpan]], dict[str, Any]] | None = None
     served: Served = Served()
+    vocab_size: int = 0
     one_token: Callable[[], dict[str, Any]] = dict
     quiet_s: float = QUIET_S
     answer_s: float = ANSWER_S
@@ -172,7 +175,7 @@ def _edits(request: SequenceRequest, options: Options, *, continues: bool) -> di
     found: dict[str, Any] = {}
     processors = None if options.processors is None else options.processors(request)
     if request.constraint is not None and not continues:
-        found["guided_decoding"] = {"grammar": grammar_text(request.constraint)}
+        found["guided_decoding"] = {"grammar": for_release(grammar_text(request.constraint), options.vocab_size)}
     elif request.constraint is not None:
         if options.continuing is None:
             raise RequestError(Code.engine_error, NOT_CONTINUED)

@@ -29,7 +29,7 @@ def shaped(
     if params.embedding_bias is not None:
         logits += params.embedding_bias
     if params.repetition_penalty not in (None, 1.0) and not narrow:
-        ids = torch.tensor(sorted({*prompt, *generated}))
+        ids = torch.tensor(sorted({*prompt, *generated}), dtype=torch.long)  # perhaps none yet
         values = logits[ids]
         factor = params.repetition_penalty
         logits[ids] = torch.where(values > 0, values / factor, values * factor)
