@@ -2,7 +2,8 @@
 
 python -m tests.gpu.beside native vllm [--shape 8b] [--fp8] [--fp8-kv] [--rows 3] [--json FILE]
 
-Weights are random, answers greedy and of fixed length. A row is timed from the first request to the last answer's
+Weights are random, of the same spread in both, so that as many experts are chosen. Answers are greedy and of fixed
+length. A row is timed from the first request to the last answer's
 end, twice; the faster one counts. vLLM needs to be installed.
 """
 
@@ -22,12 +23,13 @@ ROWS = ((1, 512, 128), (32, 512, 128), (128, 512, 128), (256, 512, 128), (512, 1
 RUNNING, BATCHED, LONGEST, SHARE = 512, 8192, 4096, 0.7
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
          "num_key_value_heads")  # fmt: skip
-SHAPES = {
+SHAPES: dict[str, tuple[int, ...]] = {
     "8b": (128256, 4096, 14336, 32, 32, 8),
     "0.3b": (32768, 1024, 4096, 16, 16, 8),
     "moe": (151936, 2048, 768, 24, 32, 4),  # half of the layers of Qwen3-30B-A3B
     "gpt-oss": (201088, 2880, 2880, 24, 64, 8),  # 20B
 }
+SHAPES["gpt-oss-mxfp4"] = SHAPES["gpt-oss"]  # experts as its checkpoint stores them
 
 Run = Callable[[int, int, int, int], float]  # streams, tokens of a prompt, of an answer, seed -> seconds
 
@@ -44,21 +46,37 @@ def config(shape: str) -> Any:
             **common, head_dim=128, moe_intermediate_size=common["intermediate_size"], num_experts=128,
             num_experts_per_tok=8, norm_topk_prob=True, decoder_sparse_step=1, architectures=["Qwen3MoeForCausalLM"],
         )  # fmt: skip
-    if shape == "gpt-oss":
-        return GptOssConfig(**common, head_dim=64, num_local_experts=32, architectures=["GptOssForCausalLM"])
+    if shape in ("gpt-oss", "gpt-oss-mxfp4"):
+        stored = {"quantization_config": {"quant_method": "mxfp4"}} if shape.endswith("mxfp4") else {}
+        return GptOssConfig(**common, **stored, head_dim=64, num_local_experts=32, architectures=["GptOssForCausalLM"])
     return LlamaConfig(**common, architectures=["LlamaForCausalLM"])
+
+
+def random_model(shape: str) -> Any:
+    from tests.gpu.native import large
+    from workers.engines.native import mxfp4
+
+    with mxfp4.as_stored(config(shape)) as loaded:
+        return large(loaded)
+
+
+def spread(model: Any) -> None:
+    """Draw weights as ``tests.gpu.native.large`` does. What vLLM draws is so small that all rows choose alike."""
+    for name, weight in model.named_parameters():
+        if weight.is_floating_point():
+            weight.data.fill_(1.0) if "norm" in name else weight.data.normal_(std=0.02)
 
 
 def native(shape: str, fp8: bool, fp8_kv: bool) -> Run:
     from infra.bus.loop_lag import freeze_loaded
-    from tests.gpu.native import ask, drive, large
+    from tests.gpu.native import ask, drive
     from workers.engines.native.build import assemble
     from workers.engines.native.cuda import prepare
     from workers.engines.native.loading import describe
     from workers.engines.native.options import NativeOptions
     from workers.engines.native.quantize import quantize
 
-    made = large(config(shape))
+    made = random_model(shape)
     described = describe(made)
     if fp8:
         quantize(made)
@@ -81,7 +99,8 @@ def native(shape: str, fp8: bool, fp8_kv: bool) -> Run:
 def vllm(shape: str, fp8: bool, fp8_kv: bool) -> Run:
     import random
 
-    os.environ |= {"VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_NO_USAGE_STATS": "1"}
+    os.environ |= {"VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_NO_USAGE_STATS": "1",
+                   "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}  # fmt: skip
     from vllm import LLM, SamplingParams
 
     folder = tempfile.mkdtemp(prefix="shape-")
@@ -91,6 +110,8 @@ def vllm(shape: str, fp8: bool, fp8_kv: bool) -> Run:
         max_num_seqs=RUNNING, max_num_batched_tokens=BATCHED, gpu_memory_utilization=SHARE, seed=1,
         quantization="fp8" if fp8 else None, kv_cache_dtype="fp8" if fp8_kv else "auto",
     )  # fmt: skip
+    if not fp8:
+        engine.apply_model(spread)
 
     def run(streams: int, prompt: int, answer: int, seed: int) -> float:
         draw = random.Random(seed)

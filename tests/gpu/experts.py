@@ -22,8 +22,10 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from tests.workers.engines.native.models import mxfp4_blocks
+from workers.engines.native import mxfp4, quantize
 from workers.engines.native.cuda import expert_kernels, experts, rows
-from workers.engines.native.cuda.experts import Experts, Router, Routing, Shape
+from workers.engines.native.cuda.experts import Experts, Router, Routing, Shape, Stored
 
 BOUND = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 
@@ -37,15 +39,19 @@ class Mixture(NamedTuple):
     inner: int
     act: int
     bias: bool
+    bits: int = 16  # of a weight
 
 
 MIXTURES = {
     "moe": Mixture(128, 8, 2048, 768, rows.SILU, False),
     "gpt-oss": Mixture(32, 4, 2880, 2880, expert_kernels.CLAMPED, True),
+    "moe-fp8": Mixture(128, 8, 2048, 768, rows.SILU, False, bits=8),
+    "gpt-oss-mxfp4": Mixture(32, 4, 2880, 2880, expert_kernels.CLAMPED, True, bits=4),
 }
 SMALL = (
     Mixture(8, 2, 64, 48, rows.SILU, False), Mixture(5, 3, 96, 40, rows.GELU_TANH, True),
-    Mixture(16, 4, 80, 64, expert_kernels.CLAMPED, True),
+    Mixture(16, 4, 128, 192, expert_kernels.CLAMPED, True),
+    Mixture(16, 4, 128, 192, expert_kernels.CLAMPED, True, bits=4), Mixture(8, 2, 64, 48, rows.SILU, False, bits=8),
 )  # fmt: skip
 
 WRONG: list[str] = []
@@ -60,7 +66,20 @@ def made(mixture: Mixture, device: torch.device, dtype: torch.dtype) -> Experts:
 
     biases = [random(count, n, scale=0.1) if mixture.bias else None for n in (2 * inner, width)]
     weights = random(count, 2 * inner, width, scale=width**-0.5), random(count, width, inner, scale=inner**-0.5)
-    return Experts(*weights, *biases, mixture.act, 1.702, 7.0)
+    layers = [Stored(weight, bias) for weight, bias in zip(weights, biases, strict=True)]
+    if mixture.bits == 4:
+        layers = [
+            Stored(values, layer.bias, scales)
+            for layer in layers
+            for values, scales in [mxfp4.packed(*mxfp4_blocks(layer.values))]
+        ]
+    if mixture.bits == 8:
+        narrow = [quantize.narrowed(layer.values) for layer in layers]
+        layers = [
+            Stored(values, layer.bias, scales.squeeze(-1))
+            for layer, (values, scales) in zip(layers, narrow, strict=True)
+        ]
+    return Experts(*layers, mixture.act, 1.702, 7.0)
 
 
 def chosen(mixture: Mixture, count: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -74,9 +93,9 @@ def expected(module: Experts, x: Tensor, ids: Tensor, factors: Tensor, mixture: 
     out = torch.zeros((len(x), mixture.width), dtype=torch.float64, device=x.device)
     for expert in range(mixture.experts):
         which, place = torch.where(ids == expert)
-        both = x[which].double() @ module.gate_up[expert].double().t()
-        if module.gate_up_bias is not None:
-            both = both + module.gate_up_bias[expert].double()
+        both = x[which].double() @ wide(module.gate_up, expert).t()
+        if module.gate_up.bias is not None:
+            both = both + module.gate_up.bias[expert].double()
         gate, up = both.chunk(2, -1)
         if mixture.act == expert_kernels.CLAMPED:
             gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0) + 1
@@ -85,11 +104,30 @@ def expected(module: Experts, x: Tensor, ids: Tensor, factors: Tensor, mixture: 
             hidden = torch.nn.functional.silu(gate) * up
         else:
             hidden = torch.nn.functional.gelu(gate, approximate="tanh") * up
-        part = hidden @ module.down[expert].double().t()
-        if module.down_bias is not None:
-            part = part + module.down_bias[expert].double()
+        part = hidden @ wide(module.down, expert).t()
+        if module.down.bias is not None:
+            part = part + module.down.bias[expert].double()
         out.index_add_(0, which, part * factors[which, place].double()[:, None])
     return out
+
+
+def wide(layer: Stored, expert: int) -> Tensor:
+    """An expert's weights in float64."""
+    values = layer.values[expert]
+    if layer.scales is None:
+        return values.double()
+    if values.dtype != torch.uint8:
+        return values.double() * layer.scales[expert].double()[:, None]
+    rows, step = len(values), mxfp4.STEP
+    groups = 2 * layer.scales.shape[2]
+    words = layer.scales[expert].view(rows // step, groups // 2, step)
+    halves = values.view(rows // step, groups // 2, step, 32)
+    table = torch.tensor([*mxfp4.VALUES, *(-value for value in mxfp4.VALUES)], dtype=torch.float64).to(values.device)
+    parts = [
+        table[bits.int()] * torch.exp2(((each >> 7) - 127 - mxfp4.SHIFT).double())[..., None]
+        for bits, each in ((halves & 15, words & 0xFFFF), (halves >> 4, words >> 16 & 0xFFFF))
+    ]
+    return torch.cat(parts, -1).transpose(1, 2).reshape(rows, 32 * groups)
 
 
 def apart(found: Tensor, wanted: Tensor) -> float:
@@ -206,6 +244,36 @@ MANY = tuple(
 CANDIDATES = {1: FEW, 8: FEW, 32: FEW, 128: (*FEW, *SOME), 256: (*FEW, *SOME), 640: (*FEW[:3], *SOME, *MANY[:2]),
               2048: (*SOME, *MANY), 8192: MANY}  # fmt: skip
 
+PACKED = {
+    16: ((64, 16, 64, 4, 6), (64, 16, 64, 4, 4), (64, 16, 64, 4, 8), (128, 16, 64, 4, 4), (128, 16, 64, 4, 6),
+         (128, 16, 64, 8, 4), (128, 16, 64, 8, 6), (64, 16, 64, 4, 3)),
+    32: ((64, 32, 64, 4, 4), (128, 32, 64, 4, 4), (128, 32, 64, 8, 4), (64, 32, 64, 4, 6)),
+    64: ((64, 64, 64, 4, 4), (128, 64, 64, 8, 4), (128, 64, 64, 4, 3), (64, 64, 64, 4, 6)),
+    128: ((128, 128, 64, 8, 3), (64, 128, 64, 4, 4), (128, 128, 64, 8, 4), (128, 256, 64, 8, 3)),
+}  # fmt: skip
+PACKED_ROWS = {
+    1: (16,),
+    8: (16,),
+    32: (16,),
+    128: (16, 32),
+    256: (32, 64),
+    640: (64, 128),
+    2048: (64, 128),
+    8192: (128,),
+}
+
+NARROW = {count: (Shape(64, 16, 256, 4, 3), Shape(128, 16, 128, 4, 4)) for count in (1, 8, 32, 128)}
+NARROW |= {count: (Shape(64, 32, 128, 4, 4), Shape(128, 64, 128, 8, 3)) for count in (256, 640)}
+NARROW |= {count: (Shape(128, 128, 128, 8, 2),) for count in (2048, 8192)}
+
+
+def candidates(mixture: Mixture, count: int) -> tuple[Shape, ...]:
+    if mixture.bits == 8:
+        return tuple(shape._replace(bulk=False) for shape in (*CANDIDATES[count], *NARROW[count]))
+    if mixture.bits == 4:
+        return tuple(Shape(*each) for rows in PACKED_ROWS[count] for each in PACKED[rows])
+    return CANDIDATES[count]
+
 
 def replayed_us(calls: list[Any]) -> float:
     """Time of a call: all of them are captured in one graph."""
@@ -229,7 +297,12 @@ def replayed_us(calls: list[Any]) -> float:
 
 
 def trials(name: str, counts: list[int]) -> list[tuple[int, str, Shape]]:
-    return [(count, part, shape) for count in counts for part in ("up", "down") for shape in CANDIDATES[count]]
+    return [
+        (count, part, shape)
+        for count in counts
+        for part in ("up", "down")
+        for shape in candidates(MIXTURES[name], count)
+    ]
 
 
 def sweep(name: str, counts: list[int], times: dict[str, Any]) -> None:
@@ -240,7 +313,7 @@ def sweep(name: str, counts: list[int], times: dict[str, Any]) -> None:
 
 
 def _sweep_rows(name: str, count: int, module: Experts, times: dict[str, Any]) -> None:
-    mixture, device = MIXTURES[name], module.down.device
+    mixture, device = MIXTURES[name], module.down.values.device
     read = mixture.top if count == 1 else mixture.experts * (1 - (1 - mixture.top / mixture.experts) ** count)
     calls, pairs = 8 if count <= 256 else 2, count * mixture.top
     sets = [chosen(mixture, count, device) for _ in range(calls)]
@@ -250,24 +323,25 @@ def _sweep_rows(name: str, count: int, module: Experts, times: dict[str, Any]) -
     parts = torch.empty((pairs, mixture.width), device=device, dtype=torch.bfloat16)
 
     def up(number: int, shape: Shape) -> None:
-        experts.launch(shape, x, module.gate_up, module.gate_up_bias, collected[number], hidden,
+        experts.launch(shape, x, module.gate_up, collected[number], hidden,
                        gate=(mixture.act, 1.702, 7.0))  # fmt: skip
 
     def down(number: int, shape: Shape) -> None:
-        experts.launch(shape, hidden, module.down, module.down_bias, collected[number], parts, factors=sets[number][1])
+        experts.launch(shape, hidden, module.down, collected[number], parts, factors=sets[number][1])
 
-    for call, weight in ((down, module.down), (up, module.gate_up)):
+    for call, layer in ((down, module.down), (up, module.gate_up)):
         found = []
-        for shape in CANDIDATES[count]:
+        for shape in candidates(mixture, count):
             try:
                 us = replayed_us([partial(call, number, shape) for number in range(calls)])
                 found.append((us, tuple(shape)))
             except Exception as error:
                 print(f"  {tuple(shape)}: {str(error)[:70]}")
         found.sort()
-        us = found[0][0]
-        print(f"{name} {count} rows {call.__name__}: {us:.1f} us, {read * weight[0].numel() * 2 / us / 1e6:.2f} TB/s, "
-              f"{2 * pairs * weight[0].numel() / us / 1e6:.0f} TFLOP/s: "
+        us, weights = found[0][0], layer.values.shape[1] * layer.columns
+        bytes_read = read * sum(part.nbytes for part in layer if part is not None) / mixture.experts
+        print(f"{name} {count} rows {call.__name__}: {us:.1f} us, {bytes_read / us / 1e6:.2f} TB/s, "
+              f"{2 * pairs * weights / us / 1e6:.0f} TFLOP/s: "
               + "; ".join(f"{shape} {each:.1f}" for each, shape in found[:6]), flush=True)  # fmt: skip
         times[f"{name} {count} {call.__name__}"] = found
     weight = torch.randn((mixture.experts, mixture.width), device=device, dtype=torch.bfloat16) * 0.02
@@ -292,12 +366,16 @@ def _compile(trial: tuple[str, int, str, Shape]) -> None:
     if shape.bulk:
         example = torch.empty((4 * shape.columns, inner), device="cuda", dtype=bf16)
         weight = TensorDescriptor.from_tensor(example, [shape.columns, shape.depth])
+    kind = {4: expert_kernels.MXFP4, 8: expert_kernels.NARROW, 16: expert_kernels.WIDE}[mixture.bits]
+    weight = {4: torch.uint8, 8: quantize.FP8, 16: weight}[mixture.bits]
+    scales = {4: int32, 8: torch.float32, 16: bf16}[mixture.bits]
     expert_kernels.product.warmup(
-        bf16, weight, bf16, bf16 if gated else torch.float32, int32, int32, int32, bf16, count, 1.702, 7.0,
+        bf16, weight, scales, bf16,
+        bf16 if gated else torch.float32, int32, int32, int32, bf16, count, 1.702, 7.0,
         N=columns, K=inner, EXPERTS=mixture.experts, EXPERTS_P=mixture.experts, TOP=mixture.top if gated else 1,
         COLUMNS=shape.columns, DEPTH=shape.depth, ROWS=shape.rows, SINGLE=count == 1, GATED=gated,
         ACT=mixture.act if gated else 0, BIAS=mixture.bias, WEIGHTED=not gated, PRECISION="tf32",
-        BULK=shape.bulk, num_warps=shape.warps, num_stages=shape.stages, grid=(1,),
+        BULK=shape.bulk, KIND=kind, num_warps=shape.warps, num_stages=shape.stages, grid=(1,),
     )  # fmt: skip
 
 
@@ -314,15 +392,15 @@ def compile_ahead(names: list[str], counts: list[int]) -> None:
 
 def steps(name: str, counts: list[int]) -> None:
     """The kernels of a decode step, from a replayed graph."""
-    from tests.gpu.beside import SHAPES, config
+    from tests.gpu.beside import SHAPES, random_model
     from tests.gpu.fusions import step_ms
-    from tests.gpu.native import ask, drive, large
+    from tests.gpu.native import ask, drive
     from workers.engines.native.build import assemble
     from workers.engines.native.loading import describe
     from workers.engines.native.options import NativeOptions
 
     engine = assemble(
-        describe(large(config(name))),
+        describe(random_model(name)),
         NativeOptions(max_running=256, max_batched_tokens=8192, max_model_len=4096, warm=False, kv_blocks=6144),
     )
     executor: Any = engine._ahead

@@ -74,7 +74,10 @@ def large(config: Any = LLAMA_8B, device: str = "cuda") -> Any:
     finally:
         torch.set_default_dtype(before)
     for name, weight in model.named_parameters():
-        weight.data.fill_(1.0) if "norm" in name else weight.data.normal_(std=0.02)
+        if weight.dtype == torch.uint8:  # of 4 bits, with about the same spread
+            weight.data.fill_(120) if name.endswith("scales") else weight.data.random_(0, 256)
+        else:
+            weight.data.fill_(1.0) if "norm" in name else weight.data.normal_(std=0.02)
     rotary = type(model.model.rotary_emb)(config)
     model.model.rotary_emb = rotary.to(device)
     return model.eval().requires_grad_(False)

@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from transformers.utils import logging as transformers_logging
 
 from infra.model.weight_files import key_mapping
-from workers.engines.native import attention, checkpoint, vision
+from workers.engines.native import attention, checkpoint, mxfp4, vision
 from workers.engines.native.model import Model, ModelError
 from workers.engines.native.pool import KvShape
 from workers.engines.native.verify import reference, reference_attention, verify
@@ -106,10 +106,10 @@ def weights(
     if names := key_mapping(Path(model)):
         options["key_mapping"] = dict(names)
     try:
-        with _quiet():
+        with _quiet(), mxfp4.as_stored(config) as plain:
             loaded, names = loader.from_pretrained(
                 model,
-                config=config,
+                config=plain,
                 dtype=kind,
                 trust_remote_code=False,
                 output_loading_info=True,

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from transformers import (
 
 from schemas.requests import Sampling, Stop
 from workers.engines.base import Engine, Output, SequenceRequest, StepResult
+from workers.engines.native import mxfp4
 
 VOCAB = 256
 EOS = 255
@@ -68,7 +70,7 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     "gemma3": Gemma3TextConfig(**COMMON, **LOCAL_AND_GLOBAL),
     "gemma2": Gemma2Config(**COMMON, **LOCAL_AND_GLOBAL, attn_logit_softcapping=5.0, final_logit_softcapping=30.0),
     "gpt_oss": GptOssConfig(
-        **COMMON,
+        **{**COMMON, "intermediate_size": 128},
         sliding_window=8,
         layer_types=LOCAL_AND_GLOBAL["layer_types"],
         **CHOSEN,
@@ -112,6 +114,18 @@ def save(name: str, directory: Path) -> Path:
         model.lm_head.weight.normal_(std=0.5)
     model.save_pretrained(directory / name)
     return directory / name
+
+
+def mxfp4_blocks(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The nearest MXFP4 blocks and scales of (…, rows, columns); columns: a multiple of 32."""
+    grouped = weight.float().contiguous().unflatten(-1, (-1, mxfp4.GROUP))
+    largest = grouped.abs().amax(-1, keepdim=True).clamp(min=2.0**-100)
+    exponents = torch.ceil(torch.log2(largest / mxfp4.VALUES[-1]))
+    bounds = torch.tensor([(low + high) / 2 for low, high in pairwise(mxfp4.VALUES)])
+    scaled = grouped / torch.exp2(exponents)
+    bits = torch.bucketize(scaled.abs(), bounds.to(weight.device)).to(torch.uint8)
+    bits |= (scaled < 0).to(torch.uint8) << 3
+    return bits[..., ::2] | bits[..., 1::2] << 4, (exponents.squeeze(-1) + 127).to(torch.uint8)
 
 
 @cache

@@ -1,5 +1,6 @@
 """Weights as fp8: half the memory, an error that is measured, and nothing replaced that must not be."""
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,11 +10,11 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from infra.model import modeldir
-from tests.workers.engines.native.models import expected, prompt, request, run, tokens
+from tests.workers.engines.native.models import CONFIGS, expected, prompt, request, run, tokens
 from workers.engines.native.build import build
 from workers.engines.native.loading import load
 from workers.engines.native.options import NativeOptions
-from workers.engines.native.quantize import Fp8Linear, narrowed, quantize
+from workers.engines.native.quantize import Fp8Experts, Fp8Linear, narrowed, quantize
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -37,11 +38,29 @@ def test_a_layer_with_a_bias_computes_what_its_widened_weight_would() -> None:
     torch.testing.assert_close(narrow(x), wide)
 
 
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])  # gate before up, and in turns with biases
+def test_experts_compute_what_their_widened_weights_would(name: str) -> None:
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_config(CONFIGS[name]).eval().requires_grad_(False)
+    wide = model.model.layers[0].mlp.experts
+    before = copy.deepcopy(wide)
+    count, width = wide.num_experts, CONFIGS[name].hidden_size
+    narrow = Fp8Experts(wide)
+    for part in ("gate_up", "down"):
+        rows = getattr(narrow, part).float() * getattr(narrow, f"{part}_scale")
+        kept = getattr(before, f"{part}_proj").data
+        kept.copy_(rows.transpose(1, 2) if name == "gpt_oss" else rows)
+    x, ids = torch.randn(7, width), torch.stack([torch.randperm(count)[:2] for _ in range(7)])
+    factors = torch.rand(7, 2)
+    torch.testing.assert_close(narrow(x, ids, factors), before(x, ids, factors))
+
+
 def test_output_embeddings_routers_and_odd_sizes_stay(model_dir: Callable[[str], Path]) -> None:
     model = load(str(model_dir("qwen3_moe")), device=torch.device("cpu")).forward
     count = quantize(model)
     kinds = {name: type(module).__name__ for name, module in model.named_modules()}
-    assert count == 3 * 4  # the attention's, in each layer
+    assert count == 3 * (4 + 1)  # the attention's and all experts, in each layer
+    assert kinds["model.layers.0.mlp.experts"] == "Fp8Experts"
     assert kinds["lm_head"] == "Linear"
     assert kinds["model.layers.0.self_attn.q_proj"] == "Fp8Linear"
     assert quantize(nn.Sequential(nn.Linear(16, 20), nn.Linear(20, 16))) == 0

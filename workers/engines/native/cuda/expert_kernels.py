@@ -11,7 +11,10 @@ from workers.engines.native.cuda.rows import activation
 
 SOFTMAX, CHOSEN, SIGMOID, SPARSE = 0, 1, 2, 3  # how a router scores experts, see ``route``
 CLAMPED = 2  # the activation of GPT-OSS, beside ``rows.SILU`` and ``rows.GELU_TANH``
-WIDE, NARROW, MXFP4 = 0, 1, 2  # how weights are stored: in the input's dtype; as 8-bit floats; see ``mxfp4``
+WIDE, NARROW, MXFP4 = 0, 1, 2  # how weights are stored: in the input's dtype; as 8-bit floats; see ``widened``
+STEP: tl.constexpr = tl.constexpr(
+    64
+)  # values of a row that a step of ``MXFP4`` takes, and rows that are stored together
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -164,12 +167,60 @@ def gated(gate, up, dtype: tl.constexpr, ACT: tl.constexpr, alpha, limit):
     return activation(gate, ACT).to(dtype).to(tl.float32) * up
 
 
+PAIRED: tl.constexpr = tl.constexpr("""
+{
+  .reg .b32 both, low, high;
+  prmt.b32 both, $4, 0, 0x4140;
+  shl.b32 low, both, 6;   and.b32 low, low, 0x01C001C0;
+  shl.b32 high, both, 12; and.b32 high, high, 0x80008000;
+  or.b32 $0, low, high;
+  shl.b32 low, both, 2;   and.b32 low, low, 0x01C001C0;
+  shl.b32 high, both, 8;  and.b32 high, high, 0x80008000;
+  or.b32 $2, low, high;
+  prmt.b32 both, $4, 0, 0x4342;
+  shl.b32 low, both, 6;   and.b32 low, low, 0x01C001C0;
+  shl.b32 high, both, 12; and.b32 high, high, 0x80008000;
+  or.b32 $1, low, high;
+  shl.b32 low, both, 2;   and.b32 low, low, 0x01C001C0;
+  shl.b32 high, both, 8;  and.b32 high, high, 0x80008000;
+  or.b32 $3, low, high;
+  prmt.b32 both, $5, $6, 0x5410; mul.rn.bf16x2 $0, $0, both;
+  prmt.b32 both, $7, $8, 0x5410; mul.rn.bf16x2 $1, $1, both;
+  prmt.b32 both, $5, $6, 0x7632; mul.rn.bf16x2 $2, $2, both;
+  prmt.b32 both, $7, $8, 0x7632; mul.rn.bf16x2 $3, $3, both;
+}
+""")
+
+
+@triton.jit
+def widened(packed, scales, dtype: tl.constexpr):
+    """The values of the low and of the high four bits of bytes, times 2**-63.
+
+    Four bits are a sign, two bits of exponent and one of fraction. As the bits of a wider float they are the value
+    times 2**-126. ``scales`` are two bfloat16 in an integer, of the low and the high values: the powers of two times
+    2**63.
+    """
+    scales = tl.broadcast_to(scales[:, None], packed.shape)
+    if dtype == tl.bfloat16:
+        low, high = tl.inline_asm_elementwise(
+            PAIRED, "=r,=r,=r,=r,r,r,r,r,r", [packed, scales], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
+        )
+    else:
+        bits = packed.to(tl.int32)
+        low = ((bits & 7) << 22 | (bits & 8) << 28).to(tl.float32, bitcast=True)
+        high = ((bits & 0x70) << 18 | (bits & 0x80) << 24).to(tl.float32, bitcast=True)
+        low = (low * (scales << 16).to(tl.float32, bitcast=True)).to(dtype)
+        high = (high * (scales & -65536).to(tl.float32, bitcast=True)).to(dtype)
+    return low, high
+
+
 @triton.jit(do_not_specialize=["stride"])
 def product(
-    x, weight, bias, factors, ids, members, sizes, out, stride, alpha, limit,
+    x, weight, scales, bias, factors, ids, members, sizes, out, stride, alpha, limit,
     N: tl.constexpr, K: tl.constexpr, EXPERTS: tl.constexpr, EXPERTS_P: tl.constexpr, TOP: tl.constexpr,
     COLUMNS: tl.constexpr, DEPTH: tl.constexpr, ROWS: tl.constexpr, SINGLE: tl.constexpr, GATED: tl.constexpr,
     ACT: tl.constexpr, BIAS: tl.constexpr, WEIGHTED: tl.constexpr, PRECISION: tl.constexpr, BULK: tl.constexpr,
+    KIND: tl.constexpr,
 ):  # fmt: skip
     """Program (columns, rows of an expert): ``out[pair] = x[pair // TOP] @ weight[expert].T (+ bias) (* factor)``.
 
@@ -179,6 +230,9 @@ def product(
     GATED: ``weight`` has 2 N rows; ``out = act(x @ first half) * (x @ second half)``.
     SINGLE: there is one row; its pairs are the tiles. ``members`` and ``sizes`` are unused.
     BULK: ``weight`` is a descriptor of all experts' rows, for bulk tensor copies.
+    KIND: WIDE; NARROW: a row's values times its entry of ``scales``; MXFP4: STEP rows are stored together, step after
+        step of their values: (STEP rows, STEP / 2 bytes), a byte with a value of the first half of the step in its low
+        bits and one of the second half in its high bits, and as many ``scales`` as rows. See ``widened``.
     """
     column_tile, tile = tl.program_id(0), tl.program_id(1)
     places = tl.arange(0, ROWS)
@@ -199,33 +253,64 @@ def product(
         columns, ks = column_tile * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, DEPTH)
         inside = columns < N
         base = expert.to(tl.int64) * (2 * N if GATED else N)
-        first_row = (base + column_tile * COLUMNS).to(tl.int32)
-        if not BULK:
-            weight_ptrs = weight + (base + tl.minimum(columns, N - 1))[:, None] * K + ks[None, :]
-        x_ptrs = x + (pairs // TOP).to(tl.int64)[None, :] * K + ks[:, None]
+        x_ptrs = x + (pairs // TOP).to(tl.int64)[None, :] * K
         acc = tl.zeros((COLUMNS, ROWS), tl.float32)
         if GATED:
             up_acc = tl.zeros((COLUMNS, ROWS), tl.float32)
-        for k in range(0, K, DEPTH):
-            x_tile = tl.load(x_ptrs) if K % DEPTH == 0 else tl.load(x_ptrs, mask=ks[:, None] < K - k, other=0.0)
-            if BULK:
-                weight_tile = weight.load([first_row, k])
+        if KIND == 2:
+            halves = tl.arange(0, STEP // 2)
+            x_ptrs += halves[:, None]
+            kept = columns if N % COLUMNS == 0 else tl.minimum(columns, N - 1)
+            stored = base // STEP + kept // STEP  # N is a multiple of STEP
+            steps: tl.constexpr = K // STEP
+            word_ptrs = scales + stored * (steps * STEP) + kept % STEP
+            weight_ptrs = weight + (stored * (steps * STEP) + kept % STEP)[:, None] * (STEP // 2) + halves[None, :]
+            for _ in range(steps):
+                x_low, x_high = tl.load(x_ptrs), tl.load(x_ptrs + STEP // 2)
+                low, high = widened(tl.load(weight_ptrs), tl.load(word_ptrs), x_low.dtype)
+                acc = tl.dot(low, x_low, acc, input_precision=PRECISION)
+                acc = tl.dot(high, x_high, acc, input_precision=PRECISION)
                 if GATED:
-                    up_tile = weight.load([first_row + N, k])
-            elif K % DEPTH == 0:
-                weight_tile = tl.load(weight_ptrs)
-                if GATED:
-                    up_tile = tl.load(weight_ptrs + N * K)
-            else:
-                weight_tile = tl.load(weight_ptrs, mask=ks[None, :] < K - k, other=0.0)
-                if GATED:
-                    up_tile = tl.load(weight_ptrs + N * K, mask=ks[None, :] < K - k, other=0.0)
-            acc = tl.dot(weight_tile, x_tile, acc, input_precision=PRECISION)
+                    low, high = widened(
+                        tl.load(weight_ptrs + N * (K // 2)), tl.load(word_ptrs + N * steps), x_low.dtype
+                    )
+                    up_acc = tl.dot(low, x_low, up_acc, input_precision=PRECISION)
+                    up_acc = tl.dot(high, x_high, up_acc, input_precision=PRECISION)
+                x_ptrs += STEP
+                weight_ptrs += STEP * (STEP // 2)
+                word_ptrs += STEP
+            acc *= 9223372036854775808.0
             if GATED:
-                up_acc = tl.dot(up_tile, x_tile, up_acc, input_precision=PRECISION)
+                up_acc *= 9223372036854775808.0
+        else:
+            first_row = (base + column_tile * COLUMNS).to(tl.int32)
             if not BULK:
-                weight_ptrs += DEPTH
-            x_ptrs += DEPTH
+                weight_ptrs = weight + (base + tl.minimum(columns, N - 1))[:, None] * K + ks[None, :]
+            x_ptrs += ks[:, None]
+            for k in range(0, K, DEPTH):
+                x_tile = tl.load(x_ptrs) if K % DEPTH == 0 else tl.load(x_ptrs, mask=ks[:, None] < K - k, other=0.0)
+                if BULK:
+                    weight_tile = weight.load([first_row, k])
+                    if GATED:
+                        up_tile = weight.load([first_row + N, k])
+                elif K % DEPTH == 0:
+                    weight_tile = tl.load(weight_ptrs)
+                    if GATED:
+                        up_tile = tl.load(weight_ptrs + N * K)
+                else:
+                    weight_tile = tl.load(weight_ptrs, mask=ks[None, :] < K - k, other=0.0)
+                    if GATED:
+                        up_tile = tl.load(weight_ptrs + N * K, mask=ks[None, :] < K - k, other=0.0)
+                acc = tl.dot(weight_tile.to(x_tile.dtype), x_tile, acc, input_precision=PRECISION)
+                if GATED:
+                    up_acc = tl.dot(up_tile.to(x_tile.dtype), x_tile, up_acc, input_precision=PRECISION)
+                if not BULK:
+                    weight_ptrs += DEPTH
+                x_ptrs += DEPTH
+            if KIND == 1:
+                acc *= tl.load(scales + base + columns, mask=inside, other=0.0)[:, None]
+                if GATED:
+                    up_acc *= tl.load(scales + base + N + columns, mask=inside, other=0.0)[:, None]
         if BIAS:
             acc += tl.load(bias + base + columns, mask=inside, other=0.0).to(tl.float32)[:, None]
         if GATED:

@@ -11,10 +11,12 @@ import torch
 from torch import Tensor, nn
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from workers.engines.native import mxfp4
 from workers.engines.native.cuda import expert_kernels as kernels
 from workers.engines.native.cuda import rows
 from workers.engines.native.cuda.fusions import dependent
 from workers.engines.native.cuda.modules import launch_options
+from workers.engines.native.quantize import FP8, Fp8Experts
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 4e-3}  # relative, of a mixture's output
 TRIAL = 48  # rows on which a router is compared
@@ -58,6 +60,37 @@ DOWN = {
     64: Shape(128, 64, 64, 8, 4),
     128: Shape(256, 128, 64, 8, 3, True),
 }
+
+
+PACKED_UP = {  # with weights of 4 bits
+    1: Shape(64, 16, 64, 4, 4),
+    16: Shape(64, 16, 64, 4, 3),
+    32: Shape(64, 32, 64, 4, 4),
+    64: Shape(128, 64, 64, 4, 3),
+    128: Shape(64, 128, 64, 4, 4),
+}
+PACKED_DOWN = {
+    1: Shape(64, 16, 64, 4, 6),
+    16: Shape(128, 16, 64, 4, 4),
+    32: Shape(128, 32, 64, 4, 4),
+    64: Shape(128, 64, 64, 4, 3),
+    128: Shape(128, 128, 64, 8, 4),
+}
+NARROW = {  # of both, with weights of 8 bits
+    1: Shape(64, 16, 128, 4, 4),
+    16: Shape(64, 16, 128, 4, 4),
+    32: Shape(64, 32, 128, 4, 4),
+    64: Shape(128, 64, 64, 8, 4),
+    128: Shape(128, 128, 64, 8, 3),
+}
+
+
+def shapes(kind: int, most: int, dtype: torch.dtype) -> tuple[Shape, Shape]:
+    """How the products of gate and up, and of down, are computed, with so many rows per tile."""
+    if dtype == torch.float32:
+        return FLOAT32, FLOAT32
+    up, down = {kernels.MXFP4: (PACKED_UP, PACKED_DOWN), kernels.NARROW: (NARROW, NARROW)}.get(kind, (UP, DOWN))
+    return up[most], down[most]
 
 
 def tile_rows(rows: int, top: int, experts: int) -> int:
@@ -137,28 +170,46 @@ class Router(nn.Module):
         return None, factors, ids
 
 
+class Stored(NamedTuple):
+    """The weights of a layer of experts.
+
+    Attributes:
+        values: (experts, rows, columns), or uint8 in the order of ``mxfp4.packed``.
+        bias: (experts, rows).
+        scales: (experts, rows) float32, of 8-bit floats; or those of ``mxfp4.packed``.
+    """
+
+    values: Tensor
+    bias: Tensor | None = None
+    scales: Tensor | None = None
+
+    @property
+    def kind(self) -> int:
+        if self.values.dtype == torch.uint8:
+            return kernels.MXFP4
+        return kernels.WIDE if self.scales is None else kernels.NARROW
+
+    @property
+    def columns(self) -> int:
+        """Of the layer, its inputs."""
+        return self.values.shape[2] * (2 if self.kind == kernels.MXFP4 else 1)
+
+
 class Experts(nn.Module):
     """Experts that are gated MLPs, with their weights beside each other.
 
     Args:
-        gate_up: (experts, 2 * inner, in), all rows of gate before those of up; gate_up_bias: (experts, 2 * inner).
-        down: (experts, out, inner); down_bias: (experts, out).
+        gate_up: all rows of gate before those of up.
         act: ``rows.SILU``, ``rows.GELU_TANH`` or ``expert_kernels.CLAMPED``, which has ``alpha`` and ``limit``.
 
     Attributes:
         residual: add the output to it, in place. Set before a call and cleared by it.
     """
 
-    def __init__(
-        self, gate_up: Tensor, down: Tensor, gate_up_bias: Tensor | None, down_bias: Tensor | None, act: int,
-        alpha: float = 0.0, limit: float = 0.0,
-    ) -> None:  # fmt: skip
+    def __init__(self, gate_up: Stored, down: Stored, act: int, alpha: float = 0.0, limit: float = 0.0) -> None:
         super().__init__()
-        self.gate_up = nn.Parameter(gate_up, requires_grad=False)
-        self.down = nn.Parameter(down, requires_grad=False)
-        self.gate_up_bias = None if gate_up_bias is None else nn.Parameter(gate_up_bias, requires_grad=False)
-        self.down_bias = None if down_bias is None else nn.Parameter(down_bias, requires_grad=False)
-        self.num_experts = len(gate_up)
+        self.gate_up, self.down = gate_up, down
+        self.num_experts, self.inputs = len(gate_up.values), gate_up.columns
         self.residual: Tensor | None = None
         self._act, self._alpha, self._limit = act, alpha, limit
 
@@ -176,13 +227,12 @@ class Experts(nn.Module):
             x = x.contiguous()
         pairs = collected(ids, self.num_experts)
         most = tile_rows(count, top, self.num_experts)
-        up, down = (FLOAT32, FLOAT32) if x.itemsize == 4 else (UP[most], DOWN[most])
-        inner = self.down.shape[2]
-        hidden = torch.empty((count * top, inner), dtype=x.dtype, device=x.device)
+        up, down = shapes(self.gate_up.kind, most, x.dtype)
         gate = (self._act, self._alpha, self._limit)
-        launch(up, x, self.gate_up, self.gate_up_bias, pairs, hidden, gate=gate)
-        parts = torch.empty((count * top, self.down.shape[1]), dtype=x.dtype, device=x.device)
-        launch(down, hidden, self.down, self.down_bias, pairs, parts, factors=factors)
+        hidden = torch.empty((count * top, self.down.columns), dtype=x.dtype, device=x.device)
+        launch(up, x, self.gate_up, pairs, hidden, gate=gate)
+        parts = torch.empty((count * top, self.down.values.shape[1]), dtype=x.dtype, device=x.device)
+        launch(down, hidden, self.down, pairs, parts, factors=factors)
         return combined(parts, count, top, residual)
 
 
@@ -217,7 +267,7 @@ def collected(ids: Tensor, experts: int) -> Pairs:
 
 
 def launch(
-    shape: Shape, x: Tensor, weight: Tensor, bias: Tensor | None, pairs: Pairs, out: Tensor, *,
+    shape: Shape, x: Tensor, layer: Stored, pairs: Pairs, out: Tensor, *,
     factors: Tensor | None = None, gate: tuple[int, float, float] | None = None,
 ) -> None:  # fmt: skip
     """Compute ``expert_kernels.product`` with a given shape.
@@ -226,7 +276,8 @@ def launch(
         x: (rows, in), or (pairs, in).
         gate: the activation, with ``alpha`` and ``limit``; None: there is no gate.
     """
-    experts, columns, inner = weight.shape
+    (weight, bias, scales), inner = layer, layer.columns
+    experts, columns, _ = weight.shape
     act, alpha, limit = gate or (0, 0.0, 0.0)
     columns = columns // 2 if gate else columns
     number, count = pairs.ids.numel(), len(pairs.ids)
@@ -234,11 +285,12 @@ def launch(
     bulk = shape.bulk and inner * weight.itemsize % 16 == 0
     given: Any = TensorDescriptor.from_tensor(weight.view(-1, inner), [shape.columns, shape.depth]) if bulk else weight
     kernels.product[(-(-columns // shape.columns), tiles)](
-        x, given, x if bias is None else bias, x if factors is None else factors, *pairs, out, count, alpha, limit,
+        x, given, x if scales is None else scales, x if bias is None else bias, x if factors is None else factors,
+        *pairs, out, count, alpha, limit,
         N=columns, K=inner, EXPERTS=experts, EXPERTS_P=next_power_of_2(experts), TOP=number // len(x),
         COLUMNS=shape.columns, DEPTH=shape.depth, ROWS=shape.rows, SINGLE=count == 1, GATED=gate is not None, ACT=act,
         BIAS=bias is not None, WEIGHTED=factors is not None, PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
-        BULK=bulk, num_warps=shape.warps, num_stages=shape.stages,
+        BULK=bulk, KIND=layer.kind, num_warps=shape.warps, num_stages=shape.stages,
     )  # fmt: skip
 
 
@@ -257,45 +309,73 @@ def combined(parts: Tensor, count: int, top: int, residual: Tensor | None) -> Te
 # -- which modules these replace ---------------------------------------------------------------------------------
 
 
-def experts_for(module: Any, generator: torch.Generator) -> Experts | None:
-    """What replaces a module of experts; None: nothing computes the same."""
-    gate_up, down = getattr(module, "gate_up_proj", None), getattr(module, "down_proj", None)
-    if not all(isinstance(each, Tensor) and each.dim() == 3 for each in (gate_up, down)):
+def experts_for(module: Any, dtype: torch.dtype, generator: torch.Generator) -> Experts | None:
+    """What replaces a module of experts for rows of ``dtype``; None: nothing computes the same."""
+    layers = _stored(module, dtype)
+    if layers is None or dtype not in TOLERANCE or len(layers[0].values) > MOST_EXPERTS:
         return None
-    assert isinstance(gate_up, Tensor)
-    assert isinstance(down, Tensor)
-    if gate_up.dtype not in TOLERANCE or getattr(module, "has_post_expert_norm", False):
-        return None
-    biases = [getattr(module, f"{name}_proj_bias", None) for name in ("gate_up", "down")]
-    transposed = bool(getattr(module, "is_transposed", False))
-    parts = [gate_up.data, down.data, *(None if each is None else each.data for each in biases)]
-    if transposed:
-        parts[0], parts[1] = (part.transpose(1, 2) for part in (gate_up.data, down.data))
-    if not getattr(module, "is_concatenated", True):
-        parts[0], parts[2] = (None if part is None else _separated(part) for part in (parts[0], parts[2]))
-    weights = [None if part is None else part.contiguous() for part in parts]
-    assert weights[0] is not None
-    assert weights[1] is not None
-    experts, inner = len(weights[0]), weights[0].shape[2]
-    if experts > MOST_EXPERTS or weights[0].shape[1] != 2 * weights[1].shape[2]:
-        return None
+    experts, device = len(layers[0].values), layers[0].values.device
     count, top = 5, min(2, experts)
-    x = torch.randn((count, inner), generator=generator, device=gate_up.device).to(gate_up.dtype)
+    x = torch.randn((count, layers[0].columns), generator=generator, device=device).to(dtype)
     ids = torch.stack([
-        torch.randperm(experts, generator=generator, device=x.device)[:top] for _ in range(count)
+        torch.randperm(experts, generator=generator, device=device)[:top] for _ in range(count)
     ])  # fmt: skip
-    factors = torch.rand((count, top), generator=generator, device=x.device).to(x.dtype)
+    factors = torch.rand((count, top), generator=generator, device=device).to(dtype)
     with torch.inference_mode():
         expected = module(x, ids, factors)
         alpha, limit = getattr(module, "alpha", None), getattr(module, "limit", None)
         for act in (rows.SILU, rows.GELU_TANH, kernels.CLAMPED):
-            gate = (float(alpha or 0.0), float(limit or 0.0))
             if act == kernels.CLAMPED and (alpha is None or limit is None):
                 continue
-            new = Experts(weights[0], weights[1], weights[2], weights[3], act, *gate)
+            new = Experts(*layers, act, float(alpha or 0.0), float(limit or 0.0))
             if all(_close(new(x[:n], ids[:n], factors[:n]), expected[:n]) for n in (1, count)):
                 return new
     return None
+
+
+def _stored(module: Any, dtype: torch.dtype) -> tuple[Stored, Stored] | None:
+    """The weights of a module of experts, in the order of ``Experts``; None: they have another form."""
+    biases = [getattr(module, f"{name}_proj_bias", None) for name in ("gate_up", "down")]
+    gate_up_bias, down_bias = (None if each is None else each.data for each in biases)
+    if isinstance(module, mxfp4.Mxfp4Experts):
+        assert gate_up_bias is not None
+        stored = [
+            (_separated(module.gate_up_proj_blocks.data), _separated(module.gate_up_proj_scales.data)),
+            (module.down_proj_blocks.data, module.down_proj_scales.data),
+        ]
+        bias = _separated(gate_up_bias)
+        if any(rows % mxfp4.STEP for rows in (stored[0][0].shape[1] // 2, stored[1][0].shape[1])) or any(
+            blocks.shape[2] % 2 for blocks, _ in stored
+        ):
+            wide = [mxfp4.widened(*each, dtype) for each in stored]
+            return Stored(wide[0], bias), Stored(wide[1], down_bias)
+        (values, scales), (more, other) = (mxfp4.packed(*each) for each in stored)
+        return Stored(values, bias, scales), Stored(more, down_bias, other)
+    if isinstance(module, Fp8Experts):
+        scales = module.gate_up_scale.squeeze(-1)
+        values = module.gate_up.view(torch.uint8)  # not every torch can concatenate 8-bit floats
+        if not module.is_concatenated:
+            values, scales = _separated(values), _separated(scales)
+            gate_up_bias = None if gate_up_bias is None else _separated(gate_up_bias)
+        return (
+            Stored(values.view(FP8), gate_up_bias, scales),
+            Stored(module.down, down_bias, module.down_scale.squeeze(-1)),
+        )
+    gate_up, down = getattr(module, "gate_up_proj", None), getattr(module, "down_proj", None)
+    if not all(isinstance(each, Tensor) and each.dim() == 3 and each.dtype == dtype for each in (gate_up, down)):
+        return None
+    if getattr(module, "has_post_expert_norm", False):
+        return None
+    assert isinstance(gate_up, Tensor)
+    assert isinstance(down, Tensor)
+    gate_up, down = gate_up.data, down.data
+    if getattr(module, "is_transposed", False):
+        gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
+    if not getattr(module, "is_concatenated", True):
+        gate_up, gate_up_bias = _separated(gate_up), None if gate_up_bias is None else _separated(gate_up_bias)
+    if gate_up.shape[1] != 2 * down.shape[2]:
+        return None
+    return Stored(gate_up.contiguous(), gate_up_bias), Stored(down.contiguous(), down_bias)
 
 
 def _separated(part: Tensor) -> Tensor:

@@ -134,13 +134,12 @@ def _replace_experts(
     block: nn.Module, module: Any, dtype: torch.dtype, generator: torch.Generator, counts: Counter[str]
 ) -> None:
     """Replace the experts of a block, and then its router."""
-    new = experts.experts_for(module, generator)
+    new = experts.experts_for(module, dtype, generator)
     _replace(block, "experts", new, counts, "mixtures of experts")
     for name in ("gate", "router"):
         router = getattr(block, name, None)
         if new is not None and isinstance(router, nn.Module):
-            inner = new.gate_up.shape[2]
-            chosen = experts.router_for(router, new.num_experts, inner, dtype, generator)
+            chosen = experts.router_for(router, new.num_experts, new.inputs, dtype, generator)
             _replace(block, name, chosen, counts, "routers")
 
 
@@ -197,8 +196,7 @@ def _fuse_residuals(layer: Any, dtype: torch.dtype, generator: torch.Generator) 
         return 0
     mixture = getattr(layer.mlp, "experts", None)
     if isinstance(mixture, experts.Experts):
-        inner = mixture.gate_up.shape[2]
-        x = torch.randn((1, 3, inner), generator=generator, device=mixture.gate_up.device).to(dtype)
+        x = torch.randn((1, 3, mixture.inputs), generator=generator, device=generator.device).to(dtype)
         if not experts.same_with_residual(layer.mlp, mixture, x):
             return 0
     elif not isinstance(layer.mlp, GatedMlp):
