@@ -3,6 +3,7 @@
 Limits only grow, except those that the operator has set with ``penstock streams set``: they stay as they are.
 """
 
+import asyncio
 import secrets
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -31,6 +32,8 @@ from schemas.subjects import Subjects
 _NS = 1_000_000_000
 _MIB, _GIB = 1 << 20, 1 << 30
 _STORES = {"file": "max_file_store", "memory": "max_memory_store"}
+STORE_FAILED = 10049
+CREATE_TRIES, CREATE_AGAIN_S = 20, 0.1
 _NO_ROOM = (10002, 10005, 10023, 10028, 10047)  # of an account, of a cluster, or of a server
 _GROWS = ("max_age", "max_bytes", "duplicate_window", "num_replicas")  # an operator's larger value stays
 # Metadata of a stream that names the limits which the operator has set, so that none of them grows here.
@@ -213,11 +216,29 @@ def _larger(one: int, other: int) -> int:
     return one if one <= 0 else other if other <= 0 else max(one, other)
 
 
+async def _create(nc: Client, name: str, config: Config) -> None:
+    """Create a stream, again where the server could not make its folder.
+
+    When an account's last stream is deleted (here: the one that tried for room), the server removes the folder that
+    streams are in, a moment after it has answered. A stream that is created just then fails.
+    """
+    for _ in range(CREATE_TRIES):
+        try:
+            await request(nc, f"STREAM.CREATE.{name}", config)
+        except BrokerProblem as error:
+            if f"({STORE_FAILED})" not in str(error):
+                raise
+            await asyncio.sleep(CREATE_AGAIN_S)
+        else:
+            return
+    await request(nc, f"STREAM.CREATE.{name}", config)
+
+
 async def _apply_stream(nc: Client, config: Config, retired: tuple[str, ...] = ()) -> list[str]:
     name = config["name"]
     existing = await existing_config(nc, f"STREAM.INFO.{name}", STREAM_NOT_FOUND)
     if existing is None:
-        await request(nc, f"STREAM.CREATE.{name}", config)
+        await _create(nc, name, config)
         return [f"created {name}"]
     if config["retention"] == "workqueue" and existing["retention"] == "limits":
         # Of an earlier release, and cannot be changed in place; by limits, only the oldest may be discarded.

@@ -2,18 +2,23 @@
 
 import re
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote
 
 import nats
 import pytest
+from nats.aio.client import Client
 
 from gateway.client import connection as client_connection
+from infra.broker import apply as apply_module
+from infra.broker import jetstream_api
 from infra.broker.apply import apply_submissions
 from infra.broker.binary import find_server
 from infra.broker.jetstream_api import BrokerProblem
 from infra.broker.main import apply_at, connect_operator
+from infra.broker.server import EmbeddedNats
 from infra.bus.connection import connect
 from schemas.streams import GIB, topology
 from schemas.subjects import Subjects
@@ -144,3 +149,26 @@ def test_the_page_has_the_sum() -> None:
     assert (
         f"{sizes.reserved_bytes / GIB:.1f} GiB on the disk and {sizes.reserved_memory / GIB:.1f} GiB in memory" in page
     )
+
+
+async def test_a_stream_whose_folder_was_removed_meanwhile_is_created_again(
+    monkeypatch: pytest.MonkeyPatch, make_broker: Callable[..., EmbeddedNats]
+) -> None:
+    """The server removes the folder of streams a moment after the last one, which tried for room, is deleted."""
+    server, refused = make_broker("removed"), list[str]()
+    await server.start()
+    nc = await nats.connect(server.url("operator"))
+
+    async def request(nc: Client, verb: str, body: dict[str, Any]) -> Any:
+        if verb.startswith("STREAM.CREATE.ps_") and "PROBE" not in verb and len(refused) < 3:
+            refused.append(verb)
+            raise BrokerProblem(f"$JS.API.{verb}: error creating store for stream (10049)")
+        return await jetstream_api.request(nc, verb, body)
+
+    monkeypatch.setattr(apply_module, "request", request)
+    try:
+        await apply_module.apply(nc, topology(S))
+        assert len(refused) == 3
+        assert "ps_SUBMIT" in {stream.config.name for stream in await nc.jetstream().streams_info()}
+    finally:
+        await nc.close()
