@@ -7,6 +7,7 @@ TRITON_INTERPRET=1 python -m tests.gpu.experts check --device cpu     (without a
 """
 
 import argparse
+import copy
 import itertools
 import json
 import os
@@ -20,9 +21,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tests.workers.engines.native.models import mxfp4_blocks
+from tests.workers.engines.native.models import CONFIGS, mxfp4_blocks
 from workers.engines.native import mxfp4, quantize
 from workers.engines.native.cuda import expert_kernels, experts, rows
 from workers.engines.native.cuda.experts import Experts, Router, Routing, Shape, Stored
@@ -157,6 +159,7 @@ def check(device: torch.device, names: list[str]) -> None:
             same_bits(module, mixture, device, dtype)
     if small or "small" in names:
         check_routers(device)
+        check_replaced(device)
 
 
 def same_bits(module: Experts, mixture: Mixture, device: torch.device, dtype: torch.dtype) -> None:
@@ -167,6 +170,29 @@ def same_bits(module: Experts, mixture: Mixture, device: torch.device, dtype: to
     whole = module(x, ids, factors)
     same = [n for n in counts if torch.equal(module(x[:n], ids[:n], factors[:n]), whole[:n])]
     report(f"the same bits for {same} of {list(counts)} rows", len(same) == len(counts))
+
+
+def check_replaced(device: torch.device) -> None:
+    """Whether experts of either order, with weights of either size, are replaced: only if they compute the same."""
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    generator = torch.Generator(device=device).manual_seed(1)
+    for name in ("qwen3_moe", "gpt_oss"):
+        config: Any = CONFIGS[name]
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype).to(device).eval().requires_grad_(False)
+        modules = {"wide": model.model.layers[0].mlp.experts}
+        modules["8 bits"] = quantize.Fp8Experts(model.model.layers[1].mlp.experts)
+        if name == "gpt_oss":
+            for inner in (config.intermediate_size, 32):  # one of a size that the kernels take, and one that is widened
+                changed = copy.copy(config)
+                changed.intermediate_size = inner
+                stored = mxfp4.Mxfp4Experts(changed)
+                for weight in stored.parameters():
+                    weight.data.normal_() if weight.is_floating_point() else weight.data.random_(110, 126)
+                modules[f"4 bits, {inner} wide"] = stored.to(device=device).requires_grad_(False)
+        for kind, module in modules.items():
+            report(
+                f"experts of {name}, {kind}, are replaced", experts.experts_for(module, dtype, generator) is not None
+            )
 
 
 def check_routers(device: torch.device) -> None:

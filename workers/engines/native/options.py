@@ -26,7 +26,7 @@ class NativeOptions:
             cannot be handed off then.
         kv_offloading_size: GiB of host memory for KV blocks that leave the pool; 0: none. KV cannot be handed off
             then, and all layers are in one pool.
-        quantization: of the weights; "fp8": 8-bit floats with a scale per row, "": as loaded. Experts stay.
+        quantization: of the weights; "fp8": 8-bit floats with a scale per row, "": as loaded.
         speculative_model: proposes tokens: a draft model, as ``model`` of ``build``, or "ngram"; "": none.
         num_speculative_tokens: proposed per step and sequence, at most.
         prompt_lookup_min, prompt_lookup_max: tokens that "ngram" must find again.
