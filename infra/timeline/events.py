@@ -136,6 +136,7 @@ class AttemptReturned(msgspec.Struct, frozen=True, tag="returned"):
     worker: str
     reason: str
     poison: bool = False  # the engine failed while it ran this request
+    crashed: str = ""  # not "": somebody else reported it, since the worker's process or engine had ended
 
 
 class AttemptRevoked(msgspec.Struct, frozen=True, tag="revoked"):

@@ -164,7 +164,7 @@ def _entry(timeline: RequestTimeline, event: TimelineEvent) -> Iterator[Inspecte
             by = line.target if line.state in ("leased", "read", "failed", "quarantined", "settled") else line.source
             yield InspectedEvent(event.at_ns, kind, f"{line.state}{amount}{took}{why}", _attempt(line.ticket), by)
         case AttemptReturned():
-            text = f"{event.worker} returned it ({event.reason})"
+            text = f"{event.worker} {'ended while it ran it' if event.crashed else 'returned it'} ({event.reason})"
             yield InspectedEvent(event.at_ns, kind, text, event.attempt, event.worker)
         case AttemptRevoked():
             yield InspectedEvent(event.at_ns, kind, f"revoked at {event.worker}", event.attempt, event.worker)

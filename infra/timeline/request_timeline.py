@@ -141,7 +141,7 @@ class RequestTimeline:
         """The terminal event, or the end of one attempt."""
         if isinstance(event, Returned):
             self.returned[event.attempt] = AttemptReturned(
-                stored_ns, event.attempt, event.worker, event.reason, event.poison
+                stored_ns, event.attempt, event.worker, event.reason, event.poison, event.crashed
             )
         elif self.done is None:
             self.done = _without_output(event) if self._compact else event

@@ -288,6 +288,8 @@ class _SpanBuilder:
             return done.timings.ended_ns, (done.message or done.code) if failed else None, done.code
         back = self._timeline.returned.get(stage.attempt)
         if back is not None and back.worker == stage.worker:
+            if back.crashed:
+                return back.at_ns, f"worker lost: {back.reason}", "worker_lost"
             return back.at_ns, f"returned: {back.reason}", "returned"
         return self._lost(stage)
 

@@ -177,7 +177,8 @@ async def test_a_killed_workers_attempt_is_a_span_with_an_error(
     assert spans[0].attributes["penstock.attempts"] == 2
     retried = named(spans, "route", 2)
     assert lost.span_id in retried.links
-    assert retried.attributes["penstock.router.reason"] == "worker_lost"
+    # Whichever is first: the end of its connection, or what `up` reports of its process.
+    assert str(retried.attributes["penstock.router.reason"]).partition(":")[0] in ("worker_lost", "returned")
 
     async def all_serve() -> bool:
         found = await registrations(bus)
