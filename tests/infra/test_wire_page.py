@@ -11,11 +11,15 @@ from schemas.subjects import Subjects
 
 
 def test_every_stream_and_bucket_of_ours_is_described() -> None:
-    """Submissions are JSON, and claims and planners' leases are read by Penstock only."""
+    """Submissions are JSON, and claims, verdicts and planners' leases are read by Penstock only.
+
+    The streams with memory storage hold the messages of the streams that they stand for.
+    """
     shown = {channel.stored for channel in wire.CHANNELS}
     streams = topology(Subjects())
     there = {stream.name for stream in streams.streams} | {f"KV_{bucket.name}" for bucket in streams.buckets}
-    assert there - shown == {"ps_SUBMIT", "KV_ps_idempotency", "KV_ps_planners"}
+    buckets = {"KV_ps_idempotency", "KV_ps_planners", "KV_ps_verdicts"}
+    assert there - shown == {"ps_SUBMIT", "ps_MEMORY_CONTENTS", "ps_MEMORY_TOKENS", *buckets}
     assert shown <= there
 
 

@@ -30,7 +30,7 @@ async def test_each_prompt_of_a_batch_waits_for_its_portion() -> None:
 
     gateway.turns.enter, gateway.run_for = enter, AsyncMock(return_value=[b"a", b"b", b"c"])
     with pytest.raises(ServingError):
-        await answer_prompts(gateway, b"", MagicMock(spec=ClientIds, key=""), prepare, {}, AsyncMock())
+        await answer_prompts(gateway, b"", MagicMock(spec=ClientIds, key=""), prepare, {}, AsyncMock(), 0.0)
     assert steps == ["portion", "a", "portion", "b", "portion", "c"]
 
 
@@ -47,7 +47,7 @@ async def test_a_stream_of_several_prompts_shows_that_it_lives_while_all_wait(mo
 
     gateway = MagicMock(settings=GatewaySettings(stream_ping_s=0.001))
     gateway.model.detokenizer = DETOKENIZER
-    streaming = asyncio.create_task(_PromptStream(gateway, inflights, send, include_usage=False).run())
+    streaming = asyncio.create_task(_PromptStream(gateway, inflights, send, 0.0, include_usage=False).run())
     async with asyncio.timeout(10):
         await seen.wait()
         for inflight in inflights:

@@ -106,7 +106,6 @@ def test_echo_scores_a_text_for_openai_s_own_client(client: openai.OpenAI, oracl
     [
         ("/v1/completions", {"prompt_logprobs": 21}, "prompt_logprobs", "<= 20"),
         ("/v1/completions", {"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", "stream"),
-        ("/v1/completions", {"echo": True, "stream": True}, "echo", "stream"),
         ("/v1/completions", {"prompt": [5] * 7000, "prompt_logprobs": 20}, "prompt_logprobs", "131072"),
         ("/v1/completions", {"prompt": [5] * 7000, "echo": True, "logprobs": 20}, "logprobs", "131072"),
         ("/v1/completions", {"max_tokens": 0}, "max_tokens", "at least 1"),
