@@ -1,5 +1,6 @@
 """The state of an answer: its choices, usage, failure. Shared by streamed and whole answers."""
 
+from functools import lru_cache
 from importlib.metadata import version
 
 from blake3 import blake3
@@ -80,6 +81,11 @@ class ChoiceState:
         return "tool_calls" if reason == "stop" and self.parser is not None and self.parser.has_calls else reason
 
 
+@lru_cache(maxsize=64)  # of revisions, which workers name
+def _fingerprint(revision: str) -> str:
+    return "fp_" + blake3(f"{revision}/{_BUILD}".encode()).hexdigest()[:10]
+
+
 class AnswerState:
     """
     Attributes:
@@ -93,7 +99,7 @@ class AnswerState:
         self.is_chat = request.endpoint == CHAT
         self.id = ("chatcmpl-" if self.is_chat else "cmpl-") + request.id
         self.created = request.created_ns // 1_000_000_000
-        self.fingerprint = "fp_" + blake3(f"{request.revision}/{_BUILD}".encode()).hexdigest()[:10]
+        self.fingerprint = _fingerprint(request.revision)
         self.error: ServingError | None = None
         self.choices = [ChoiceState(index, request, detokenizer) for index in range(request.n)]
         self.open_choices = request.n
