@@ -33,6 +33,7 @@ from schemas.streams import MEMORY_GRACE_S, memory_streams, stream_config
 log = structlog.get_logger("bus")
 
 ASK_S = 2.0
+FILL_S = 10.0
 DECLARE_S = 5.0  # after a reconnect: the other hooks wait for it, and what they send again needs the streams
 AGAIN_S = 0.1
 SETTLE_S = 15.0  # after a restart: until then, gateways put their open requests' contents again
@@ -109,18 +110,27 @@ class MemoryStreams:
         """Of the contents and of the tokens. Streams that are gone are declared again, as after a reconnect.
 
         Raises:
-            ServingError: unsupported: a stream was never there; broker_unavailable: it is gone.
+            ServingError: unsupported: a stream was never there; broker_unavailable: it is gone, or the broker did not
+                answer in time.
         """
         try:
-            return await self._fill()
-        except ServingError:  # a server without a cluster has just restarted, or somebody has deleted the stream
-            await self.declare(DECLARE_S, again=True)
-            return await self._fill()
+            async with asyncio.timeout(FILL_S):
+                try:
+                    return await self._fill()
+                except ServingError:  # a server without a cluster has just restarted, or somebody deleted the stream
+                    await self.declare(DECLARE_S, again=True)
+                    return await self._fill()
+        except (NatsError, OSError, TimeoutError) as error:
+            raise ServingError(
+                Code.broker_unavailable,
+                f"the broker did not say within {FILL_S:g} s how full memory storage is ({error!r}); try again later",
+                retry_after=1.0,
+            ) from None
 
     async def _fill(self) -> tuple[Fill, Fill]:
         found = []
         for spec in self._specs:
-            info = await self._ask(f"STREAM.INFO.{spec.name}", b"")
+            info = await self._ask(f"STREAM.INFO.{spec.name}", b"", FILL_S)
             if info.error is not None:
                 raise self._missing(spec.name, str(info.error))
             found.append(Fill(info.state.bytes, max(0, int(info.config.get("max_bytes") or 0))))
@@ -208,8 +218,8 @@ class MemoryStreams:
             retry_after=1.0 if known else None,
         )
 
-    async def _ask(self, verb: str, body: bytes) -> _Info:
-        reply = await self._bus.nc.request(f"$JS.API.{verb}", body, timeout=ASK_S)
+    async def _ask(self, verb: str, body: bytes, within_s: float = ASK_S) -> _Info:
+        reply = await self._bus.nc.request(f"$JS.API.{verb}", body, timeout=within_s)
         return _decode(reply.data)
 
 

@@ -2,6 +2,7 @@
 
 import re
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -129,7 +130,7 @@ async def test_a_password_with_escaped_characters_is_taken_everywhere(make: type
     broker = make()
     await broker.ready()
     applied = subprocess.run(  # noqa: ASYNC221
-        ["python", "-m", "infra.cli", "streams", "apply", "--nats-url", broker.url],
+        [sys.executable, "-m", "infra.cli", "streams", "apply", "--nats-url", broker.url],
         cwd=ROOT,
         capture_output=True,
         text=True,

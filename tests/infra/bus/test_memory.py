@@ -3,11 +3,13 @@
 from collections.abc import AsyncIterator
 
 import pytest
+from nats.errors import NoRespondersError
 
 from infra.broker.server import EmbeddedNats
 from infra.bus import memory
 from infra.bus.connection import Bus
-from infra.bus.memory import ContentReader
+from infra.bus.memory import ContentReader, MemoryStreams
+from schemas.errors import Code, ServingError
 from schemas.subjects import Subjects
 from tests.infra.bus.support import opened
 
@@ -63,3 +65,17 @@ async def test_while_the_link_is_down_nothing_is_found(bus: Bus, reader: Content
     parts = await stored(bus, 1)
     await bus.close()
     assert await reader.find(list(parts)) == {}
+
+
+@pytest.mark.parametrize("error", [TimeoutError(), NoRespondersError(), OSError()], ids=repr)
+async def test_a_broker_that_does_not_say_how_full_it_is_is_no_internal_error(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    async def request(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(bus.nc, "request", request)
+    with pytest.raises(ServingError, match="how full") as refused:
+        await MemoryStreams(bus).fill()
+    assert refused.value.code is Code.broker_unavailable
+    assert refused.value.retry_after

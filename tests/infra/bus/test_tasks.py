@@ -201,8 +201,9 @@ def test_a_failure_becomes_the_reason_of_its_request() -> None:
     assert (made.code, "the stage failed (KeyError)" in made.message) == (Code.internal, True)
 
 
-async def test_tasks_are_counted_without_a_visit_to_each(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_many_tasks_are_counted_without_a_visit_to_each(monkeypatch: pytest.MonkeyPatch) -> None:
     loop = asyncio.get_running_loop()
+    monkeypatch.setattr("infra.bus.tasks.EXACT_TASKS", 0)
     if sys.version_info < (3, 14):
         monkeypatch.setattr(asyncio, "all_tasks", lambda loop: pytest.fail("it visits each"))
     before = count_tasks(loop)
@@ -212,3 +213,12 @@ async def test_tasks_are_counted_without_a_visit_to_each(monkeypatch: pytest.Mon
     for task in tasks:
         task.cancel()
     await asyncio.wait(tasks)
+
+
+async def test_of_a_few_tasks_those_that_have_ended_do_not_count() -> None:
+    loop = asyncio.get_running_loop()
+    before = count_tasks(loop)
+    kept = [asyncio.create_task(asyncio.sleep(0)) for _ in range(5)]
+    assert count_tasks(loop) == before + 5
+    await asyncio.wait(kept)
+    assert count_tasks(loop) == await asyncio.to_thread(count_tasks, loop) == before
