@@ -21,7 +21,7 @@ class PendingRequest(msgspec.Struct, eq=False):
         reply: where to acknowledge its message; "": a later attempt, whose message was acknowledged.
         since_ns: when this router got it.
         resume, finished, endings, scored, logprobs, scores, streamed_ns: as in ``Job``, from earlier attempts.
-        reason: why it is placed: "new", "worker_lost", "returned: ...".
+        reason: why it is placed: "new", "worker_lost", "worker_lost: ..." (how its process ended), "returned: ...".
         claimed: monotonic time of the last extension of its message's ack_wait.
         revision: of the model that earlier attempts ran in.
         share: the share of its class's space that it counts in, while it is held.

@@ -58,7 +58,7 @@ class RequestContinued(msgspec.Struct, frozen=True, tag="continued"):
     attempt: int
     worker: str
     previous_worker: str  # of the previous attempt; "": that attempt is not in the log
-    reason: str  # "worker_lost", "returned: ..."
+    reason: str  # "worker_lost", "worker_lost: ..." (how its process ended), "returned: ..."
     resumed_tokens: int
 
 

@@ -85,8 +85,9 @@ class Recovery:
         self._recover_owned(entry.worker, [entry], WORKER_LOST)
 
     def on_returned(self, request_id: str, attempt: int, why: str) -> None:
-        """A worker returned an attempt."""
-        reason = f"returned: {why}"[:200]
+        """A worker returned an attempt, or someone reported that it ended while it ran that."""
+        ended = self._cluster.returned.of(request_id).get(attempt)
+        reason = f"{WORKER_LOST if ended else 'returned'}: {why}"[:200]
         self._returned[request_id] = (attempt, reason, time.monotonic())
         if len(self._returned) > RETURNS_REMEMBERED:
             self._returned.popitem(last=False)

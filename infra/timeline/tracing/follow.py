@@ -162,8 +162,9 @@ class Following:
         Raises:
             ServingError: a stream cannot be read; the next round continues there.
         """
+        returned: list[tuple[Returned, int]] = []
         async for entry in self._done.entries():
-            self._on_end(entry)
+            self._on_end(entry, returned)
             if len(self._fresh) >= ENDS:
                 break
         full = len(self._fresh) >= ENDS
@@ -171,6 +172,10 @@ class Following:
         until_ns = self._fresh[-1].at_ns + CLOCK_SKEW_NS if full else 0
         async for entry in self._work.entries(until_ns):
             self._on_work(entry)
+        for event, at_ns in returned:  # now that their jobs were read, which may be of this round, too
+            open_request = self._open.get(event.request)
+            if open_request is not None and open_request.timeline is not None:
+                open_request.timeline.add_end(event, at_ns)
         async for entry in self._ledger.entries(until_ns):
             self._on_ledger(entry)
         await self._send()
@@ -189,17 +194,12 @@ class Following:
 
     # --- reading ---
 
-    def _on_end(self, entry: Entry) -> None:
+    def _on_end(self, entry: Entry, returned: list[tuple[Returned, int]]) -> None:
         event = _end(entry)
-        if isinstance(event, Done):
-            if event.timings.ended_ns >= self._not_before_ns:
-                self._fresh.append(Ended(event, entry.time_ns, entry.seq))
-        elif (
-            event is not None
-            and (open_request := self._open.get(event.request)) is not None
-            and open_request.timeline is not None
-        ):
-            open_request.timeline.add_end(event, entry.time_ns)
+        if isinstance(event, Returned):
+            returned.append((event, entry.time_ns))
+        elif event is not None and event.timings.ended_ns >= self._not_before_ns:
+            self._fresh.append(Ended(event, entry.time_ns, entry.seq))
 
     def _on_work(self, entry: Entry) -> None:
         request_id, *numbers = entry.headers.get(HEADER_MSG_ID, "").split(":")

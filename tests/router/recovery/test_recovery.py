@@ -188,6 +188,7 @@ async def test_a_request_does_not_go_back_to_a_dead_worker_that_is_registered_ye
     await clients.stub("w2")
     worker, job = await clients.placed(asked, 2)
     assert (worker, job.suspect) == ("w2", suspect)
+    assert job.decision.reason == "worker_lost: it ended"
 
 
 async def test_what_two_crashes_name_runs_alone_and_a_third_ends_it(

@@ -105,5 +105,5 @@ def split(trace: Trace | None = None, stamped: bool = False, compact: bool = Tru
     return made
 
 
-def returned(attempt: int, worker: str, reason: str) -> Returned:
-    return Returned(ID, "tiny", attempt, worker, reason)
+def returned(attempt: int, worker: str, reason: str, crashed: str = "") -> Returned:
+    return Returned(ID, "tiny", attempt, worker, reason, crashed=crashed)

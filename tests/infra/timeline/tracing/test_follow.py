@@ -14,7 +14,7 @@ from infra.timeline.tracing import follow
 from infra.timeline.tracing.follow import Following, share
 from infra.timeline.tracing.position import Position, PositionStore, begin
 from infra.timeline.tracing.span import Span
-from schemas.done import Done, Timings
+from schemas.done import KILLED, Done, Returned, Timings
 from schemas.ids import new_request_id
 from schemas.jobs import Job, Stage
 from schemas.requests import GenerateRequest
@@ -111,6 +111,19 @@ async def test_what_ends_is_sent_once_and_what_has_not_ended_is_not(bus: Bus, se
     assert sent.requests == [*first, open_.id]
     assert {span.name for span in sent.spans} == {"chat tiny", "route", "aggregated"}
     assert following.counts == follow.Counts(sent=4)
+
+
+async def test_an_attempt_that_began_and_was_returned_between_two_looks_has_both(bus: Bus, sent: Sent) -> None:
+    following = Following(bus, sent, await begin(bus, None))
+    asked = made()
+    await place(bus, asked)
+    report = Returned(asked.id, asked.model, 1, "w-1", "it was killed", crashed=KILLED)
+    await bus.js.publish(bus.subjects.returned(asked.model), encode(report))
+    await following.look()
+    await finish(bus, asked, worker="w-2")
+    await following.once()
+    (attempt,) = [span for span in sent.spans if span.name == "aggregated"]
+    assert (attempt.error, attempt.attributes["error.type"]) == ("worker lost: it was killed", "worker_lost")
 
 
 async def test_it_begins_at_the_present_or_as_long_ago_as_asked(bus: Bus, sent: Sent) -> None:

@@ -1,5 +1,7 @@
 """What spans a request's messages make: the tree, its times, attempts, handoffs, errors, measurements."""
 
+from collections.abc import Callable
+from itertools import combinations
 from typing import Any
 
 import pytest
@@ -9,7 +11,7 @@ from hypothesis import strategies as st
 from infra.timeline.request_timeline import RequestTimeline
 from infra.timeline.tracing.span import Span, covered
 from infra.timeline.tracing.spans import spans as spans_of
-from schemas.done import Done, Timings
+from schemas.done import KILLED, Done, Timings
 from schemas.errors import Code
 from schemas.jobs import Revoke, Stage
 from schemas.trace import Stamps, Trace, span_id, stage_name
@@ -255,6 +257,44 @@ def test_an_attempt_that_was_given_back_ends_when_it_was() -> None:
     check(spans)
     first = named(spans, "aggregated", 1)
     assert (ms(first)[1], first.error, first.attributes["error.type"]) == (9, "returned: draining", "returned")
+
+
+@pytest.mark.parametrize("reason", ["worker_lost", "worker_lost: it was killed (SIGKILL)"])
+@pytest.mark.parametrize("reported", [True, False])
+@pytest.mark.parametrize("pair", [True, False])
+def test_a_killed_workers_attempt_is_lost_whoever_reports_it_and_in_whatever_order(
+    reason: str, reported: bool, pair: bool
+) -> None:
+    """A router sees the end of a connection first, or what the supervisor says of the process. A reader may not have
+    that report, and the streams interleave in any way."""
+
+    def work(made: RequestTimeline) -> list[Callable[[], None]]:
+        route = (Stage("prefill", "p-1"), Stage("decode", "w-1")) if pair else (Stage("decode", "w-1"),)
+        again = (Stage("decode", "w-2"),)
+        return [
+            lambda: made.add_work(route[0].role, route[0].worker, at(3), job(2, *route)),
+            *([lambda: made.add_work("decode", "w-1", at(8), prefilled("p-1", 4, 7))] if pair else []),
+            lambda: made.add_work("decode", "w-2", at(18), job(17, *again, attempt=2, reason=reason)),
+        ]
+
+    def ends(made: RequestTimeline) -> list[Callable[[], None]]:
+        report = returned(1, "w-1", "it was killed (SIGKILL)", KILLED)
+        return [
+            *([lambda: made.add_end(report, at(12))] if reported else []),
+            lambda: made.add_end(done(50, "w-2", attempt=2), at(50)),
+        ]
+
+    count = len(work(timeline())) + len(ends(timeline()))
+    for places in combinations(range(count), len(ends(timeline()))):
+        made = timeline()
+        one, other = iter(work(made)), iter(ends(made))
+        for place in range(count):
+            next(other if place in places else one)()
+        spans = spans_of(made)
+        check(spans)
+        lost = named(spans, "decode")
+        assert (lost.instance, bool(lost.error), lost.attributes["error.type"]) == ("w-1", True, "worker_lost"), places
+        assert named(spans, "decode", 2).error is None
 
 
 def test_prefill_is_revoked_when_its_decode_worker_is_lost() -> None:
