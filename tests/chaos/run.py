@@ -309,8 +309,8 @@ class Run:
                     async with asyncio.timeout(DELETE_S):
                         await self._http.delete(request)
                 for seen in self._seen:
-                    if seen.tag == tag and seen.outcome in ("unknown", "hung", "answered"):
-                        seen.outcome, seen.request = "deleted" if seen.finished else "unknown", request
+                    if seen.tag == tag:
+                        seen.deleted_for_it(request)
 
     async def _kept(self) -> list[str]:
         """Words and tokens of private prompts and answers that some file of the broker has."""

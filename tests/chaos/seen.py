@@ -59,6 +59,11 @@ class Seen:
         self.choices = {index: Shown() for index in self.choices}
         self.last_id = ""
 
+    def deleted_for_it(self, request: str) -> None:
+        """Its answer, of which it may not know, was deleted after the load. What it has not read is still unread."""
+        if self.outcome in ("unknown", "answered") and self.finished:
+            self.outcome, self.request = "deleted", request
+
     def take(self, body: Mapping[str, Any], event_id: str, now: float) -> None:
         """One event of a stream."""
         if event_id:

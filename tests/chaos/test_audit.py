@@ -219,6 +219,24 @@ def test_a_deleted_response_is_in_no_part_of_the_log_and_was_right_before() -> N
     assert "failed" in kinds(stream)
 
 
+@pytest.mark.parametrize(
+    ("outcome", "finished", "expected"),
+    [("answered", True, set()), ("unknown", False, set()), ("hung", False, {"hung", "missing"})],
+)
+def test_what_the_runner_deleted_for_a_client_excuses_nothing_else(
+    outcome: str, finished: bool, expected: set[str]
+) -> None:
+    """One that cannot know its request is not told of it; one that hung has hung."""
+    case = kept("delete")
+    case.seen.outcome = outcome
+    case.log.accepted, case.log.ends = [], []
+    if not finished:
+        case.seen.choices[0] = Shown()
+        case.seen.request = "r" if outcome == "hung" else ""
+    case.seen.deleted_for_it("r")
+    assert kinds(case, hits("gateway-0")) == expected
+
+
 def test_what_only_memory_had_may_be_lost_with_broker_and_gateway_together_and_not_otherwise() -> None:
     case = kept("no-store")
     case.seen.outcome, case.seen.code, case.seen.choices[0] = "failed", "content_lost", Shown()
