@@ -117,7 +117,7 @@ class Gateway:
             tasks=self.tasks,
         )
         self._completion = Completion(self.records, self._read_again, self.tasks)
-        self._lookup = RequestLookup(bus, self.records, finder)
+        self._lookup = RequestLookup(bus, self.records, finder, settings.no_store_grace_s)
         self.conversations = Conversations(self._lookup, model.detokenizer, settings.max_body_bytes)
         loader = MediaLoader(bus, settings, metrics, self.unstored.keep_medium)
         self._preparer = RequestPreparer(self.fleet, loader, self.conversations, self.id, settings, bus.clock.now_ns)

@@ -25,17 +25,21 @@ class StoredRequest(NamedTuple):
 
 
 class RequestLookup:
-    def __init__(self, bus: Bus, records: Records, finder: RequestFinder) -> None:
+    """``grace_s``: how long the content of a request with ``no_store`` is kept after its end."""
+
+    def __init__(self, bus: Bus, records: Records, finder: RequestFinder, grace_s: float) -> None:
         self._bus = bus
         self._records = records
         self._finder = finder
+        self._grace_ns = int(grace_s * 1e9)
 
     async def find(self, request_id: str, tenant: str | None = None) -> StoredRequest:
         """
         Args:
             tenant: of the caller; None: this API has no tenants, and anyone with the id may use it.
         Raises:
-            ServingError: request_not_found, also if it is another tenant's; request_erased; broker_unavailable.
+            ServingError: request_not_found, also if it is another tenant's; request_erased; content_lost;
+                broker_unavailable.
         """
         try:
             time_of(request_id)
@@ -54,7 +58,7 @@ class RequestLookup:
         if record is not None and request is not None and is_whole(record) and "prompt" not in record.left_out:
             return StoredRequest(request, record)
         if request is not None and request.in_memory:
-            return StoredRequest(await self._with_content(request, ended=True), record)
+            return StoredRequest(await self._with_content(request, record), record)
         # The rest is read from the log, where the stored request says from when on.
         try:
             whole = await self._finder.find(request_id)
@@ -67,10 +71,10 @@ class RequestLookup:
                 request = msgspec.structs.replace(request, prompt=bytes(4 * record.usage.prompt))
             return StoredRequest(request, record)
         if whole.in_memory:
-            return StoredRequest(await self._with_content(whole, ended=record is not None), record)
+            return StoredRequest(await self._with_content(whole, record), record)
         return StoredRequest(whole, record or await self._records.find_unrecorded(whole))
 
-    async def _with_content(self, request: GenerateRequest, *, ended: bool) -> GenerateRequest:
+    async def _with_content(self, request: GenerateRequest, record: done.Done | None) -> GenerateRequest:
         """
         Raises:
             ServingError: request_erased, content_lost, broker_unavailable.
@@ -78,4 +82,7 @@ class RequestLookup:
         whole = await find_request(self._bus, request)
         if whole is not None:
             return whole
-        raise erased(request.id) if ended else lost(request.id)
+        if record is None or record.code == Code.content_lost:
+            raise lost(request.id)
+        left_ns = await self._records.ended_ns(request.id) + self._grace_ns - self._bus.clock.now_ns()
+        raise lost(request.id) if left_ns > 0 else erased(request.id)  # nobody deletes it before its grace is over

@@ -187,8 +187,10 @@ class NatsClients:
                             if "Penstock-Final" in found:
                                 return
                         again = again or number > expected
-                    elif found.get("Penstock-Error") == "request_not_found":
+                    elif (code := found.get("Penstock-Error", "")) == "request_not_found":
                         await self._send(payload, headers, inbox, body["model"], asked=asked)
+                    elif code in ("content_lost", "request_erased"):  # no read ever finds it
+                        raise PenstockError(code, json.loads(message.data)["error"]["message"])
                     else:
                         await asyncio.sleep(AGAIN_S)
                         again = True

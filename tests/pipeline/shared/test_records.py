@@ -241,7 +241,7 @@ async def test_another_tenants_request_is_not_found(fast: Deployment, bus: Bus) 
     async with client_of(fast.urls[0]) as client:
         request_id = (await client.post(PATH, json=asked)).headers["x-request-id"]
     records = Records(bus)
-    lookup = RequestLookup(bus, records, RequestFinder(bus, bus.tasks.group("test")))
+    lookup = RequestLookup(bus, records, RequestFinder(bus, bus.tasks.group("test")), 30.0)
     found = await lookup.find(request_id, "default")
     assert found.request.user == "owned"
     with pytest.raises(ServingError) as caught:
