@@ -108,6 +108,7 @@ class WorkerSession:
         self._outbox = Outbox(bus, self._lease.trusted, acknowledged=settings.durability == "power")
         self._reporter = Reporter(bus, publisher, self._outbox, self.id, self.epoch, metrics)
         self._memory = MemoryStreams(bus)
+        self._used_memory = False
         self._contents = ContentReader(bus)
         self._restoring: dict[str, _Restoring] = {}
         self._to_restore: list[_Restoring] = []  # received in this turn of the event loop
@@ -177,6 +178,7 @@ class WorkerSession:
             return under_way.attempt > job.attempt
         admission = self._requests.admission(request.id, job.attempt, delivery)
         if admission is Admission.RUN:
+            self._used_memory = True
             restoring = self._restoring[request.id] = _Restoring(received)
             self._to_restore.append(restoring)
             if len(self._to_restore) == 1:
@@ -359,6 +361,16 @@ class WorkerSession:
         await self._memory.declare(DECLARE_S)
         await self._outbox.resend()
 
+    def _uses_memory(self) -> bool:
+        """Whether a request without a stored content runs, or has run since the last call."""
+        used, self._used_memory = self._used_memory, False
+        return used or any(running.request.in_memory for running in self._requests.running.values())
+
+    async def _on_memory_replaced(self) -> None:
+        """What was sent to a stream that somebody has deleted was lost: it is sent again, as after a reconnect."""
+        if self._lease.trusted():
+            await self._outbox.resend()
+
     def _registration(self) -> fleet.Registration:
         return self._runner.registration(self._state)
 
@@ -386,6 +398,7 @@ class WorkerSession:
                 "user's permissions",
             ) from error
         self._tasks.spawn(self._housekeeping.run(), name="housekeeping")
+        self._tasks.spawn(self._memory.watch(self._uses_memory, self._on_memory_replaced), name="memory")
         await self._runner.open()
         await self._puller.start()
         await self._lease.acquire()

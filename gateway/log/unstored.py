@@ -98,6 +98,7 @@ class UnstoredRequests:
     async def start(self) -> None:
         await self.streams.open()
         self.streams.on_renewed.append(self._put_again)
+        self._tasks.spawn(self.streams.watch(lambda: bool(self._open)), name="watch")
         self._tasks.spawn(self._sweep_forever(), name="sweep")
         self._tasks.spawn(self._sweep_others_forever(), name="sweep-others")
 

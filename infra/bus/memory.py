@@ -20,7 +20,7 @@ from nats.errors import Error as NatsError
 from nats.errors import NoRespondersError
 
 from infra.bus.connection import Bus
-from infra.bus.direct_get import BATCH_BYTES, get_last, read
+from infra.bus.direct_get import BATCH_BYTES, get_last, parse_time, read
 from infra.bus.jetstream import STREAM_NOT_FOUND, ApiError
 from infra.bus.object_store import CHUNK, PUT_S
 from infra.bus.publisher import Ack, Publisher
@@ -39,6 +39,7 @@ AGAIN_S = 0.1
 SETTLE_S = 15.0  # after a restart: until then, gateways put their open requests' contents again
 ABSENT_S = 5.0  # within it, a gateway that does not answer may still be reconnecting
 LOOK_S = 0.25
+WATCH_S = 1.0
 AT_ONCE = 256  # parts, in one question
 _EXISTS = 10058  # with another configuration: an operator's, or another build's
 
@@ -80,6 +81,7 @@ class MemoryStreams:
         self._configs: dict[str, dict[str, Any]] = {}  # as they were last seen: an operator may have enlarged them
         self._created: dict[str, str] = {}
         self._renewed = -math.inf
+        self._renewed_ns = 0  # by the broker's clock
         self._link = bus.reconnects  # on which the streams were declared last
         self._declaring = asyncio.Lock()
         self.on_renewed: list[Callable[[], Awaitable[None]]] = []
@@ -105,6 +107,10 @@ class MemoryStreams:
     def settling(self) -> bool:
         """Whether contents may still be missing because a broker without a cluster has restarted."""
         return self.since_renewed_s < SETTLE_S
+
+    def misses(self, stored_ns: int) -> bool:
+        """Whether that may be so of a request that was stored at this time, by the broker's clock."""
+        return self.settling and stored_ns <= self._renewed_ns
 
     async def fill(self) -> tuple[Fill, Fill]:
         """Of the contents and of the tokens. Streams that are gone are declared again, as after a reconnect.
@@ -152,6 +158,39 @@ class MemoryStreams:
             found += info.state.subjects or {}
         return found
 
+    async def watch(self, in_use: Callable[[], bool], on_replaced: Callable[[], Awaitable[None]] | None = None) -> None:
+        """Look every second whether the streams are those that this process knows: somebody may delete one while the
+        broker runs, of which nothing that publishes to it learns. Then they are declared again. Never returns.
+
+        Args:
+            in_use: whether to look: asked once before each look.
+            on_replaced: called when they were replaced though the link has held; after a reconnect, others know.
+        """
+        while True:
+            await asyncio.sleep(WATCH_S)
+            if not in_use() or not self._bus.connected:
+                continue
+            link = self._bus.reconnects
+            try:
+                if await self._as_known():
+                    continue
+                await self.declare(DECLARE_S, again=True)
+                if on_replaced is not None and self._bus.reconnects == link:
+                    await on_replaced()
+            except (ServingError, NatsError, OSError, TimeoutError) as error:  # the link broke
+                log.debug("memory_streams_unknown", error=repr(error))
+
+    async def _as_known(self) -> bool:
+        """
+        Raises:
+            nats.errors.Error, TimeoutError: the broker did not answer.
+        """
+        for spec in self._specs:
+            info = await self._ask(f"STREAM.INFO.{spec.name}", b"")
+            if info.created != self._created.get(spec.name, info.created) or info.error is not None:
+                return False
+        return True
+
     async def _reconnected(self) -> None:
         await self.declare(DECLARE_S)
 
@@ -180,6 +219,7 @@ class MemoryStreams:
         if renewed:
             log.warning("memory_streams_renewed", action="contents of open requests with no_store are put again")
             self._renewed = time.monotonic()
+            self._renewed_ns = max(map(parse_time, self._created.values()))
             for hook in list(self.on_renewed):
                 try:
                     await hook()

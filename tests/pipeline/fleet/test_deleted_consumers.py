@@ -1,6 +1,8 @@
 """Consumers and streams that somebody deletes on the broker: made again within seconds, and said so."""
 
+import asyncio
 from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
 from typing import Any
 
 import httpx
@@ -15,6 +17,7 @@ from tests.pipeline.support import Deployment, Oracle, registrations, until, wor
 pytestmark = pytest.mark.timeout(150)
 
 COUNT = 20
+LONG = 150  # about 1.8 s
 Ask = Callable[[int], Awaitable[None]]
 
 
@@ -86,20 +89,38 @@ async def test_streaming_goes_on_after_tokens_were_deleted_and_made_again(fleet_
         await ask(seed)
 
 
-async def test_requests_with_no_store_are_answered_after_the_stream_of_their_contents_was_deleted(
-    http: httpx.AsyncClient, oracle: Oracle, fleet_bus: Bus
+@pytest.mark.parametrize("at_once", [True, False])
+@pytest.mark.parametrize("name", ["MEMORY_CONTENTS", "MEMORY_TOKENS"])
+async def test_requests_with_no_store_are_answered_although_a_stream_of_theirs_was_deleted(
+    fleet: Deployment, oracle: Oracle, fleet_bus: Bus, name: str, at_once: bool
 ) -> None:
-    async def answered(seed: int) -> None:
-        answer = await http.post("/v1/completions", json=body(seed) | {"no_store": True})
-        assert answer.status_code == 200, answer.text
-        assert answer.json()["choices"][0]["text"] == oracle.answer(body(seed), COUNT)
+    """Those that run meanwhile, too, also if no later one has a gateway look at the stream."""
+    stream = fleet_bus.subjects.stream(name)
+    running, later = ([body(first + number) for number in range(4)] for first in (40, 50))
+    for asked in running:
+        asked["max_tokens"] = LONG
+    async with AsyncExitStack() as stack:
+        clients = [
+            await stack.enter_async_context(httpx.AsyncClient(base_url=url, trust_env=False, timeout=40))
+            for url in fleet.urls[:2]
+        ]
 
-    await answered(40)
-    assert await fleet_bus.js.delete_stream(fleet_bus.subjects.stream("MEMORY_CONTENTS"))
-    first = await http.post("/v1/completions", json=body(41) | {"no_store": True})
-    assert first.status_code in (200, 503), first.text  # gateways look at the streams once in a second
-    for seed in range(42, 46):
-        await answered(seed)
+        async def answered(number: int, asked: dict[str, Any]) -> None:
+            answer = await clients[number % 2].post("/v1/completions", json=asked | {"no_store": True})
+            assert answer.status_code == 200, answer.text
+            assert answer.json()["choices"][0]["text"] == oracle.answer(asked, asked["max_tokens"])
+
+        begun = [asyncio.create_task(answered(number, asked)) for number, asked in enumerate(running)]
+        await until(lambda: has_tokens(fleet_bus), "they run")
+        assert await fleet_bus.js.delete_stream(stream)
+        if not at_once:
+            await asyncio.gather(*begun)
+        await asyncio.gather(*begun, *(answered(number, asked) for number, asked in enumerate(later)))
+    assert (await fleet_bus.js.stream_info(stream)).config.name == stream, "it was declared again"
+
+
+async def has_tokens(bus: Bus) -> bool:
+    return (await bus.js.stream_info(bus.subjects.stream("MEMORY_TOKENS"))).state.messages > 0
 
 
 async def test_a_consumer_that_cannot_be_made_is_named_by_health_and_doctor(
