@@ -23,7 +23,7 @@ from infra.bus.connection import Bus
 from infra.bus.loop_lag import TimeSlice
 from infra.bus.memory import MemoryStreams
 from infra.bus.publisher import Ack, Publisher
-from infra.bus.puller import ACK, NAK, TERM
+from infra.bus.puller import ACK, NAK, TERM, stored_ns
 from router.background import BackgroundTasks
 from router.cluster.cluster_listener import ClusterListener
 from router.cluster.cluster_state import ClusterState
@@ -49,8 +49,10 @@ from router.terminal_publisher import TerminalPublisher
 from schemas import contents, jobs, requests, wire
 from schemas.blocks import keys_text
 from schemas.errors import Code, ServingError
+from schemas.ids import time_of
 from schemas.jobs import DecisionInputs
 from schemas.requests import GenerateRequest, Priority
+from schemas.streams import CLOCK_SKEW_NS
 
 log = structlog.get_logger("router")
 
@@ -96,7 +98,7 @@ class Router:
             metrics=metrics,
             max_attempts=settings.max_attempts,
             owns=lambda worker: self.intake.owns(self.cluster.model_of(worker)),
-            settling=lambda: self._memory.settling,
+            misses_output=self._misses_output,
             place=self.place,
         )
         self._maintenance = Maintenance(
@@ -229,7 +231,7 @@ class Router:
                 self._hold(pending)
                 self._place_held_soon()  # it may be due before those
                 return False
-            if request.in_memory and self._memory.settling:  # its content is being put again
+            if self._misses_content(pending):  # it is being put again
                 self._hold(pending)
                 return False
             keys = keys_view(request.digests)
@@ -263,6 +265,21 @@ class Router:
             what = f"the router could not place the request ({type(error).__name__}); its log has the details"
             self._terminal.end(pending, Code.internal, what)
             return True
+
+    def _misses_content(self, pending: PendingRequest) -> bool:
+        """Whether a broker without a cluster has just restarted, and this request is from before."""
+        request = pending.request
+        if not request.in_memory or not self._memory.settling:
+            return False
+        return self._memory.misses(stored_ns(pending.reply)) if pending.reply else self._misses_output(request.id)
+
+    def _misses_output(self, request_id: str) -> bool:
+        """The same by a request's id, whose time is by its gateway's clock."""
+        try:
+            made_ns = time_of(request_id)
+        except ValueError:
+            made_ns = 0
+        return self._memory.misses(made_ns - CLOCK_SKEW_NS)
 
     def _must_wait(self, pending: PendingRequest, now_ns: int) -> bool:
         """Look how a request may run, and whether it has to wait for that."""

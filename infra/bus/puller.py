@@ -218,3 +218,9 @@ def sequence(reply: str) -> int:
     """The stream sequence of a message, from its acknowledgement subject (with domain and account, or without)."""
     tokens = reply.split(".")
     return int(tokens[5 if len(tokens) < 11 else 7])
+
+
+def stored_ns(reply: str) -> int:
+    """When the broker stored a message, Unix time, from its acknowledgement subject."""
+    tokens = reply.split(".")
+    return int(tokens[7 if len(tokens) < 11 else 9])

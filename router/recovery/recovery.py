@@ -39,8 +39,8 @@ class Recovery:
         router: id of this router.
         owns: whether this router owns the model of a worker. What concerns others' is left to their owners for two
             scans, and then done here too, in case that its owner was lost.
-        settling: whether a broker without a cluster has just restarted: what was streamed of requests with
-            ``no_store`` is being put into memory storage again, and they are neither fenced nor placed.
+        misses_output: whether a broker without a cluster has just restarted, and a request, by its id, is from before:
+            what was streamed of one with ``no_store`` is being put into memory storage again, and it is not fenced.
         place: gives a later attempt to a worker, or holds it.
     """
 
@@ -56,7 +56,7 @@ class Recovery:
         metrics: Metrics,
         max_attempts: int,
         owns: Callable[[str], bool],
-        settling: Callable[[], bool],
+        misses_output: Callable[[str], bool],
         place: Callable[[PendingRequest], Awaitable[bool]],
     ) -> None:
         self._bus = bus
@@ -68,7 +68,7 @@ class Recovery:
         self._metrics = metrics
         self._max_attempts = max_attempts
         self._owns = owns
-        self._settling = settling
+        self._misses_output = misses_output
         self._place = place
         self._returned: OrderedDict[str, tuple[int, str, float]] = OrderedDict()  # request -> attempt, reason, when
         self._recovering: set[tuple[str, int]] = set()
@@ -137,8 +137,8 @@ class Recovery:
     async def recover(self, entries: list[ActiveRequest], reason: str) -> None:
         """Requeue requests behind the tokens that they have streamed."""
         fresh = [entry for entry in entries if (entry.request, entry.attempt) not in self._recovering]
-        if self._settling():  # ``scan`` finds them again
-            fresh = [entry for entry in fresh if not in_memory(entry.gateway)]
+        # ``scan`` finds the others again.
+        fresh = [entry for entry in fresh if not (in_memory(entry.gateway) and self._misses_output(entry.request))]
         if not fresh:
             return
         names = {(entry.request, entry.attempt) for entry in fresh}

@@ -10,6 +10,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from infra.broker.server import EmbeddedNats
+from infra.bus import memory
 from infra.bus.puller import ACK, NAK
 from router.index.holders import keys_view
 from router.index.prefix_index import PrefixIndex
@@ -20,9 +21,10 @@ from router.service import Router
 from schemas import control, fleet, jobs, kv, wire
 from schemas.blocks import keys_of
 from schemas.errors import Code
+from schemas.ids import new_request_id
 from schemas.jobs import Stage
 from schemas.requests import GenerateRequest, Priority
-from schemas.streams import ROUTER_ACK_WAIT_S
+from schemas.streams import CLOCK_SKEW_NS, ROUTER_ACK_WAIT_S
 from schemas.subjects import HEADER_LOAD, Subjects
 from schemas.tenants import Limits
 from schemas.tokens import WHOLE_REQUEST
@@ -88,6 +90,31 @@ async def test_a_job_records_why_its_worker_was_chosen(clients: Clients, one: Ro
     await clients.ask(after)
     _, job = await clients.placed(after)
     assert (job.decision.kv_seq, job.decision.work_seq, job.decision.done_seq) == (kv_seq, 1, 1)
+
+
+async def test_after_a_lone_brokers_restart_only_requests_from_before_wait_for_their_content(
+    clients: Clients, one: Routing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its memory streams are gone then, and each process declares them again."""
+    monkeypatch.setattr(memory, "SETTLE_S", 3600.0)
+    before, stored, after = request(in_memory=True), request(), request(in_memory=True)
+    await clients.ask(before)
+    await eventually(lambda: one.waiting == [before.id])
+    for name in ("MEMORY_CONTENTS", "MEMORY_TOKENS"):
+        assert await clients.bus.js.delete_stream(clients.bus.subjects.stream(name))
+    await one.router._memory.declare(memory.DECLARE_S, again=True)
+    worker = await clients.stub("w1", memory=True)
+    await one.knows("w1")
+    for asked in (stored, after):
+        await clients.ask(asked)
+        assert (await clients.placed(asked))[0] == worker.id
+    assert one.waiting == [before.id]
+    # What was streamed is read before a fence. By a request's id only its gateway's time is known.
+    now, skew = time.time_ns(), 2 * CLOCK_SKEW_NS
+    ids = ("r1", new_request_id(now - skew), new_request_id(now + skew))
+    assert [one.router._misses_output(each) for each in ids] == [True, True, False]
+    monkeypatch.setattr(memory, "SETTLE_S", 0.0)
+    await clients.placed(before)
 
 
 async def test_a_class_takes_no_more_out_of_the_log_than_its_room(

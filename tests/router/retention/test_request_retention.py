@@ -13,7 +13,7 @@ from gateway.metrics import Metrics
 from infra.broker.apply import apply
 from infra.broker.server import EmbeddedNats
 from infra.bus.connection import Bus
-from infra.bus.puller import sequence
+from infra.bus.puller import sequence, stored_ns
 from infra.metrics.scope import MetricScope
 from schemas.requests import Priority
 from schemas.streams import StreamSpec, topology
@@ -96,6 +96,12 @@ async def nothing_waits(clients: Clients) -> bool:
     return await clients.unacknowledged() == 0
 
 
-def test_a_sequence_is_read_from_both_forms_of_an_acknowledgement_subject() -> None:
-    assert sequence("$JS.ACK.ps_REQUESTS.router-batch.1.17.4.1700000000.0") == 17
-    assert sequence("$JS.ACK.hub.ACCHASH.ps_REQUESTS.router-batch.1.17.4.1700000000.0.tok") == 17
+@pytest.mark.parametrize(
+    "reply",
+    [
+        "$JS.ACK.ps_REQUESTS.router-batch.1.17.4.1700000000.0",
+        "$JS.ACK.hub.ACCHASH.ps_REQUESTS.router-batch.1.17.4.1700000000.0.tok",
+    ],
+)
+def test_sequence_and_time_are_read_from_both_forms_of_an_acknowledgement_subject(reply: str) -> None:
+    assert (sequence(reply), stored_ns(reply)) == (17, 1700000000)
