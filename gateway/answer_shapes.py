@@ -1,21 +1,29 @@
 """How the answer of a request for text or vectors is shaped: by the API that it was made in. Pure."""
 
-from collections.abc import Iterable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
 
-from gateway.anthropic.render import MessageAggregator, MessageRenderer
+from gateway.anthropic.render import MessageRenderer, message
 from gateway.embeddings.answer import EmbeddingAggregator
 from gateway.openai.aggregator import AnswerAggregator
 from gateway.openai.common import COMPACTION, MESSAGE, RESPONSE
 from gateway.openai.errors import unsupported
 from gateway.openai.responses import UsageBody
-from gateway.openai.responses_api.compaction import CompactionAggregator
-from gateway.openai.responses_api.render import ResponseAggregator, ResponseRenderer
+from gateway.openai.responses_api.compaction import compacted
+from gateway.openai.responses_api.render import ResponseRenderer, response
+from gateway.openai.segments import SegmentedAnswer, WholeAnswer
 from gateway.openai.stream_renderer import StreamRenderer
 from infra.model.detokenizer import Detokenizer
 from schemas.errors import ServingError
 from schemas.requests import GenerateRequest
 from schemas.tokens import TokenItem
+
+# Of APIs whose answers are segments.
+_BODIES: dict[str, Callable[[GenerateRequest, SegmentedAnswer], Any]] = {
+    RESPONSE: response,
+    COMPACTION: compacted,
+    MESSAGE: message,
+}
 
 
 class _Answer(Protocol):
@@ -63,12 +71,9 @@ def aggregator_for(request: GenerateRequest, detokenizer: Detokenizer, *, late: 
     """
     if request.embedding is not None:
         return EmbeddingAggregator(request)
-    if request.endpoint == RESPONSE:
-        return ResponseAggregator(request, detokenizer)
-    if request.endpoint == COMPACTION:
-        return CompactionAggregator(request, detokenizer)
-    if request.endpoint == MESSAGE:
-        return MessageAggregator(request, detokenizer)
+    body = _BODIES.get(request.endpoint)
+    if body is not None:
+        return WholeAnswer(request, detokenizer, body)
     return AnswerAggregator(request, detokenizer, late=late)
 
 

@@ -45,50 +45,17 @@ class ClientBody(msgspec.Struct, frozen=True):
 _client_body = msgspec.json.Decoder(ClientBody).decode
 
 
-class MessageAggregator:
-    """A whole message. ``push`` items until it is done."""
-
-    large = False
-
-    def __init__(self, request: GenerateRequest, detokenizer: Detokenizer) -> None:
-        self._request = request
-        self._answer = SegmentedAnswer(request, detokenizer)
-
-    @property
-    def usage(self) -> UsageBody:
-        return self._answer.usage
-
-    @property
-    def error(self) -> ServingError | None:
-        return self._answer.error
-
-    def push(self, items: Iterable[TokenItem]) -> bool:
-        self._answer.push(items)
-        return self._answer.done
-
-    def parts(self) -> list[bytes]:
-        return [self.response()]
-
-    def response(self) -> bytes:
-        """The JSON body.
-
-        Raises:
-            ServingError: the request failed.
-        """
-        answer, request = self._answer, self._request
-        if answer.error is not None:
-            raise answer.error
-        ended = _ended(request, answer)
-        return _json(
-            Message(
-                id=PREFIX + request.id,
-                model=request.model,
-                content=[_block(segment) for segment in answer.segments],
-                stop_reason=ended.stop_reason,
-                stop_sequence=ended.stop_sequence,
-                usage=_usage(answer),
-            )
-        )
+def message(request: GenerateRequest, answer: SegmentedAnswer) -> Message:
+    """A whole message that did not fail."""
+    ended = _ended(request, answer)
+    return Message(
+        id=PREFIX + request.id,
+        model=request.model,
+        content=[_block(segment) for segment in answer.segments],
+        stop_reason=ended.stop_reason,
+        stop_sequence=ended.stop_sequence,
+        usage=_usage(answer),
+    )
 
 
 class MessageRenderer:

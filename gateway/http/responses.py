@@ -28,8 +28,9 @@ from gateway.openai.responses_api.answer import ResponseBuilder
 from gateway.openai.responses_api.objects import DeletedResponse, InputItemList
 from gateway.openai.responses_api.objects import Response as ResponseObject
 from gateway.openai.responses_api.record import PREFIX, input_items, read_stored
-from gateway.openai.responses_api.render import ResponseAggregator, ResponseRenderer
+from gateway.openai.responses_api.render import ResponseRenderer, response
 from gateway.openai.responses_api.requests import InputItem
+from gateway.openai.segments import WholeAnswer
 from gateway.service import Gateway
 from schemas import done
 from schemas.errors import Code, ServingError
@@ -196,13 +197,13 @@ async def current_response(gateway: Gateway, found: StoredRequest) -> ResponseOb
     """A response as it is now, or as it ended."""
     request, record = found
     detokenizer = gateway.model.detokenizer
-    aggregator = ResponseAggregator(request, detokenizer)
+    whole = WholeAnswer(request, detokenizer, response)
     if record is not None:
-        aggregator.push(done.items(record))
-        return aggregator.result(record.timings.ended_ns)
-    progress = await running_progress(gateway, request, aggregator)
+        whole.push(done.items(record))
+        return response(request, whole.answer, record.timings.ended_ns)
+    progress = await running_progress(gateway, request, whole)
     if progress is None:
-        return aggregator.result()
+        return response(request, whole.answer)
     return ResponseBuilder(request, detokenizer).response("in_progress" if progress.attempt > 0 else "queued")
 
 

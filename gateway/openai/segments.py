@@ -4,8 +4,10 @@ The Responses API shows each segment as an output item, the Messages API as a co
 their changes are a function of the tokens, however the items that bring them are cut.
 """
 
-from collections.abc import Iterable
-from typing import Literal, NamedTuple
+from collections.abc import Callable, Iterable
+from typing import Any, Literal, NamedTuple
+
+import msgspec
 
 from gateway.openai.answer_state import AnswerState, Scored
 from gateway.openai.responses import UsageBody
@@ -62,6 +64,7 @@ class SegmentedAnswer:
     """
 
     def __init__(self, request: GenerateRequest, detokenizer: Detokenizer) -> None:
+        self.detokenizer = detokenizer
         self._state = AnswerState(request, detokenizer)
         self._choice = self._state.choices[0]
         self._parser = self._choice.parser
@@ -186,3 +189,47 @@ class SegmentedAnswer:
         if segment is not None:
             segment.closed = True
             out.append(Change("closed", segment))
+
+
+class WholeAnswer:
+    """One JSON body of an answer. ``push`` items until it is done.
+
+    Args:
+        body: what the answer says, once it has ended and did not fail.
+    """
+
+    large = False
+
+    def __init__(
+        self,
+        request: GenerateRequest,
+        detokenizer: Detokenizer,
+        body: Callable[[GenerateRequest, SegmentedAnswer], Any],
+    ) -> None:
+        self._request = request
+        self.answer = SegmentedAnswer(request, detokenizer)
+        self._body = body
+
+    @property
+    def usage(self) -> UsageBody:
+        return self.answer.usage
+
+    @property
+    def error(self) -> ServingError | None:
+        return self.answer.error
+
+    def push(self, items: Iterable[TokenItem]) -> bool:
+        self.answer.push(items)
+        return self.answer.done
+
+    def parts(self) -> list[bytes]:
+        return [self.response()]
+
+    def response(self) -> bytes:
+        """
+        Raises:
+            ServingError: the request failed, or its answer has no body.
+        """
+        if self.answer.error is not None:
+            raise self.answer.error
+        return msgspec.json.encode(self._body(self._request, self.answer))

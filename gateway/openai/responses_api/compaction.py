@@ -6,7 +6,6 @@ import msgspec
 
 from gateway.openai.errors import decode_body
 from gateway.openai.requests import ChatMessage, ContentPart
-from gateway.openai.responses import UsageBody
 from gateway.openai.responses_api.answer import usage_of
 from gateway.openai.responses_api.chat import Turn
 from gateway.openai.responses_api.items import encode_summary
@@ -14,10 +13,8 @@ from gateway.openai.responses_api.objects import CompactedResponse, CompactionIt
 from gateway.openai.responses_api.record import MAX_BYTES, PREFIX, input_items, too_large
 from gateway.openai.responses_api.requests import InputItem, ResponsesRequest
 from gateway.openai.segments import SegmentedAnswer
-from infra.model.detokenizer import Detokenizer
 from schemas.errors import Code, ServingError
 from schemas.requests import GenerateRequest
-from schemas.tokens import TokenItem
 
 INSTRUCTION = (
     "Summarise this conversation so that another assistant can continue it without having read it. Keep the user's "
@@ -59,53 +56,25 @@ def encode_kept(body: ResponsesRequest, history: Iterable[Turn], request_id: str
     return data
 
 
-class CompactionAggregator:
-    """The answer of a compaction. ``push`` items until it is done."""
+def compacted(request: GenerateRequest, answer: SegmentedAnswer) -> CompactedResponse:
+    """The answer of a compaction that did not fail.
 
-    large = False
+    Raises:
+        ServingError: the model wrote no summary.
+    """
+    kept: list[InputItem] = decode_body(_decode_kept, request.client_body) if request.client_body else []
+    item = CompactionItem(f"cmp_{request.id}", encode_summary(_summary(answer)))
+    usage = usage_of(answer.usage, answer.reasoning_tokens)
+    return CompactedResponse(PREFIX + request.id, request.created_ns // 1_000_000_000, [*kept, item], usage)
 
-    def __init__(self, request: GenerateRequest, detokenizer: Detokenizer) -> None:
-        self._request = request
-        self._answer = SegmentedAnswer(request, detokenizer)
 
-    @property
-    def usage(self) -> UsageBody:
-        return self._answer.usage
-
-    @property
-    def error(self) -> ServingError | None:
-        return self._answer.error
-
-    def push(self, items: Iterable[TokenItem]) -> bool:
-        self._answer.push(items)
-        return self._answer.done
-
-    def parts(self) -> list[bytes]:
-        return [self.response()]
-
-    def response(self) -> bytes:
-        """The JSON body.
-
-        Raises:
-            ServingError: the request failed, or the model wrote no summary.
-        """
-        if self._answer.error is not None:
-            raise self._answer.error
-        request = self._request
-        kept: list[InputItem] = decode_body(_decode_kept, request.client_body) if request.client_body else []
-        item = CompactionItem(f"cmp_{request.id}", encode_summary(self._summary()))
-        usage = usage_of(self._answer.usage, self._answer.reasoning_tokens)
-        created = request.created_ns // 1_000_000_000
-        return _json(CompactedResponse(PREFIX + request.id, created, [*kept, item], usage))
-
-    def _summary(self) -> str:
-        answer = self._answer
-        if text := "".join(each.content for each in answer.segments if each.kind == "text").strip():
-            return text
-        if answer.finish is not None and answer.finish.reason == "length":
-            raise ServingError(
-                Code.context_length_exceeded,
-                "the output ended at its limit of tokens before the summary began; raise max_output_tokens if it is "
-                "set, or shorten the conversation",
-            )
-        raise ServingError(Code.engine_error, "the model wrote no summary; repeat the request")
+def _summary(answer: SegmentedAnswer) -> str:
+    if text := "".join(each.content for each in answer.segments if each.kind == "text").strip():
+        return text
+    if answer.finish is not None and answer.finish.reason == "length":
+        raise ServingError(
+            Code.context_length_exceeded,
+            "the output ended at its limit of tokens before the summary began; raise max_output_tokens if it is set, "
+            "or shorten the conversation",
+        )
+    raise ServingError(Code.engine_error, "the model wrote no summary; repeat the request")

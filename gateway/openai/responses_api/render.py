@@ -30,43 +30,9 @@ _json = msgspec.json.Encoder().encode
 _ENDS = {"completed": "response.completed", "incomplete": "response.incomplete", "failed": "response.failed"}
 
 
-class ResponseAggregator:
-    """A whole response. ``push`` items until it is done."""
-
-    large = False
-
-    def __init__(self, request: GenerateRequest, detokenizer: Detokenizer) -> None:
-        self._builder = ResponseBuilder(request, detokenizer)
-        self._answer = SegmentedAnswer(request, detokenizer)
-
-    @property
-    def usage(self) -> UsageBody:
-        return self._answer.usage
-
-    @property
-    def error(self) -> ServingError | None:
-        return self._answer.error
-
-    def push(self, items: Iterable[TokenItem]) -> bool:
-        self._answer.push(items)
-        return self._answer.done
-
-    def result(self, ended_ns: int = 0) -> Response:
-        """The response as it ended, also if it failed."""
-        return _result(self._builder, self._answer, ended_ns)
-
-    def parts(self) -> list[bytes]:
-        return [self.response()]
-
-    def response(self) -> bytes:
-        """The JSON body.
-
-        Raises:
-            ServingError: the request failed.
-        """
-        if self._answer.error is not None:
-            raise self._answer.error
-        return _json(self.result())
+def response(request: GenerateRequest, answer: SegmentedAnswer, ended_ns: int = 0) -> Response:
+    """The response as it ended, also if it failed."""
+    return _result(ResponseBuilder(request, answer.detokenizer), answer, ended_ns)
 
 
 class ResponseRenderer:

@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.anthropic.objects import message_error, status_of
-from gateway.anthropic.render import ClientBody, MessageAggregator, MessageRenderer
+from gateway.anthropic.render import ClientBody, MessageRenderer, message
+from gateway.openai.segments import WholeAnswer
 from schemas.errors import Code, ServingError
 from schemas.requests import GenerateRequest
 from schemas.tokens import Finish, TokenItem
@@ -64,7 +65,7 @@ def streamed(made: GenerateRequest, given: list[TokenItem], *, after: int | None
 
 
 def whole(made: GenerateRequest, given: list[TokenItem]) -> dict[str, Any]:
-    aggregator = MessageAggregator(made, DETOKENIZER)
+    aggregator = WholeAnswer(made, DETOKENIZER, message)
     assert aggregator.push(given)
     found: dict[str, Any] = json.loads(aggregator.response())
     return found

@@ -14,10 +14,11 @@ from gateway.answer_shapes import renderer_for
 from gateway.openai.messages import template_messages
 from gateway.openai.requests import ChatMessage, ContentPart
 from gateway.openai.responses_api.chat import Turn, chat_of
-from gateway.openai.responses_api.compaction import INSTRUCTION, CompactionAggregator, encode_kept, with_instruction
+from gateway.openai.responses_api.compaction import INSTRUCTION, compacted, encode_kept, with_instruction
 from gateway.openai.responses_api.items import SUMMARY, Summary, decode_summary, encode_summary
 from gateway.openai.responses_api.record import MAX_BYTES
 from gateway.openai.responses_api.requests import InputItem, InputPart, ResponsesRequest, parse_compaction
+from gateway.openai.segments import WholeAnswer
 from schemas.errors import Code, ServingError
 from schemas.tokens import Finish, TokenItem
 from tests.gateway.answers import CALL, DETOKENIZER, ID, LENGTH, STOP, items, request
@@ -39,10 +40,10 @@ def parsed(**fields: Any) -> ResponsesRequest:
 
 def answered(text: str, finish: Finish = STOP, history: tuple[Turn, ...] = ()) -> dict[str, Any]:
     made = request("compaction", encode_kept(parsed(input=TALK), history, ID))
-    return result(CompactionAggregator(made, DETOKENIZER), items(text, finish))
+    return result(WholeAnswer(made, DETOKENIZER, compacted), items(text, finish))
 
 
-def result(aggregator: CompactionAggregator, given: list[TokenItem]) -> dict[str, Any]:
+def result(aggregator: WholeAnswer, given: list[TokenItem]) -> dict[str, Any]:
     assert aggregator.push(given)
     found: dict[str, Any] = json.loads(aggregator.response())
     return found
@@ -159,7 +160,7 @@ def test_a_failure_is_the_answer() -> None:
 
 
 def test_a_redacted_request_is_answered_without_what_the_user_said() -> None:
-    found = result(CompactionAggregator(request("compaction"), DETOKENIZER), items("They met."))
+    found = result(WholeAnswer(request("compaction"), DETOKENIZER, compacted), items("They met."))
     assert [each["type"] for each in found["output"]] == ["compaction"]
 
 

@@ -10,8 +10,9 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from gateway.openai.responses_api.record import encode_stored
-from gateway.openai.responses_api.render import ResponseAggregator, ResponseRenderer
+from gateway.openai.responses_api.render import ResponseRenderer, response
 from gateway.openai.responses_api.requests import ResponsesRequest
+from gateway.openai.segments import WholeAnswer
 from schemas.errors import Code, ServingError
 from schemas.requests import GenerateRequest, Sampling
 from schemas.tokens import Finish, TokenItem
@@ -49,7 +50,7 @@ def streamed(made: GenerateRequest, given: list[TokenItem], *, after: int | None
 
 
 def whole(made: GenerateRequest, given: list[TokenItem]) -> dict[str, Any]:
-    aggregator = ResponseAggregator(made, DETOKENIZER)
+    aggregator = WholeAnswer(made, DETOKENIZER, response)
     assert aggregator.push(given)
     found: dict[str, Any] = json.loads(aggregator.response())
     return found
