@@ -52,7 +52,8 @@ test-llguidance: $(VENV)/.installed-dev  ## constraints and the engines' contrac
 	  [ -d $$folder ] || $(PIP) install --no-deps --target $$folder llguidance==$$release || exit 1; \
 	  echo "llguidance $$release"; \
 	  PYTHONPATH=$$folder $(BIN)/python -m pytest tests/infra/model/test_llguidance_releases.py tests/infra/model/test_constraints.py \
-	    tests/workers/engines/external/test_constrained.py tests/workers/engines/test_contract.py \
+	    tests/workers/engines/constraints tests/workers/engines/external/test_constrained.py \
+	    tests/workers/engines/test_contract.py tests/gateway/grammars \
 	    -k 'not (vllm or sglang)' $(ARGS) || exit 1; \
 	done
 

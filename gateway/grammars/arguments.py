@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from gateway.grammars.writer import ANY_TEXT, CannotExpress, GrammarWriter
 from infra.model.constraints import quoted
+from infra.model.llguidance_releases import ESCAPES
 from infra.model.schema_kinds import kinds, texts
 
 _TEXT_KEYWORDS = {"type", "enum", "const", "title", "description", "default", "examples", "minLength", "maxLength"}
@@ -86,7 +87,7 @@ def _argument(
         value = _text(writer, schema, root, pieces.text_end, strict=strict)
     else:
         whole = schema | shared if isinstance(schema, dict) else schema
-        escapes = {} if pieces.json_end else {"json_allowed_escapes": 'nrbtf\\"u'}  # "\/" means another text in Python
+        escapes = {} if pieces.json_end else ESCAPES
         value = writer.json(whole, lenient=not strict, **escapes)
         value += " " + writer.literal(pieces.json_end) if pieces.json_end else ""
     return writer.rule(f"{lead} {value}" + (f" {quoted(pieces.last)}" if pieces.last else ""))

@@ -9,7 +9,8 @@ from typing import Any
 
 import msgspec
 
-from infra.model.constraints import WHITESPACE, quoted
+from infra.model.constraints import quoted
+from infra.model.llguidance_releases import WHITESPACE
 from infra.model.schema_rewriting import rewritten
 
 ANY_TEXT = r"(.|\n)*"

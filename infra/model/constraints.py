@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 
 from infra.model import llguidance_releases
+from infra.model.llguidance_releases import WHITESPACE, interface
 from infra.model.llguidance_releases import LibraryError as LibraryError
-from infra.model.llguidance_releases import interface
 from infra.model.schema_rewriting import rewritten
 from schemas.requests import Constraint
 
@@ -24,9 +24,6 @@ if TYPE_CHECKING:
 JSON_SCHEMA, REGEX, CHOICE, GRAMMAR, LARK = "json_schema", "regex", "choice", "grammar", "lark"
 EXTRA = "structured"
 MISSING = f"structured output needs llguidance: pip install 'penstock[{EXTRA}]'"
-
-# Between the parts of JSON. Bounded, because models (above all small ones) may otherwise write white space for ever.
-WHITESPACE = r"(\x20|\n[\x20\t]{0,40})?"
 
 JSON_OPTIONS: dict[str, Any] = {"whitespace_pattern": WHITESPACE, "lenient": False}
 HEADER = "%llguidance {}\n"  # without it, readers of either syntax may take a grammar for GBNF
@@ -80,7 +77,7 @@ def grammar(constraint: Constraint, named: Mapping[str, int] | None = None) -> s
 def as_lark(constraint: Constraint) -> str:
     """One grammar in llguidance's dialect of Lark that allows the same texts as ``grammar``.
 
-    vLLM and TensorRT-LLM take their grammars in this form.
+    vLLM, SGLang and TensorRT-LLM take their grammars in this form. It is for the installed release.
 
     Raises:
         ConstraintError: the kind is unknown, or the text is not what its kind says.
@@ -92,7 +89,8 @@ def as_lark(constraint: Constraint) -> str:
     with _library_errors():
         if kind == JSON_SCHEMA:
             schema = msgspec.json.decode(_schema(text)) | {"x-guidance": JSON_OPTIONS}
-            return f"{HEADER}start: %json {msgspec.json.encode(schema).decode()}"
+            text = f"{HEADER}start: %json {msgspec.json.encode(schema).decode()}"
+            return llguidance_releases.json_for_release(text)
         if kind == REGEX:
             return f"{HEADER}start: /{regex_to_lark(text)}/"
         if kind == CHOICE:
@@ -100,7 +98,8 @@ def as_lark(constraint: Constraint) -> str:
         if kind == GRAMMAR:
             return _clients_lark(text)
         if kind == LARK:
-            return HEADER + (_nested(text) if text.startswith("{") else text)
+            text = HEADER + (_nested(text) if text.startswith("{") else text)
+            return llguidance_releases.json_for_release(text)
     raise ConstraintError(f"constraints of kind {kind!r} are unknown to this build")
 
 

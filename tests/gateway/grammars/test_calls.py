@@ -43,13 +43,13 @@ CLOSING = [
 ]
 
 
-def answer(grammar: str, seed: int, *, free: int = 60, most: int = 400) -> str:
+def answer(grammar: str, seed: int, *, free: int = 60, most: int = 1_000) -> str:
     """The text of a random answer under a grammar."""
     text: str = MODEL.tokenizer.decode(drawn(grammar, seed, free=free, most=most), skip_special_tokens=False)
     return text
 
 
-def drawn(grammar: str, seed: int, *, free: int = 60, most: int = 400) -> list[int]:
+def drawn(grammar: str, seed: int, *, free: int = 60, most: int = 1_000) -> list[int]:
     """Any allowed tokens for a while, then those that end the answer, without the end token."""
     matcher = COMPILER.matcher(Constraint(LARK, grammar), 0, Stop(max_tokens=most))
     rng, tokens = random.Random(seed), list[int]()

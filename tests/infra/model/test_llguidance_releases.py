@@ -7,6 +7,7 @@ from typing import Any
 import llguidance
 import pytest
 
+from gateway.grammars.writer import GrammarWriter
 from infra.model import constraints, llguidance_releases, modeldir
 from schemas.requests import Constraint, Stop
 from workers.engines.base import GrammarStats, RequestError
@@ -97,6 +98,60 @@ def test_sets_of_tokens_allow_the_same_where_ranges_are_all_that_is_known(lark: 
 def test_what_only_looks_like_a_set_stays() -> None:
     text = 'start: "<[*]>" /<\\[\\*\\]>/ <[7]>'
     assert llguidance_releases.for_release(text, 100) == text
+
+
+def _json_grammars() -> dict[str, Constraint]:
+    schema: dict[str, Any] = {"type": "object", "properties": {"a": {"const": ["b"]}}, "required": ["a"]}
+    schema["additionalProperties"] = False
+    written = GrammarWriter(lambda mark: None)
+    lark = written.text(written.json(schema, **llguidance_releases.ESCAPES))
+    own = Constraint(constraints.JSON_SCHEMA, json.dumps(schema))
+    return {
+        "schema": own,
+        "gateway": Constraint(constraints.LARK, lark),
+        "around": Constraint(constraints.LARK, constraints.around(lark, 'start: "x"')),
+        "engine": Constraint(constraints.LARK, constraints.as_lark(own)),
+    }
+
+
+@pytest.fixture(params=["installed", "0.7.29"])
+def release(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "0.7.29":
+        monkeypatch.setattr(llguidance_releases, "bounds_white_space", lambda: False)
+        monkeypatch.setattr(llguidance_releases, "knows_escapes", lambda: False)
+
+
+@pytest.mark.usefixtures("release")
+@pytest.mark.parametrize("form", ["schema", "gateway", "around", "engine"])
+def test_white_space_between_the_parts_of_json_ends(form: str) -> None:
+    """Before 1.8 a pattern is matched again and again: an answer of white space, up to its max_tokens."""
+    text = '{"a": ["b"]}'
+    for at in range(len(text)):
+        matcher = grammars().matcher(_json_grammars()[form], 0, Stop(max_tokens=99))
+        assert matcher.matcher.try_consume_tokens(_bytes(text[:at])) == at
+        assert matcher.matcher.try_consume_tokens(_bytes("  ")) < len("  ")
+        assert matcher.matcher.try_consume_tokens(_bytes("\n" * 3)) < 3
+    whole = grammars().matcher(_json_grammars()[form], 0, Stop(max_tokens=99))
+    assert whole.matcher.try_consume_tokens(_bytes(text)) == len(text)
+
+
+def _bytes(text: str) -> list[int]:
+    """Tokens of one character each."""
+    return [MODEL.tokenizer.encode(each, add_special_tokens=False).ids[-1] for each in text]
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_options_that_a_release_does_not_know_are_left_out_of_ours_alone(
+    known: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(llguidance_releases, "bounds_white_space", lambda: known)
+    monkeypatch.setattr(llguidance_releases, "knows_escapes", lambda: known)
+    text = llguidance_releases.json_for_release(_json_grammars()["gateway"].text)
+    assert ("whitespace_pattern" in text) is ("json_allowed_escapes" in text) is known
+    clients = constraints.around(
+        'start: "whitespace_pattern" "json_allowed_escapes"', 'start: %json {"x-guidance": {}}'
+    )
+    assert llguidance_releases.json_for_release(clients) == clients
 
 
 def test_another_interface_is_unsupported_and_not_announced(monkeypatch: pytest.MonkeyPatch) -> None:
