@@ -85,20 +85,22 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _examine_engine(args: argparse.Namespace) -> int:
-    """Print each finding as it comes: an engine takes minutes to start."""
+    """The page comes last and whole: engines write hundreds of lines while they start, which takes minutes."""
     from infra.operate.doctor import trtllm  # imports torch
 
-    logs.setup(level="warning", stream=sys.stderr)
+    logs.setup(level="error", stream=sys.stderr)
+
+    def began(check: str) -> None:
+        print(f"checking: {check} …", file=sys.stderr, flush=True)
+
     findings: list[Finding] = []
     console = stdout()
-    for finding in trtllm.examine(args.model, {"override_engine_args": args.override_engine_args}):
+    for finding in trtllm.examine(args.model, {"override_engine_args": args.override_engine_args}, began):
         findings.append(finding)
         if args.json:
             console.file.write(msgspec.json.encode(finding).decode() + "\n")
-        else:
-            _show(finding, console)
     if not args.json:
-        _sum_up(findings, console)
+        _print(findings, console, everything=True)
     return int(any(finding.status is Status.problem for finding in findings))
 
 

@@ -20,12 +20,16 @@ from infra.operate.doctor.finding import Finding, ok, problem, skipped, warning
 from schemas.blocks import root
 from schemas.requests import Constraint, Sampling, Stop
 from workers.engines.base import Engine, EngineError, Failure, HeldPrompt, Output, RequestError, SequenceRequest
+from workers.engines.constraints.compiler import ConstraintCompiler, ModelTokens
 from workers.engines.external.served import Served
 from workers.engines.trtllm import api as apis
 from workers.engines.trtllm import encoder_from_settings, from_settings, interface
 from workers.engines.trtllm.adapter import TrtllmAdapter
 
 REPORT = "report it with this page, and with the worker's log at --log-level debug"
+REFUSED = (
+    "nothing: such requests are refused or told of it, and min_tokens is sent as this engine counts (docs/engines.md)"
+)
 NEAR = "two tokens may be about equally likely; if it comes often, report it"
 BOUND_S = 120.0  # for each answer
 BLOCK = 32
@@ -83,17 +87,20 @@ class Doctor:
     Args:
         path: of the model.
         options: settings of the engines, besides those that the checks need.
+        began: called with the name of each part that may take minutes.
     """
 
-    def __init__(self, path: Path, options: dict[str, Any]) -> None:
+    def __init__(self, path: Path, options: dict[str, Any], began: Callable[[str], None]) -> None:
         self._path = path
         self._options = options
+        self._began = began
         self._model = modeldir.load(path)
         text = "The engine of this worker is asked what it does, on its first day. " * 6
         self._prompt = self._model.tokenizer.encode(text, add_special_tokens=False).ids[: 3 * BLOCK + 5]
 
     def examine(self) -> Iterator[Finding]:
         """All findings, as they come."""
+        self._began("the installation")
         yield from self._install()
         yield from self._trial("aggregated", self._aggregated)
         yield from self._trial("prefill and decode", self._split)
@@ -105,6 +112,7 @@ class Doctor:
     def _install(self) -> Iterator[Finding]:
         api = apis.load()
         yield ok("release", f"tensorrt_llm {api.version}, llguidance {llguidance_releases.installed() or 'none'}")
+        yield ok("model", f"{self._path}, at most {self._model.max_model_len:,} tokens")
         for note in apis.notes(api.version):
             yield warning("release", note, "1.2.1 is what the adapter was written for")
         differences = interface.differences()
@@ -117,6 +125,7 @@ class Doctor:
             yield ok("interface", "classes, arguments and defaults are as known")
 
     def _trial(self, name: str, check: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
+        self._began(name)
         try:
             yield from check()
         except (_Failed, EngineError, RequestError, BadArguments, ValueError, OSError) as error:
@@ -162,23 +171,24 @@ class Doctor:
             yield from self._trial("one token", lambda: self._one_token(adapter))
 
     def _sampling(self, served: Served) -> Finding:
-        without = [name for name, value in served._asdict().items() if not value]
-        counts = "; min_tokens counts the prompt, too" if served.min_tokens == "all" else ""
-        if without or counts:
-            text = f"this engine applies no {', '.join(without)}" if without else "all options are applied"
-            return warning("sampling", text + counts, "docs/engines.md says what becomes of requests for them")
-        return ok("sampling", "penalties, min_p, seeds, min_tokens and log-probabilities are applied")
+        names = {"alternatives": "top_logprobs"}
+        without = [names.get(name, name) for name, value in served._asdict().items() if not value]
+        told = [f"this sampler does not apply {', '.join(without)}"] if without else []
+        told += ["min_tokens counts the prompt as well"] if served.min_tokens == "all" else []
+        if not told:
+            return ok("sampling", "penalties, min_p, seeds, min_tokens and log-probabilities are applied")
+        return warning("sampling", "; ".join(told), REFUSED)
 
     def _events(self, driver: _Driver) -> Finding:
         if not driver.engine.info.kv_events:
             return skipped("kv events", "switched off")
         driver.until(lambda: driver.events > 0 or bool(driver.engine.dump()), "a KV event")
-        return ok("kv events", f"{len(driver.engine.dump())} events name the cached blocks")
+        return ok("kv events", "the cached blocks have names")
 
     def _constrained(self, driver: _Driver) -> Iterator[Finding]:
         if not driver.engine.info.constraints:
             yield warning(
-                "constraints", "structured output is not announced", "the log says why (structured_output_off)"
+                "constraints", f"workers announce no structured output: {self._without_constraints()}", REPORT
             )
             return
         found = driver.answer(
@@ -188,6 +198,15 @@ class Doctor:
         if not re.fullmatch("[a-z]{4,9}", text):
             raise _Failed(f"the answer {text!r} does not match [a-z]{{4,9}}")
         yield ok("constraints", f"{text!r} matches its expression")
+
+    def _without_constraints(self) -> str:
+        model = self._model
+        tokens = ModelTokens(model.tokenizer, model.vocab_size, model.eos_token_ids)
+        try:
+            ConstraintCompiler(lambda: tokens).try_out()
+        except RequestError as error:
+            return error.message
+        return "these arguments switch guided decoding off (docs/structured.md)"
 
     def _cancelled(self, driver: _Driver, whole: list[int]) -> Iterator[Finding]:
         engine = driver.engine
@@ -240,14 +259,17 @@ class Doctor:
         yield ok("encode", "a blank image was embedded, and its handle opened")
 
 
-def examine(path: str, options: dict[str, Any]) -> Iterator[Finding]:
+def examine(path: str, options: dict[str, Any], began: Callable[[str], None] = lambda _: None) -> Iterator[Finding]:
     """All findings about the installed TensorRT-LLM, as they come.
 
     Args:
         path: of a small model; "": the bundled one.
         options: further settings of the workers.
+        began: called with the name of each part that may take minutes.
     """
     try:
-        yield from Doctor(Path(path) if path else modeldir.DEMO, options).examine()
-    except (EngineError, modeldir.ModelError) as error:
-        yield problem("release", str(error), "install it, or run in NVIDIA's container")
+        yield from Doctor(Path(path) if path else modeldir.DEMO, options, began).examine()
+    except modeldir.ModelError as error:
+        yield problem("model", str(error), "name the folder of a small model with --model")
+    except EngineError as error:
+        yield problem("release", str(error), "then run this again")

@@ -34,8 +34,21 @@ def by_name(findings: list[Finding]) -> dict[str, Finding]:
 
 def test_the_page_of_a_release_that_is_as_known(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["--engine", "trtllm"]) == 0
-    page = capsys.readouterr().out
-    for name in ("release", "interface", "start", "aggregated", "kv events", "constraints", "cancel", "one token"):
+    page, progress = capsys.readouterr()
+    assert "checking: prefill and decode …" in progress
+    assert {line.partition(":")[0] for line in progress.splitlines()} == {"checking"}  # no log beside the page
+    assert "! sampling: this sampler does not apply top_logprobs" in page
+    for name in (
+        "release",
+        "model",
+        "interface",
+        "start",
+        "aggregated",
+        "kv events",
+        "constraints",
+        "cancel",
+        "one token",
+    ):
         assert f"✓ {name}:" in page
     assert "✓ prefill and decode:" in page
     assert "– encode: this model takes no images" in page
@@ -77,8 +90,28 @@ def test_each_way_that_fails_is_reported_and_the_others_run_on(
 def test_options_without_effect_are_warned_of(quirks: Any) -> None:
     found = by_name(list(doctor.examine("", {"override_engine_args": '{"sampler_type": "TorchSampler"}'})))
     assert found["sampling"].status is Status.warning
-    assert "penalties, min_p, seed" in found["sampling"].what
-    assert "min_tokens counts the prompt" in found["sampling"].what
+    assert found["sampling"].what == (
+        "this sampler does not apply penalties, min_p, seed; min_tokens counts the prompt as well"
+    )
+
+
+def test_constraints_that_are_off_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    import llguidance
+
+    class Renamed:
+        def __new__(cls, text: str) -> Any:
+            raise AssertionError
+
+    monkeypatch.setattr(llguidance, "LLTokenizer", Renamed)
+    found = by_name(list(doctor.examine("", {})))
+    assert found["constraints"].status is Status.warning
+    assert "has another interface" in found["constraints"].what
+
+
+def test_a_folder_without_a_model_is_no_fault_of_the_release() -> None:
+    (finding,) = doctor.examine("/nonexistent", {})
+    assert (finding.check, finding.status) == ("model", Status.problem)
+    assert "--model" in finding.fix
 
 
 def test_without_the_package_it_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
