@@ -1,7 +1,8 @@
 """The responses that a new one continues, from the log: by any gateway, for as long as their records are kept."""
 
 import asyncio
-from collections.abc import Sequence
+import time
+from collections.abc import Awaitable, Callable, Sequence
 from typing import NamedTuple
 
 from gateway.log.lookup import RequestLookup, StoredRequest
@@ -12,9 +13,12 @@ from gateway.openai.responses_api.chat import Turn
 from gateway.openai.responses_api.record import PREFIX, check_turns, read_stored, turn_of
 from infra.model.detokenizer import Detokenizer
 from schemas.errors import Code, ServingError
+from schemas.requests import GenerateRequest
 
 AT_ONCE = 16  # look-ups under way for one conversation
 FIELD = "previous_response_id"
+RECORD_S = 10.0  # within which the record of an answer that a client has read is stored: an election takes up to 9 s
+LOOK_S = 0.1
 
 
 class History(NamedTuple):
@@ -28,11 +32,19 @@ class History(NamedTuple):
 class Conversations:
     """
     Args:
+        answered: whether a response without a record has ended all the same, for who reads its tokens.
         max_bytes: of the input and output of all earlier responses.
     """
 
-    def __init__(self, lookup: RequestLookup, detokenizer: Detokenizer, max_bytes: int) -> None:
+    def __init__(
+        self,
+        lookup: RequestLookup,
+        answered: Callable[[GenerateRequest], Awaitable[bool]],
+        detokenizer: Detokenizer,
+        max_bytes: int,
+    ) -> None:
         self._lookup = lookup
+        self._answered = answered
         self._detokenizer = detokenizer
         self._max_bytes = max_bytes
 
@@ -101,12 +113,31 @@ class Conversations:
         if found.request.endpoint != RESPONSE or found.request.no_store:
             raise invalid(FIELD, f"{name} is not a stored response")
         if found.record is None:
-            raise invalid(FIELD, f"{name} has not ended yet; wait for it, or cancel it")
+            found = await self._recorded(found.request, name, sees)
+        assert found.record is not None
         if found.record.code:
             raise invalid(FIELD, f"{name} has failed or was cancelled; continue the one before it")
         if not has_output(found.record):
             raise invalid(FIELD, f"{name} cannot be continued: its output was too large for its record")
         return found
+
+    async def _recorded(self, request: GenerateRequest, name: str, sees: str | None) -> StoredRequest:
+        """A response with its record, which is stored behind its last token: a client may have read that already.
+
+        Raises:
+            ServingError: invalid_request: it has not ended; broker_unavailable: its record does not come.
+        """
+        if not await self._answered(request):
+            raise invalid(FIELD, f"{name} has not ended yet; wait for it, or cancel it")
+        until = time.monotonic() + RECORD_S
+        while time.monotonic() < until:
+            found = await self._lookup.find(request.id, sees)
+            if found.record is not None:
+                return found
+            await asyncio.sleep(LOOK_S)
+        raise ServingError(
+            Code.broker_unavailable, f"{name} has ended, and its record is not stored yet; try again", retry_after=1.0
+        )
 
 
 def _size(found: StoredRequest) -> int:

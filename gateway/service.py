@@ -118,7 +118,7 @@ class Gateway:
         )
         self._completion = Completion(self.records, self._read_again, self.tasks)
         self._lookup = RequestLookup(bus, self.records, finder, settings.no_store_grace_s)
-        self.conversations = Conversations(self._lookup, model.detokenizer, settings.max_body_bytes)
+        self.conversations = Conversations(self._lookup, self._answered, model.detokenizer, settings.max_body_bytes)
         loader = MediaLoader(bus, settings, metrics, self.unstored.keep_medium)
         self._preparer = RequestPreparer(self.fleet, loader, self.conversations, self.id, settings, bus.clock.now_ns)
         self.progress = Progress(bus, self.id, self._subscriptions.readers_of)
@@ -438,6 +438,14 @@ class Gateway:
             return progress_of(inflight)
         finally:
             self.release(inflight)
+
+    async def _answered(self, request: GenerateRequest) -> bool:
+        """Whether the token stream has the whole answer of a request.
+
+        Raises:
+            ServingError: it cannot be read.
+        """
+        return (await self._read_again(request)).answered
 
     async def _read_again(self, request: GenerateRequest) -> InflightRequest:
         """Everything that the token stream has of a request.
