@@ -45,7 +45,11 @@ class Metrics:
             self.stalled.labels(stage)
         self.lost = scope.counter("workers_lost", "workers declared dead")
         self.lease_losses = scope.gauge(
-            "lease_losses", "times in ten minutes that the worker of this name lost its lease", ["worker"]
+            "lease_losses", "times in ten minutes that the worker of this name lost its lease on its own", ["worker"]
+        )
+        self.lease_losses_together = scope.gauge(
+            "lease_losses_together",
+            "times in ten minutes that all workers lost their leases at once, or while the broker was away",
         )
         self.waiting = scope.gauge("waiting_requests", "requests without a worker")
         self.workers = scope.gauge("workers", "registered workers")
@@ -61,7 +65,9 @@ class Metrics:
 
     def lost_leases(self, lost: Iterable[LostLeases]) -> None:
         """Names without a loss have no series, so that there are no more than a router reports."""
-        counts = {each.worker: each.count for each in lost}
+        lost = list(lost)
+        self.lease_losses_together.set(max((each.together for each in lost), default=0))
+        counts = {each.worker: each.count for each in lost if each.count}
         for worker in self._losing - counts.keys():
             self.lease_losses.remove(worker)
         for worker, count in counts.items():

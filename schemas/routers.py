@@ -27,13 +27,20 @@ class HeldByTenant(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class LostLeases(msgspec.Struct, frozen=True, omit_defaults=True):
-    """How often a worker lost its lease within ten minutes, over the lives of its name. ``last_ns``: Unix time."""
+    """How often a worker lost its lease within ten minutes, over the lives of its name.
+
+    Attributes:
+        count: on its own; 0: only together.
+        last_ns: Unix time of the last one, on its own if there is one.
+        together: more, which it lost together with all others, or while the broker was away.
+    """
 
     worker: str  # its name
     role: str
     model: str
     count: int
     last_ns: int
+    together: int = 0
 
 
 class Member(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -246,7 +246,7 @@ def workers(
         tokens_per_s: of the deployment.
         lost: as ``lost_leases`` has it.
     """
-    losses = {each.worker: each.count for each in lost}
+    losses = {each.worker: each.count for each in lost if each.count}
     by_worker: dict[str, list[RequestSummary]] = defaultdict(list)
     for summary in recent:
         by_worker[summary.worker].append(summary)
@@ -286,8 +286,9 @@ def lost_leases(members: Iterable[Member]) -> list[LostLeases]:
     """What routers have counted, by worker, most first. Each counts all workers; one that began later has seen less."""
     found: dict[str, LostLeases] = {}
     for each in (each for member in members for each in member.lost):
-        if each.worker not in found or each.count > found[each.worker].count:
-            found[each.worker] = each
+        before = found.get(each.worker, each)
+        most = each if each.count > before.count else before
+        found[each.worker] = msgspec.structs.replace(most, together=max(each.together, before.together))
     return sorted(found.values(), key=lambda each: (-each.count, each.worker))
 
 

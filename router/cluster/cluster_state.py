@@ -4,6 +4,7 @@ This is the shell around the load tracker: it follows WORK, DONE and the workers
 """
 
 import asyncio
+import math
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -40,6 +41,7 @@ from schemas.subjects import request_of
 log = structlog.get_logger("router")
 
 SETTLE_S = fleet.LEASE_S + 0.5  # after a (re)connect, for workers to renew their leases
+RELINKED_S = 10.0  # after a reconnect: leases that run out meanwhile did so through the broker
 EXPIRE_REQUESTS = 2_000
 FOLD_AT_ONCE = 50  # messages that were left unfolded: 1 ms
 LEFT_REMEMBERED = 1024  # workers that left
@@ -73,6 +75,7 @@ class ClusterState:
         self.late: frozenset[str] = frozenset()  # workers whose requests are placed again; set by ``resteer``
         self._left: OrderedDict[str, str] = OrderedDict()  # workers that left, the most recent last -> model
         self._connected_since = time.monotonic()
+        self._relinked = -math.inf  # monotonic; when the link was last made again
         self._snapshots = Snapshots(bus, settings.name)
         self._saved = (0, 0, 0)
         self.places: Callable[[str], bool] = lambda model: True  # call ``owners_changed`` if it changes
@@ -99,7 +102,7 @@ class ClusterState:
             at, state = saved
             self.tracker.restore(state)
             self.returned.update(state.returned)
-            self.losses.update(state.losses)
+            self.losses.update(state.losses, state.losses_together)
             starts = {"done": at.done_seq, "returned": at.returned_seq, "work": at.work_seq}
         # Workers before jobs: jobs are counted in blocks of their worker's size.
         await self.caches.start(now_ns)
@@ -121,7 +124,7 @@ class ClusterState:
         await self.disconnects.stop()
 
     async def _on_reconnect(self) -> None:
-        self._connected_since = time.monotonic()
+        self._connected_since = self._relinked = time.monotonic()
 
     async def save(self) -> None:
         """Store the loads for the next start, and less often the index, if they have changed since the last time."""
@@ -130,7 +133,8 @@ class ClusterState:
             self._saved, head = positions, Snapshot(self._bus.clock.now_ns(), *positions)
             await self.fold_unowned()
             returned = (LoadState(returned=part) for part in self.returned.parts())
-            losses = LoadState(losses=self.losses.part())
+            own, together = self.losses.part()
+            losses = LoadState(losses=own, losses_together=together)
             await self._snapshots.save(head, chain(self.tracker.parts(), returned, [losses]))
         await self.caches.save_sometimes()
 
@@ -348,7 +352,14 @@ class ClusterState:
         registration, name = worker.registration, worker.registration.worker
         if why in (EXPIRED, BROKE):
             losing = registration.name or name.rpartition("-")[0]
-            self.losses.add(losing, registration.role, registration.model, self._bus.clock.now_ns())
+            self.losses.add(
+                losing,
+                registration.role,
+                registration.model,
+                self._bus.clock.now_ns(),
+                workers=self.tracker.size,
+                link_broke=time.monotonic() - self._relinked < RELINKED_S,
+            )
         self._placed_here.pop(name, None)
         requests = self.tracker.remove_worker(name)
         self._left[name] = worker.registration.model

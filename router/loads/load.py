@@ -111,6 +111,7 @@ class LoadState(msgspec.Struct, frozen=True, omit_defaults=True):
     backlogs: tuple[tuple[str, int, float, int], ...] = ()  # worker, rank, tokens, at_ns
     returned: tuple[tuple[str, int, str], ...] = ()  # request, attempt, ``Returned.crashed``
     losses: tuple[tuple[str, str, str, int], ...] = ()  # of leases, see ``LeaseLosses``
+    losses_together: tuple[tuple[str, str, str, int], ...] = ()
 
 
 def merge(parts: Iterable[LoadState]) -> LoadState:
@@ -122,6 +123,7 @@ def merge(parts: Iterable[LoadState]) -> LoadState:
         tuple(entry for state in states for entry in state.backlogs),
         tuple(entry for state in states for entry in state.returned),
         tuple(entry for state in states for entry in state.losses),
+        tuple(entry for state in states for entry in state.losses_together),
     )
 
 

@@ -269,6 +269,10 @@ SAMPLES: dict[str, tuple[Any, Callable[[bytes], Any]]] = {
         routers.Member("router-2", 1, lost=(routers.LostLeases("worker-1", "aggregated", "tiny", 3, 7),)),
         routers.decode,
     ),
+    "router_that_saw_all_leases_lost": (
+        routers.Member("router-2", 1, lost=(routers.LostLeases("worker-1", "aggregated", "tiny", 0, 7, 2),)),
+        routers.decode,
+    ),
     "router_that_erases": (routers.Member("router-2", 1, no_store=True), routers.decode),
     "router_that_holds": (
         routers.Member("router-2", 1, held=(routers.HeldByTenant("batch", (("acme", 3), ("ann", 1)), 2),)),

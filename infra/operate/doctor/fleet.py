@@ -178,8 +178,19 @@ def check_leases(lost: Sequence[LostLeases], workers: Sequence[Registration], no
     """Workers that lose their lease over and over, which are stopped for seconds, and those that hold it and hang."""
     findings = []
     by_name = {each.name or each.worker: each for each in workers}
+    together = max(lost, key=lambda each: (each.together, each.last_ns), default=None)
+    if together is not None and together.together:
+        times = "once" if together.together == 1 else f"{together.together} times"
+        text = f"all workers lost their leases at once, or while the broker was away: {times} in ten minutes"
+        fix = (
+            "the broker stopped, elected a leader, or stood still, not the workers: see its log, its disk and its "
+            "machine; where workers share a machine, that may have stood still"
+        )
+        findings.append(warning("all leases", text, fix))
     for each in lost:
-        times = "once" if each.count == 1 else f"{each.count} times"
+        if not each.count and each.worker in by_name:
+            continue
+        times = {0: "with all others", 1: "once"}.get(each.count, f"{each.count} times")
         ago_s = max(0, round((now_ns - each.last_ns) / 1e9))
         text = f"{each.worker} lost its lease {times} in ten minutes, {ago_s} s ago the last time"
         there = by_name.get(each.worker)
@@ -198,7 +209,9 @@ def check_leases(lost: Sequence[LostLeases], workers: Sequence[Registration], no
             text += f"{worker.load.quiet_ms / 1000:.0f} s although it has something to do"
             fix = "see its log and its GPU; restart it: `penstock restart`. Routers take its requests away after 120 s"
             findings.append(problem("engine", text, fix))
-    return findings or ([ok("leases", "no worker lost its lease within ten minutes")] if workers else [])
+    if workers and all(each.check == "all leases" for each in findings):
+        findings.append(ok("leases", "no worker lost its lease on its own within ten minutes"))
+    return findings
 
 
 def _load(worker: Registration) -> list[Finding]:

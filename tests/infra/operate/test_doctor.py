@@ -370,6 +370,18 @@ def test_a_worker_that_loses_its_lease_over_and_over_is_named_while_it_is_there_
     assert "once" in once.what
 
 
+def test_leases_that_were_lost_through_the_broker_are_blamed_on_no_worker() -> None:
+    lost = [LostLeases(name, "aggregated", "m", count, 0, 2) for name, count in (("w-1", 0), ("w-2", 1), ("w-3", 0))]
+    broker, own, gone = check_leases(lost, [worker("w-1"), worker("w-2")], 5_000_000_000)
+    assert (broker.check, broker.status) == ("all leases", Status.warning)
+    assert "all workers lost their leases at once" in broker.what
+    assert "2 times in ten minutes" in broker.what
+    assert "w-2 lost its lease once in ten minutes" in own.what
+    assert "w-3 lost its lease with all others" in gone.what
+    assert "not registered now" in gone.what
+    assert statuses(check_leases(lost[:1], [worker("w-1")], 0)) == {"all leases": Status.warning, "leases": Status.ok}
+
+
 def test_a_worker_that_holds_its_lease_and_does_nothing_is_named() -> None:
     [finding] = check_leases([], [worker("w-1"), worker("w-2", load=Load(running=1, quiet_ms=23_000))], 0)
     assert finding.status is Status.problem
