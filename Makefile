@@ -123,7 +123,7 @@ $(VENV)/.installed: pyproject.toml | $(VENV)/bin/python
 $(VENV)/.installed-dev: pyproject.toml | $(VENV)/bin/python
 	$(install_torch)
 	$(PIP) install -e '.[dev]'
-	@$(BIN)/python -m tests.helm_binary $(BIN) || echo "helm could not be fetched: tests of the chart are skipped"
+	@$(BIN)/python -m tests.binaries $(BIN) || true
 	@touch $@ $(VENV)/.installed
 
 $(VENV)/.installed-docs: pyproject.toml | $(VENV)/bin/python

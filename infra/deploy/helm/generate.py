@@ -10,6 +10,7 @@ import yaml
 
 from configs.flags import flags_of
 from infra.broker import config
+from infra.broker.binary import TESTED, dotted
 from infra.broker.config import USERS, ServerConfig
 from infra.deploy.helm.values import KINDS, SETTLED, SETTLED_OF_PLANNER, Section, Values, WorkerDefaults, defaults
 from infra.planner.command import Settings as PlannerSettings
@@ -17,13 +18,14 @@ from schemas.subjects import Subjects
 
 CHART = Path(__file__).parent / "penstock"
 NAMESPACE = "namespace-of-the-values"  # the chart puts the real one in its place
-NATS_VERSION = "2.12-alpine"
+# The exact release: a tag such as 2.15-alpine would move, and be another server on each node.
+NATS_TAG = f"{dotted(TESTED)}-alpine"
 NATS = f"""\
 # Values of the NATS chart, https://github.com/nats-io/k8s/tree/main/helm/charts/nats.
 nats:
   enabled: true
   container:
-    image: {{tag: {NATS_VERSION}}}
+    image: {{tag: {NATS_TAG}}}
     env:
       GOMEMLIMIT: 6GiB
 PASSWORDS

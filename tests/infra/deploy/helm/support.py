@@ -15,11 +15,11 @@ import yaml
 from infra.deploy.helm.cli import rendered
 from infra.deploy.helm.generate import CHART
 from infra.deploy.helm.render import Wanted
-from tests.helm_binary import find_helm
+from tests.binaries import find_helm
 
 Tree = dict[str, Any]
 HELM = find_helm()
-needs_helm = pytest.mark.skipif(HELM is None, reason="helm is not installed: python -m tests.helm_binary .venv/bin")
+needs_helm = pytest.mark.skipif(HELM is None, reason="helm is not installed: python -m tests.binaries .venv/bin")
 
 # The NATS chart is not in any registry that tests reach; helm only asks that it is there. Its values are in the
 # ConfigMap that this stand-in makes of them.
