@@ -44,6 +44,7 @@ from gateway.preparation import RequestPreparer
 from gateway.tenants import TenantTable
 from gateway.verdicts import Verdicts
 from infra.bus.connection import Bus
+from infra.bus.erase import check_stores
 from infra.bus.loop_lag import TurnBudget
 from infra.bus.publisher import Ack, Publisher
 from infra.bus.tasks import Tasks
@@ -386,8 +387,9 @@ class Gateway:
         """Have a router delete everything that the log holds of a request that has ended.
 
         Raises:
-            ServingError: broker_unavailable: no router did it; to ask again is safe.
+            ServingError: broker_unavailable: no router did it, or the broker's disk is full; to ask again is safe.
         """
+        await check_stores(self.bus, self.id)
         try:
             reply = await self.bus.nc.request(self.bus.subjects.erase, request_id.encode(), timeout=ERASE_S)
             problem = control.decode_ok(reply.data).error

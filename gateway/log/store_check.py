@@ -11,7 +11,7 @@ import msgspec
 from nats.errors import Error as NatsError
 
 from infra.bus.connection import Bus
-from infra.bus.jetstream import decode_publish_reply
+from infra.bus.erase import stores
 from infra.bus.tasks import Tasks
 from schemas.errors import Code, ServingError
 
@@ -20,12 +20,6 @@ EVERY_S = 1.0  # between two entries
 FAILING_S = 11.0  # an entry is not confirmed: longer than an election in a cluster (4 to 9 s)
 CONFIRM_S = 2.0  # then it is sent again
 AGAIN_S = 0.5  # after a refusal
-KEEP_S = 120  # of an entry
-# More than a block of a file system: on a full disk, smaller ones fit into the last blocks of their file.
-ENTRY = bytes(4_608)
-# No room for the account, the server or the stream's node. A refusal for another reason, as of a full bucket, says
-# nothing of other streams.
-NO_ROOM = frozenset({10002, 10023, 10047})
 
 
 class StoreCheck:
@@ -37,7 +31,7 @@ class StoreCheck:
 
     def __init__(self, bus: Bus, gateway: str, tasks: Tasks) -> None:
         self._bus = bus
-        self._subject = f"$KV.{bus.subjects.bucket('idempotency')}.written.{gateway}"
+        self._gateway = gateway
         self._tasks = tasks
         self._writing: asyncio.Task[None] | None = None  # ends with the confirmation
         self._began = 0.0  # monotonic
@@ -76,12 +70,9 @@ class StoreCheck:
 
     async def _write(self) -> None:
         """Return when the entry is stored, or refused for a reason of its own."""
-        headers = {"Nats-TTL": str(KEEP_S)}
         while True:
             try:
-                message = await self._bus.nc.request(self._subject, ENTRY, timeout=CONFIRM_S, headers=headers)
-                error = decode_publish_reply(message.data).error
-                if error is None or error.err_code not in NO_ROOM:
+                if await stores(self._bus, self._gateway, CONFIRM_S):
                     return
             except (NatsError, TimeoutError, OSError, msgspec.MsgspecError):
                 pass

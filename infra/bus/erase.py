@@ -6,6 +6,9 @@ That costs the broker a lot: it rewrites the message's block, 8 MB and 6 ms of C
 A stream that discards a message by its limits, or because it was acknowledged, leaves its bytes in the file until the
 file is rewritten or removed. In a cluster, each node overwrites its copy in the stream; what a node's replication log
 still has of the message goes with that log's next snapshot.
+
+With a full disk the broker confirms a deletion that it cannot write: the message is gone from its memory, and back
+after its restart. So whoever deletes has an entry stored before (``check_stores``).
 """
 
 import asyncio
@@ -16,12 +19,18 @@ import msgspec
 from nats.errors import Error as NatsError
 
 from infra.bus.connection import Bus
-from infra.bus.jetstream import ApiError
+from infra.bus.jetstream import ApiError, decode_publish_reply
 from schemas.errors import Code, ServingError
 
 ERASE_S = 5.0
 SHARE = 0.1  # of the time in which an ``Eraser`` has the broker overwrite something
 MOST_REST_S = 2.0
+KEEP_S = 120  # of an entry
+# More than a block of a file system: on a full disk, smaller ones fit into the last blocks of their file.
+ENTRY = bytes(4_608)
+# No room for the account, the server or the stream's node. A refusal for another reason, as of a full bucket, says
+# nothing of other streams.
+NO_ROOM = frozenset({10002, 10023, 10047})
 GONE = frozenset({10037, 10043, 10057})  # the stream has no message with this sequence (any more)
 
 
@@ -31,6 +40,39 @@ class _Reply(msgspec.Struct):
 
 
 _decode = msgspec.json.Decoder(_Reply).decode
+
+
+async def stores(bus: Bus, name: str, timeout: float) -> bool:
+    """Whether the broker stores an entry, over the one before of the same ``name``.
+
+    Raises:
+        nats.errors.Error, TimeoutError, OSError, msgspec.MsgspecError: it did not answer in time.
+    """
+    subject = f"$KV.{bus.subjects.bucket('idempotency')}.written.{name}"
+    message = await bus.nc.request(subject, ENTRY, timeout=timeout, headers={"Nats-TTL": str(KEEP_S)})
+    error = decode_publish_reply(message.data).error
+    return error is None or error.err_code not in NO_ROOM
+
+
+async def check_stores(bus: Bus, name: str) -> None:
+    """
+    Args:
+        name: of who deletes.
+    Raises:
+        ServingError: broker_unavailable: what would be deleted now could come back.
+    """
+    try:
+        if await stores(bus, name, ERASE_S):
+            return
+        why = "is its disk full?"
+    except (NatsError, TimeoutError, OSError, msgspec.MsgspecError) as error:
+        why = f"is its disk full? {error!r}"
+    raise ServingError(
+        Code.broker_unavailable,
+        f"nothing was deleted: the broker stores nothing at the moment ({why}), so that it could come back when the "
+        "broker restarts; delete it again later",
+        retry_after=5.0,
+    )
 
 
 async def erase(bus: Bus, stream: str, seq: int) -> bool:

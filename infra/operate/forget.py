@@ -19,7 +19,7 @@ from configs.flags import Parser
 from infra.broker.jetstream_api import BrokerProblem, request
 from infra.bus.connection import Bus
 from infra.bus.direct_get import read
-from infra.bus.erase import Eraser
+from infra.bus.erase import Eraser, check_stores
 from infra.bus.forget import Ended, find_ended, forget_messages
 from infra.counts import counted
 from infra.terminal import confirmed, stdout
@@ -114,9 +114,10 @@ async def forget(bus: Bus, ended: Sequence[Ended]) -> Forgotten:
     """Delete the jobs, requests and records of these requests.
 
     Raises:
-        ServingError: a stream cannot be read.
+        ServingError: a stream cannot be read, or the broker's disk is full.
         BrokerProblem: the broker refuses to delete, or does not answer. What was not deleted is found again.
     """
+    await check_stores(bus, "forget")
     messages = await forget_messages(bus, ended, Eraser(bus).erase)
     for each in ended if any(one.apart for one in ended) else ():
         subject = bus.subjects.contents("*", each.id, ">")

@@ -285,3 +285,32 @@ async def test_answers_whose_tokens_a_full_disk_does_not_take_end_within_15_s_at
         await nats_client.close()
     finally:
         up.stop()
+
+
+@pytest.mark.timeout(100)
+async def test_what_cannot_be_deleted_for_good_since_the_disk_is_full_is_not_deleted(
+    small_disk: Path, tmp_path: Path
+) -> None:
+    """The broker would confirm it, and have everything again after its restart."""
+    up = Up(small_disk, tmp_path, "--mock-speedup", "0")
+    try:
+        state = await up.ready()
+        async with httpx.AsyncClient(base_url=state["http_url"], timeout=30) as client:
+            asked = {"model": state["model"], "input": "a b c", "max_output_tokens": 16}
+            made = await client.post("/v1/responses", json=asked)
+            assert made.status_code == 200, made.text
+            path = f"/v1/responses/{made.json()['id']}"
+            up.fill()
+            refused = await client.delete(path)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (503, "broker_unavailable"), refused.text
+            assert "nothing was deleted" in refused.json()["error"]["message"]
+            assert (await client.get(path)).status_code == 200
+            up.make_room()
+
+            async def deleted() -> bool:
+                return (await client.delete(path)).status_code == 200
+
+            await until(deleted, 60)
+            assert (await client.get(path)).status_code == 404
+    finally:
+        up.stop()
