@@ -93,9 +93,9 @@ class MemoryCheck:
             name = self._bus.subjects.stream(stream)
             raise ServingError(
                 Code.broker_unavailable,
-                f"memory storage for requests with no_store is full: stream {name} holds {fill.used >> 20} of its "
-                f"{fill.limit >> 20} MiB, and open requests need {more >> 20} MiB; try again later, or enlarge it: "
-                f"penstock streams set",
+                f"memory storage for requests with no_store is full: stream {name} holds {_size(fill.used)} of its "
+                f"{_size(fill.limit)}, of which a tenth stays free, and open requests need {_size(more)}; try again "
+                "later, or enlarge it: penstock streams set",
                 retry_after=1.0,
             )
 
@@ -115,6 +115,14 @@ class MemoryCheck:
             if not supported:
                 name = entry.subject.rpartition(".")[2]
                 raise _unsupported(f"router {name} is of an earlier release; update it first")
+
+
+def _size(count: int) -> str:
+    """Bytes as people read them; less than a unit is no 0."""
+    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if count >= size:
+            return f"{count / size:.1f} {unit}"
+    return f"{count} bytes"
 
 
 def reserved_bytes(request: GenerateRequest) -> int:

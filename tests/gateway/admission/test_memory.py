@@ -87,3 +87,11 @@ async def test_what_was_taken_since_the_last_look_counts(check: MemoryCheck, bro
     with pytest.raises(ServingError, match="MEMORY_CONTENTS") as refused:
         await check.check(REQUEST, 4_000)
     assert refused.value.code is Code.broker_unavailable
+
+
+async def test_a_small_limit_is_told_in_its_own_unit(check: MemoryCheck, broker: Broker) -> None:
+    (refused,) = await all_of(check, broker, 1, (Fill(1_000, 64 << 10), Fill(90_000, 100 << 10)))
+    assert refused.code is Code.broker_unavailable
+    assert "_MEMORY_TOKENS holds 87.9 KiB of its 100.0 KiB" in refused.message
+    assert "open requests need 19.5 KiB" in refused.message
+    assert " 0 " not in refused.message
