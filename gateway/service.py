@@ -22,6 +22,7 @@ from gateway.admission.queue_monitor import QueueMonitor
 from gateway.admission.retention import Retention
 from gateway.conversations import Conversations
 from gateway.fleet import FleetView
+from gateway.images.prepare import PATHS
 from gateway.log.completion import Completion
 from gateway.log.find import RequestFinder
 from gateway.log.inflight import InflightRequest
@@ -41,6 +42,7 @@ from gateway.openai.prepare_context import PrepareContext
 from gateway.openai.responses import stopping
 from gateway.openai.responses_api.objects import InputTokens
 from gateway.preparation import RequestPreparer
+from gateway.role_models import ServedLately
 from gateway.tenants import TenantTable
 from gateway.verdicts import Verdicts
 from infra.bus.connection import Bus
@@ -51,11 +53,18 @@ from infra.bus.tasks import Tasks
 from infra.model.modeldir import ModelDir
 from schemas import control, done, wire
 from schemas.errors import Code, ServingError
-from schemas.requests import GenerateRequest, Priority
+from schemas.requests import EMBEDDING, GenerateRequest, Priority
 
 log = structlog.get_logger("gateway")
 
 T = TypeVar("T")
+
+
+class _Named(msgspec.Struct):
+    model: str | None = None
+
+
+_decode_named = msgspec.json.Decoder(_Named).decode
 
 SWEEP_S = 0.25
 SWEEP_AT_ONCE = 250  # open requests: 0.1 ms
@@ -103,6 +112,7 @@ class Gateway:
         self.records = Records(bus)
         self.limiter = Limiter(bus, self.id)
         self._verdicts = Verdicts(bus)
+        self._served_lately = ServedLately(bus)
         finder = RequestFinder(bus, self.tasks)
         self.payments = Payments(self.limiter, self.records, finder, self.tasks, bus.clock)
         self._publisher = publisher
@@ -223,7 +233,14 @@ class Gateway:
         self._queue_monitor.check_log()
         if self._queue_monitor.class_matters:
             await self.run_for(body, self._queue_monitor.check_class, body)
-        return await self._preparer.prepare(endpoint, body, no_store=no_store, caller=caller)
+        try:
+            return await self._preparer.prepare(endpoint, body, no_store=no_store, caller=caller)
+        except ServingError as error:
+            if error.code is Code.model_not_found and endpoint in (EMBEDDING, *PATHS):
+                named = (await self.run_for(body, _decode_named, body)).model
+                if named and caller.may_name(named):
+                    await self._served_lately.check(endpoint, named)
+            raise
 
     async def input_tokens(self, body: bytes, caller: Caller = ANYONE) -> InputTokens:
         """Tokens of the prompt of a response, the conversation before it included.

@@ -255,24 +255,6 @@ def test_what_only_memory_had_may_be_lost_with_broker_and_gateway_together_and_n
     assert "failed" in kinds(stored, hits("nats", "gateway-0"))
 
 
-@pytest.mark.parametrize("kind", ["embed", "picture"])
-def test_a_model_of_vectors_or_images_may_be_unknown_only_after_both_its_worker_and_a_gateway_were_hit(
-    kind: str,
-) -> None:
-    worker = {"embed": "embed-0", "picture": "diffusion-1"}[kind]
-    case = kept(kind)
-    case.seen.outcome, case.seen.code, case.seen.choices[0], case.seen.request = (
-        "failed",
-        "model_not_found",
-        Shown(),
-        "",
-    )
-    case.log.accepted, case.log.ends = [], []
-    assert kinds(case, hits("gateway-0", worker)) == kinds(case, hits("all")) == set()
-    for around in (UNDISTURBED, hits("gateway-0"), hits(worker), hits("gateway-0", worker, at=20.0)):
-        assert kinds(case, around) == {"failed"}
-
-
 def test_of_an_image_only_the_number_of_tokens_is_known() -> None:
     expected = {"r": EXPECTED["r"]._replace(exact=False)}
     case = kept("picture")

@@ -1,9 +1,21 @@
+from collections.abc import AsyncIterator
 from typing import Any
 
 import msgspec
+import pytest
 
-from gateway.role_models import MAX_MODELS, RoleModels
+from gateway import role_models
+from gateway.role_models import MAX_MODELS, RoleModels, ServedLately
+from infra.broker.server import EmbeddedNats
+from infra.bus.connection import Bus
+from schemas.errors import Code, ServingError
 from schemas.fleet import DIFFUSION, Diffuser, Registration, State
+from schemas.ids import new_request_id
+from schemas.requests import EMBEDDING
+from schemas.subjects import Subjects
+from schemas.wire import encode
+from tests.gateway.log.test_inflight import request_of
+from tests.infra.bus.support import opened
 
 MODEL = Diffuser("image", "FluxPipeline", 64, 64, 4, ("png",), 1 << 20, 50)
 
@@ -61,3 +73,49 @@ def test_the_number_of_models_is_bounded() -> None:
     assert len(registry.known) == MAX_MODELS
     assert "m0" not in registry.known
     assert f"m{MAX_MODELS + 9}" in registry.known
+
+
+# --- models of workers that a gateway has not seen ---
+
+
+@pytest.fixture
+async def bus(broker: EmbeddedNats, subjects: Subjects) -> AsyncIterator[Bus]:
+    async with opened(broker, subjects) as bus:
+        yield bus
+
+
+async def accepted(bus: Bus, model: str, endpoint: str) -> None:
+    request = msgspec.structs.replace(request_of(), model=model, endpoint=endpoint)
+    await bus.js.publish(bus.subjects.request(model, "standard", new_request_id()), encode(request))
+
+
+async def code_of(lately: ServedLately, name: str, endpoint: str = EMBEDDING) -> Code | None:
+    try:
+        await lately.check(endpoint, name)
+    except ServingError as error:
+        return error.code if error.retry_after else None
+    return None
+
+
+async def test_a_model_of_which_the_log_has_a_request_is_expected_back(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await accepted(bus, "vectors.v2", EMBEDDING)
+    await accepted(bus, "tiny", "chat")
+    lately = ServedLately(bus)
+    assert await code_of(lately, "vectors.v2") is Code.broker_unavailable
+    for name, endpoint in (("tiny", EMBEDDING), ("vectors.v2", "image"), ("vectors", EMBEDDING), ("*", EMBEDDING)):
+        assert await code_of(lately, name, endpoint) is None
+    monkeypatch.setattr(role_models, "LATELY_NS", -1_000_000_000)
+    assert await code_of(lately, "vectors.v2") is Code.broker_unavailable, "the answer is kept for a while"
+    assert await code_of(ServedLately(bus), "vectors.v2") is None, "its last request was too long ago"
+
+
+async def test_unknown_names_cost_no_memory_and_the_broker_one_question_each(bus: Bus) -> None:
+    lately, before = ServedLately(bus), bus.nc.stats["out_msgs"]
+    for _ in range(3):
+        assert await code_of(lately, "nothing") is None
+    assert bus.nc.stats["out_msgs"] - before <= 2
+    for number in range(MAX_MODELS + 5):
+        await code_of(lately, f"no-{number}")
+    assert len(lately._looked) == MAX_MODELS

@@ -149,3 +149,31 @@ async def test_a_killed_workers_request_is_done_by_another_one(served: httpx.Asy
     assert [each["embedding"] for each in answer.json()["data"]] == [expected(each) for each in inputs]
     _, end = await ending(bus, found["id"], within_s=30)
     assert (end.attempt, end.worker != found["worker"]) == (2, True)
+
+
+async def test_a_gateway_that_starts_while_no_worker_of_a_model_is_there_asks_for_patience(
+    fast: Deployment, http: httpx.AsyncClient, bus: Bus
+) -> None:
+    common = ("--role", "embed", "--engine", "mock", "--model", str(MODEL), "--mock-speedup", "0", "--drain-s", "1")
+    worker = fast.also("worker", *common, "--served-model-name", "passing")
+    worker.wait_for("worker_registered")
+    body = {"model": "passing", "input": "hello"}
+
+    async def answered() -> bool:
+        return (await http.post(PATH, json=body)).status_code == 200
+
+    await until(answered, "the gateway knows the model")
+    worker.ask_to_stop()
+    worker.wait()
+    gateway = fast.also("gateway", "--model", str(MODEL), "--http-port", "0")
+    gateway.wait_for("gateway_listening")
+    port = next(each["port"] for line in gateway.log.read_text().splitlines() if "port" in (each := json.loads(line)))
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", trust_env=False, timeout=30) as client:
+        refused = await client.post(PATH, json=body)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "broker_unavailable"), refused.text
+        assert "no worker of model 'passing' is there" in refused.json()["error"]["message"]
+        assert int(refused.headers["retry-after"]) > 0
+        unknown = await client.post(PATH, json=body | {"model": "never-seen"})
+        assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "model_not_found")
+    gateway.ask_to_stop()
+    gateway.wait()
