@@ -79,5 +79,5 @@ class PrepareContext(NamedTuple):
     @property
     def max_model_len(self) -> int:
         """Prompt + output, in tokens."""
-        own = self.model.max_model_len
-        return min(own, self.worker_max_model_len) if self.worker_max_model_len else own
+        workers = self.worker_max_model_len
+        return min(self.model.length.limit(workers), workers) if workers else self.model.max_model_len

@@ -10,9 +10,11 @@ from blake3 import blake3
 from tokenizers import Tokenizer
 
 import configs
+from infra.model import lengths
 from infra.model.chat_template import ChatTemplate, TemplateError
 from infra.model.detokenizer import Detokenizer
 from infra.model.image_tiles import BadTiles, Tiles, tiles_of
+from infra.model.lengths import Length
 from infra.model.plain_text import PlainText
 from infra.model.text_encoder import TextEncoder
 from infra.model.weight_files import weight_files
@@ -23,7 +25,6 @@ MODELS = Path(configs.__file__).parent / "models"  # bundled models, loaded by n
 DEMO = MODELS / "demo"  # trained to answer
 TINY = MODELS / "tiny"  # random weights, long context, common words in few tokens: for the mock engine
 
-_LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "seq_length", "n_ctx")
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token")
 _DECIDING = (
     *("config.json", "generation_config.json", "tokenizer.json"),
@@ -32,8 +33,6 @@ _DECIDING = (
 WHOLE_BYTES = 256 << 20  # weights up to this size are hashed as a whole
 SAMPLES = 2048
 SAMPLE_BYTES = 1 << 16
-_NO_LIMIT = 1 << 31  # tokenizer_config.json writes "unlimited" as 1e30
-_FALLBACK_LEN = 2048  # for models whose files name no limit
 
 
 class ModelError(Exception):
@@ -70,7 +69,8 @@ class ModelDir:
     Attributes:
         revision: digest of weights and configuration; equal wherever the directory has the same content.
         tokenizer_digest: digest of the tokenizer; with another one the same ids mean different text.
-        max_model_len: prompt + output.
+        max_model_len: prompt + output, unless a user asks for more.
+        length: the same, what a user may ask for, and what says so.
         vocab_size: width of the logits; token ids of requests are below it.
         sampling: the model's defaults, from generation_config.json.
         vision: None: the model takes no images.
@@ -94,6 +94,7 @@ class ModelDir:
     vision: Vision | None = None
     no_vision: str = ""
     tokenizer_digest: str = ""
+    length: Length = lengths.NONE
     added_tokens: Mapping[str, int] = field(default_factory=dict)
 
 
@@ -139,6 +140,7 @@ def load(path: Path, *, name: str = "", chat_template: str = "") -> ModelDir:
     generation = _json(path / "generation_config.json")
     special = _json(path / "tokenizer_config.json")
     tokenizer = load_tokenizer(path)
+    length = lengths.length(config, special)
     vision, no_vision = None, ""
     try:
         vision = _vision(path, config, special, tokenizer)
@@ -148,7 +150,8 @@ def load(path: Path, *, name: str = "", chat_template: str = "") -> ModelDir:
         path=path,
         name=name or name_of(path),
         revision=revision(path),
-        max_model_len=_max_model_len(config, special),
+        max_model_len=length.tokens,
+        length=length,
         vocab_size=int(_of_text(config, "vocab_size") or tokenizer.get_vocab_size(with_added_tokens=True)),
         eos_token_ids=_eos(config, generation, special, tokenizer),
         tokenizer=tokenizer,
@@ -253,19 +256,6 @@ def _of_text(config: Mapping[str, Any], key: str) -> Any:
     nested = config.get("text_config")
     value = nested.get(key) if isinstance(nested, dict) else None
     return config.get(key) if value is None else value
-
-
-def _max_model_len(config: Mapping[str, Any], special: Mapping[str, Any]) -> int:
-    limit = next((value for key in _LENGTH_KEYS if isinstance(value := _of_text(config, key), int)), 0)
-    rope = _of_text(config, "rope_scaling") or _of_text(config, "rope_parameters") or {}
-    rope = rope if isinstance(rope, dict) else {}
-    original, factor = rope.get("original_max_position_embeddings"), rope.get("factor")
-    if limit and original and factor:
-        limit = max(limit, int(original * factor))
-    if not limit:
-        tokenizer_limit = special.get("model_max_length") or _NO_LIMIT
-        limit = int(tokenizer_limit) if tokenizer_limit < _NO_LIMIT else _FALLBACK_LEN
-    return limit
 
 
 def _eos(

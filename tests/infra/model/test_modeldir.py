@@ -36,11 +36,12 @@ def test_limits_of_a_multimodal_model_are_its_language_models(tmp_path: Path) ->
     assert (model.max_model_len, model.vocab_size, model.eos_token_ids) == (77, 700, (5, 6, 2))
 
 
-def test_rope_scaling_lengthens_the_limit(tmp_path: Path) -> None:
+def test_rope_scaling_lengthens_what_a_user_may_ask_for(tmp_path: Path) -> None:
     path = write(tmp_path)
     scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}
     edit(path / "config.json", rope_scaling=scaling)
-    assert load(path).max_model_len == 8192
+    model = load(path)
+    assert (model.max_model_len, model.length.limit(8192)) == (2048, 8192)
 
 
 def test_the_models_own_sampling_defaults_are_read(tmp_path: Path) -> None:

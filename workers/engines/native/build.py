@@ -117,8 +117,8 @@ def assemble(
     """
     started = time.perf_counter() if started is None else started
     try:
-        limit = _model_len(options.max_model_len, loaded.max_positions)
-        if draft is not None and draft.max_positions < limit:
+        limit = _model_len(options.max_model_len, loaded.max_positions, loaded.most_positions)
+        if draft is not None and max(draft.max_positions, draft.most_positions) < limit:
             raise ModelError(f"the draft model takes {draft.max_positions} tokens; lower max_model_len ({limit}) to it")
         if options.batch_invariant and (options.quantization or draft is not None):
             raise ModelError("batch_invariant excludes quantization and a draft model; leave them out")
@@ -230,7 +230,8 @@ def set_threads(threads: int, device: torch.device) -> None:
         torch.set_num_threads(threads)
 
 
-def _model_len(wanted: int, limit: int) -> int:
-    if wanted > limit:
-        raise ModelError(f"max_model_len is {wanted}; this model takes {limit} (longer needs another RoPE scaling)")
+def _model_len(wanted: int, limit: int, most: int) -> int:
+    if wanted > max(limit, most):
+        most = max(limit, most)
+        raise ModelError(f"max_model_len is {wanted}; this model takes {most} (longer needs another RoPE scaling)")
     return wanted or limit

@@ -8,7 +8,7 @@ from workers.engines.base import EngineError, EngineInfo
 from workers.engines.core.encode_engine import EncodeEngine
 from workers.engines.native import vision
 from workers.engines.native.build import find_device, set_threads
-from workers.engines.native.loading import configuration, end_tokens, max_positions, vision_encoder, weights
+from workers.engines.native.loading import configuration, end_tokens, positions, vision_encoder, weights, written
 from workers.engines.native.model import ModelError
 from workers.engines.native.options import DEFAULTS, NativeOptions
 from workers.engines.native.pool import out_of_memory
@@ -43,7 +43,7 @@ def build_encoder(model: str, options: NativeOptions = DEFAULTS) -> EncodeEngine
         block_size=options.block_size,
         total_blocks=encoder.slots,
         slots=options.max_running,
-        max_model_len=options.max_model_len or max_positions(text),
+        max_model_len=options.max_model_len or positions(config, written(model)).tokens,
         vocab_size=text.vocab_size,
         eos_token_ids=end_tokens(tower),
         kv_events=False,

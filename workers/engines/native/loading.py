@@ -6,16 +6,19 @@ model that does more around its attention than the interface passes on would giv
 """
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.utils import logging as transformers_logging
 
+from infra.model.lengths import Length, length, rope_type, ropes
 from infra.model.weight_files import key_mapping
 from workers.engines.native import attention, checkpoint, mxfp4, vision
 from workers.engines.native.model import Model, ModelError
@@ -56,25 +59,30 @@ def load(model: str, *, device: torch.device, dtype: str = "auto") -> Model:
     multimodal = config.model_type in vision.KINDS
     loader = AutoModelForImageTextToText if multimodal else AutoModelForCausalLM
     paged = {"text_config": attention.NAME} if multimodal else attention.NAME  # the tower keeps transformers' own
-    return describe(weights(loader, model, config, device=device, dtype=dtype, attn_implementation=paged), multimodal)
+    loaded = weights(loader, model, config, device=device, dtype=dtype, attn_implementation=paged)
+    return describe(loaded, multimodal, written(model))
 
 
-def describe(loaded: Any, multimodal: bool = False) -> Model:
+def describe(loaded: Any, multimodal: bool = False, files: Mapping[str, Any] = MappingProxyType({})) -> Model:
     """Describe a transformers model whose attention is ``attention.NAME``.
 
+    Args:
+        files: of ``written``.
     Raises:
         ModelError: its attention cannot be paged.
     """
     attention.register()
     shape, windows, vocab_size = _inspect(loaded, loaded.device)
     text = loaded.config.get_text_config()
+    longest = positions(loaded.config, files)
     model = Model(
         forward=loaded,
         shape=shape,
         dtype=loaded.dtype,
         device=loaded.device,
         vocab_size=vocab_size,
-        max_positions=max_positions(text),
+        max_positions=longest.tokens,
+        most_positions=longest.most,
         eos_token_ids=end_tokens(loaded),
         heads=text.num_attention_heads,
         multimodal=multimodal,
@@ -209,15 +217,32 @@ def _inspect(model: Any, device: torch.device) -> tuple[KvShape, tuple[int | Non
     return KvShape(layers, kv_heads, head_dim), windows, int(output.logits.shape[-1])
 
 
-def max_positions(config: Any) -> int:
-    """The longest position at which RoPE does not depend on the other sequences of a batch."""
-    limit = int(getattr(config, "max_position_embeddings", 0) or 1 << 20)
-    rope = getattr(config, "rope_parameters", None) or {}
-    kinds = [rope] if "rope_type" in rope else [part for part in rope.values() if isinstance(part, dict)]
-    for part in kinds:
-        if part.get("rope_type") in BATCH_DEPENDENT_ROPE:
-            limit = min(limit, int(part.get("original_max_position_embeddings") or limit))
-    return limit
+def written(model: str) -> Mapping[str, Any]:
+    """The content of config.json as it is: transformers' configuration no longer tells what was left out.
+
+    Returns: nothing for a Hugging Face id.
+    """
+    try:
+        return msgspec.json.decode((Path(model) / "config.json").read_bytes(), type=dict[str, Any])
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError):
+        return {}
+
+
+def positions(config: Any, files: Mapping[str, Any]) -> Length:
+    """The longest sequence; where RoPE depends on the other sequences of a batch, only as far as it does not.
+
+    Args:
+        files: of ``written``.
+    """
+    text = config.get_text_config()
+    named = int(getattr(text, "max_position_embeddings", 0) or 0)
+    found = length({"max_position_embeddings": named, **(files or config.to_dict())})
+    for rope in ropes(config.to_dict()):
+        if rope_type(rope) in BATCH_DEPENDENT_ROPE:
+            original = int(rope.get("original_max_position_embeddings") or named or found.tokens)
+            least = min(found.tokens, original)
+            return Length(least, least, found.source)
+    return found
 
 
 def end_tokens(model: Any) -> tuple[int, ...]:

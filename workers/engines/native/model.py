@@ -35,6 +35,7 @@ class Model:
     eos_token_ids: tuple[int, ...]
     heads: int  # query heads of every layer
     multimodal: bool = False  # ``forward`` includes a vision tower
+    most_positions: int = 0  # that a user may ask for, beyond ``max_positions``
     windows: tuple[int | None, ...] = ()  # of each layer: tokens that a query attends to, itself included; None: all
 
     def logits(

@@ -62,7 +62,7 @@ def from_settings(settings: WorkerSettings, path: Path) -> ExternalEngine[Call]:
         folder = Path(tempfile.mkdtemp(prefix="penstock-kv-"))  # 0700: writers could forge KV events
         undo.callback(shutil.rmtree, folder, ignore_errors=True)
         user_args = user_arguments.given(settings)
-        wanted = wanted_of(settings, model.max_model_len, folder, ranks_of(user_args))
+        wanted = wanted_of(settings, model.length.limit(settings.max_model_len), folder, ranks_of(user_args))
         grammars = compiler(path) if standard_tokenizer(path) else None
         wanted = wanted._replace(constraints=grammars is not None)
         resolved = resolve(wanted, user_args, api.arguments)
@@ -132,7 +132,7 @@ def info_of(
         block_size=settings.block_size,
         total_blocks=tokens // settings.block_size * ranks,
         slots=sum(loads.slots.values()) or settings.max_running * ranks,
-        max_model_len=user_arguments.length(settings, model.max_model_len),
+        max_model_len=user_arguments.length(settings, model.length.limit(settings.max_model_len)),
         vocab_size=model.vocab_size,
         eos_token_ids=model.eos_token_ids,
         kv_events=resolved.events is not None,

@@ -127,7 +127,7 @@ def _plan(settings: WorkerSettings, path: Path, *, processors: bool) -> _Plan:
     api = apis.load()
     model = modeldir.load(path)
     grammars = compiler(path) if api.guided is not None and standard_tokenizer(path) else None
-    wanted = wanted_of(settings, model.max_model_len, images=_takes_images(model))
+    wanted = wanted_of(settings, model.length.limit(settings.max_model_len), images=_takes_images(model))
     wanted = wanted._replace(
         constraints=grammars is not None, processors=processors, choose_sampler=api.version.startswith("1.2.")
     )

@@ -159,7 +159,7 @@ def from_settings(settings: WorkerSettings, path: Path) -> EncodeEngine:
     if api.encoder is None or api.shared_tensor is None:
         raise EngineError(f"tensorrt_llm {api.version} has no MultimodalEncoder; use 1.2.1: {apis.INSTALL}")
     shared = api.shared_tensor
-    wanted = wanted_of(settings, model.max_model_len)
+    wanted = wanted_of(settings, model.length.limit(settings.max_model_len))
     tree = needed(arguments(settings, wanted, api, path).tree)
     with contextlib.ExitStack() as undo:
         try:

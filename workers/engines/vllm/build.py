@@ -61,10 +61,14 @@ def from_settings(settings: WorkerSettings, path: Path) -> ExternalEngine[Call]:
         folder = Path(tempfile.mkdtemp(prefix="penstock-kv-"))  # 0700: writers could forge KV events
         undo.callback(shutil.rmtree, folder, ignore_errors=True)
         user_args = user_arguments.given(settings)
-        wanted = wanted_of(settings, model.max_model_len, folder, user_args.get("data_parallel_size") or 1)
+        wanted = wanted_of(
+            settings, model.length.limit(settings.max_model_len), folder, user_args.get("data_parallel_size") or 1
+        )
         grammars = compiler(path) if standard_tokenizer(path) else None
         wanted = wanted._replace(constraints=grammars is not None)
         variables = on_device(settings, api.cpu)
+        if wanted.max_model_len > model.max_model_len:  # as far as the model's RoPE scaling goes
+            variables["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"
         if api.cpu:
             wanted = wanted._replace(cpu_bytes=cpu_bytes(wanted, user_args))
         resolved = resolve(wanted, user_args, api.arguments)

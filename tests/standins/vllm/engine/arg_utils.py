@@ -41,7 +41,7 @@ class AsyncEngineArgs(_Fields):  # type: ignore[misc]
     def create_engine_config(self, usage_context: object = None, headless: bool = False) -> VllmConfig:
         model = load(Path(self.model))
         length = self.max_model_len or model.max_positions
-        if length > model.max_positions:
+        if length > model.max_positions and os.environ.get("VLLM_ALLOW_LONG_MAX_MODEL_LEN") != "1":
             raise ValueError(f"User-specified max_model_len ({length}) is greater than the derived max_model_len")
         if not self.skip_tokenizer_init and not (Path(self.model) / "tokenizer.json").is_file():
             raise OSError(f"Can't load tokenizer for {self.model!r}")

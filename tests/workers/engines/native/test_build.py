@@ -145,6 +145,18 @@ def test_rope_that_depends_on_the_batch_is_kept_within_its_constant_range(tmp_pa
     assert build(str(tmp_path), NativeOptions(device="cpu", kv_blocks=4)).info.max_model_len == 64
 
 
+def test_as_far_as_rope_scaling_goes_a_longer_length_may_be_asked_for(tmp_path: Path) -> None:
+    rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512, "rope_theta": 10000.0}
+    LlamaForCausalLM(LlamaConfig(**{**COMMON, "rope_parameters": rope})).save_pretrained(tmp_path)
+
+    def length(wanted: int) -> int:
+        return build(str(tmp_path), NativeOptions(device="cpu", kv_blocks=4, max_model_len=wanted)).info.max_model_len
+
+    assert (length(0), length(100), length(2048)) == (512, 100, 2048)
+    with pytest.raises(ModelError, match=r"2049.*takes 2048"):
+        length(2049)
+
+
 def test_an_empty_directory_is_named(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"config\.json"):
         build(str(tmp_path), NativeOptions(device="cpu"))

@@ -2,10 +2,12 @@
 
 import asyncio
 import contextlib
+import json
 import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -14,6 +16,7 @@ import torch
 from prometheus_client import CollectorRegistry, Counter
 
 from infra.engine_args.tree import BadArguments
+from infra.model import modeldir
 from schemas.errors import Code
 from schemas.requests import Sampling
 from tests import standins
@@ -267,6 +270,26 @@ def test_a_wrong_argument_ends_the_start_and_leaves_nothing(make: Make, argument
     with pytest.raises(BadArguments, match=words):
         make(override_engine_args=arguments)
     assert threading.active_count() == before
+
+
+def test_as_far_as_rope_scaling_goes_a_longer_length_may_be_asked_for(make: Make, tmp_path: Path) -> None:
+    """vLLM takes no more than config.json names, unless it is told that this is meant."""
+    config = json.loads((modeldir.DEMO / "config.json").read_bytes())
+    for file in modeldir.DEMO.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    (tmp_path / "config.json").unlink()
+    named = config["max_position_embeddings"]
+    config["rope_parameters"] |= {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": named}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+
+    def length(wanted: int) -> int:
+        engine = SUBJECT.make(SUBJECT.settings(max_model_len=wanted, kv_blocks=2 * named // BLOCK), tmp_path)
+        engine.close()
+        return engine.info.max_model_len
+
+    assert (length(0), length(named + 1)) == (named, named + 1)
+    with pytest.raises(BadArguments, match=f"takes {2 * named}"):
+        length(2 * named + 1)
 
 
 def test_an_endpoint_of_events_that_cannot_be_used_is_named() -> None:
