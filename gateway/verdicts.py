@@ -1,4 +1,8 @@
-"""Whether a request repeats one that crashed every worker: the first repeat runs alone, later ones are refused."""
+"""Whether a request repeats one that crashed every worker: the first repeat runs alone, later ones are refused.
+
+A request that differs a little is no repeat. So verdicts are counted by tenant, too: the requests of one with several
+within an hour are watched, which spares a worker each, and with many nothing more of it is accepted.
+"""
 
 import asyncio
 import os
@@ -19,7 +23,7 @@ from infra.bus.log_tail import LogTail
 from infra.bus.tasks import Tasks
 from schemas.errors import Code, ServingError
 from schemas.requests import GenerateRequest
-from schemas.subjects import HEADER_LAST_ON_SUBJECT
+from schemas.subjects import DEFAULT_TENANT, HEADER_LAST_ON_SUBJECT
 from schemas.verdicts import HOLDS_S, SECRET, Announced, Verdict, decode, decode_announced, key_of
 from schemas.wire import encode
 
@@ -27,6 +31,8 @@ log = structlog.get_logger("gateway")
 
 MOST = 100_000  # verdicts; the oldest are forgotten
 WITHIN_S = 2.0
+WATCHED_FROM = 3  # verdicts of a tenant within an hour: from here on, a further one takes two workers instead of three
+REFUSED_FROM = 10  # from here on its new requests are refused. Of the default tenant, which may be anybody's, never
 
 
 class Verdicts:
@@ -40,6 +46,7 @@ class Verdicts:
         self._tail = LogTail(bus, self._stream, subject, bus.subjects.live(subject), self._on_entry)
         self._bus = bus
         self._table: dict[str, tuple[Verdict, int]] = {}  # by key; 0: in memory only, else the bucket's revision
+        self._of_tenant: dict[str, dict[str, int]] = {}  # the keys of its verdicts, and when each was found
         self._secret: bytes | None = None
         self._following = AsyncExitStack()
         self._announced: Any = None
@@ -60,7 +67,7 @@ class Verdicts:
         await self._following.aclose()
 
     async def check(self, request: GenerateRequest) -> GenerateRequest:
-        """The request as it is to be accepted: the first repeat is marked.
+        """The request as it is to be accepted: the first repeat is marked, and those of a tenant with several verdicts.
 
         Raises:
             ServingError: poisoned_request.
@@ -69,13 +76,22 @@ class Verdicts:
             await asyncio.wait(set(self._storing), timeout=WITHIN_S)
         if not self._table or self._secret is None:
             return request
+        if (count := self._count(request.tenant)) >= WATCHED_FROM:
+            if count >= REFUSED_FROM and request.tenant != DEFAULT_TENANT:
+                raise ServingError(
+                    Code.poisoned_request,
+                    f"{count} different requests of tenant {request.tenant!r} crashed every worker that ran them, all "
+                    "within the last hour: no more of its requests are accepted until less than "
+                    f"{REFUSED_FROM} of them are that recent; `penstock dead list` shows them",
+                )
+            request = msgspec.structs.replace(request, watched=True)
         key = key_of(request, self._secret)
         verdict, revision = self._table.get(key, (None, 0))
         if verdict is None:
             return request
         left_s = verdict.at_ns / 1e9 + HOLDS_S - time.time()
         if left_s <= 0:
-            del self._table[key]
+            self._forget(key)
             return request
         claimed = msgspec.structs.replace(verdict, repeated=request.id)
         if verdict.repeated == request.id or (
@@ -98,7 +114,7 @@ class Verdicts:
         request = inflight.request
         if request.repeats_poison and inflight.answered and self._secret is not None:
             key = key_of(request, self._secret)
-            if self._table.pop(key, None) is not None:
+            if self._forget(key):
                 log.info("verdict_withdrawn", request=request.id)
                 self._spawn(self._withdraw(key, no_store=request.no_store))
 
@@ -167,18 +183,35 @@ class Verdicts:
             return 0
         return reply.seq if reply.error is None else 0
 
+    def _count(self, tenant: str) -> int:
+        """Verdicts of a tenant that hold."""
+        keys, oldest_ns = self._of_tenant.get(tenant, {}), time.time_ns() - HOLDS_S * 1_000_000_000
+        for key in [key for key, at_ns in keys.items() if at_ns <= oldest_ns]:
+            self._forget(key)
+        return len(keys)
+
     def _remember(self, key: str, verdict: Verdict, revision: int) -> None:
-        self._table.pop(key, None)
+        self._forget(key)
         self._table[key] = verdict, revision
+        self._of_tenant.setdefault(_tenant_of(key), {})[key] = verdict.at_ns
         if len(self._table) > MOST:
-            del self._table[next(iter(self._table))]
+            self._forget(next(iter(self._table)))
+
+    def _forget(self, key: str) -> bool:
+        """Whether it was known."""
+        tenant = _tenant_of(key)
+        keys = self._of_tenant.get(tenant, {})
+        keys.pop(key, None)
+        if not keys:
+            self._of_tenant.pop(tenant, None)
+        return self._table.pop(key, None) is not None
 
     def _on_entry(self, entry: Entry) -> None:
         key = entry.subject.removeprefix(self._prefix)
         if key == SECRET:
             self._secret = entry.data or None
         elif not entry.data or "KV-Operation" in entry.headers:
-            self._table.pop(key, None)
+            self._forget(key)
         else:
             self._remember(key, decode(entry.data), entry.seq)
 
@@ -190,9 +223,13 @@ class Verdicts:
             return
         known = self._table.get(announced.key)
         if announced.verdict is None:
-            self._table.pop(announced.key, None)
+            self._forget(announced.key)
         elif known is None or announced.verdict.repeated or not known[0].repeated:  # else ours, from before a repeat
             self._remember(announced.key, announced.verdict, 0)
+
+
+def _tenant_of(key: str) -> str:
+    return key.rpartition(".")[0]
 
 
 def _not_stored(error: BaseException) -> None:

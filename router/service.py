@@ -283,12 +283,14 @@ class Router:
 
     def _must_wait(self, pending: PendingRequest, now_ns: int) -> bool:
         """Look how a request may run, and whether it has to wait for that."""
-        repeats = pending.request.repeats_poison
+        repeats, watched = pending.request.repeats_poison, pending.request.watched
         if pending.attempt == 1 and not repeats:
             return False
         request_id, waited_s = pending.request.id, (now_ns - pending.since_ns) / 1e9
         returned = self.cluster.returned.of(request_id)
-        pending.suspect = standing(returned, pending.lost, self.cluster.is_back, waited_s, repeats=repeats)
+        pending.suspect = standing(
+            returned, pending.lost, self.cluster.is_back, waited_s, repeats=repeats, watched=watched
+        )
         if pending.suspect is Standing.alone:
             return self.cluster.tracker.another_alone(pending.request.model, request_id)
         return pending.suspect is Standing.unknown

@@ -196,6 +196,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     shown: Shown = Shown()
     in_memory: bool = False  # with ``no_store``: content and output never reach a disk; False: of an older build
     prompt_length: int = 0  # tokens of the prompt, where that is left out (``schemas.contents.without_content``)
+    watched: bool = False  # others of its tenant crashed every worker within an hour: after one crash it runs alone
 
     @property
     def prompt_tokens(self) -> int:

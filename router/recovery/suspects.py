@@ -4,6 +4,9 @@ A request whose attempt ended with a crash of its worker is a suspect, and so ar
 spread over different workers, so that the next crash names few. One that two crashes name runs alone: its worker runs
 nothing else meanwhile, and a model has one such request at a time. If its worker crashes even so, it is the cause.
 
+Each such request takes three workers, and one that differs a little is another one. So the requests of a tenant with
+several within an hour are watched, as its gateway has marked them: a single crash is enough for them to run alone.
+
 What is known comes from the log. DONE says of each attempt that a worker, or someone on its behalf, returned it, and
 whether it crashed (``done.Returned.crashed``). Jobs carry which attempts were lost with their worker. Such a loss may
 turn out to be a crash, once the worker's supervisor or its next life says so. The first one is taken for a crash at
@@ -79,6 +82,7 @@ def standing(
     waited_s: float,
     *,
     repeats: bool = False,
+    watched: bool = False,
 ) -> Standing:
     """How a request may run, after attempts that ended without a result.
 
@@ -88,16 +92,18 @@ def standing(
         explained: whether a lost worker is known not to have crashed, since it is registered again.
         waited_s: since the last attempt ended.
         repeats: it has the content of a request that was found to be poisonous.
+        watched: its tenant has had several of those lately.
     """
     crashes = count_crashes(returned)
     if ALONE in returned.values() or (repeats and crashes):
         return Standing.poisonous
     if repeats:
         crashes = 2
+    enough = 1 if watched else 2
     open_losses = len({attempt for attempt, worker in lost if attempt not in returned and not explained(worker)})
-    if open_losses and crashes + open_losses >= 2 and waited_s < EVIDENCE_S:
+    if open_losses and crashes + open_losses >= enough and waited_s < EVIDENCE_S:
         return Standing.unknown
-    if crashes >= 2:
+    if crashes >= enough:
         return Standing.alone
     return Standing.suspect if crashes or open_losses else Standing.free
 

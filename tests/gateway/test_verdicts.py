@@ -10,14 +10,14 @@ import msgspec
 import pytest
 
 from gateway.log.inflight import InflightRequest
-from gateway.verdicts import Verdicts
+from gateway.verdicts import REFUSED_FROM, WATCHED_FROM, Verdicts
 from infra.broker.server import EmbeddedNats
 from infra.bus.connection import Bus
 from infra.bus.direct_get import get_last
 from schemas.errors import Code, ServingError
 from schemas.ids import new_request_id
 from schemas.requests import Diffusion, GenerateRequest, Sampling
-from schemas.subjects import Subjects
+from schemas.subjects import DEFAULT_TENANT, Subjects
 from schemas.tokens import WHOLE_REQUEST, Finish, TokenItem
 from schemas.verdicts import HOLDS_S, Verdict, key_of
 from tests.infra.bus.support import eventually
@@ -113,6 +113,52 @@ async def test_a_repeat_that_is_answered_withdraws_the_verdict(
     again = asked(no_store=no_store)
     assert await first.check(again) is again
     await known(second, 0)
+
+
+def variation(number: int, **more: Any) -> GenerateRequest:
+    """Another digest with each number."""
+    asked_again = asked(**more)
+    return msgspec.structs.replace(asked_again, sampling=Sampling(temperature=number / 100))
+
+
+@pytest.mark.parametrize("tenant", ["acme", DEFAULT_TENANT])
+async def test_requests_of_a_tenant_with_several_verdicts_are_watched_and_with_many_refused(
+    gateways: tuple[Verdicts, Verdicts], tenant: str
+) -> None:
+    first, second = gateways
+    for number in range(REFUSED_FROM):
+        checked = await first.check(variation(number, tenant=tenant))
+        assert checked.watched is (number >= WATCHED_FROM)
+        assert not checked.repeats_poison
+        ends(first, checked, "poisoned_request")
+        await known(first, number + 1)
+    await known(second, REFUSED_FROM)
+    fresh = variation(50, tenant=tenant)
+    if tenant == DEFAULT_TENANT:  # nobody knows whose it is
+        assert (await second.check(fresh)).watched
+    else:
+        assert "10 different requests of tenant 'acme'" in await refused(second, fresh)
+    other = variation(50, tenant="another")
+    assert await second.check(other) is other
+    hour_ago = time.time_ns() - HOLDS_S * 10**9
+    for key in list(second._of_tenant[tenant])[WATCHED_FROM - 1 :]:
+        second._of_tenant[tenant][key] = hour_ago
+    assert await second.check(fresh) is fresh
+    assert len(second._table) == WATCHED_FROM - 1
+
+
+async def test_a_verdict_that_is_withdrawn_does_not_count(gateways: tuple[Verdicts, Verdicts]) -> None:
+    first, _ = gateways
+    for number in range(WATCHED_FROM):
+        ends(first, variation(number), "poisoned_request")
+        await known(first, number + 1)
+    repeat = await first.check(variation(0))
+    assert repeat.watched
+    assert repeat.repeats_poison
+    ends(first, repeat)
+    await known(first, WATCHED_FROM - 1)
+    assert not (await first.check(variation(50))).watched
+    assert {tenant: len(keys) for tenant, keys in first._of_tenant.items()} == {DEFAULT_TENANT: WATCHED_FROM - 1}
 
 
 async def test_a_verdict_holds_for_an_hour(gateways: tuple[Verdicts, Verdicts]) -> None:

@@ -255,6 +255,7 @@ SAMPLES: dict[str, tuple[Any, Callable[[bytes], Any]]] = {
         verdicts.Announced("acme.0a", verdicts.Verdict(REQUEST.id, 7)),
         verdicts.decode_announced,
     ),
+    "request_that_is_watched": (msgspec.structs.replace(REQUEST, watched=True), requests.decode),
     "request_that_repeats_poison": (msgspec.structs.replace(REQUEST, repeats_poison=True), requests.decode),
     "done_behind_streamed_tokens": (
         done.Done(REQUEST.id, "tiny", 2, timings=done.Timings(1, 2, 3, 4, 5, 6)),
