@@ -1,0 +1,247 @@
+"""The sandbox that chat templates run in: Jinja as transformers sets it up, with a budget of CPU time and of memory.
+
+Templates are programs, and some take time with the square of the messages. Each turn of a loop and each call of a macro
+is counted, and every few of them the thread's CPU time is compared with its end. What a loop can grow is bounded where
+it would be kept: in a namespace, in a captured block, in the output.
+"""
+
+import json
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from datetime import datetime
+from functools import partial
+from time import thread_time
+from types import BuiltinMethodType
+from typing import Any, NoReturn
+
+import jinja2
+from jinja2 import nodes
+from jinja2.compiler import CodeGenerator, Frame
+from jinja2.exceptions import SecurityError
+from jinja2.ext import Extension, loopcontrols
+from jinja2.meta import find_undeclared_variables
+from jinja2.parser import Parser
+from jinja2.runtime import Context
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
+
+CPU_S = 5.0  # of one rendering, unless ``cpu_budget`` says otherwise
+LARGEST = 64 << 20  # characters of a text, entries of a list
+_CHECKED = 16  # turns between two looks at the clock; one turn takes some microseconds
+_TURN = "turn of a loop or call of a macro"  # a node of the syntax tree, which becomes the call of ``Meter.turn``
+_PADDING = ("center", "ljust", "rjust", "zfill", "expandtabs")
+
+
+class OutOfTime(Exception):
+    """A rendering took the CPU time that it may. ``cpu_s``: that budget."""
+
+    def __init__(self, cpu_s: float) -> None:
+        super().__init__(f"rendering takes more than {cpu_s:g} s of CPU time")
+        self.cpu_s = cpu_s
+
+
+class TooLarge(Exception):
+    """A template makes a text or a list that is too large to be kept."""
+
+
+class _Budget(threading.local):
+    cpu_s = CPU_S
+
+
+_budget = _Budget()
+
+
+@contextmanager
+def cpu_budget(seconds: float) -> Iterator[None]:
+    """What each rendering in this thread may take, until the end of the block."""
+    before, _budget.cpu_s = _budget.cpu_s, seconds
+    try:
+        yield
+    finally:
+        _budget.cpu_s = before
+
+
+class Meter:
+    """Counts the turns of one rendering."""
+
+    __slots__ = ("_end", "cpu_s", "turns")
+
+    def __init__(self) -> None:
+        self.turns = 0
+        self.cpu_s = _budget.cpu_s
+        self._end = thread_time() + self.cpu_s
+
+    def turn(self) -> None:
+        """
+        Raises:
+            OutOfTime: the CPU time is spent.
+        """
+        self.turns = turns = self.turns + 1
+        if not turns % _CHECKED and thread_time() > self._end:
+            raise OutOfTime(self.cpu_s)
+
+
+class Compiled:
+    """A template as Python code."""
+
+    def __init__(self, source: str) -> None:
+        self._source = source
+        self._template = _ENVIRONMENT.from_string(source)
+        # Jinja chains a template's globals and walks the chain at each render: a fifth of what rendering costs.
+        self._template.globals = dict(self._template.globals)
+
+    def variables(self) -> frozenset[str]:
+        """Names that it reads, and neither sets nor has from the environment."""
+        return frozenset(find_undeclared_variables(_ENVIRONMENT.parse(self._source))) - _ENVIRONMENT.globals.keys()
+
+    def render(self, variables: dict[str, Any]) -> str:
+        """
+        Raises:
+            OutOfTime, TooLarge: a budget is spent.
+            Exception: whatever the template raises.
+        """
+        template = self._template
+        context = template.new_context(variables)
+        context.meter = Meter()  # type: ignore[attr-defined]
+        return _concat(list(template.root_render_func(context)))
+
+
+class _MeteredContext(Context):
+    meter: Meter
+
+
+class _MeteredCode(CodeGenerator):
+    """Code that counts its turns. Node types cannot be added, so a turn is a statement with a constant of its own."""
+
+    def visit_Template(self, node: nodes.Template, frame: Frame | None = None) -> None:
+        for loop in list(node.find_all((nodes.For, nodes.Macro, nodes.CallBlock))):
+            body: list[nodes.Node] = loop.body  # type: ignore[attr-defined]
+            body.insert(0, nodes.ExprStmt(nodes.Const(_TURN), lineno=loop.lineno))
+        super().visit_Template(node, frame)
+
+    def visit_ExprStmt(self, node: nodes.ExprStmt, frame: Frame) -> None:
+        if isinstance(node.node, nodes.Const) and node.node.value == _TURN:
+            self.writeline("context.meter.turn()", node)
+        else:
+            super().visit_ExprStmt(node, frame)
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    code_generator_class = _MeteredCode
+    context_class = _MeteredContext
+    intercepted_binops = frozenset(("*", "**"))
+
+    @staticmethod
+    def concat(pieces: Iterable[str]) -> str:
+        return _concat(pieces)
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        if operator == "*":
+            for value, times in ((left, right), (right, left)):
+                if isinstance(value, str | list | tuple) and isinstance(times, int):
+                    _check_size(len(value) * times)
+        elif isinstance(left, int) and isinstance(right, int):
+            _check_size(left.bit_length() * right)
+        return super().call_binop(context, operator, left, right)
+
+    def wrap_str_format(self, value: Any) -> Any:
+        if value.__class__ is BuiltinMethodType and value.__name__ in _PADDING:
+            return partial(_padded, value)
+        return super().wrap_str_format(value)
+
+
+def _concat(pieces: Iterable[str]) -> str:
+    pieces = pieces if isinstance(pieces, list) else list(pieces)
+    _check_size(sum(map(len, pieces)))
+    return "".join(pieces)
+
+
+def _check_size(size: int) -> None:
+    if size > LARGEST:
+        raise TooLarge(f"the template makes a text or list of {size} characters or entries; the limit is {LARGEST}")
+
+
+def _padded(method: Callable[..., str], *args: Any, **named: Any) -> str:
+    for value in (*args, *named.values()):
+        if isinstance(value, int):
+            _check_size(value)
+    return method(*args, **named)
+
+
+class _Generation(Extension):
+    """``{% generation %}`` marks what the assistant wrote, for training; here its body is rendered as it is."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return [nodes.Scope(body).set_lineno(line)]
+
+
+class _Dict:
+    """``dict`` for templates: the class itself has attributes that lead out of the sandbox."""
+
+    def __call__(self, *args: Any, **named: Any) -> dict[Any, Any]:
+        return dict(*args, **named)
+
+    def fromkeys(self, *args: Any) -> dict[Any, Any]:
+        return dict.fromkeys(*args)
+
+
+class _Namespace(Namespace):
+    """Without underscore-prefixed names, which lead to the interpreter's internals.
+
+    A namespace alone carries values from one turn of a loop to the next, so it is where growth is stopped.
+    """
+
+    def __init__(*args: Any, **named: Any) -> None:  # without self: a template may pass a variable of that name
+        self, rest = args[0], args[1:]
+        values = dict(*rest, **named)
+        for name in values:
+            _check(name)
+        Namespace.__init__(self, values)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _check(name)
+        if value.__class__ is str or value.__class__ is list:
+            _check_size(len(value))
+        super().__setitem__(name, value)
+
+
+def _check(name: object) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise SecurityError(f"chat templates cannot store underscore-prefixed attributes on a namespace: {name!r}")
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(format: str) -> str:
+    return datetime.now().strftime(format)
+
+
+def _tojson(
+    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    """Jinja's own filter escapes HTML characters, which models do not expect."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _environment() -> _Environment:
+    environment = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
+    environment.filters["tojson"] = _tojson
+    for name in ("center", "indent"):
+        environment.filters[name] = partial(_padded, environment.filters[name])
+    environment.globals |= {
+        "raise_exception": _raise_exception,
+        "strftime_now": _strftime_now,
+        "dict": _Dict(),
+        "namespace": _Namespace,
+    }
+    return environment
+
+
+_ENVIRONMENT = _environment()
