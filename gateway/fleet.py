@@ -55,7 +55,7 @@ class FleetView:
         self._has_generated = False  # a worker has been ready for the language model
         # How answers are written does not change because no worker is there at the moment: as the last one said, or as
         # any would say of this template. Else a forced call would be refused, and an answer's constraint be another.
-        template = model.template.source if model.template is not None else ""
+        template = model.template.suited(tools=True).source if model.template is not None else ""
         self._parsers = ParserNames(reasoning_parser(AUTO, template), tool_call_parser(AUTO, template))
         self._conflicts: set[frozenset[ParserNames]] = set()  # that were logged
 

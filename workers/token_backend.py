@@ -102,7 +102,7 @@ class TokenBackend:
     def _served_model(self, connection: str) -> ServedModel:
         settings, described = self._settings, self._described
         names = served_names(settings.served_model_name) or (described.name,)
-        template = described.template.source if described.template is not None else ""
+        template = described.template.suited(tools=True).source if described.template is not None else ""
         return ServedModel(
             names[0],
             names[1:],

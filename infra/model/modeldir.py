@@ -16,6 +16,7 @@ from infra.model.detokenizer import Detokenizer
 from infra.model.image_tiles import BadTiles, Tiles, tiles_of
 from infra.model.lengths import Length
 from infra.model.plain_text import PlainText
+from infra.model.template_files import UnreadableTemplate, special_tokens, template_sources, token_text
 from infra.model.text_encoder import TextEncoder
 from infra.model.weight_files import weight_files
 from schemas.requests import Sampling
@@ -25,7 +26,6 @@ MODELS = Path(configs.__file__).parent / "models"  # bundled models, loaded by n
 DEMO = MODELS / "demo"  # trained to answer
 TINY = MODELS / "tiny"  # random weights, long context, common words in few tokens: for the mock engine
 
-_SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token")
 _DECIDING = (
     *("config.json", "generation_config.json", "tokenizer.json"),
     *("preprocessor_config.json", "processor_config.json", "model_index.json"),
@@ -266,44 +266,22 @@ def _eos(
     if named is None:
         named = _of_text(config, "eos_token_id")
     ids = list(named) if isinstance(named, list) else [] if named is None else [named]
-    text = _token_text(special.get("eos_token"))
+    text = token_text(special.get("eos_token"))
     own = tokenizer.token_to_id(text) if text else None
     return tuple(dict.fromkeys([*ids, *([] if own is None else [own])]))
 
 
-def _token_text(value: Any) -> str:
-    """The text of a special token, which files write as text or as {"content": text}."""
-    return str(value.get("content", "")) if isinstance(value, dict) else value or ""
-
-
 def _template(path: Path, special: Mapping[str, Any], override: str) -> ChatTemplate | None:
-    file, source = _template_source(path, special, override)
-    if source is None:
-        return None
-    tokens = {key: text for key in _SPECIAL if (text := _token_text(special.get(key)))}
     try:
-        return ChatTemplate(source, tokens)
+        sources = template_sources(path, special, override, _json)
+    except UnreadableTemplate as error:
+        raise ModelError(str(error)) from error
+    if sources.default is None:
+        return None
+    try:
+        return ChatTemplate(sources.default, special_tokens(path, special, _json), sources.named)
     except TemplateError as error:
-        raise ModelError(f"chat template {file} cannot be used: {error}") from error
-
-
-def _template_source(path: Path, special: Mapping[str, Any], override: str) -> tuple[Path, str | None]:
-    """The template's file and text: the override, chat_template.jinja, tokenizer_config.json or chat_template.json."""
-    own = path / "chat_template.jinja"
-    file = Path(override).expanduser() if override else own
-    if override or own.is_file():
-        try:
-            return file, file.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ModelError(f"chat template {file} cannot be read: {error}") from error
-    file, value = path / "tokenizer_config.json", special.get("chat_template")
-    if value is None:
-        file = path / "chat_template.json"
-        value = _json(file).get("chat_template")
-    if isinstance(value, list):  # named templates
-        named = {entry.get("name"): entry.get("template") for entry in value}
-        value = named.get("default", next(iter(named.values()), None))
-    return file, value
+        raise ModelError(f"chat template {sources.file} cannot be used: {error}") from error
 
 
 class _NoVision(Exception):
@@ -327,7 +305,7 @@ def _vision(path: Path, config: Mapping[str, Any], special: Mapping[str, Any], t
     processor = _json(path / "processor_config.json")
     tokens = _image_tokens(path, config, tower, processor)
     token_id = next((i for key in ("image_token_id", "image_token_index") if isinstance(i := config.get(key), int)), -1)
-    text = next((_token_text(t) for source in (processor, special) if (t := source.get("image_token"))), None)
+    text = next((token_text(t) for source in (processor, special) if (t := source.get("image_token"))), None)
     text = text or (tokenizer.id_to_token(token_id) if token_id >= 0 else None)
     if text is None or tokenizer.token_to_id(text) != token_id:
         raise _NoVision(f"image token {text!r} and its id {token_id} in config.json do not match tokenizer.json")
