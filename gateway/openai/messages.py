@@ -1,6 +1,7 @@
 """Chat messages as chat templates expect them, and the images that they name."""
 
 import json
+from collections.abc import Set
 from itertools import groupby
 from typing import Any
 
@@ -12,19 +13,23 @@ from gateway.openai.requests import ChatMessage, ContentPart, MediaUrl, ToolCall
 _MEDIA_FIELDS = {"image_url": "image_url", "input_image": "image_url", "image_embeds": "image_embeds"}
 
 
-def template_messages(messages: list[ChatMessage]) -> list[dict[str, Any]]:
+def template_messages(messages: list[ChatMessage], walks_parts: Set[str] = frozenset()) -> list[dict[str, Any]]:
     """Messages for a chat template.
 
-    Text content is one string. Content with images is a list of ``{"type": "text", "text": ...}`` and
-    ``{"type": "image"}``. Arguments of tool calls are objects; those that the model did not write as one are text.
+    Content is one string, or a list of ``{"type": "text", "text": ...}`` and ``{"type": "image"}``: with images, and
+    where the template walks such lists. Arguments of tool calls are objects; those that the model did not write as one
+    are text.
 
+    Args:
+        walks_parts: roles in whose messages the template writes each part of a list. Elsewhere texts are joined with a
+            line break, so that their words do not merge.
     Raises:
         ServingError: a content part that is not supported.
     """
     return [
         {"role": message.role, "content": message.content}
-        if message.content.__class__ is str and message.role == "user"
-        else _template_message(f"messages[{number}]", message)
+        if message.content.__class__ is str and message.role == "user" and message.name is None
+        else _template_message(f"messages[{number}]", message, message.role in walks_parts)
         for number, message in enumerate(messages)
     ]
 
@@ -43,13 +48,13 @@ def media_parts(messages: list[ChatMessage]) -> list[MediaPart]:
     return parts
 
 
-def _template_message(field: str, message: ChatMessage) -> dict[str, Any]:
+def _template_message(field: str, message: ChatMessage, walks: bool) -> dict[str, Any]:
     # Clients send our answers back, and those may consist of tool calls or truncated reasoning alone.
     thought = message.reasoning if message.reasoning_content is None else message.reasoning_content
     may_be_empty = message.role == "assistant" and (message.tool_calls or thought is not None)
     if message.content is None and not may_be_empty:
         raise invalid(f"{field}.content", f"{field}.content is missing")
-    out: dict[str, Any] = {"role": message.role, "content": _content(field, message.role, message.content)}
+    out: dict[str, Any] = {"role": message.role, "content": _content(field, message.role, message.content, walks)}
     for key, value in (("name", message.name), ("tool_call_id", message.tool_call_id), ("reasoning_content", thought)):
         if value is not None:
             out[key] = value
@@ -58,16 +63,20 @@ def _template_message(field: str, message: ChatMessage) -> dict[str, Any]:
     return out
 
 
-def _content(field: str, role: str, content: str | list[ContentPart] | None) -> str | list[dict[str, str]]:
+def _content(field: str, role: str, content: str | list[ContentPart] | None, walks: bool) -> str | list[dict[str, str]]:
     if content is None or isinstance(content, str):
         return content or ""
     for i, part in enumerate(content):
         _check_part(f"{field}.content[{i}]", role, part)
+    if walks and content:
+        return [
+            {"type": "text", "text": part.text or ""} if part.type == "text" else {"type": "image"} for part in content
+        ]
     if all(part.type == "text" for part in content):
         return "\n".join(part.text or "" for part in content)
     parts: list[dict[str, str]] = []
     for is_text, run in groupby(content, lambda part: part.type == "text"):
-        if is_text:  # joined here: templates join adjacent texts without a separator, which merges words
+        if is_text:  # joined here, since the template might merge their words
             parts.append({"type": "text", "text": "\n".join(part.text or "" for part in run)})
         else:
             parts += [{"type": "image"} for _ in run]

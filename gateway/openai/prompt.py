@@ -11,8 +11,9 @@ from gateway.openai.errors import invalid, prompt_too_long, unsupported
 from gateway.openai.messages import as_objects, media_parts, template_messages
 from gateway.openai.prepare_context import PrepareContext
 from gateway.openai.requests import ROLES, ChatCompletionRequest, CompletionRequest
-from infra.model.chat_template import PromptEnd, TemplateError
+from infra.model.chat_template import ChatTemplate, PromptEnd, TemplateBudgetError, TemplateError
 from infra.model.modeldir import ModelDir
+from schemas.errors import ServingError
 from schemas.requests import Media
 
 _PROBE_CHARS_PER_TOKEN = 16  # longer texts are first checked by tokenising this many characters per token that fits
@@ -37,7 +38,8 @@ def chat_prompt(body: ChatCompletionRequest, context: PrepareContext) -> Prompt:
     Raises:
         ServingError: the model or its template does not accept the messages, or the prompt is too long.
     """
-    messages, media = template_messages(body.messages), media_parts(body.messages)
+    template = _template_for(body, context.model)
+    messages, media = template_messages(body.messages, template.walks_parts), media_parts(body.messages)
     vision = context.model.vision
     if vision is None:
         if media:
@@ -150,7 +152,7 @@ def encode(text: str, context: PrepareContext, *, special: bool) -> list[int]:
 def _template_tokens(body: ChatCompletionRequest, messages: list[dict[str, Any]], context: PrepareContext) -> list[int]:
     try:
         if context.model.plain.found(
-            messages, body.tools, body.chat_template_kwargs, only_image=not context.special_tokens_as_text
+            messages, _given(body), body.chat_template_kwargs, only_image=not context.special_tokens_as_text
         ):
             return _escaped_template_tokens(body, messages, context)
         return encode(_render_template(body, messages, context.model), context, special=False)
@@ -167,13 +169,14 @@ def _escaped_template_tokens(
     """
     plain, only_image = context.model.plain, not context.special_tokens_as_text
     text, mark = "", ""
-    for mark in plain.marks(messages, body.tools, body.chat_template_kwargs):
+    for mark in plain.marks(messages, _given(body), body.chat_template_kwargs):
         inert = plain.marked(messages, mark, only_image=only_image)
         tools = plain.marked_value(body.tools, mark, only_image=only_image)
+        documents = plain.marked_value(body.documents, mark, only_image=only_image)
         variables = plain.marked_value(body.chat_template_kwargs, mark, only_image=True)
-        if plain.found(inert, tools, variables, only_image=only_image):
+        if plain.found(inert, (tools, documents), variables, only_image=only_image):
             break  # the tokenizer's normaliser makes a special token of it all the same
-        marked = msgspec.structs.replace(body, tools=tools, chat_template_kwargs=variables)
+        marked = msgspec.structs.replace(body, tools=tools, documents=documents, chat_template_kwargs=variables)
         text = _render_template(marked, inert, context.model)
         _check_length(text, context, special=False)
         tokens = plain.encode(text, mark)
@@ -183,6 +186,11 @@ def _escaped_template_tokens(
         raise invalid("messages", "the messages contain the text of a special token that this tokenizer cannot escape")
     # This tokenizer merges marks with their neighbours: tokenise the text between them piece by piece.
     return [token for piece in text.split(mark) for token in encode(piece, context, special=False)]
+
+
+def _given(body: ChatCompletionRequest) -> Any:
+    """What clients write beside the messages, all of it text that must stay text."""
+    return body.tools if body.documents is None else (body.tools, body.documents)
 
 
 def _told_tools(tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -196,36 +204,55 @@ def _told_tool(tool: dict[str, Any], function: Any) -> dict[str, Any]:
     return {**tool, "function": {key: value for key, value in function.items() if key != "strict"}}
 
 
-def _render_template(body: ChatCompletionRequest, messages: list[dict[str, Any]], model: ModelDir) -> str:
+def _template_for(body: ChatCompletionRequest, model: ModelDir) -> ChatTemplate:
+    """The model's template for this chat: of several, one is for tools.
+
+    Raises:
+        ServingError: unsupported: it has none.
+    """
     if model.template is None:
         raise unsupported(
             "messages",
             f"model {model.name!r} has no chat template, so chat completions are not supported; use /v1/completions, "
             "or start the gateway with --chat-template",
         )
+    return model.template.suited(body.tools if body.tool_choice != "none" else None, body.documents)
+
+
+def _render_template(body: ChatCompletionRequest, messages: list[dict[str, Any]], model: ModelDir) -> str:
+    template = _template_for(body, model)
     for number, each in enumerate(messages):
-        if each["role"] not in ROLES and not model.template.names(each["role"]):
+        if each["role"] not in ROLES and not template.names(each["role"]):
             at = f"messages[{number}].role"
             known = ", ".join(ROLES)
             raise invalid(at, f"{at} {each['role']!r} is not known to the model's chat template; use {known}")
     variables = body.chat_template_kwargs or {}
     if body.reasoning_effort is not None:
         variables = {"reasoning_effort": body.reasoning_effort, **variables}
-    if reserved := model.template.own_variables & variables.keys():
+    if reserved := template.own_variables & variables.keys():
         raise invalid("chat_template_kwargs", f"chat_template_kwargs must not set {', '.join(sorted(reserved))}")
     tools = _told_tools(body.tools) if body.tools and body.tool_choice != "none" else None
-    if not model.template.knows_developer:
+    if not template.knows_developer:
         messages = [{**each, "role": "system"} if each["role"] == "developer" else each for each in messages]
     ends = PromptEnd.generation if body.add_generation_prompt is not False else PromptEnd.last_message
     if body.continue_final_message:
         ends = PromptEnd.last_text
     try:
-        return model.template.render(messages, tools, ends, **variables)
+        return template.render(messages, tools, ends, body.documents, **variables)
+    except TemplateBudgetError as error:
+        raise _too_costly(error) from None
     except TemplateError as error:
         if (objects := as_objects(messages)) is not None:
             with contextlib.suppress(TemplateError):
-                return model.template.render(objects, tools, ends, **variables)
+                return template.render(objects, tools, ends, body.documents, **variables)
         raise invalid("messages", f"the model's chat template rejects these messages: {str(error)[:300]}") from None
+
+
+def _too_costly(error: TemplateBudgetError) -> ServingError:
+    setting = " (--template-cpu-s of the gateway)" if error.cpu_s else ""
+    return invalid(
+        "messages", f"the model's chat template cannot be applied to these messages: {error}{setting}; send fewer"
+    )
 
 
 def _check_length(text: str, context: PrepareContext, *, special: bool) -> None:

@@ -213,6 +213,13 @@ class ChatCompletionRequest(TextOptions, frozen=True, kw_only=True):
     ) = None
     thinking_token_budget: Annotated[int, Meta(ge=0, le=1 << 31, description="the same")] | None = None
     chat_template_kwargs: Annotated[dict[str, Any], Meta(max_length=64)] | None = None
+    documents: (
+        Annotated[
+            list[dict[str, Any]],
+            Meta(max_length=1024, description="for templates of models that answer from documents, as title and text"),
+        ]
+        | None
+    ) = None
     add_generation_prompt: (
         Annotated[bool, Meta(description="false: the prompt ends behind the last message, and begins no answer")] | None
     ) = None

@@ -22,6 +22,7 @@ class TokenizeRequest(Struct, frozen=True, kw_only=True):
     messages: Annotated[list[ChatMessage], Meta(min_length=1, max_length=MAX_MESSAGES)] | None = None
     tools: list[dict[str, Any]] | None = None
     chat_template_kwargs: Annotated[dict[str, Any], Meta(max_length=64)] | None = None
+    documents: Annotated[list[dict[str, Any]], Meta(max_length=1024)] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     add_special_tokens: (
@@ -93,6 +94,7 @@ def _chat_tokens(body: TokenizeRequest, messages: list[ChatMessage], context: Pr
         messages=messages,
         tools=body.tools,
         chat_template_kwargs=body.chat_template_kwargs,
+        documents=body.documents,
         add_generation_prompt=body.add_generation_prompt,
         continue_final_message=body.continue_final_message,
     )

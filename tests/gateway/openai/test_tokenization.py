@@ -14,6 +14,8 @@ from schemas.wire import unpack_tokens
 from tests.gateway.openai.test_prepare import chat
 from tests.properties import examples
 
+CALLING = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}
+
 
 def body(**fields: Any) -> bytes:
     return msgspec.json.encode(fields)
@@ -52,7 +54,7 @@ def test_a_final_message_is_continued(context: PrepareContext) -> None:
         (tokenize, {}, "prompt"),
         (tokenize, {"prompt": "a", "messages": [{"role": "user", "content": "b"}]}, "prompt"),
         (tokenize, {"prompt": "a", "model": "nosuch"}, "model"),
-        (tokenize, {"messages": [{"role": "user", "content": " "}], "continue_final_message": True}, "messages"),
+        (tokenize, {"messages": [CALLING], "continue_final_message": True}, "messages"),
         (
             tokenize,
             {
