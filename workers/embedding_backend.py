@@ -5,7 +5,7 @@ import asyncio
 import structlog
 
 from configs.settings import WorkerSettings, served_names
-from infra.model import modeldir
+from infra.model import modeldir, servable
 from workers.embedding_runner import EmbeddingRunner
 from workers.engines.embed.base import EmbeddingEngine
 from workers.metrics.worker import Metrics
@@ -71,10 +71,13 @@ def build_engine(settings: WorkerSettings) -> EmbeddingEngine:
     if settings.engine == "native":
         from workers.engines.cpu_budget import wait_passively
 
+        path = modeldir.resolve(settings.model, weights=True)
+        if reason := servable.problem(path, "native"):  # before what takes seconds to import
+            raise modeldir.ModelError(reason)
         wait_passively()
         from workers.engines.embed import native
 
-        engine = native.from_settings(settings, modeldir.resolve(settings.model, weights=True))
+        engine = native.from_settings(settings, path)
     elif settings.engine == "mock":
         from workers.engines.embed import mock
 

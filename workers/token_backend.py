@@ -10,7 +10,7 @@ import structlog
 
 from configs.settings import WorkerSettings, served_names
 from infra.bus import loop_lag
-from infra.model import modeldir, parser_detection
+from infra.model import modeldir, parser_detection, servable
 from infra.model.embedding_model import is_encoder
 from infra.model.weight_files import elsewhere
 from schemas import blocks
@@ -170,6 +170,8 @@ def model_path(settings: WorkerSettings) -> Path:
             f"{path} has weights in {min(unreadable)}, which only --engine native reads; write a copy that has all of "
             f"them: python -m infra.demo_model.shared_weights join {path} COPY"
         )
+    if settings.engine != "mock" and (reason := servable.problem(path, settings.engine)):
+        raise modeldir.ModelError(reason)
     return path
 
 

@@ -18,7 +18,7 @@ from infra.model.lengths import Length
 from infra.model.plain_text import PlainText
 from infra.model.template_files import UnreadableTemplate, special_tokens, template_sources, token_text
 from infra.model.text_encoder import TextEncoder
-from infra.model.weight_files import weight_files
+from infra.model.weight_files import is_pointer, weight_files
 from schemas.requests import Sampling
 
 BUNDLED = ("demo", "demo-vision", "tiny")
@@ -179,7 +179,7 @@ def load_tokenizer(path: Path) -> Tokenizer:
     try:
         tokenizer = Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises bare Exception
-        raise ModelError(f"{file} cannot be read: {error}") from error
+        raise ModelError(f"{file} cannot be read: {_pointer(file) or error}") from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
@@ -248,7 +248,14 @@ def _json(file: Path, *, needed: bool = False) -> dict[str, Any]:
     try:
         return msgspec.json.decode(file.read_bytes(), type=dict[str, Any])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OSError) as error:
-        raise ModelError(f"{file} cannot be read: {error}") from error
+        raise ModelError(f"{file} cannot be read: {_pointer(file) or error}") from error
+
+
+def _pointer(file: Path) -> str:
+    try:
+        return "it is a Git LFS pointer; run `git lfs pull` in the folder" if is_pointer(file) else ""
+    except OSError:
+        return ""
 
 
 def _of_text(config: Mapping[str, Any], key: str) -> Any:

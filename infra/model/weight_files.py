@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 
 INDEX = "model.safetensors.index.json"
+_POINTER = b"version https://git-lfs"
 _PATTERNS = ("*.safetensors", "*.bin", "*.gguf", "*.pt")
 
 
@@ -37,6 +38,12 @@ def elsewhere(path: Path) -> set[str]:
 def key_mapping(path: Path) -> Mapping[str, str]:
     """Patterns of names in the weights' files -> names in the model; empty: they are the same."""
     return _index(path).metadata.key_mapping
+
+
+def is_pointer(file: Path) -> bool:
+    """Whether a file is what Git stores in place of a large one."""
+    with file.open("rb") as opened:
+        return opened.read(len(_POINTER)) == _POINTER
 
 
 def _index(path: Path) -> _Index:

@@ -124,7 +124,9 @@ def weights(
                 ignore_mismatched_sizes=True,  # they are refused below, by name
                 **options,
             )
-    except (OSError, ValueError) as error:
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # of transformers' and its helpers, of any kind
         raise ModelError(f"cannot load {model!r}: {first_line(error)}") from error
     checkpoint.check_sizes(model, names["mismatched_keys"])
     missing = (name for name in names["missing_keys"] if not name.startswith(unused))
@@ -157,7 +159,9 @@ def configuration(model: str) -> Any:
     """
     try:
         return AutoConfig.from_pretrained(model, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # of any kind, also of values that do not fit each other
+        if (Path(model) / "config.json").is_file():
+            raise ModelError(f"{Path(model) / 'config.json'} cannot be used: {first_line(error)}") from error
         raise ModelError(
             f"no usable config.json for {model!r}: name a directory with config.json and *.safetensors, or a "
             f"Hugging Face id that is in the local cache or can be downloaded ({first_line(error)})"
@@ -199,9 +203,9 @@ def _inspect(model: Any, device: torch.device) -> tuple[KvShape, tuple[int | Non
     try:
         with torch.inference_mode():
             output = model(input_ids=token, position_ids=token, use_cache=False, logits_to_keep=1, paged=probe)
-    except (attention.Unsupported, TypeError, RuntimeError) as error:
-        if isinstance(error, torch.OutOfMemoryError):
-            raise
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
         raise ModelError(f"{name} cannot be paged: {first_line(error)}; choose another model or engine") from error
     layers = model.config.get_text_config().num_hidden_layers
     if sorted(probe.layers) != list(range(layers)):
@@ -210,8 +214,10 @@ def _inspect(model: Any, device: torch.device) -> tuple[KvShape, tuple[int | Non
             "(state-space or linear attention elsewhere); choose another model or engine"
         )
     shapes = set(probe.layers.values())
-    if len(shapes) > 1:
-        raise ModelError(f"{name} has layers of different (KV heads, head size): {sorted(shapes)}; choose another")
+    if len(shapes) != 1:
+        raise ModelError(
+            f"{name} has layers of different (KV heads, head size), or none: {sorted(shapes)}; choose another"
+        )
     kv_heads, head_dim = shapes.pop()
     windows = tuple(probe.windows[layer] for layer in range(layers))
     return KvShape(layers, kv_heads, head_dim), windows, int(output.logits.shape[-1])
@@ -254,7 +260,11 @@ def end_tokens(model: Any) -> tuple[int, ...]:
 
 
 def first_line(error: BaseException) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+    """What an error says, in one line; with its kind, where that says more than the text."""
+    head, *more = [line.strip() for line in str(error).strip().splitlines()] or [type(error).__name__]
+    text = f"{head} {more[0]}" if more and head.endswith(":") else head
+    plain = isinstance(error, OSError | ValueError | RuntimeError | ImportError)
+    return text if plain or text == type(error).__name__ else f"{type(error).__name__}: {text}"
 
 
 @contextmanager

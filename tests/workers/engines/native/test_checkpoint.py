@@ -201,3 +201,24 @@ def test_a_layer_that_predicts_further_tokens_is_left_alone(llama: Path) -> None
 @pytest.mark.parametrize("name", ["gemma3", "qwen3_moe", "gpt_oss"])
 def test_other_architectures_are_whole(name: str, tmp_path: Path) -> None:
     load(save(name, tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"num_attention_heads": 3}, "config.json cannot be used: "),
+        ({"hidden_size": "64"}, "config.json cannot be used: "),
+        ({"hidden_act": "mystery"}, "KeyError: 'mystery'"),
+        ({"num_key_value_heads": 0}, "ZeroDivisionError"),
+        ({"pad_token_id": 5000}, "Padding_idx"),
+        ({"num_hidden_layers": 0}, "none"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": "2", "rope_theta": 1e4}}, "TypeError"),
+    ],
+    ids=str,
+)
+def test_values_that_do_not_fit_each_other_end_in_one_line(llama: Path, values: dict[str, object], words: str) -> None:
+    """Whatever transformers raises: a worker that ends in a traceback is started again and again."""
+    configure(llama, **values)
+    text = refusal(llama)
+    assert words in text
+    assert "\n" not in text
