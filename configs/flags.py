@@ -39,6 +39,8 @@ OTHERS = (  # variables that are no settings
     "CONTRACT_REAL",
     "CONTRACT_BOUND_S",
     "CLUSTER",
+    *("NATS_CA", "NATS_CERT", "NATS_KEY", "NATS_CREDS", "NATS_NKEY"),  # infra/bus/connection.py
+    *("SYS_NATS_CERT", "SYS_NATS_KEY", "SYS_NATS_CREDS", "SYS_NATS_NKEY"),
 )
 
 _SEVERAL_WORDS = ("served_model_name",)

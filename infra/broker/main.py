@@ -16,11 +16,12 @@ from infra.broker.jetstream_api import BrokerProblem
 from infra.broker.roles import ROLES, inbox_prefix
 from infra.broker.server import EmbeddedNats
 from infra.bus.client import BusClient
-from infra.bus.connection import login, why_unreachable
+from infra.bus.connection import authenticate, why_unreachable
 from infra.cli import StreamsSettings
 from infra.launch.signals import Stop
 from infra.launch.sockets import CannotListen
 from infra.launch.supervisor import USAGE, Keeper
+from schemas.errors import ServingError
 from schemas.streams import GIB, topology
 from schemas.subjects import Subjects
 
@@ -126,9 +127,11 @@ async def connect_operator(url: str) -> Client:
                 error_cb=note,
                 max_reconnect_attempts=2,
                 reconnect_time_wait=0.2,
-                **login(url.partition(",")[0]),
+                **authenticate(client, url.partition(",")[0], "operator"),
             )
             return client
+    except ServingError as error:
+        raise BrokerProblem(error.message) from None
     except (OSError, TimeoutError, NatsError) as error:
         client.drop_link()
         reason = why_unreachable(problems[-1] if problems else error)

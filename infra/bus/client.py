@@ -8,6 +8,7 @@ nats-py's private parts are used here and in ``pull_subscription`` only.
 
 import asyncio
 import contextlib
+import ssl
 import time
 from collections.abc import Callable
 from typing import Any
@@ -42,6 +43,7 @@ class BusClient(Client):  # type: ignore[misc]  # untyped
     ``flush`` waits for what was published and subscribed in the same turn, too.
 
     Attributes:
+        tls_context: called at each connect, so that files can have changed.
         read_pause_s: seconds between two reads of the link. Who follows a log without hurry reads many messages at a
             time, for a fraction of the wake-ups. Every answer comes later by as much. 0: no pause.
         gathers: what is published in the next turn of the event loop, too, leaves in the same write.
@@ -56,6 +58,7 @@ class BusClient(Client):  # type: ignore[misc]  # untyped
         self._handlers: dict[int, Handler] = {}  # by subscription
         self._write_scheduled = False
         self._write_later: asyncio.TimerHandle | None = None
+        self.tls_context: Callable[[], ssl.SSLContext] = ssl.create_default_context
         self.read_pause_s = 0.0
         self.gathers = False
         self.expects_more: Callable[[], bool] | None = None
@@ -64,11 +67,36 @@ class BusClient(Client):  # type: ignore[misc]  # untyped
         self._ended = False
         self._transport: Any = None
 
+    async def connect_within(self, timeout_s: float, servers: list[str], **options: Any) -> None:
+        """Connect, for this long at most. Whatever ends the wait, no attempt goes on after it.
+
+        Raises:
+            TimeoutError: no server has let us in.
+        """
+        opening = asyncio.ensure_future(self.connect(servers, **options))
+        try:
+            # Not ``wait_for``: it waits until a cancelled connect has ended, and one that loses its cancellation
+            # (see above) tries a server that refuses it for ever.
+            await asyncio.wait([opening], timeout=timeout_s)
+            if not opening.done():
+                raise TimeoutError
+            opening.result()
+        except BaseException:
+            self._ended = True
+            opening.cancel()
+            opening.add_done_callback(lambda task: task.cancelled() or task.exception())
+            self.drop_link()
+            raise
+
     def drop_link(self) -> None:
         """Close a link that was not finished; nats-py leaves it open when ``connect`` fails or is cancelled."""
         if self._transport is not None:
             with contextlib.suppress(Exception):
                 self._transport.close()
+
+    @property
+    def ssl_context(self) -> ssl.SSLContext:
+        return self.tls_context()
 
     @property
     def peer_certificate(self) -> bytes:

@@ -5,11 +5,14 @@ the reconnect settings. The process would never receive a message again, so it e
 """
 
 import asyncio
+import importlib.util
 import os
 import re
 import socket
+import ssl
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from functools import partial
 from typing import Any, NoReturn
 from urllib.parse import unquote, urlsplit
 
@@ -184,12 +187,45 @@ def why_unreachable(error: Exception) -> str:
     return str(error) or ("timed out" if isinstance(error, TimeoutError) else type(error).__name__)
 
 
-def login(url: str) -> dict[str, Any]:
-    """The URL's credentials as options: nats-py does not use them for servers that it discovers later."""
+def authenticate(client: BusClient, url: str, role: str, environ: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """The options that log a client in: the URL's credentials, else those in files that the environment names.
+
+    ``PENSTOCK_NATS_CREDS`` is a credentials file (JWT and seed), ``PENSTOCK_NATS_NKEY`` one with an nkey's seed,
+    ``PENSTOCK_NATS_CERT`` and ``PENSTOCK_NATS_KEY`` are a client certificate and its key, ``PENSTOCK_NATS_CA`` has the
+    authorities that sign the servers' certificates. The user of the system account has ``PENSTOCK_SYS_NATS_…``, but for
+    the authorities. Files are read again at every reconnect, so that they can be rotated.
+
+    Raises:
+        ServingError: a file is missing, or a package that signs.
+    """
+    environ = os.environ if environ is None else environ
+    prefix = "PENSTOCK_SYS_NATS_" if role == "sys" else "PENSTOCK_NATS_"
+    names = {kind: f"{prefix}{kind}" for kind in ("CREDS", "NKEY", "CERT", "KEY")} | {"CA": "PENSTOCK_NATS_CA"}
+    files = {kind: environ[name] for kind, name in names.items() if environ.get(name)}
+    for kind, path in files.items():
+        if not os.access(path, os.R_OK):
+            raise ServingError(Code.broker_unavailable, f"{names[kind]}: {path} is missing or cannot be read")
+    if ("CERT" in files) != ("KEY" in files):
+        raise ServingError(Code.broker_unavailable, f"{names['CERT']} and {names['KEY']} belong together: set both")
+    if files.keys() & {"CA", "CERT"}:
+        client.tls_context = partial(_tls_context, files.get("CA"), files.get("CERT"), files.get("KEY"))
+    # As options: nats-py does not use what is in a URL for servers that it discovers later.
     parts = urlsplit(url)
     if parts.username and parts.password is not None:
         return {"user": unquote(parts.username), "password": unquote(parts.password)}
-    return {"token": unquote(parts.username)} if parts.username else {}
+    if parts.username:
+        return {"token": unquote(parts.username)}
+    signing = next((kind for kind in ("CREDS", "NKEY") if kind in files), "")
+    if signing and importlib.util.find_spec("nkeys") is None:
+        raise ServingError(Code.broker_unavailable, f"{names[signing]} needs nkeys: pip install 'penstock[nkeys]'")
+    return {{"CREDS": "user_credentials", "NKEY": "nkeys_seed"}[signing]: files[signing]} if signing else {}
+
+
+def _tls_context(authorities: str | None, certificate: str | None, key: str | None) -> ssl.SSLContext:
+    context = ssl.create_default_context(cafile=authorities)
+    if certificate is not None:
+        context.load_cert_chain(certificate, key)
+    return context
 
 
 async def connect(
@@ -213,11 +249,12 @@ async def connect(
         on_fatal: called when a background task failed; ends the process in order (``Stop.failed``).
         options: of nats-py's ``connect``, over the ones chosen here.
     Raises:
-        ServingError: no server answered within ``timeout`` seconds, or it refused the credentials.
+        ServingError: no server answered within ``timeout`` seconds, or it refused the credentials, or they are missing.
     """
     client = BusClient()
     bus = Bus(client, Subjects(namespace), Tasks(role, on_fatal), end_process=end_process)
     urls = url.split(",")
+    credentials = authenticate(client, urls[0], role)
     if len(urls) > 1:
         options = _QUICK | options
     chosen = {
@@ -233,12 +270,8 @@ async def connect(
         "disconnected_cb": bus._on_disconnected,
     }
     try:
-        await asyncio.wait_for(client.connect(urls, **chosen | login(urls[0]) | options), timeout)
-    except asyncio.CancelledError:
-        client.drop_link()
-        raise
+        await client.connect_within(timeout, urls, **chosen | credentials | options)
     except Exception as error:
-        client.drop_link()
         where = ", ".join(part.rpartition("@")[2] for part in url.split(","))
         raise ServingError(
             Code.broker_unavailable,

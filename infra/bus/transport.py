@@ -1,7 +1,8 @@
 """The stream of bytes to a broker, over TCP or TLS: nats-py's, with what TLS lacks there.
 
 The scheme ``tls`` asks for TLS; a server that requires TLS gets it whatever the scheme is. Certificates are verified
-against the system's authorities, or those in the file that ``SSL_CERT_FILE`` names.
+against the system's authorities, those in the file that ``SSL_CERT_FILE`` names, or ``PENSTOCK_NATS_CA``
+(``connection.authenticate``).
 """
 
 import asyncio

@@ -1,9 +1,15 @@
 """What a connection does with errors that the client reports, on a real broker."""
 
+import asyncio
+
+import pytest
 import structlog.testing
 from nats.errors import Error as NatsError
 
 from infra.broker.server import EmbeddedNats
+from infra.bus.client import BusClient
+from infra.bus.connection import connect
+from schemas.errors import ServingError
 from schemas.subjects import Subjects
 from tests.infra.bus.support import opened
 
@@ -17,3 +23,30 @@ async def test_errors_of_one_kind_are_one_line_in_the_log(broker: EmbeddedNats, 
                 await bus._on_error(NatsError(f'permissions violation for subscription to "_inbox.{number}"'))
         assert [entry["event"] for entry in logs] == ["bus_error"] * 2
         assert "_inbox.0" in logs[0]["error"]
+
+
+async def test_the_wait_for_a_broker_ends_although_its_connect_loses_the_cancellation(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As ``asyncio.wait_for`` does before Python 3.12: a process with wrong credentials tried for ever."""
+    ended = asyncio.Event()
+    original = BusClient._connect_to_server
+
+    async def loses_it(client: BusClient, server: object) -> None:
+        try:
+            await asyncio.sleep(5)
+        except asyncio.CancelledError:
+            raise NatsError("refused") from None
+
+    async def watched(client: BusClient, server: object) -> None:
+        try:
+            await (original if client._ended else loses_it)(client, server)
+        except asyncio.CancelledError:
+            ended.set()
+            raise
+
+    monkeypatch.setattr(BusClient, "_connect_to_server", watched)
+    async with asyncio.timeout(4):
+        with pytest.raises(ServingError, match=r"within 0\.2 s"):
+            await connect("nats://127.0.0.1:1", role="worker", name="test", timeout=0.2)
+        await ended.wait()  # and no attempt goes on

@@ -1,0 +1,198 @@
+"""Logging in without a password: with a client certificate, an nkey or a credentials file, on a real nats-server."""
+
+import asyncio
+import base64
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from infra.broker.binary import find_server
+from infra.broker.jetstream_api import BrokerProblem
+from infra.broker.main import connect_operator
+from infra.bus.connection import connect
+from infra.launch.deathsig import die_with_parent
+from schemas.errors import ServingError
+from tests.infra.bus.support import eventually
+from tests.pipeline.support import free_port, until
+from tests.tls_support import issue
+
+needs_openssl = pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl to make certificates")
+
+
+@asynccontextmanager
+async def served(folder: Path, port: int, text: str) -> AsyncIterator[None]:
+    """A nats-server with this configuration."""
+    conf = folder / "nats.conf"
+    conf.write_text(f'listen: "127.0.0.1:{port}"\n{text}', encoding="utf-8")
+    with (folder / "nats.log").open("ab") as log:
+        server = subprocess.Popen(  # noqa: ASYNC220
+            [find_server(), "-c", conf], stdout=log, stderr=log, preexec_fn=die_with_parent()
+        )
+
+    async def listens() -> bool:
+        assert server.poll() is None, (folder / "nats.log").read_text()
+        try:
+            _, writer = await asyncio.open_connection("127.0.0.1", port)
+        except OSError:
+            return False
+        writer.close()
+        return True
+
+    try:
+        await until(listens, "the server listens")
+        yield
+    finally:
+        server.terminate()
+        server.wait(30)
+
+
+async def works(url: str, role: str = "operator") -> None:
+    async with await connect(url, role=role, name="test", timeout=5) as bus:
+        await bus.nc.flush()
+
+
+def tls(pair: tuple[Path, Path], authority: Path) -> str:
+    cert, key = pair
+    return f'tls {{ cert_file: "{cert}", key_file: "{key}", ca_file: "{authority}", verify: true }}\n'
+
+
+@needs_openssl
+async def test_a_client_certificate_and_the_own_authority_come_from_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without them an own NATS behind a private authority, with mutual TLS, could not be used."""
+    server, client, port = issue(tmp_path, "server"), issue(tmp_path, "client"), free_port()
+    url = f"tls://127.0.0.1:{port}"
+    async with served(tmp_path, port, tls(server, client[0])):
+        with pytest.raises(ServingError, match="certificate verify failed"):
+            await connect(url, role="operator", name="test", timeout=0.5)
+        monkeypatch.setenv("PENSTOCK_NATS_CA", str(server[0]))
+        with pytest.raises(ServingError):  # the server wants a certificate
+            await connect(url, role="operator", name="test", timeout=0.5)
+        monkeypatch.setenv("PENSTOCK_NATS_CERT", str(client[0]))
+        with pytest.raises(ServingError, match="PENSTOCK_NATS_CERT and PENSTOCK_NATS_KEY belong together"):
+            await connect(url, role="operator", name="test", timeout=0.5)
+        monkeypatch.setenv("PENSTOCK_NATS_KEY", str(client[1]))
+        await works(url)
+        await (await connect_operator(url)).close()
+        # The user of the system account has its own.
+        with pytest.raises(ServingError):
+            await connect(url, role="sys", name="test", timeout=0.5)
+        monkeypatch.setenv("PENSTOCK_SYS_NATS_CERT", str(client[0]))
+        monkeypatch.setenv("PENSTOCK_SYS_NATS_KEY", str(client[1]))
+        await works(url, "sys")
+
+
+@needs_openssl
+async def test_certificates_that_were_replaced_are_used_at_the_next_connect(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """cert-manager replaces files before they expire; a process that kept the old ones could never connect again."""
+    old, new, port = issue(tmp_path, "old"), issue(tmp_path, "new"), free_port()
+    for name, path in (("CA", "ca.crt"), ("CERT", "tls.crt"), ("KEY", "tls.key")):
+        monkeypatch.setenv(f"PENSTOCK_NATS_{name}", str(tmp_path / path))
+
+    def use(pair: tuple[Path, Path]) -> None:
+        shutil.copy(pair[0], tmp_path / "ca.crt")
+        shutil.copy(pair[0], tmp_path / "tls.crt")
+        shutil.copy(pair[1], tmp_path / "tls.key")
+
+    use(old)
+    async with served(tmp_path, port, tls(old, old[0])):
+        bus = await connect(f"tls://127.0.0.1:{port}", role="operator", name="test")
+    async with bus:
+        await eventually(lambda: not bus.connected)
+        use(new)
+        async with served(tmp_path, port, tls(new, new[0])):
+            await eventually(lambda: bus.connected)
+            await bus.nc.flush()
+            await bus.close()
+
+
+def test_every_file_that_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("CA", "CERT", "KEY", "CREDS", "NKEY"):
+        with monkeypatch.context() as patch:
+            patch.setenv(f"PENSTOCK_NATS_{name}", str(tmp_path / "gone"))
+            with pytest.raises(ServingError, match=f"PENSTOCK_NATS_{name}: {tmp_path}/gone is missing"):
+                asyncio.run(connect("nats://127.0.0.1:1", role="worker", name="test", timeout=0.1))
+            with pytest.raises(BrokerProblem, match="is missing or cannot be read"):
+                asyncio.run(connect_operator("nats://127.0.0.1:1"))
+
+
+def seed(prefix: int) -> tuple[bytes, str]:
+    """A new seed and its public key."""
+    import nkeys
+
+    made = nkeys.encode_seed(os.urandom(32), prefix)
+    return made, nkeys.from_seed(bytearray(made)).public_key.decode()
+
+
+async def test_an_nkey_logs_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nkeys = pytest.importorskip("nkeys")
+    (secret, public), (other, _), port = seed(nkeys.PREFIX_BYTE_USER), seed(nkeys.PREFIX_BYTE_USER), free_port()
+    (tmp_path / "seed").write_bytes(secret)
+    (tmp_path / "other").write_bytes(other)
+    url = f"nats://127.0.0.1:{port}"
+    accounts = f'accounts {{ A {{ users: [{{ nkey: "{public}" }}, {{ user: "named", password: "p" }}] }} }}\n'
+    async with served(tmp_path, port, accounts):
+        monkeypatch.setenv("PENSTOCK_NATS_NKEY", str(tmp_path / "other"))
+        with pytest.raises(ServingError, match="Authorization Violation"):
+            await connect(url, role="worker", name="test", timeout=0.5)
+        await works(f"nats://named:p@127.0.0.1:{port}")  # what a URL says goes before the file
+        monkeypatch.setenv("PENSTOCK_NATS_NKEY", str(tmp_path / "seed"))
+        await works(url, "worker")
+        await (await connect_operator(url)).close()
+
+
+def token(issuer: bytes, subject: str, kind: str, **nats: Any) -> str:
+    """A JWT as operators and accounts sign them."""
+    import nkeys
+
+    def part(data: bytes) -> str:
+        return base64.urlsafe_b64encode(data).rstrip(b"=").decode()
+
+    pair = nkeys.from_seed(bytearray(issuer))
+    claims = {
+        "iat": 1_700_000_000, "iss": pair.public_key.decode(), "name": kind, "sub": subject,
+        "nats": {"type": kind, "version": 2, **nats},
+    }  # fmt: skip
+    claims["jti"] = base64.b32encode(hashlib.sha256(json.dumps(claims).encode()).digest()).decode().rstrip("=")
+    head = part(json.dumps({"typ": "JWT", "alg": "ed25519-nkey"}).encode())
+    body = f"{head}.{part(json.dumps(claims).encode())}"
+    return f"{body}.{part(pair.sign(body.encode()))}"
+
+
+async def test_a_credentials_file_logs_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nkeys = pytest.importorskip("nkeys")
+    operator, operator_key = seed(nkeys.PREFIX_BYTE_OPERATOR)
+    account, account_key = seed(nkeys.PREFIX_BYTE_ACCOUNT)
+    user, user_key = seed(nkeys.PREFIX_BYTE_USER)
+    limits = dict.fromkeys(("subs", "data", "payload", "imports", "exports", "conn", "leaf"), -1) | {"wildcards": True}
+    account_jwt = token(operator, account_key, "account", limits=limits)
+    unlimited = {"pub": {}, "sub": {}, "subs": -1, "data": -1, "payload": -1}
+    user_jwt = token(account, user_key, "user", **unlimited)
+    text = (
+        f"-----BEGIN NATS USER JWT-----\n{user_jwt}\n------END NATS USER JWT------\n"
+        f"\n-----BEGIN USER NKEY SEED-----\n{user.decode()}\n------END USER NKEY SEED------\n"
+    )
+    (tmp_path / "worker.creds").write_text(text, encoding="utf-8")
+    port = free_port()
+    config = (
+        f"operator: {token(operator, operator_key, 'operator')}\nresolver: MEMORY\n"
+        f"resolver_preload {{ {account_key}: {account_jwt} }}\n"
+    )
+    url = f"nats://127.0.0.1:{port}"
+    async with served(tmp_path, port, config):
+        with pytest.raises(ServingError, match="Authorization Violation"):
+            await connect(url, role="worker", name="test", timeout=0.5)
+        monkeypatch.setenv("PENSTOCK_NATS_CREDS", str(tmp_path / "worker.creds"))
+        await works(url, "worker")
+        await (await connect_operator(url)).close()
