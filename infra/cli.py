@@ -115,6 +115,7 @@ COMMANDS = {
     ),
     "recipe matrix": Command("show what each engine supports", "infra.recipes.cli:run_matrix"),
     "kubernetes render": Command("make values for the Helm chart", "infra.deploy.helm.cli:run_render"),
+    "kubernetes chart": Command("write the Helm chart to a folder", "infra.deploy.helm.cli:run_chart"),
     "monitoring": Command("write Prometheus and Grafana files for a deployment", "infra.deploy.monitoring.main:run"),
     "bench http": Command(
         "load an OpenAI-compatible server and measure it", "infra.bench.http:run", "infra.bench.http:Settings"

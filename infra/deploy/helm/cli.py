@@ -1,12 +1,14 @@
-"""``penstock kubernetes render``: the shell around ``render``."""
+"""``penstock kubernetes render``, the shell around ``render``, and ``penstock kubernetes chart``."""
 
 import argparse
+import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import get_args
 
 import msgspec
+import yaml
 
 from configs.flags import Parser
 from infra.deploy.helm.generate import CHART
@@ -18,6 +20,10 @@ from infra.recipes.catalogue import RecipeEntry
 from infra.terminal import reason
 
 OK, REFUSED = 0, 1
+CHART_ABOUT = (
+    "write the Helm chart to a folder, to install it from there. --no-nats leaves NATS out, for one of your own: helm "
+    "then asks for no other chart"
+)
 ABOUT = "values for the Helm chart, printed, with the helm commands that use them"
 
 
@@ -38,6 +44,7 @@ def run_render(argv: Sequence[str]) -> int:
         engine_image=args.engine_image,
         hub_secret=args.hub_secret,
         urls_secret=args.urls_secret,
+        ca_secret=args.ca_secret,
     )
     try:
         print(rendered(args.recipe, wanted), end="")
@@ -46,6 +53,41 @@ def run_render(argv: Sequence[str]) -> int:
             print(f"penstock kubernetes render: {problem}", file=sys.stderr)
         return REFUSED
     return OK
+
+
+def run_chart(argv: Sequence[str]) -> int:
+    """Copy the chart."""
+    parser = Parser(prog="penstock kubernetes chart", description=CHART_ABOUT)
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="new folder")
+    about_nats = "with the NATS chart as a dependency (default: yes)"
+    parser.add_argument("--nats", action=argparse.BooleanOptionalAction, default=True, help=about_nats)
+    args = parser.parse_args(argv)
+    try:
+        copy_chart(args.folder, nats=args.nats)
+    except OSError as error:
+        print(f"penstock kubernetes chart: {args.folder}: {reason(error)}", file=sys.stderr)
+        return REFUSED
+    print(f"wrote {args.folder}")
+    return OK
+
+
+def copy_chart(folder: Path, *, nats: bool) -> None:
+    """
+    Args:
+        nats: False: without the dependency, which helm demands even where ``nats.enabled`` is false.
+    Raises:
+        OSError: the folder exists or cannot be written.
+    """
+    shutil.copytree(CHART, folder, ignore=shutil.ignore_patterns("charts", "__pycache__"))
+    if nats:
+        return
+    (folder / "Chart.lock").unlink()
+    about = yaml.safe_load((folder / "Chart.yaml").read_text(encoding="utf-8"))
+    del about["dependencies"]
+    (folder / "Chart.yaml").write_text(yaml.safe_dump(about, sort_keys=False), encoding="utf-8")
+    values = (folder / "values.yaml").read_text(encoding="utf-8")
+    ours, _, _ = values.partition("# Values of the NATS chart")
+    (folder / "values.yaml").write_text(f"{ours}nats: {{enabled: false}}\n", encoding="utf-8")
 
 
 def rendered(recipe: str, wanted: Wanted) -> str:
@@ -57,7 +99,7 @@ def rendered(recipe: str, wanted: Wanted) -> str:
     chosen = catalogue.select(recipe, catalogue.members()) if recipe else []
     members: dict[str, RecipeEntry] = {member.header.role: member for member in chosen}
     texts = {role: Path(member.path).read_text(encoding="utf-8") for role, member in members.items()}
-    return to_yaml(wanted, values_of(wanted, members, texts), str(CHART))
+    return to_yaml(wanted, values_of(wanted, members, texts))
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -77,6 +119,8 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--urls-secret", default="", metavar="SECRET", help="Secret with the URLs of a NATS of your own (default: none)"
     )
+    about_ca = "Secret whose ca.crt signs the certificates of that NATS (default: the system's authorities)"
+    parser.add_argument("--ca-secret", default="", metavar="SECRET", help=about_ca)
 
 
 def _count(text: str) -> int:

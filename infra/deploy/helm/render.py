@@ -12,6 +12,7 @@ from infra.launch.groups import EXTERNAL, gpus_of
 from infra.recipes.catalogue import BLOCK_SIZE, RecipeEntry
 
 Tree = dict[str, Any]
+NATS_CHARTS = "https://nats-io.github.io/k8s/helm/charts/"
 LWS = "https://lws.sigs.k8s.io/docs/installation/"
 
 
@@ -23,7 +24,7 @@ class Wanted(NamedTuple):
         engine: "": the recipe's, or native.
         model: "": the recipe's, or the demo model.
         image, native_image: of gateways, routers and mock workers, of native workers; "": the chart's.
-        hub_secret, urls_secret: names of Secrets; see ``hub`` and ``broker`` among the values.
+        hub_secret, urls_secret, ca_secret: names of Secrets; see ``hub`` and ``broker`` among the values.
     """
 
     release: str = "penstock"
@@ -36,6 +37,7 @@ class Wanted(NamedTuple):
     engine_image: str = ""
     hub_secret: str = ""
     urls_secret: str = ""
+    ca_secret: str = ""
 
 
 def values_of(wanted: Wanted, members: Mapping[str, RecipeEntry] = {}, texts: Mapping[str, str] = {}) -> Tree:
@@ -71,8 +73,12 @@ def values_of(wanted: Wanted, members: Mapping[str, RecipeEntry] = {}, texts: Ma
     values["blockSize"] = sizes.pop()
     if wanted.hub_secret:
         values["hub"] = {"existingSecret": wanted.hub_secret}
+    if wanted.ca_secret and not wanted.urls_secret:
+        raise BadArguments(["--ca-secret: for a NATS of your own; name the Secret with its URLs, too: --urls-secret"])
     if wanted.urls_secret:
         values |= {"nats": {"enabled": False}, "broker": {"urlsSecret": wanted.urls_secret}}
+        if wanted.ca_secret:
+            values["broker"]["caSecret"] = wanted.ca_secret
     if not model:
         values["models"] = {"enabled": False}
     values["workers"] = {
@@ -111,16 +117,16 @@ def _pool(engine: str, member: RecipeEntry | None, text: str) -> Tree:
     return pool | {"engineArgs": text}
 
 
-def to_yaml(wanted: Wanted, values: Tree, chart: str) -> str:
+def to_yaml(wanted: Wanted, values: Tree) -> str:
     """The values as a file, below the commands that use it."""
     body = yaml.dump(values, Dumper=_Dumper, sort_keys=False, default_flow_style=False, width=1000)
-    comments = "".join(f"#   {line}\n" for line in commands(wanted, values, chart))
+    comments = "".join(f"#   {line}\n" for line in commands(wanted, values))
     return f"# Values for the Helm chart of Penstock. Save them as values.yaml, and then:\n{comments}{body}"
 
 
-def commands(wanted: Wanted, values: Tree, chart: str) -> list[str]:
+def commands(wanted: Wanted, values: Tree) -> list[str]:
     """The command lines from the values to a deployment."""
-    release, at = shlex.quote(wanted.release), shlex.quote(chart)
+    release, at = shlex.quote(wanted.release), "./penstock-chart"
     lines = []
     if wanted.hub_secret:
         lines.append(f"kubectl create secret generic {shlex.quote(wanted.hub_secret)} --from-literal=token=$HF_TOKEN")
@@ -128,6 +134,8 @@ def commands(wanted: Wanted, values: Tree, chart: str) -> list[str]:
         urls = " ".join(f"--from-literal={user}=$URL_OF_{user.upper()}" for user in ("gateway", "router", "worker"))
         urls += " --from-literal=operator=$URL_OF_OPERATOR"
         lines.append(f"kubectl create secret generic {shlex.quote(wanted.urls_secret)} {urls}")
+    if wanted.ca_secret:
+        lines.append(f"kubectl create secret generic {shlex.quote(wanted.ca_secret)} --from-file=ca.crt=./ca.crt")
     if any(pool.get("nodes", 1) > 1 for pool in values["workers"].values()):
         lines.append(f"# needs LeaderWorkerSet: {LWS}")
         lines.append("ssh-keygen -q -t ed25519 -N '' -f ./penstock-ssh")
@@ -135,7 +143,12 @@ def commands(wanted: Wanted, values: Tree, chart: str) -> list[str]:
             f"kubectl create secret generic {release}-ssh --from-file=ssh-privatekey=./penstock-ssh "
             "--from-file=ssh-publickey=./penstock-ssh.pub"
         )
-    lines.append(f"helm dependency build {at}  # fetches the NATS chart, once")
+    if wanted.urls_secret:
+        lines.append(f"penstock kubernetes chart {at} --no-nats")
+    else:
+        lines.append(f"penstock kubernetes chart {at}")
+        lines.append(f"helm repo add nats {NATS_CHARTS}")
+        lines.append(f"helm dependency build {at}  # fetches the NATS chart, once")
     lines.append(f"helm template {release} {at} -f values.yaml  # to look at the manifests")
     lines.append(f"helm upgrade --install {release} {at} -f values.yaml")
     return lines

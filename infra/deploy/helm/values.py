@@ -17,6 +17,7 @@ Count = Annotated[int, Meta(ge=1)]
 Quantity = Annotated[str, Meta(pattern=r"^[0-9]+(\.[0-9]+)?(m|[kKMGTPE]i?)?$")]
 Seconds = Annotated[int, Meta(ge=1, le=7 * 86_400)]
 Metric = Annotated[str, Meta(pattern="^penstock_[a-z_]+$")]
+User = Literal["gateway", "router", "worker", "operator", "sys"]  # of the broker, whom pods log in as
 Role = Literal["aggregated", "prefill", "decode", "encode", "diffusion", "embed"]
 Engine = Literal["native", "mock", "trtllm", "vllm", "sglang"]
 Tree = Mapping[str, Any]  # as Kubernetes has it
@@ -75,6 +76,8 @@ class Placed(Section, frozen=True, kw_only=True):
 
     image: Annotated[str, about("default: `image`; of a pool: as its engine needs")] = ""
     env: Annotated[tuple[Tree, ...], about("further variables, as Kubernetes has them")] = ()
+    extra_volumes: Annotated[tuple[Tree, ...], about("further volumes of the pod, as Kubernetes has them")] = ()
+    extra_volume_mounts: Annotated[tuple[Tree, ...], about("where they are in the container")] = ()
     pod_annotations: Mapping[str, str] = {}
     pod_labels: Mapping[str, str] = {}
     node_selector: Mapping[str, str] = {}
@@ -122,6 +125,10 @@ class Ingress(Section, frozen=True, kw_only=True):
         Mapping[str, str], about("of the controller; it must not buffer text/event-stream, nor end slow answers")
     ] = {}
     hosts: tuple[str, ...] = ("penstock.example.com",)
+    paths: Annotated[
+        tuple[Annotated[str, Meta(pattern="^/")], ...],
+        about("prefixes that are published; the Service also has /metrics, /docs and /health"),
+    ] = ("/v1", "/tokenize", "/detokenize")
     tls: Annotated[tuple[Tree, ...], about("as an Ingress has it: secretName, hosts")] = ()
 
 
@@ -186,6 +193,35 @@ class Broker(Section, frozen=True, kw_only=True):
             "operator and, if there is one, sys"
         ),
     ] = ""
+    url: Annotated[
+        str,
+        Meta(pattern="^((nats|tls)://[^@]+)?$"),
+        about("or its URLs without credentials, comma-separated; one of the Secrets below has these"),
+    ] = ""
+    creds_secret: Annotated[
+        str, about("Secret with a credentials file (JWT and seed) under each of gateway, router, worker, operator, sys")
+    ] = ""
+    nkeys_secret: Annotated[
+        str, about("Secret with the seed of an nkey under each of gateway, router, worker, operator, sys")
+    ] = ""
+    cert_secrets: Annotated[
+        Mapping[User, str],
+        about("Secrets with client certificates (tls.crt, tls.key), by user: gateway, router, worker, operator, sys"),
+    ] = {}
+    ca_secret: Annotated[
+        str, about("Secret whose ca.crt has the authorities of the servers' certificates; default: the system's")
+    ] = ""
+    system_user: Annotated[
+        bool,
+        about("routers log in to the system account as sys, too, to notice at once when a worker's link breaks"),
+    ] = True
+    ports: Annotated[
+        tuple[Annotated[int, Meta(ge=1, le=65535)], ...],
+        about("of a NATS of your own: what network policies let all pods reach"),
+    ] = (4222,)
+    peers: Annotated[
+        tuple[Tree, ...], about("where it is, as a NetworkPolicy's `to`; default: any address, on these ports")
+    ] = ()
 
 
 class Models(Section, frozen=True, kw_only=True):
@@ -215,7 +251,7 @@ class NetworkPolicy(Section, frozen=True, kw_only=True):
     internet: Annotated[
         bool, about("gateways and workers may fetch images and models: TCP 80 and 443 to any address")
     ] = True
-    egress: Annotated[tuple[Tree, ...], about("further rules for all pods; needed for a NATS outside the release")] = ()
+    egress: Annotated[tuple[Tree, ...], about("further rules for all pods")] = ()
 
 
 class PodMonitor(Section, frozen=True, kw_only=True):

@@ -9,7 +9,6 @@ from configs.settings import WorkerSettings
 from configs.up_settings import UpSettings
 from infra.bench.profile.roofline.estimate import Engine as Estimated
 from infra.bench.profile.search.candidates import Candidate, PoolSize, Sla
-from infra.deploy.helm.generate import CHART
 from infra.deploy.helm.render import Wanted, to_yaml, values_of
 from infra.deploy.helm.values import SETTLED, Engine
 from infra.engine_args.generate import EngineSpec
@@ -115,7 +114,7 @@ def helm_values(
     for pool in candidate.pools:
         if settings := worker_settings(flags.get(pool.configuration, "")):
             values["workers"][pool.role].setdefault("settings", {}).update(settings)
-    return to_yaml(wanted, values, str(CHART))
+    return to_yaml(wanted, values)
 
 
 def worker_settings(flags: str) -> dict[str, Any]:

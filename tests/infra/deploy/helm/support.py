@@ -24,7 +24,7 @@ needs_helm = pytest.mark.skipif(HELM is None, reason="helm is not installed: pyt
 # The NATS chart is not in any registry that tests reach; helm only asks that it is there. Its values are in the
 # ConfigMap that this stand-in makes of them.
 STANDIN = {
-    "Chart.yaml": "apiVersion: v2\nname: nats\nversion: 1.3.0\n",
+    "Chart.yaml": "apiVersion: v2\nname: nats\nversion: 2.14.2\n",
     "templates/values.yaml": (
         "apiVersion: v1\nkind: ConfigMap\nmetadata:\n  name: {{ .Release.Name }}-nats-values\n"
         "data:\n  values: {{ omit .Values `global` | toJson | quote }}\n"

@@ -80,6 +80,26 @@ broker: {urlsSecret: nats-urls}
 workers: {aggregated: {engine: mock}}
 networkPolicy: {enabled: false}
 """
+CREDENTIALS = """
+models: {enabled: false}
+nats: {enabled: false}
+broker:
+  url: tls://nats-1.example.com:4443,tls://nats-2.example.com:4443
+  credsSecret: creds
+  certSecrets: {gateway: cert-g, router: cert-r, worker: cert-w, operator: cert-o, sys: cert-s}
+  caSecret: authority
+  ports: [4443]
+  peers: [{ipBlock: {cidr: 192.0.2.0/24}}]
+workers: {aggregated: {engine: mock, extraVolumes: [{name: more, emptyDir: {}}], extraVolumeMounts: [
+  {name: more, mountPath: /more}]}}
+planner: {enabled: true}
+"""
+NATS_TLS = """
+broker: {caSecret: nats-tls}
+nats:
+  config:
+    nats: {port: 4333, tls: {enabled: true, secretName: nats-tls}}
+"""
 PLANNED = """
 planner:
   enabled: true
@@ -92,6 +112,8 @@ CASES = {
     "the defaults": "",
     "everything on": EVERYTHING,
     "a NATS of one's own": OWN_NATS,
+    "a NATS of one's own with credentials in files": CREDENTIALS,
+    "a NATS with TLS": NATS_TLS,
     "a multi-node engine that is scaled": recipe_values("llama4-eagle-gb200").replace(
         "  decode:\n", "  decode:\n    autoscaling: {enabled: true}\n    nvlinkDomain: true\n    topologyKey: clique\n"
     ),
@@ -528,6 +550,73 @@ def test_pods_get_the_url_of_their_role_with_the_password_from_the_secret() -> N
     assert environment(template)["PENSTOCK_NATS_URL"]["valueFrom"]["secretKeyRef"]["name"] == "nats-urls"
 
 
+def test_a_pod_gets_the_files_of_its_user_and_of_no_other() -> None:
+    trees = manifests(CREDENTIALS)
+    assert "password" not in json.dumps(trees).lower()
+    for name, users in (
+        ("gateway", ["gateway"]), ("router", ["router", "sys"]), ("aggregated", ["worker"]), ("planner", ["operator"]),
+    ):  # fmt: skip
+        (template,) = templates(found(trees, "Deployment", f"demo-{name}"))
+        variables = {key: each["value"] for key, each in environment(template).items() if "value" in each}
+        mounts = {each["mountPath"]: each["name"] for each in container(template)["volumeMounts"]}
+        volumes = {each["name"]: each for each in template["spec"]["volumes"]}
+        authority = volumes[mounts[variables["PENSTOCK_NATS_CA"].removesuffix("/ca.crt")]]
+        assert authority["secret"] == {"secretName": "authority", "items": [{"key": "ca.crt", "path": "ca.crt"}]}
+        assert {each for each in volumes if each.startswith("nats-")} == {
+            "nats-ca",
+            *(f"nats-{user}" for user in users),
+        }
+        for user in users:
+            prefix = "PENSTOCK_SYS_NATS_" if user == "sys" else "PENSTOCK_NATS_"
+            assert variables[f"{prefix}URL"].startswith("tls://nats-1.example.com:4443,")
+            files = {}
+            for source in volumes[f"nats-{user}"]["projected"]["sources"]:
+                secret = source["secret"]
+                files |= {item["path"]: (secret["name"], item["key"]) for item in secret["items"]}
+            at = {key: variables[f"{prefix}{key}"].split("/") for key in ("CREDS", "CERT", "KEY")}
+            assert {mounts["/".join(path[:-1])] for path in at.values()} == {f"nats-{user}"}
+            assert files[at["CREDS"][-1]] == ("creds", user)
+            assert files[at["CERT"][-1]] == (f"cert-{user[0]}", "tls.crt")
+            assert files[at["KEY"][-1]] == (f"cert-{user[0]}", "tls.key")
+        to_broker = {"ports": [{"port": 4443}], "to": [{"ipBlock": {"cidr": "192.0.2.0/24"}}]}
+        assert to_broker in found(trees, "NetworkPolicy", f"demo-{name}")["spec"]["egress"]
+    without = manifests(CREDENTIALS.replace("caSecret:", "systemUser: false\n  caSecret:"))
+    (template,) = templates(found(without, "Deployment", "demo-router"))
+    assert not any("SYS" in name for name in environment(template))
+    assert all(each["name"] != "nats-sys" for each in template["spec"]["volumes"])
+
+
+def test_every_pod_may_reach_a_nats_of_one_s_own() -> None:
+    """The values of `kubernetes render --urls-secret` left no way to the broker."""
+    trees = manifests(recipe_values("", engine="mock", urls_secret="urls"))
+    policies = [tree for tree in trees if tree["kind"] == "NetworkPolicy"]
+    assert len(policies) == 4
+    for policy in policies:
+        assert {"ports": [{"port": 4222}]} in policy["spec"]["egress"]
+
+
+def test_the_release_s_own_nats_speaks_tls_where_its_chart_is_told_to() -> None:
+    trees = manifests(NATS_TLS)
+    every = [pod for pod in pods(trees) if "PENSTOCK_NATS_URL" in environment(pod)]
+    assert len(every) == 4
+    for pod in every:
+        assert environment(pod)["PENSTOCK_NATS_URL"]["value"].endswith("@demo-nats.serving:4333")
+        assert environment(pod)["PENSTOCK_NATS_URL"]["value"].startswith("tls://")
+        assert environment(pod)["PENSTOCK_NATS_CA"]["value"] == "/etc/penstock/nats/ca/ca.crt"
+    allowed = found(trees, "NetworkPolicy", "demo-broker")["spec"]["ingress"][0]["ports"]
+    assert allowed == [{"port": 4333}]
+    router = next(pod for pod in every if container(pod)["name"] == "router")
+    assert environment(router)["PENSTOCK_SYS_NATS_URL"]["value"].startswith("tls://sys:")
+
+
+def test_an_ingress_publishes_the_api_and_no_metrics_or_docs() -> None:
+    (rule,) = found(manifests(EVERYTHING), "Ingress", "demo-gateway")["spec"]["rules"]
+    assert {each["path"] for each in rule["http"]["paths"]} == {"/v1", "/tokenize", "/detokenize"}
+    everything = manifests({"gateway": {"ingress": {"enabled": True, "paths": ["/"]}}})
+    (rule,) = found(everything, "Ingress", "demo-gateway")["spec"]["rules"]
+    assert [each["path"] for each in rule["http"]["paths"]] == ["/"]
+
+
 def test_the_nats_service_is_called_as_its_chart_calls_it() -> None:
     for release, extra, host in (
         ("llm", {}, "llm-nats"),
@@ -604,6 +693,22 @@ def test_dashboards_and_alerts_are_those_of_the_monitoring_folder() -> None:
         ),
         ("engineImage: e\nmodel: m\nworkers: {decode: {engine: vllm, engineArgs: '{'}}", "workers.decode.engineArgs: "),
         ("nats: {enabled: false}", "broker.urlsSecret: name the Secret"),
+        ("nats: {enabled: false}\nbroker: {url: 'tls://n:4222'}", "broker.url has no credentials"),
+        ("nats: {enabled: false}\nbroker: {url: 'tls://u:p@n:4222'}", "url"),
+        (
+            "nats: {enabled: false}\nbroker: {url: 'tls://n:4222', urlsSecret: u, credsSecret: c}",
+            "url and urlsSecret exclude each other",
+        ),
+        (
+            "nats: {enabled: false}\nbroker: {url: 'tls://n:4222', nkeysSecret: k, credsSecret: c}",
+            "credsSecret and nkeysSecret exclude each other",
+        ),
+        (
+            "nats: {enabled: false}\nbroker: {url: 'tls://n:4222', certSecrets: {gateway: g}}",
+            "name the Secret with this user's certificate",
+        ),
+        ("nats: {config: {nats: {tls: {enabled: true}}}}", "nats.config.nats.tls.secretName: name the Secret"),
+        (NATS_TLS.replace("broker: {caSecret: nats-tls}", ""), "broker.caSecret: name the Secret"),
         ("gateway: {autoscaling: {enabled: true, minReplicas: 9}}", "minReplicas 9 is above maxReplicas 4"),
         ("gateway: {settings: {nope: 1}}", "nope"),
         ("gateway: {settings: {http-port: 9}}", "http-port"),

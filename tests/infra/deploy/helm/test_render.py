@@ -2,16 +2,19 @@
 
 import re
 import shlex
+import shutil
+import subprocess
+from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from infra.deploy.helm.cli import rendered, run_render
-from infra.deploy.helm.generate import CHART
+from infra.deploy.helm.cli import rendered, run_chart, run_render
 from infra.deploy.helm.render import Wanted
 from infra.engine_args import BadArguments
 from infra.recipes.catalogue import members
+from tests.infra.deploy.helm.support import HELM, needs_helm
 
 ENGINE = "registry.example.com/engine:1"
 
@@ -87,10 +90,49 @@ def test_render_prints_values_below_the_commands_that_use_them(capsys: pytest.Ca
     assert all(shlex.split(line, comments=True) for line in commands if not line.startswith("#"))
     wanted = {found[1] for line in commands if (found := re.search(r"secret generic (\S+)", line))}
     assert wanted == {"llama4-ssh", "hub"}
-    assert f"helm template llama4 {CHART} -f values.yaml" in "\n".join(commands)
+    assert "helm template llama4 ./penstock-chart -f values.yaml" in "\n".join(commands)
+    assert "helm dependency build ./penstock-chart" in "\n".join(commands)
     assert yaml.safe_load(output)["workers"]["prefill"]["replicas"] == 3
     assert run_render(["no-such"]) == 1
     assert "penstock kubernetes render: no recipe 'no-such'" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         run_render(["llama3", "--prefill", "many"])
     assert "--prefill: 'many' is not a whole number" in capsys.readouterr().err
+
+
+@needs_helm
+def test_a_nats_of_one_s_own_needs_no_other_chart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """helm asks for every dependency in Chart.yaml, also for one that the values turn off."""
+    argv = ["--engine", "mock", "--urls-secret", "urls", "--ca-secret", "nats-ca"]
+    assert run_render(argv) == 0
+    printed = capsys.readouterr().out
+    assert "helm dependency" not in printed
+    assert "kubectl create secret generic nats-ca --from-file=ca.crt=./ca.crt" in printed
+    assert yaml.safe_load(printed)["broker"] == {"urlsSecret": "urls", "caSecret": "nats-ca"}
+    chart = tmp_path / "penstock-chart"
+    assert run_chart([str(chart), "--no-nats"]) == 0
+    assert HELM is not None
+    command = [HELM, "template", "demo", str(chart), "-f", "-"]
+    run = subprocess.run(command, input=printed, capture_output=True, text=True, check=False, timeout=60)
+    assert run.returncode == 0, run.stderr
+    assert run_chart([str(chart)]) == 1
+    assert "penstock-chart" in capsys.readouterr().err
+    assert run_render(["--engine", "mock", "--ca-secret", "nats-ca"]) == 1
+    assert "--urls-secret" in capsys.readouterr().err
+
+
+@needs_helm
+def test_the_lock_names_the_chart_s_dependency(tmp_path: Path) -> None:
+    """helm says that a lock is out of sync before it looks for a repository."""
+    for folder, said in (("as-it-is", "no repository definition"), ("changed", "out of sync")):
+        chart = tmp_path / folder
+        assert run_chart([str(chart)]) == 0
+        if folder == "changed":
+            text = (chart / "Chart.yaml").read_text()
+            (chart / "Chart.yaml").write_text(text.replace("version: 2.14.2", "version: 2.14.1"))
+        assert HELM is not None
+        home = {name: str(tmp_path / "home") for name in ("HELM_CACHE_HOME", "HELM_CONFIG_HOME", "HELM_DATA_HOME")}
+        command = [HELM, "dependency", "build", str(chart)]
+        run = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60, env=home)
+        assert said in run.stderr
+    shutil.rmtree(tmp_path / "home", ignore_errors=True)

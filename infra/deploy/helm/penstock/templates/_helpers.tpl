@@ -2,7 +2,20 @@
 {{- define "penstock.http" }}8000{{ end }}
 {{- define "penstock.metrics" }}9090{{ end }}
 {{- define "penstock.ssh" }}2222{{ end }}
-{{- define "penstock.nats" }}4222{{ end }}
+{{/* The port of the release's own NATS. */}}
+{{- define "penstock.nats" }}{{ (((.Values.nats).config).nats).port | default 4222 | int }}{{ end }}
+{{/* Whether the release's own NATS speaks TLS; empty: no. */}}
+{{- define "penstock.tls" -}}
+{{- if and .Values.nats.enabled ((((.Values.nats).config).nats).tls).enabled -}}
+{{- if not .Values.nats.config.nats.tls.secretName -}}
+{{- fail (printf "nats.config.nats.tls.secretName: name the Secret with the servers' certificate (tls.crt, tls.key) for %s" (include "penstock.natsHost" .)) -}}
+{{- end -}}
+{{- if not .Values.broker.caSecret -}}
+{{- fail "broker.caSecret: name the Secret whose ca.crt signs the certificate of nats.config.nats.tls" -}}
+{{- end -}}
+tls
+{{- end -}}
+{{- end }}
 {{/* Beyond drainSeconds: to close connections and unregister. */}}
 {{- define "penstock.grace" }}15{{ end }}
 {{/* Before SIGTERM: proxies still send requests to a pod that has just been taken out of its Service. */}}
@@ -61,24 +74,87 @@ labels:
 {{ .Values.nats.fullnameOverride | default $full | trunc 63 | trimSuffix "-" }}.{{ .Release.Namespace }}
 {{- end }}
 
-{{/* The variable with the URL of a user: (dict "root" $ "user" "gateway" "variable" "PENSTOCK_NATS_URL"). */}}
+{{/*
+How a pod logs in to the broker as a user: (dict "root" $ "user" "gateway"). A URL with the password, or a URL and files
+(see penstock.login). The user sys has variables of its own.
+*/}}
 {{- define "penstock.url" -}}
+{{- $broker := .root.Values.broker -}}
+{{- $prefix := ternary "PENSTOCK_SYS_NATS_" "PENSTOCK_NATS_" (eq .user "sys") -}}
 {{- if .root.Values.nats.enabled -}}
 {{- $password := printf "%s_PASSWORD" (upper .user) -}}
 - name: {{ $password }}
   valueFrom: {secretKeyRef: {name: {{ .root.Release.Name }}-broker, key: {{ .user }}}}
-- name: {{ .variable }}
-  value: nats://{{ .user }}:$({{ $password }})@{{ include "penstock.natsHost" .root }}:{{ include "penstock.nats" . }}
+- name: {{ $prefix }}URL
+  value: {{ include "penstock.tls" .root | default "nats" }}://{{ .user }}:$({{ $password }})@{{ include "penstock.natsHost" .root }}:{{ include "penstock.nats" .root }}
 {{- else -}}
-- name: {{ .variable }}
+{{- $files := or $broker.credsSecret $broker.nkeysSecret $broker.certSecrets -}}
+{{- if and $broker.url $broker.urlsSecret }}{{ fail "broker: url and urlsSecret exclude each other" }}{{ end -}}
+{{- if and $broker.url (not $files) -}}
+{{- fail "broker.url has no credentials: name credsSecret, nkeysSecret or certSecrets, or urlsSecret instead of url" -}}
+{{- end -}}
+- name: {{ $prefix }}URL
+  {{- if $broker.url }}
+  value: {{ $broker.url | quote }}
+  {{- else }}
   valueFrom:
     secretKeyRef:
-      name: {{ .root.Values.broker.urlsSecret | required "broker.urlsSecret: name the Secret with the URLs of your NATS, or set nats.enabled" }}
+      name: {{ $broker.urlsSecret | required "broker.urlsSecret: name the Secret with the URLs of your NATS, or set broker.url or nats.enabled" }}
       key: {{ .user }}
       {{- if eq .user "sys" }}
       optional: true
       {{- end }}
-{{- end -}}
+  {{- end }}
+{{- end }}
+{{- if and $broker.credsSecret $broker.nkeysSecret }}{{ fail "broker: credsSecret and nkeysSecret exclude each other" }}{{ end }}
+{{- if and $broker.caSecret (ne .user "sys") }}
+- {name: PENSTOCK_NATS_CA, value: /etc/penstock/nats/ca/ca.crt}
+{{- end }}
+{{- if $broker.credsSecret }}
+- {name: {{ $prefix }}CREDS, value: /etc/penstock/nats/{{ .user }}/creds}
+{{- else if $broker.nkeysSecret }}
+- {name: {{ $prefix }}NKEY, value: /etc/penstock/nats/{{ .user }}/nkey}
+{{- end }}
+{{- if $broker.certSecrets }}
+- {name: {{ $prefix }}CERT, value: /etc/penstock/nats/{{ .user }}/tls.crt}
+- {name: {{ $prefix }}KEY, value: /etc/penstock/nats/{{ .user }}/tls.key}
+{{- end }}
+{{- end }}
+
+{{/* The volumes with what a pod needs to log in: (dict "root" $ "users" (list "router" "sys")); empty: none. */}}
+{{- define "penstock.login" -}}
+{{- $broker := .root.Values.broker -}}
+{{- if $broker.caSecret }}
+- {name: nats-ca, secret: {secretName: {{ $broker.caSecret }}, items: [{key: ca.crt, path: ca.crt}]}}
+{{- end }}
+{{- range $user := .users }}
+{{- if or $broker.credsSecret $broker.nkeysSecret $broker.certSecrets }}
+# of this user alone, for what the other ones may do is not this pod's
+- name: nats-{{ $user }}
+  projected:
+    defaultMode: 0440
+    sources:
+      {{- if $broker.credsSecret }}
+      - secret: {name: {{ $broker.credsSecret }}, items: [{key: {{ $user }}, path: creds}]}
+      {{- else if $broker.nkeysSecret }}
+      - secret: {name: {{ $broker.nkeysSecret }}, items: [{key: {{ $user }}, path: nkey}]}
+      {{- end }}
+      {{- if $broker.certSecrets }}
+      - secret: {name: {{ get $broker.certSecrets $user | required (printf "broker.certSecrets.%s: name the Secret with this user's certificate" $user) }}, items: [{key: tls.crt, path: tls.crt}, {key: tls.key, path: tls.key}]}
+      {{- end }}
+{{- end }}
+{{- end }}
+{{- end }}
+{{- define "penstock.loginMounts" -}}
+{{- $broker := .root.Values.broker -}}
+{{- if $broker.caSecret }}
+- {name: nats-ca, mountPath: /etc/penstock/nats/ca, readOnly: true}
+{{- end }}
+{{- if or $broker.credsSecret $broker.nkeysSecret $broker.certSecrets }}
+{{- range .users }}
+- {name: nats-{{ . }}, mountPath: /etc/penstock/nats/{{ . }}, readOnly: true}
+{{- end }}
+{{- end }}
 {{- end }}
 
 {{/* The token for the Hugging Face hub, if there is one. */}}

@@ -171,7 +171,7 @@ spec:
         - {name: HOME, value: /home/penstock}
         {{- else }}
         {{- include "penstock.ownName" . | nindent 8 }}
-        {{- include "penstock.url" (dict "root" .root "user" "worker" "variable" "PENSTOCK_NATS_URL") | nindent 8 }}
+        {{- include "penstock.url" (dict "root" .root "user" "worker") | nindent 8 }}
         # on a volume that outlives the container: the next one reports whether this one crashed
         - {name: PENSTOCK_STATE_DIR, value: /tmp/penstock}
         {{- end }}
@@ -223,6 +223,12 @@ spec:
         {{- include "penstock.scratchMounts" . | nindent 8 }}
         - {name: models, mountPath: /models}
         - {name: shm, mountPath: /dev/shm}
+        {{- if not .follower }}
+        {{- include "penstock.loginMounts" (dict "root" .root "users" (list "worker")) | trim | nindent 8 }}
+        {{- end }}
+        {{- with $pool.extraVolumeMounts }}
+        {{- toYaml . | nindent 8 }}
+        {{- end }}
         {{- if $pool.engineArgs }}
         - {name: engine, mountPath: /etc/penstock/engine, readOnly: true}
         {{- end }}
@@ -235,6 +241,12 @@ spec:
     {{- include "penstock.models" .root | nindent 4 }}
     # TensorRT-LLM and NCCL exchange through shared memory, of which a container has 64 MiB otherwise.
     - {name: shm, emptyDir: {medium: Memory, sizeLimit: {{ $pool.sharedMemory }}}}
+    {{- if not .follower }}
+    {{- include "penstock.login" (dict "root" .root "users" (list "worker")) | trim | nindent 4 }}
+    {{- end }}
+    {{- with $pool.extraVolumes }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
     {{- if $pool.engineArgs }}
     - {name: engine, configMap: {name: {{ .root.Release.Name }}-engine}}
     {{- end }}
