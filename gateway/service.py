@@ -48,7 +48,7 @@ from gateway.verdicts import Verdicts
 from infra.bus.connection import Bus
 from infra.bus.erase import check_stores
 from infra.bus.loop_lag import TurnBudget
-from infra.bus.publisher import Ack, Publisher
+from infra.bus.publisher import Ack, Publisher, Refused
 from infra.bus.tasks import Tasks
 from infra.model.modeldir import ModelDir
 from schemas import control, done, wire
@@ -322,8 +322,9 @@ class Gateway:
                 await kept
             await self.turns.resume()  # hundreds may be acknowledged together
         except BaseException:
-            # It may be stored nevertheless: the acknowledgement may have been lost. Without its content it cannot run.
-            if owner or kept is not None:
+            # It may be stored nevertheless: the acknowledgement may have been lost, and then a repeat reads its answer.
+            # It cannot run without its content.
+            if owner or (kept is not None and _was_refused(kept)):
                 self.cancel_unfinished(inflight, "the acceptance was not confirmed")
             else:
                 self.release(inflight)
@@ -335,7 +336,7 @@ class Gateway:
     async def _attach_repeated(self, inflight: InflightRequest) -> InflightRequest:
         """The log had the request already."""
         self.payments.repeated(inflight)
-        self.unstored.drop(inflight.request.id)
+        self.unstored.drop(inflight)
         try:
             stored, record = await self.look_up(inflight.request.id)
         finally:
@@ -503,7 +504,7 @@ class Gateway:
             late_ns = now_ns - inflight.request.deadline_ns
             if inflight.cancelling:
                 if late_ns > CANCEL_FOR_NS:
-                    self.unstored.drop(inflight.request.id)
+                    self.unstored.drop(inflight)
                 if inflight.ended or late_ns > CANCEL_FOR_NS:
                     self.release(inflight)
                 elif now - inflight.cancel_sent > CANCEL_AGAIN_S:
@@ -512,6 +513,10 @@ class Gateway:
                 _end_overdue(inflight, late_ns)
         self._quiet = quiet
         await self._subscriptions.close_unused()
+
+
+def _was_refused(done: "asyncio.Future[Ack]") -> bool:
+    return done.done() and not done.cancelled() and isinstance(done.exception(), Refused)
 
 
 def _end_overdue(inflight: InflightRequest, late_ns: int) -> None:

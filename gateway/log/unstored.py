@@ -168,7 +168,8 @@ class UnstoredRequests:
         for owner in {medium.private for medium in request.media if medium.private}:
             if owner in self._media:
                 self._media[owner].request = request.id
-        self._open[request.id] = _Open(inflight, content)
+        # A repeat of one whose acceptance was not confirmed: what is there of that one stays until it has ended.
+        self._open.setdefault(request.id, _Open(inflight, content))
         self._ledger.began(request.id, time.monotonic())
         future = await memory.put(
             self._bus,
@@ -187,9 +188,12 @@ class UnstoredRequests:
         if not done.cancelled() and done.exception() is None:
             self._ledger.stored(request_id, done.result().seq)
 
-    def drop(self, request_id: str) -> None:
+    def drop(self, inflight: InflightRequest) -> None:
         """It was not accepted, or is another one."""
-        if self._open.pop(request_id, None) is not None:
+        request_id = inflight.request.id
+        found = self._open.get(request_id)
+        if found is not None and found.inflight is inflight:
+            del self._open[request_id]
             self._over(request_id)
 
     def _over(self, request_id: str) -> None:

@@ -34,6 +34,10 @@ class Ack(msgspec.Struct, frozen=True):
     duplicate: bool = False
 
 
+class Refused(ServingError):
+    """The broker does not store the message. Without this error, one that was not confirmed may be stored."""
+
+
 class _Pending:
     __slots__ = ("deadline", "future", "gate", "headers", "insist", "once", "payload", "refusal", "sent", "subject")
 
@@ -237,8 +241,8 @@ class Publisher:
             await self._transmit(token, pending)
 
 
-def _refused(subject: str, reason: str) -> ServingError:
-    return ServingError(
+def _refused(subject: str, reason: str) -> Refused:
+    return Refused(
         Code.broker_unavailable,
         f"the stream of {subject} refused the message: {reason}; check its limits and the free disk space",
         retry_after=1.0,

@@ -1,0 +1,106 @@
+"""Requests with ``no_store`` whose acceptance the broker does not confirm, on a real nats-server."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import msgspec
+import pytest
+from nats.aio.msg import Msg
+
+from gateway.log.inflight import InflightRequest
+from gateway.service import Gateway
+from infra.broker.server import EmbeddedNats
+from infra.bus import memory
+from infra.bus.connection import Bus
+from infra.bus.publisher import Ack, Refused
+from infra.model.modeldir import ModelDir
+from schemas.errors import Code, ServingError
+from schemas.requests import GenerateRequest
+from schemas.subjects import Subjects
+from tests.gateway.nats.support import Running, gateway_on
+from tests.infra.bus.support import opened
+
+BODY = b'{"model": "tiny", "prompt": "a b c", "max_tokens": 4, "no_store": true}'
+LATE = ServingError(Code.broker_unavailable, "not confirmed in time")
+
+
+@pytest.fixture
+async def bus(broker: EmbeddedNats, subjects: Subjects) -> AsyncIterator[Bus]:
+    async with opened(broker, subjects) as bus:
+        yield bus
+
+
+@pytest.fixture
+async def running(broker: EmbeddedNats, subjects: Subjects, model: ModelDir) -> AsyncIterator[Running]:
+    async with gateway_on(broker, subjects, model) as running:
+        yield running
+
+
+@pytest.fixture
+async def cancelled(bus: Bus) -> list[bytes]:
+    """What was asked to be cancelled."""
+    found: list[bytes] = []
+
+    async def take(message: Msg) -> None:
+        found.append(message.data)
+
+    await bus.nc.subscribe(bus.subjects.cancel, cb=take)
+    await bus.nc.flush()
+    return found
+
+
+@pytest.fixture
+async def unconfirmed(running: Running, monkeypatch: pytest.MonkeyPatch) -> GenerateRequest:
+    """A request that is stored; the gateway does not hear of it."""
+    gateway = running.gateway
+    publish = gateway._publisher.publish
+
+    async def confirm_nothing(*args: Any, **more: Any) -> Ack:
+        await publish(*args, **more)
+        raise LATE
+
+    with monkeypatch.context() as patch:
+        patch.setattr(gateway._publisher, "publish", confirm_nothing)
+        request = (await gateway.prepare("completion", BODY)).request
+        with pytest.raises(ServingError) as error:
+            await gateway.submit(request, owner=False)
+        assert error.value is LATE
+    return request
+
+
+async def content(bus: Bus, gateway: Gateway, request: GenerateRequest) -> bytes | None:
+    return await memory.find(bus, msgspec.structs.replace(request, gateway=gateway.id), "request")
+
+
+async def test_it_is_not_cancelled_since_a_repeat_may_read_its_answer(
+    bus: Bus, running: Running, unconfirmed: GenerateRequest, cancelled: list[bytes]
+) -> None:
+    repeat = await running.gateway.submit(unconfirmed, owner=False)
+    await running.gateway.unstored._sweep(asyncio.get_running_loop().time())
+    await bus.nc.flush()
+    assert isinstance(repeat, InflightRequest)
+    assert not cancelled
+    assert await content(bus, running.gateway, unconfirmed), "the repeat has not deleted it"
+    assert [each.request.id for each in running.gateway.unstored.open] == [unconfirmed.id]
+
+
+async def test_it_is_cancelled_if_its_content_was_refused(
+    bus: Bus, running: Running, cancelled: list[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gateway = running.gateway
+
+    async def refuse(*_: Any, **__: Any) -> "asyncio.Future[Ack]":
+        future: asyncio.Future[Ack] = asyncio.get_running_loop().create_future()
+        future.set_exception(Refused(Code.broker_unavailable, "full"))
+        return future
+
+    monkeypatch.setattr(gateway.unstored, "put", refuse)
+    request = (await gateway.prepare("completion", BODY)).request
+    with pytest.raises(Refused):
+        await gateway.submit(request, owner=False)
+    async with asyncio.timeout(10):
+        while not cancelled:
+            await bus.nc.flush()
+            await asyncio.sleep(0)
+    assert request.id.encode() in cancelled[0]
