@@ -61,7 +61,14 @@ class Autoscaling(Section, frozen=True, kw_only=True):
     ] = "hpa"
     min_replicas: Count = 1
     max_replicas: Count = 4
-    metric: Annotated[Metric, about("gauge of docs/metrics.md; its sum over all processes is compared with the target")]
+    metric: Annotated[
+        Metric,
+        about(
+            "gauge of docs/metrics.md; its sum over the processes of the release is compared with the target, of a "
+            "worker's over its pool. Every gateway reports the whole queue, which counts once"
+        ),
+    ]
+    model: Annotated[str, about("label `model` of the metric; default: any model of the release")] = ""
     target: Annotated[int, Meta(ge=1, description="of the metric, for each replica")]
     scale_down_seconds: Annotated[Seconds, about("how long the metric must be low before pods are removed")] = 300
 

@@ -1,8 +1,12 @@
 """The chart's manifests: valid by the published schemas, complete, and agreeing with each other and the processes."""
 
 import json
+import re
+import shutil
+import subprocess
 from collections.abc import Iterator
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -11,7 +15,7 @@ import yaml
 
 from configs.flags import parse
 from configs.settings import GatewaySettings, RouterSettings, WorkerSettings
-from infra.deploy.helm.generate import files
+from infra.deploy.helm.generate import CHART, files
 from infra.deploy.monitoring.main import ALERTS, GRAFANA
 from infra.engine_args import decode, parse_yaml
 from infra.planner.command import Settings as PlannerSettings
@@ -636,11 +640,17 @@ def test_queues_scale_pools_by_a_metric_that_exists() -> None:
     scaler = found(trees, "HorizontalPodAutoscaler", "demo-decode")["spec"]
     assert scaler["scaleTargetRef"] == {"apiVersion": "apps/v1", "kind": "Deployment", "name": "demo-decode"}
     (metric,) = scaler["metrics"]
+    labels = {"kubernetes_namespace": "serving", "namespace": "ps", "release": "demo"}
     assert metric["external"]["metric"] == {
-        "name": "penstock_gateway_queued_requests", "selector": {"matchLabels": {"namespace": "ps"}},
+        "name": "penstock_gateway_queued_requests", "selector": {"matchLabels": labels},
     }  # fmt: skip
+    matchers = ",".join(f'{name}="{value}"' for name, value in labels.items())
     scaled = found(trees, "ScaledObject", "demo-prefill")["spec"]
-    assert scaled["triggers"][0]["metadata"]["query"] == 'sum(penstock_gateway_queued_requests{namespace="ps"})'
+    series = f"penstock_gateway_queued_requests{{{matchers}}}"
+    assert scaled["triggers"][0]["metadata"]["query"] == f"sum(max by (namespace, model) ({series}))"
+    # Every label that is selected by is one that the processes or the PodMonitor give to their series.
+    relabelings = found(trees, "PodMonitor", "demo-monitoring")["spec"]["podMetricsEndpoints"][0]["relabelings"]
+    assert {*labels, "pool"} <= {"namespace", "model"} | {each["targetLabel"] for each in relabelings}
     gateways = found(trees, "HorizontalPodAutoscaler", "demo-gateway")["spec"]
     names = {metric["external"]["metric"]["name"] for spec in (scaler, gateways) for metric in spec["metrics"]}
     assert names <= known()
@@ -652,6 +662,74 @@ def test_queues_scale_pools_by_a_metric_that_exists() -> None:
     target = found(group, "HorizontalPodAutoscaler", "demo-decode")["spec"]["scaleTargetRef"]
     assert target["kind"] == "LeaderWorkerSet"
     assert target["name"] in named(group, "LeaderWorkerSet")
+
+
+def by_adapter(metric: Tree) -> str:
+    """The query that the Prometheus adapter makes of an external metric, by the rules in the chart's README."""
+    readme = (CHART / "README.md").read_text(encoding="utf-8")
+    (rules,) = (yaml.safe_load(text) for text in re.findall(r"```yaml\n(rules:.*?)```", readme, re.DOTALL))
+    for rule in rules["rules"]["external"]:
+        wanted = re.fullmatch(r'\{__name__=~"(.*)"\}', rule["seriesQuery"])
+        if re.fullmatch(wanted[1] if wanted else rule["seriesQuery"], metric["name"]):
+            matchers = ",".join(f'{name}="{value}"' for name, value in metric["selector"]["matchLabels"].items())
+            query = rule["metricsQuery"].replace("<<.Series>>", metric["name"])
+            return str(query.replace("<<.LabelMatchers>>", matchers))
+    raise AssertionError(f"no rule for {metric['name']}")
+
+
+def test_a_queue_counts_once_and_a_release_is_not_scaled_by_another(tmp_path: Path) -> None:
+    """Two gateways showed 70 waiting requests where 35 waited, and releases with one namespace scaled each other."""
+    promtool = shutil.which("promtool")
+    if promtool is None:
+        pytest.skip("promtool is not installed")
+    running = {"enabled": True, "metric": "penstock_worker_running"}
+    values = {
+        "gateway": {"autoscaling": {"enabled": True}},
+        "workers": {"aggregated": {"autoscaling": {"enabled": True}}, "decode": {"autoscaling": running}},
+    }
+    adapter = {}
+    for tree in manifests(values):
+        if tree["kind"] == "HorizontalPodAutoscaler":
+            (metric,) = tree["spec"]["metrics"]
+            adapter[tree["metadata"]["name"].removeprefix("demo-")] = by_adapter(metric["external"]["metric"])
+    for pool in (values["gateway"], *values["workers"].values()):
+        pool["autoscaling"]["kind"] = "keda"  # type: ignore[index]
+    keda = {
+        tree["metadata"]["name"].removeprefix("demo-"): tree["spec"]["triggers"][0]["metadata"]["query"]
+        for tree in manifests(values)
+        if tree["kind"] == "ScaledObject"
+    }
+    series, at = [], {"namespace": "ps", "model": "m"}
+    for release, factor in (("demo", 1), ("other", 100)):
+        place = at | {"release": release, "kubernetes_namespace": "serving"}
+        for process, opened in (("gateway-0", 3), ("gateway-1", 4)):
+            own = place | {"process": process, "pool": "gateway"}
+            series += [("penstock_gateway_queued_requests", own, 35 * factor)]
+            series += [("penstock_gateway_open_requests", own, opened * factor)]
+        for pool in ("aggregated", "decode", "decode"):
+            own = place | {"process": f"{pool}-{len(series)}", "pool": pool}
+            series += [("penstock_worker_running", own, 5 * factor)]
+    expected = {"gateway": 7, "aggregated": 35, "decode": 10}
+    assert set(adapter) == set(keda) == set(expected)
+    tests = {
+        "evaluation_interval": "1m",
+        "tests": [{
+            "interval": "1m",
+            "input_series": [
+                {"series": name + "{" + ",".join(f'{k}="{v}"' for k, v in labels.items()) + "}", "values": str(value)}
+                for name, labels, value in series
+            ],
+            "promql_expr_test": [
+                {"expr": queries[name], "eval_time": "0m", "exp_samples": [{"labels": "{}", "value": value}]}
+                for queries in (adapter, keda)
+                for name, value in expected.items()
+            ],
+        }],
+    }  # fmt: skip
+    (tmp_path / "test.yml").write_text(yaml.safe_dump(tests), encoding="utf-8")
+    command = [promtool, "test", "rules", tmp_path / "test.yml"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_dashboards_and_alerts_are_those_of_the_monitoring_folder() -> None:
