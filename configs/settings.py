@@ -8,7 +8,6 @@ from typing import Annotated, Literal, NamedTuple
 
 from msgspec import Meta, Struct
 
-from schemas.parser_names import ReasoningParser, ToolCallParser
 from schemas.subjects import Namespace
 
 Positive = Annotated[int, Meta(ge=1)]
@@ -58,6 +57,10 @@ class GatewaySettings(Common, frozen=True, kw_only=True):
         ),
     ] = ""
     chat_template: Annotated[str, about("Jinja file to use instead of the model's own chat template")] = ""
+    parser_families: Annotated[
+        str,
+        about("TOML or JSON file with formats of reasoning and tool calls beside the known ones; workers need it too"),
+    ] = ""
     http_host: Annotated[str, about("address to listen on; 0.0.0.0: all addresses")] = "127.0.0.1"
     http_port: Annotated[int, Meta(ge=0, le=65535, description="port to listen on; 0: any free port")] = 8000
     listen_fd: Annotated[
@@ -392,11 +395,19 @@ class WorkerSettings(Common, frozen=True, kw_only=True):
         str, about('logits processors of every request, as JSON: [{"name": ..., "args": {...}}]')
     ] = ""
     reasoning_parser: Annotated[
-        ReasoningParser, about("format of the model's reasoning; auto: detected from the chat template")
+        str,
+        about(
+            "format of the model's reasoning, see [Parsers](parsers.md); auto: detected from the chat template; none: "
+            "it stays in the text"
+        ),
     ] = "auto"
     tool_call_parser: Annotated[
-        ToolCallParser, about("format of the model's tool calls; auto: detected from the chat template")
+        str, about("format of the model's tool calls, likewise; auto: detected from the chat template; none: no calls")
     ] = "auto"
+    parser_families: Annotated[
+        str,
+        about("TOML or JSON file with formats of reasoning and tool calls beside the known ones; gateways need it too"),
+    ] = ""
     transfer: Annotated[
         Literal["auto", "nixl", "none"],
         about("how KV blocks move between workers; auto: nixl where the role needs it"),

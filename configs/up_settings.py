@@ -19,7 +19,6 @@ from configs.settings import (
     WorkerSettings,
     about,
 )
-from schemas.parser_names import ReasoningParser, ToolCallParser
 
 _GATEWAY, _ROUTER, _WORKER, _NATS = GatewaySettings(), RouterSettings(), WorkerSettings(), NatsSettings()
 _OF_GATEWAY, _OF_ROUTER, _OF_WORKER = SameAs(GatewaySettings), SameAs(RouterSettings), SameAs(WorkerSettings)
@@ -120,8 +119,11 @@ class UpSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         ),
     ] = "batch"
     chat_template: Annotated[str, _OF_GATEWAY] = _GATEWAY.chat_template
-    reasoning_parser: Annotated[ReasoningParser, _OF_WORKER] = _WORKER.reasoning_parser
-    tool_call_parser: Annotated[ToolCallParser, _OF_WORKER] = _WORKER.tool_call_parser
+    reasoning_parser: Annotated[str, _OF_WORKER] = _WORKER.reasoning_parser
+    tool_call_parser: Annotated[str, _OF_WORKER] = _WORKER.tool_call_parser
+    parser_families: Annotated[
+        str, about("TOML or JSON file with formats of reasoning and tool calls beside the known ones")
+    ] = ""
     block_size: Annotated[int, _OF_WORKER] = _WORKER.block_size
     kv_blocks: Annotated[int, _OF_WORKER] = _WORKER.kv_blocks
     quantization: Annotated[Quantization, _OF_WORKER] = _WORKER.quantization

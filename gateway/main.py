@@ -29,7 +29,7 @@ from infra.bus.connection import connect
 from infra.bus.publisher import Publisher
 from infra.bus.tasks import Stop, count_tasks
 from infra.metrics.scope import process_scope
-from infra.model import modeldir
+from infra.model import modeldir, parser_detection
 from schemas.errors import ServingError
 
 log = structlog.get_logger("gateway")
@@ -77,11 +77,12 @@ def run(settings: GatewaySettings) -> int:
     import uvloop
 
     try:
+        parser_detection.prepare(settings.parser_families)
         path = modeldir.resolve(settings.model)
         model = modeldir.load(
             path, name="".join(served_names(settings.served_model_name)[:1]), chat_template=settings.chat_template
         )
-    except modeldir.ModelError as error:
+    except (modeldir.ModelError, ValueError) as error:
         log.error("start_failed", error=str(error))
         return EXIT_CONFIG
     folder = settings.allowed_local_media_path

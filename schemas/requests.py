@@ -145,6 +145,7 @@ class Parsing(msgspec.Struct, frozen=True, omit_defaults=True):
     names: str = ""  # of the fields with reasoning, see ``--reasoning-fields``
     hidden: bool = False  # reasoning is left out of the answer
     joined: bool = False  # reasoning is part of the content, with its marks
+    functions: tuple[str, ...] = ()  # names of the tools, for formats in which a name is not marked as one
 
 
 class Shown(msgspec.Struct, frozen=True, omit_defaults=True):

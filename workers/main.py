@@ -7,7 +7,7 @@ import structlog
 from configs import logs
 from configs.settings import WorkerSettings
 from infra.metrics.page import PortTaken, check_port
-from infra.model import modeldir
+from infra.model import modeldir, parser_detection
 from schemas.errors import ServingError
 from workers.engines.base import EngineError
 from workers.engines.support import SUPPORT, able
@@ -60,6 +60,7 @@ async def _serve(settings: WorkerSettings) -> int:
         from workers.token_backend import TokenBackend
 
         check_settings(settings)
+        parser_detection.prepare(settings.parser_families, settings.reasoning_parser, settings.tool_call_parser)
         make_backend = TokenBackend
     return await WorkerProcess(settings, make_backend).serve()
 

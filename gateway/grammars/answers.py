@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from gateway.grammars.calls import CallGrammar, Tool
-from gateway.grammars.writer import CannotExpress, GrammarWriter, escaped
-from infra.model.parsers.reasoning import ReasoningTags
+from gateway.grammars.writer import ANY_TEXT, CannotExpress, GrammarWriter, escaped
+from infra.model.parsers.families import Thoughts
 
 LAYOUT = r"/\n{0,2}/"  # between reasoning and what follows
 ANYTHING = "<[*]>*"
@@ -19,7 +19,7 @@ class Reasoning(NamedTuple):
         max_tokens: of it; None: no limit.
     """
 
-    tags: ReasoningTags | None
+    tags: Thoughts | None
     begun: bool = False
     max_tokens: int | None = None
 
@@ -63,10 +63,15 @@ def _content_or_calls(writer: GrammarWriter, content: str | None, calls: Calls |
     if grammar.starts:
         other = writer.terminal(rf"/([^ \n{escaped(grammar.starts)}](.|\n)*)?/")
         return f"({called} | {other})"
-    if writer.mark_id(grammar.opener) is None:
+    before, token = writer.spelled(grammar.opener)
+    if not token:
         raise CannotExpress(
             f"this model spells {grammar.opener!r} as text; set tool_choice to 'required', or strict to false"
         )
+    if before:  # of the mark, which content ends with if calls follow
+        begun = grammar.calls(writer, calls.tools, one=calls.one, begun=before)
+        text = writer.rule(f"/{ANY_TEXT}{escaped(before)}/")
+        return f"({writer.text_without(grammar.opener)} | {text} {begun})"
     return f"{writer.text_without(grammar.opener)} {called}?"
 
 
@@ -81,7 +86,7 @@ def _with_reasoning(writer: GrammarWriter, reasoning: Reasoning, following: str,
     opening = f"({' | '.join(map(writer.literal, tags.opening))})"
     if not free:
         return f"({opening} {body} {layout})? {following}"
-    tokens = [token for each in tags.opening if (token := writer.mark_id(each)) is not None]
+    tokens = [token for each in tags.opening if (token := writer.mark_id(each.strip())) is not None]
     first = f"<[^{','.join(map(str, tokens))}]>" if tokens else "<[*]>"
     return f"({opening} {body} {following} | ({first} {following})?)"
 

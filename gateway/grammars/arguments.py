@@ -17,17 +17,15 @@ class Pieces(NamedTuple):
     """How one argument is written.
 
     Attributes:
-        lead: from its key to what stands before its value.
-        text_end: what ends a text; "": texts are JSON strings.
-        json_end: what ends another value.
-        last: behind both.
+        lead: from its key and the JSON type of its value to what stands before that.
+        text_end: from its key to what ends a value; "": texts are JSON strings.
+        typed: ``lead`` depends on the type, and texts that are not marked so are JSON strings.
         between: arguments.
     """
 
-    lead: Callable[[str], str]
-    text_end: str = ""
-    json_end: str = ""
-    last: str = ""
+    lead: Callable[[str, str], str]
+    text_end: Callable[[str], str] = lambda key: ""
+    typed: bool = False
     between: str = ""
 
 
@@ -81,16 +79,19 @@ def _argument(
         root: schema of all arguments.
         shared: its definitions.
     """
-    lead = writer.literal(pieces.lead(key))
     found = kinds(schema, root)
-    if pieces.text_end and "string" in found <= {"string", "null"}:
-        value = _text(writer, schema, root, pieces.text_end, strict=strict)
-    else:
-        whole = schema | shared if isinstance(schema, dict) else schema
-        escapes = {} if pieces.json_end else ESCAPES
-        value = writer.json(whole, lenient=not strict, **escapes)
-        value += " " + writer.literal(pieces.json_end) if pieces.json_end else ""
-    return writer.rule(f"{lead} {value}" + (f" {quoted(pieces.last)}" if pieces.last else ""))
+    end = pieces.text_end(key)
+    if end and "string" in found <= ({"string"} if pieces.typed else {"string", "null"}):
+        lead = writer.literal(pieces.lead(key, "string"))
+        return writer.rule(f"{lead} {_text(writer, schema, root, end, strict=strict)}")
+    whole = schema | shared if isinstance(schema, dict) else schema
+    escapes = {} if end else ESCAPES
+    value = f"{writer.json(whole, lenient=not strict, **escapes)} {writer.literal(end)}".strip()
+    leads = sorted({pieces.lead(key, kind) for kind in found - ({"string"} if pieces.typed else set())} or
+                   {pieces.lead(key, "object")})  # fmt: skip
+    if len(leads) == 1:
+        return writer.rule(f"{writer.literal(leads[0])} {value}")
+    return writer.rule(f"({' | '.join(map(writer.literal, leads))}) {value}")
 
 
 def _text(writer: GrammarWriter, schema: dict[str, Any], root: dict[str, Any], end: str, *, strict: bool) -> str:

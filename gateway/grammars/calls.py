@@ -1,11 +1,13 @@
-"""The grammar of tool calls in each format that ``infra.model.parsers`` reads."""
+"""The grammar of tool calls of each row of the table that ``infra.model.parsers`` reads by."""
 
+import html
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from gateway.grammars.arguments import Pieces, by_property
+from gateway.grammars.notation import notation_object
 from gateway.grammars.writer import CannotExpress, GrammarWriter
-from infra.model.constraints import quoted
+from infra.model.parsers.families import CHANNELS, TABLE, Calls
 
 NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 
@@ -46,104 +48,115 @@ class CallGrammar(NamedTuple):
         except CannotExpress as error:
             raise CannotExpress(f"tool {tool.name!r}: {error}") from None
 
-    def calls(self, writer: GrammarWriter, tools: Sequence[Tool], *, one: bool) -> str:
-        """At least one call of these tools; ``one``: exactly one."""
+    def calls(self, writer: GrammarWriter, tools: Sequence[Tool], *, one: bool, begun: str = "") -> str:
+        """At least one call of these tools.
+
+        Args:
+            one: exactly one.
+            begun: what of ``before`` has been written.
+        """
         call = writer.rule(" | ".join(self._one(writer, tool) for tool in tools))
         body = call if one or self.one else f"{call} ({writer.literal(self.between)} {call})*"
-        return writer.rule(f"{writer.literal(self.before)} {body} {writer.literal(self.after)}".strip())
-
-
-def _json_object(begin: str, key: str, end: str) -> Callable[[GrammarWriter, Tool], str]:
-    """``begin {"name": NAME, key: {...}} end``"""
-
-    def call(writer: GrammarWriter, tool: Tool) -> str:
-        head = f'{begin}{{"name": {quoted(tool.name)}, "{key}": '
-        return f"{writer.literal(head)} {_arguments(writer, tool)} {writer.literal('}' + end)}"
-
-    return call
-
-
-def _headed(head: str, end: str) -> Callable[[GrammarWriter, Tool], str]:
-    """``head`` with the name in place of {}, then the arguments as JSON, then ``end``."""
-
-    def call(writer: GrammarWriter, tool: Tool) -> str:
-        before, after = head.split("{}")
-        return f"{writer.literal(before + tool.name + after)} {_arguments(writer, tool)} {writer.literal(end)}".strip()
-
-    return call
-
-
-def _kimi(writer: GrammarWriter, tool: Tool) -> str:
-    """The name is followed by the call's number in the conversation."""
-    head = writer.literal(f"<|tool_call_begin|>functions.{tool.name}:")
-    return (
-        f"{head} /[0-9]{{1,3}}/ {writer.literal('<|tool_call_argument_begin|>')} {_arguments(writer, tool)} "
-        + writer.literal("<|tool_call_end|>")
-    )
-
-
-def _qwen3_coder(writer: GrammarWriter, tool: Tool) -> str:
-    pieces = Pieces(lambda key: f"<parameter={key}>\n", text_end="\n</parameter>\n", json_end="\n</parameter>\n")
-    head, end = writer.literal(f"<tool_call>\n<function={tool.name}>\n"), writer.literal("</function>\n</tool_call>")
-    return f"{head} {by_property(writer, tool.parameters, pieces, strict=tool.strict)} {end}"
-
-
-def _glm45(writer: GrammarWriter, tool: Tool) -> str:
-    pieces = Pieces(
-        lambda key: f"<arg_key>{key}</arg_key>\n<arg_value>",
-        text_end="</arg_value>",
-        json_end="</arg_value>",
-        last="\n",
-    )
-    head, end = writer.literal(f"<tool_call>{tool.name}\n"), writer.literal("</tool_call>")
-    return f"{head} {by_property(writer, tool.parameters, pieces, strict=tool.strict)} {end}"
-
-
-def _pythonic(writer: GrammarWriter, tool: Tool) -> str:
-    pieces = Pieces(lambda key: f"{key}=", between=", ")
-    arguments = by_property(writer, tool.parameters, pieces, strict=tool.strict)
-    return f"{quoted(tool.name + '(')} {arguments} {quoted(')')}"
-
-
-def _arguments(writer: GrammarWriter, tool: Tool) -> str:
-    return writer.json(tool.parameters, lenient=not tool.strict)
-
-
-_DEEPSEEK_BEGIN, _DEEPSEEK_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
-
-GRAMMARS: dict[str, CallGrammar] = {
-    "deepseek_v3": CallGrammar(
-        _headed("<｜tool▁call▁begin｜>function<｜tool▁sep｜>{}\n```json\n", "\n```<｜tool▁call▁end｜>"),
-        *(_DEEPSEEK_BEGIN, "\n", _DEEPSEEK_END, _DEEPSEEK_BEGIN),
-    ),
-    "deepseek_v3_1": CallGrammar(
-        _headed("<｜tool▁call▁begin｜>{}<｜tool▁sep｜>", "<｜tool▁call▁end｜>"),
-        *(_DEEPSEEK_BEGIN, "", _DEEPSEEK_END, _DEEPSEEK_BEGIN),
-    ),
-    "glm45": CallGrammar(_glm45, between="\n", opener="<tool_call>"),
-    "gpt_oss": CallGrammar(_headed("<|channel|>commentary to=functions.{} <|constrain|>json<|message|>", ""), one=True),
-    "hermes": CallGrammar(
-        _json_object("<tool_call>\n", "arguments", "\n</tool_call>"), between="\n", opener="<tool_call>"
-    ),
-    "kimi_k2": CallGrammar(
-        _kimi,
-        before="<|tool_calls_section_begin|>",
-        after="<|tool_calls_section_end|>",
-        opener="<|tool_calls_section_begin|>",
-    ),
-    "llama3_json": CallGrammar(_json_object("", "parameters", ""), between="; ", starts="{"),
-    "llama4_pythonic": CallGrammar(_pythonic, "[", ", ", "]", starts="["),
-    "mistral": CallGrammar(_json_object("", "arguments", ""), "[TOOL_CALLS][", ", ", "]", "[TOOL_CALLS]"),
-    "mistral_args": CallGrammar(_headed("[TOOL_CALLS]{}[ARGS]", ""), opener="[TOOL_CALLS]"),
-    "nemotron_deci": CallGrammar(_json_object("", "arguments", ""), "<TOOLCALL>[", ", ", "]</TOOLCALL>", "<TOOLCALL>"),
-    "qwen3_coder": CallGrammar(_qwen3_coder, between="\n", opener="<tool_call>"),
-}
-GRAMMARS["deepseek_v31"] = GRAMMARS["deepseek_v3_1"]
-GRAMMARS["harmony"] = GRAMMARS["gpt_oss"]
-GRAMMARS["pythonic"] = GRAMMARS["llama4_pythonic"]
+        before = writer.literal(self.before.removeprefix(begun))
+        return writer.rule(f"{before} {body} {writer.literal(self.after)}".strip())
 
 
 def call_grammar(parser: str, token_id: Callable[[str], int | None]) -> CallGrammar:
-    """The grammar of a parser's format. Mistral has two; newer vocabularies have a token for the second."""
-    newer = parser == "mistral" and token_id("[ARGS]") is not None
-    return GRAMMARS["mistral_args" if newer else parser]
+    """The grammar of a row's format.
+
+    Where a format is a list of objects or, in newer vocabularies, a head before bare arguments, it is the newer one if
+    there is a token for it.
+    """
+    form = TABLE.calls(parser)
+    assert form is not None
+    if form.reader == CHANNELS:
+        head = "<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>"
+        return CallGrammar(_headed(head, ""), one=True)
+    before, after = ("", "") if form.starts else form.section
+    headed = bool(form.head) and (not form.list or token_id(form.head.partition("{name}")[2]) is not None)
+    if form.list and not headed:
+        before, after = before + "[", "]" + after
+    each = form.each and (headed or not form.list)
+    lead, end = (before, after) if each else ("", "")
+    call = _call(form, lead + form.call[0], form.call[1] + end, headed=headed)
+    opener = "" if form.starts else form.openers[0]
+    if each:
+        return CallGrammar(call, between=form.between if not form.list else "", opener=opener)
+    return CallGrammar(call, before, form.between, after, opener, starts=form.starts)
+
+
+def _call(form: Calls, begin: str, end: str, *, headed: bool) -> Callable[[GrammarWriter, Tool], str]:
+    """One call between ``begin`` and ``end``."""
+    if form.reader == "markup":
+        return _markup(form, begin, end)
+    if form.reader == "pythonic":
+        return _pythonic(begin, end)
+    if form.reader == "notation":
+        return _notation(form.quote, begin, end)
+    if headed:
+        return _headed(begin + form.head, end)
+    if form.keyed:
+        return _headed(begin + '{"{name}": ', "}" + end)
+    return _headed(f'{begin}{{"{form.name_key}": "{{name}}", "{form.arguments_key}": ', "}" + end)
+
+
+def _headed(head: str, end: str) -> Callable[[GrammarWriter, Tool], str]:
+    """``head`` with the name in place of ``{name}``, then the arguments as JSON, then ``end``."""
+
+    def call(writer: GrammarWriter, tool: Tool) -> str:
+        arguments = writer.json(tool.parameters, lenient=not tool.strict)
+        return f"{_numbered(writer, _named(head, tool.name))} {arguments} {writer.literal(end)}".strip()
+
+    return call
+
+
+def _markup(form: Calls, begin: str, end: str) -> Callable[[GrammarWriter, Tool], str]:
+    """An element for each argument."""
+
+    def lead(key: str, kind: str) -> str:
+        behind = form.key[1].replace("{is_text}", "true" if kind == "string" else "false").replace("{type}", kind)
+        return form.key[0] + (html.escape(key, quote=True) if form.entities else key) + behind
+
+    pieces = Pieces(
+        lead,
+        text_end=lambda key: form.value_end.replace("{key}", key),
+        typed=form.types != "schema",
+    )
+
+    def call(writer: GrammarWriter, tool: Tool) -> str:
+        head = _numbered(writer, begin + tool.name + form.name_end)
+        return (
+            f"{head} {by_property(writer, tool.parameters, pieces, strict=tool.strict)} {writer.literal(end)}".strip()
+        )
+
+    return call
+
+
+def _pythonic(begin: str, end: str) -> Callable[[GrammarWriter, Tool], str]:
+    pieces = Pieces(lambda key, kind: f"{key}=", between=", ")
+
+    def call(writer: GrammarWriter, tool: Tool) -> str:
+        arguments = by_property(writer, tool.parameters, pieces, strict=tool.strict)
+        return f"{writer.literal(begin + tool.name + '(')} {arguments} {writer.literal(')' + end)}"
+
+    return call
+
+
+def _notation(quote: str, begin: str, end: str) -> Callable[[GrammarWriter, Tool], str]:
+    def call(writer: GrammarWriter, tool: Tool) -> str:
+        arguments = notation_object(writer, tool.parameters, quote, strict=tool.strict)
+        return f"{writer.literal(begin + tool.name)} {arguments} {writer.literal(end)}".strip()
+
+    return call
+
+
+def _named(text: str, name: str) -> str:
+    return text.replace("{name}", name)
+
+
+def _numbered(writer: GrammarWriter, text: str) -> str:
+    """A text in which ``{number}`` is the number of a call."""
+    before, numbered, after = text.partition("{number}")
+    if not numbered:
+        return writer.literal(text)
+    return f"{writer.literal(before)} /[0-9]{{1,3}}/ {writer.literal(after)}"

@@ -56,6 +56,12 @@ class GrammarWriter:
         self._rules.append(f"{name}{options}: {body}")
         return name
 
+    def recursive(self, body: Callable[[str], str]) -> str:
+        """Add a rule that refers to itself; ``body`` is made from its name. Returns the name."""
+        name = f"n{len(self._rules)}"
+        self._rules.append(f"{name}: {body(name)}")
+        return name
+
     def terminal(self, pattern: str) -> str:
         """Add a terminal, from texts and expressions between slashes, joined by |, & and ~; returns its name."""
         name = f"T{len(self._rules)}"
@@ -84,20 +90,29 @@ class GrammarWriter:
         schema["x-guidance"] = {"whitespace_pattern": WHITESPACE, "lenient": lenient, **options}
         return self.rule("%json " + msgspec.json.encode(schema).decode())
 
+    def spelled(self, mark: str) -> tuple[str, str]:
+        """A mark in two parts: what of it is text, and the rest, which begins with a token; that may be empty."""
+        for found in self._marks.finditer(mark) if self._marks is not None else ():
+            if self._token_id(found.group()) is not None:
+                return mark[: found.start()], mark[found.start() :]
+        return mark, ""
+
     def text_until(self, end: str, *, max_tokens: int | None = None, pattern: str = ANY_TEXT) -> str:
         """Text of a pattern, then ``end``, which does not occur in it. Behind ``max_tokens``, ``end`` is forced.
 
         Raises:
-            CannotExpress: ``max_tokens`` with an end that is no token of its own.
+            CannotExpress: ``max_tokens`` with an end that does not begin with a token.
         """
-        token = self._token_id(end)
+        before, rest = self.spelled(end)
         if max_tokens == 0:
-            return self.literal(end) if token is not None else quoted(end)
-        if token is not None:
+            return self.literal(end)
+        if rest and not before:
             options = "" if max_tokens is None else f"[max_tokens={max_tokens}]"
-            return f"{self.rule(f'/{pattern}/', options=options)} <[{token}]>"
+            return f"{self.rule(f'/{pattern}/', options=options)} {self.literal(rest)}"
         if max_tokens is not None:
             raise CannotExpress(f"this model ends its reasoning by the words {end!r}, so it cannot be limited")
+        if rest:  # text cannot contain the token, so the last ``before`` in it is the one
+            return f"{self.rule(f'/({pattern}){escaped(before)}/')} {self.literal(rest)}"
         return self.rule(f"/{pattern}/", options=f"[suffix={quoted(end)}]")
 
     def text_without(self, *texts: str) -> str:

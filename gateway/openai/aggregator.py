@@ -86,7 +86,7 @@ class AnswerAggregator:
         if item.finish is not None and state.end(choice, item.finish):
             rest = choice.stream.finish()
             if choice.parser is not None:
-                self._deltas[choice.index] = choice.parser.finish(rest, limited=choice.limited)
+                self._deltas[choice.index] = choice.parser.finish(rest, limited=choice.limited, whole=True)
             texts.append(rest)
             if state.is_chat:
                 self._entries[choice.index] += [(*each, 0) for each in choice.content_scores(rest)]

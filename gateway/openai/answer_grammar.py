@@ -13,8 +13,8 @@ from gateway.openai.prepare_context import PrepareContext
 from gateway.openai.requests import ChatCompletionRequest
 from gateway.openai.tool_choice import ToolChoice, resolve_tool_choice
 from infra.model.constraints import CHOICE, GRAMMAR, JSON_SCHEMA, LARK, around, quoted
-from infra.model.parsers.reasoning import ReasoningTags
-from infra.model.parsers.registry import HARMONY, REASONING, special_markers
+from infra.model.parsers.families import TABLE
+from infra.model.parsers.registry import format_tokens
 from schemas.requests import CONSTRAINT_LARK, Constraint, Parsing
 
 STRUCTURAL_TAG = "structural_tag"  # a kind that becomes a grammar here, and never leaves the gateway
@@ -103,11 +103,10 @@ def _within_content(parsing: Parsing | None) -> bool:
 def _reasoning(parsing: Parsing | None, budget: int | None) -> Reasoning | None:
     if _within_content(parsing):
         return None
-    tags = REASONING.get(parsing.reasoning) if parsing is not None else None
-    if isinstance(tags, ReasoningTags):
-        assert parsing is not None
-        return Reasoning(tags, parsing.thinking, budget)
-    return Reasoning(None, max_tokens=budget) if tags == HARMONY else None
+    thoughts = TABLE.thoughts(parsing.reasoning) if parsing is not None else None
+    if parsing is None or thoughts is None:
+        return None
+    return Reasoning(None if thoughts.channels else thoughts, parsing.thinking, budget)
 
 
 def _written(
@@ -122,7 +121,7 @@ def _written(
     def token_id(mark: str) -> int | None:
         return added.get(mark)
 
-    marks = special_markers(parsing)
+    marks = format_tokens(parsing, added)
     if asked is not None and asked[1].kind == STRUCTURAL_TAG:
         marks = (*marks, *added)
     writer = GrammarWriter(token_id, marks)

@@ -9,7 +9,7 @@ from gateway.openai.common import CHAT
 from gateway.openai.responses import CompletionTokensDetails, PromptTokensDetails, UsageBody, serving_error
 from infra.model.detokenizer import Detokenizer
 from infra.model.parsers.delta_builder import CONTENT
-from infra.model.parsers.registry import parser_for, text_stream
+from infra.model.parsers.registry import answer_marks, parser_for, text_stream
 from schemas.errors import ServingError
 from schemas.requests import GenerateRequest, Parsing
 from schemas.tokens import FAILURES, Finish, Logprob
@@ -37,7 +37,9 @@ class ChoiceState:
         self.index = index
         self.stream = text_stream(request, detokenizer)
         self.push = self.stream.push
-        self.parser = parser_for(request, index) if request.parsing is not None else None
+        self.parser = None
+        if request.parsing is not None:
+            self.parser = parser_for(request, index, answer_marks(request.parsing, detokenizer).marks)
         self.position = 0
         self.offset = 0
         self.finish: Finish | None = None

@@ -11,7 +11,8 @@ from gateway.openai.errors import invalid, prompt_too_long, unsupported
 from gateway.openai.prepare_context import PrepareContext
 from gateway.openai.requests import ChatCompletionRequest, ChatMessage, CompletionRequest, TextOptions
 from infra.model.modeldir import ModelDir
-from infra.model.parsers.registry import HARMONY, REASONING, answer_parsing
+from infra.model.parsers.families import TABLE
+from infra.model.parsers.registry import answer_parsing
 from schemas.errors import Code, ServingError
 from schemas.requests import CONSTRAINT_MARKS, LogitsProcessor, Parsing, Sampling, Stop
 
@@ -79,7 +80,8 @@ def _parsing(
     if parsing is None:
         return None
     joined = body.separate_reasoning is False and bool(parsing.reasoning)
-    if joined and REASONING.get(parsing.reasoning) == HARMONY:
+    thoughts = TABLE.thoughts(parsing.reasoning)
+    if joined and thoughts is not None and thoughts.channels:
         raise unsupported(
             "separate_reasoning",
             "separate_reasoning: false is not supported by models that think in channels (harmony)",

@@ -14,7 +14,8 @@ from configs.settings import WorkerSettings
 from configs.up_settings import UpSettings
 from infra.engine_args import compatibility
 from infra.engine_args.tree import BadArguments, Tree, decode, merge, parse_json
-from infra.model import modeldir
+from infra.model import modeldir, parser_detection
+from infra.model.parsers.families import TABLE, Table
 from infra.recipes.catalogue import RecipeEntry
 
 Roles = Mapping[str, int]
@@ -93,6 +94,11 @@ def fleet_of(
     Raises:
         PlanError, BadArguments: flags that contradict each other or the recipe.
     """
+    try:
+        known = Table(TABLE.rows)
+        parser_detection.prepare(up.parser_families, up.reasoning_parser, up.tool_call_parser, known)
+    except ValueError as error:
+        raise PlanError(str(error)) from None
     if up.model and not members and makes_vectors(up.model):
         up = _as_embedding(up)
     recipe: dict[str, RecipeEntry] = {member.header.role: member for member in members}

@@ -6,7 +6,7 @@ tokens depends on those k tokens only, never on batching, so another process can
 
 import re
 from codecs import utf_8_decode
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Protocol
 
 import msgspec
@@ -39,11 +39,17 @@ class StopSearch(Protocol):
 
 
 class Detokenizer:
-    """Tables of one vocabulary, from which streams are made. Special tokens have no text."""
+    """Tables of one vocabulary, from which streams are made. Special tokens have no text.
+
+    Attributes:
+        added: id by text of the tokens beside the vocabulary's own, special or not.
+        longest_bytes: of a token.
+    """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         added = tokenizer.get_added_tokens_decoder()
+        self.added = {entry.content: token for token, entry in added.items()}
         self._special = frozenset(token for token, entry in added.items() if entry.special)
         size = max(tokenizer.get_vocab_size(with_added_tokens=True), max(added, default=-1) + 1)
         self._byte_level = is_byte_level(tokenizer)
@@ -60,11 +66,6 @@ class Detokenizer:
     def raw(self, token: int) -> bytes:
         """A token's own bytes, special tokens included; possibly a part of a character. b"" for unknown ids."""
         return self._raw[token] if 0 <= token < len(self._raw) else b""
-
-    def special(self, texts: Iterable[str]) -> dict[int, str]:
-        """Those of the texts that are special tokens of this vocabulary, by id, for ``marked_stream``."""
-        ids = ((self._tokenizer.token_to_id(text), text) for text in texts)
-        return {token: text for token, text in ids if token in self._special}
 
     def stream(
         self,
@@ -83,7 +84,7 @@ class Detokenizer:
         return StoppingStream(plain, StopMatcher(stops), min_tokens, stops_shown) if stops else plain
 
     def marked_stream(self, shown: Mapping[int, str]) -> TextStream:
-        """The text of one answer with that of some special tokens, by id, for parsers. It is cut nowhere."""
+        """The text of one answer in which some tokens, by id, have another text, for parsers. It is cut nowhere."""
         return MarkedStream(self._plain(), shown) if shown else self._plain()
 
     def _plain(self) -> TextStream:
@@ -192,7 +193,7 @@ class StoppingStream:
 
 
 class MarkedStream:
-    """A stream with the text of some special tokens inserted at their positions."""
+    """A stream in which some tokens have another text than the vocabulary's, or one at all."""
 
     __slots__ = ("_marks", "_stream", "stop")
 
@@ -202,9 +203,8 @@ class MarkedStream:
         self.stop: str | None = None
 
     def push(self, token: int) -> str:
-        text = self._stream.push(token)
         mark = self._marks.get(token)
-        return text if mark is None else text + mark
+        return self._stream.push(token) if mark is None else mark
 
     def finish(self) -> str:
         return self._stream.finish()

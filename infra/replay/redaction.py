@@ -141,7 +141,7 @@ class Redactor:
             media=tuple(_replace(each, digest=self._hash(each.digest) * 2) for each in request.media),
             diffusion=drawn,
             embedding=embedded,
-            parsing=None if request.parsing is None else _replace(request.parsing, texts={}),
+            parsing=None if request.parsing is None else _replace(request.parsing, texts={}, functions=()),
             trace=None if trace is None else _replace(trace, state=""),
             constraint=None,
         )

@@ -145,17 +145,6 @@ def test_every_process_has_defaults_that_are_valid_and_helps(
     assert "--namespace" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("kind", [WorkerSettings, UpSettings])
-@pytest.mark.parametrize("flag", ["--reasoning-parser", "--tool-call-parser"])
-def test_an_unknown_parser_is_refused_with_the_known_ones(
-    capsys: pytest.CaptureFixture[str], kind: type[WorkerSettings], flag: str
-) -> None:
-    with pytest.raises(SystemExit):
-        parse(kind, [flag, "hermse"], prog="penstock", environ={})
-    message = capsys.readouterr().err
-    assert all(word in message for word in (flag, "'hermse'", "auto", "none", "gpt_oss", "mistral")), message
-
-
 @pytest.mark.parametrize(
     "kind", [GatewaySettings, RouterSettings, WorkerSettings, TraceSettings, NatsSettings, UpSettings]
 )

@@ -4,10 +4,11 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from infra.model.parsers.delta_builder import REASONING, Delta, DeltaBuilder
-from infra.model.parsers.harmony import read_harmony
+from infra.model.parsers.harmony import HarmonyMarks, read_harmony
+from infra.model.parsers.marks import NONE, Marks
 from infra.model.parsers.reader import Reader, Steps
-from infra.model.parsers.reasoning import ReasoningTags, read_reasoning
-from infra.model.parsers.tool_formats import TextParameters, ToolFormat, read_content
+from infra.model.parsers.reasoning import ThoughtMarks, read_reasoning
+from infra.model.parsers.tool_formats import ContentMarks, Offered, ToolFormat, read_content
 
 
 class AnswerFormat(NamedTuple):
@@ -15,27 +16,31 @@ class AnswerFormat(NamedTuple):
     Attributes:
         reasoning: None: no reasoning is separated.
         tools: None: no calls are parsed.
-        harmony: the text is in the harmony format, which has marks of its own for both.
+        content: marks around the content and in it.
+        harmony: the text is in the harmony format, which has marks of its own for both; None: it is not.
         harmony_calls: parse tool calls in harmony.
         in_reasoning: the prompt ends within reasoning, so the text begins there.
         prefilled: the prompt ends within text that the answer continues: of its reasoning, or of its content.
         joined: reasoning and its marks are part of the content.
         one_call: return the first call only.
-        texts: function -> parameters that are text.
+        offered: the tools of the request.
+        marks: that are tokens.
         stops: stop strings, searched in the content only.
         min_tokens: stop strings count from this token (counted from 1) on.
         stops_shown: the content ends behind the stop string, not before it.
     """
 
-    reasoning: ReasoningTags | None = None
+    reasoning: ThoughtMarks | None = None
     tools: ToolFormat | None = None
-    harmony: bool = False
+    content: ContentMarks = ContentMarks()
+    harmony: HarmonyMarks | None = None
     harmony_calls: bool = False
     in_reasoning: bool = False
     prefilled: bool = False
     joined: bool = False
     one_call: bool = False
-    texts: TextParameters = {}
+    offered: Offered = Offered()
+    marks: Marks = NONE
     stops: tuple[str, ...] = ()
     min_tokens: int = 0
     stops_shown: bool = False
@@ -48,10 +53,20 @@ class AnswerParser:
     k tokens depends on those k tokens only, so another process can take over at any k.
 
     Attributes:
+        marks: that are tokens, and come as their characters.
         reasoning_tokens: pushed so far that reasoning and its marks took.
     """
 
-    __slots__ = ("_deltas", "_in_reasoning", "_reader", "_steps", "_unassigned", "_unsearched", "reasoning_tokens")
+    __slots__ = (
+        "_deltas",
+        "_in_reasoning",
+        "_reader",
+        "_steps",
+        "_unassigned",
+        "_unsearched",
+        "marks",
+        "reasoning_tokens",
+    )
 
     def __init__(self, answer_format: AnswerFormat, call_id: Callable[[int], str]) -> None:
         """
@@ -61,11 +76,13 @@ class AnswerParser:
         self._reader = Reader()
         self._deltas = DeltaBuilder(
             call_id,
-            tools=answer_format.tools is not None,
+            tools=answer_format.tools is not None or answer_format.content != ContentMarks(),
             one_call=answer_format.one_call,
             stops=answer_format.stops,
             stops_shown=answer_format.stops_shown,
+            marks=answer_format.marks,
         )
+        self.marks = answer_format.marks
         self._in_reasoning = answer_format.in_reasoning
         self._unassigned = 0  # tokens before there was anything of an answer
         self.reasoning_tokens = 0
@@ -124,11 +141,13 @@ class AnswerParser:
             self._reader.feed(text)
             self._step()
 
-    def finish(self, text: str = "", *, limited: bool = False) -> Delta | None:
+    def finish(self, text: str = "", *, limited: bool = False, whole: bool = False) -> Delta | None:
         """Parse the last piece, and the text held back before it.
 
         Args:
             limited: the answer was cut off by its length: the beginning of a call is not shown as text.
+            whole: nothing was shown yet. A call that was cut off is none then: its arguments are not what the model
+                meant. Behind complete calls it is left out, else it is content.
         """
         self._deltas.grew = 0
         if self._steps is None:
@@ -137,6 +156,8 @@ class AnswerParser:
         self._reader.ended, self._reader.limited = True, limited
         if self._steps is not None:
             self._step()
+        if whole and limited and self._deltas.call_open:
+            self._deltas.drop_call()
         self._deltas.finish(limited=limited)
         return self._deltas.take()
 
@@ -149,7 +170,7 @@ class AnswerParser:
         """
         for text in texts:
             self.feed(text)
-        return self.finish(limited=limited) or Delta()
+        return self.finish(limited=limited, whole=True) or Delta()
 
     def _step(self) -> None:
         assert self._steps is not None
@@ -162,8 +183,9 @@ class AnswerParser:
 
 
 def _steps_of(reader: Reader, deltas: DeltaBuilder, form: AnswerFormat) -> Steps[None]:
-    if form.harmony:
-        yield from read_harmony(reader, deltas, calls=form.harmony_calls, prefilled=form.prefilled)
+    if form.harmony is not None:
+        names = form.offered.names
+        yield from read_harmony(reader, deltas, form.harmony, names, calls=form.harmony_calls, prefilled=form.prefilled)
         return
     rest = ""
     in_content = form.prefilled and not form.in_reasoning
@@ -175,13 +197,13 @@ def _steps_of(reader: Reader, deltas: DeltaBuilder, form: AnswerFormat) -> Steps
             deltas,
             form.reasoning,
             form.tools,
-            form.texts,
+            form.offered,
             in_reasoning=form.in_reasoning,
             joined=form.joined,
         )
         if rest:  # the reasoning was not closed: it ends where this begins, which is all that is left
             reader = reader.within(rest)
-    if form.tools is not None:
-        yield from read_content(reader, deltas, form.tools, form.texts, begun=in_content)
+    if form.tools is not None or form.content != ContentMarks():
+        yield from read_content(reader, deltas, form.tools, form.offered, marks=form.content, begun=in_content)
     if rest:
         deltas.content(reader.rest())

@@ -6,6 +6,8 @@ from typing import Literal
 from msgspec import Struct
 
 from infra.model.detokenizer import StopMatcher
+from infra.model.parsers.marks import NONE, Marks
+from infra.model.parsers.reader import Reader
 
 _SPACE = " \t\r\n"
 
@@ -42,8 +44,10 @@ class DeltaBuilder:
 
     Attributes:
         calls: number of tool calls begun.
+        call_open: the last one is not complete.
         grew: what was added since it was last set to 0: REASONING, CONTENT, CALL, or marks and white space (LAYOUT).
         last: what was added last; 0: nothing yet.
+        source: the reader of the last call.
         searching: stop strings count from here on.
         stop: the stop string that was found; nothing is taken in behind it.
     """
@@ -56,6 +60,7 @@ class DeltaBuilder:
         "_content_begun",
         "_content_space",
         "_limit",
+        "_marks",
         "_matcher",
         "_new_calls",
         "_reasoning",
@@ -64,10 +69,12 @@ class DeltaBuilder:
         "_said",
         "_stops_shown",
         "_tools",
+        "call_open",
         "calls",
         "grew",
         "last",
         "searching",
+        "source",
         "stop",
     )
 
@@ -79,15 +86,18 @@ class DeltaBuilder:
         one_call: bool = False,
         stops: Sequence[str] = (),
         stops_shown: bool = False,
+        marks: Marks = NONE,
     ) -> None:
         """
         Args:
             call_id: from a call's index to its id.
+            marks: that are tokens, whose text is shown where they are part of a text.
             tools: calls may follow, so white space is held back until it is known what follows.
             one_call: return the first call only.
             stops: stop strings, searched in the content.
             stops_shown: the content ends behind the stop string, not before it.
         """
+        self._marks = marks
         self._matcher = StopMatcher(stops) if stops else None
         self._stops_shown = stops_shown
         self.searching = True
@@ -98,6 +108,8 @@ class DeltaBuilder:
         self._tools = tools
         self._limit = 1 if one_call else 1 << 31
         self.calls = self.grew = self.last = 0
+        self.call_open = False
+        self.source: Reader | None = None
         self._reasoning_begun = self._content_begun = False  # something non-blank was emitted
         self._reasoning_space: list[str] = []  # trailing white space, held back
         self._content_space: list[str] = []
@@ -111,9 +123,19 @@ class DeltaBuilder:
         """Content is emitted unchanged from here on."""
         return self._content_begun and not self._tools and self._matcher is None
 
+    @property
+    def has_content(self) -> bool:
+        """There was content, and be it white space."""
+        return self._content_begun or bool(self._content_space)
+
+    def shown(self, read: str) -> str:
+        """What was read, with the text of the marks in it that are tokens."""
+        return self._marks.text(read)
+
     def reasoning(self, text: str) -> None:
         if self.stop is not None:
             return
+        text = self._marks.text(text)
         self._flush()
         body = _without_trailing_space(self._reasoning_space, text)
         if body:
@@ -129,7 +151,7 @@ class DeltaBuilder:
         """Content that is shown as it is, and in which no stop string is searched."""
         if self.stop is None and text:
             self._content_begun = True
-            self._content.append(text)
+            self._content.append(self._marks.text(text))
             self._grow(CONTENT)
 
     def end_reasoning(self) -> None:
@@ -145,6 +167,7 @@ class DeltaBuilder:
     def content(self, text: str) -> None:
         if self.stop is not None:
             return
+        text = self._marks.text(text)
         before = not self._content_begun and (self.calls > 0 or self._reasoning_begun)
         layout = self._after_call or before
         if before and not text.strip(_SPACE):
@@ -189,6 +212,7 @@ class DeltaBuilder:
         self._flush()
         self._end_call()
         self._said, self._after_call = False, True
+        self.call_open = True
         self._grow(CALL)
         index, self.calls = self.calls, self.calls + 1
         self._reasoning_space.clear()
@@ -202,7 +226,24 @@ class DeltaBuilder:
         self._said = True
         index = self.calls - 1
         if index < self._limit:
-            self._arguments.setdefault(index, []).append(text)
+            self._arguments.setdefault(index, []).append(self._marks.in_json(text))
+
+    def end_call(self) -> None:
+        """The last call is complete."""
+        self.call_open = False
+
+    def drop_call(self) -> None:
+        """The last call was cut off and is none. If nothing else was called, its text is shown.
+
+        Only for answers of which nothing was taken yet.
+        """
+        self.calls -= 1
+        self._new_calls = [each for each in self._new_calls if each[0] < self.calls]
+        self._arguments.pop(self.calls, None)
+        self._said, self.call_open = True, False
+        if not self.calls:
+            self._after_call = False
+            self._show(self._marks.text(self.source.call_text if self.source is not None else ""))
 
     def _end_call(self) -> None:
         """A call without arguments has an empty object of them, which every client can read."""

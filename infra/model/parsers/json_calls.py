@@ -1,20 +1,115 @@
 """Tool calls whose arguments are JSON, streamed as the model writes them.
 
-Sources: the models' chat templates (Qwen, Hermes, Mistral, Llama 3, Nemotron, DeepSeek V3 and V3.1, Kimi K2).
+``{"name": ..., "arguments": {...}}``, one or a list, or a head with the name in front of the bare arguments.
 """
 
 import re
 from collections.abc import Callable
 
 from infra.model.parsers.delta_builder import DeltaBuilder
+from infra.model.parsers.families import Calls
 from infra.model.parsers.json_text import string, value
-from infra.model.parsers.reader import MalformedCall, Markers, Reader, Steps
-from infra.model.parsers.tool_formats import FUNCTION_NAME_CHARS, TextParameters, ToolFormat, parse_name, read_closing
+from infra.model.parsers.marks import TOKEN, Marks
+from infra.model.parsers.reader import EmptySection, MalformedCall, Markers, NotACall, Reader, Steps
+from infra.model.parsers.tool_formats import (
+    FUNCTION_NAME_CHARS,
+    CallReader,
+    Offered,
+    end_call,
+    parse_name,
+    read_closing,
+)
 
 _ARGUMENTS = ("arguments", "parameters")
 _KIMI_ID = re.compile(r"(?:functions\.)?(.+):\d+", re.S)
 _KIMI_VARIANT = re.compile(r"functions_(.+?)(?:[_:]\d+)?", re.S)
-_IDENTIFIER = re.compile(r"[A-Za-z0-9]*")
+_KIMI_NUMBER = re.compile(r"[._:\-]*\d*$")
+_KIMI_CHARS = re.compile(r"[A-Za-z0-9_.\-/:]*")
+_IDENTIFIER = re.compile(r"[A-Za-z0-9_\-]*")
+
+
+def json_calls(form: Calls, marks: Marks) -> CallReader:
+    """A reader of the calls of a row, with the marks of one vocabulary."""
+    close = marks.within(form.section[1].strip())
+    begin, end = (marks.within(each.strip()) for each in form.call)
+    head = _Head(form, marks) if form.head else None
+    if head is not None:
+        end = end.removeprefix(head.fence).strip()  # which the head's reader reads
+    objects = head is None or form.list
+    following = begin or ("" if form.list else form.between.strip()) or ("{" if objects and not form.starts else "")
+    one, listed = _one_call(form), listed_calls(form)
+
+    def calls(reader: Reader, deltas: DeltaBuilder, offered: Offered, opener: str) -> Steps[None]:
+        if begin and opener != begin:
+            yield from _to_first(reader, begin, close)
+        bracket = ""
+        while True:
+            yield from reader.space()
+            if objects and not bracket:
+                bracket = yield from reader.literal("[", "{")
+            if bracket == "[":
+                yield from listed(reader, deltas)
+            elif bracket == "{":
+                yield from one(reader, deltas)
+            elif head is not None:
+                yield from head.read(reader, deltas, offered)
+            else:
+                raise MalformedCall
+            if end:
+                yield from read_closing(reader, deltas, end)
+            mark = yield from read_closing(reader, deltas, close, following)
+            if not mark or mark == close:
+                return
+            reader.checkpoint_call(mark)
+            bracket = "{" if mark == "{" else ""
+
+    return calls
+
+
+def listed_calls(form: Calls) -> Callable[[Reader, DeltaBuilder], Steps[None]]:
+    """A reader of ``{...}, {...}]`` behind its "[". It raises MalformedCall where what follows is not a call."""
+    one = _one_call(form)
+
+    def listed(reader: Reader, deltas: DeltaBuilder) -> Steps[None]:
+        while True:
+            yield from reader.space()
+            if not (yield from reader.literal("{")):
+                raise MalformedCall
+            yield from one(reader, deltas)
+            if (yield from read_closing(reader, deltas, ",", "]")) != ",":
+                return
+            reader.checkpoint_call(",")
+
+    return listed
+
+
+def _one_call(form: Calls) -> Callable[[Reader, DeltaBuilder], Steps[None]]:
+    """A reader of a call behind its "{"."""
+    keys = tuple(dict.fromkeys((form.arguments_key, *_ARGUMENTS)))
+
+    def one(reader: Reader, deltas: DeltaBuilder) -> Steps[None]:
+        if form.keyed:
+            yield from _keyed(reader, deltas)
+        else:
+            yield from _object(reader, deltas, form.name_key, keys, needs_arguments=bool(form.starts))
+
+    return one
+
+
+def _to_first(reader: Reader, begin: str, close: str) -> Steps[None]:
+    """Read to the first call of a section. Models write other text there, which is part of nothing.
+
+    Raises:
+        MalformedCall: the section has no call.
+    """
+    parts: list[str] = []
+    mark = yield from reader.until(Markers(*filter(None, (begin, close))), parts.append)
+    noise = "".join(parts).strip()
+    if mark == begin:
+        return
+    if mark and not noise:
+        raise EmptySection
+    raise MalformedCall if not mark and begin.startswith(noise) else NotACall
 
 
 def _arguments(reader: Reader, deltas: DeltaBuilder) -> Steps[None]:
@@ -24,7 +119,7 @@ def _arguments(reader: Reader, deltas: DeltaBuilder) -> Steps[None]:
     if reader.peek() == '"':
         parts: list[str] = []
         if (yield from value(reader, parts.append)):
-            deltas.arguments(_unquoted("".join(parts)).strip() or "{}")
+            deltas.arguments(_unquoted(deltas.shown("".join(parts))).strip() or "{}")
         else:
             deltas.arguments("".join(parts))
     elif reader.peek() == "n" and (yield from reader.literal("null")):
@@ -47,7 +142,9 @@ def _unquoted(text: str) -> str:
     return text
 
 
-def _object(reader: Reader, deltas: DeltaBuilder, *, needs_arguments: bool = False) -> Steps[None]:
+def _object(
+    reader: Reader, deltas: DeltaBuilder, name_key: str, arguments_keys: tuple[str, ...], *, needs_arguments: bool
+) -> Steps[None]:
     """One call, ``{"name": ..., "arguments": {...}}``, behind its "{". Streams once the name is known.
 
     Raises:
@@ -66,9 +163,9 @@ def _object(reader: Reader, deltas: DeltaBuilder, *, needs_arguments: bool = Fal
             if not (yield from reader.literal(":")):
                 raise MalformedCall
             yield from reader.space()
-            if key == "name" and not name:
+            if key == name_key and not name:
                 name = parse_name((yield from string(reader)))
-            elif key in _ARGUMENTS and name and not begun:
+            elif key in arguments_keys and name and not begun:
                 begun = True
                 deltas.begin_call(name)
                 reader.commit()
@@ -77,7 +174,7 @@ def _object(reader: Reader, deltas: DeltaBuilder, *, needs_arguments: bool = Fal
                 parts: list[str] = []
                 if not (yield from value(reader, parts.append)):
                     raise MalformedCall
-                if key in _ARGUMENTS and early is None and not begun:
+                if key in arguments_keys and early is None and not begun:
                     early = parts
         except MalformedCall:
             if not begun:
@@ -89,176 +186,117 @@ def _object(reader: Reader, deltas: DeltaBuilder, *, needs_arguments: bool = Fal
         yield from reader.space()
         if not (end := (yield from reader.literal(",", "}"))):
             if begun:
+                if not reader.cut_short:
+                    end_call(reader, deltas)
                 return
             raise MalformedCall
         if end == "}":
             break
         if begun:
             reader.checkpoint(end)
-    if begun:
-        return
-    if not name or (early is None and needs_arguments):
+    if not begun:
+        if not name or (early is None and needs_arguments):
+            raise MalformedCall
+        deltas.begin_call(name)
+        reader.commit()
+        deltas.arguments("{}" if early is None else "".join(early))
+    end_call(reader, deltas)
+
+
+def _keyed(reader: Reader, deltas: DeltaBuilder) -> Steps[None]:
+    """One call, ``{"name": {...}}``, behind its "{".
+
+    Raises:
+        MalformedCall: not a call.
+    """
+    yield from reader.space()
+    name = parse_name((yield from string(reader)))
+    yield from reader.space()
+    if not (yield from reader.literal(":")):
+        raise MalformedCall
+    yield from reader.space()
+    if reader.peek() not in ("{", '"', "n"):
         raise MalformedCall
     deltas.begin_call(name)
     reader.commit()
-    deltas.arguments("{}" if early is None else "".join(early))
+    yield from _arguments(reader, deltas)
+    yield from reader.space()
+    if (yield from reader.literal("}")):
+        end_call(reader, deltas)
 
 
-def _listed(reader: Reader, deltas: DeltaBuilder) -> Steps[None]:
-    """Calls ``{...}, {...}]`` behind their "[".
+class _Head:
+    """The head of a call: the name, perhaps an id, then the bare arguments.
 
-    Raises:
-        MalformedCall: what follows is not a call.
+    Attributes:
+        fence: what else stands around the arguments; "": nothing.
     """
-    while True:
+
+    def __init__(self, form: Calls, marks: Marks) -> None:
+        before, _, after = form.head.partition("{name}")
+        self._lead = marks.within(before).strip().lstrip("abcdefghijklmnopqrstuvwxyz.")  # its words are not certain
+        self._after = marks.within(after.partition("{number}")[2] if "{number}" in after else after).strip()
+        self._call_id = marks.within(form.call_id)
+        self._ids = form.ids
+        self.fence = "```" if self._after.startswith("```") else ""
+
+    def read(self, reader: Reader, deltas: DeltaBuilder, offered: Offered) -> Steps[None]:
+        """
+        Raises:
+            MalformedCall: not a call.
+        """
         yield from reader.space()
-        if not (yield from reader.literal("{")):
-            raise MalformedCall
-        yield from _object(reader, deltas)
-        if (yield from read_closing(reader, deltas, ",", "]")) != ",":
-            return
-        reader.checkpoint(",")
-
-
-def _hermes(reader: Reader, deltas: DeltaBuilder, texts: TextParameters) -> Steps[None]:
-    """``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``"""
-    yield from reader.space()
-    if not (yield from reader.literal("{")):
-        raise MalformedCall
-    while True:
-        yield from _object(reader, deltas)
-        if (yield from read_closing(reader, deltas, "</tool_call>", "{")) != "{":
-            return
-        reader.checkpoint("{")
-
-
-def _nemotron(reader: Reader, deltas: DeltaBuilder, texts: TextParameters) -> Steps[None]:
-    """``<TOOLCALL>[{"name": ..., "arguments": {...}}, ...]</TOOLCALL>``"""
-    yield from reader.space()
-    if not (yield from reader.literal("[")):
-        raise MalformedCall
-    yield from _listed(reader, deltas)
-    yield from read_closing(reader, deltas, "</TOOLCALL>")
-
-
-def _mistral(reader: Reader, deltas: DeltaBuilder, texts: TextParameters) -> Steps[None]:
-    """``[TOOL_CALLS] [{"name": ..., "arguments": {...}}, ...]``, or ``[TOOL_CALLS]name[ARGS]{...}`` (newer)."""
-    yield from reader.space()
-    if (yield from reader.literal("[")):
-        yield from _listed(reader, deltas)
-        return
-    name = parse_name((yield from reader.run(FUNCTION_NAME_CHARS)))
-    call_id = ""
-    mark = yield from reader.literal("[CALL_ID]", "[ARGS]")
-    if mark == "[CALL_ID]":
-        call_id = yield from reader.run(_IDENTIFIER)
-        mark = yield from reader.literal("[ARGS]")
-    yield from reader.space()
-    following = reader.peek()
-    nothing = following == "[" or (not following and not reader.limited)  # the next call, or the end
-    if following != "{" and not (mark and (nothing or following == '"')):
-        raise MalformedCall
-    deltas.begin_call(name, call_id)
-    reader.commit()
-    if not nothing:
-        yield from _arguments(reader, deltas)
-
-
-def _llama3(reader: Reader, deltas: DeltaBuilder, texts: TextParameters) -> Steps[None]:
-    """The whole answer is ``{"name": ..., "parameters": {...}}``, several with ";" between, perhaps behind
-    ``<|python_tag|>``. Other JSON is content."""
-    yield from reader.space()
-    while True:
-        if not (yield from reader.literal("{")):
-            raise MalformedCall
-        yield from _object(reader, deltas, needs_arguments=True)
-        if not (yield from read_closing(reader, deltas, ";")):
-            return
-        reader.checkpoint(";")
+        written = yield from reader.run(_KIMI_CHARS if self._ids == "kimi" else FUNCTION_NAME_CHARS)
+        if self._lead:  # what was read is a word before the mark
+            if not (yield from reader.literal(self._lead)):
+                raise MalformedCall
+            yield from reader.space()
+            written = yield from reader.run(FUNCTION_NAME_CHARS)
         yield from reader.space()
-
-
-def _section(
-    begin: str, separator: str, end: str, section_end: str, head: Callable[[str, int], tuple[str, str]], *, fenced: bool
-) -> Callable[[Reader, DeltaBuilder, TextParameters], Steps[None]]:
-    """Calls ``begin head separator {...} end``, one after the other, then ``section_end``.
-
-    Args:
-        head: from the text before the separator, and the number of calls before, to (name, id); id "": none.
-        fenced: the name follows the separator, and the arguments are a block of Markdown.
-    """
-    before = Markers(separator)
-    line = Markers("\n")
-
-    def calls(reader: Reader, deltas: DeltaBuilder, texts: TextParameters) -> Steps[None]:
-        space = yield from reader.space()
-        if not (yield from reader.literal(begin)):
+        call_id = ""
+        options = tuple(filter(None, (self._after, self._call_id)))
+        mark = (yield from reader.literal(*options)) if options else ""
+        if mark and mark == self._call_id:
+            call_id = yield from reader.run(_IDENTIFIER)
+            mark = yield from reader.literal(self._after)
+        if self._after and not mark and not self._call_id:
             raise MalformedCall
-        while True:
-            parts: list[str] = []
-            if not (yield from reader.until(before, parts.append)):
+        if self._ids == "kimi":
+            written, call_id = _kimi_head(written, deltas.calls, offered.names)
+        name = parse_name(written)
+        yield from reader.space()
+        following = reader.peek()
+        if self._call_id:  # arguments may be left out, also with the mark before them
+            nothing = following == "[" or bool(TOKEN.match(following)) or (not following and not reader.limited)
+            certain = bool(mark) or not offered.names or name in offered.names
+            if following != "{" and not (mark and following == '"') and not (nothing and certain):
                 raise MalformedCall
-            if fenced:
-                parts = []
-                yield from reader.until(line, parts.append)
-                yield from reader.space()
-                if not (yield from reader.literal("```json")):
-                    raise MalformedCall
-            name, call_id = head("".join(parts), deltas.calls)
-            name = parse_name(name)
-            space = yield from reader.space()
-            if not reader.peek():
+        else:
+            nothing = bool(self.fence) and bool((yield from reader.literal(self.fence)))
+            if not following:
                 raise MalformedCall
-            deltas.begin_call(name, call_id)
-            reader.commit()
-            if not fenced:
-                yield from _arguments(reader, deltas)
-            elif not (yield from reader.literal("```")):
-                yield from _arguments(reader, deltas)
-                yield from read_closing(reader, deltas, "```")
-            yield from read_closing(reader, deltas, end)
-            space = yield from reader.space()
-            mark = yield from reader.literal(begin, section_end)
-            if mark != begin:
-                deltas.skip() if mark else deltas.content(space)
-                return
-            reader.checkpoint(space + mark)
-
-    return calls
+        deltas.begin_call(name, call_id)
+        reader.commit()
+        if not nothing:
+            yield from _arguments(reader, deltas)
+            if self.fence:
+                yield from read_closing(reader, deltas, self.fence)
+        if not reader.cut_short:
+            end_call(reader, deltas)
 
 
-def _kimi_head(text: str, index: int) -> tuple[str, str]:
+def _kimi_head(text: str, index: int, names: frozenset[str]) -> tuple[str, str]:
     """``functions.get_weather:0`` is the call's id, which the model expects to be sent back.
 
-    Some answers lack the number, or have "_" for both separators: their calls get the id that they should have had.
+    Some answers lack the number or a separator, or have "_" for both: their calls get the id that they should have had.
     """
     given = text.strip()
     if found := _KIMI_ID.fullmatch(given):
         return found[1], given
+    for bare in (given, given.removeprefix("functions.").removeprefix("functions_"), given.removeprefix("functions")):
+        for name in (bare, _KIMI_NUMBER.sub("", bare)):
+            if name in names:
+                return name, f"functions.{name}:{index}"
     found = _KIMI_VARIANT.fullmatch(given)
     name = found[1] if found else given.removeprefix("functions.").removesuffix(":")
     return name, f"functions.{name}:{index}"
-
-
-def _deepseek_head(text: str, index: int) -> tuple[str, str]:
-    return text, ""
-
-
-_DEEPSEEK = ("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>")
-_DEEPSEEK_BEGIN = "<｜tool▁calls▁begin｜>"
-_DEEPSEEK_SPECIAL = (_DEEPSEEK_BEGIN, *_DEEPSEEK)
-_KIMI = ("<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>", "<|tool_calls_section_end|>")
-_KIMI_BEGIN = "<|tool_calls_section_begin|>"
-_HERMES = ("<tool_call>", "</tool_call>")
-
-HERMES = ToolFormat(_hermes, _HERMES[:1], special=_HERMES)
-NEMOTRON = ToolFormat(_nemotron, ("<TOOLCALL>",), special=("<TOOLCALL>", "</TOOLCALL>"))
-MISTRAL = ToolFormat(_mistral, ("[TOOL_CALLS]",), special=("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"), id_chars=9)
-LLAMA3 = ToolFormat(_llama3, ("<|python_tag|>",), starts="{", special=("<|python_tag|>",))
-DEEPSEEK_V3 = ToolFormat(
-    _section(*_DEEPSEEK, _deepseek_head, fenced=True), (_DEEPSEEK_BEGIN,), special=_DEEPSEEK_SPECIAL
-)
-DEEPSEEK_V31 = ToolFormat(
-    _section(*_DEEPSEEK, _deepseek_head, fenced=False), (_DEEPSEEK_BEGIN,), special=_DEEPSEEK_SPECIAL
-)
-KIMI_K2 = ToolFormat(_section(*_KIMI, _kimi_head, fenced=False), (_KIMI_BEGIN,), special=(_KIMI_BEGIN, *_KIMI))

@@ -7,23 +7,48 @@ import msgspec
 
 from infra.model.parsers.reader import MalformedCall, Reader, Steps
 
-_STRUCTURE = re.compile(r'["\[\]{}<]')
-_IN_STRING = re.compile(r'["\\]')
-_SCALAR = re.compile(r"[^\s,\]}<]*")
+_SCALAR = re.compile("[^\\s,\\]}<\ud800-\udfff]*")
 
 _text = msgspec.json.Decoder(str).decode
 encode = msgspec.json.Encoder().encode
 
 
+class Syntax:
+    """
+    Attributes:
+        structure: what counts outside of strings; what is neither a quote nor a bracket breaks the value.
+        in_string: what counts in a string, by its quote.
+    """
+
+    __slots__ = ("in_string", "structure")
+
+    def __init__(self, brackets: str, quotes: str, breaks: str = "") -> None:
+        self.structure = re.compile(f"[{re.escape(brackets + quotes)}{breaks}]")
+        self.in_string = {quote: re.compile(f"[{quote}\\\\]") for quote in quotes}
+
+
+_JSON = Syntax("[]{}", '"', "<\ud800-\udfff")  # "<" or a mark that is a token ends JSON that lacks a bracket
+PYTHON = Syntax("()[]{}", "\"'")
+
+
 class Nesting:
-    """Follows an object, array or string to its end. "<" outside of strings is not JSON: it ends there, broken."""
+    """Follows what is in brackets or quotes to its end.
 
-    __slots__ = ("_depth", "_escaped", "_string", "broken")
+    Attributes:
+        broken: it ended without.
+    """
 
-    def __init__(self) -> None:
-        self._depth = 0
-        self._string = self._escaped = False
-        self.broken = False
+    __slots__ = ("_depth", "_escaped", "_quote", "_syntax", "broken")
+
+    def __init__(self, syntax: Syntax = _JSON, depth: int = 0) -> None:
+        """
+        Args:
+            depth: brackets that were read.
+        """
+        self._syntax = syntax
+        self._depth = depth
+        self._quote = ""
+        self._escaped = self.broken = False
 
     def __call__(self, text: str, at: int) -> tuple[int, bool]:
         while at < len(text):
@@ -31,20 +56,23 @@ class Nesting:
                 self._escaped = False
                 at += 1
                 continue
-            match = (_IN_STRING if self._string else _STRUCTURE).search(text, at)
+            searched = self._syntax.in_string[self._quote] if self._quote else self._syntax.structure
+            match = searched.search(text, at)
             if match is None:
                 return len(text), False
             at, what = match.end(), match.group()
-            if what == '"':
-                self._string = not self._string
-            elif what == "\\":
+            if what == "\\":
                 self._escaped = True
-            elif what == "<":
+            elif what in self._syntax.in_string:
+                self._quote = "" if self._quote else what
+            elif what in "([{":
+                self._depth += 1
+            elif what in ")]}":
+                self._depth -= 1
+            else:
                 self.broken = True
                 return at - 1, True
-            else:
-                self._depth += 1 if what in "[{" else -1
-            if self._depth <= 0 and not self._string and not self._escaped:
+            if self._depth <= 0 and not self._quote and not self._escaped:
                 return at, True
         return at, False
 
@@ -75,5 +103,5 @@ def string(reader: Reader) -> Steps[str]:
         raise MalformedCall
     try:
         return _text("".join(parts))
-    except (msgspec.DecodeError, UnicodeDecodeError):  # a line break in it, or a lone surrogate
+    except (msgspec.DecodeError, UnicodeError):  # a line break in it, a lone surrogate, or a mark that is a token
         raise MalformedCall from None

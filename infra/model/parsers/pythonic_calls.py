@@ -1,4 +1,4 @@
-"""Tool calls as a Python list of calls: the whole answer is ``[get_weather(city="Oslo", days=3), ...]`` (Llama 4).
+"""Tool calls as Python writes calls: ``[get_weather(city="Oslo", days=3), ...]``, or one to a line.
 
 A call is emitted when it is complete: only then are its values known to be literals.
 """
@@ -10,45 +10,15 @@ import warnings
 from typing import Any
 
 from infra.model.parsers.delta_builder import DeltaBuilder
-from infra.model.parsers.json_text import encode
+from infra.model.parsers.families import Calls
+from infra.model.parsers.json_calls import listed_calls
+from infra.model.parsers.json_text import PYTHON, Nesting, encode
+from infra.model.parsers.marks import Marks
 from infra.model.parsers.reader import MalformedCall, Reader, Steps
-from infra.model.parsers.tool_formats import TextParameters, ToolFormat, parse_name, read_closing
+from infra.model.parsers.tool_formats import CallReader, Offered, end_call, parse_name, read_closing
 
 _NAME_RUN = re.compile(r"[A-Za-z0-9_.\-]*")
-_STRUCTURE = re.compile(r"[\"'()\[\]{}]")
-_IN_STRING = {'"': re.compile(r'["\\]'), "'": re.compile(r"['\\]")}
 _WORDS = {"true": True, "false": False, "null": None}
-
-
-class _Parentheses:
-    """Follows a call's arguments to the closing parenthesis; the opening one has been read."""
-
-    __slots__ = ("_depth", "_escaped", "_quote")
-
-    def __init__(self) -> None:
-        self._depth = 1
-        self._quote = ""
-        self._escaped = False
-
-    def __call__(self, text: str, at: int) -> tuple[int, bool]:
-        while at < len(text):
-            if self._escaped:
-                self._escaped = False
-                at += 1
-                continue
-            match = (_IN_STRING[self._quote] if self._quote else _STRUCTURE).search(text, at)
-            if match is None:
-                return len(text), False
-            at, what = match.end(), match.group()
-            if what == "\\":
-                self._escaped = True
-            elif what in "\"'":
-                self._quote = "" if self._quote else what
-            else:
-                self._depth += 1 if what in "([{" else -1
-                if not self._depth:
-                    return at, True
-        return at, False
 
 
 def _parse_arguments(text: str) -> dict[str, Any]:
@@ -91,33 +61,49 @@ def _literal(node: ast.expr | None) -> Any:
     raise MalformedCall
 
 
-def _pythonic(reader: Reader, deltas: DeltaBuilder, texts: TextParameters) -> Steps[None]:
-    yield from reader.space()
-    if not (yield from reader.literal("[")):
-        raise MalformedCall
-    while True:
-        yield from reader.space()
-        name = parse_name((yield from reader.run(_NAME_RUN)))
-        if not (yield from reader.literal("(")):
-            raise MalformedCall
-        parts: list[str] = []
-        if not (yield from reader.scan(_Parentheses(), parts.append)):
-            raise MalformedCall
-        try:
-            arguments = encode(_parse_arguments("".join(parts)[:-1])).decode()
-        except UnicodeEncodeError:  # a lone surrogate
-            raise MalformedCall from None
-        yield from reader.space()
-        mark = yield from reader.literal(",", "]")
-        if not mark:
-            raise MalformedCall
-        deltas.begin_call(name)
-        deltas.arguments(arguments)
-        reader.commit()
-        if mark == "]":
-            yield from read_closing(reader, deltas, "<|python_end|>")
-            return
-        reader.checkpoint(mark)
+def pythonic_calls(form: Calls, marks: Marks) -> CallReader:
+    """A reader of the calls of a row, with the marks of one vocabulary. In a list, calls may also be JSON objects."""
+    close = marks.within(form.section[1].strip())
+    separators = (",", "]") if form.list else tuple(filter(None, (close, ",", ";")))
+    objects = listed_calls(form)
 
+    def calls(reader: Reader, deltas: DeltaBuilder, offered: Offered, opener: str) -> Steps[None]:
+        yield from reader.space()
+        if form.list:
+            if not (yield from reader.literal("[")):
+                raise MalformedCall
+            yield from reader.space()
+            if reader.peek() == "{":
+                yield from objects(reader, deltas)
+                yield from read_closing(reader, deltas, close)
+                return
+        while True:
+            yield from reader.space()
+            name = parse_name((yield from reader.run(_NAME_RUN)))
+            if not (yield from reader.literal("(")):
+                raise MalformedCall
+            parts: list[str] = []
+            if not (yield from reader.scan(Nesting(PYTHON, depth=1), parts.append)):
+                raise MalformedCall
+            try:
+                arguments = encode(_parse_arguments(deltas.shown("".join(parts))[:-1])).decode()
+            except UnicodeEncodeError:  # a lone surrogate
+                raise MalformedCall from None
+            space = yield from reader.space()
+            mark = yield from reader.literal(*separators)
+            if not mark and (form.list or reader.cut_short):
+                raise MalformedCall
+            deltas.begin_call(name)
+            deltas.arguments(arguments)
+            reader.commit()
+            end_call(reader, deltas)
+            if mark == "]" and form.list:
+                yield from read_closing(reader, deltas, close)
+                return
+            if mark == close and close:
+                return
+            if not mark and not reader.peek():
+                return
+            reader.checkpoint_call(space + mark)
 
-PYTHONIC = ToolFormat(_pythonic, ("<|python_start|>",), starts="[", special=("<|python_start|>", "<|python_end|>"))
+    return calls

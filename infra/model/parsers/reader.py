@@ -8,6 +8,8 @@ import re
 from collections.abc import Callable, Generator
 from typing import TypeVar
 
+from infra.model.parsers.marks import TOKEN
+
 T = TypeVar("T")
 Steps = Generator[None, None, T]  # yields when it needs more text
 
@@ -16,6 +18,14 @@ _SPACE = re.compile(r"[ \t\r\n]*")
 
 class MalformedCall(Exception):
     """The text is not a call. Everything read since ``Reader.checkpoint`` must be rolled back."""
+
+
+class NotACall(MalformedCall):
+    """It is text, also if nothing follows: it did not even begin as a call."""
+
+
+class EmptySection(MalformedCall):
+    """Marks around no call at all, which are part of nothing."""
 
 
 class Markers:
@@ -46,12 +56,13 @@ class Reader:
         limited: the text ends because it may not be longer, not because it is complete.
     """
 
-    __slots__ = ("_at", "_recorded", "_tape", "_text", "ended", "limited")
+    __slots__ = ("_at", "_call", "_recorded", "_tape", "_text", "ended", "limited")
 
     def __init__(self) -> None:
         self._text = ""
         self._at = 0
         self._recorded: list[str] | None = None
+        self._call: list[str] | None = None
         self._tape: list[str] | None = None
         self.ended = self.limited = False
 
@@ -78,6 +89,20 @@ class Reader:
         """Record all text read from here on, for ``rollback``; ``text`` was read just before."""
         self._recorded = [text]
 
+    def checkpoint_call(self, text: str = "") -> None:
+        """As ``checkpoint``, where a call may begin. Its text is kept until ``end_call``, for ``call_text``."""
+        self._recorded = [text]
+        self._call = [text]
+
+    def end_call(self) -> None:
+        """The call that began at ``checkpoint_call`` is complete."""
+        self._call = None
+
+    @property
+    def call_text(self) -> str:
+        """The text of the call that has begun and is not complete; "": there is none."""
+        return "".join(self._call) if self._call is not None else ""
+
     def commit(self) -> None:
         """Forget the checkpoint."""
         self._recorded = None
@@ -85,6 +110,7 @@ class Reader:
     def rollback(self) -> str:
         """Drop the checkpoint and return the text read since, which then counts as read."""
         recorded, self._recorded = self._recorded or [], None
+        self._call = None
         return "".join(recorded)
 
     # --- reading twice ---
@@ -108,10 +134,13 @@ class Reader:
     # --- reading ---
 
     def until(self, marks: Markers, emit: Callable[[str], object]) -> Steps[str]:
-        """Pass the text before the first of ``marks`` to ``emit``; returns the mark, or "" at the end of the text."""
+        """Pass the text before the first of ``marks`` to ``emit``; returns the mark, or "" at the end of the text.
+
+        Tokens that begin a mark whose rest a limit cut off are passed to nobody.
+        """
         while True:
             end, mark = marks.find(self._text, self._at)
-            if self.ended and not mark:
+            if self.ended and not mark and not (self.limited and TOKEN.search(self._text, end)):
                 end = len(self._text)
             if end > self._at:
                 emit(self._take(end))
@@ -119,18 +148,25 @@ class Reader:
                 self._take(end + len(mark))
                 return mark
             if self.ended:
+                self.rest()
                 return ""
             yield
 
     def literal(self, *options: str) -> Steps[str]:
-        """Read one of ``options`` (none begins another) if it comes next; returns it, or ""."""
+        """Read one of ``options`` if it comes next, the longest; returns it, or "".
+
+        The beginning of one whose rest a limit cut off is read, too.
+        """
         while True:
+            found = ""
             for option in options:
-                if self._text.startswith(option, self._at):
-                    return self._take(self._at + len(option))
+                if len(option) > len(found) and self._text.startswith(option, self._at):
+                    found = option
             tail = self._text[self._at : self._at + max(map(len, options))]
-            if self.ended or not any(option.startswith(tail) for option in options):
-                return ""
+            if self.ended or not any(len(each) > len(tail) and each.startswith(tail) for each in options):
+                if not found and self.limited and self.cut_off(*options):
+                    self.rest()
+                return self._take(self._at + len(found)) if found else ""
             yield
 
     def cut_off(self, *options: str) -> bool:
@@ -175,6 +211,8 @@ class Reader:
         self._at = end
         if self._recorded is not None and text:
             self._recorded.append(text)
+        if self._call is not None and text:
+            self._call.append(text)
         if self._tape is not None and text:
             self._tape.append(text)
         return text

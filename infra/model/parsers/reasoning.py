@@ -1,57 +1,26 @@
 """Reasoning at the beginning of an answer, between two marks."""
 
-from dataclasses import dataclass
-
 from infra.model.parsers.delta_builder import DeltaBuilder
+from infra.model.parsers.families import Thoughts
+from infra.model.parsers.marks import Marks
 from infra.model.parsers.reader import Markers, Reader, Steps
-from infra.model.parsers.tool_formats import TextParameters, ToolFormat, try_calls
+from infra.model.parsers.tool_formats import Offered, ToolFormat, try_calls
 
 
-@dataclass(frozen=True)
-class ReasoningTags:
-    """``implied``: an answer begins within reasoning unless the prompt has closed it."""
+class ThoughtMarks:
+    """The marks of a row's thoughts, as one vocabulary writes them."""
 
-    opening: tuple[str, ...] = ("<think>",)
-    closing: tuple[str, ...] = ("</think>",)
-    implied: bool = False
-
-    @property
-    def special(self) -> tuple[str, ...]:
-        return (*self.opening, *self.closing)
-
-    def begun(self, prompt_end: str, *, begins: bool = True) -> bool:
-        """Whether an answer to a prompt that ends so begins within reasoning.
-
-        Args:
-            begins: the prompt ends with the beginning of an answer.
-        """
-        end = prompt_end.rstrip()
-        return end.endswith(self.opening) or (self.implied and begins and not end.endswith(self.closing))
-
-    def open_thought(self, prefilled: str) -> str | None:
-        """The thought in which the beginning of an answer ends; None: it ends in the content."""
-        text = prefilled.lstrip()
-        opening = next((mark for mark in self.opening if text.startswith(mark)), None)
-        if opening is None or any(mark in text for mark in self.closing):
-            return None
-        return text[len(opening) :]
-
-
-THINK = ReasoningTags()
-IMPLIED_THINK = ReasoningTags(implied=True)
-MISTRAL = ReasoningTags(("[THINK]",), ("[/THINK]",))
-KIMI = ReasoningTags(("◁think▷",), ("◁/think▷",))
-GRANITE = ReasoningTags(
-    ("Here's my thought process:", "Here is my thought process:"), ("Here's my response:", "Here is my response:")
-)
+    def __init__(self, thoughts: Thoughts, marks: Marks) -> None:
+        self.opening = tuple(marks.within(each.rstrip()) for each in thoughts.opening)
+        self.closing = tuple(marks.within(each) for each in thoughts.closing)
 
 
 def read_reasoning(
     reader: Reader,
     deltas: DeltaBuilder,
-    tags: ReasoningTags,
+    tags: ThoughtMarks,
     tools: ToolFormat | None,
-    texts: TextParameters,
+    offered: Offered,
     *,
     in_reasoning: bool,
     joined: bool = False,
@@ -68,7 +37,10 @@ def read_reasoning(
     space = yield from reader.space()
     opening = yield from reader.literal(*tags.opening)
     if not opening and not in_reasoning:
-        deltas.content(space)
+        if stray := (yield from reader.literal(*tags.closing)):  # of thoughts that the prompt has closed
+            _close(deltas, stray, joined=joined)
+        else:
+            deltas.content(space)
         return ""
     thought = deltas.verbatim if joined else deltas.reasoning
     thought(space + opening if joined else "" if opening else space)
@@ -82,7 +54,7 @@ def read_reasoning(
         called = False
         while mark and mark not in tags.closing:
             probe = DeltaBuilder(str, tools=True)
-            called = (yield from try_calls(reader, probe, tools, texts, mark, _drop)) or called
+            called = (yield from try_calls(reader, probe, tools, offered, mark, _drop)) or called
             if not called:
                 break
             mark = yield from reader.until(ends, _drop)

@@ -1,52 +1,29 @@
 """Parsers by name, and which one parses a request's answer."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from blake3 import blake3
 
 from infra.model.detokenizer import Detokenizer, StopSearch, TextStream
-from infra.model.parsers import json_calls, reasoning, xml_calls
+from infra.model.parsers import marks as mark_tokens
 from infra.model.parsers.answer_parser import AnswerFormat, AnswerParser
-from infra.model.parsers.harmony import SPECIAL
-from infra.model.parsers.pythonic_calls import PYTHONIC
-from infra.model.parsers.reasoning import ReasoningTags
-from infra.model.parsers.tool_formats import TextParameters, ToolFormat
+from infra.model.parsers.families import CHANNELS, TABLE, Calls, Thoughts
+from infra.model.parsers.harmony import HarmonyMarks
+from infra.model.parsers.json_calls import json_calls
+from infra.model.parsers.marks import NONE, Marks
+from infra.model.parsers.markup_calls import markup_calls
+from infra.model.parsers.notation_calls import notation_calls
+from infra.model.parsers.pythonic_calls import pythonic_calls
+from infra.model.parsers.reasoning import ThoughtMarks
+from infra.model.parsers.tool_formats import ContentMarks, Offered, TextParameters, ToolFormat
 from infra.model.schema_kinds import kinds
 from schemas.fleet import Registration
 from schemas.requests import GenerateRequest, Parsing
 
-HARMONY = "harmony"  # one format for reasoning and calls
-
-REASONING: dict[str, ReasoningTags | str] = {
-    "basic": reasoning.THINK,
-    "deepseek_r1": reasoning.IMPLIED_THINK,
-    "deepseek_v3": reasoning.THINK,
-    "glm45": reasoning.THINK,
-    "gpt_oss": HARMONY,
-    "granite": reasoning.GRANITE,
-    "kimi": reasoning.KIMI,
-    "kimi_k2": reasoning.THINK,
-    "mistral": reasoning.MISTRAL,
-    "nemotron_deci": reasoning.THINK,
-    "qwen3": reasoning.THINK,
-}
-TOOLS: dict[str, ToolFormat | str] = {
-    "deepseek_v3": json_calls.DEEPSEEK_V3,
-    "deepseek_v3_1": json_calls.DEEPSEEK_V31,
-    "deepseek_v31": json_calls.DEEPSEEK_V31,
-    "glm45": xml_calls.GLM45,
-    "gpt_oss": HARMONY,
-    "harmony": HARMONY,
-    "hermes": json_calls.HERMES,
-    "kimi_k2": json_calls.KIMI_K2,
-    "llama3_json": json_calls.LLAMA3,
-    "llama4_pythonic": PYTHONIC,
-    "mistral": json_calls.MISTRAL,
-    "nemotron_deci": json_calls.NEMOTRON,
-    "pythonic": PYTHONIC,
-    "qwen3_coder": xml_calls.QWEN3_CODER,
-}
+_READERS = {"json": json_calls, "markup": markup_calls, "notation": notation_calls, "pythonic": pythonic_calls}
+_ID_CHARS = {"short": 9}  # of ids that the format does not write; else "call_" and 24
 _PROMPT_END = 16  # tokens; longer than any mark and a line break
 
 
@@ -68,8 +45,8 @@ def agreed_parsers(workers: Iterable[Registration]) -> tuple[ParserNames, frozen
     first = min(decoding, key=lambda worker: (worker.epoch, worker.worker))
     named = frozenset(ParserNames(worker.reasoning_parser, worker.tool_call_parser) for worker in decoding)
     names = ParserNames(
-        first.reasoning_parser if first.reasoning_parser in REASONING else "",
-        first.tool_call_parser if first.tool_call_parser in TOOLS else "",
+        first.reasoning_parser if TABLE.thoughts(first.reasoning_parser) is not None else "",
+        first.tool_call_parser if TABLE.calls(first.tool_call_parser) is not None else "",
     )
     return names, named
 
@@ -95,53 +72,89 @@ def answer_parsing(
     called = parsers.tools if tools else ""
     if not parsers.reasoning and not called:
         return None
-    tags, calls = REASONING.get(parsers.reasoning), TOOLS.get(called)
+    thoughts, calls = TABLE.thoughts(parsers.reasoning), TABLE.calls(called)
     thinking = continued = False
     if prefilled is not None:
-        thought = tags.open_thought(prefilled) if isinstance(tags, ReasoningTags) else None
+        thought = thoughts.open_thought(prefilled) if thoughts is not None else None
         thinking, continued = thought is not None, thought is None or bool(thought.strip())
-    elif isinstance(tags, ReasoningTags):
-        thinking = tags.begun(prompt_end(_PROMPT_END), begins=begins)
+    elif thoughts is not None:
+        thinking = thoughts.begun(prompt_end(_PROMPT_END), begins=begins)
     return Parsing(
         reasoning=parsers.reasoning,
         tools=called,
         thinking=thinking,
         one_call=bool(called) and one_call,
-        texts=_text_parameters(tools or ()) if isinstance(calls, ToolFormat) and calls.needs_texts else {},
+        texts=_text_parameters(tools or ()) if calls is not None and calls.needs_texts else {},
         prefilled=continued,
+        functions=tuple(_names(tools or ())) if calls is not None and calls.needs_names else (),
     )
 
 
-def special_markers(parsing: Parsing) -> tuple[str, ...]:
-    """Marks of the formats that may be special tokens, which the detokenizer must show."""
-    tags, tools = REASONING.get(parsing.reasoning), TOOLS.get(parsing.tools)
-    if HARMONY in (tags, tools):
-        return SPECIAL
-    marks = tags.special if isinstance(tags, ReasoningTags) else ()
-    return marks + tools.special if isinstance(tools, ToolFormat) else marks
+def format_tokens(parsing: Parsing, vocabulary: Collection[str]) -> tuple[str, ...]:
+    """The tokens of which the marks of an answer's formats consist.
+
+    Args:
+        vocabulary: texts of the tokens beside a vocabulary's own.
+    """
+    rows = (TABLE.find(parsing.reasoning), TABLE.find(parsing.tools))
+    return mark_tokens.tokens_in([text for row in rows if row is not None for text in row.marks], vocabulary)
 
 
-def parser_for(request: GenerateRequest, choice: int) -> AnswerParser:
-    """A parser for the text of one choice. ``request.parsing`` is set."""
+class _Format(NamedTuple):
+    """What does not depend on the request."""
+
+    thoughts: ThoughtMarks | None
+    tools: ToolFormat | None
+    content: ContentMarks
+    harmony: HarmonyMarks | None
+
+
+@lru_cache(maxsize=256)
+def _format(thoughts: Thoughts | None, calls: Calls | None, content: ContentMarks, marks: Marks) -> _Format:
+    harmony = (thoughts is not None and thoughts.channels) or (calls is not None and calls.reader == CHANNELS)
+    if harmony:
+        return _Format(None, None, ContentMarks(), HarmonyMarks(marks))
+    tools = None
+    if calls is not None:
+        openers = tuple(map(marks.within, calls.openers))
+        tools = ToolFormat(_READERS[calls.reader](calls, marks), openers, calls.starts)
+    written = ContentMarks(
+        (marks.within(content.frame[0]), marks.within(content.frame[1])), tuple(map(marks.within, content.layout))
+    )
+    return _Format(ThoughtMarks(thoughts, marks) if thoughts is not None else None, tools, written, None)
+
+
+def parser_for(request: GenerateRequest, choice: int, marks: Marks = NONE) -> AnswerParser:
+    """A parser for the text of one choice. ``request.parsing`` is set.
+
+    Args:
+        marks: that are tokens, which come as their characters.
+    """
     parsing = request.parsing
     assert parsing is not None
-    tags, tools = REASONING.get(parsing.reasoning), TOOLS.get(parsing.tools)
-    chars = tools.id_chars if isinstance(tools, ToolFormat) else 0
+    rows = [row for name in (parsing.reasoning, parsing.tools) if (row := TABLE.find(name)) is not None]
+    thoughts, calls = TABLE.thoughts(parsing.reasoning), TABLE.calls(parsing.tools)
+    frame = next((row.frame for row in rows if any(row.frame)), ("", ""))
+    layout = tuple(dict.fromkeys(mark for row in rows for mark in row.layout))
+    form = _format(thoughts, calls, ContentMarks(frame, layout), marks)
+    chars = _ID_CHARS.get(calls.ids, 0) if calls is not None else 0
 
     def call_id(index: int) -> str:
         digest = blake3(f"{request.id}.{choice}.{index}".encode()).hexdigest()
         return digest[:chars] if chars else "call_" + digest[:24]
 
     answer_format = AnswerFormat(
-        reasoning=tags if isinstance(tags, ReasoningTags) else None,
-        tools=tools if isinstance(tools, ToolFormat) else None,
-        harmony=HARMONY in (tags, tools),
-        harmony_calls=tools is not None,
+        reasoning=form.thoughts,
+        tools=form.tools,
+        content=form.content,
+        harmony=form.harmony,
+        harmony_calls=calls is not None,
         in_reasoning=parsing.thinking,
         prefilled=parsing.prefilled,
         joined=parsing.joined,
         one_call=parsing.one_call,
-        texts=parsing.texts,
+        offered=Offered(parsing.texts, frozenset(parsing.functions)),
+        marks=marks,
         stops=request.stop.strings,
         min_tokens=request.stop.min_tokens,
         stops_shown=request.stops_shown,
@@ -149,18 +162,42 @@ def parser_for(request: GenerateRequest, choice: int) -> AnswerParser:
     return AnswerParser(answer_format, call_id)
 
 
+class AnswerMarks(NamedTuple):
+    """
+    Attributes:
+        marks: of an answer's formats, that are tokens of a vocabulary.
+        shown: their characters, by the tokens' ids.
+    """
+
+    marks: Marks
+    shown: dict[int, str]
+
+
+def answer_marks(parsing: Parsing, detokenizer: Detokenizer) -> AnswerMarks:
+    """For the parser and the text stream of an answer."""
+    return _answer_marks(parsing.reasoning, parsing.tools, detokenizer)
+
+
+@lru_cache(maxsize=16)
+def _answer_marks(reasoning: str, tools: str, detokenizer: Detokenizer) -> AnswerMarks:
+    marks = Marks(format_tokens(Parsing(reasoning, tools), detokenizer.added))
+    return AnswerMarks(marks, {detokenizer.added[token]: marks.char(token) for token in marks.tokens})
+
+
 def text_stream(request: GenerateRequest, detokenizer: Detokenizer) -> TextStream:
     """The text of one choice. Of an answer that is parsed, with the marks, and the parser searches its stop strings."""
     stop = request.stop
     if request.parsing is None:
         return detokenizer.stream(stop.strings, min_tokens=stop.min_tokens, stops_shown=request.stops_shown)
-    return detokenizer.marked_stream(detokenizer.special(special_markers(request.parsing)))
+    return detokenizer.marked_stream(answer_marks(request.parsing, detokenizer).shown)
 
 
 def stop_search(request: GenerateRequest, choice: int, detokenizer: Detokenizer) -> StopSearch:
     """Whether the tokens of one choice have completed a stop string, as every gateway will find it."""
     text = text_stream(request, detokenizer)
-    return text if request.parsing is None else ContentSearch(text, parser_for(request, choice))
+    if request.parsing is None:
+        return text
+    return ContentSearch(text, parser_for(request, choice, answer_marks(request.parsing, detokenizer).marks))
 
 
 class ContentSearch:
@@ -193,3 +230,11 @@ def _text_parameters(tools: Iterable[dict[str, Any]]) -> TextParameters:
             if texts:
                 named[name] = texts
     return named
+
+
+def _names(tools: Iterable[dict[str, Any]]) -> Iterable[str]:
+    """Of the functions."""
+    for tool in tools:
+        function = tool.get("function", tool)
+        if isinstance(function, dict) and isinstance(name := function.get("name"), str):
+            yield name

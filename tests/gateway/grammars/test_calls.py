@@ -9,13 +9,13 @@ import pytest
 from msgspec import UNSET
 
 from gateway.grammars.answers import Calls, Reasoning, write_answer
-from gateway.grammars.calls import GRAMMARS, NO_PARAMETERS, Tool, call_grammar
+from gateway.grammars.calls import NO_PARAMETERS, Tool, call_grammar
 from gateway.grammars.writer import CannotExpress, GrammarWriter
 from gateway.openai.responses import AnswerMessage, message_of
 from infra.model import modeldir
 from infra.model.constraints import LARK
-from infra.model.parsers import reasoning
-from infra.model.parsers.registry import TOOLS, ParserNames, answer_parsing, parser_for, special_markers
+from infra.model.parsers.families import HARMONY_MARKS, TABLE, Thoughts
+from infra.model.parsers.registry import ParserNames, answer_parsing, format_tokens, parser_for
 from schemas.requests import Constraint, GenerateRequest, Parsing, Stop
 from workers.engines.constraints.compiler import ConstraintCompiler, ModelTokens
 
@@ -36,6 +36,9 @@ TEXTS = {"get_weather": {"city": False, "unit": False}}
 TOOLS_GIVEN = (Tool("get_weather", WEATHER, True), Tool("stop", NO_PARAMETERS, False))
 SCHEMAS = {tool.name: tool.parameters for tool in TOOLS_GIVEN}
 HARMONY = ("gpt_oss", "harmony")
+TOOLS = TABLE.names("calls")
+THINK = Thoughts()
+GRANITE = Thoughts(("Here is my thought process:",), ("Here's my response:",))
 PREFERRED = ("</think>", "</tool_call>", '"', "}", "]", ")", ">", "</", "<", "|", "\n")  # they end what is open
 CLOSING = [
     *MODEL.eos_token_ids,
@@ -88,20 +91,16 @@ def written(name: str, *, must: bool = True, one: bool = False, tokens: bool = T
     def token_id(mark: str) -> int | None:
         return MODEL.added_tokens.get(mark) if tokens else None
 
-    writer = GrammarWriter(token_id, special_markers(Parsing(tools=name)))
+    writer = GrammarWriter(token_id, format_tokens(Parsing(tools=name), MODEL.added_tokens))
     calls = Calls(call_grammar(name, token_id), tools, must, one)
     return write_answer(writer, None, calls, None)
-
-
-def test_every_parser_of_calls_has_a_grammar() -> None:
-    assert set(TOOLS) <= set(GRAMMARS)
 
 
 @pytest.mark.parametrize("name", sorted(set(TOOLS)))
 def test_forced_calls_are_read_and_have_valid_arguments(name: str) -> None:
     grammar = written(name)
     for seed in range(3):
-        message = parsed(answer(grammar, seed), name)
+        message = parsed(answer(grammar, seed, most=1400), name)
         assert called(message)
         assert not message.content
 
@@ -134,15 +133,15 @@ def test_a_spelled_opener_is_no_text() -> None:
 
 def test_newer_mistral_vocabularies_have_the_newer_format() -> None:
     grammar = call_grammar("mistral", {"[ARGS]": 5}.get)
-    writer = GrammarWriter({"[ARGS]": 5, "[TOOL_CALLS]": 6}.get, special_markers(Parsing(tools="mistral")))
+    writer = GrammarWriter({"[ARGS]": 5, "[TOOL_CALLS]": 6}.get, ("[ARGS]", "[TOOL_CALLS]"))
     assert '<[6]> "stop" <[5]>' in write_answer(writer, None, Calls(grammar, TOOLS_GIVEN, True, False), None)
 
 
 @pytest.mark.parametrize("begun", [False, True])
 @pytest.mark.parametrize("budget", [0, 5])
 def test_reasoning_ends_within_its_budget(begun: bool, budget: int) -> None:
-    writer = GrammarWriter(MODEL.added_tokens.get, reasoning.THINK.special)
-    grammar = write_answer(writer, None, None, Reasoning(reasoning.THINK, begun, budget))
+    writer = GrammarWriter(MODEL.added_tokens.get, ("<think>", "</think>"))
+    grammar = write_answer(writer, None, None, Reasoning(THINK, begun, budget))
     for seed in range(10):
         tokens = drawn(grammar, seed, free=30)
         opened = tokens[:1] == [MODEL.added_tokens["<think>"]]
@@ -151,20 +150,20 @@ def test_reasoning_ends_within_its_budget(begun: bool, budget: int) -> None:
 
 
 def test_reasoning_that_ends_in_words_precedes_the_content_and_has_no_budget() -> None:
-    writer = GrammarWriter(lambda mark: None, reasoning.GRANITE.special)
+    writer = GrammarWriter(lambda mark: None)
     content = writer.json({"type": "object", "additionalProperties": False})
-    grammar = write_answer(writer, content, None, Reasoning(reasoning.GRANITE, True))
+    grammar = write_answer(writer, content, None, Reasoning(GRANITE, True))
     text = "Well, well. Here's my response:\n{}"
     matcher = COMPILER.matcher(Constraint(LARK, grammar), 0, Stop(max_tokens=99))
     matcher.follow(MODEL.tokenizer.encode(text, add_special_tokens=False).ids)
     assert matcher.matcher.is_accepting()
     with pytest.raises(CannotExpress):
-        write_answer(writer, content, None, Reasoning(reasoning.GRANITE, True, 8))
+        write_answer(writer, content, None, Reasoning(GRANITE, True, 8))
 
 
 @pytest.mark.parametrize("name", HARMONY)
 def test_harmony_calls_follow_an_analysis(name: str) -> None:
-    writer = GrammarWriter(lambda mark: None, special_markers(Parsing(tools=name)))
+    writer = GrammarWriter(lambda mark: None, HARMONY_MARKS)
     calls = Calls(call_grammar(name, lambda mark: None), TOOLS_GIVEN, True, False)
     grammar = write_answer(writer, None, calls, Reasoning(None))
     matcher = COMPILER.matcher(Constraint(LARK, grammar), 0, Stop(max_tokens=99))

@@ -89,11 +89,20 @@ def test_one_recipe_by_its_own_name_is_that_file_only() -> None:
             "--decode-engine-args: no decode worker is started",
         ),
         ({"diffusion": 1}, "--diffusion needs --diffusion-model"),
+        ({"parser_families": "/no/such.toml"}, "--parser-families /no/such.toml: .*No such file"),
     ],
 )
 def test_what_cannot_be_is_refused_with_the_fix(given: dict[str, Any], says: str) -> None:
     with pytest.raises((PlanError, BadArguments), match=says):
         fleet(**given)
+
+
+@pytest.mark.parametrize("flag", ["reasoning_parser", "tool_call_parser"])
+def test_an_unknown_parser_is_refused_with_the_nearest_ones(flag: str) -> None:
+    with pytest.raises(PlanError, match=f"--{flag.replace('_', '-')} 'glm46' is not a format of .*nearest: .*glm45"):
+        fleet(**{flag: "glm46"})
+    fleet(**{flag: "none"})
+    fleet(**{flag: "gpt_oss"})
 
 
 WINDOWS = "kv_cache_config: {max_attention_window: [%s, 8192]}"

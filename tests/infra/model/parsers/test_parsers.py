@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Iterable, Sequence
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -14,13 +14,14 @@ from infra.model import modeldir
 from infra.model import parser_detection as detection
 from infra.model.parsers.answer_parser import AnswerParser
 from infra.model.parsers.delta_builder import Delta
-from infra.model.parsers.registry import REASONING, TOOLS, ParserNames, agreed_parsers, answer_parsing, parser_for
-from schemas import parser_names
+from infra.model.parsers.families import TABLE
+from infra.model.parsers.registry import ParserNames, agreed_parsers, answer_parsing, parser_for
 from schemas.fleet import Registration
 from schemas.requests import GenerateRequest, Parsing, Stop
 from tests.infra.model.parsers.corpus import CASES, TEXTS, Case
 from tests.properties import examples
 
+REASONING, TOOLS = TABLE.names("thoughts"), TABLE.names("calls")
 Parsed = tuple[str | None, str | None, tuple[tuple[str, str, str], ...]]  # content, reasoning, (id, name, arguments)
 
 
@@ -146,21 +147,51 @@ def test_no_cutting_changes_what_a_damaged_answer_says(case: Case, places: list[
     assert at_once(reader(case.reasoning, case.tools, **case.options), text) == (whole[0] or "", *whole[1:])
 
 
+QWEN3_CODER = "<tool_call>\n<function=f>\n<parameter=p>\n{}\n</parameter>\n</function>\n</tool_call>"
+GLM45 = "<tool_call>f\n<arg_key>p</arg_key>\n<arg_value>{}</arg_value>\n</tool_call>"
+
+
 @pytest.mark.parametrize(
-    ("tools", "text"),
+    ("tools", "text", "value"),
     [
-        ("qwen3_coder", "<tool_call><function=f>\nso"),
-        ("glm45", "<tool_call>f\n<arg_key>a</arg_key><arg_value>1</arg_value>so"),
+        ("qwen3_coder", QWEN3_CODER, "a</parameter>b"),
+        ("qwen3_coder", QWEN3_CODER, "a\n</function>\nb"),
+        ("glm45", GLM45, "1</arg_value> so"),
+        ("glm45", GLM45, "</tool_call>, <tool_call>"),
+        ("minimax_m2", '<minimax:tool_call>\n<invoke name="f">\n<parameter name="p">{}</parameter>\n</invoke>\n'
+         "</minimax:tool_call>", "x</parameter>y</invoke>z"),
+    ],
+)  # fmt: skip
+def test_a_closing_mark_with_other_text_behind_it_is_a_part_of_the_value(tools: str, text: str, value: str) -> None:
+    texts = {"f": {"p": False}}
+    for pieces in ([text.format(value)], list(text.format(value))):
+        content, _, ((_, name, arguments),) = streamed(reader("", tools, texts=texts), pieces)
+        assert (content, name, json.loads(arguments)) == (None, "f", {"p": value})
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<tool_call>\n<function=f>\n<parameter=p>\n1\n<parameter=q>\n2\n</parameter>\n</function>\n</tool_call>",
+        "<tool_call>\n<function=f>\n<parameter=p>\n1\n</parameter>\n<parameter=q>\n2\n</function>\n</tool_call>",
+        "<function=f>\n<parameter=p>\n1\n</parameter>\n<parameter=q>\n2\n</parameter>\n</function>\n</tool_call>",
+        "<function=f><parameter=p>1</parameter><parameter=q>2</parameter></function>",
     ],
 )
-def test_a_call_that_goes_over_into_text_is_ended_also_when_all_of_it_is_there(tools: str, text: str) -> None:
-    content, _, ((_, _, arguments),) = whole = at_once(reader("", tools), text)
-    assert (content, arguments[-1:]) == ("so", "}")
-    assert whole == streamed(reader("", tools), list(text))
+def test_qwen3_coder_calls_are_read_without_some_of_their_marks(text: str) -> None:
+    for pieces in ([text], list(text)):
+        content, _, ((_, _, arguments),) = streamed(reader("", "qwen3_coder"), pieces)
+        assert (content, json.loads(arguments)) == (None, {"p": 1, "q": 2})
+
+
+@pytest.mark.parametrize("text", ["<tool_call><function=f>\nso", "Use <function=x>.", "<tool_call>f\n<arg_key>"])
+def test_a_tag_that_nothing_of_a_call_follows_is_text(text: str) -> None:
+    for tools in ("qwen3_coder", "glm45"):
+        assert at_once(reader("", tools), text) == (text, None, ())
 
 
 @examples(200)
-@given(st.sampled_from([name for name, tools in TOOLS.items() if tools != "harmony"]), TEXT)
+@given(st.sampled_from([name for name in TOOLS if name != "gpt_oss"]), TEXT)
 def test_text_without_a_call_is_the_content_to_the_letter(tools: str, text: str) -> None:
     content, thought, calls = streamed(reader("", tools), [text])
     assert thought is None
@@ -169,7 +200,7 @@ def test_text_without_a_call_is_the_content_to_the_letter(tools: str, text: str)
 
 
 @examples(200)
-@given(st.sampled_from(["hermes", "llama3_json", "mistral", "deepseek_v3_1", "kimi_k2"]), TEXT)
+@given(st.sampled_from(["hermes", "llama3_json", "mistral", "granite", "command_a"]), TEXT)
 def test_nothing_of_a_json_format_is_lost(tools: str, text: str) -> None:
     """Each word of the text is in the content or in a call, but for what the format itself writes."""
     content, _, calls = streamed(reader("", tools), [text])
@@ -222,12 +253,6 @@ def test_arguments_come_as_they_are_written() -> None:
         assert delta is not None
         assert delta.tool_calls is not None
         assert [call.function.arguments for call in delta.tool_calls] == [word]
-
-
-def test_the_names_that_workers_may_register_are_those_that_gateways_read() -> None:
-    extra = {parser_names.AUTO, parser_names.NONE}
-    assert set(get_args(parser_names.ReasoningParser)) == set(REASONING) | extra
-    assert set(get_args(parser_names.ToolCallParser)) == set(TOOLS) | extra
 
 
 TOOL = {

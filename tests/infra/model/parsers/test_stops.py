@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 from infra.model.detokenizer import StopMatcher
 from infra.model.parsers.answer_parser import AnswerParser
 from infra.model.parsers.delta_builder import Delta
-from infra.model.parsers.registry import REASONING, TOOLS, parser_for
+from infra.model.parsers.registry import parser_for
 from schemas.requests import GenerateRequest, Parsing, Stop
 from tests.infra.model.parsers.corpus import CASES, TEXTS, Case
-from tests.infra.model.parsers.test_parsers import FRAGMENTS, added, cut, named
+from tests.infra.model.parsers.test_parsers import FRAGMENTS, REASONING, TOOLS, added, cut, named
 from tests.properties import examples
 
 SPACE = " \t\r\n"
