@@ -85,6 +85,8 @@ def run(settings: GatewaySettings) -> int:
     except (modeldir.ModelError, ValueError) as error:
         log.error("start_failed", error=str(error))
         return EXIT_CONFIG
+    for key, value in model.defaults.ignored:
+        log.warning("generation_default_ignored", file=str(path / "generation_config.json"), key=key, value=value)
     folder = settings.allowed_local_media_path
     if folder and not Path(folder).is_dir():
         log.error("start_failed", error=f"--allowed-local-media-path {folder}: not a folder")

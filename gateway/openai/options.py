@@ -10,6 +10,7 @@ from gateway.openai.constraint import Wanted, resolve_constraint
 from gateway.openai.errors import invalid, prompt_too_long, unsupported
 from gateway.openai.prepare_context import PrepareContext
 from gateway.openai.requests import ChatCompletionRequest, ChatMessage, CompletionRequest, TextOptions
+from infra.model.generation_defaults import BARRED
 from infra.model.modeldir import ModelDir
 from infra.model.parsers.families import TABLE
 from infra.model.parsers.registry import answer_parsing
@@ -114,7 +115,8 @@ def _max_tokens(body: ChatCompletionRequest | CompletionRequest, prompt_tokens: 
         raise prompt_too_long(f"{prompt_tokens} tokens, which leaves no room for output", limit)
     if asked is None:
         rest = limit - prompt_tokens
-        return min(context.default_max_tokens, rest) if context.default_max_tokens else rest
+        usual = context.default_max_tokens or context.model.defaults.max_tokens
+        return min(usual, rest) if usual else rest
     if prompt_tokens + asked > limit:
         raise ServingError(
             Code.context_length_exceeded,
@@ -130,15 +132,16 @@ def _stop(body: TextOptions, max_tokens: int, model: ModelDir) -> Stop:
     Raises:
         ServingError: a stop token is outside the vocabulary.
     """
-    stop = body.stop
+    stop, defaults = body.stop, model.defaults
+    strings = () if stop is None else (stop,) if isinstance(stop, str) else tuple(stop)
     token_ids = tuple(body.stop_token_ids or ())
     if token_ids and max(token_ids) >= model.vocab_size:
         raise invalid("stop_token_ids", f"stop_token_ids has {max(token_ids)}; ids must be below {model.vocab_size}")
     return Stop(
         max_tokens=max_tokens,
-        min_tokens=min(body.min_tokens or 0, max_tokens),
+        min_tokens=min(_given(body.min_tokens, defaults.min_tokens), max_tokens),
         token_ids=token_ids,
-        strings=() if stop is None else (stop,) if isinstance(stop, str) else tuple(dict.fromkeys(stop)),
+        strings=tuple(dict.fromkeys([*strings, *defaults.strings])),
         ignore_eos=bool(body.ignore_eos),
     )
 
@@ -158,6 +161,8 @@ def _sampling(
     bias = body.logit_bias or {}
     if bias and max(bias) >= model.vocab_size:
         raise invalid("logit_bias", f"logit_bias has token id {max(bias)}; ids must be below {model.vocab_size}")
+    if model.defaults.barred:
+        bias = bias | dict.fromkeys(model.defaults.barred, BARRED)
     return Sampling(
         temperature=_given(body.temperature, default.temperature),
         top_p=_given(body.top_p, default.top_p),

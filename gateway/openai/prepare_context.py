@@ -17,7 +17,8 @@ class PrepareContext(NamedTuple):
         names: of the model for clients; the first is canonical.
         gateway: id of the gateway whose token subject receives the answer.
         block_size: tokens of a KV block of the model's workers.
-        default_max_tokens: output tokens at most if the client does not set max_tokens; 0: the rest of the context.
+        default_max_tokens: output tokens at most if the client does not set max_tokens; 0: the model's own default, or
+            the rest of the context.
         default_deadline_s: if the client sets neither timeout_s nor deadline_s.
         worker_max_model_len: the largest of the workers' limits on prompt + output, in tokens; 0: unknown.
         revision: that the workers serve; "": no worker is known, and block digests use the model directory's.

@@ -10,9 +10,10 @@ from blake3 import blake3
 from tokenizers import Tokenizer
 
 import configs
-from infra.model import lengths
+from infra.model import generation_defaults, lengths
 from infra.model.chat_template import ChatTemplate, TemplateError
 from infra.model.detokenizer import Detokenizer
+from infra.model.generation_defaults import BadDefaults, GenerationDefaults
 from infra.model.image_tiles import BadTiles, Tiles, tiles_of
 from infra.model.lengths import Length
 from infra.model.plain_text import PlainText
@@ -73,6 +74,7 @@ class ModelDir:
         length: the same, what a user may ask for, and what says so.
         vocab_size: width of the logits; token ids of requests are below it.
         sampling: the model's defaults, from generation_config.json.
+        defaults: the same, and what else that file sets.
         vision: None: the model takes no images.
         no_vision: why it takes none; "": it does.
         plain: keeps clients' text from becoming control tokens.
@@ -95,6 +97,7 @@ class ModelDir:
     no_vision: str = ""
     tokenizer_digest: str = ""
     length: Length = lengths.NONE
+    defaults: GenerationDefaults = generation_defaults.NONE
     added_tokens: Mapping[str, int] = field(default_factory=dict)
 
 
@@ -141,6 +144,11 @@ def load(path: Path, *, name: str = "", chat_template: str = "") -> ModelDir:
     special = _json(path / "tokenizer_config.json")
     tokenizer = load_tokenizer(path)
     length = lengths.length(config, special)
+    try:
+        defaults = generation_defaults.defaults(generation)
+        ends = _eos(config, generation, special, tokenizer)
+    except BadDefaults as error:
+        raise ModelError(f"{path / 'generation_config.json'}: {error}") from error
     vision, no_vision = None, ""
     try:
         vision = _vision(path, config, special, tokenizer)
@@ -153,12 +161,13 @@ def load(path: Path, *, name: str = "", chat_template: str = "") -> ModelDir:
         max_model_len=length.tokens,
         length=length,
         vocab_size=int(_of_text(config, "vocab_size") or tokenizer.get_vocab_size(with_added_tokens=True)),
-        eos_token_ids=_eos(config, generation, special, tokenizer),
+        eos_token_ids=ends,
         tokenizer=tokenizer,
         encoder=TextEncoder(tokenizer),
         detokenizer=Detokenizer(tokenizer),
         template=_template(path, special, chat_template),
-        sampling=_sampling(path, generation),
+        sampling=defaults.sampling,
+        defaults=defaults,
         plain=PlainText(tokenizer, vision.image_token if vision is not None else ""),
         vision=vision,
         no_vision=no_vision,
@@ -269,13 +278,11 @@ def _eos(
     config: Mapping[str, Any], generation: Mapping[str, Any], special: Mapping[str, Any], tokenizer: Tokenizer
 ) -> tuple[int, ...]:
     """End tokens: from generation_config.json, else config.json; and always the tokenizer's own."""
-    named = generation.get("eos_token_id")
-    if named is None:
-        named = _of_text(config, "eos_token_id")
-    ids = list(named) if isinstance(named, list) else [] if named is None else [named]
+    named = generation_defaults.ids("eos_token_id", generation.get("eos_token_id"))
+    named = named or generation_defaults.ids("eos_token_id", _of_text(config, "eos_token_id"))
     text = token_text(special.get("eos_token"))
     own = tokenizer.token_to_id(text) if text else None
-    return tuple(dict.fromkeys([*ids, *([] if own is None else [own])]))
+    return tuple(dict.fromkeys([*named, *([] if own is None else [own])]))
 
 
 def _template(path: Path, special: Mapping[str, Any], override: str) -> ChatTemplate | None:
@@ -349,14 +356,3 @@ def _image_tokens(path: Path, config: Mapping[str, Any], tower: Mapping[str, Any
     if configured != tokens:
         raise _NoVision(f"config.json has image_seq_length {configured}, its vision tower makes {tokens} embeddings")
     return int(tokens)
-
-
-def _sampling(path: Path, generation: Mapping[str, Any]) -> Sampling:
-    parameters = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-    values = {key: value for key in parameters if (value := generation.get(key)) is not None}
-    if generation.get("do_sample") is False:
-        values["temperature"] = 0.0
-    try:
-        return msgspec.convert(values, Sampling)
-    except msgspec.ValidationError as error:
-        raise ModelError(f"{path / 'generation_config.json'}: {error}") from error

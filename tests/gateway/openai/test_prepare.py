@@ -140,6 +140,28 @@ def test_without_max_tokens_an_answer_has_the_rest_of_the_context_up_to_the_gate
     assert text(bounded, ids, max_tokens=1000).request.stop.max_tokens == 1000  # the client's own value is not bounded
 
 
+def test_what_generation_config_sets_reaches_every_request(context: PrepareContext, tmp_path: Path) -> None:
+    path = write(tmp_path)
+    file = path / "generation_config.json"
+    values = {
+        "min_new_tokens": 3,
+        "max_new_tokens": 12,
+        "stop_strings": ["###"],
+        "suppress_tokens": [5],
+        "bad_words_ids": [[6]],
+    }
+    file.write_text(json.dumps(json.loads(file.read_bytes()) | values))
+    context = context._replace(model=modeldir.load(path, name="tiny"))
+    for ask in (chat, text):
+        stop = ask(context).request.stop
+        assert (stop.min_tokens, stop.max_tokens, stop.strings) == (3, 12, ("###",))
+        request = ask(context, min_tokens=0, max_tokens=40, stop="end", logit_bias={"5": 9, "7": 1}).request
+        assert (request.stop.min_tokens, request.stop.max_tokens) == (0, 40)
+        assert request.stop.strings == ("end", "###")
+        assert request.sampling.logit_bias == {5: -100.0, 6: -100.0, 7: 1.0}
+    assert chat(context._replace(default_max_tokens=9)).request.stop.max_tokens == 9
+
+
 def test_a_fleet_with_a_lower_limit_sets_it(context: PrepareContext) -> None:
     small = context._replace(worker_max_model_len=100)
     assert text(small, [5] * 90).request.stop.max_tokens == 10

@@ -52,6 +52,23 @@ def test_the_models_own_sampling_defaults_are_read(tmp_path: Path) -> None:
     assert load(path).sampling.temperature == 0.0
 
 
+def test_an_empty_list_of_end_tokens_leaves_them_to_the_configuration(tmp_path: Path) -> None:
+    path = write(tmp_path)
+    edit(path / "config.json", eos_token_id=[7.0, 8])
+    edit(path / "generation_config.json", eos_token_id=[])
+    assert load(path).eos_token_ids == (7, 8, 2)
+
+
+def test_a_default_of_another_type_names_the_file(tmp_path: Path) -> None:
+    path = write(tmp_path)
+    edit(path / "generation_config.json", top_k=20.0, no_repeat_ngram_size=3)
+    assert load(path).sampling.top_k == 20
+    assert load(path).defaults.ignored == (("no_repeat_ngram_size", 3),)
+    edit(path / "generation_config.json", top_k="many")
+    with pytest.raises(ModelError, match=r"generation_config\.json: top_k is 'many'"):
+        load(path)
+
+
 def test_revision_follows_content_and_not_place(tmp_path: Path) -> None:
     one, two = write(tmp_path / "one"), write(tmp_path / "two")
     assert revision(one) == revision(two)

@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.utils import logging as transformers_logging
 
+from infra.model.generation_defaults import ids
 from infra.model.lengths import Length, length, rope_type, ropes
 from infra.model.weight_files import key_mapping
 from workers.engines.native import attention, checkpoint, mxfp4, vision
@@ -253,9 +254,8 @@ def positions(config: Any, files: Mapping[str, Any]) -> Length:
 
 def end_tokens(model: Any) -> tuple[int, ...]:
     for source in (model.generation_config, model.config, model.config.get_text_config()):
-        ids = getattr(source, "eos_token_id", None)
-        if ids is not None:
-            return (ids,) if isinstance(ids, int) else tuple(ids)
+        if found := ids("eos_token_id", getattr(source, "eos_token_id", None)):
+            return found
     return ()
 
 
