@@ -185,6 +185,7 @@ def _prefix(name: str) -> str:
     """ "": the name is not valid."""
     if not _NAME.fullmatch(name):
         return ""
+    prefix = name + ": "  # not an f-string: nats-py's own names are members of an enum, which format as its name
     if len(_names) < _MOST_NAMES:
-        _names[name] = f"{name}: "
-    return f"{name}: "
+        _names[name] = prefix
+    return prefix

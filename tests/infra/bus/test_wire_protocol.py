@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from nats.aio.client import Client
 from nats.errors import ProtocolError
+from nats.js.api import Header
 from nats.protocol.command import hpub_cmd, pub_cmd
 from nats.protocol.parser import Parser
 
@@ -132,3 +133,10 @@ def test_an_odd_subject_is_left_to_nats_py(subject: str) -> None:
 @pytest.mark.parametrize("headers", [{"a": "1\r\nb: 2"}, {"a": "1\n"}, {"a b": "1"}, {"": "1"}, {"a:": "1"}])
 def test_a_header_cannot_begin_another_one(headers: dict[str, str]) -> None:
     assert publish_command("a", b"", "", headers) is None
+
+
+def test_a_header_whose_name_is_a_member_of_nats_py_s_enum_has_its_value() -> None:
+    """It went out as `Header.EXPECTED_LAST_SUBJECT_SEQUENCE`, and the server compared nothing."""
+    command = publish_command("a", b"", "", {Header.EXPECTED_LAST_SUBJECT_SEQUENCE: "2"})
+    assert command is not None
+    assert b"\r\nNats-Expected-Last-Subject-Sequence: 2\r\n" in command
