@@ -1,7 +1,10 @@
-"""The tenants of a data folder: one file that says who they are, and one with the credentials of each.
+"""Who the tenants are, with their passwords, and one file with the credentials of each.
 
-The broker's configuration takes the passwords from here at each start, ``penstock tenants`` writes it and has the
-running broker reload it. What gateways and routers need (``schemas.tenants.Limits``) is in the ``tenants`` bucket too.
+Those of the broker that belongs to a data folder are in a file there: its configuration takes the passwords from it at
+each start, ``penstock tenants`` writes it and has the running broker reload it. Those of any other broker are in a
+bucket of it (``Accounts``), so that all operators see the same ones, whatever machine they work on.
+
+What gateways and routers need (``schemas.tenants.Limits``) is in the ``tenants`` bucket of both.
 """
 
 import fcntl
@@ -11,16 +14,23 @@ import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
+from urllib.parse import quote, unquote, urlsplit
 
 import msgspec
+from nats.aio.client import Client
+from nats.js.api import KeyValueConfig
+from nats.js.errors import APIError, BucketNotFoundError, KeyNotFoundError, KeyWrongLastSequenceError, NoKeysError
+from nats.js.kv import KeyValue
 
 from infra.broker.config import tenant_accounts
 from infra.broker.datadir import write_private
-from schemas.subjects import Subjects
+from infra.bus.jetstream import WRONG_LAST_SEQUENCE
+from schemas.subjects import DEFAULT_TENANT, Subjects
 from schemas.tenants import MAX_PENDING, Limits
 
 INCLUDE = "tenants.conf"
+WRONG_LAST_SEQUENCE_CONSTANT = 10164  # the same, of a server that says less
+ACCOUNTS_BYTES = 16 << 20  # some hundred bytes a tenant
 
 
 class Tenant(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,10 +72,117 @@ def save(data_dir: Path, tenants: Tenants) -> None:
     write_private(data_dir / "tenants.json", msgspec.json.format(msgspec.json.encode(tenants)).decode())
 
 
-def write_accounts(data_dir: Path, client_password: str, subjects: Subjects) -> None:
-    """The accounts as the broker's configuration includes them."""
-    passwords = {name: tenant.password for name, tenant in load(data_dir).items()}
+def write_accounts(data_dir: Path, client_password: str, subjects: Subjects, existing: Tenants | None = None) -> None:
+    """The accounts as the broker's configuration includes them.
+
+    Args:
+        existing: None: those of the data folder.
+    """
+    passwords = {name: tenant.password for name, tenant in (load(data_dir) if existing is None else existing).items()}
     write_private(data_dir / INCLUDE, tenant_accounts(client_password, passwords, subjects))
+
+
+class Accounts:
+    """The tenants of a broker of one's own, in a bucket that no user but the operator may read.
+
+    Attributes:
+        tenants: all but the default one.
+        client_password: of the default one.
+    """
+
+    def __init__(self, bucket: KeyValue) -> None:
+        self._bucket = bucket
+        self._revisions: dict[str, int] = {}
+        self.tenants: Tenants = {}
+        self.client_password = ""
+
+    @classmethod
+    async def open(cls, nc: Client, subjects: Subjects, earlier: Tenants, client_password: str) -> "Accounts":
+        """Read them.
+
+        Args:
+            earlier: of this operator's data folder, where releases before the bucket kept them; taken if it is new.
+            client_password: taken if the bucket has none.
+        """
+        js, name = nc.jetstream(), subjects.bucket("accounts")
+        new = False
+        try:
+            bucket = await js.key_value(name)
+        except BucketNotFoundError:
+            info = await js.stream_info(f"KV_{subjects.bucket('tenants')}")
+            replicas = info.config.num_replicas or 1
+            bucket = await js.create_key_value(
+                KeyValueConfig(bucket=name, history=1, max_bytes=ACCOUNTS_BYTES, replicas=replicas)
+            )
+            new = True
+        accounts = cls(bucket)
+        await accounts.read()
+        if not accounts.client_password:
+            await accounts._write(DEFAULT_TENANT, Tenant(password=client_password))
+        for tenant, entry in earlier.items() if new else ():
+            if tenant not in accounts.tenants:
+                await accounts._write(tenant, entry)
+        await accounts.read()
+        return accounts
+
+    async def read(self) -> None:
+        """
+        Raises:
+            ValueError: an entry is damaged.
+        """
+        try:
+            names = await self._bucket.keys()
+        except NoKeysError:
+            names = []
+        found: Tenants = {}
+        for name in names:
+            try:
+                entry = await self._bucket.get(name)
+            except KeyNotFoundError:  # removed since
+                continue
+            try:
+                found[name] = msgspec.json.decode(entry.value or b"", type=Tenant)
+            except msgspec.MsgspecError as error:
+                raise ValueError(f"tenant {name} in {self._bucket._stream} is damaged ({error})") from error
+            self._revisions[name] = entry.revision or 0
+        self.client_password = found.pop(DEFAULT_TENANT).password if DEFAULT_TENANT in found else ""
+        self.tenants = found
+
+    async def put(self, name: str, tenant: Tenant) -> None:
+        """Add or change one.
+
+        Raises:
+            ValueError: another operator has changed it since it was read.
+        """
+        await self._write(name, tenant)
+        await self.read()
+
+    async def remove(self, name: str) -> None:
+        """
+        Raises:
+            ValueError: another operator has changed it since it was read.
+        """
+        try:
+            await self._bucket.delete(name, last=self._revisions[name])
+        except APIError as error:
+            if error.err_code not in (WRONG_LAST_SEQUENCE, WRONG_LAST_SEQUENCE_CONSTANT):
+                raise
+            raise ValueError(_CHANGED.format(name)) from None
+        self._revisions.pop(name)
+        await self.read()
+
+    async def _write(self, name: str, tenant: Tenant) -> None:
+        value = msgspec.json.encode(tenant)
+        try:
+            if name in self._revisions:
+                await self._bucket.update(name, value, last=self._revisions[name])
+            else:
+                await self._bucket.create(name, value)
+        except KeyWrongLastSequenceError:
+            raise ValueError(_CHANGED.format(name)) from None
+
+
+_CHANGED = "another operator has changed tenant {!r} at the same time: look at `penstock tenants list`, and try again"
 
 
 @contextmanager
@@ -84,14 +201,32 @@ def credentials_path(data_dir: Path, tenant: str) -> Path:
     return data_dir / "tenants" / f"{tenant}.json"
 
 
+def with_user(urls: str, user: str, password: str) -> str:
+    """The same servers and schemes, with other credentials; comma-separated, as ``urls``."""
+    login = f"{quote(user, safe='')}:{quote(password, safe='')}"
+    return ",".join(f"{scheme}://{login}@{host}" for scheme, host in map(_server, urls.split(",")))
+
+
+def _server(url: str) -> tuple[str, str]:
+    """Scheme, and host with port, of a URL that may have neither scheme nor credentials."""
+    scheme, separator, rest = url.strip().partition("://")
+    if not separator:
+        scheme, rest = "nats", scheme
+    return scheme, rest.rpartition("@")[2].rstrip("/")
+
+
 def write_credentials(data_dir: Path, tenant: str, nats_url: str) -> Path:
-    """The file that the tenant's clients need; its path."""
+    """The file that the tenant's clients need; its path.
+
+    Args:
+        nats_url: of all servers, comma-separated, with the same credentials.
+    """
     path = credentials_path(data_dir, tenant)
     path.parent.mkdir(mode=0o700, exist_ok=True)
     # Also in parts: many NATS clients ignore the user and the password in a URL.
-    parts = urlsplit(nats_url)
+    parts = urlsplit(nats_url.partition(",")[0])
     login = {
-        "server": f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}",
+        "server": ",".join(f"{scheme}://{host}" for scheme, host in map(_server, nats_url.split(","))),
         "user": unquote(parts.username or ""),
         "password": unquote(parts.password or ""),
     }

@@ -1,7 +1,7 @@
 """``penstock tenants``: manages tenants of the NATS API and their limits.
 
-On the broker of a data folder everything is done at once. With ``--nats-url`` (a broker of your own) streams and limits
-are made there, and ``tenants.conf`` is written, for the ``accounts`` block of the server's configuration.
+On the broker of a data folder everything is done at once. With ``--nats-url`` (a broker of your own) streams, limits
+and accounts are kept there. ``tenants.conf`` is made of them, for the ``accounts`` block of the servers' configuration.
 """
 
 import argparse
@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 from nats.aio.client import Client
+from nats.errors import Error as NatsError
 
 from configs.flags import Parser
 from infra.broker import tenants
@@ -25,7 +26,7 @@ from infra.broker.datadir import load_secrets
 from infra.broker.jetstream_api import BrokerProblem
 from infra.broker.main import connect_operator
 from infra.broker.reload import reload, running_pid
-from infra.broker.tenants import Tenant, Tenants
+from infra.broker.tenants import Accounts, Tenant, Tenants
 from infra.launch.state import read_state
 from schemas import wire
 from schemas.subjects import DEFAULT_TENANT, Subjects
@@ -41,11 +42,6 @@ class Place:
     subjects: Subjects
     own: bool
 
-    @property
-    def server(self) -> str:
-        """Host and port, for the credentials."""
-        return self.operator_url.rpartition("@")[2].removeprefix("nats://")
-
 
 def run(argv: Sequence[str]) -> int:
     """Do what the first argument says; the exit status."""
@@ -53,14 +49,14 @@ def run(argv: Sequence[str]) -> int:
     try:
         place = _place(args)
         with tenants.held(place.data_dir):
-            existing = tenants.load(place.data_dir)
-            if args.verb == "list":
-                _list(existing)
+            if args.verb == "list" and not place.own:
+                _list(tenants.load(place.data_dir))
                 return 0
-            name = check_name(args.name)
+            name = check_name(args.name) if "name" in args else ""
             if name == DEFAULT_TENANT:
-                raise ValueError(f"{DEFAULT_TENANT!r} is always there: its clients use client_nats_url of state.json")
-            asyncio.run(_change(place, existing, name, args))
+                where = "credentials are" if place.own else "clients use client_nats_url of state.json;"
+                raise ValueError(f"{DEFAULT_TENANT!r} is always there: its {where} in the data folder")
+            asyncio.run(_do(place, name, args))
     except (BrokerProblem, ValueError, OSError) as error:
         print(f"penstock tenants: {error}", file=sys.stderr)
         return 1
@@ -71,15 +67,16 @@ def _parser() -> Parser:
     parser = Parser(
         prog="penstock tenants", description="manage tenants of both APIs, their limits and their passwords for NATS"
     )
-    verbs = parser.add_subparsers(dest="verb", required=True, metavar="{add,list,rotate,remove}")
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="{add,list,rotate,remove,conf}")
     for verb, about in (
         ("add", "add a tenant or change its limits, and write its credentials"),
         ("list", "list all tenants but the default one"),
         ("rotate", "give a tenant a new password; the old one ends at once"),
         ("remove", "end the access of a tenant; its submissions stay until they expire"),
+        ("conf", "write tenants.conf again, from the accounts that a broker of your own keeps"),
     ):
         one = verbs.add_parser(verb, help=about, description=about)
-        if verb != "list":
+        if verb not in ("list", "conf"):
             one.add_argument("name", metavar="NAME", help="lower-case letters, digits and '-'")
         if verb == "add":
             about_models = "models it may use, '' for all; default: as it was, or all"
@@ -150,35 +147,66 @@ def _place(args: argparse.Namespace) -> Place:
     return Place(data_dir, f"nats://operator:{password}@127.0.0.1:{port}", subjects, own=False)
 
 
-async def _change(place: Place, existing: Tenants, name: str, args: argparse.Namespace) -> None:
+async def _do(place: Place, name: str, args: argparse.Namespace) -> None:
     """
     Raises:
         BrokerProblem: the broker refuses it.
-        ValueError: there is no such tenant.
+        ValueError: there is no such tenant, or another operator changes it, too.
+    """
+    nc = await connect_operator(place.operator_url)
+    try:
+        accounts: Accounts | None = None
+        earlier = tenants.load(place.data_dir)
+        client_password = load_secrets(place.data_dir / "secrets.json", USERS)["client"]
+        if place.own:
+            accounts = await Accounts.open(nc, place.subjects, earlier, client_password)
+        elif args.verb == "conf":
+            raise ValueError("the broker of a data folder reads its accounts itself; --nats-url names one of your own")
+        existing = earlier if accounts is None else accounts.tenants
+        if args.verb == "list":
+            _list(existing)
+        elif args.verb == "conf":
+            _write_accounts(place, accounts, existing)
+        else:
+            await _change(nc, place, accounts, existing, name, args)
+    except (NatsError, TimeoutError) as error:
+        raise BrokerProblem(f"the broker does not take it: {error}") from error
+    finally:
+        await nc.close()
+
+
+async def _change(
+    nc: Client, place: Place, accounts: Accounts | None, existing: Tenants, name: str, args: argparse.Namespace
+) -> None:
+    """
+    Raises:
+        BrokerProblem, ValueError: as ``_do``.
     """
     if args.verb != "add" and name not in existing:
         raise ValueError(f"no tenant {name!r}; there are: {', '.join(sorted(existing)) or 'none'}")
-    nc = await connect_operator(place.operator_url)
-    try:
-        if args.verb == "remove":
+    if args.verb == "remove":
+        if accounts is not None:
+            await accounts.remove(name)
+        else:
             del existing[name]
-            _write_accounts(place, existing)  # first: nothing is accepted from it any more
-            await _forget(nc, place.subjects, name)
-            tenants.credentials_path(place.data_dir, name).unlink(missing_ok=True)
-            print(f"removed {name}")
-            return
-        old = existing.get(name)
-        password = old.password if old is not None and args.verb == "add" else tenants.new_password()
-        tenant = msgspec.structs.replace(old or Tenant(password=password), password=password, **_named_limits(args))
-        await apply_submissions(nc, place.subjects, name, tenant.max_pending)
-        await _publish(nc, place.subjects, name, wire.encode(tenant.limits))
+        _write_accounts(place, accounts, existing)  # first: nothing is accepted from it any more
+        await _forget(nc, place.subjects, name)
+        tenants.credentials_path(place.data_dir, name).unlink(missing_ok=True)
+        print(f"removed {name}")
+        return
+    old = existing.get(name)
+    password = old.password if old is not None and args.verb == "add" else tenants.new_password()
+    tenant = msgspec.structs.replace(old or Tenant(password=password), password=password, **_named_limits(args))
+    await apply_submissions(nc, place.subjects, name, tenant.max_pending)
+    await _publish(nc, place.subjects, name, wire.encode(tenant.limits))
+    if accounts is not None:
+        await accounts.put(name, tenant)
+    else:
         existing[name] = tenant
-        _write_accounts(place, existing)  # last: when it can connect, everything is there
-        url = f"nats://{tenant_user(name)}:{password}@{place.server}"
-        path = tenants.write_credentials(place.data_dir, name, url)
-        print(f"{'changed' if old is not None else 'added'} {name}; credentials: {path}")
-    finally:
-        await nc.close()
+    _write_accounts(place, accounts, existing)  # last: when it can connect, everything is there
+    url = tenants.with_user(place.operator_url, tenant_user(name), password)
+    path = tenants.write_credentials(place.data_dir, name, url)
+    print(f"{'changed' if old is not None else 'added'} {name}; credentials: {path}")
 
 
 def _named_limits(args: argparse.Namespace) -> dict[str, Any]:
@@ -195,15 +223,18 @@ def _named_limits(args: argparse.Namespace) -> dict[str, Any]:
     return {name: value for name, value in limits.items() if value is not None}
 
 
-def _write_accounts(place: Place, existing: Tenants) -> None:
-    tenants.save(place.data_dir, existing)
-    secrets = load_secrets(place.data_dir / "secrets.json", USERS)
-    tenants.write_accounts(place.data_dir, secrets["client"], place.subjects)
-    if place.own:
-        path = place.data_dir / tenants.INCLUDE
-        print(f"include {path} in the broker's accounts block and reload it twice (see docs/nats.md)")
-    else:
+def _write_accounts(place: Place, accounts: Accounts | None, existing: Tenants) -> None:
+    if accounts is None:
+        tenants.save(place.data_dir, existing)
+        secrets = load_secrets(place.data_dir / "secrets.json", USERS)
+        tenants.write_accounts(place.data_dir, secrets["client"], place.subjects)
         reload(place.data_dir)
+        return
+    tenants.write_accounts(place.data_dir, accounts.client_password, place.subjects, accounts.tenants)
+    url = tenants.with_user(place.operator_url, "client", accounts.client_password)
+    tenants.write_credentials(place.data_dir, DEFAULT_TENANT, url)
+    path = place.data_dir / tenants.INCLUDE
+    print(f"include {path} in the accounts block of each server and reload it twice (see docs/nats.md)")
 
 
 async def _publish(nc: Client, subjects: Subjects, name: str, value: bytes, **headers: str) -> None:
