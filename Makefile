@@ -14,7 +14,7 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 PIP   := $(BIN)/python -m pip --disable-pip-version-check --quiet
 TORCH := $(shell sed -n 's/^ *"\(torch[^"]*\)",.*/\1/p' pyproject.toml)
 
-.PHONY: help up test test-long types pytest test-trtllm test-llguidance test-vllm test-sglang test-clients docs bench chaos growth chaos-mixed lint clean
+.PHONY: help up test test-long types pytest test-trtllm test-llguidance test-vllm test-sglang test-clients conformance docs bench chaos growth chaos-mixed lint clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -78,6 +78,12 @@ test-sglang:  ## the same on the real SGLang, with a GPU (VENV=where it is insta
 
 test-clients: $(VENV)/.installed-dev  ## real clients on the demo model, and the table in docs/clients.md (ARGS="openai codex": these alone)
 	$(BIN)/python -m tests.clients run $(ARGS)
+
+# In a folder of its own, and nothing else: our environment has what the suite needs.
+SUITE ?= canitoolcall
+conformance: $(VENV)/.installed-dev  ## a neutral suite of tool calls on our parsers (ARGS="kimi/": these alone)
+	@folder=$(VENV)/$(SUITE); [ -d $$folder ] || $(PIP) install --no-deps --target $$folder $(SUITE)
+	PYTHONPATH=.:$(VENV)/$(SUITE) $(BIN)/python -m tests.conformance.run $(ARGS)
 
 lint: $(VENV)/.installed-dev  ## fix and format
 	$(BIN)/ruff check --fix .

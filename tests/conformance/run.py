@@ -306,7 +306,7 @@ def report(verdicts: Sequence[Verdict]) -> str:
             rows[name]["cases"] += 1
             rows[name][each.status] += 1
             rows[name]["whole"] += each.status in PASSES or each.streams_only
-    lines = ["| family | cases | pass | in all but white space | read whole | fail |", "|---|---|---|---|---|---|"]
+    lines = ["| family | cases | equal | pass | whole answers pass | fail |", "|---|---|---|---|---|---|"]
     for name, row in sorted(rows.items(), key=lambda item: (item[0] == "all", item[0])):
         passed = row["pass"] + row["soft_pass"]
         bad = row["cases"] - passed
