@@ -7,8 +7,11 @@ from typing import Any
 import pytest
 
 from gateway.nats import services
+from infra.broker.server import EmbeddedNats
 from infra.bus.connection import Bus
-from schemas.subjects import HEADER_REQUEST
+from infra.bus.publisher import Ack, Publisher
+from infra.model.modeldir import ModelDir
+from schemas.subjects import HEADER_MSG_ID, HEADER_REQUEST, Subjects
 from tests.gateway.nats.support import (
     BODY,
     WITHIN_S,
@@ -18,6 +21,7 @@ from tests.gateway.nats.support import (
     answering,
     error_of,
     finals,
+    gateway_on,
     number_of,
 )
 from tests.infra.bus.support import eventually
@@ -170,3 +174,44 @@ async def test_a_reader_that_reads_at_another_gateway_is_no_longer_served_here(
     await client.got(lambda messages: sum(finals([m]) for m in messages if m.subject == ASKED) == 1)
     await eventually(lambda: not running.api._services._tasks)
     assert not any(finals([message]) for message in client.received if message.subject == READ)
+
+
+@pytest.mark.parametrize("no_store", [True, False])
+async def test_an_ask_whose_acceptance_is_not_confirmed_as_its_gateway_stops_goes_on_elsewhere(
+    client: Submitter,
+    engine: Engine,
+    running: Running,
+    bus: Bus,
+    broker: EmbeddedNats,
+    subjects: Subjects,
+    model: ModelDir,
+    monkeypatch: pytest.MonkeyPatch,
+    no_store: bool,
+) -> None:
+    """It is stored, as is its content: nobody cancels it, and whoever asks again under its name gets its answer."""
+    sent, cancels = asyncio.Event(), list[bytes]()
+
+    async def unconfirmed(self: Publisher, *args: Any, **options: Any) -> Ack:
+        await self.send(*args, **options)
+        sent.set()
+        return await asyncio.get_running_loop().create_future()
+
+    async def note(message: Any) -> None:
+        cancels.append(message.data)
+
+    await bus.nc.subscribe(bus.subjects.cancel, cb=note)
+    ask_again = json.dumps({**BODY, "no_store": no_store}).encode(), {HEADER_MSG_ID: "the same"}
+    with monkeypatch.context() as patched:
+        patched.setattr(Publisher, "publish", unconfirmed)
+        await bus.nc.publish(f"{bus.subjects.namespace}.ask.tiny", ask_again[0], reply=ASKED, headers=ask_again[1])
+        await sent.wait()
+        await eventually(lambda: engine.accepted)
+        await running.stop(0.0)
+    messages = await client.got(len)
+    assert [error_of(each) for each in messages] == ["shutting_down"]
+    async with gateway_on(broker, subjects, model), answering(engine):
+        await bus.nc.publish(f"{bus.subjects.namespace}.ask.tiny", ask_again[0], reply=ASKED, headers=ask_again[1])
+        messages = await client.got(lambda messages: finals(messages) == 2)
+    assert error_of(messages[-1]) == ""
+    assert len({request.id for request in engine.accepted}) == 1
+    assert cancels == []
