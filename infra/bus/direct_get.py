@@ -249,10 +249,14 @@ async def stream_end(bus: "Bus", stream: str) -> tuple[int, str]:
     """The last sequence of a stream, and when the stream was made (RFC 3339).
 
     Raises:
-        ServingError: there is no such stream.
-        nats.errors.Error, TimeoutError: the broker did not answer.
+        ServingError: there is no such stream, or the broker did not answer.
     """
-    info = _decode_info((await bus.nc.request(f"$JS.API.STREAM.INFO.{stream}", b"", timeout=STALL_S)).data)
+    from nats.errors import Error as NatsError
+
+    try:
+        info = _decode_info((await bus.nc.request(f"$JS.API.STREAM.INFO.{stream}", b"", timeout=STALL_S)).data)
+    except (NatsError, OSError, TimeoutError) as error:
+        raise _unreadable(stream, f"the broker does not say where it ends: {error!r}") from None
     if info.error is not None:
         raise _unreadable(stream, str(info.error))
     return info.state.last_seq, info.created

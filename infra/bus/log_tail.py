@@ -106,11 +106,11 @@ class LogTail:
             # On one connection: the server registers the subscription before it answers the read.
             self._sub = await self._bus.nc.subscribe_direct(self._live, self._on_live)
             await self._read()
+            if memory_storage:
+                self._created = (await stream_end(self._bus, self._stream))[1]
         except BaseException:
             await self.stop()
             raise
-        if memory_storage:
-            self._created = (await stream_end(self._bus, self._stream))[1]
         self._starting = False
         self._take_held()
         if self._held or self._stale:

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+from nats.errors import NoRespondersError
 
 from infra.broker.server import EmbeddedNats
 from infra.bus import log_tail as module
@@ -15,7 +16,7 @@ from infra.bus.direct_get import Entry, read
 from infra.bus.log_tail import LogTail
 from infra.bus.publisher import Publisher
 from infra.bus.wire_protocol import Frame, Headers
-from schemas.errors import ServingError
+from schemas.errors import Code, ServingError
 from schemas.subjects import Subjects
 from tests.infra.bus.support import eventually, opened
 
@@ -289,6 +290,28 @@ async def test_a_tail_that_cannot_start_leaves_nothing_behind(bus: Bus) -> None:
     tail = LogTail(bus, "no_such_stream", "x", "y", lambda entry: None)
     with pytest.raises(ServingError):
         await tail.start()
+    assert not bus.on_reconnect
+    assert len(bus.nc._subs) == subscriptions
+
+
+@pytest.mark.parametrize("error", [TimeoutError(), NoRespondersError(), OSError()], ids=repr)
+async def test_a_tail_of_memory_storage_whose_broker_goes_silent_as_it_starts_leaves_nothing_behind(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """What follows the tokens of a request with no_store: its client gets 503, not an internal error."""
+    ask = bus.nc.request
+
+    async def request(subject: str, *args: Any, **options: Any) -> Any:
+        if "STREAM.INFO" in subject:
+            raise error
+        return await ask(subject, *args, **options)
+
+    monkeypatch.setattr(bus.nc, "request", request)
+    subscriptions, subject = len(bus.nc._subs), bus.subjects.tokens("memory.gw")
+    tail = LogTail(bus, bus.subjects.stream("MEMORY_TOKENS"), subject, bus.subjects.live(subject), lambda entry: None)
+    with pytest.raises(ServingError) as raised:
+        await tail.start(memory_storage=True)
+    assert raised.value.code is Code.broker_unavailable
     assert not bus.on_reconnect
     assert len(bus.nc._subs) == subscriptions
 
