@@ -61,6 +61,12 @@ class GatewaySettings(Common, frozen=True, kw_only=True):
         str,
         about("TOML or JSON file with formats of reasoning and tool calls beside the known ones; workers need it too"),
     ] = ""
+    template_cpu_s: Annotated[
+        Seconds, about("seconds of CPU time that the chat template may take for one request, which is then refused")
+    ] = 5.0
+    max_messages: Annotated[int, Meta(ge=1, le=16_384, description="messages of one chat, checked before others")] = (
+        4_096
+    )
     http_host: Annotated[str, about("address to listen on; 0.0.0.0: all addresses")] = "127.0.0.1"
     http_port: Annotated[int, Meta(ge=0, le=65535, description="port to listen on; 0: any free port")] = 8000
     listen_fd: Annotated[

@@ -180,6 +180,7 @@ class FleetView:
             worker_max_model_len=max((w.max_model_len for w in workers), default=0),
             revision=revision if workers else "",
             max_images=settings.max_images,
+            max_messages=settings.max_messages,
             logits_processors=frozenset(name for w in workers for name in w.logits_processors) if workers else None,
             parsers=self._parsers if any(self._parsers) else None,
             special_tokens_as_text=settings.special_tokens_in_messages == "text",

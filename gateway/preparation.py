@@ -2,12 +2,12 @@
 
 A thread helps where the work is Python or releases the interpreter, as the tokenizer does. Decoding JSON does neither,
 and takes about 40 ns per value: a body with far more values than the model's context has tokens is refused unread.
+Tenants take turns with the threads. A small body whose chat template takes long is prepared again in a thread.
 """
 
 import asyncio
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
 
@@ -19,6 +19,7 @@ from gateway.constraint_check import ConstraintCheck
 from gateway.conversations import Conversations
 from gateway.embeddings.prepare import prepare_embedding
 from gateway.embeddings.requests import MAX_VALUES
+from gateway.fair_threads import FairThreads
 from gateway.fleet import FleetView
 from gateway.images.prepare import PATHS, prepare_images
 from gateway.media.loader import MediaLoader
@@ -39,13 +40,17 @@ from gateway.openai.responses_api.prepare import count_prompt_of, prepare_respon
 from gateway.openai.responses_api.record import encode_stored
 from gateway.openai.responses_api.requests import parse_compaction, parse_response
 from gateway.option_names import check_options
+from infra.model.template_sandbox import cpu_budget
 from schemas.errors import Code, ServingError
 from schemas.ids import new_request_id
 from schemas.requests import EMBEDDING
+from schemas.subjects import DEFAULT_TENANT
 
 LARGE_BODY = 8_192  # bytes; larger ones are prepared in a thread: to tokenise 1 KB takes 0.3 ms
 LARGE_PROMPT = 8_192  # tokens; longer ones with images get their block names in a thread
-THREADS = 2  # each competes with the event loop for the interpreter
+THREADS = 3  # each competes with the event loop for the interpreter
+PER_TENANT = 2  # of them
+INLINE_CPU_S = 0.005  # of the event loop, for the chat template of a small body; most take 0.1 ms
 FEW_VALUES = 65_536  # in a body; so many are decoded in 3 ms
 PRIVATE_S = 120.0  # for all media of a request with no_store: routers erase what nobody asked for later than that
 COUNT_BYTES = 1 << 18  # searched for commas at once
@@ -74,10 +79,10 @@ class RequestPreparer:
         self._settings = settings
         self._now_ns = now_ns
         self._constraints = ConstraintCheck()
-        self._threads = ThreadPoolExecutor(THREADS, "prepare")
+        self._threads = FairThreads(THREADS, PER_TENANT, "prepare")
 
     async def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._threads.close()
         await self._constraints.close()
 
     async def prepare(
@@ -98,7 +103,7 @@ class RequestPreparer:
         now_ns = self._now_ns()
         request_id = new_request_id(now_ns, cell=self._settings.cell)
         if self._settings.strict_options:
-            await self.run_for(body, check_options, endpoint, body)
+            await self.run_for(body, check_options, endpoint, body, tenant=caller.tenant)
         if endpoint in PATHS:
             models = {name: each for name, each in self._fleet.diffusion_models.known.items() if caller.may_name(name)}
             prepared = await self.run_for(
@@ -112,6 +117,7 @@ class RequestPreparer:
                 now_ns=now_ns,
                 request_id=request_id,
                 no_store=no_store or self._settings.always_no_store,
+                tenant=caller.tenant,
             )
             return prepared if caller is ANYONE else prepared._replace(request=caller.own(prepared.request))
         if endpoint == EMBEDDING:
@@ -148,7 +154,8 @@ class RequestPreparer:
         if len(body) <= LARGE_BODY:
             prepared = work()
         else:
-            prepared = await self._in_thread(_checked, body, MAX_VALUES, work, "the most that embeddings take")
+            checked = partial(_checked, body, MAX_VALUES, work, "the most that embeddings take")
+            prepared = await self._in_thread(caller.tenant, len(body), checked)
         return prepared._replace(request=caller.own(prepared.request))
 
     async def _text(
@@ -166,7 +173,9 @@ class RequestPreparer:
         if endpoint == MESSAGE:
             return await self._message(body, context, now_ns=now_ns, request_id=request_id)
         prepare = prepare_chat if endpoint == CHAT else prepare_completion
-        prepared = await self.run_for(body, prepare, body, context, now_ns=now_ns, request_id=request_id)
+        prepared = await self.run_for(
+            body, prepare, body, context, now_ns=now_ns, request_id=request_id, tenant=context.tenant
+        )
         if isinstance(prepared, PendingMediaRequest):
             prepared = await self._with_media(prepared, context)
         return prepared
@@ -182,7 +191,8 @@ class RequestPreparer:
         request_id: str,
     ) -> PreparedRequest:
         compacts = endpoint == COMPACTION
-        asked = await self.run_for(body, parse_compaction if compacts else parse_response, body)
+        parse = parse_compaction if compacts else parse_response
+        asked = await self.run_for(body, parse, body, tenant=context.tenant)
         if asked.background and context.no_store:  # by the header or the gateway's setting
             raise invalid(
                 "background",
@@ -199,7 +209,10 @@ class RequestPreparer:
             request_id=request_id,
             compacts=compacts,
         )
-        prepared = await (self._in_thread(work) if history.size > LARGE_BODY else self.run_for(body, work))
+        if history.size > LARGE_BODY:
+            prepared = await self._in_thread(context.tenant, len(body) + history.size, work)
+        else:
+            prepared = await self.run_for(body, work, tenant=context.tenant)
         if compacts:
             stored = encode_kept(asked, history.turns, request_id)
         else:
@@ -209,7 +222,9 @@ class RequestPreparer:
         return with_body(prepared, endpoint, stored)._replace(detached=bool(asked.background))
 
     async def _message(self, body: bytes, context: PrepareContext, *, now_ns: int, request_id: str) -> PreparedRequest:
-        found = await self.run_for(body, prepare_message, body, context, now_ns=now_ns, request_id=request_id)
+        found = await self.run_for(
+            body, prepare_message, body, context, now_ns=now_ns, request_id=request_id, tenant=context.tenant
+        )
         prepared = found.prepared
         if isinstance(prepared, PendingMediaRequest):
             prepared = await self._with_media(prepared, found.context)
@@ -221,9 +236,10 @@ class RequestPreparer:
         Raises:
             ServingError: the body cannot be served.
         """
-        asked = await self.run_for(body, parse_response, body)
+        asked = await self.run_for(body, parse_response, body, tenant=caller.tenant)
         history = await self._conversations.history(asked.previous_response_id, caller.sees)
-        return await self._in_thread(count_prompt_of, asked, history.turns, caller.context(self._fleet.prepare_context))
+        work = partial(count_prompt_of, asked, history.turns, caller.context(self._fleet.prepare_context))
+        return await self._in_thread(caller.tenant, len(body) + history.size, work)
 
     async def compute(self, work: Callable[[bytes, PrepareContext], T], body: bytes, caller: Caller = ANYONE) -> T:
         """``work`` on a body and on what requests are prepared for.
@@ -231,23 +247,36 @@ class RequestPreparer:
         Raises:
             ServingError: the body cannot be served.
         """
-        return await self.run_for(body, work, body, caller.context(self._fleet.prepare_context))
+        context = caller.context(self._fleet.prepare_context)
+        return await self.run_for(body, work, body, context, tenant=caller.tenant)
 
-    async def run_for(self, body: bytes, work: Callable[..., T], *args: Any, **options: Any) -> T:
+    async def run_for(
+        self, body: bytes, work: Callable[..., T], *args: Any, tenant: str = DEFAULT_TENANT, **options: Any
+    ) -> T:
         """``work`` that decodes a body, in a thread if that is large.
 
+        Args:
+            tenant: whose turn of the threads it takes.
         Raises:
-            ServingError: context_length_exceeded: it is not worth decoding.
+            ServingError: context_length_exceeded: it is not worth decoding. overloaded: too many wait for a thread.
         """
         if len(body) <= LARGE_BODY:
-            return work(*args, **options)
+            budget = cpu_budget(INLINE_CPU_S)
+            try:
+                with budget:
+                    return work(*args, **options)
+            except ServingError:
+                if not budget.spent:
+                    raise
+            return await self._in_thread(tenant, len(body), partial(work, *args, **options))
         limit, meaning = max(FEW_VALUES, 2 * self._fleet.prepare_context.max_model_len), _TWICE
         if limit < MAX_VALUES and self._fleet.embedding_models.known:  # what is asked for is not known yet
             limit, meaning = MAX_VALUES, "the most that embeddings take"
-        return await self._in_thread(_checked, body, limit, partial(work, *args, **options), meaning)
+        checked = partial(_checked, body, limit, partial(work, *args, **options), meaning)
+        return await self._in_thread(tenant, len(body), checked)
 
-    async def _in_thread(self, work: Callable[..., T], *args: Any, **options: Any) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, partial(work, *args, **options))
+    async def _in_thread(self, tenant: str, size_bytes: int, work: Callable[[], T]) -> T:
+        return await self._threads.run(tenant, size_bytes, partial(_within, self._settings.template_cpu_s, work))
 
     async def _with_media(self, pending: PendingMediaRequest, context: PrepareContext) -> PreparedRequest:
         """The request once its media are loaded and stored."""
@@ -265,7 +294,13 @@ class RequestPreparer:
             raise ServingError(Code.deadline_exceeded, "the images did not arrive before the deadline") from None
         if len(pending.prompt.tokens) <= LARGE_PROMPT:
             return attach_media(pending, media, context)
-        return await self._in_thread(attach_media, pending, media, context)
+        size_bytes = 8 * len(pending.prompt.tokens)
+        return await self._in_thread(context.tenant, size_bytes, partial(attach_media, pending, media, context))
+
+
+def _within(cpu_s: float, work: Callable[[], T]) -> T:
+    with cpu_budget(cpu_s):
+        return work()
 
 
 _TWICE = "twice what the model's context can hold"

@@ -16,6 +16,7 @@ from infra.model.modeldir import ModelDir
 from schemas.errors import ServingError
 from schemas.requests import Media
 
+_FEW_MESSAGES = 64  # that many are rendered before their length is known
 _PROBE_CHARS_PER_TOKEN = 16  # longer texts are first checked by tokenising this many characters per token that fits
 
 
@@ -38,8 +39,15 @@ def chat_prompt(body: ChatCompletionRequest, context: PrepareContext) -> Prompt:
     Raises:
         ServingError: the model or its template does not accept the messages, or the prompt is too long.
     """
+    if len(body.messages) > context.max_messages:
+        raise invalid(
+            "messages",
+            f"messages has {len(body.messages)} entries; the limit is {context.max_messages} (--max-messages)",
+        )
     template = _template_for(body, context.model)
     messages, media = template_messages(body.messages, template.walks_parts), media_parts(body.messages)
+    if len(messages) > _FEW_MESSAGES and template.keeps_texts:
+        _check_texts(messages, context)
     vision = context.model.vision
     if vision is None:
         if media:
@@ -253,6 +261,20 @@ def _too_costly(error: TemplateBudgetError) -> ServingError:
     return invalid(
         "messages", f"the model's chat template cannot be applied to these messages: {error}{setting}; send fewer"
     )
+
+
+def _check_texts(messages: list[dict[str, Any]], context: PrepareContext) -> None:
+    """Before they are rendered.
+
+    Raises:
+        ServingError: the messages' texts alone have more tokens than fit.
+    """
+    size = sum(len(text) for each in messages if (text := each["content"]).__class__ is str)
+    if size > context.max_model_len * context.model.detokenizer.longest_bytes:
+        limit = context.max_model_len
+        raise prompt_too_long(
+            f"{size} characters in {len(messages)} messages, more than {limit} tokens can hold", limit
+        )
 
 
 def _check_length(text: str, context: PrepareContext, *, special: bool) -> None:

@@ -73,6 +73,7 @@ class ChatTemplate:
         needs: what it renders no conversation without: "tools", "documents", or a variable's name; "": nothing.
         wants_parts: it takes a message's content as a list of typed parts and fails on plain strings.
         walks_parts: roles in whose messages it takes a list of typed parts and writes their texts.
+        keeps_texts: it writes the text of each message, also of those long ago.
         named: the model's templates for other occasions: "tool_use", "rag".
     """
 
@@ -100,6 +101,7 @@ class ChatTemplate:
         self.wants_parts = False
         self.needs = self._probe()
         self.walks_parts = frozenset(role for role in _AROUND if self._walks(role))
+        self.keeps_texts = self._keeps_texts()
         self.named: dict[str, ChatTemplate] = {}
         for name, other in (named or {}).items():
             try:
@@ -209,6 +211,15 @@ class ChatTemplate:
             return None
         missing = self._compiled.variables() - self.own_variables - self._special_tokens.keys()
         return next((name for name in sorted(missing) if name in self.source), None)
+
+    def _keeps_texts(self) -> bool:
+        texts = [f"{_PROBE} {number}." for number in range(12)]
+        roles = ("user", "assistant")
+        try:
+            text = self.render([{"role": roles[at % 2], "content": each} for at, each in enumerate([*texts, _SECOND])])
+        except TemplateError:
+            return False
+        return all(each in text for each in texts)
 
     def _walks(self, role: str) -> bool:
         if role == "developer" and not self.knows_developer:

@@ -1,7 +1,7 @@
 """A bounded queue whose tenants take turns. Pure."""
 
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Generic, NamedTuple, TypeVar
 
 T = TypeVar("T")
@@ -47,11 +47,16 @@ class FairQueue(Generic[T]):
         self._bytes += size_bytes
         return True
 
-    def take(self) -> T | None:
-        """Remove the next entry of the tenant whose turn it is; None: the queue is empty."""
-        if not self._tenants:
+    def take(self, held: Callable[[str], bool] = lambda tenant: False) -> T | None:
+        """Remove the next entry of the tenant whose turn it is; None: there is none.
+
+        Args:
+            held: whether a tenant misses its turn.
+        """
+        tenant = next((each for each in self._tenants if not held(each)), None)
+        if tenant is None:
             return None
-        tenant, own = next(iter(self._tenants.items()))
+        own = self._tenants[tenant]
         self._tenants.move_to_end(tenant)
         return self._remove(tenant, min(own, key=lambda key: own[key][1]))
 

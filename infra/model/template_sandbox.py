@@ -7,12 +7,10 @@ it would be kept: in a namespace, in a captured block, in the output.
 
 import json
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from datetime import datetime
 from functools import partial
 from time import thread_time
-from types import BuiltinMethodType
 from typing import Any, NoReturn
 
 import jinja2
@@ -22,7 +20,7 @@ from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.meta import find_undeclared_variables
 from jinja2.parser import Parser
-from jinja2.runtime import Context
+from jinja2.runtime import Context, LoopContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
@@ -30,7 +28,11 @@ CPU_S = 5.0  # of one rendering, unless ``cpu_budget`` says otherwise
 LARGEST = 64 << 20  # characters of a text, entries of a list
 _CHECKED = 16  # turns between two looks at the clock; one turn takes some microseconds
 _TURN = "turn of a loop or call of a macro"  # a node of the syntax tree, which becomes the call of ``Meter.turn``
-_PADDING = ("center", "ljust", "rjust", "zfill", "expandtabs")
+_PADDING = frozenset(("center", "ljust", "rjust", "zfill", "expandtabs"))
+_OF_DICT = frozenset(dir(dict))
+_OF_LOOP = frozenset(
+    ("index", "index0", "first", "last", "length", "previtem", "nextitem", "revindex", "revindex0", "depth", "depth0")
+)
 
 
 class OutOfTime(Exception):
@@ -47,39 +49,61 @@ class TooLarge(Exception):
 
 class _Budget(threading.local):
     cpu_s = CPU_S
+    spent = False
 
 
 _budget = _Budget()
 
 
-@contextmanager
-def cpu_budget(seconds: float) -> Iterator[None]:
-    """What each rendering in this thread may take, until the end of the block."""
-    before, _budget.cpu_s = _budget.cpu_s, seconds
-    try:
-        yield
-    finally:
-        _budget.cpu_s = before
+class cpu_budget:
+    """What each rendering in this thread may take, until the end of the block.
+
+    Attributes:
+        spent: a rendering was ended because it would have taken more.
+    """
+
+    __slots__ = ("_before", "_cpu_s", "spent")
+
+    def __init__(self, seconds: float) -> None:
+        self._cpu_s = seconds
+        self.spent = False
+
+    def __enter__(self) -> "cpu_budget":
+        self._before = _budget.cpu_s
+        _budget.cpu_s, _budget.spent = self._cpu_s, False
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _budget.cpu_s, self.spent = self._before, _budget.spent
 
 
 class Meter:
-    """Counts the turns of one rendering."""
+    """Counts the turns of one rendering. The clock is first read after some of them, which a short chat never has."""
 
-    __slots__ = ("_end", "cpu_s", "turns")
+    __slots__ = ("_end", "_left", "cpu_s")
 
     def __init__(self) -> None:
-        self.turns = 0
         self.cpu_s = _budget.cpu_s
-        self._end = thread_time() + self.cpu_s
+        self._left = _CHECKED
+        self._end = 0.0
 
     def turn(self) -> None:
         """
         Raises:
             OutOfTime: the CPU time is spent.
         """
-        self.turns = turns = self.turns + 1
-        if not turns % _CHECKED and thread_time() > self._end:
+        self._left -= 1
+        if not self._left:
+            self._look()
+
+    def _look(self) -> None:
+        now = thread_time()
+        if not self._end:
+            self._end = now + self.cpu_s
+        elif now > self._end:
+            _budget.spent = True
             raise OutOfTime(self.cpu_s)
+        self._left = _CHECKED
 
 
 class Compiled:
@@ -145,10 +169,27 @@ class _Environment(ImmutableSandboxedEnvironment):
             _check_size(left.bit_length() * right)
         return super().call_binop(context, operator, left, right)
 
-    def wrap_str_format(self, value: Any) -> Any:
-        if value.__class__ is BuiltinMethodType and value.__name__ in _PADDING:
-            return partial(_padded, value)
-        return super().wrap_str_format(value)
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        """As Jinja's, which tries what nearly all templates never mean first: attributes of dict."""
+        kind = type(obj)
+        if kind is dict:
+            if attribute not in _OF_DICT:
+                try:
+                    return obj[attribute]
+                except KeyError:
+                    return self.undefined(obj=obj, name=attribute)
+        elif kind is _Namespace:
+            if attribute[:1] != "_":
+                try:
+                    return object.__getattribute__(obj, "_Namespace__attrs")[attribute]
+                except KeyError:
+                    return self.undefined(obj=obj, name=attribute)
+        elif kind is LoopContext:
+            if attribute in _OF_LOOP:
+                return getattr(obj, attribute)
+        elif kind is str and attribute in _PADDING:
+            return partial(_padded, getattr(obj, attribute))
+        return super().getattr(obj, attribute)
 
 
 def _concat(pieces: Iterable[str]) -> str:

@@ -37,6 +37,7 @@ class Settings:
     always_no_store = False
     strict_options = False
     cell = -1
+    template_cpu_s = 1.0
 
 
 @pytest.fixture(params=["hermes", "qwen3_coder"])

@@ -1,6 +1,7 @@
 """Large bodies are not decoded on the event loop, and not at all if they have too many values."""
 
 import asyncio
+import dataclasses
 import json
 import threading
 from types import SimpleNamespace
@@ -9,8 +10,10 @@ from typing import Any
 import pytest
 
 from gateway import preparation
+from gateway.access.caller import Caller
 from gateway.openai.prepare_context import PrepareContext
 from gateway.preparation import COUNT_BYTES, LARGE_BODY, RequestPreparer, check_values
+from infra.model.chat_template import ChatTemplate
 from schemas.errors import Code, ServingError
 from schemas.subjects import Subjects
 
@@ -37,6 +40,7 @@ class _Settings:
     always_no_store = False
     strict_options = False
     cell = -1
+    template_cpu_s = 1.0
 
 
 @pytest.mark.parametrize("endpoint", ["chat", "text", "images"])
@@ -112,3 +116,91 @@ async def test_a_background_response_that_must_not_be_stored_is_refused(
     with pytest.raises(ServingError, match="X-Penstock-No-Store, or --always-no-store") as caught:
         await preparer.prepare("response", b'{"input": "hi", "background": true}', no_store=by == "header")
     assert (caught.value.code, caught.value.param) == (Code.invalid_request, "background")
+
+
+SLOW = "{% for m in messages %}{% for n in messages %}{% for o in messages %}{% endfor %}{% endfor %}{% endfor %}"
+
+
+def chat(count: int) -> bytes:
+    return json.dumps({"model": "tiny", "messages": [{"role": "user", "content": "a"}] * count}).encode()
+
+
+def with_template(preparer: RequestPreparer, source: str) -> None:
+    context = preparer._fleet.prepare_context
+    model = dataclasses.replace(context.model, template=ChatTemplate(source, {}))
+    preparer._fleet.prepare_context = context._replace(model=model)  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("count", [200, 3_001], ids=["on the event loop", "in a thread"])
+async def test_a_template_that_takes_too_long_is_ended(
+    preparer: RequestPreparer, monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
+    """The small body is tried on the event loop first, and then in a thread, where it may take longer."""
+    monkeypatch.setattr(_Settings, "template_cpu_s", 0.05)
+    with_template(preparer, SLOW + "{{ messages[0].content }}")
+    with pytest.raises(ServingError, match=r"more than 0\.05 s of CPU time \(--template-cpu-s") as caught:
+        await preparer.prepare("chat", chat(count))
+    assert (caught.value.code, caught.value.param) == (Code.invalid_request, "messages")
+
+
+async def test_a_small_body_whose_template_takes_long_is_prepared_in_a_thread(
+    preparer: RequestPreparer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_template(preparer, SLOW + "{{ messages[0].content }}")
+    monkeypatch.setattr(_Settings, "template_cpu_s", 60.0)
+    monkeypatch.setattr(preparation, "INLINE_CPU_S", 0.0)
+    threads = []
+    original = preparation.prepare_chat
+
+    def prepare(*args: Any, **options: Any) -> Any:
+        threads.append(threading.current_thread() is threading.main_thread())
+        return original(*args, **options)
+
+    monkeypatch.setattr(preparation, "prepare_chat", prepare)
+    prepared = await preparer.prepare("chat", chat(40))
+    assert prepared.prompt_tokens > 0
+    assert threads == [True, False]
+
+
+async def test_other_tenants_are_served_while_one_holds_all_threads_that_it_may(preparer: RequestPreparer) -> None:
+    release, begun = threading.Event(), threading.Semaphore(0)
+
+    def hold() -> None:
+        begun.release()
+        release.wait(30)
+
+    held = [asyncio.create_task(preparer._in_thread("many", 1, hold)) for _ in range(5)]
+    try:
+        for _ in range(preparation.PER_TENANT):
+            await asyncio.to_thread(begun.acquire)
+        caller = Caller("few", None)
+        large = chat(2) + b" " * LARGE_BODY
+        assert (await asyncio.wait_for(preparer.prepare("chat", large, caller=caller), 30)).prompt_tokens
+        assert not any(task.done() for task in held)
+    finally:
+        release.set()
+    await asyncio.gather(*held)
+
+
+async def test_a_chat_with_too_many_messages_is_refused_before_it_is_rendered(
+    preparer: RequestPreparer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ChatTemplate, "render", None)
+    context = preparer._fleet.prepare_context
+    preparer._fleet.prepare_context = context._replace(max_messages=100)  # type: ignore[misc]
+    with pytest.raises(ServingError, match=r"messages has 101 entries; the limit is 100 \(--max-messages\)"):
+        await preparer.prepare("chat", chat(101))
+
+
+async def test_messages_that_cannot_fit_are_refused_before_they_are_rendered(
+    preparer: RequestPreparer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    context = preparer._fleet.prepare_context
+    assert context.model.template is not None
+    assert context.model.template.keeps_texts
+    monkeypatch.setattr(ChatTemplate, "render", None)
+    size = context.max_model_len * context.model.detokenizer.longest_bytes // 99
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "a" * size}] * 100}
+    with pytest.raises(ServingError, match="characters in 100 messages") as caught:
+        await preparer.prepare("chat", json.dumps(body).encode())
+    assert caught.value.code is Code.context_length_exceeded

@@ -43,3 +43,12 @@ def test_a_tenant_with_many_entries_has_every_second_turn() -> None:
     for number in range(3):
         queue.add("few", number, "few", 1)
     assert [queue.take() for _ in range(6)] == ["many", "few"] * 3
+
+
+def test_who_is_held_misses_the_turn_and_no_more() -> None:
+    queue: FairQueue[str] = FairQueue(QueueLimits())
+    for number, tenant in enumerate("aabb"):
+        queue.add(tenant, number, tenant, 1)
+    assert queue.take(lambda tenant: tenant == "a") == "b"
+    assert queue.take(lambda tenant: True) is None
+    assert [queue.take() for _ in range(4)] == ["a", "b", "a", None]
