@@ -133,8 +133,17 @@ class GatewaySettings(Common, frozen=True, kw_only=True):
             "name the client; --max-connections-per-address does not limit them"
         ),
     ] = ()
+    state_dir: Annotated[
+        str,
+        about(
+            "folder that outlives the process, in which it notes that there are API keys: from then on it refuses "
+            "requests without one, also when the broker has lost them; default: $STATE_DIRECTORY, as systemd sets it, "
+            "else none"
+        ),
+    ] = ""
     insecure: Annotated[
-        bool, about("listen on other addresses than loopback although there are no API keys: anyone may then ask")
+        bool,
+        about("listen on other addresses than loopback, or behind --trusted-proxies, without API keys: anyone may ask"),
     ] = False
     special_tokens_in_messages: Annotated[
         Literal["text", "control"],

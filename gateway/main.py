@@ -146,7 +146,7 @@ async def _serve(settings: GatewaySettings, model: modeldir.ModelDir, front: Fro
         await gateway.open()
         await nats_api.open()
         if not gateway.guard.closed and not settings.insecure:
-            check_loopback(listeners)
+            check_loopback(listeners, settings.trusted_proxies)
         loop_lag.freeze_loaded()
         bus.tasks.spawn(lag.watch(), name="loop-lag")
         await server.start()
@@ -182,6 +182,7 @@ def limits_of(settings: GatewaySettings, metrics: Metrics) -> Limits:
         metrics.files_limit.set(files)
         spare = SPARE_FILES
     metrics.max_connections.set(connections)
+    metrics.trusted_proxies.set(len(settings.trusted_proxies))
     return Limits(
         header_bytes=settings.max_header_bytes,
         header_s=settings.header_timeout_s,
@@ -205,11 +206,17 @@ async def _bounded(step: str, work: Coroutine[Any, Any, Any], seconds: float) ->
         log.warning("stop_step_failed", step=step, error=repr(task.exception()))
 
 
-def check_loopback(listeners: Sequence[socket.socket]) -> None:
+def check_loopback(listeners: Sequence[socket.socket], proxies: Sequence[str] = ()) -> None:
     """
     Raises:
-        Exposed: other machines can reach one of these sockets.
+        Exposed: other machines can reach one of these sockets, or proxies bring their requests.
     """
+    if proxies:
+        raise Exposed(
+            f"--trusted-proxies {','.join(proxies)} bring requests from other machines, and there are no API keys: "
+            "make one with 'penstock keys create' (start with --require-keys to make the first one afterwards), or "
+            "serve everyone with --insecure"
+        )
     for listener in listeners:
         host, port = listener.getsockname()[:2]
         if not ipaddress.ip_address(host.partition("%")[0]).is_loopback:

@@ -82,6 +82,7 @@ class Metrics:
         self.files_limit = scope.gauge(
             "files_limit", "open files that the process may have, if they limit its connections (ulimit -n); 0: not"
         )
+        self.trusted_proxies = scope.gauge("trusted_proxies", "addresses and networks of --trusted-proxies")
         self.workers = scope.gauge("workers", "workers of the model", ["state", "revision"])
         self.refused = scope.gauge(
             "workers_refused",

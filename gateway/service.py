@@ -14,7 +14,7 @@ from nats.errors import Error as NatsError
 
 from configs.settings import GatewaySettings, served_names
 from gateway.access.caller import ANYONE, Caller
-from gateway.access.guard import Guard
+from gateway.access.guard import Guard, noted_in
 from gateway.access.limiter import Limiter
 from gateway.access.payments import Payments
 from gateway.admission.memory import MemoryCheck
@@ -106,7 +106,8 @@ class Gateway:
         bus.nc.expects_more = self.turns.expects_new
         self.tasks: Tasks = bus.tasks.group("gateway")
         self.tenants = TenantTable(bus)
-        self.guard = Guard(bus, self.tenants.known, always=settings.require_keys, own=settings.api_key)
+        noted = noted_in(settings.state_dir, settings.namespace)
+        self.guard = Guard(bus, self.tenants.known, always=settings.require_keys, noted=noted, own=settings.api_key)
         self.tenants.on_changed = self.guard.tenants_changed
         self.fleet = FleetView(bus, model, self.id, self.names, settings, metrics)
         self.records = Records(bus)

@@ -2,8 +2,12 @@
 
 import hashlib
 import hmac
+import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+
+import structlog
 
 from gateway.access.caller import ANYONE, OPERATOR, Caller
 from gateway.access.credentials import presented
@@ -14,10 +18,18 @@ from infra.bus.tasks import Tasks
 from schemas.errors import Code, ServingError
 from schemas.tenants import Limits
 
+log = structlog.get_logger("gateway")
+
 # Open to everyone: they show no request and no tenant. Whatever is not here needs a key, also what does not exist.
 OPEN_PATHS = frozenset(
     {"/health", "/health/live", "/health/ready", "/ping", "/version", "/metrics", "/openapi.json", "/docs", "/"}
 )
+
+
+def noted_in(state_dir: str, namespace: str, environ: Mapping[str, str] = os.environ) -> Path | None:
+    """The file in which a gateway notes that there are keys; None: nowhere."""
+    folder = state_dir or environ.get("STATE_DIRECTORY", "").partition(":")[0]
+    return Path(folder).expanduser() / f"{namespace}-has-keys" if folder else None
 
 
 class Guard:
@@ -25,6 +37,8 @@ class Guard:
     Args:
         tenants: those that there are, except the default one; a live table.
         always: keys are needed even while there are none.
+        noted: a file that is there once there are keys. A broker that lost its disk has none, and a gateway on loopback
+            behind a proxy would then answer everyone.
         own: keys that the gateway was started with, of an operator; the broker does not know them.
 
     Attributes:
@@ -38,6 +52,7 @@ class Guard:
         tenants: Mapping[str, Limits],
         *,
         always: bool = False,
+        noted: Path | None = None,
         own: Sequence[str] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -45,7 +60,9 @@ class Guard:
         self._tenants = tenants
         self._callers: dict[str, Caller | ServingError] = {}
         self._own = [hashlib.sha256(key.encode()).digest() for key in own]
-        self.closed = always or bool(own)
+        self._noted = noted
+        self._had_keys = noted is not None and noted.exists()
+        self.closed = always or bool(own) or self._had_keys
 
     async def open(self, tasks: Tasks) -> None:
         """
@@ -53,6 +70,13 @@ class Guard:
             ServingError: the keys cannot be read.
         """
         await self._table.start(tasks)
+        if self._had_keys and not self._table.keys:
+            log.error(
+                "keys_lost",
+                noted=str(self._noted),
+                action="the broker has no key any more: restore it, import them with `penstock keys import`, or make "
+                "new ones; to serve everyone, remove the file and start again",
+            )
 
     async def close(self) -> None:
         await self._table.stop()
@@ -89,3 +113,11 @@ class Guard:
     def _changed(self, key_id: str) -> None:
         self._callers.pop(key_id, None)
         self.closed = True  # there is an entry, whatever it says
+        if self._noted is None or self._had_keys:
+            return
+        self._had_keys = True
+        try:
+            self._noted.parent.mkdir(parents=True, exist_ok=True)
+            self._noted.touch()
+        except OSError as error:
+            log.warning("keys_not_noted", file=str(self._noted), error=str(error), action="set --require-keys")

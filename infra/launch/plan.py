@@ -101,6 +101,7 @@ def plan(
         **_model(up, fleet),
         "block_size": fleet.block_size,
         "listen_fd": listen_fd,
+        "state_dir": str(Path(up.data_dir).resolve() / "gateways"),
         "tracing": "all" if up.otlp_endpoint else "asked",
     }
     for index, port in enumerate(ports):

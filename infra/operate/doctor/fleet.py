@@ -52,14 +52,21 @@ async def check_gateways(urls: Sequence[str]) -> list[Finding]:
         reasons: tuple[str, ...] = ()
 
     findings = []
+    open_to_all: dict[str, bool] = {}  # by URL
     for url in urls:
         parts = urlsplit(url)
         status, body = await get_url(url, "/health/ready")
         findings += await asyncio.to_thread(check_gateway_certificate, url)
-        if status and not is_loopback(parts.hostname or "") and (await get_url(url, "/v1/models"))[0] == 200:
-            fix = "make API keys (`penstock keys create`), or let it listen on loopback"
-            findings.append(warning("gateway", f"{url} answers everyone who reaches it, without an API key", fix))
-        findings += _connections(url, *await get_url(url, "/metrics")) if status else []
+        page = await get_url(url, "/metrics") if status else (0, b"")
+        if status and (models := (await get_url(url, "/v1/models"))[0]) in (200, 401):
+            open_to_all[url] = models == 200
+        if open_to_all.get(url):
+            proxied = _values(page[1]).get("penstock_gateway_trusted_proxies", 0) > 0
+            if proxied or not is_loopback(parts.hostname or ""):
+                who = "whom its proxies let through" if proxied else "who reaches it"
+                fix = "make API keys (`penstock keys create`)" + ("" if proxied else ", or let it listen on loopback")
+                findings.append(warning("gateway", f"{url} answers everyone {who}, without an API key", fix))
+        findings += _connections(url, *page) if status else []
         if status == 200:
             findings.append(ok("gateway", f"{url} is ready"))
         elif not status:
@@ -72,14 +79,24 @@ async def check_gateways(urls: Sequence[str]) -> list[Finding]:
                 reasons = ()
             text = "; ".join(reasons) or body.decode(errors="replace")[:200]
             findings.append(problem("gateway", f"{url} is not ready: {text}", "mend what it names"))
+    if len(set(open_to_all.values())) > 1:
+        those = " ".join(url for url, answers in open_to_all.items() if answers)
+        text = f"{those} answer{'' if ' ' in those else 's'} without an API key, and other gateways demand one"
+        fix = "the broker may have lost its keys: look at `penstock keys list`, and start all with --require-keys"
+        findings.append(problem("gateway", text, fix))
     return findings
+
+
+def _values(page: bytes) -> dict[str, float]:
+    """Samples of a metrics page by name; of several with one name, the last."""
+    return {name: float(value) for name, value in _SAMPLE.findall(page.decode(errors="replace"))}
 
 
 def _connections(url: str, status: int, page: bytes) -> list[Finding]:
     """Whether a gateway refuses connections, or will soon for want of open files."""
     if status != 200:
         return []
-    values = {name: float(value) for name, value in _SAMPLE.findall(page.decode(errors="replace"))}
+    values = _values(page)
     limit, files, refused = (
         int(values.get(f"penstock_gateway_{name}", 0))
         for name in ("max_connections", "files_limit", "connections_refused")

@@ -1,13 +1,15 @@
 """The guard on a real broker: what it knows of keys, and what it does when it cannot know."""
 
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+import structlog.testing
 
 from gateway.access import table
 from gateway.access.caller import ANYONE
-from gateway.access.guard import Guard
+from gateway.access.guard import Guard, noted_in
 from gateway.access.table import STALE_S
 from gateway.main import Exposed, check_loopback, listen
 from infra.broker.server import EmbeddedNats
@@ -70,6 +72,51 @@ async def test_the_first_key_closes_the_gateway_for_good(guarded: Guarded) -> No
     assert guarded.guard.closed
 
 
+async def test_a_gateway_that_had_keys_stays_closed_when_the_broker_has_lost_them(
+    bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fresh gateway on loopback answered without a key, behind a proxy with TLS to the whole internet."""
+    noted = noted_in(str(tmp_path / "state"), "ps", {})
+    assert noted is not None
+    first = Guarded(bus, noted=noted)
+    await first.guard.open(first.tasks)
+    assert not noted.exists()
+    assert first.guard.admit(PATH, []) is ANYONE
+    await first.add()
+    assert noted.exists()
+    await first.tasks.aclose()
+    await first.guard.close()
+    await bus.js.purge_stream(f"KV_{bus.subjects.bucket('keys')}")
+    for again in (
+        Guarded(bus, noted=noted),
+        Guarded(bus, noted=noted_in("", "ps", {"STATE_DIRECTORY": str(noted.parent)})),
+    ):
+        with structlog.testing.capture_logs() as logged:
+            await again.guard.open(again.tasks)
+        assert again.refusal("") is Code.invalid_api_key
+        assert [line["event"] for line in logged if line["log_level"] == "error"] == ["keys_lost"]
+        await again.tasks.aclose()
+        await again.guard.close()
+    other = Guarded(bus, noted=noted_in(str(tmp_path / "other"), "ps", {}))
+    await other.guard.open(other.tasks)
+    assert not other.guard.closed
+    await other.tasks.aclose()
+    await other.guard.close()
+    assert noted_in("", "ps", {}) is None
+
+
+async def test_a_note_that_cannot_be_written_is_in_the_log_and_the_gateway_closed(bus: Bus, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    guarded = Guarded(bus, noted=tmp_path / "file" / "noted")
+    await guarded.guard.open(guarded.tasks)
+    with structlog.testing.capture_logs() as logged:
+        await guarded.add()
+    assert [line["action"] for line in logged if line["event"] == "keys_not_noted"] == ["set --require-keys"]
+    assert guarded.guard.closed
+    await guarded.tasks.aclose()
+    await guarded.guard.close()
+
+
 async def test_a_first_key_that_cannot_be_read_opens_nothing(bus: Bus) -> None:
     name, text = new_key()
     await bus.js.publish(f"$KV.{bus.subjects.bucket('keys')}.{name}", b"\xff damaged")
@@ -126,6 +173,11 @@ def test_a_port_that_others_reach_is_named_with_what_to_do(host: str) -> None:
     for what in ("penstock keys create", "--require-keys", "--insecure"):
         assert what in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_a_gateway_behind_proxies_needs_keys_also_on_loopback() -> None:
+    with pytest.raises(Exposed, match=r"--trusted-proxies 10\.0\.0\.0/8,10\.1\.1\.1 .*--require-keys.*--insecure"):
+        check_loopback([], ("10.0.0.0/8", "10.1.1.1"))
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2", "::1", "localhost"])

@@ -177,11 +177,12 @@ async def test_a_gateway_that_does_not_answer_is_a_problem(listening: socket.soc
 async def test_a_gateway_that_answers_others_without_a_key_is_named(
     listening: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    answers = {"/health/ready": 200, "/v1/models": 200}
+    answers = {"/health/ready": 200, "/v1/models": 200, "/metrics": 200}
+    page = ""
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         path = (await reader.readline()).split()[1].decode()
-        writer.write(f"HTTP/1.0 {answers[path]} -\r\n\r\n".encode())
+        writer.write(f"HTTP/1.0 {answers[path]} -\r\n\r\n{page if path == '/metrics' else ''}".encode())
         writer.close()
 
     url = f"http://127.0.0.1:{listening.getsockname()[1]}"
@@ -193,6 +194,28 @@ async def test_a_gateway_that_answers_others_without_a_key_is_named(
         assert [finding.status for finding in found] == [Status.warning, Status.ok]
         answers["/v1/models"] = 401
         assert [finding.status for finding in await check_gateways([url])] == [Status.ok]
+        monkeypatch.undo()
+        page = "penstock_gateway_trusted_proxies 1.0\n"
+        assert [finding.status for finding in await check_gateways([url])] == [Status.ok]
+        answers["/v1/models"] = 200
+        found = await check_gateways([url])
+        assert [finding.status for finding in found] == [Status.warning, Status.ok]
+        assert "answers everyone whom its proxies let through, without an API key" in found[0].what
+
+
+async def test_gateways_that_differ_on_keys_are_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the loss of the broker's disk, old gateways said 401 and new ones answered."""
+    old, new = "http://127.0.0.1:1", "http://127.0.0.1:2"
+
+    async def answer(url: str, path: str) -> tuple[int, bytes]:
+        return (401 if (url, path) == (old, "/v1/models") else 200), b""
+
+    monkeypatch.setattr(fleet_checks, "get_url", answer)
+    found = [each for each in await check_gateways([old, new]) if each.status is Status.problem]
+    assert len(found) == 1
+    assert f"{new} answers without an API key, and other gateways demand one" in found[0].what
+    assert "--require-keys" in found[0].fix
+    assert {each.status for each in await check_gateways([new, new])} == {Status.ok}
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl to make certificates")
