@@ -118,6 +118,10 @@ class DeltaBuilder:
         self._new_calls: list[tuple[int, str, str]] = []  # index, id, name
         self._arguments: dict[int, list[str]] = {}
 
+    def probe(self) -> "DeltaBuilder":
+        """One to read calls with whose deltas nobody takes."""
+        return DeltaBuilder(str, tools=True, marks=self._marks)
+
     @property
     def passthrough(self) -> bool:
         """Content is emitted unchanged from here on."""

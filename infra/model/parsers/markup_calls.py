@@ -14,8 +14,8 @@ import msgspec
 from infra.model.parsers.delta_builder import DeltaBuilder
 from infra.model.parsers.families import Calls
 from infra.model.parsers.json_text import encode
-from infra.model.parsers.marks import Marks
-from infra.model.parsers.reader import MalformedCall, Markers, Reader, Steps
+from infra.model.parsers.marks import TOKEN, Marks
+from infra.model.parsers.reader import MalformedCall, Markers, NotACall, Reader, Steps
 from infra.model.parsers.tool_formats import CallReader, Offered, end_call, parse_name, read_closing
 
 _TAG = re.compile("[^<>\n\ud800-\udfff]*")  # a name and attributes
@@ -40,13 +40,30 @@ def markup_calls(form: Calls, marks: Marks) -> CallReader:
             yield from reader.space()
             if not (yield from reader.literal(begin)):
                 raise MalformedCall
+        elif begin and TOKEN.match(close) and not TOKEN.search(begin):
+            yield from bare(reader, deltas, offered, opener)
+            return
         while True:
-            yield from one(reader, deltas, offered)
-            if not begin or (yield from read_closing(reader, deltas, begin, "" if form.each else close)) != begin:
+            mark = yield from one(reader, deltas, offered)
+            if not begin or mark == close or (yield from read_closing(reader, deltas, begin, close)) != begin:
                 return
             reader.checkpoint_call(begin)
 
-    def one(reader: Reader, deltas: DeltaBuilder, offered: Offered) -> Steps[None]:
+    def bare(reader: Reader, deltas: DeltaBuilder, offered: Offered, opener: str) -> Steps[None]:
+        """A call whose section has no beginning. It is spelled, so only the token at its end shows that it is meant."""
+        reader.pin()
+        mark = yield from one(reader, deltas.probe(), offered)
+        if mark != close:
+            yield from reader.space()
+            if not (yield from reader.literal(close)):
+                raise NotACall
+        text = reader.unpin()
+        yield from one(reader.within(text.removeprefix(opener)), deltas, offered)
+        reader.commit()
+        end_call(reader, deltas)
+
+    def one(reader: Reader, deltas: DeltaBuilder, offered: Offered) -> Steps[str]:
+        """Read a call behind what stands before its name; returns the last mark that was read."""
         tag = yield from call_tag.read(reader)
         if tag is None:
             raise MalformedCall
@@ -66,7 +83,7 @@ def markup_calls(form: Calls, marks: Marks) -> CallReader:
             key = key or (yield from key_tag.read(reader))
             if key is None or not key.name:
                 if reader.cut_short:
-                    return
+                    return ""
                 deltas.content(key_begin)
                 break
             text = texts.get(key.name)
@@ -75,13 +92,12 @@ def markup_calls(form: Calls, marks: Marks) -> CallReader:
             arguments.key(key.name)
             complete, mark = yield from values.read(reader, deltas, text, key.name)
             if not complete:
-                return
+                return ""
             key = None
         if mark or not reader.cut_short:
             arguments.end()
             end_call(reader, deltas)
-        if mark == end and close and form.each:
-            yield from read_closing(reader, deltas, close)
+        return mark
 
     return calls
 

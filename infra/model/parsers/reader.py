@@ -56,13 +56,14 @@ class Reader:
         limited: the text ends because it may not be longer, not because it is complete.
     """
 
-    __slots__ = ("_at", "_call", "_recorded", "_tape", "_text", "ended", "limited")
+    __slots__ = ("_at", "_call", "_pinned", "_recorded", "_tape", "_text", "ended", "limited")
 
     def __init__(self) -> None:
         self._text = ""
         self._at = 0
         self._recorded: list[str] | None = None
         self._call: list[str] | None = None
+        self._pinned = False
         self._tape: list[str] | None = None
         self.ended = self.limited = False
 
@@ -96,7 +97,17 @@ class Reader:
 
     def end_call(self) -> None:
         """The call that began at ``checkpoint_call`` is complete."""
-        self._call = None
+        if not self._pinned:
+            self._call = None
+
+    def pin(self) -> None:
+        """Keep the checkpoint, whatever is committed, until ``unpin`` or ``rollback``."""
+        self._pinned = True
+
+    def unpin(self) -> str:
+        """The text read since the checkpoint, which can be committed again."""
+        self._pinned = False
+        return "".join(self._recorded or [])
 
     @property
     def call_text(self) -> str:
@@ -105,12 +116,14 @@ class Reader:
 
     def commit(self) -> None:
         """Forget the checkpoint."""
-        self._recorded = None
+        if not self._pinned:
+            self._recorded = None
 
     def rollback(self) -> str:
         """Drop the checkpoint and return the text read since, which then counts as read."""
         recorded, self._recorded = self._recorded or [], None
         self._call = None
+        self._pinned = False
         return "".join(recorded)
 
     # --- reading twice ---

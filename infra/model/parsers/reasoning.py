@@ -53,7 +53,7 @@ def read_reasoning(
         reader.tape(mark)
         called = False
         while mark and mark not in tags.closing:
-            probe = DeltaBuilder(str, tools=True)
+            probe = deltas.probe()
             called = (yield from try_calls(reader, probe, tools, offered, mark, _drop)) or called
             if not called:
                 break

@@ -116,12 +116,23 @@ def _format(thoughts: Thoughts | None, calls: Calls | None, content: ContentMark
         return _Format(None, None, ContentMarks(), HarmonyMarks(marks))
     tools = None
     if calls is not None:
-        openers = tuple(map(marks.within, calls.openers))
-        tools = ToolFormat(_READERS[calls.reader](calls, marks), openers, calls.starts)
+        tools = _tool_format(calls, marks)
     written = ContentMarks(
         (marks.within(content.frame[0]), marks.within(content.frame[1])), tuple(map(marks.within, content.layout))
     )
     return _Format(ThoughtMarks(thoughts, marks) if thoughts is not None else None, tools, written, None)
+
+
+def _tool_format(calls: Calls, marks: Marks) -> ToolFormat:
+    openers = tuple(map(marks.within, calls.openers))
+    firsts: tuple[str, ...] = ()
+    if openers and openers[0] != calls.openers[0]:
+        # The format has a token: what else models write in its place is spelled, and may be quoted from a document.
+        spelled = [each for each in openers if each in calls.openers]
+        certain = marks.within(calls.section[1]) != calls.section[1]  # a call that its section's token must end
+        firsts = tuple(each for each in spelled if not (certain and each == calls.call[0].strip()))
+    anywhere = tuple(each for each in openers if each not in firsts)
+    return ToolFormat(_READERS[calls.reader](calls, marks), anywhere, firsts, calls.starts)
 
 
 def parser_for(request: GenerateRequest, choice: int, marks: Marks = NONE) -> AnswerParser:

@@ -38,11 +38,13 @@ class ToolFormat:
         calls: reads the calls behind an opener, as ``(reader, deltas, offered, opener)``. It may raise MalformedCall
             until it commits what it has read; after each call it sets a new checkpoint.
         openers: marks in front of calls, anywhere in the text.
+        firsts: texts in front of calls, but only as the first of an answer.
         starts: characters that also begin a call, but only as the first of an answer. ``calls`` reads them itself.
     """
 
     calls: CallReader
     openers: tuple[str, ...] = ()
+    firsts: tuple[str, ...] = ()
     starts: str = ""
 
 
@@ -125,9 +127,11 @@ def read_content(
         space = yield from reader.space()
         framed = bool((yield from reader.literal(opening)))
         deltas.skip() if framed else deltas.content(space)
-    if tools is not None and tools.starts and not begun:
+    if tools is not None and (tools.starts or tools.firsts) and not begun:
         deltas.content((yield from reader.space()))
-        if reader.peek() and reader.peek() in tools.starts:
+        if tools.firsts and (first := (yield from reader.literal(*tools.firsts))):
+            yield from try_calls(reader, deltas, tools, offered, first, deltas.content)
+        elif reader.peek() and reader.peek() in tools.starts:
             yield from try_calls(reader, deltas, tools, offered, "", deltas.content)
     openers = tools.openers if tools is not None else ()
     dropped = (*marks.layout, *((closing,) if closing else ()), *((opening,) if opening else ()))

@@ -147,9 +147,6 @@ def test_marks_in_ordinary_tokens_call_nothing_where_the_vocabulary_has_tokens_f
     if not certain:
         pytest.skip("the family spells its marks")
     text = "The page says: " + written(row.calls)
-    spelled = [opener for opener in row.calls.openers if opener not in certain and opener in text]
-    if spelled:
-        pytest.skip("the family also writes calls without its token")
     assert in_any_cut(row, text, marks, tools=row.name) == (text, None, ())
 
 
@@ -169,6 +166,20 @@ def test_the_thoughts_of_every_row_are_read_in_any_cut(row: Family, spelled: boo
         assert in_any_cut(row, quoted, marks, reasoning=row.name)[:2] == ("So.", f"It ends with {closing}, they say.")
 
 
+@pytest.mark.parametrize("row", [row for row in WITH_CALLS if row.thoughts is not None], ids=named)
+def test_calls_that_end_the_thoughts_of_every_row_are_read_in_any_cut(row: Family) -> None:
+    """Also with marks in their values, which are text there."""
+    assert row.calls is not None
+    assert row.thoughts is not None
+    marks = tokens_of(row)
+    for value in ("Oslo", *(mark for mark in row.marks if "{" not in mark and mark.strip() == mark)):
+        said = written(row.calls).replace('"West"', "West").replace("Zürich", value if '"' not in value else "Bern")
+        text = marks.within(row.thoughts.opening[0] + "I call.\n" + said)
+        content, thought, calls = in_any_cut(row, text, marks, reasoning=row.name, tools=row.name)
+        if value == "Oslo" and not row.calls.starts:
+            assert (content, thought, len(calls)) == (None, "I call.", len(CALLED))
+
+
 @pytest.mark.parametrize("row", WITH_CALLS, ids=named)
 def test_a_call_that_a_limit_cut_off_is_none_in_whole_answers(row: Family) -> None:
     assert row.calls is not None
@@ -180,6 +191,23 @@ def test_a_call_that_a_limit_cut_off_is_none_in_whole_answers(row: Family) -> No
             assert (name, json.loads(said)) == (wanted, arguments)
         if calls and not row.frame[0]:
             assert not (content or "").strip()
+
+
+def test_a_spelled_alternative_to_a_token_counts_where_it_cannot_be_a_quotation() -> None:
+    granite, qwen = TABLE.find("granite"), TABLE.find("qwen3_coder")
+    assert granite is not None
+    assert qwen is not None
+    marks = Marks(["<|tool_call|>"])
+    call = '<tool_call>[{"name": "now", "arguments": {}}]'
+    assert [name for _, name, _ in in_any_cut(granite, call, marks, tools="granite")[2]] == ["now"]
+    quoted = f"It says {call}"
+    assert in_any_cut(granite, quoted, marks, tools="granite") == (quoted, None, ())
+    marks = Marks(["<tool_call>", "</tool_call>"])
+    bare = "Look.\n<function=now>\n<parameter=x>\n1\n</parameter>\n</function>\n"
+    content, _, calls = in_any_cut(qwen, bare + marks.within("</tool_call>"), marks, tools="qwen3_coder")
+    assert (content, [(name, json.loads(said)) for _, name, said in calls]) == ("Look.", [("now", {"x": 1})])
+    for end in ("", "</tool_call>", " and so on."):
+        assert in_any_cut(qwen, bare + end, marks, tools="qwen3_coder") == (bare + end, None, ())
 
 
 GENERAL = (
