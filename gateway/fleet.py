@@ -16,6 +16,7 @@ from infra.bus.registry import RegisteredWorker, WorkerRegistry
 from infra.bus.revisions import reads
 from infra.model.modeldir import ModelDir
 from infra.model.parser_detection import reasoning_parser, tool_call_parser
+from infra.model.parsers.families import TABLE
 from infra.model.parsers.registry import ParserNames, agreed_parsers
 from schemas.fleet import APART, DIFFUSION, EMBED, Registration, State
 from schemas.parser_names import AUTO
@@ -58,6 +59,7 @@ class FleetView:
         template = model.template.suited(tools=True).source if model.template is not None else ""
         self._parsers = ParserNames(reasoning_parser(AUTO, template), tool_call_parser(AUTO, template))
         self._conflicts: set[frozenset[ParserNames]] = set()  # that were logged
+        self._unknown: set[str] = set()  # parsers, likewise
 
     async def open(self) -> None:
         """
@@ -166,6 +168,10 @@ class FleetView:
         parsers, named = agreed_parsers(workers)
         if named:
             self._parsers = parsers
+        unknown = sorted({name for pair in named for name in pair if name and TABLE.find(name) is None} - self._unknown)
+        if unknown:
+            self._unknown.update(unknown)
+            log.warning("workers_name_unknown_parsers", parsers=unknown, fix="give the gateway --parser-families too")
         if len(named) > 1 and named not in self._conflicts:
             self._conflicts.add(named)
             log.warning("workers_name_different_parsers", parsers=sorted(named), used=parsers)

@@ -1,11 +1,13 @@
 """The conformance run itself, on answers of our own in the suite's form. The suite is not installed here."""
 
 import itertools
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.conformance.run import CUTS, PARSERS, Verdict, cuts, learned_marks, parsing_of, pieces, read, report
+from tests.conformance.templates import UNKNOWN, tried
 
 TOOL = {
     "type": "function",
@@ -90,3 +92,20 @@ def test_the_parsers_of_the_suites_variants_exist() -> None:
     for reasoning, tools in PARSERS.values():
         assert not reasoning or TABLE.thoughts(reasoning) is not None
         assert TABLE.calls(tools) is not None
+
+
+TEMPLATE = """{% for message in messages %}<|{{ message.role }}|>{{ message.content }}
+{%- for call in message.tool_calls %}
+<tool_call>
+{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
+</tool_call>{% endfor %}<|over|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"""
+
+
+def test_what_a_template_writes_of_calls_is_read_again(tmp_path: Path) -> None:
+    good, other, without = (tmp_path / f"{name}.jinja" for name in ("good", "other", "without"))
+    good.write_text(TEMPLATE)
+    other.write_text(TEMPLATE.replace('{"name": "', '{"nome": "'))
+    without.write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
+    assert tried(good) == []
+    assert "one call: " in tried(other)[0]
+    assert tried(without) == [UNKNOWN]

@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
 from configs.settings import GatewaySettings
 from gateway.fleet import FleetView
@@ -72,3 +73,15 @@ async def test_what_any_worker_does_not_apply_is_ignored(view: FleetView) -> Non
     assert view.ignored_options == {"seed"}
     leave(view, "b")
     assert view.ignored_options == frozenset()
+
+
+async def test_a_parser_that_this_gateway_does_not_know_is_told_once_and_reads_nothing(view: FleetView) -> None:
+    with capture_logs() as logs:
+        join(view, "a", tool_call_parser="acme", reasoning_parser="basic")
+        assert view.prepare_context.parsers == ParserNames("basic", "")
+        leave(view, "a")
+        join(view, "a", tool_call_parser="acme", reasoning_parser="basic")
+        assert view.prepare_context.parsers == ParserNames("basic", "")
+    [told] = [entry for entry in logs if entry["event"] == "workers_name_unknown_parsers"]
+    assert told["parsers"] == ["acme"]
+    assert "--parser-families" in told["fix"]
