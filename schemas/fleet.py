@@ -61,6 +61,8 @@ class Embedder(msgspec.Struct, frozen=True, omit_defaults=True):
     vocab_size: int  # token ids of inputs are below it
     pooling: str = ""  # how a vector is made of the tokens': "mean", "cls", "lasttoken", ...
     matryoshka: tuple[int, ...] = ()  # the shorter vectors it was trained for; empty: unknown
+    prompts: tuple[str, ...] = ()  # names of what can be put before a text
+    default_dimensions: int = 0  # of vectors whose request names no number; 0: ``dimensions``
 
 
 class Registration(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):

@@ -127,6 +127,7 @@ class Embedding(msgspec.Struct, frozen=True, omit_defaults=True):
     lengths: tuple[int, ...] = ()  # of the inputs in the prompt, in tokens; empty: the inputs are ``texts``
     truncate: int = 0  # longer inputs are cut to so many tokens; 0: they are refused
     base64: bool = False  # the answer has each vector as base64 of its float32 values, little-endian
+    prompt: str = ""  # name of what the worker puts before each text; "": the model's default
 
 
 class Parsing(msgspec.Struct, frozen=True, omit_defaults=True):

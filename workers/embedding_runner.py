@@ -282,20 +282,23 @@ def inputs_of(engine: EmbeddingEngine, embedding: Embedding, prompt: bytes) -> l
             inputs.append(tokens[end - length : end].tolist())
             _check(len(inputs) - 1, inputs[-1], limit)
         return inputs
-    for texts in _chunks(embedding.texts):
+    prompt_text = engine.prompt(embedding.prompt)
+    if prompt_text is None:  # a model of the same name with other prompts was here before
+        raise RequestError(Code.invalid_request, f"this model has no prompt {embedding.prompt!r} (input_type)")
+    for texts in _chunks(embedding.texts, prompt_text):
         for text, each in zip(texts, engine.tokenize(texts, limit if embedding.truncate else 0), strict=True):
             _check(len(inputs), each, limit, whole=len(text) <= window(known.max_tokens))
             inputs.append(each)
     return inputs
 
 
-def _chunks(texts: Sequence[str]) -> Iterator[list[str]]:
-    """Texts of about ``CHUNK`` characters at a time: tokenizing takes hundreds of times their size of memory."""
+def _chunks(texts: Sequence[str], prompt: str) -> Iterator[list[str]]:
+    """Texts behind the prompt, some ``CHUNK`` characters at a time: tokenizing takes hundreds of times their memory."""
     chunk: list[str] = []
     size = 0
     for text in texts:
-        chunk.append(text)
-        size += len(text)
+        chunk.append(prompt + text)
+        size += len(prompt) + len(text)
         if size >= CHUNK:
             yield chunk
             chunk, size = [], 0

@@ -17,6 +17,9 @@ from schemas.requests import EMBEDDING, Embedding, GenerateRequest, Stop
 from schemas.wire import pack_tokens
 
 PATH = "/v1/embeddings"
+_DOCUMENT = ("document", "passage", "corpus")
+# What clients call the kinds of texts, and the prompts that sentence-transformers has for them.
+_KINDS = {"query": ("query",), "search_query": ("query",)} | dict.fromkeys(("search_document", *_DOCUMENT), _DOCUMENT)
 MAX_FLOATS = 1 << 22  # in one answer, which has 16 MiB of them then
 
 
@@ -72,7 +75,24 @@ def _embedding(
         lengths=tuple(map(len, tokens)),
         truncate=_longest(body, model) if body.truncate_prompt_tokens is not None else 0,
         base64=body.encoding_format == "base64",
+        prompt=_prompt(body, inputs, model),
     )
+
+
+def _prompt(body: EmbeddingRequest, inputs: Inputs, model: Embedder) -> str:
+    """The name of the prompt, chosen as sentence-transformers does it; "": the model's default."""
+    kind = body.input_type
+    if kind is None:
+        return ""
+    if inputs.tokens:
+        raise invalid("input_type", "input_type puts a prompt before texts; token ids are taken as they are")
+    names = [kind, *_KINDS.get(kind.lower(), ())]
+    found = next((name for name in names if name in model.prompts), None)
+    found = found or next((name for name in model.prompts if name.lower() == kind.lower()), None)
+    if found is None and (kind.lower() not in _KINDS or model.prompts):
+        known = ", ".join(model.prompts or ("query", "document"))
+        raise invalid("input_type", f"input_type is {kind!r}; this model knows {known}")
+    return found or ""
 
 
 def _find_model(name: str | None, models: Mapping[str, Embedder], others: Collection[str]) -> tuple[str, Embedder]:
@@ -96,17 +116,15 @@ def _find_model(name: str | None, models: Mapping[str, Embedder], others: Collec
 
 
 def _dimensions(body: EmbeddingRequest, model: Embedder) -> int:
-    if body.dimensions is None:
-        return model.dimensions
-    if body.dimensions > model.dimensions:
-        raise invalid(
-            "dimensions",
-            f"dimensions is {body.dimensions}; this model's vectors have {model.dimensions}, ask for fewer",
-        )
-    if model.matryoshka and body.dimensions not in {*model.matryoshka, model.dimensions}:
+    wanted, name = (body.dimensions, "dimensions") if body.dimensions else (body.truncate_dim, "truncate_dim")
+    if wanted is None:
+        return model.default_dimensions or model.dimensions
+    if wanted > model.dimensions:
+        raise invalid(name, f"{name} is {wanted}; this model's vectors have {model.dimensions}, ask for fewer")
+    if model.matryoshka and wanted not in {*model.matryoshka, model.dimensions}:
         known = ", ".join(map(str, sorted(model.matryoshka)))
-        raise invalid("dimensions", f"dimensions is {body.dimensions}; this model was trained for {known}")
-    return body.dimensions
+        raise invalid(name, f"{name} is {wanted}; this model was trained for {known}")
+    return wanted
 
 
 def _longest(body: EmbeddingRequest, model: Embedder) -> int:

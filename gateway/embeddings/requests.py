@@ -29,7 +29,19 @@ class EmbeddingRequest(CommonOptions, frozen=True, kw_only=True):
         Annotated[int, Meta(ge=1, le=1 << 20, description="shorten the vectors and scale them to length 1 again")]
         | None
     ) = None
+    truncate_dim: Annotated[int, Meta(ge=1, le=1 << 20, description="another name for dimensions")] | None = None
     truncate_prompt_tokens: Cut | None = None
+    input_type: (
+        Annotated[
+            str,
+            Meta(
+                max_length=128,
+                description="what the texts are: query, document (or search_query, search_document, passage), or the "
+                "name of another prompt of the model's, which is put before each text; default: the model's default",
+            ),
+        ]
+        | None
+    ) = None
 
 
 class Inputs(Struct, frozen=True):
@@ -57,6 +69,8 @@ def parse_embedding(data: bytes) -> tuple[EmbeddingRequest, Inputs]:
         raise invalid(
             "truncate_prompt_tokens", "truncate_prompt_tokens is 0; use 1 or more, or -1 for the model's limit"
         )
+    if body.dimensions and body.truncate_dim and body.dimensions != body.truncate_dim:
+        raise invalid("truncate_dim", "truncate_dim and dimensions mean the same and differ; give one of them")
     return body, _inputs(body.input)
 
 

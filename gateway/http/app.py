@@ -201,7 +201,8 @@ class _Api:
             "root": name,
             "parent": None,
             "max_model_len": model.max_tokens,
-            "dimensions": model.dimensions,
+            "dimensions": model.default_dimensions or model.dimensions,
+            "input_types": list(model.prompts),
             "input_modalities": ["text"],
             "output_modalities": ["embedding"],
         }

@@ -1,8 +1,8 @@
 """How a model directory makes one vector of a text: pooling, normalisation, limits. Reads no weights.
 
 The files of sentence-transformers decide where they are (``modules.json``, ``1_Pooling/config.json``,
-``sentence_bert_config.json``). Without them, an encoder takes the mean of its tokens' vectors and a decoder the vector
-of the last token, and vectors are scaled to length 1.
+``sentence_bert_config.json``, ``config_sentence_transformers.json``). Without them, an encoder takes the mean of its
+tokens' vectors and a decoder the vector of the last token, and vectors are scaled to length 1.
 """
 
 from collections.abc import Mapping
@@ -10,10 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from blake3 import blake3
 
+from infra.model import modeldir
 from infra.model.modeldir import ModelError
 
 MODULES = "modules.json"
+OPTIONS = "config_sentence_transformers.json"
+ACTIVATIONS = ("Identity", "Tanh", "ReLU", "GELU", "SiLU", "Sigmoid")  # of torch.nn
 # Model types of transformers whose tokens see each other in both directions, and that generate nothing.
 ENCODERS = frozenset(
     {
@@ -38,6 +42,16 @@ _OLD_KEYS = {
 }
 
 
+class Dense(msgspec.Struct, frozen=True):
+    """A layer behind the pooling. ``path``: the folder with its weights."""
+
+    path: Path
+    in_features: int
+    out_features: int
+    bias: bool = True
+    activation: str = "Tanh"  # one of ``ACTIVATIONS``
+
+
 class EmbeddingModel(msgspec.Struct, frozen=True):
     """
     Attributes:
@@ -47,6 +61,10 @@ class EmbeddingModel(msgspec.Struct, frozen=True):
         lower_case: texts are lower-cased before they are tokenised.
         pad_token_id: fills shorter inputs of a batch; its vectors are never read.
         matryoshka: the shorter vectors it was trained for; empty: unknown.
+        dense: layers between pooling and normalisation.
+        prompts: what is put before a text, by name.
+        default_prompt: the name of that of texts whose request names none; "": nothing is put before them.
+        dimensions: values of a vector whose request names no number; 0: all.
     """
 
     pooling: str
@@ -56,6 +74,10 @@ class EmbeddingModel(msgspec.Struct, frozen=True):
     lower_case: bool = False
     pad_token_id: int = 0
     matryoshka: tuple[int, ...] = ()
+    dense: tuple[Dense, ...] = ()
+    prompts: Mapping[str, str] = {}
+    default_prompt: str = ""
+    dimensions: int = 0
 
 
 def makes_vectors(path: Path) -> bool:
@@ -82,9 +104,11 @@ def describe(path: Path) -> EmbeddingModel:
     if isinstance(nested := config.get("text_config"), dict):  # a model of images and text
         config = {**nested, **config}
     causal = config.get("model_type") not in ENCODERS
-    pooling, normalize = "lasttoken" if causal else "mean", True
+    pooling, dense, normalize = "lasttoken" if causal else "mean", tuple[Dense, ...](), True
+    options = _read(path / OPTIONS)
+    prompts = _prompts(path, options)
     if (path / MODULES).is_file():
-        pooling, normalize = _modules(path, pooling)
+        pooling, dense, normalize = _modules(path, pooling, prompted=any(prompts.values()))
     transformer = _read(path / "sentence_bert_config.json")
     matryoshka = config.get("matryoshka_dimensions") or ()
     return EmbeddingModel(
@@ -95,37 +119,102 @@ def describe(path: Path) -> EmbeddingModel:
         lower_case=bool(transformer.get("do_lower_case")),
         pad_token_id=config.get("pad_token_id") or 0,
         matryoshka=tuple(int(each) for each in matryoshka) if isinstance(matryoshka, list) else (),
+        dense=dense,
+        prompts=prompts,
+        default_prompt=str(options.get("default_prompt_name") or ""),
+        dimensions=_dimensions(path, options.get("truncate_dim") or config.get("truncate_dim")),
     )
 
 
-def _modules(path: Path, pooling: str) -> tuple[str, bool]:
-    """The pooling, and whether vectors are normalised, of sentence-transformers' list of modules.
+def revision(path: Path) -> str:
+    """That of the directory, and of what sentence-transformers' files add: layers of their own, and prompts."""
+    base = modeldir.revision(path)
+    described = describe(path)
+    if not described.dense and not any(described.prompts.values()):
+        return base
+    digest = blake3(base.encode())
+    for file in (path / MODULES, path / OPTIONS, *(each for layer in described.dense for each in _files(layer.path))):
+        data = file.read_bytes() if file.is_file() else b""
+        digest.update(len(data).to_bytes(8, "little") + data)
+    return digest.hexdigest(length=16)
 
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(each for each in folder.iterdir() if each.is_file())
+
+
+def _prompts(path: Path, options: Mapping[str, Any]) -> dict[str, str]:
+    """As in sentence-transformers, where queries and documents without a prompt of their own have none."""
+    given = options.get("prompts") or {}
+    if not isinstance(given, dict) or not all(isinstance(each, str) for each in given.values()):
+        raise ModelError(f"{path / OPTIONS}: prompts must be texts by name")
+    prompts = {"query": "", "document": ""} | given
+    default = options.get("default_prompt_name")
+    if default is not None and default not in prompts:
+        raise ModelError(f"{path / OPTIONS}: default_prompt_name is {default!r}, and prompts has {', '.join(prompts)}")
+    return prompts
+
+
+def _dimensions(path: Path, value: Any) -> int:
+    if value is None:
+        return 0
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ModelError(f"{path}: truncate_dim is {value!r}; it must be a number of values")
+    return value
+
+
+def _modules(path: Path, pooling: str, *, prompted: bool) -> tuple[str, tuple[Dense, ...], bool]:
+    """The pooling, the layers behind it, and whether vectors are normalised, of sentence-transformers' modules.
+
+    Args:
+        prompted: there are prompts that are not empty.
     Raises:
-        ModelError: there is a module that is not known.
+        ModelError: there is a module that is not known, or in another place.
     """
     try:
         modules = msgspec.json.decode((path / MODULES).read_bytes(), type=list[dict[str, Any]])
     except (msgspec.DecodeError, OSError) as error:
         raise ModelError(f"{path / MODULES} cannot be read: {error}") from error
-    normalize = False
+    dense, normalize = list[Dense](), False
     for module in modules:
+        folder = path / str(module.get("path", ""))
         match str(module.get("type", "")).rpartition(".")[2]:
-            case "Transformer":
+            case "Transformer" | "Dropout":
                 pass
             case "Pooling":
-                pooling = _pooling(path / str(module.get("path", "")) / "config.json")
+                pooling = _pooling(folder / "config.json", prompted=prompted)
+            case "Dense" if not normalize:
+                dense.append(_dense(folder))
             case "Normalize":
                 normalize = True
             case other:
                 raise ModelError(
-                    f"{path / MODULES} has a module {other!r}; Transformer, Pooling and Normalize are supported"
+                    f"{path / MODULES} has a module {other!r}; Transformer, Pooling, Dense and Normalize are "
+                    "supported, in this order"
                 )
-    return pooling, normalize
+    return pooling, tuple(dense), normalize
 
 
-def _pooling(file: Path) -> str:
+def _dense(folder: Path) -> Dense:
+    config = _read(folder / "config.json", needed=True)
+    name = str(config.get("activation_function") or "torch.nn.modules.activation.Tanh")
+    activation = name.rpartition(".")[2]
+    if not name.startswith("torch.nn.") or activation not in ACTIVATIONS:
+        raise ModelError(
+            f"{folder / 'config.json'} has the activation {name}; torch's {', '.join(ACTIVATIONS)} are known"
+        )
+    if config.get("use_residual") or config.get("module_input_name", "sentence_embedding") != "sentence_embedding":
+        raise ModelError(f"{folder / 'config.json'}: a layer with a residual, or of single tokens, is not supported")
+    inputs, outputs = (config.get(key) for key in ("in_features", "out_features"))
+    if not isinstance(inputs, int) or not isinstance(outputs, int) or min(inputs, outputs) < 1:
+        raise ModelError(f"{folder / 'config.json'} must have in_features and out_features")
+    return Dense(folder, inputs, outputs, config.get("bias") is not False, activation)
+
+
+def _pooling(file: Path, *, prompted: bool) -> str:
     config = _read(file, needed=True)
+    if config.get("include_prompt") is False and prompted:
+        raise ModelError(f"{file} leaves prompts out of the vector (include_prompt), which is not supported")
     named = config.get("pooling_mode")
     modes = [named] if isinstance(named, str) else [mode for key, mode in _OLD_KEYS.items() if config.get(key)]
     if len(modes) != 1 or modes[0] not in POOLINGS:

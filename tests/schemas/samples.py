@@ -236,6 +236,35 @@ SAMPLES: dict[str, tuple[Any, Callable[[bytes], Any]]] = {
         ),
         requests.decode,
     ),
+    "request_for_vectors_behind_a_prompt": (
+        requests.GenerateRequest(
+            "r",
+            "tiny",
+            "gw-1",
+            b"",
+            requests.Stop(1),
+            5,
+            6,
+            endpoint="embedding",
+            embedding=requests.Embedding(64, texts=("a",), prompt="query"),
+        ),
+        requests.decode,
+    ),
+    "registration_of_an_embedder_with_prompts": (
+        fleet.Registration(
+            "w-1",
+            "tiny",
+            "embed",
+            "native",
+            5,
+            16,
+            0,
+            8,
+            512,
+            embedder=fleet.Embedder(64, 512, 640, prompts=("query", "document"), default_dimensions=32),
+        ),
+        fleet.decode,
+    ),
     "registration_of_an_embedder": (
         fleet.Registration(
             "w-1", "tiny", "embed", "native", 5, 16, 0, 8, 512, embedder=fleet.Embedder(64, 512, 640, "mean", (32,))

@@ -16,6 +16,9 @@ from schemas.wire import unpack_tokens
 MODELS = {
     "small": Embedder(64, max_tokens=8, vocab_size=100, pooling="mean"),
     "nested": Embedder(768, max_tokens=512, vocab_size=100, matryoshka=(256, 128)),
+    "prompted": Embedder(
+        64, max_tokens=8, vocab_size=100, prompts=("query", "document", "Clustering", "passage"), default_dimensions=16
+    ),
     "wide": Embedder(8192, max_tokens=512, vocab_size=100),
 }
 
@@ -115,3 +118,47 @@ def test_a_model_that_is_not_named_is_the_only_one_that_there_is(given: dict[str
         with pytest.raises(ServingError) as caught:
             prepare(models)
         assert caught.value.code is Code.model_not_found
+
+
+@pytest.mark.parametrize(
+    ("kind", "prompt"),
+    [
+        (None, ""),
+        ("query", "query"),
+        ("search_query", "query"),
+        ("document", "document"),
+        ("search_document", "document"),
+        ("passage", "passage"),
+        ("clustering", "Clustering"),
+    ],
+)
+def test_the_kind_of_texts_chooses_the_models_prompt(kind: str | None, prompt: str) -> None:
+    embedding = prepared("prompted", input="one", input_type=kind).request.embedding
+    assert embedding is not None
+    assert (embedding.prompt, embedding.dimensions) == (prompt, 16)
+
+
+def test_a_model_without_prompts_takes_queries_and_documents_as_they_are() -> None:
+    for kind in ("query", "search_document"):
+        embedding = prepared("small", input="one", input_type=kind).request.embedding
+        assert embedding is not None
+        assert embedding.prompt == ""
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "words"),
+    [
+        ({"input": "one", "input_type": "poem"}, "input_type", "knows query, document, Clustering, passage"),
+        ({"input": [1, 2], "input_type": "query"}, "input_type", "token ids are taken as they are"),
+        ({"input": "one", "truncate_dim": 8, "dimensions": 9}, "truncate_dim", "mean the same"),
+        ({"input": "one", "truncate_dim": 65}, "truncate_dim", "truncate_dim is 65; this model's vectors have 64"),
+    ],
+)
+def test_kinds_and_lengths_that_do_not_fit_are_named(body: dict[str, Any], param: str, words: str) -> None:
+    with pytest.raises(ServingError) as refused:
+        prepared("prompted", **body)
+    assert refused.value.param == param
+    assert words in refused.value.message
+    embedding = prepared("prompted", input="one", truncate_dim=8).request.embedding
+    assert embedding is not None
+    assert embedding.dimensions == 8

@@ -30,6 +30,14 @@ class EmbeddingEngine(Protocol):
     load_seconds: float
     embedder: Embedder
 
+    def prompt(self, name: str) -> str | None:
+        """What is put before a text.
+
+        Args:
+            name: of the prompt; "": the model's default.
+        Returns: None if there is none of this name.
+        """
+
     def tokenize(self, texts: Sequence[str], longest: int = 0) -> list[list[int]]:
         """Token ids of each text, with the special tokens that the model wants; of a text with far more tokens than the
         model takes, those of its beginning.

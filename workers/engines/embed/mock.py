@@ -32,6 +32,9 @@ class MockEmbeddingEngine:
         limit = min(described.max_model_len, max_len or described.max_model_len)
         self.embedder = Embedder(DIMENSIONS, limit, described.vocab_size, "mock")
 
+    def prompt(self, name: str) -> str | None:
+        return "" if name in ("", "query", "document") else None
+
     def tokenize(self, texts: Sequence[str], longest: int = 0) -> list[list[int]]:
         return tokenized(self._tokenizer, texts, longest, self.embedder.max_tokens)
 

@@ -5,16 +5,17 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from torch import nn
 from torch.nn.functional import normalize
 from transformers import AutoModel
 
 from configs.settings import WorkerSettings
-from infra.model import modeldir
+from infra.model import embedding_model, modeldir
 from infra.model.embedding_model import describe
 from schemas.fleet import Embedder
 from workers.engines.base import EngineError
 from workers.engines.embed.base import TokenIds, tokenized
-from workers.engines.embed.pooling import pool
+from workers.engines.embed.pooling import dense, pool
 from workers.engines.native.build import find_device, set_threads
 from workers.engines.native.loading import configuration, first_line, weights
 from workers.engines.native.model import ModelError
@@ -37,7 +38,7 @@ class NativeEmbeddingEngine:
         began = time.perf_counter()
         self._described = describe(path)
         self._tokenizer = modeldir.load_tokenizer(path)
-        self.model, self.revision = modeldir.name_of(path), modeldir.revision(path)
+        self.model, self.revision = modeldir.name_of(path), embedding_model.revision(path)
         self._device = find_device(device)
         set_threads(threads, self._device)
         config = configuration(str(path))
@@ -45,6 +46,9 @@ class NativeEmbeddingEngine:
             raise ModelError(f"{config.model_type} is an encoder-decoder; embeddings come from encoders or decoders")
         try:
             self._model = weights(AutoModel, str(path), config, device=self._device, dtype=dtype, unused=UNUSED)
+            self._dense = nn.Sequential()
+            pooled = len(self._vectors([[0]])[0])
+            self._dense = dense(self._described.dense, pooled, self._device)
             dimensions = len(self._vectors([[0]])[0])
         except torch.OutOfMemoryError as error:
             raise EngineError(out_of_memory(error)) from error
@@ -57,8 +61,13 @@ class NativeEmbeddingEngine:
             self._described.vocab_size,
             self._described.pooling,
             self._described.matryoshka,
+            tuple(self._described.prompts),
+            min(self._described.dimensions, dimensions),
         )
         self.load_seconds = time.perf_counter() - began
+
+    def prompt(self, name: str) -> str | None:
+        return self._described.prompts.get(name or self._described.default_prompt, None if name else "")
 
     def tokenize(self, texts: Sequence[str], longest: int = 0) -> list[list[int]]:
         if self._described.lower_case:
@@ -79,7 +88,7 @@ class NativeEmbeddingEngine:
         ids, mask = ids.to(self._device), mask.to(self._device)
         with torch.inference_mode():
             hidden = self._model(input_ids=ids, attention_mask=mask).last_hidden_state
-            vectors = pool(hidden, mask, self._described.pooling)
+            vectors: torch.Tensor = self._dense(pool(hidden, mask, self._described.pooling))
             if self._described.normalize:
                 vectors = normalize(vectors, dim=1)
             return vectors.cpu()

@@ -2,11 +2,13 @@
 
 import json
 from array import array
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModel, BertConfig, BertModel, Qwen3Config, Qwen3ForCausalLM
 
@@ -16,7 +18,7 @@ from schemas.wire import pack_tokens
 from tests import tiny_model
 from workers import embedding_runner
 from workers.embedding_runner import inputs_of
-from workers.engines.base import RequestError
+from workers.engines.base import EngineError, RequestError
 from workers.engines.embed.base import MARGIN, shortened
 from workers.engines.embed.native import NativeEmbeddingEngine
 
@@ -189,6 +191,105 @@ def test_shortened_vectors_have_length_1_and_the_direction_of_the_beginning() ->
 
 def test_a_module_that_is_not_known_is_refused_by_its_name(encoder: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").symlink_to(encoder / "config.json")
-    (tmp_path / "modules.json").write_text(json.dumps([{"idx": 0, "path": "", "type": "a.b.Dense"}]))
-    with pytest.raises(ModelError, match=r"module 'Dense'; Transformer, Pooling and Normalize are supported"):
+    (tmp_path / "modules.json").write_text(json.dumps([{"idx": 0, "path": "", "type": "a.b.LSTM"}]))
+    with pytest.raises(ModelError, match=r"module 'LSTM'; Transformer, Pooling, Dense and Normalize are supported"):
         engine(tmp_path)
+
+
+PROMPTS = {"query": "task: search | query: ", "Clustering": "task: clustering | "}
+
+
+@pytest.fixture
+def layered(encoder: Path, tmp_path: Path) -> Path:
+    """As EmbeddingGemma: two dense layers behind the pooling, and prompts."""
+    for file in encoder.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    kinds = ["Transformer", "Pooling", "Dense", "Dense", "Normalize"]
+    modules = [{"idx": i, "path": f"{i}_{k}", "type": f"sentence_transformers.models.{k}"} for i, k in enumerate(kinds)]
+    (tmp_path / "modules.json").write_text(json.dumps(modules))
+    (tmp_path / "1_Pooling").mkdir()
+    (tmp_path / "1_Pooling" / "config.json").write_text(json.dumps(pooled("mean")))
+    layer(tmp_path / "2_Dense", 32, 48, "torch.nn.modules.linear.Identity", bias=False)
+    layer(tmp_path / "3_Dense", 48, 24, "torch.nn.modules.activation.Tanh", bias=True)
+    optional(tmp_path, prompts=PROMPTS, default_prompt_name=None)
+    return tmp_path
+
+
+def layer(folder: Path, inputs: int, outputs: int, activation: str, *, bias: bool) -> None:
+    folder.mkdir()
+    named = {"in_features": inputs, "out_features": outputs, "bias": bias, "activation_function": activation}
+    (folder / "config.json").write_text(json.dumps(named))
+    torch.manual_seed(inputs)
+    tensors = {"linear.weight": torch.randn(outputs, inputs)}
+    save_file(tensors | ({"linear.bias": torch.randn(outputs)} if bias else {}), folder / "model.safetensors")
+
+
+def optional(path: Path, **values: Any) -> None:
+    (path / "config_sentence_transformers.json").write_text(json.dumps(values))
+
+
+def test_dense_layers_come_behind_the_pooling(layered: Path, encoder: Path) -> None:
+    made = engine(layered)
+    tokens = made.tokenize(TEXTS)
+    first, second = (load_file(layered / f"{name}_Dense" / "model.safetensors") for name in (2, 3))
+    mean = torch.stack([hidden(encoder, each).mean(0) for each in tokens])
+    wanted = torch.tanh(mean @ first["linear.weight"].T @ second["linear.weight"].T + second["linear.bias"])
+    wanted = wanted / wanted.norm(dim=1, keepdim=True)
+    assert torch.allclose(vectors(made.embed(tokens)), wanted, atol=1e-5)
+    assert made.embedder.dimensions == 24
+    assert made.embedder.prompts == ("query", "document", "Clustering")
+
+
+def test_a_prompt_stands_before_each_text_and_the_models_default_where_none_is_named(layered: Path) -> None:
+    made = engine(layered)
+
+    def inputs(prompt: str, texts: list[str] = TEXTS) -> list[list[int]]:
+        return inputs_of(made, Embedding(24, texts=tuple(texts), prompt=prompt, truncate=40), b"")
+
+    plain = made.tokenize(TEXTS, 40)
+    assert inputs("") == inputs("document") == plain
+    assert inputs("query") == made.tokenize([PROMPTS["query"] + text for text in TEXTS], 40)
+    optional(layered, prompts=PROMPTS, default_prompt_name="Clustering")
+    before, made = made.revision, engine(layered)
+    assert inputs("") == made.tokenize([PROMPTS["Clustering"] + text for text in TEXTS], 40)
+    assert inputs("document") == plain  # named, and empty: not the default
+    assert made.revision != before  # other prompts make other vectors
+    with pytest.raises(RequestError, match="no prompt 'other'"):
+        inputs("other")
+
+
+def test_vectors_are_as_long_as_the_folder_says(layered: Path) -> None:
+    optional(layered, truncate_dim=8)
+    assert engine(layered).embedder.default_dimensions == 8
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda path: optional(path, prompts=PROMPTS, default_prompt_name="none"), "default_prompt_name is 'none'"),
+        (lambda path: optional(path, prompts=["query"]), "prompts must be texts by name"),
+        (lambda path: optional(path, truncate_dim=0.5), "truncate_dim is 0.5"),
+        (lambda path: (path / "3_Dense" / "model.safetensors").unlink(), "weights in .*3_Dense cannot be used"),
+        (lambda path: set_layer(path, in_features=31), "takes vectors of 31 values, and gets 48"),
+        (lambda path: set_layer(path, out_features=25), "weights in .*3_Dense cannot be used"),
+        (lambda path: set_layer(path, activation_function="os.system"), "has the activation os.system"),
+        (lambda path: set_layer(path, use_residual=True), "residual"),
+        (lambda path: set_layer(path, in_features=None), "in_features"),
+        (lambda path: leave_prompts_out(path), "include_prompt"),
+    ],
+)
+def test_what_cannot_be_computed_as_sentence_transformers_does_is_named(
+    layered: Path, change: Callable[[Path], Any], words: str
+) -> None:
+    change(layered)
+    with pytest.raises((ModelError, EngineError), match=words):
+        engine(layered)
+
+
+def set_layer(path: Path, **values: Any) -> None:
+    file = path / "3_Dense" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | values))
+
+
+def leave_prompts_out(path: Path) -> None:
+    (path / "1_Pooling" / "config.json").write_text(json.dumps({**pooled("mean"), "include_prompt": False}))
