@@ -28,69 +28,76 @@ _WORDS = {"true": b"true", "false": b"false", "null": b"null", "none": b"null"}
 
 def markup_calls(form: Calls, marks: Marks) -> CallReader:
     """A reader of the calls of a row, with the marks of one vocabulary."""
-    close = marks.within(form.section[1].strip())
-    begin, end = (marks.within(each.strip()) for each in form.call)
-    call_tag = _Tag(form.call[0], form.name_end, marks, entities=form.entities)
-    key_tag = _Tag(*form.key, marks, entities=form.entities)
-    key_begin = marks.within(form.key[0].strip())
-    values = _Values(form, marks, (key_begin, end, close))
+    return _Markup(form, marks).read
 
-    def calls(reader: Reader, deltas: DeltaBuilder, offered: Offered, opener: str) -> Steps[None]:
+
+class _Markup:
+    def __init__(self, form: Calls, marks: Marks) -> None:
+        self._types = form.types
+        self._close = marks.within(form.section[1].strip())
+        self._begin, end = (marks.within(each.strip()) for each in form.call)
+        self._key_begin = marks.within(form.key[0].strip())
+        self._call_tag = _Tag(form.call[0], form.name_end, marks, entities=form.entities)
+        self._key_tag = _Tag(*form.key, marks, entities=form.entities)
+        self._values = _Values(form, marks, (self._key_begin, end, self._close))
+
+    def read(self, reader: Reader, deltas: DeltaBuilder, offered: Offered, opener: str) -> Steps[None]:
+        begin, close = self._begin, self._close
         if begin and opener != begin:
             yield from reader.space()
             if not (yield from reader.literal(begin)):
                 raise MalformedCall
         elif begin and TOKEN.match(close) and not TOKEN.search(begin):
-            yield from bare(reader, deltas, offered, opener)
+            yield from self._bare(reader, deltas, offered, opener)
             return
         while True:
-            mark = yield from one(reader, deltas, offered)
+            mark = yield from self._one(reader, deltas, offered)
             if not begin or mark == close or (yield from read_closing(reader, deltas, begin, close)) != begin:
                 return
             reader.checkpoint_call(begin)
 
-    def bare(reader: Reader, deltas: DeltaBuilder, offered: Offered, opener: str) -> Steps[None]:
+    def _bare(self, reader: Reader, deltas: DeltaBuilder, offered: Offered, opener: str) -> Steps[None]:
         """A call whose section has no beginning. It is spelled, so only the token at its end shows that it is meant."""
         reader.pin()
-        mark = yield from one(reader, deltas.probe(), offered)
-        if mark != close:
+        mark = yield from self._one(reader, deltas.probe(), offered)
+        if mark != self._close:
             yield from reader.space()
-            if not (yield from reader.literal(close)):
+            if not (yield from reader.literal(self._close)):
                 raise NotACall
         text = reader.unpin()
-        yield from one(reader.within(text.removeprefix(opener)), deltas, offered)
+        yield from self._one(reader.within(text.removeprefix(opener)), deltas, offered)
         reader.commit()
         end_call(reader, deltas)
 
-    def one(reader: Reader, deltas: DeltaBuilder, offered: Offered) -> Steps[str]:
+    def _one(self, reader: Reader, deltas: DeltaBuilder, offered: Offered) -> Steps[str]:
         """Read a call behind what stands before its name; returns the last mark that was read."""
-        tag = yield from call_tag.read(reader)
+        tag = yield from self._call_tag.read(reader)
         if tag is None:
             raise MalformedCall
         name, key, mark = parse_name(tag.name), None, ""
         if not tag.empty:
             yield from reader.space()
-            mark = yield from reader.literal(*values.following)
-            if mark == key_begin:
-                key = yield from key_tag.read(reader)
-            if not mark or (mark == key_begin and (key is None or not key.name)):
+            mark = yield from reader.literal(*self._values.following)
+            if mark == self._key_begin:
+                key = yield from self._key_tag.read(reader)
+            if not mark or (mark == self._key_begin and (key is None or not key.name)):
                 raise MalformedCall
         deltas.begin_call(name)
         reader.commit()
         arguments = _Arguments(deltas)
         texts = offered.texts.get(name, {})
-        while mark == key_begin:
-            key = key or (yield from key_tag.read(reader))
+        while mark == self._key_begin:
+            key = key or (yield from self._key_tag.read(reader))
             if key is None or not key.name:
                 if reader.cut_short:
                     return ""
-                deltas.content(key_begin)
+                deltas.content(self._key_begin)
                 break
             text = texts.get(key.name)
-            if form.types in key.attributes:
-                text = False if key.attributes[form.types] in ("true", "string") else None
+            if self._types in key.attributes:
+                text = False if key.attributes[self._types] in ("true", "string") else None
             arguments.key(key.name)
-            complete, mark = yield from values.read(reader, deltas, text, key.name)
+            complete, mark = yield from self._values.read(reader, deltas, text, key.name)
             if not complete:
                 return ""
             key = None
@@ -98,8 +105,6 @@ def markup_calls(form: Calls, marks: Marks) -> CallReader:
             arguments.end()
             end_call(reader, deltas)
         return mark
-
-    return calls
 
 
 class _Element(NamedTuple):
