@@ -98,6 +98,7 @@ COMMANDS = {
     "top": Command("watch a running deployment in the terminal", "infra.operate.top:run"),
     "dashboard": Command("show a deployment in the browser", "infra.dashboard.main:run"),
     "doctor": Command("find problems, and how to fix them", "infra.operate.doctor.main:run"),
+    "models check": Command("say what a model folder is, and show a prompt of it", "infra.operate.check_model:run"),
     "health": Command("check that a process of this machine is healthy, for containers", "infra.operate.health:run"),
     "drain": Command("take workers out of service without failing a request", "infra.operate.drain:run"),
     "restart": Command("restart processes of `penstock up`, one after the other", "infra.operate.restart:run"),
@@ -204,6 +205,7 @@ SECTIONS = {
     "Run": ("up", "nats", "gateway", "router", "worker", "rank-metrics", "recipe", "kubernetes", "monitoring"),
     "Find out": (
         "doctor",
+        "models",
         "health",
         "top",
         "dashboard",
