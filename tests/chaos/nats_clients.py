@@ -5,6 +5,7 @@ import contextlib
 import hashlib
 import json
 import random
+import re
 import time
 from typing import Any
 from uuid import uuid4
@@ -21,6 +22,7 @@ from tests.chaos.seen import Seen
 CLIENTS = 3
 SILENCE_S = 10.0
 AGAIN_S = 1.0
+_ID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 AGAIN = ("broker_unavailable", "shutting_down", "queue_full")  # codes of what may be asked again
 
 
@@ -190,7 +192,9 @@ class NatsClients:
                     elif (code := found.get("Penstock-Error", "")) == "request_not_found":
                         await self._send(payload, headers, inbox, body["model"], asked=asked)
                     elif code in ("content_lost", "request_erased"):  # no read ever finds it
-                        raise PenstockError(code, json.loads(message.data)["error"]["message"])
+                        why = json.loads(message.data)["error"]["message"]
+                        seen.request = seen.request or named_in(why)
+                        raise PenstockError(code, why)
                     else:
                         await asyncio.sleep(AGAIN_S)
                         again = True
@@ -222,6 +226,12 @@ class NatsClients:
                 return
             except (NatsError, TimeoutError):
                 await asyncio.sleep(AGAIN_S)
+
+
+def named_in(message: str) -> str:
+    """The request that an error names, of which its client has seen nothing else; "": none."""
+    found = _ID.search(message)
+    return found[0] if found else ""
 
 
 def _take(seen: Seen, chunk: Chunk) -> None:

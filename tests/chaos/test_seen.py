@@ -1,11 +1,16 @@
 """What a client saw: streams and whole answers come to the same, and events that come again are noticed."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+from gateway.log.find import erased
+from infra.bus.memory import lost
+from schemas.ids import new_request_id
 from schemas.tokens import WHOLE_REQUEST, TokenItem
 from tests.chaos.log import Fold
+from tests.chaos.nats_clients import named_in
 from tests.chaos.seen import Seen, Shown, goes_on, last_event
 
 
@@ -117,6 +122,13 @@ def test_calls_of_tools_are_compared_by_name_and_arguments() -> None:
     message = {"content": None, "tool_calls": [call]}
     whole.take_whole({"choices": [{"index": 0, "message": message, "finish_reason": None}]})
     assert streamed.choices[0].text == whole.choices[0].text == 'note{"a":1}'
+
+
+@pytest.mark.parametrize("error", [lost, erased])
+def test_a_client_that_saw_nothing_but_an_error_knows_its_request_by_that(error: Callable[[str], Any]) -> None:
+    made = new_request_id()
+    assert named_in(error(made).message) == made
+    assert named_in("no submission with the message id 'x' is known") == ""
 
 
 def item(first: int, count: int, attempt: int = 1) -> TokenItem:
