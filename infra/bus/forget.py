@@ -13,6 +13,8 @@ from schemas.ids import time_of
 from schemas.streams import CLOCK_SKEW_NS
 from schemas.subjects import HEADER_NO_STORE, request_of
 
+BATCH = 50  # the messages of a few seconds: with their prompts, many more are megabytes that nobody wants
+
 Delete = Callable[[str, int], Awaitable[object]]  # (stream, sequence)
 
 
@@ -60,7 +62,7 @@ async def forget_messages(bus: Bus, ended: Sequence[Ended], delete: Delete, *, r
         subject = bus.subjects.all(kind)
         if kind == "request" and len(ended) == 1 and not ended[0].apart:
             subject = bus.subjects.shard_of(ended[0].id)
-        async for entry in read(bus, stream, subject, since_ns=since_ns):
+        async for entry in read(bus, stream, subject, since_ns=since_ns, batch=BATCH):
             if entry.time_ns > ended_ns + CLOCK_SKEW_NS:
                 break
             if entry.subject == bus.subjects.erased:
