@@ -54,6 +54,8 @@ def kv_bytes(args: EngineArgs, shape: Shape) -> float:
     """Bytes per cached value."""
     dtype = args.kv_cache_config.dtype.lower()
     sizes = {"fp8": 1.0, "int8": 1.0, "nvfp4": 4.5 / 8, "float16": 2.0, "bfloat16": 2.0, "float32": 4.0}
+    if dtype == "auto" and shape.kv_bits:  # the engine follows the checkpoint
+        return shape.kv_bits / 8
     return sizes.get(dtype, 2.0)
 
 

@@ -51,6 +51,7 @@ class Shape(Struct, frozen=True, kw_only=True):
     expert_bits: float
     linear_bits: float
     mtp_bits: float
+    kv_bits: float = 0.0  # of a cached value, where the checkpoint says so; 0: it does not
 
     @property
     def mtp(self) -> int:
@@ -108,6 +109,7 @@ def shape_of(config: Mapping[str, Any], *, model: str = "") -> Shape:
         expert_bits=expert_bits,
         linear_bits=linear_bits,
         mtp_bits=mtp_bits,
+        kv_bits=_kv_bits(config),
     )
 
 
@@ -170,6 +172,16 @@ def _vision(config: Mapping[str, Any], hidden: int) -> int:
         return 0
     depth, wide = int(tower.get("num_hidden_layers") or 0), int(tower.get("intermediate_size") or 4 * width)
     return depth * (4 * width * width + 2 * width * wide) + width * hidden + hidden * hidden
+
+
+def _kv_bits(config: Mapping[str, Any]) -> float:
+    """Of checkpoints with scales of the KV cache, as ModelOpt writes them."""
+    stored = config.get("quantization_config") or {}
+    algorithm = str(stored.get("kv_cache_quant_algo") or "").lower()
+    scheme = stored.get("kv_cache_scheme")
+    if isinstance(scheme, Mapping) and isinstance(bits := scheme.get("num_bits"), int):
+        return float(bits)
+    return {"fp8": FP8_BITS, "int8": 8.0, "nvfp4": NVFP4_BITS}.get(algorithm, 0.0)
 
 
 def _bits(config: Mapping[str, Any], text: Mapping[str, Any]) -> tuple[float, float, float]:

@@ -171,6 +171,20 @@ def entry_of(name: str, path: str, text: str) -> RecipeEntry | None:
     return RecipeEntry(name, header, path, block or BLOCK_SIZE, longest or 0)
 
 
+def entry_at(path: Path) -> RecipeEntry:
+    """A user's own recipe.
+
+    Raises:
+        BadArguments: the file has no header, or one that is wrong.
+        OSError, UnicodeDecodeError: it cannot be read.
+    """
+    entry = entry_of(path.stem, str(path), path.read_text(encoding="utf-8"))
+    if entry is None:
+        keys = ", ".join(field.name for field in msgspec.structs.fields(Header) if field.required)
+        raise BadArguments([f"{path}: no header, which says what it is for: lines behind '# ', with {keys}"])
+    return entry
+
+
 def select(name: str, entries: Mapping[str, RecipeEntry]) -> list[RecipeEntry]:
     """The recipe or the set of this name; ``gpt_oss_120b`` stands for ``gpt-oss-120b``, too.
 

@@ -13,9 +13,10 @@ from configs.flags import Parser
 from infra.engine_args.memory_estimate import GIB
 from infra.engine_args.model_shape import UnknownShape
 from infra.engine_args.rules import Context, Role
-from infra.engine_args.tree import BadArguments
+from infra.engine_args.tree import BadArguments, parse_yaml
+from infra.recipes import other_engines
 from infra.recipes.advice import advise, check_set, failed, finding_lines, lines
-from infra.recipes.catalogue import FOLDER, GPUS, Recipe, context_of, header_of, members, parse
+from infra.recipes.catalogue import FOLDER, GPUS, Recipe, context_of, entry_at, members, parse
 from infra.recipes.command import worker_command
 from infra.recipes.model_shape import shape_at
 from infra.recipes.tables import hardware
@@ -50,11 +51,18 @@ def run_matrix(argv: Sequence[str]) -> int:
 def run_show(argv: Sequence[str]) -> int:
     """Print a recipe and the commands of its set."""
     parser = Parser(prog="penstock recipe show", description="a recipe, and how to run it")
-    parser.add_argument("name", help="recipe, see `penstock recipe list`")
+    parser.add_argument("name", help="recipe, see `penstock recipe list`; or a file of your own with such a header")
     parser.add_argument("--model", default="", help="model directory, instead of the id")
     args = parser.parse_args(argv)
     entries = members()
     member = entries.get(args.name.removesuffix(".yaml"))
+    own = Path(args.name)
+    if member is None and own.is_file():
+        try:
+            member = entry_at(own)
+        except (BadArguments, OSError, UnicodeDecodeError) as error:
+            return _refuse(error.problems[0] if isinstance(error, BadArguments) else f"{own}: {reason(error)}")
+        entries = {member.name: member}
     if member is None:
         return _refuse(f"no recipe {args.name!r}; recipes are {', '.join(entries)}")
     print(Path(member.path).read_text(encoding="utf-8").rstrip())
@@ -62,7 +70,7 @@ def run_show(argv: Sequence[str]) -> int:
     for one in same_set:
         container = f"  (container: {' '.join(one.header.container)})" if one.header.container else ""
         print(f"\n# {one.header.title}{container}\n{worker_command(one, model=args.model)}")
-    if all(one.header.nodes == 1 for one in same_set):
+    if all(one.header.nodes == 1 for one in same_set) and member.path != str(own):
         model_flag = f" --model {shlex.quote(args.model)}" if args.model else ""
         print(f"\n# all of it on one machine\npenstock up --recipe {member.header.set}{model_flag}")
     return OK
@@ -78,18 +86,24 @@ def _print(rows: Sequence[tuple[str, ...]]) -> None:
 def run_check(argv: Sequence[str]) -> int:
     """Check files, each alone and all together. Returns 1 if an engine would refuse one."""
     args = _check_parser().parse_args(argv)
-    opened = []
+    opened: list[tuple[Recipe, Context]] = []
+    refused = False
     for file in args.files:
         role, name = _role_of(file)
         try:
-            recipe = _open(name)
+            text = _text(name)
+            engine: other_engines.Engine = args.engine or other_engines.engine_of(text)
+            if engine != "trtllm":
+                problems = other_engines.problems_of(engine, parse_yaml(text))
+                print("\n".join(other_engines.lines(name, engine, problems)))
+                refused |= bool(problems)
+                continue
+            recipe = parse(Path(name).stem, text)
             opened.append((recipe, _context(recipe, args, role)))
         except (BadArguments, UnknownShape, OSError, UnicodeDecodeError) as error:
-            problems = error.problems if isinstance(error, BadArguments) else (reason(error),)
-            for problem in problems:
+            for problem in error.problems if isinstance(error, BadArguments) else (reason(error),):
                 print(f"{name}: {problem}", file=sys.stderr)
             return REFUSED
-    refused = False
     for recipe, context in opened:
         advice = advise(recipe, context)
         refused |= failed(advice.findings)
@@ -106,6 +120,8 @@ def run_check(argv: Sequence[str]) -> int:
 def _check_parser() -> Parser:
     parser = Parser(prog="penstock recipe check", description="check engine arguments: what would fail or be slow")
     parser.add_argument("files", nargs="+", metavar="[ROLE=]FILE", help="YAML of engine arguments, or a recipe's name")
+    about_engine = "whose arguments they are (default: the header's, else the engine that knows most of the keys)"
+    parser.add_argument("--engine", choices=get_args(other_engines.Engine), help=about_engine)
     parser.add_argument("--role", choices=get_args(Role), help="default: the recipe's, else aggregated")
     parser.add_argument("--model", help="model directory (default: the recipe's model)")
     parser.add_argument("--model-len", type=_positive, metavar="N", help="longest prompt + output, in tokens")
@@ -140,17 +156,13 @@ def _role_of(given: str) -> tuple[str | None, str]:
     return (role, name) if equals and role in get_args(Role) else (None, given)
 
 
-def _open(name: str) -> Recipe:
-    """Open a file, or a bundled recipe by its name."""
+def _text(name: str) -> str:
+    """Of a file, or of a bundled recipe by its name."""
     path = Path(name)
     bundled = FOLDER / f"{name}.yaml"
     if not path.is_file() and bundled.is_file():
         path = bundled
-    text = path.read_text(encoding="utf-8")
-    header = header_of(text)
-    if header is not None and header.engine != "trtllm":
-        raise BadArguments([f"for {header.engine}: the worker checks it at its start; the rules are TensorRT-LLM's"])
-    return parse(path.stem, text)
+    return path.read_text(encoding="utf-8")
 
 
 def _context(recipe: Recipe, args: argparse.Namespace, role: str | None) -> Context:

@@ -19,7 +19,13 @@ def shape_at(model: str) -> Shape:
         return published
     config = Path(model).expanduser() / "config.json"
     try:
-        return shape_of(msgspec.json.decode(config.read_bytes(), type=dict), model=model)
+        read = msgspec.json.decode(config.read_bytes(), type=dict)
+        # ModelOpt's checkpoints say there, and older ones only there, how weights and KV are quantized.
+        quantized = config.with_name("hf_quant_config.json")
+        if quantized.is_file():
+            found = msgspec.json.decode(quantized.read_bytes(), type=dict).get("quantization") or {}
+            read["quantization_config"] = found | (read.get("quantization_config") or {})
+        return shape_of(read, model=model)
     except OSError as error:
         raise UnknownShape(
             f"{config} cannot be read ({error.strerror}): give a directory with a config.json, or the id of a "

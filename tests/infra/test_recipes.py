@@ -8,17 +8,22 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import msgspec
 import pytest
+import yaml
 
 from configs.flags import parse as parse_flags
 from configs.settings import GatewaySettings, RouterSettings, TraceSettings, WorkerSettings
+from infra.deploy.helm.cli import run_render
 from infra.engine_args import BadArguments, check
-from infra.engine_args.memory_estimate import GIB, estimate
+from infra.engine_args.memory_estimate import GIB, estimate, kv_bytes
 from infra.engine_args.tree import parse_yaml
 from infra.recipes.advice import check_set
 from infra.recipes.catalogue import FOLDER, GPUS, Recipe, context_of, load, members, parse
 from infra.recipes.cli import run_check, run_list, run_matrix, run_show
 from infra.recipes.command import worker_command
+from infra.recipes.model_shape import shape_at
+from infra.recipes.other_engines import known
 from infra.recipes.tables import memory_of, refreshed
 from tests.standins import installed
 from workers.engines import support
@@ -300,9 +305,82 @@ def test_check_refuses_what_does_not_fit(argv: list[str], says: str, capsys: pyt
     assert "fix: " in output
 
 
-def test_check_leaves_another_engine_s_file_to_its_worker(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_check(["llama3-eagle3-vllm"]) == 1
-    assert "for vllm: the worker checks it" in capsys.readouterr().err
+def test_check_names_the_engine_of_another_s_file_and_reads_its_keys(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A file of vLLM's without a header was read as TensorRT-LLM's, whose rules refused every key of it."""
+    assert run_check(["llama3-eagle3-vllm"]) == 0
+    output = capsys.readouterr().out
+    assert "for vLLM: its keys are checked against those of 0.32 and 0.33" in output
+    assert "no key that a worker would refuse" in output
+    for name, text, title, problems in (
+        ("v", "max_model_len: 8192\ngpu_memory_utilisation: 0.9\nmodel: m\n", "vLLM", (
+            "model: use --model", "gpu_memory_utilisation: no such key; did you mean gpu_memory_utilization?",
+        )),
+        ("s", "tp_size: 2\nmem_fraction_static: 0.8\nblock_size: 32\n", "SGLang", (
+            "block_size: no such key; it is page_size here",
+        )),
+    ):  # fmt: skip
+        (tmp_path / name).write_text(text)
+        assert run_check([str(tmp_path / name)]) == 1
+        output = capsys.readouterr().out
+        assert f"for {title}: " in output
+        found = [line.strip() for line in output.splitlines() if line.startswith("  error")]
+        assert found == [f"error    {problem}" for problem in problems]
+    (tmp_path / "both").write_text("tensor_parallel_size: 2\n")
+    assert run_check([str(tmp_path / "both")]) == 0
+    assert "for vLLM" not in capsys.readouterr().out
+    assert run_check([str(tmp_path / "both"), "--engine", "vllm"]) == 0
+    assert "for vLLM" in capsys.readouterr().out
+
+
+def test_names_of_other_engines_arguments_are_those_of_the_releases_that_were_run() -> None:
+    standins = Path(__file__).parents[1] / "standins"
+    assert set(known()["vllm"].names) == set((standins / "vllm" / "_standin" / "fields.txt").read_text().split())
+    described = msgspec.json.decode((standins / "sglang_signatures.json").read_bytes())
+    assert set(known()["sglang"].names) == set(described["ServerArgs"])
+
+
+def test_show_and_kubernetes_take_a_file_of_one_s_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = Path(MEMBERS["llama3-decode"].path).read_text(encoding="utf-8")
+    mine = tmp_path / "mine.yaml"
+    mine.write_text(text.replace("title: ", "title: Mine, "), encoding="utf-8")
+    assert run_show([str(mine)]) == 0
+    output = capsys.readouterr().out
+    assert "# Mine, " in output
+    assert f"--extra-engine-args {mine}" in output
+    for path in (mine, tmp_path):
+        assert run_render([str(path), "--engine-image", "registry.example.com/engine:1"]) == 0
+        values = yaml.safe_load(capsys.readouterr().out)
+        assert values["workers"]["decode"]["engineArgs"] == mine.read_text(encoding="utf-8")
+    mine.write_text("max_batch_size: 8\n", encoding="utf-8")
+    assert run_show([str(mine)]) == 2
+    said = f"{mine}: no header, which says what it is for: lines behind '# ', with title, model"
+    assert said in capsys.readouterr().err
+    assert run_render([str(mine), "--engine-image", "e"]) == 1
+    assert "no header" in capsys.readouterr().err
+
+
+def test_kv_in_fp8_is_read_from_the_checkpoint(tmp_path: Path) -> None:
+    """Twice the contexts fit where the checkpoint has scales for KV in FP8, and the engine then uses it."""
+    config = {
+        "num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8,
+        "intermediate_size": 14336, "vocab_size": 128256, "max_position_embeddings": 8192,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_bytes(msgspec.json.encode(config))
+    plain = shape_at(str(tmp_path))
+    assert plain.kv_bits == 0
+    quantization = {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}
+    (tmp_path / "hf_quant_config.json").write_bytes(msgspec.json.encode({"quantization": quantization}))
+    quantized = shape_at(str(tmp_path))
+    assert (quantized.kv_bits, quantized.linear_bits) == (8, 8)
+    args = parse("mine", "max_batch_size: 8").args
+    assert kv_bytes(args, plain) == 2 * kv_bytes(args, quantized) == 2
+    assert kv_bytes(parse("mine", "kv_cache_config: {dtype: bfloat16}").args, quantized) == 2
+    (tmp_path / "hf_quant_config.json").unlink()
+    stored = {"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_scheme": {"num_bits": 8, "type": "float"}}
+    (tmp_path / "config.json").write_bytes(msgspec.json.encode(config | {"quantization_config": stored}))
+    assert shape_at(str(tmp_path)).kv_bits == 8
 
 
 def test_check_warns_with_status_0(capsys: pytest.CaptureFixture[str]) -> None:

@@ -96,14 +96,25 @@ def rendered(recipe: str, wanted: Wanted) -> str:
     Raises:
         BadArguments: there is no such recipe, or it does not fit what is wanted.
     """
-    chosen = catalogue.select(recipe, catalogue.members()) if recipe else []
+    own = Path(recipe)
+    if recipe and own.is_dir():
+        chosen = [catalogue.entry_at(path) for path in sorted(own.glob("*.yaml"))]
+    elif recipe and own.is_file():
+        chosen = [catalogue.entry_at(own)]
+    else:
+        chosen = catalogue.select(recipe, catalogue.members()) if recipe else []
     members: dict[str, RecipeEntry] = {member.header.role: member for member in chosen}
     texts = {role: Path(member.path).read_text(encoding="utf-8") for role, member in members.items()}
     return to_yaml(wanted, values_of(wanted, members, texts))
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("recipe", nargs="?", default="", help="recipe or set of `penstock recipe list` (default: none)")
+    parser.add_argument(
+        "recipe",
+        nargs="?",
+        default="",
+        help="recipe or set of `penstock recipe list`, or a file or folder of your own (default: none)",
+    )
     parser.add_argument("--release", default="penstock", help="name of the release (default: %(default)s)")
     for role in get_args(Role)[:4]:
         parser.add_argument(f"--{role}", type=_count, metavar="N", help=f"engines of the role {role}")

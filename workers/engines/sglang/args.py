@@ -18,7 +18,7 @@ EVENT_STEPS = 10_000  # KV event messages that are kept for replay
 CONTEXT_MARGIN = 6
 
 # The worker sets these itself: they would change the tokens, their order or their end.
-_RESERVED: Mapping[str, str] = {
+RESERVED: Mapping[str, str] = {
     "model_path": "use --model",
     "tokenizer_path": "the gateway tokenizes; use --model",
     "served_model_name": "use --served-model-name",
@@ -47,7 +47,7 @@ _RESERVED: Mapping[str, str] = {
     "kv_events_config": "use --no-use-kv-events to switch KV events off",
 }
 # Names on SGLang's command line that its constructor does not know.
-_ALIASES: Mapping[str, str] = {
+ALIASES: Mapping[str, str] = {
     "tensor_parallel_size": "tp_size",
     "pipeline_parallel_size": "pp_size",
     "data_parallel_size": "dp_size",
@@ -176,7 +176,7 @@ def resolve(wanted: EngineSettings, given: Mapping[str, Any], known: Collection[
     """
     if wanted.role == "encode":
         raise BadArguments(["--role encode: the SGLang adapter takes text only; use --engine native or trtllm"])
-    problems = refused(given, _RESERVED, known, _ALIASES)
+    problems = refused(given, RESERVED, known, ALIASES)
     if problems:
         raise BadArguments(problems)
     tree = merge(defaults(wanted), given)

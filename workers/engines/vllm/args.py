@@ -30,7 +30,7 @@ CONNECTORS: Mapping[str, Tree] = {
 _P2P_CONNECTORS = frozenset(["NixlConnector", "NixlPullConnector"])
 
 # The worker sets these itself: they would change the tokens, their order or their end.
-_RESERVED: Mapping[str, str] = {
+RESERVED: Mapping[str, str] = {
     "model": "use --model",
     "tokenizer": "the gateway tokenizes; use --model",
     "served_model_name": "use --served-model-name",
@@ -194,7 +194,7 @@ def resolve(wanted: EngineSettings, given: Mapping[str, Any], known: Collection[
     """
     if wanted.role == "encode":
         raise BadArguments(["--role encode: the vLLM adapter takes text only; use --engine native or trtllm"])
-    problems = refused(given, _RESERVED, known)
+    problems = refused(given, RESERVED, known)
     on = [key for key in MULTIMODAL if given.get(key)]
     problems += [
         f"{first} and {second}: they exclude each other; remove one" for first, second in itertools.combinations(on, 2)

@@ -91,11 +91,11 @@ def test_sizes_of_the_pool_that_differ_and_encode_workers_are_refused() -> None:
 
 
 def test_every_name_that_is_reserved_exists() -> None:
-    from workers.engines.sglang.args import _ALIASES, _RESERVED
+    from workers.engines.sglang.args import ALIASES, RESERVED
 
-    assert set(_RESERVED) <= KNOWN
-    assert set(_ALIASES.values()) <= KNOWN
-    assert not set(_ALIASES) & KNOWN
+    assert set(RESERVED) <= KNOWN
+    assert set(ALIASES.values()) <= KNOWN
+    assert not set(ALIASES) & KNOWN
 
 
 def test_ranks_are_replicas_or_attention_groups() -> None:
