@@ -58,6 +58,7 @@ class System:
         self._say = say
         self._stopped: set[int] = set()
         self._holds: set[asyncio.Task[None]] = set()
+        self._returns: set[asyncio.Task[None]] = set()  # of them, what starts a broker again: it is never cancelled
         self._parents = {deployment.pid, os.getpid()}
 
     @classmethod
@@ -197,7 +198,7 @@ class System:
 
     def release(self) -> None:
         """Let everything go on that is stopped."""
-        for task in self._holds:
+        for task in self._holds - self._returns:
             task.cancel()
         for pid in list(self._stopped):
             self._go_on(pid)
@@ -224,7 +225,9 @@ class System:
         elif each.act is Act.restart and not name.startswith(BROKER):
             self._spawn(self._ends(name, pid))
         if self._brokers is not None and name in self._brokers.names:
-            self._spawn(self._brokers.back(name, each.hold_s))
+            task = self._spawn(self._brokers.back(name, each.hold_s))
+            self._returns.add(task)
+            task.add_done_callback(self._returns.discard)
 
     def _beside(self, each: Disturbance) -> None:
         """What is done to the link of a process, or to the disk."""
@@ -244,10 +247,11 @@ class System:
         finally:
             disk.free()
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
         self._holds.add(task)
         task.add_done_callback(self._holds.discard)
+        return task
 
     async def _ends(self, name: str, pid: int) -> None:
         """Note it if a process that was asked to end does not within its bound. It may be stopped on the way."""
