@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -9,10 +10,13 @@ import httpx
 import nats
 import pytest
 
+from gateway.verdicts import WATCHED_FROM
 from infra.bus.connection import Bus, connect
 from infra.bus.direct_get import read
 from schemas import jobs
 from schemas.subjects import HEADER_ERROR, HEADER_REPLY_TO, HEADER_SUSPECT
+from schemas.verdicts import Verdict
+from schemas.wire import encode
 from tests.pipeline.conftest import NewDeployment
 from tests.pipeline.support import Deployment, Oracle, ending, registrations, token_prompt, until
 
@@ -133,3 +137,21 @@ async def test_a_poisonous_request_that_is_not_stored_is_known_in_memory(
     assert again.status_code == 422
     assert "further repeats are refused" in again.text
     assert crashes(fleet) == before + 4
+
+
+async def test_the_next_of_a_tenant_with_several_takes_two_workers_however_it_differs(
+    fleet: Deployment, bus: Bus, http: httpx.AsyncClient
+) -> None:
+    """Another temperature makes it another request."""
+    await all_ready(bus)
+    for number in range(WATCHED_FROM):
+        key = f"$KV.{bus.subjects.bucket('verdicts')}.default.{number:032x}"
+        await bus.js.publish(key, encode(Verdict(f"r{number}", time.time_ns())))
+    before = crashes(fleet)
+    answer = await http.post("/v1/completions", json=poison(1) | {"temperature": 0.5})
+    assert answer.status_code == 422, answer.text
+    assert "2 workers crashed" in answer.json()["error"]["message"]
+    assert crashes(fleet) == before + 2
+    await all_ready(bus)
+    calm = await http.post("/v1/completions", json=body(token_prompt(40, 1)))
+    assert calm.status_code == 200
