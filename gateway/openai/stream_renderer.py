@@ -5,7 +5,7 @@ events and can continue after any of them. Items come from ``schemas.reassembly.
 once.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import compress
 
 import msgspec
@@ -41,7 +41,7 @@ class _StreamedChoice:
 
     def __init__(self, state: ChoiceState, *, prefix: bytes, suffix: bytes) -> None:
         self.state = state
-        self.push = state.push
+        self.push: Callable[[int], str] = state.push
         self.parser = state.parser
         self.ids: list[int] = []
         self.plain = False
@@ -256,6 +256,7 @@ class StreamRenderer:
                 data = (choice.prefix + body).removesuffix(b",")
                 self._event(out, choice, data + self._suffix(choice, scored))
             if choice.parser is not None and choice.parser.passthrough and self._logprobs is None:
+                choice.push = choice.parser.marks.texts_of(choice.push)
                 choice.parser = None  # no more parsing is needed
                 choice.prefix += self._no_thought + b'"content":'
 

@@ -472,3 +472,16 @@ def test_the_template_gets_the_reasoning_effort(tmp_path: Path) -> None:
         assert context.model.tokenizer.decode(ids) == "hi low"
     with pytest.raises(ServingError, match="reasoning_effort"):
         request(context, reasoning_effort="<image>")
+
+
+def test_marks_behind_the_last_one_that_counts_are_text_in_a_stream_too(demo: PrepareContext) -> None:
+    """Nothing is parsed any more there, and the tokens of marks come as characters that no text may have."""
+    asked, model = request(demo, tool_choice="none"), demo.model
+    items = answer(model, "<think>\nHm.\n</think>\n\nIt says </think>, <think> and ü </think><think>.")
+    renderer = StreamRenderer(asked, model.detokenizer)
+    data = b"".join(renderer.push([item]) for item in items)
+    renderer = StreamRenderer(asked, model.detokenizer)
+    assert renderer.push(items) == data
+    streamed = added(chunks(data))
+    assert "</think>, <think> and ü </think><think>." in streamed["content"]
+    assert streamed == {"role": "assistant", **whole(asked, model, items)}
