@@ -101,6 +101,12 @@ class Topology:
         return sum(stream.max_bytes for stream in self.streams if stream.memory)
 
 
+def limits_bytes(topology: Topology) -> int:
+    """What the streams on file may grow to, all together."""
+    streams = sum(spec.max_bytes for spec in topology.streams if not spec.memory)
+    return streams + sum(b.max_bytes for b in topology.buckets) + sum(o.max_bytes for o in topology.objects)
+
+
 def scaled(topology: Topology, size_bytes: int) -> Topology:
     """A topology whose streams on file take about so many bytes together, each the same share as before.
 

@@ -21,7 +21,9 @@ log = structlog.get_logger("broker")
 
 FULL = b"no space left on device"
 ROOM_BYTES = 64 << 20  # free space from which a restart makes sense, or a twentieth of a small disk
-SCARCE = 0.02  # of the disk: a warning before it is full
+# Free parts of the disk below which it is reported, once each until there is more again. A disk at 98 % fills within
+# minutes under load: too late for somebody who is woken up.
+LEVELS = ((0.15, "warning"), (0.05, "error"))
 EVERY_S = 1.0
 REST_S = 30.0  # between two restarts: a disk without inodes, or over a quota, has free bytes and is full nevertheless
 
@@ -54,7 +56,7 @@ class DiskWatch:
         self._rest = b""
         self._ending: int | None = None  # the server that was asked to end: until it has, it still meets the full disk
         self._full = False
-        self._warned = False
+        self._reported = 0  # of the levels
         self._task: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> "DiskWatch":
@@ -95,10 +97,18 @@ class DiskWatch:
             log.warning("broker_restarts", reason="the disk was full and has room again", free_bytes=usage.free)
             self._ending = self._server.pid
             self._server.terminate()
-        scarce = usage.free < SCARCE * usage.total
-        if scarce and not self._warned and not self._full:
-            log.warning("disk_nearly_full", folder=str(folder), free_bytes=usage.free)
-        self._warned = scarce
+        reached = sum(usage.free < part * usage.total for part, _ in LEVELS)
+        if reached > self._reported and not self._full:
+            part, level = LEVELS[reached - 1]
+            getattr(log, level)(
+                "disk_nearly_full",
+                folder=str(folder),
+                free_bytes=usage.free,
+                free_percent=round(100 * usage.free / usage.total, 1),
+                below_percent=round(100 * part),
+                action="make room, or make streams smaller with `penstock streams set`",
+            )
+        self._reported = reached
 
     def _met_the_end(self) -> bool:
         """Whether the server's log has reported a full disk since the last call."""

@@ -15,6 +15,7 @@ from typing import Any
 import httpx
 import nats
 import pytest
+import structlog.testing
 
 from infra.broker import disk
 from infra.broker.disk import DiskWatch
@@ -65,6 +66,21 @@ def test_the_server_is_ended_once_when_a_disk_that_was_full_has_room(tmp_path: P
     watch.look()
     watch.look()
     assert server.ended == 1
+
+
+def test_a_disk_that_fills_is_reported_at_15_and_at_5_percent_once_each(tmp_path: Path, free: dict[str, int]) -> None:
+    """A warning at 2 % came too late for whoever was woken up."""
+    watch = DiskWatch(Server(tmp_path))
+    reported = []
+    for amount in (200, 149, 140, 49, 40, 140, 49, 160, 149, 10):
+        free["bytes"] = amount
+        with structlog.testing.capture_logs() as logged:
+            watch.look()
+        reported += [(amount, each["log_level"], each["below_percent"], each["free_percent"]) for each in logged]
+    assert reported == [
+        (149, "warning", 15, 14.9), (49, "error", 5, 4.9), (49, "error", 5, 4.9), (149, "warning", 15, 14.9),
+        (10, "error", 5, 1.0),
+    ]  # fmt: skip
 
 
 def test_a_server_that_met_no_full_disk_is_left_alone(tmp_path: Path, free: dict[str, int]) -> None:

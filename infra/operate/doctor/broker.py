@@ -2,6 +2,7 @@
 
 import socket
 import time
+from collections.abc import Collection
 from urllib.parse import urlsplit
 
 from infra.broker.apply import check, stream_configs, widened
@@ -12,6 +13,7 @@ from infra.bus.direct_get import parse_time
 from infra.bus.jetstream import CONSUMER_NOT_FOUND, STREAM_NOT_FOUND
 from infra.operate.doctor.certificates import check_broker_certificate
 from infra.operate.doctor.finding import Finding, ok, problem, warning
+from infra.sizes import show_size
 from schemas.streams import topology
 
 NEARLY_FULL = 0.8
@@ -62,7 +64,8 @@ async def check_broker(bus: Bus) -> list[Finding]:
     findings.append(ok("broker settings", "JetStream, limits and version are as needed"))
     try:
         findings.append(await _streams(bus))
-        findings += _fill(await uses(bus, expected), bus.subjects.stream("REQUESTS"))
+        in_memory = {spec.name for spec in expected.streams if spec.memory}
+        findings += _fill(await uses(bus, expected), bus.subjects.stream("REQUESTS"), in_memory)
         findings.append(await _clock(bus))
     except BrokerProblem as error:
         findings.append(problem("streams", str(error), APPLY))
@@ -93,7 +96,7 @@ async def _streams(bus: Bus) -> Finding:
     return ok("streams", "all there")
 
 
-def _fill(streams: list[StreamUse], queue: str) -> list[Finding]:
+def _fill(streams: list[StreamUse], queue: str, in_memory: Collection[str]) -> list[Finding]:
     findings = []
     for use in streams:
         if not use.max_bytes or use.bytes < NEARLY_FULL * use.max_bytes or use.name.endswith(ENDLESS):
@@ -104,7 +107,10 @@ def _fill(streams: list[StreamUse], queue: str) -> list[Finding]:
         findings.append(
             warning("stream size", text, f"enlarge it: `penstock streams set {stem} --max-bytes …`; {effect}")
         )
-    return findings or [ok("stream size", "no stream is nearly full")]
+    stored = [use for use in streams if use.name not in in_memory]
+    size, limit = (show_size(sum(getattr(use, name) for use in stored)) for name in ("bytes", "max_bytes"))
+    text = f"no stream is nearly full; on the disk they have {size} and may grow to {limit} for each copy"
+    return findings or [ok("stream size", text)]
 
 
 async def _clock(bus: Bus) -> Finding:

@@ -16,6 +16,8 @@ from infra.broker.failures import NoServerBinary
 from infra.launch.state import State
 from infra.operate.doctor.finding import Finding, ok, problem, skipped, warning
 from infra.sizes import show_size
+from schemas.streams import limits_bytes, topology
+from schemas.subjects import Subjects
 
 GIB = 1 << 30
 LITTLE_DISK = 5 * GIB
@@ -66,7 +68,9 @@ def check_disk(data_dir: Path) -> Finding:
     if usage.free < ROOM:
         return problem("disk", text, "make room: the broker stores nothing on a full disk, and requests are refused")
     if usage.free < LITTLE_DISK:
-        return warning("disk", text, "make room, or lower limits with `penstock streams set`: streams grow to 14 GiB")
+        grown = show_size(limits_bytes(topology(Subjects())))
+        fix = f"make room, or lower limits with `penstock streams set`: streams of the default sizes grow to {grown}"
+        return warning("disk", text, fix)
     return ok("disk", text)
 
 

@@ -77,6 +77,11 @@ def test_a_port_that_another_program_has_is_named(listening: socket.socket) -> N
     assert "--http-port" in finding.fix
 
 
+async def test_the_streams_on_the_disk_are_added_up(bus: Bus, pipeline: Subjects) -> None:
+    findings = {each.check: each.what for each in await check_broker(bus)}
+    assert "may grow to 31.8 GiB for each copy" in findings["stream size"]
+
+
 def test_a_data_folder_that_is_a_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "data").write_text("no folder")
     finding = machine.check_data_folder(tmp_path / "data")
@@ -88,7 +93,10 @@ def test_a_small_disk_is_a_warning_and_a_full_one_a_problem(tmp_path: Path, monk
         monkeypatch.setattr(
             machine.shutil, "disk_usage", lambda _, free=free: type("U", (), {"free": free, "total": 1})()
         )
-        assert machine.check_disk(tmp_path / "later").status is status
+        found = machine.check_disk(tmp_path / "later")
+        assert found.status is status
+        # It said 14 GiB, and a disk of 20 was thought to be large enough.
+        assert ("streams of the default sizes grow to 31.8 GiB" in found.fix) == (status is Status.warning)
 
 
 def fake_smi(folder: Path, script: str) -> None:
