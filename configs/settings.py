@@ -497,6 +497,28 @@ class NatsSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         Durability,
         about("what stored messages survive; process: the end of any process; power: also a power cut, but slower"),
     ] = "process"
+    print_config: Annotated[
+        bool,
+        about(
+            "print a nats-server configuration with the limits, users and rights of Penstock, instead of running one; "
+            "its passwords are in secrets.json of --data-dir"
+        ),
+    ] = False
+    cluster: Annotated[
+        tuple[str, ...],
+        about("--print-config: the servers of a cluster, comma-separated, as HOST or HOST:PORT (of routes; 6222)"),
+    ] = ()
+    node: Annotated[str, about("--print-config: which of --cluster the configuration is for")] = ""
+    store_dir: Annotated[str, about("--print-config: folder of the store on the server")] = "/var/lib/nats"
+    tenants_file: Annotated[
+        str,
+        about("--print-config: file beside it with the accounts of tenants, which `penstock tenants` writes"),
+    ] = ""
+    tls_cert: Annotated[
+        str, about("--print-config: PEM file of the server's certificate, for clients and for other servers")
+    ] = ""
+    tls_key: Annotated[str, about("--print-config: PEM file of its key")] = ""
+    tls_ca: Annotated[str, about("--print-config: PEM file of the authority of the servers' certificates")] = ""
     record: Annotated[
         bool, about("keep tokens, jobs and KV events for 7 days, as records are, for replay; cannot be undone")
     ] = False
