@@ -10,7 +10,7 @@ from blake3 import blake3
 from tokenizers import Tokenizer
 
 import configs
-from infra.model import generation_defaults, lengths
+from infra.model import generation_defaults, lengths, tokenizer_files
 from infra.model.chat_template import ChatTemplate, TemplateError
 from infra.model.detokenizer import Detokenizer
 from infra.model.generation_defaults import BadDefaults, GenerationDefaults
@@ -121,7 +121,9 @@ def resolve(model: str, *, weights: bool = False) -> Path:
         raise ModelError(f"model {model!r} is not a directory; name a directory or a Hugging Face id 'owner/name'")
     from huggingface_hub import snapshot_download
 
-    patterns = ["*.json", "*.jinja", "tokenizer*"] + (["*.safetensors"] if weights else [])
+    patterns = ["*.json", "*.jinja", "tokenizer*", "tiktoken.model", "tokenization_*.py"] + (
+        ["*.safetensors"] if weights else []
+    )
     try:
         return Path(snapshot_download(model, allow_patterns=patterns))
     except Exception as error:
@@ -139,9 +141,11 @@ def load(path: Path, *, name: str = "", chat_template: str = "") -> ModelDir:
     Raises:
         ModelError: a file is missing or malformed, or the chat template cannot be used.
     """
+    if (path / "params.json").is_file() and not (path / "config.json").is_file():
+        raise ModelError(f"{path} is in Mistral's own format (params.json); take the folder that has a config.json")
     config = _json(path / "config.json", needed=True)
     generation = _json(path / "generation_config.json")
-    special = _json(path / "tokenizer_config.json")
+    special = {**tokenizer_files.named(path), **_json(path / "tokenizer_config.json")}
     tokenizer = load_tokenizer(path)
     length = lengths.length(config, special)
     try:
@@ -180,13 +184,13 @@ def load_tokenizer(path: Path) -> Tokenizer:
     """The fast tokenizer, without truncation or padding.
 
     Raises:
-        ModelError: tokenizer.json is missing or malformed.
+        ModelError: there is no file of one, or it is malformed.
     """
-    file = path / "tokenizer.json"
-    if not file.is_file():
-        raise ModelError(f"{file} is missing; only models with a fast tokenizer can be served")
+    file = tokenizer_files.file_of(path) or path / tokenizer_files.FAST
     try:
-        tokenizer = Tokenizer.from_file(str(file))
+        tokenizer = tokenizer_files.read(path)
+    except tokenizer_files.BadTokenizer as error:
+        raise ModelError(str(error)) from error
     except Exception as error:  # the library raises bare Exception
         raise ModelError(f"{file} cannot be read: {_pointer(file) or error}") from error
     tokenizer.no_truncation()
@@ -207,6 +211,9 @@ def revision(path: Path) -> str:
     for part in _DECIDING:
         data = (path / part).read_bytes() if (path / part).is_file() else b""
         digest.update(len(data).to_bytes(8, "little") + data)
+    tokenizer = tokenizer_files.file_of(path)
+    if tokenizer is not None and tokenizer.name != tokenizer_files.FAST:
+        digest.update(tokenizer.read_bytes())
     weights = weight_files(path)
     total = sum(file.stat().st_size for file in weights)
     for file in weights:
@@ -235,6 +242,9 @@ def tokenizer_digest(path: Path) -> str:
     Raises:
         ModelError: tokenizer.json is malformed.
     """
+    file = tokenizer_files.file_of(path)
+    if file is not None and file.name != tokenizer_files.FAST:
+        return blake3(file.read_bytes()).hexdigest(length=16)
     described = _json(path / "tokenizer.json", needed=True)
     for part in ("truncation", "padding"):  # never used here
         described.pop(part, None)
