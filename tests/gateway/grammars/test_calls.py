@@ -2,11 +2,13 @@
 
 import json
 import random
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import jsonschema
 import pytest
 from msgspec import UNSET
+from tokenizers import Tokenizer
 
 from gateway.grammars.answers import Calls, Reasoning, write_answer
 from gateway.grammars.calls import NO_PARAMETERS, Tool, call_grammar
@@ -14,9 +16,19 @@ from gateway.grammars.writer import CannotExpress, GrammarWriter
 from gateway.openai.responses import AnswerMessage, message_of
 from infra.model import modeldir
 from infra.model.constraints import LARK
+from infra.model.detokenizer import Detokenizer
 from infra.model.parsers.families import HARMONY_MARKS, TABLE, Thoughts
-from infra.model.parsers.registry import ParserNames, answer_parsing, format_tokens, parser_for
+from infra.model.parsers.registry import (
+    ParserNames,
+    answer_marks,
+    answer_parsing,
+    format_tokens,
+    parser_for,
+    text_stream,
+)
 from schemas.requests import Constraint, GenerateRequest, Parsing, Stop
+from tests.infra.model.parsers.test_families import tokens_of
+from tests.tiny_model import byte_level_json
 from workers.engines.constraints.compiler import ConstraintCompiler, ModelTokens
 
 MODEL = modeldir.load(modeldir.DEMO)
@@ -52,10 +64,20 @@ def answer(grammar: str, seed: int, *, free: int = 60, most: int = 1_000) -> str
     return text
 
 
-def drawn(grammar: str, seed: int, *, free: int = 60, most: int = 1_000) -> list[int]:
+def drawn(
+    grammar: str,
+    seed: int,
+    *,
+    free: int = 60,
+    most: int = 1_000,
+    compiler: ConstraintCompiler = COMPILER,
+    begun: Sequence[int] = (),
+    closing: Sequence[int] = CLOSING,
+    ends: Collection[int] = MODEL.eos_token_ids,
+) -> list[int]:
     """Any allowed tokens for a while, then those that end the answer, without the end token."""
-    matcher = COMPILER.matcher(Constraint(LARK, grammar), 0, Stop(max_tokens=most))
-    rng, tokens = random.Random(seed), list[int]()
+    matcher = compiler.matcher(Constraint(LARK, grammar), 0, Stop(max_tokens=most))
+    rng, tokens = random.Random(seed), list(begun)
     while len(tokens) < most:
         matcher.follow(tokens)
         mask = matcher.mask()
@@ -63,8 +85,8 @@ def drawn(grammar: str, seed: int, *, free: int = 60, most: int = 1_000) -> list
         allowed = [token for token in range(8 * len(mask)) if mask[token >> 3] >> (token & 7) & 1]
         token = rng.choice(allowed)
         if len(tokens) > free:
-            token = next((each for each in CLOSING if each in allowed), token)
-        if token in MODEL.eos_token_ids:
+            token = next((each for each in closing if each in allowed), token)
+        if token in ends:
             break
         tokens.append(token)
     return tokens
@@ -103,6 +125,46 @@ def test_forced_calls_are_read_and_have_valid_arguments(name: str) -> None:
         message = parsed(answer(grammar, seed, most=1400), name)
         assert called(message)
         assert not message.content
+
+
+@pytest.mark.parametrize("must", [True, False])
+@pytest.mark.parametrize(
+    "name",
+    ["deepseek_v32", "deepseek_v3", "gemma4", "kimi_k3", "kimi_k2", "minimax_m3", "plamo3", "glm47", "command_a"],
+)
+def test_where_the_marks_are_tokens_calls_have_them(name: str, must: bool) -> None:
+    row = TABLE.find(name)
+    assert row is not None
+    assert row.calls is not None
+    tokenizer = Tokenizer.from_str(byte_level_json())
+    tokenizer.add_special_tokens(list(tokens_of(row).tokens))
+    added = {entry.content: token for token, entry in tokenizer.get_added_tokens_decoder().items()}
+    end = added["<|im_end|>"]
+    compiler = ConstraintCompiler(lambda: ModelTokens(tokenizer, tokenizer.get_vocab_size(), (end,)))
+    writer = GrammarWriter(added.get, format_tokens(Parsing(tools=name), added))
+    grammar = write_answer(writer, None, Calls(call_grammar(name, added.get), TOOLS_GIVEN, must, False), None)
+    detokenizer = Detokenizer(tokenizer)
+    closing = [end, *added.values(), *tokenizer.encode('"}])></|\n', add_special_tokens=False).ids]
+    request = GenerateRequest("id", "m", "g", b"", Stop(1), 0, 0, parsing=Parsing(tools=name, texts=TEXTS))
+    opener = tokenizer.encode(row.calls.openers[0], add_special_tokens=False).ids
+    text = [] if must else tokenizer.encode("I look.\n", add_special_tokens=False).ids
+    ends = 0
+    for seed in range(6):
+        tokens = drawn(
+            grammar, seed, free=seed * 8, compiler=compiler, begun=[*text, *opener], closing=closing, ends=(end,)
+        )
+        if len(tokens) >= 1_000:  # it drew something long
+            continue
+        ends += 1
+        stream = text_stream(request, detokenizer)
+        marks = answer_marks(Parsing(tools=name), detokenizer).marks
+        message = message_of(parser_for(request, 0, marks).parse(*map(stream.push, tokens), stream.finish()))
+        assert called(message)
+        assert (message.content or "") == ("" if must else "I look.")
+    assert ends
+    matcher = compiler.matcher(Constraint(LARK, grammar), 0, Stop(max_tokens=9))
+    matcher.follow([end])
+    assert bool(matcher.error) == must  # without calls, if they are not asked for
 
 
 @pytest.mark.parametrize("name", ["hermes", "mistral", "llama3_json", "qwen3_coder"])
