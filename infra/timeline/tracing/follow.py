@@ -120,6 +120,7 @@ class Following:
         self._ledger = Reader(bus, "HANDOFF", subjects.all("handoff"), since_ns=since)
         self._open: dict[str, Open] = {}
         self._fresh: list[Ended] = []  # read in this round
+        self._returned: list[tuple[Returned, int]] = []  # attempts, and when: read before their jobs
         self._due: list[Ended] = []  # read in the last round, and not yet sent
         self._sent_seq = start.done_seq
         self._due_seq = start.done_seq
@@ -162,9 +163,8 @@ class Following:
         Raises:
             ServingError: a stream cannot be read; the next round continues there.
         """
-        returned: list[tuple[Returned, int]] = []
         async for entry in self._done.entries():
-            self._on_end(entry, returned)
+            self._on_end(entry)
             if len(self._fresh) >= ENDS:
                 break
         full = len(self._fresh) >= ENDS
@@ -172,6 +172,7 @@ class Following:
         until_ns = self._fresh[-1].at_ns + CLOCK_SKEW_NS if full else 0
         async for entry in self._work.entries(until_ns):
             self._on_work(entry)
+        returned, self._returned = self._returned, []
         for event, at_ns in returned:  # now that their jobs were read, which may be of this round, too
             open_request = self._open.get(event.request)
             if open_request is not None and open_request.timeline is not None:
@@ -194,10 +195,10 @@ class Following:
 
     # --- reading ---
 
-    def _on_end(self, entry: Entry, returned: list[tuple[Returned, int]]) -> None:
+    def _on_end(self, entry: Entry) -> None:
         event = _end(entry)
         if isinstance(event, Returned):
-            returned.append((event, entry.time_ns))
+            self._returned.append((event, entry.time_ns))
         elif event is not None and event.timings.ended_ns >= self._not_before_ns:
             self._fresh.append(Ended(event, entry.time_ns, entry.seq))
 

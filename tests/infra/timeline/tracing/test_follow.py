@@ -10,11 +10,13 @@ import pytest
 
 from infra.broker.server import EmbeddedNats
 from infra.bus.connection import Bus
+from infra.bus.direct_get import Entry
 from infra.timeline.tracing import follow
 from infra.timeline.tracing.follow import Following, share
 from infra.timeline.tracing.position import Position, PositionStore, begin
 from infra.timeline.tracing.span import Span
 from schemas.done import KILLED, Done, Returned, Timings
+from schemas.errors import Code, ServingError
 from schemas.ids import new_request_id
 from schemas.jobs import Job, Stage
 from schemas.requests import GenerateRequest
@@ -99,6 +101,11 @@ async def run(bus: Bus, count: int = 1, **more: Any) -> list[str]:
     return [asked.id for asked in all_]
 
 
+async def unreadable(until_ns: int = 0) -> AsyncIterator[Entry]:
+    raise ServingError(Code.broker_unavailable, "away")
+    yield
+
+
 async def test_what_ends_is_sent_once_and_what_has_not_ended_is_not(bus: Bus, sent: Sent) -> None:
     following = Following(bus, sent, await begin(bus, None))
     first, open_ = await run(bus, 3), made()
@@ -113,12 +120,20 @@ async def test_what_ends_is_sent_once_and_what_has_not_ended_is_not(bus: Bus, se
     assert following.counts == follow.Counts(sent=4)
 
 
-async def test_an_attempt_that_began_and_was_returned_between_two_looks_has_both(bus: Bus, sent: Sent) -> None:
+@pytest.mark.parametrize("fails", [False, True])
+async def test_an_attempt_that_began_and_was_returned_between_two_looks_has_both(
+    bus: Bus, sent: Sent, fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     following = Following(bus, sent, await begin(bus, None))
     asked = made()
     await place(bus, asked)
     report = Returned(asked.id, asked.model, 1, "w-1", "it was killed", crashed=KILLED)
     await bus.js.publish(bus.subjects.returned(asked.model), encode(report))
+    if fails:  # the broker goes away between the streams
+        with monkeypatch.context() as patch:
+            patch.setattr(following._work, "entries", unreadable)
+            with pytest.raises(ServingError):
+                await following.look()
     await following.look()
     await finish(bus, asked, worker="w-2")
     await following.once()
