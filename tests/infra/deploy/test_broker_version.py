@@ -57,7 +57,9 @@ def test_the_wheel_and_the_docs_name_the_same_versions() -> None:
     assert MINIMUM <= TESTED
     for page in ("operations.md", "kubernetes.md", "troubleshooting.md"):
         text = (ROOT / "docs" / page).read_text(encoding="utf-8")
-        assert set(re.findall(r"nats-server (\d+\.\d+\.\d+)", text)) == {dotted(MINIMUM)}, page
+        named = set(re.findall(r"nats-server (\d+\.\d+\.\d+)", text))
+        assert dotted(MINIMUM) in named, page
+        assert named <= {dotted(MINIMUM), dotted(TESTED)}, page  # what was seen on the one that tests run may be told
 
 
 class OldServer:
