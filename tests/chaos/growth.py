@@ -125,7 +125,7 @@ def _streams(idle: Sample, few: Sample, many: Sample) -> Iterable[str]:
             continue
         before = (was.bytes - began.bytes) / max(1, few.requests - idle.requests)
         after = (now.bytes - was.bytes) / max(1, many.requests - few.requests)
-        if abs(after - before) > max(STREAM * before, STREAM_SLACK):
+        if after - before > max(STREAM * before, STREAM_SLACK):  # less is what larger batches take
             yield f"{name} grew by {before:.0f} bytes a request at first, and by {after:.0f} later"
 
 
