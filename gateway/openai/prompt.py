@@ -163,7 +163,7 @@ def _template_tokens(body: ChatCompletionRequest, messages: list[dict[str, Any]]
             messages, _given(body), body.chat_template_kwargs, only_image=not context.special_tokens_as_text
         ):
             return _escaped_template_tokens(body, messages, context)
-        return encode(_render_template(body, messages, context.model), context, special=False)
+        return encode(_render_template(body, messages, context), context, special=False)
     except RecursionError:
         raise invalid("messages", "tools, arguments or variables are nested too deeply") from None
 
@@ -185,7 +185,7 @@ def _escaped_template_tokens(
         if plain.found(inert, (tools, documents), variables, only_image=only_image):
             break  # the tokenizer's normaliser makes a special token of it all the same
         marked = msgspec.structs.replace(body, tools=tools, documents=documents, chat_template_kwargs=variables)
-        text = _render_template(marked, inert, context.model)
+        text = _render_template(marked, inert, context)
         _check_length(text, context, special=False)
         tokens = plain.encode(text, mark)
         if tokens is not None:
@@ -227,8 +227,9 @@ def _template_for(body: ChatCompletionRequest, model: ModelDir) -> ChatTemplate:
     return model.template.suited(body.tools if body.tool_choice != "none" else None, body.documents)
 
 
-def _render_template(body: ChatCompletionRequest, messages: list[dict[str, Any]], model: ModelDir) -> str:
-    template = _template_for(body, model)
+def _render_template(body: ChatCompletionRequest, messages: list[dict[str, Any]], context: PrepareContext) -> str:
+    template = _template_for(body, context.model)
+    owner = None if context.no_store or body.no_store else context.tenant
     for number, each in enumerate(messages):
         if each["role"] not in ROLES and not template.names(each["role"]):
             at = f"messages[{number}].role"
@@ -246,13 +247,13 @@ def _render_template(body: ChatCompletionRequest, messages: list[dict[str, Any]]
     if body.continue_final_message:
         ends = PromptEnd.last_text
     try:
-        return template.render(messages, tools, ends, body.documents, **variables)
+        return template.render(messages, tools, ends, body.documents, owner, **variables)
     except TemplateBudgetError as error:
         raise _too_costly(error) from None
     except TemplateError as error:
         if (objects := as_objects(messages)) is not None:
             with contextlib.suppress(TemplateError):
-                return template.render(objects, tools, ends, body.documents, **variables)
+                return template.render(objects, tools, ends, body.documents, owner, **variables)
         raise invalid("messages", f"the model's chat template rejects these messages: {str(error)[:300]}") from None
 
 

@@ -20,7 +20,7 @@ from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.meta import find_undeclared_variables
 from jinja2.parser import Parser
-from jinja2.runtime import Context, LoopContext
+from jinja2.runtime import Context, LoopContext, Undefined
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
@@ -128,14 +128,14 @@ class Compiled:
         template = self._template
         context = template.new_context(variables)
         context.meter = Meter()  # type: ignore[attr-defined]
-        return _concat(list(template.root_render_func(context)))
+        return joined(list(template.root_render_func(context)))
 
 
 class _MeteredContext(Context):
     meter: Meter
 
 
-class _MeteredCode(CodeGenerator):
+class MeteredCode(CodeGenerator):
     """Code that counts its turns. Node types cannot be added, so a turn is a statement with a constant of its own."""
 
     def visit_Template(self, node: nodes.Template, frame: Frame | None = None) -> None:
@@ -151,14 +151,14 @@ class _MeteredCode(CodeGenerator):
             super().visit_ExprStmt(node, frame)
 
 
-class _Environment(ImmutableSandboxedEnvironment):
-    code_generator_class = _MeteredCode
+class Sandbox(ImmutableSandboxedEnvironment):
+    code_generator_class = MeteredCode
     context_class = _MeteredContext
     intercepted_binops = frozenset(("*", "**"))
 
     @staticmethod
     def concat(pieces: Iterable[str]) -> str:
-        return _concat(pieces)
+        return joined(pieces)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         if operator == "*":
@@ -178,7 +178,7 @@ class _Environment(ImmutableSandboxedEnvironment):
                     return obj[attribute]
                 except KeyError:
                     return self.undefined(obj=obj, name=attribute)
-        elif kind is _Namespace:
+        elif kind is SandboxNamespace:
             if attribute[:1] != "_":
                 try:
                     return object.__getattribute__(obj, "_Namespace__attrs")[attribute]
@@ -192,7 +192,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         return super().getattr(obj, attribute)
 
 
-def _concat(pieces: Iterable[str]) -> str:
+def joined(pieces: Iterable[str]) -> str:
     pieces = pieces if isinstance(pieces, list) else list(pieces)
     _check_size(sum(map(len, pieces)))
     return "".join(pieces)
@@ -231,7 +231,7 @@ class _Dict:
         return dict.fromkeys(*args)
 
 
-class _Namespace(Namespace):
+class SandboxNamespace(Namespace):
     """Without underscore-prefixed names, which lead to the interpreter's internals.
 
     A namespace alone carries values from one turn of a loop to the next, so it is where growth is stopped.
@@ -264,25 +264,34 @@ def _strftime_now(format: str) -> str:
     return datetime.now().strftime(format)
 
 
+def _listed(value: Any) -> Any:
+    """What stands for a list, as one."""
+    if isinstance(value, Undefined) or not hasattr(value, "copy"):
+        raise TypeError(f"Object of type {type(value).__name__} is not JSON serializable")
+    return value.copy()
+
+
 def _tojson(
     value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
     """Jinja's own filter escapes HTML characters, which models do not expect."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys, default=_listed
+    )
 
 
-def _environment() -> _Environment:
-    environment = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
-    environment.filters["tojson"] = _tojson
+def environment(kind: type[Sandbox] = Sandbox) -> Sandbox:
+    made = kind(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
+    made.filters["tojson"] = _tojson
     for name in ("center", "indent"):
-        environment.filters[name] = partial(_padded, environment.filters[name])
-    environment.globals |= {
+        made.filters[name] = partial(_padded, made.filters[name])
+    made.globals |= {
         "raise_exception": _raise_exception,
         "strftime_now": _strftime_now,
         "dict": _Dict(),
-        "namespace": _Namespace,
+        "namespace": SandboxNamespace,
     }
-    return environment
+    return made
 
 
-_ENVIRONMENT = _environment()
+_ENVIRONMENT = environment()
