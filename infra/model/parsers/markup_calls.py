@@ -23,6 +23,7 @@ _MARKS = re.compile(r"[^\s>]+>?|>")
 _NAME_RUN = re.compile("[^<>\\s\ud800-\udfff]*")
 _ATTRIBUTE = re.compile(r'([\w\-]+)="([^"]*)"')
 _CDATA = re.compile(r"\s*<!\[CDATA\[(.*)\]\]>\s*", re.S)
+_DEEPEST = 64  # elements within elements; deeper ones could not be written as JSON
 _WORDS = {"true": b"true", "false": b"false", "null": b"null", "none": b"null"}
 
 
@@ -197,8 +198,12 @@ class _Values:
             return complete, mark
         if self._lines:
             whole = whole.removeprefix("\n").removesuffix("\n")
-        if self._elements and self._elements in whole:
-            deltas.arguments(encode(_nested(whole, self._elements, deltas)).decode())
+        if (
+            self._elements
+            and self._elements in whole
+            and (nested := _nested(whole, self._elements, deltas)) is not None
+        ):
+            deltas.arguments(encode(nested).decode())
         elif complete:
             deltas.arguments(_guessed(deltas.shown(whole), text))
         else:
@@ -271,7 +276,7 @@ def _from_python(text: str) -> str:
 
 
 def _nested(text: str, opening: str, deltas: DeltaBuilder) -> Any:
-    """The value of elements: an object of them by name, or a list if they are called "item"."""
+    """The value of elements: an object of them by name, or a list if they are called "item". None: it is too deep."""
     root: list[tuple[str, Any]] = []
     stack: list[tuple[str, list[tuple[str, Any]], list[str]]] = [("", root, [])]
     for chunk in text.split(opening):
@@ -279,6 +284,8 @@ def _nested(text: str, opening: str, deltas: DeltaBuilder) -> Any:
         if not closed:
             continue
         if not tag.startswith("/"):
+            if len(stack) > _DEEPEST:
+                return None
             stack.append((deltas.shown(tag).strip(), [], [rest]))
         elif len(stack) > 1:
             name, children, said = stack.pop()

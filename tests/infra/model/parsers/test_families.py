@@ -458,3 +458,17 @@ def test_a_wrong_file_says_what_is_wrong(tmp_path: Path, text: str, says: str) -
         Table(TABLE.rows).add(read_rows(file))
     with pytest.raises(ValueError, match=re.escape(f"--parser-families {tmp_path / 'missing.toml'}")):
         parser_detection.prepare(str(tmp_path / "missing.toml"))
+
+
+@pytest.mark.parametrize("closed", [True, False])
+@pytest.mark.parametrize(("depth", "deep"), [(40, False), (5_000, True)])
+def test_elements_that_are_nested_too_deeply_are_text(depth: int, deep: bool, closed: bool) -> None:
+    row = TABLE.find("minimax_m3")
+    assert row is not None
+    sign = "]<]minimax[>["
+    said = f"{sign}<a>" * depth + ("1" + f"{sign}</a>" * depth if closed else "")
+    call = f'{sign}<tool_call>\n{sign}<invoke name="now">{sign}<x>{said}{sign}</x>{sign}</invoke>\n{sign}</tool_call>'
+    _, _, ((_, name, arguments),) = added([made("", row.name, NONE).parse(call)])
+    value = json.loads(arguments)["x"]
+    assert name == "now"
+    assert (value == said) if deep else (set(value) == {"a"})
