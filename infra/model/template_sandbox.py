@@ -1,19 +1,22 @@
 """The sandbox that chat templates run in: Jinja as transformers sets it up, with a budget of CPU time and of memory.
 
 Templates are programs, and some take time with the square of the messages. Each turn of a loop and each call of a macro
-is counted, and every few of them the thread's CPU time is compared with its end. What a loop can grow is bounded where
-it would be kept: in a namespace, in a captured block, in the output.
+is counted, as is each item that a filter such as ``select`` goes through, and every few of them the thread's CPU time
+is compared with its end. Texts and lists are bounded where they grow: by operators, by padding, ``replace`` and
+``join``, in a namespace, in a captured block, in the output.
 """
 
 import json
+import re
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
-from functools import partial
+from functools import partial, wraps
 from time import thread_time
 from typing import Any, NoReturn
 
 import jinja2
+from jinja2 import filters as _filters
 from jinja2 import nodes
 from jinja2.compiler import CodeGenerator, Frame
 from jinja2.exceptions import SecurityError
@@ -22,13 +25,14 @@ from jinja2.meta import find_undeclared_variables
 from jinja2.parser import Parser
 from jinja2.runtime import Context, LoopContext, Undefined
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from jinja2.utils import Namespace
+from jinja2.utils import Namespace, pass_context, pass_environment
 
 CPU_S = 5.0  # of one rendering, unless ``cpu_budget`` says otherwise
 LARGEST = 64 << 20  # characters of a text, entries of a list
 _CHECKED = 16  # turns between two looks at the clock; one turn takes some microseconds
 _TURN = "turn of a loop or call of a macro"  # a node of the syntax tree, which becomes the call of ``Meter.turn``
-_PADDING = frozenset(("center", "ljust", "rjust", "zfill", "expandtabs"))
+_ITEMS = ("map", "select", "reject", "selectattr", "rejectattr")  # filters that do something for each item
+_NUMBER = re.compile(r"[0-9]+")
 _OF_DICT = frozenset(dir(dict))
 _OF_LOOP = frozenset(
     ("index", "index0", "first", "last", "length", "previtem", "nextitem", "revindex", "revindex0", "depth", "depth0")
@@ -150,11 +154,24 @@ class MeteredCode(CodeGenerator):
         else:
             super().visit_ExprStmt(node, frame)
 
+    def visit_Add(self, node: nodes.BinExpr, frame: Frame) -> None:
+        self._call("_added", (node.left, node.right), frame)
+
+    def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:
+        self._call("_joined", node.nodes, frame)
+
+    def _call(self, method: str, operands: Iterable[nodes.Expr], frame: Frame) -> None:
+        self.write(f"environment.{method}(")
+        for operand in operands:
+            self.visit(operand, frame)
+            self.write(", ")
+        self.write(")")
+
 
 class Sandbox(ImmutableSandboxedEnvironment):
     code_generator_class = MeteredCode
     context_class = _MeteredContext
-    intercepted_binops = frozenset(("*", "**"))
+    intercepted_binops = frozenset(("*", "**", "%"))
 
     @staticmethod
     def concat(pieces: Iterable[str]) -> str:
@@ -165,9 +182,24 @@ class Sandbox(ImmutableSandboxedEnvironment):
             for value, times in ((left, right), (right, left)):
                 if isinstance(value, str | list | tuple) and isinstance(times, int):
                     _check_size(len(value) * times)
+        elif operator == "%":
+            if isinstance(left, str):
+                _check_format(left, right if isinstance(right, tuple) else (right,))
         elif isinstance(left, int) and isinstance(right, int):
             _check_size(left.bit_length() * right)
         return super().call_binop(context, operator, left, right)
+
+    @staticmethod
+    def _added(left: Any, right: Any) -> Any:
+        if left.__class__ is str or left.__class__ is list:
+            made = left + right
+            _check_size(len(made))
+            return made
+        return left + right
+
+    @staticmethod
+    def _joined(*parts: Any) -> str:
+        return joined([part if part.__class__ is str else str(part) for part in parts])
 
     def getattr(self, obj: Any, attribute: str) -> Any:
         """As Jinja's, which tries what nearly all templates never mean first: attributes of dict."""
@@ -187,8 +219,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
         elif kind is LoopContext:
             if attribute in _OF_LOOP:
                 return getattr(obj, attribute)
-        elif kind is str and attribute in _PADDING:
-            return partial(_padded, getattr(obj, attribute))
+        elif kind is str and attribute in _GROWING:
+            return partial(_GROWING[attribute], super().getattr(obj, attribute), obj)
         return super().getattr(obj, attribute)
 
 
@@ -203,11 +235,105 @@ def _check_size(size: int) -> None:
         raise TooLarge(f"the template makes a text or list of {size} characters or entries; the limit is {LARGEST}")
 
 
-def _padded(method: Callable[..., str], *args: Any, **named: Any) -> str:
-    for value in (*args, *named.values()):
+def _check_numbers(values: Iterable[Any]) -> None:
+    for value in values:
         if isinstance(value, int):
             _check_size(value)
+
+
+def _check_format(text: str, values: Iterable[Any]) -> None:
+    """The widths in a format, and those that come as values."""
+    for number in _NUMBER.findall(text):
+        _check_size(int(number[:20]))
+    if "*" in text or "{" in text:
+        _check_numbers(values)
+
+
+def _check_replaced(text: str, old: str, new: str, count: int = -1) -> None:
+    times = text.count(old)
+    _check_size(len(text) + (times if count < 0 else min(count, times)) * max(len(new) - len(old), 0))
+
+
+def _check_joined(between: str, parts: Sequence[Any]) -> None:
+    _check_size(len(between) * len(parts) + sum(len(part) for part in parts if isinstance(part, str)))
+
+
+# Methods of texts whose result may be much larger, and filters, with what they are to be called with.
+
+
+def _padded(method: Callable[..., str], text: Any, *args: Any, **named: Any) -> str:
+    _check_numbers((*args, *named.values()))
     return method(*args, **named)
+
+
+def _formatted(method: Callable[..., str], text: str, *args: Any, **named: Any) -> str:
+    _check_format(text, (*args, *named.values()))
+    return method(*args, **named)
+
+
+def _replaced(method: Callable[..., str], text: str, *args: Any, **named: Any) -> str:
+    _check_replaced(text, *args, **named)
+    return method(*args, **named)
+
+
+def _joined(method: Callable[..., str], between: str, parts: Iterable[str]) -> str:
+    parts = parts if isinstance(parts, list) else list(parts)
+    _check_joined(between, parts)
+    return method(parts)
+
+
+_GROWING: Mapping[str, Callable[..., str]] = {
+    **dict.fromkeys(("center", "ljust", "rjust", "zfill", "expandtabs"), _padded),
+    **dict.fromkeys(("format", "format_map"), _formatted),
+    "replace": _replaced,
+    "join": _joined,
+}
+
+
+def _numbers_checked(of_jinja: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(of_jinja)  # with what it tells Jinja of its arguments
+    def checked(*args: Any, **named: Any) -> Any:
+        _check_numbers((*args, *named.values()))
+        return of_jinja(*args, **named)
+
+    return checked
+
+
+def _format_filter(text: Any, *args: Any, **named: Any) -> str:
+    _check_format(str(text), (*args, *named.values()))
+    return _filters.do_format(text, *args, **named)
+
+
+def _replace_filter(text: Any, old: Any, new: Any, count: int | None = None) -> str:
+    text, old, new = str(text), str(old), str(new)
+    count = -1 if count is None else count
+    _check_replaced(text, old, new, count)
+    return str(text.replace(old, new, count))
+
+
+@pass_environment
+def _join_filter(environment: Sandbox, parts: Any, d: Any = "", attribute: str | int | None = None) -> str:
+    if attribute is not None:
+        parts = map(_filters.make_attrgetter(environment, attribute), parts)
+    said, between = [part if part.__class__ is str else str(part) for part in parts], str(d)
+    _check_joined(between, said)
+    return between.join(said)
+
+
+def _items_counted(of_jinja: Callable[..., Any]) -> Callable[..., Any]:
+    """A filter whose items count as turns."""
+
+    @pass_context
+    def counted(context: _MeteredContext, items: Any, *args: Any, **named: Any) -> Any:
+        return of_jinja(context, _counted(context.meter, items) if items else items, *args, **named)
+
+    return counted
+
+
+def _counted(meter: Meter, items: Iterable[Any]) -> Iterable[Any]:
+    for item in items:
+        meter.turn()
+        yield item
 
 
 class _Generation(Extension):
@@ -282,9 +408,12 @@ def _tojson(
 
 def environment(kind: type[Sandbox] = Sandbox) -> Sandbox:
     made = kind(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
-    made.filters["tojson"] = _tojson
-    for name in ("center", "indent"):
-        made.filters[name] = partial(_padded, made.filters[name])
+    made.filters |= {"tojson": _tojson, "format": _format_filter, "replace": _replace_filter, "join": _join_filter}
+    for name in ("center", "indent", "batch", "slice", "tojson"):
+        made.filters[name] = _numbers_checked(made.filters[name])
+    for name in _ITEMS:
+        made.filters[name] = _items_counted(made.filters[name])
+    del made.globals["lipsum"]  # which makes any number of words, in one call
     made.globals |= {
         "raise_exception": _raise_exception,
         "strftime_now": _strftime_now,

@@ -19,6 +19,7 @@ TAKING_LONG = {
     "{% endfor %}",
     "a loop within a captured block": "{% set x %}{% for m in messages %}{% for n in messages %}{% for o in messages %}"
     "{% endfor %}{% endfor %}{% endfor %}{% endset %}{{ x }}",
+    "a filter over items": "{% set many = range(30000) | list %}{{ many | select('in', many) | list | length }}",
     "a call block": "{% macro f() %}{% for m in messages %}{{ caller() }}{% endfor %}{% endmacro %}"
     "{% call f() %}{% call f() %}{% call f() %}{% endcall %}{% endcall %}{% endcall %}",
 }
@@ -35,6 +36,18 @@ GROWING = {
     "a power": "{{ 10 ** 1000000000 }}",
     "a method that pads": "{{ messages[0].content.ljust(100000000) }}",
     "a filter that pads": "{{ messages[0].content | center(100000000) }}",
+    "a format": "{{ '%0100000000d' % (messages | length) }}",
+    "a width of a format": "{{ '%*d' % (100000000, 1) }}",
+    "a filter that formats": "{{ '%0100000000d' | format(1) }}",
+    "a method that formats": "{{ '{:>{}}'.format(1, 100000000) }}",
+    "a method that replaces": "{{ (messages[0].content * 9999).replace('a', 'b' * 9999) | length }}",
+    "a filter that replaces": "{{ (messages[0].content * 9999) | replace('a', 'b' * 9999) | length }}",
+    "a method that joins": "{{ (messages[0].content * 99999).join('abcdefghijklmnopqrstuvwxyz') | length }}",
+    "a filter that joins": "{{ range(99) | join(messages[0].content * 99999) | length }}",
+    "a sum of a macro": "{% macro f(s, n) %}{% if n %}{{ f(s + s, n - 1) }}{% endif %}{% endmacro %}{{ f('ab', 40) }}",
+    "a text of a macro": "{% macro f(s, n) %}{% if n %}{{ f(s ~ s, n - 1) }}{% endif %}{% endmacro %}{{ f('ab', 40) }}",
+    "an indent of JSON": "{{ messages | tojson(indent=100000000) }}",
+    "a batch that is filled": "{{ [1] | batch(100000000, 0) | list | length }}",
     "a filter that indents": "{{ messages[0].content | indent(100000000, true) }}",
 }
 
@@ -56,6 +69,30 @@ def test_a_template_that_makes_too_much_is_ended(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(TemplateBudgetError, match="the limit is 1048576") as caught:
         template.render(MANY[:100])
     assert caught.value.cpu_s == 0
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        (
+            "{{ 'a-a-a' | replace('a', 'b', 2) }} {{ 'a-a'.replace('a', 'bc') }} {{ 11 | replace(1, 2) }}",
+            "b-b-a bc-bc 22",
+        ),
+        (
+            "{{ [1, 'x', none] | join(', ') }} {{ 'ab' | join(0) }} {{ nothing | join }}{{ '-'.join(['a']) }}",
+            "1, x, None a0b a",
+        ),
+        ("{{ [{'a': 1}, {'a': 2}] | join('+', attribute='a') }} {{ [{'a': 1}] | join('+', 'a') }}", "1+2 1"),
+        ("{{ '%s %05.1f' % ('a', 2) }} {{ '%s' | format(3) }} {{ '{:>4}|{x}'.format(1, x=2) }}", "a 002.0 3    1|2"),
+        ("{{ 1 ~ none ~ 'a' ~ nothing }} {{ 1 + 2 }} {{ [1] + [2] }} {{ 7 % 4 }}", "1Nonea 3 [1, 2] 3"),
+        ("{{ none | map('upper') | list }}{{ nothing | select | list }}{{ [0, 1] | reject | list }}", "[][][0]"),
+        ("{{ [1, 2, 3] | slice(2) | list }} {{ [1, 2, 3] | batch(2, 0) | list }}", "[[1, 2], [3]] [[1, 2], [3, 0]]"),
+        ("{{ 'a' | center(3) }}|{{ 'a\\nb' | indent(2) }} {{ [1] | tojson(indent=1) }}", " a |a\n  b [\n 1\n]"),
+        ("{{ messages | selectattr('role', 'equalto', 'user') | map(attribute='content') | join }}", "a"),
+    ],
+)
+def test_operators_and_filters_that_are_bounded_do_what_jinjas_do(source: str, expected: str) -> None:
+    assert ChatTemplate(source, {}).render(MANY[:1]) == expected
 
 
 def test_budgets_nest_and_end() -> None:
