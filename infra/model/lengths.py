@@ -49,16 +49,17 @@ class Length(NamedTuple):
 NONE = Length(0, 0, "")
 
 
-def length(config: Mapping[str, Any], tokenizer: Mapping[str, Any] = {}) -> Length:
+def length(config: Mapping[str, Any], tokenizer: Mapping[str, Any] = {}, *, file: str = "config.json") -> Length:
     """
     Args:
         config: of config.json.
         tokenizer: of tokenizer_config.json.
+        file: that ``config`` was read from.
     """
-    named, source = _named(config)
+    named, source = _named(config, file)
     kind = str(_of_text(config, "model_type") or "")
     if not named and (named := DEFAULTS.get(kind, 0)):
-        source = f"the default of {kind} models; config.json names none"
+        source = f"the default of {kind} models; {file} names none"
     if not named and _positive(tokenizer.get("model_max_length")) < _NO_LIMIT:
         named = _positive(tokenizer.get("model_max_length"))
         source = "model_max_length in tokenizer_config.json"
@@ -107,15 +108,15 @@ def _scaled(rope: Mapping[str, Any], named: int, config: Mapping[str, Any]) -> t
     return reached, reached
 
 
-def _named(config: Mapping[str, Any]) -> tuple[int, str]:
+def _named(config: Mapping[str, Any], file: str) -> tuple[int, str]:
     """The length before scaling, and its key."""
     if longest := _positive(_of_text(config, "model_max_length")):  # of Cohere's: above max_position_embeddings
-        return longest, "model_max_length in config.json"
+        return longest, f"model_max_length in {file}"
     found = {key: value for key in _KEYS if (value := _positive(_of_text(config, key)))}
     if not found:
         return 0, ""
     key = min(found, key=found.__getitem__)
-    return found[key], f"{key} in config.json"
+    return found[key], f"{key} in {file}"
 
 
 def _of_text(config: Mapping[str, Any], key: str) -> Any:

@@ -10,7 +10,7 @@ from blake3 import blake3
 from tokenizers import Tokenizer
 
 import configs
-from infra.model import generation_defaults, lengths, tokenizer_files
+from infra.model import generation_defaults, lengths, mistral_format, tokenizer_files
 from infra.model.chat_template import ChatTemplate, TemplateError
 from infra.model.detokenizer import Detokenizer
 from infra.model.generation_defaults import BadDefaults, GenerationDefaults
@@ -141,13 +141,13 @@ def load(path: Path, *, name: str = "", chat_template: str = "") -> ModelDir:
     Raises:
         ModelError: a file is missing or malformed, or the chat template cannot be used.
     """
-    if (path / "params.json").is_file() and not (path / "config.json").is_file():
-        raise ModelError(f"{path} is in Mistral's own format (params.json); take the folder that has a config.json")
-    config = _json(path / "config.json", needed=True)
+    own = mistral_format.is_own(path)
+    params = _json(path / mistral_format.PARAMS) if own else {}
+    config = mistral_format.configuration(params) if own else _json(path / "config.json", needed=True)
     generation = _json(path / "generation_config.json")
     special = {**tokenizer_files.named(path), **_json(path / "tokenizer_config.json")}
     tokenizer = load_tokenizer(path)
-    length = lengths.length(config, special)
+    length = mistral_format.length(params) if own else lengths.length(config, special)
     try:
         defaults = generation_defaults.defaults(generation)
         ends = _eos(config, generation, special, tokenizer)
@@ -208,7 +208,7 @@ def revision(path: Path) -> str:
     if real.parent.name == "snapshots" and real.parent.parent.name.startswith("models--"):
         return real.name
     digest = blake3()
-    for part in _DECIDING:
+    for part in (*_DECIDING, *([mistral_format.PARAMS] if mistral_format.is_own(path) else [])):
         data = (path / part).read_bytes() if (path / part).is_file() else b""
         digest.update(len(data).to_bytes(8, "little") + data)
     tokenizer = tokenizer_files.file_of(path)

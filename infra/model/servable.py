@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from infra.model import mistral_format
 from infra.model.lengths import ROPE_TYPES, rope_type, ropes
 from infra.model.weight_files import elsewhere, is_pointer, weight_files
 
@@ -89,6 +90,8 @@ def quantization(path: Path) -> Quantization | None:
 
 
 def _native(path: Path, config: Mapping[str, Any], files: list[Path]) -> str:
+    if mistral_format.is_own(path):
+        return mistral_format.problem(path)
     if all(file.suffix == ".gguf" for file in files):
         return f"{path} has GGUF weights only, which --engine native does not read; use the folder with *.safetensors"
     stored = quantization(path)

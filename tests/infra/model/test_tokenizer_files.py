@@ -128,13 +128,6 @@ def test_templates_of_mistrals_own_format_know_its_first_and_last_token(tmp_path
     assert 2 in model.eos_token_ids
 
 
-def test_a_folder_in_mistrals_own_format_alone_is_named(tmp_path: Path) -> None:
-    path = tekken(tmp_path / "model")
-    (path / "params.json").write_text("{}")
-    with pytest.raises(ModelError, match="Mistral's own format"):
-        modeldir.load(path)
-
-
 @pytest.mark.parametrize(
     ("make", "words"),
     [

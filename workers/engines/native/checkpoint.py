@@ -5,14 +5,16 @@ that was cut off or of two versions in one directory: workers of one revision wo
 """
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 import msgspec
 import torch
+from safetensors import safe_open
 from torch import Tensor
 
+from infra.model import mistral_format
 from infra.model.weight_files import INDEX
 from workers.engines.native.model import ModelError
 
@@ -57,6 +59,43 @@ def _tensors(file: Path) -> Collection[str] | None:
             return _header.decode(stream.read(min(size, 1 << 28))).keys()
     except (OSError, msgspec.DecodeError, UnicodeDecodeError):
         return None
+
+
+def consolidated(folder: Path, config: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The weights of a folder in Mistral's own format, under the names and in the order of transformers'.
+
+    Args:
+        config: of ``mistral_format.configuration``, of a folder without ``problem``.
+    Returns: most of them are read from their files only when they are used.
+    Raises:
+        ModelError: a tensor is missing, unknown, of another size, or there twice.
+    """
+    wanted, found = mistral_format.tensors(config), dict[str, Tensor]()
+    unknown = []
+    for file in mistral_format.weight_files(folder):
+        with safe_open(file, framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118 - it is no mapping
+                described = wanted.get(name)
+                if described is None:
+                    unknown.append(name)
+                    continue
+                if described.name in found:
+                    _refuse(folder, f"{file.name} has {name}, which another file has, too")
+                tensor = opened.get_tensor(name)
+                if tuple(tensor.shape) != described.shape:
+                    sizes = f"{list(tensor.shape)}, and by {mistral_format.PARAMS} it has {list(described.shape)}"
+                    _refuse(folder, f"{name} is of size {sizes}")
+                found[described.name] = _halves(tensor, described.heads) if described.heads else tensor
+    if unknown:
+        _refuse(folder, f"by {mistral_format.PARAMS} the model has no {_named(sorted(unknown))}")
+    if lost := sorted(name for name, each in wanted.items() if each.name not in found):
+        _refuse(folder, f"it lacks {_named(lost)}; download it again")
+    return found
+
+
+def _halves(tensor: Tensor, heads: int) -> Tensor:
+    """Rows of each head: the even ones first, then the odd ones."""
+    return tensor.view(heads, -1, 2, tensor.shape[1]).transpose(1, 2).reshape(tensor.shape)
 
 
 def check_sizes(model: str, mismatched: Iterable[tuple[str, Sequence[int], Sequence[int]]]) -> None:

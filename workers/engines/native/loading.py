@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.utils import logging as transformers_logging
 
+from infra.model import mistral_format
 from infra.model.generation_defaults import ids
 from infra.model.lengths import Length, length, rope_type, ropes
 from infra.model.weight_files import key_mapping
@@ -114,10 +115,14 @@ def weights(
     checkpoint.check_files(Path(model))
     if names := key_mapping(Path(model)):
         options["key_mapping"] = dict(names)
+    folder: str | None = model
+    if mistral_format.is_own(Path(model)):
+        folder, options["state_dict"] = None, checkpoint.consolidated(Path(model), written(model))
+        loader = loader._model_mapping[type(config)]  # the automatic ones need a folder with a config.json
     try:
         with _quiet(), mxfp4.as_stored(config) as plain:
             loaded, names = loader.from_pretrained(
-                model,
+                folder,
                 config=plain,
                 dtype=kind,
                 trust_remote_code=False,
@@ -153,12 +158,17 @@ def vision_encoder(model: str, loaded: Any, slots: int) -> vision.TorchVisionEnc
 
 
 def configuration(model: str) -> Any:
-    """The content of config.json.
+    """The content of config.json, or what params.json stands for in Mistral's own format.
 
     Raises:
         ModelError: it is missing or malformed.
     """
+    own = mistral_format.is_own(Path(model))
+    if own and (reason := mistral_format.problem(Path(model))):
+        raise ModelError(reason)
     try:
+        if own:
+            return AutoConfig.for_model(**written(model))
         return AutoConfig.from_pretrained(model, trust_remote_code=False)
     except Exception as error:  # of any kind, also of values that do not fit each other
         if (Path(model) / "config.json").is_file():
@@ -227,11 +237,13 @@ def _inspect(model: Any, device: torch.device) -> tuple[KvShape, tuple[int | Non
 def written(model: str) -> Mapping[str, Any]:
     """The content of config.json as it is: transformers' configuration no longer tells what was left out.
 
-    Returns: nothing for a Hugging Face id.
+    Returns: nothing for a Hugging Face id; what params.json stands for of a folder in Mistral's own format.
     """
     try:
+        if mistral_format.is_own(Path(model)):
+            return mistral_format.configuration(mistral_format.read(Path(model)))
         return msgspec.json.decode((Path(model) / "config.json").read_bytes(), type=dict[str, Any])
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError):
+    except (mistral_format.BadParams, OSError, msgspec.DecodeError, UnicodeDecodeError):
         return {}
 
 
