@@ -38,6 +38,10 @@ class _Markup:
         self._close = marks.within(form.section[1].strip())
         self._begin, end = (marks.within(each.strip()) for each in form.call)
         self._key_begin = marks.within(form.key[0].strip())
+        # Where only the marks of a section are tokens and each call has its own, what looks like a second call is part
+        # of the first, for instance of a file that the model writes.
+        one = form.each and TOKEN.search(self._close) is not None and TOKEN.search(self._begin) is None
+        self._following = (self._close,) if one else (self._begin, self._close)
         self._call_tag = _Tag(form.call[0], form.name_end, marks, entities=form.entities)
         self._key_tag = _Tag(*form.key, marks, entities=form.entities)
         self._values = _Values(form, marks, (self._key_begin, end, self._close))
@@ -53,7 +57,7 @@ class _Markup:
             return
         while True:
             mark = yield from self._one(reader, deltas, offered)
-            if not begin or mark == close or (yield from read_closing(reader, deltas, begin, close)) != begin:
+            if not begin or mark == close or (yield from read_closing(reader, deltas, *self._following)) != begin:
                 return
             reader.checkpoint_call(begin)
 
