@@ -1,11 +1,14 @@
 """``penstock doctor --engine trtllm``, tried on the stand-in: a clean page, and what it says of what differs."""
 
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import structlog
 
+from configs.logs import setup
 from infra.operate.doctor import trtllm as doctor
 from infra.operate.doctor.finding import Finding, Status
 from infra.operate.doctor.main import run
@@ -17,6 +20,23 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
     monkeypatch.setenv("TENSORRT_LLM_STANDIN_KV", str(tmp_path))
     with standins.installed():
         yield
+
+
+@pytest.fixture(autouse=True)
+def restored(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The process's logging as it was: loggers that are first used here must not keep the command's level."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+
+    def set_up(**options: Any) -> None:
+        setup(**options)
+        structlog.configure(cache_logger_on_first_use=False)
+
+    monkeypatch.setattr("configs.logs.setup", set_up)
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)
+    structlog.reset_defaults()
 
 
 @pytest.fixture

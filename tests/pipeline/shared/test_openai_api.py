@@ -303,9 +303,9 @@ def test_options_are_accepted(client: openai.OpenAI, oracle: Oracle, more: dict[
     assert answer.choices[0].message.content == oracle.answer(CHAT, 12)
 
 
-def test_content_may_come_in_parts(client: openai.OpenAI, oracle: Oracle) -> None:
+def test_parts_of_content_are_written_as_the_template_writes_them(client: openai.OpenAI, oracle: Oracle) -> None:
     parts = [{"type": "text", "text": "What is"}, {"type": "text", "text": "the name of the river?"}]
-    plain = {**CHAT, "messages": [{"role": "user", "content": "What is\nthe name of the river?"}]}
+    plain = {**CHAT, "messages": [{"role": "user", "content": "What isthe name of the river?"}]}
     answer = client.chat.completions.create(**{**CHAT, "messages": [{"role": "user", "content": parts}]})
     assert answer.choices[0].message.content == oracle.answer(plain, 12)
 
