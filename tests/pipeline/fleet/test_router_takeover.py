@@ -20,11 +20,12 @@ SLOW_MACHINE_S = 3.0  # what a loaded machine may add to every bound
 
 
 async def members(bus: Bus) -> dict[str, routers.Member]:
-    """The routers that renew their lease."""
+    """The routers that renew their lease. A broker that was killed may keep what should have expired."""
     bucket = bus.subjects.bucket("routers")
     found = {}
+    oldest_ns = bus.clock.now_ns() - int(2 * routers.LEASE_S * 1e9)
     async for entry in read(bus, f"KV_{bucket}", f"$KV.{bucket}.>"):
-        if entry.data and "KV-Operation" not in entry.headers:
+        if entry.data and "KV-Operation" not in entry.headers and entry.time_ns > oldest_ns:
             member = routers.decode(entry.data)
             found[member.router] = member
     return found

@@ -64,6 +64,15 @@ async def gauge_is(url: str, name: str, value: float) -> None:
     await until(reached, f"{name} = {value:g}")
 
 
+async def tasks_are_at_most(url: str, name: str, value: float) -> None:
+    """There may have been one more before: of an earlier request that had just ended."""
+
+    async def reached() -> bool:
+        return (await metrics(url))[name] <= value
+
+    await until(reached, f"{name} <= {value:g}")
+
+
 # -- clients that go away -----------------------------------------------------------------------------------------
 
 
@@ -109,7 +118,7 @@ async def test_a_client_that_leaves_before_its_body_was_sent_leaves_nothing(
         return (await metrics(slow.urls[0])).get(name, 0) >= before.get(name, 0) + 2
 
     await until(counted, "both were counted as cancelled")
-    await gauge_is(slow.urls[0], "penstock_gateway_tasks", before["penstock_gateway_tasks"])
+    await tasks_are_at_most(slow.urls[0], "penstock_gateway_tasks", before["penstock_gateway_tasks"])
 
 
 # -- deadlines ----------------------------------------------------------------------------------------------------
@@ -281,7 +290,7 @@ async def test_hundreds_of_requests_leave_no_task_behind_anywhere(fast: Deployme
         await send_many(fast.urls[0], oracle, 300, 20_000)
         await until(lambda: idle_workers(bus), "all blocks are free")
         for role, url in watched.items():
-            await gauge_is(url, f"penstock_{role}_tasks", before[role][f"penstock_{role}_tasks"])
+            await tasks_are_at_most(url, f"penstock_{role}_tasks", before[role][f"penstock_{role}_tasks"])
         await gauge_is(fast.urls[0], "penstock_gateway_open_requests", 0)
         after = {role: await metrics(url) for role, url in watched.items()}
         assert after["worker"]["penstock_worker_kv_used_blocks"] == 0
