@@ -11,6 +11,7 @@ from typing import NamedTuple
 import pytest
 
 import infra.docs.engines
+import infra.docs.log_events
 import infra.docs.metrics
 import infra.docs.settings
 import infra.docs.wire
@@ -258,7 +259,7 @@ def test_the_map_names_packages_and_modules_that_exist() -> None:
 
 @pytest.mark.parametrize(
     "source",
-    [infra.docs.settings, infra.docs.metrics, infra.docs.wire, infra.docs.engines],
+    [infra.docs.settings, infra.docs.metrics, infra.docs.wire, infra.docs.engines, infra.docs.log_events],
     ids=lambda source: source.PAGE.name,
 )
 def test_a_page_that_comes_from_the_code_is_current(source: ModuleType) -> None:

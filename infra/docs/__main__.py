@@ -2,9 +2,9 @@
 
 from infra.deploy.compose import generate as compose
 from infra.deploy.helm import generate as helm
-from infra.docs import dashboards, engines, metrics, parsers, settings, wire
+from infra.docs import dashboards, engines, log_events, metrics, parsers, settings, wire
 
-for page in (engines, metrics, parsers, settings, wire):
+for page in (engines, log_events, metrics, parsers, settings, wire):
     page.PAGE.write_text(page.page(), encoding="utf-8")
 wire.ASYNCAPI.write_text(wire.asyncapi(), encoding="utf-8")
 for path, text in (dashboards.files() | helm.files() | compose.files()).items():
