@@ -30,6 +30,7 @@ CLAIM_S = ROUTER_ACK_WAIT_S / 3  # between two extensions of a held message's ac
 SWEEP_S = 0.1
 RETENTION_S = 1.0
 SNAPSHOT_S = 10.0
+PACE_S = 5.0
 
 
 class Maintenance:
@@ -70,6 +71,7 @@ class Maintenance:
         tasks.spawn(self._sweep_forever(), name="sweep")
         tasks.spawn(self._retain_forever(), name="retention")
         tasks.spawn(self._save_forever(), name="snapshots")
+        tasks.spawn(self._compare_forever(), name="paces")
 
     @property
     def work_is_full(self) -> bool:
@@ -154,3 +156,8 @@ class Maintenance:
         while True:
             await asyncio.sleep(SNAPSHOT_S)
             await self._cluster.save()
+
+    async def _compare_forever(self) -> None:
+        while True:
+            self._metrics.paces(self._cluster.registrations())
+            await asyncio.sleep(PACE_S)

@@ -5,6 +5,8 @@ from collections.abc import Iterable
 from prometheus_client import Counter
 
 from infra.metrics.scope import MetricScope
+from schemas.fleet import Registration
+from schemas.pace import compare
 from schemas.routers import LostLeases
 from schemas.streams import LONGEST_DEADLINE_S as LONGEST
 
@@ -26,6 +28,7 @@ class Metrics:
         # Finding a child of a counter takes longer than the rest of ``placed``.
         self._placed: dict[tuple[str, str, bool], tuple[Counter, Counter]] = {}
         self._losing: set[str] = set()
+        self._paced: set[str] = set()
         self.decisions = scope.counter("decisions", "jobs published", ["reason"])
         self.routes = scope.counter("routes", "jobs published, by kind of route", ["kind", "encode"])
         self.overlap = scope.counter("overlap_tokens", "prompt tokens cached at the chosen worker")
@@ -51,6 +54,11 @@ class Metrics:
             "lease_losses_together",
             "times in ten minutes that all workers lost their leases at once, or while the broker was away",
         )
+        self.slowness = scope.gauge(
+            "worker_slowness",
+            "how many times slower than its peers (of its model, role, engine and device) the worker of this name is",
+            ["worker"],
+        )
         self.waiting = scope.gauge("waiting_requests", "requests without a worker")
         self.workers = scope.gauge("workers", "registered workers")
         self.blocks = scope.gauge("index_blocks", "distinct blocks in the prefix index")
@@ -73,6 +81,17 @@ class Metrics:
         for worker, count in counts.items():
             self.lease_losses.labels(worker).set(count)
         self._losing = set(counts)
+
+    def paces(self, workers: Iterable[Registration]) -> None:
+        """Workers without a known pace, or without a peer that has one, have no series."""
+        workers = list(workers)
+        found = compare(workers)
+        slowness = {each.name or each.worker: found[each.worker].slowness for each in workers if each.worker in found}
+        for worker in self._paced - slowness.keys():
+            self.slowness.remove(worker)
+        for worker, factor in slowness.items():
+            self.slowness.labels(worker).set(factor)
+        self._paced = set(slowness)
 
     def placed(
         self, reason: str, kind: str, encode: bool, cached_tokens: int, prompt_tokens: int, waited_ns: int

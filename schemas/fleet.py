@@ -30,6 +30,9 @@ class Load(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     steps: int = -1  # of the engine that did something, since start; -1: unknown
     slowest_step_ms: int = 0  # of the last 30 to 60 s; 0: none, or unknown
     quiet_ms: int = 0  # since the engine did something, while it has something to do; 0 also if that is unknown
+    latency_us: int = 0  # from one token of a sequence to the next; prefill: a prompt; 0: too few lately, or unknown
+    engine_us: int = 0  # that the engine spends on each such token, or prompt; 0: as of ``latency_us``
+    work_ns: int = 0  # that it spends on a token, those of prompts included
 
 
 class Diffuser(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -101,6 +104,7 @@ class Registration(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     private_media: bool = False  # of older builds: reads media that are stored for one request
     memory: bool = False  # takes requests whose content and output are in memory storage; False: an older build
     ignored_options: tuple[str, ...] = ()  # of clients that its engine does not apply; answers name them
+    device: str = ""  # what it computes on, as in "2x NVIDIA H100 80GB HBM3"; "": unknown
 
     @property
     def output(self) -> str:

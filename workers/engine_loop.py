@@ -40,6 +40,9 @@ class Pace:
     """How long steps take, and since when none did anything. Written in the engine thread, read in any.
 
     A process that is stopped and resumes has a step that took as long, unless it was stopped between two.
+
+    Attributes:
+        busy_s: spent in steps, since the start.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -48,6 +51,7 @@ class Pace:
         self._since = clock()  # of this window
         self._progress = clock()
         self._waits = True  # there is nothing to do, or it waits for the consumer
+        self.busy_s = 0.0
 
     def waits(self) -> None:
         self._waits = True
@@ -60,6 +64,7 @@ class Pace:
 
     def ends(self, began: float, *, computed: bool) -> None:
         now = self._clock()
+        self.busy_s += now - began
         if computed:
             self._progress = now
         if now - self._since > PACE_WINDOW_S:

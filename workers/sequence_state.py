@@ -34,6 +34,8 @@ class SequenceState:
         "prompt_logprobs",
         "request_id",
         "scored_tokens",
+        "seen_ns",
+        "seen_tokens",
         "sent_logprobs",
         "started_ns",
         "stream",
@@ -75,6 +77,8 @@ class SequenceState:
         self.handed_off = False  # flushed, and another worker continues; set in the event loop
         self.scored_tokens = 0  # leading prompt tokens whose log-probabilities were flushed
         self.measurements: list[Measured] | None = None  # the engine's own timings
+        self.seen_ns = 0  # when ``token_pace`` looked at it last; 0: it had no token of this worker yet
+        self.seen_tokens = self.first  # how many it had then
 
 
 class RankEvents(NamedTuple):

@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import os
 import socket
+import time
 from collections.abc import Coroutine
 from functools import partial
 from typing import Any
@@ -43,6 +44,7 @@ from workers.request_runner import SessionContext, StageInput
 from workers.requests import RunningRequest, admit, already_over, sequence_requests
 from workers.sequence_state import SequenceState
 from workers.terminal_events import SETTLE_S
+from workers.token_pace import TokenPace
 
 QUEUE_SHARE = 0.25  # jobs taken beyond the slots, so that a freed slot has work at once
 IDLE_STATS_S = 0.5  # between two looks at an engine that makes no steps; registrations are renewed less often
@@ -83,6 +85,7 @@ class TokenRunner:
         self._grammars = grammars
         self._trials = ConstraintTrials(cpu_s=TRIAL_CPU_S, wait_s=TRIAL_WAIT_S, limits=TRIAL_LIMITS)
         self._stats = EngineStats(0, 0, 0, 0, info.total_blocks)
+        self._pace = TokenPace(context.settings.role)
         self._steps_seen = -1
         self._asked = 0.0
         self._dumper = Dumper(engine, context.id, context.epoch)
@@ -221,6 +224,7 @@ class TokenRunner:
         self._engine.cancel(running.sequences, lambda: self._publisher.end_cancelled(running))
 
     def free(self, running: RunningRequest, cancel: bool) -> None:
+        self._pace.count(running, time.time_ns())
         self._disagg.cancel_wait(running)
         self._publisher.forget(running)
         if cancel:
@@ -294,6 +298,7 @@ class TokenRunner:
                 self._engine.steps,
                 int(1000 * self._engine.pace.slowest_s),
                 int(1000 * self._engine.pace.quiet_s),
+                *self._pace.measured,
             ),
             dp_size=info.dp_size,
             host=socket.gethostname(),
@@ -312,6 +317,7 @@ class TokenRunner:
             memory=True,
             pair_only=info.pair_only,
             ignored_options=info.ignored_options,
+            device=self._context.metrics.device,
         )
 
     def _endpoint(self) -> Endpoint | None:
@@ -332,6 +338,8 @@ class TokenRunner:
 
     def housekeeping(self, now: float) -> None:
         self._disagg.sweep(now)
+        self._pace.look(self._requests.running.values(), now, time.time_ns(), self._engine.pace.busy_s)
+        self._context.metrics.paced(*self._pace.measured)
         steps = self._engine.steps
         if steps != self._steps_seen or now - self._asked > IDLE_STATS_S:  # an idle engine is left asleep
             self._steps_seen, self._asked = steps, now

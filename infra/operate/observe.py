@@ -22,6 +22,7 @@ from infra.quantile import quantile
 from infra.timeline.find_requests import of_entry
 from schemas.errors import Code, ServingError
 from schemas.fleet import Registration
+from schemas.pace import SLOW, compare
 from schemas.routers import TENANTS, HeldByTenant, LostLeases, Member, held_by_tenant
 from schemas.streams import topology
 from schemas.summary import FAILED, RequestSummary
@@ -47,6 +48,8 @@ class WorkerView(msgspec.Struct, frozen=True):
         lost: how often the worker of this name lost its lease within ten minutes.
         slowest_step_ms: of its engine, within a minute; 0: unknown.
         quiet_ms: since its engine did something, while it has something to do.
+        latency_ms: from one token of a sequence to the next, at prefill workers the time of a prompt; None: unknown.
+        slowness: how many times slower than its peers it is, as ``schemas.pace`` has it; None: unknown.
     """
 
     name: str
@@ -66,6 +69,12 @@ class WorkerView(msgspec.Struct, frozen=True):
     lost: int = 0
     slowest_step_ms: int = 0
     quiet_ms: int = 0
+    latency_ms: float | None = None
+    slowness: float | None = None
+
+    @property
+    def is_slow(self) -> bool:
+        return self.slowness is not None and self.slowness >= SLOW
 
 
 class QueueView(msgspec.Struct, frozen=True):
@@ -251,6 +260,8 @@ def workers(
     for summary in recent:
         by_worker[summary.worker].append(summary)
     sampled = sum(summary.completion_tokens for summary in recent) or 1
+    registered = list(registered)
+    paces = compare(registered)
     views = [
         WorkerView(
             each.name,
@@ -270,6 +281,8 @@ def workers(
             losses.get(each.name, 0),
             each.load.slowest_step_ms,
             each.load.quiet_ms,
+            each.load.latency_us / 1e3 or None,
+            paces[each.worker].slowness if each.worker in paces else None,
         )
         for each in registered
     ]
@@ -293,7 +306,8 @@ def lost_leases(members: Iterable[Member]) -> list[LostLeases]:
 
 
 def unsteady(workers: Sequence[WorkerView]) -> list[str]:
-    """A line for each worker that lost its lease within ten minutes, or holds it without progress."""
+    """A line for each worker that lost its lease within ten minutes, holds it without progress, or is much slower than
+    its peers."""
     lines = []
     for worker in workers:
         name = worker.name or worker.id
@@ -303,6 +317,8 @@ def unsteady(workers: Sequence[WorkerView]) -> list[str]:
             lines.append(f"{name} lost its lease {times} in ten minutes{now}")
         if worker.state == "stalled":
             lines.append(f"{name} holds its lease, but its engine did nothing for {worker.quiet_ms / 1000:.0f} s")
+        elif worker.is_slow:
+            lines.append(f"{name} is {worker.slowness:.0f} times slower than its peers")
     return lines
 
 

@@ -120,8 +120,9 @@ _WORKERS = (
     Column("KV in use"),
     Column("tokens/s", 4, right=True),
     Column("cached", 6, right=True),
-    Column("slowest step", 8, right=True),
-    Column("lost", 9, right=True),
+    Column("latency", 8, right=True),
+    Column("slowest step", 9, right=True),
+    Column("lost", 10, right=True),
 )
 _STREAMS = (
     Column("stream"),
@@ -153,12 +154,21 @@ def _workers(workers: Sequence[WorkerView], width: int) -> Table:
             bar(worker.used_blocks, worker.total_blocks),
             f"{worker.tokens_per_s:,.0f}",
             "-" if worker.hit_rate is None else f"{worker.hit_rate:.0%}",
+            latency(worker),
             span(worker.slowest_step_ms) or "-" if worker.slowest_step_ms else "-",
             str(worker.lost or "-"),
         )
         for worker in workers
     ]
     return fitting_table(_WORKERS, rows, width)
+
+
+def latency(worker: WorkerView) -> str:
+    """The time between two tokens of a worker, or of a prompt, and how many times that of its peers if that is many."""
+    if worker.latency_ms is None:
+        return "-"
+    text = span(worker.latency_ms) or "-"
+    return f"[red]{text} x{worker.slowness:.0f}[/]" if worker.is_slow else text
 
 
 def _queues(queues: Sequence[QueueView], width: int) -> Table:

@@ -168,6 +168,10 @@ class ClusterState:
         members = (member.registration for member in found if member is not None)
         return {each.worker: (each.epoch, each.load.steps) for each in members}
 
+    def registrations(self) -> list[fleet.Registration]:
+        """All workers, with their load as of the last renewal."""
+        return [member.registration for member in self._registry.members.values()]
+
     def is_back(self, worker: str) -> bool:
         """Whether a worker that was lost is registered again, with nothing to report of its last life.
 

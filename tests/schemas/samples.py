@@ -180,6 +180,14 @@ SAMPLES: dict[str, tuple[Any, Callable[[bytes], Any]]] = {
         ),
         fleet.decode,
     ),
+    "registration_with_the_pace_of_tokens": (
+        fleet.Registration(
+            *("w", "tiny", "decode", "vllm", 1, 32, 100, 8, 4096),
+            load=fleet.Load(1, 2, 3, 4, 5, 6_000, 7, 12_000, 3_000, 800),
+            device="2x NVIDIA H100 80GB HBM3",
+        ),
+        fleet.decode,
+    ),
     "job_to_decide_again": (
         msgspec.structs.replace(
             JOB,

@@ -51,6 +51,17 @@ class GpuMetrics(Collector):
         """GPUs that the worker sees."""
         return len(self._handles)
 
+    @property
+    def device(self) -> str:
+        """What they are, as in "2x NVIDIA H100 80GB HBM3"; "": none, or not told."""
+        names: dict[str, int] = {}
+        with contextlib.suppress(self._library.NVMLError):
+            for handle in self._handles:
+                name = self._library.nvmlDeviceGetName(handle)
+                name = name.decode() if isinstance(name, bytes) else name  # of older releases
+                names[name] = names.get(name, 0) + 1
+        return ", ".join(f"{count}x {name}" for name, count in sorted(names.items()))
+
     def collect(self) -> Iterator[Metric]:
         used = GaugeMetricFamily(f"{self._prefix}_gpu_memory_used_bytes", "memory in use on a GPU", labels=["gpu"])
         total = GaugeMetricFamily(f"{self._prefix}_gpu_memory_bytes", "memory of a GPU", labels=["gpu"])

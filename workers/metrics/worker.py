@@ -42,9 +42,12 @@ class Metrics:
     """
     Args:
         process: the scope of the process.
+    Attributes:
+        device: what the engine computes on, as of ``fleet.Registration``.
     """
 
     def __init__(self, process: MetricScope) -> None:
+        self.device = ""
         self.process = process
         self.registry = process.registry
         scope = self.scope = process.child("worker")
@@ -77,6 +80,17 @@ class Metrics:
         self.waiting = scope.gauge("waiting", "sequences queued in the engine")
         self.quiet = scope.gauge("quiet_seconds", "since the engine did something, while it has something to do")
         self.slowest_step = scope.gauge("slowest_step_seconds", "the longest step of the last 30 to 60 seconds")
+        self.token_latency = scope.gauge(
+            "token_latency_seconds",
+            "from one token of a sequence to the next, of prefill workers the time of a prompt: mean of the last 30 to "
+            "60 seconds with enough of them; 0: unknown",
+        )
+        self.token_engine = scope.gauge(
+            "token_engine_seconds", "that the engine spent on each such token, or prompt; 0: unknown"
+        )
+        self.token_work = scope.gauge(
+            "token_work_seconds", "that it spent on a token, those of prompts included; 0: unknown"
+        )
         self.preempted = Total(scope.counter("preemptions", "sequences recomputed"))
         self.hit = Total(scope.counter("prefix_hit_tokens", "prompt tokens taken from the cache"))
         self.prompt = Total(scope.counter("prompt_tokens", "prompt tokens admitted"))
@@ -105,6 +119,7 @@ class Metrics:
             gpus = GpuMetrics(library, self.scope.prefix)
             self.scope.register(gpus)
             self.gpus.set(gpus.count)
+            self.device = gpus.device
 
     def observe(self, stats: EngineStats, unsent_bytes: int, grammars: GrammarStats | None = None) -> None:
         """The engine's statistics, as they are now. ``grammars``: of an engine that applies constraints."""
@@ -123,6 +138,12 @@ class Metrics:
             self.grammars_compiled.set(grammars.compiled)
             self.grammars_cached.set(grammars.cached)
             self.grammar_seconds.set(grammars.seconds)
+
+    def paced(self, latency_us: int, engine_us: int, work_ns: int) -> None:
+        """Values as of ``fleet.Load``."""
+        self.token_latency.set(latency_us / 1e6)
+        self.token_engine.set(engine_us / 1e6)
+        self.token_work.set(work_ns / 1e9)
 
     def ended(self, event: Done, *, prefilled: bool = False) -> None:
         """A request's terminal event.

@@ -186,6 +186,12 @@ ROUTERS = Dashboard(
             [Query(most("penstock_router_lease_losses", "worker", PLACE), "{{worker}}")],
         ),
         Panel(
+            "Workers, times slower than their peers",
+            [Query(most("penstock_router_worker_slowness", "worker", PLACE), "{{worker}}")],
+            steps=(4, 10),
+            about="Peers have the same model, role, engine and device; a worker alone is not shown",
+        ),
+        Panel(
             "Ended by the router",
             [Query(rate("penstock_router_ended_total", "code", PLACE), "{{code}}")],
             "reqps",

@@ -85,6 +85,12 @@ DECODES = Dashboard(
             ],
         ),
         Panel(
+            "Time between tokens by worker",
+            [Query(most("penstock_worker_token_latency_seconds", "process", DECODE), "{{process}}")],
+            "s",
+            about="Of the last 30 to 60 s with enough tokens, of running requests, too",
+        ),
+        Panel(
             "Accepted share of proposed tokens",
             [
                 Query(

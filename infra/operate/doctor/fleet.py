@@ -24,6 +24,7 @@ from infra.operate.workers import registrations
 from infra.timeline.moments import span
 from schemas.fleet import Registration
 from schemas.fleet import State as WorkerState
+from schemas.pace import PREFILL, compare
 from schemas.routers import LostLeases
 
 FULL = 0.95
@@ -128,6 +129,7 @@ async def check_fleet(bus: Bus, state: State | None) -> list[Finding]:
     findings = await _routers(bus)
     workers = await registrations(bus)
     findings += check_workers(workers)
+    findings += check_paces(workers)
     findings += check_leases(lost_leases(await routers(bus)), workers, time.time_ns())
     findings += await _kv_events(bus, workers, state)
     return findings
@@ -228,6 +230,32 @@ def check_leases(lost: Sequence[LostLeases], workers: Sequence[Registration], no
             findings.append(problem("engine", text, fix))
     if workers and all(each.check == "all leases" for each in findings):
         findings.append(ok("leases", "no worker lost its lease on its own within ten minutes"))
+    return findings
+
+
+def check_paces(workers: Sequence[Registration]) -> list[Finding]:
+    """Workers that are much slower than their peers. Routers avoid them, so that nothing else shows them."""
+    found = compare(workers)
+    findings = []
+    for worker in workers:
+        pace = found.get(worker.worker)
+        if pace is None or not pace.is_slow:
+            continue
+        name = worker.name or worker.worker
+        own, others = span(pace.latency_us / 1e3), span(pace.peer_latency_us / 1e3)
+        what = "for a prompt" if worker.role == PREFILL else "from token to token"
+        text = f"{name} is {pace.slowness:.0f} times slower than its peers: {own} {what}, and they {others}"
+        text += f" ({counted(pace.peers, 'peer')}{', ' + worker.device if worker.device else ''})"
+        fix = (
+            "compare its machine with theirs: other programs on its GPU or cores, throttled clocks (`nvidia-smi -q -d "
+            "PERFORMANCE`), swapped memory, a slow link between its GPUs. Until it is mended: "
+            f"`penstock drain {name}`. Routers send it less meanwhile"
+        )
+        findings.append(warning("slow worker", text, fix))
+    if found and not findings:
+        findings.append(
+            ok("slow worker", f"of {counted(len(found), 'worker')} with peers none is much slower than they")
+        )
     return findings
 
 

@@ -28,6 +28,7 @@ from infra.operate.doctor.fleet import (
     check_fleet,
     check_gateways,
     check_leases,
+    check_paces,
     check_processes,
     check_workers,
     is_loopback,
@@ -418,3 +419,22 @@ def test_a_worker_that_holds_its_lease_and_does_nothing_is_named() -> None:
     assert finding.status is Status.problem
     assert "w-2 holds its lease, but its engine did nothing for 23 s" in finding.what
     assert statuses(check_leases([], [worker("w-1")], 0)) == {"leases": Status.ok}
+
+
+def test_a_worker_that_is_much_slower_than_its_peers_is_named_with_both_times_and_what_to_do() -> None:
+    def paced(name: str, factor: int, **more: object) -> Registration:
+        load = Load(latency_us=10_000 * factor, engine_us=2_000 * factor, work_ns=100_000 * factor)
+        return worker(name, load=load, **more)
+
+    peers = [paced("w-1", 1), paced("w-2", 1)]
+    [slow] = check_paces([*peers, paced("w-3", 20), worker("idle")])
+    assert (slow.check, slow.status) == ("slow worker", Status.warning)
+    assert (
+        "w-3 is 20 times slower than its peers: 200.0 ms from token to token, and they 10.0 ms (2 peers)" in slow.what
+    )
+    assert "penstock drain w-3" in slow.fix
+    of_prompts = [paced(name, factor, role="prefill", device="1x NVIDIA L4") for name, factor in (("p", 1), ("q", 9))]
+    [slow] = check_paces(of_prompts)
+    assert "90.0 ms for a prompt, and they 10.0 ms (1 peer, 1x NVIDIA L4)" in slow.what
+    assert statuses(check_paces(peers)) == {"slow worker": Status.ok}
+    assert check_paces([paced("w-1", 20)]) == []

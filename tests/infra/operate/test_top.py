@@ -97,6 +97,21 @@ def test_workers_that_are_stopped_or_hang_are_shown_although_their_lease_says_no
         assert said in printed.getvalue()
 
 
+def test_a_worker_that_is_much_slower_than_its_peers_is_marked() -> None:
+    def paced(name: str, factor: int) -> Registration:
+        load = Load(latency_us=10_000 * factor, engine_us=2_000 * factor, work_ns=100_000 * factor)
+        return registration(name, load=load)
+
+    seen = workers([paced("w-1", 1), paced("w-2", 20), registration("idle")], [], 0.0)
+    assert [each.slowness for each in seen] == [0.05, 20.0, None]
+    for width in (60, 150):  # the line stays where the column does not fit
+        printed = io.StringIO()
+        snapshot = Snapshot(1, "ps", tuple(seen), (), rates([Count(1.0, 0, 0)], []), (), ())
+        Console(file=printed, width=width).print(picture(snapshot, width))
+        assert "w-2 is 20 times slower than its peers" in printed.getvalue()
+        assert ("200.0 ms x20" in printed.getvalue()) is (width == 150)
+
+
 def test_what_ended_has_no_heading_while_nothing_has() -> None:
     quiet = Snapshot(1, "ps", (), (), rates([Count(1.0, 0, 0)], []), (), ())
     for snapshot, shown in (quiet, False), (msgspec.structs.replace(quiet, recent=(summary(),)), True):

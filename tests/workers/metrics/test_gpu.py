@@ -37,6 +37,9 @@ class Library:
             raise NVMLError("GPU is lost")
         return SimpleNamespace(used=(handle + 1) * GIB, total=80 * GIB)
 
+    def nvmlDeviceGetName(self, handle: int) -> str | bytes:
+        return b"NVIDIA L4" if handle == 2 else "NVIDIA H100 80GB HBM3"  # bytes: of older releases
+
     def nvmlDeviceGetUtilizationRates(self, handle: int) -> SimpleNamespace:
         return SimpleNamespace(gpu=50 + handle)
 
@@ -66,3 +69,11 @@ def test_a_lost_gpu_counts_and_has_no_series() -> None:
     assert count == 2
     assert registry.get_sample_value("penstock_worker_gpu_memory_used_bytes", {"gpu": "0"}) is None
     assert registry.get_sample_value("penstock_worker_gpu_memory_used_bytes", {"gpu": "1"}) == GIB
+
+
+@pytest.mark.parametrize(
+    ("visible", "device"),
+    [("1,0", "2x NVIDIA H100 80GB HBM3"), ("2,0", "1x NVIDIA H100 80GB HBM3, 1x NVIDIA L4"), ("", "")],
+)
+def test_a_worker_tells_what_its_gpus_are(visible: str, device: str) -> None:
+    assert GpuMetrics(Library(), "penstock_worker", {VISIBLE: visible}).device == device

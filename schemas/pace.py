@@ -1,0 +1,72 @@
+"""Which workers are much slower than their peers. Pure; the same for routers, ``doctor``, ``top`` and the dashboard.
+
+A worker's pace is three times, which it measures itself (``fleet.Load``): what a client waits for a token, what the
+engine spends on a token that it delivers, and on a token that it computes, prompts included. At a prefill worker, a
+prompt takes the place of a token that is delivered. Peers are workers of the same model, role, engine and device.
+
+Load alone never makes all three long. Tokens come late in a large batch, but cost the engine little; uncached prompts
+make delivered tokens dear, and computed ones cheap; cached prompts do the reverse. So a worker is as many times slower
+as the smallest of the three factors says: below 1.1 for equal workers with the same requests, whatever their batches
+and caches, by the mock's step times (``tests/schemas/test_pace.py``). ``SLOW`` leaves room for differing requests, and
+for GPUs whose names are unknown.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from schemas.fleet import Registration
+
+SLOW = 4.0  # times
+FLOOR_US = 5_000  # shorter waits are no one's trouble, and noise of the machine is large beside them
+PREFILL = "prefill"  # the role whose pace is that of prompts
+
+
+class Pace(NamedTuple):
+    """A worker beside its peers.
+
+    Attributes:
+        latency_us: its own, as in ``fleet.Load``.
+        peer_latency_us: the median of its peers'; of an even number, the lower one of the two in the middle.
+        peers: how many have a known pace.
+        slowness: how many times slower than they it is; 1 if what it takes is too short to matter.
+    """
+
+    latency_us: int
+    peer_latency_us: int
+    peers: int
+    slowness: float
+
+    @property
+    def is_slow(self) -> bool:
+        return self.slowness >= SLOW
+
+
+def compare(workers: Iterable[Registration]) -> dict[str, Pace]:
+    """The pace of each worker (by its id) that has one, and a peer that has one. Idle workers keep theirs a while."""
+    groups: dict[tuple[str, ...], list[Registration]] = defaultdict(list)
+    for each in workers:
+        if all(_times(each)):
+            groups[each.model, each.role, each.engine, each.device].append(each)
+    found: dict[str, Pace] = {}
+    for group in groups.values():
+        if len(group) < 2:
+            continue
+        columns = [sorted(column) for column in zip(*map(_times, group), strict=True)]
+        for each in group:
+            own = _times(each)
+            peers = [_median_of_others(column, time) for column, time in zip(columns, own, strict=True)]
+            factors = (time / of_peers for time, of_peers in zip(own, peers, strict=True))
+            slowness = min(factors) if own[0] >= FLOOR_US else 1.0
+            found[each.worker] = Pace(own[0], peers[0], len(group) - 1, slowness)
+    return found
+
+
+def _times(worker: Registration) -> tuple[int, int, int]:
+    return worker.load.latency_us, worker.load.engine_us, worker.load.work_ns
+
+
+def _median_of_others(values: list[int], own: int) -> int:
+    """The lower median of sorted values without one that is ``own``."""
+    middle = (len(values) - 2) // 2
+    return values[middle] if values[middle] < own else values[middle + 1]
