@@ -4,6 +4,7 @@ from functools import lru_cache
 from importlib.metadata import version
 
 from blake3 import blake3
+from msgspec import UNSET
 
 from gateway.openai.common import CHAT
 from gateway.openai.responses import CompletionTokensDetails, PromptTokensDetails, UsageBody, serving_error
@@ -28,10 +29,11 @@ class ChoiceState:
         position: tokens consumed.
         offset: characters of their text, for the log-probabilities of completions.
         push: from the next token to the text that can be shown.
+        stream: of the texts of its tokens.
         parser: of that text; None: it is not parsed.
     """
 
-    __slots__ = ("_measure", "_pending", "finish", "index", "offset", "parser", "position", "push", "stream")
+    __slots__ = ("_marks", "_measure", "_pending", "finish", "index", "offset", "parser", "position", "push", "stream")
 
     def __init__(self, index: int, request: GenerateRequest, detokenizer: Detokenizer) -> None:
         self.index = index
@@ -39,12 +41,17 @@ class ChoiceState:
         self.push = self.stream.push
         self.parser = None
         if request.parsing is not None:
-            self.parser = parser_for(request, index, answer_marks(request.parsing, detokenizer).marks)
+            self._marks = answer_marks(request.parsing, detokenizer)
+            self.parser = parser_for(request, index, self._marks.marks)
         self.position = 0
         self.offset = 0
         self.finish: Finish | None = None
         self._pending: list[Scored] = []
         self._measure = detokenizer.stream() if request.sampling.logprobs is not None else None
+
+    def show_marks(self) -> None:
+        """Nobody parses what follows: the tokens of marks have their own text again."""
+        self.stream.show(self._marks.texts)
 
     def place(self, token: int) -> int:
         """The characters of the output before this token, which is the next one. Partial characters have none."""
@@ -116,8 +123,8 @@ class AnswerState:
         prompt = self.request.prompt_tokens
         completion = 0 if self.request.unanswered else sum(choice.position for choice in self.choices)
         cached = min((choice.finish.cached_tokens if choice.finish else 0 for choice in self.choices), default=0)
-        usage = UsageBody(prompt, completion, prompt + completion, PromptTokensDetails(cached))
-        return with_reasoning(usage, self.reasoning_tokens) if self.is_chat else usage
+        reasoning = CompletionTokensDetails(self.reasoning_tokens) if self.is_chat else UNSET
+        return UsageBody(prompt, completion, prompt + completion, PromptTokensDetails(cached), reasoning)
 
     @property
     def reasoning_tokens(self) -> int:
@@ -137,16 +144,6 @@ class AnswerState:
         choice.finish = finish
         self.open_choices -= 1
         return True
-
-
-def with_reasoning(usage: UsageBody, tokens: int) -> UsageBody:
-    return UsageBody(
-        usage.prompt_tokens,
-        usage.completion_tokens,
-        usage.total_tokens,
-        usage.prompt_tokens_details,
-        CompletionTokensDetails(tokens),
-    )
 
 
 def reasoning_names(parsing: Parsing | None, *, streamed: bool) -> tuple[str, ...]:

@@ -160,7 +160,7 @@ class StreamRenderer:
             if self._detailed or choice.parser is not None:
                 self._token_by_token(out, choice, item)
             else:
-                self._texts(out, choice, item)
+                self._texts(out, choice, item.tokens, item.finish)
             if item.finish is not None:
                 self._finish(out, choice, item.finish)
         if state.done and not self._closed:
@@ -178,26 +178,29 @@ class StreamRenderer:
         self._close(out, finished)
         return b"".join(out)
 
-    def _texts(self, out: list[bytes], choice: _StreamedChoice, item: TokenItem) -> None:
-        """Events of answers that are not parsed and have no log-probabilities."""
-        state, data = choice.state, item.tokens
+    def _texts(self, out: list[bytes], choice: _StreamedChoice, data: bytes, finish: Finish | None) -> None:
+        """Events of tokens that are not parsed and have no log-probabilities."""
+        state = choice.state
         end = state.position + len(data) // TOKEN_BYTES
-        if item.finish is not None and self._state.hides_last(item.finish):
+        if finish is not None and self._state.hides_last(finish):
             data = data[:-TOKEN_BYTES]
         if choice.plain and len(data) == TOKEN_BYTES:  # most items of engines with longer steps
             if text := choice.push(int.from_bytes(data, "little")):
                 out.append(b"id: %d%b%b%b" % (state.position + 1, choice.prefix, _json(text), choice.suffix))
         else:
-            texts = map(choice.push, unpack_tokens(data))
+            tokens = unpack_tokens(data)
             if not choice.plain:
-                for text in texts:
+                begin = state.position
+                for token in tokens:
                     state.position += 1
-                    if text:
+                    if text := choice.push(token):
                         self._event(out, choice, choice.prefix + _json(text) + choice.suffix)
                         if choice.plain:
                             break
-            if choice.plain:
-                out += _events(state.position + 1, list(texts), choice.prefix, choice.suffix)
+                tokens = tokens[state.position - begin :]
+            if tokens:
+                texts = state.stream.push_all(tokens)
+                out += _events(state.position + 1, texts, choice.prefix, choice.suffix)
         state.position = end
 
     def _event(self, out: list[bytes], choice: _StreamedChoice, data: bytes) -> None:
@@ -256,9 +259,12 @@ class StreamRenderer:
                 data = (choice.prefix + body).removesuffix(b",")
                 self._event(out, choice, data + self._suffix(choice, scored))
             if choice.parser is not None and choice.parser.passthrough and self._logprobs is None:
-                choice.push = choice.parser.marks.texts_of(choice.push)
                 choice.parser = None  # no more parsing is needed
+                state.show_marks()
                 choice.prefix += self._no_thought + b'"content":'
+                if not self._detailed:
+                    self._texts(out, choice, item.tokens[(place + 1) * TOKEN_BYTES :], item.finish)
+                    break
 
     def _content_scores(self, state: ChoiceState, text: str) -> ChatLogprobs | None:
         if self._logprobs is None or not (scores := state.content_scores(text)):
@@ -337,7 +343,7 @@ def _events(first: int, texts: list[str], prefix: bytes, suffix: bytes) -> list[
     """
     end = first + len(texts)
     ids = _IDS[first:end] if end <= len(_IDS) else [b"id: %d" % position for position in range(first, end)]
-    shown = [_json(text) for text in texts if text]
+    shown = [*map(_json, filter(None, texts))]
     pieces = [b"", prefix, b"", suffix] * len(shown)
     pieces[::4] = compress(ids, texts)
     pieces[2::4] = shown

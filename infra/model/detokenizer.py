@@ -25,6 +25,12 @@ class TextStream(Protocol):
     def push(self, token: int) -> str:
         """The text that this token makes final; "" while it may still change. Unknown ids have no text."""
 
+    def push_all(self, tokens: Sequence[int]) -> list[str]:
+        """What ``push`` returns for each of these tokens."""
+
+    def show(self, marks: Mapping[int, str]) -> None:
+        """Of the next tokens, these have this text: added tokens by id, none of them white space."""
+
     def finish(self) -> str:
         """The text that was held back, at the end of the answer."""
 
@@ -55,9 +61,13 @@ class Detokenizer:
         self._byte_level = is_byte_level(tokenizer)
         raw = _byte_level_bytes if self._byte_level else _word_bytes
         self._raw = [raw(tokenizer.id_to_token(token) or "") for token in range(size)]
-        # str where a token is whole characters, so that most tokens cost one list access.
+        # str where a token is whole characters and can be no mark, so that most tokens cost one list access.
+        marks = {token for token, entry in added.items() if not entry.content.isspace()}
         self._pieces = (
-            [b"" if token in self._special else _whole(piece) for token, piece in enumerate(self._raw)]
+            [
+                b"" if token in self._special else piece if token in marks else _whole(piece)
+                for token, piece in enumerate(self._raw)
+            ]
             if self._byte_level
             else []
         )
@@ -83,9 +93,11 @@ class Detokenizer:
         plain = self._plain()
         return StoppingStream(plain, StopMatcher(stops), min_tokens, stops_shown) if stops else plain
 
-    def marked_stream(self, shown: Mapping[int, str]) -> TextStream:
-        """The text of one answer in which some tokens, by id, have another text, for parsers. It is cut nowhere."""
-        return MarkedStream(self._plain(), shown) if shown else self._plain()
+    def marked_stream(self, marks: Mapping[int, str]) -> TextStream:
+        """The text of one answer for parsers, cut nowhere, with a text for marks; see ``TextStream.show``."""
+        stream = self._plain()
+        stream.show(marks)
+        return stream
 
     def _plain(self) -> TextStream:
         return ByteStream(self._pieces) if self._byte_level else WindowStream(self._tokenizer, self._special)
@@ -94,12 +106,20 @@ class Detokenizer:
 class ByteStream:
     """Byte-level vocabularies: tokens are bytes of UTF-8 text; invalid bytes become U+FFFD."""
 
-    __slots__ = ("_pending", "_pieces", "stop")
+    __slots__ = ("_marks", "_pending", "_pieces", "stop")
 
     def __init__(self, pieces: Sequence[str | bytes]) -> None:
+        """
+        Args:
+            pieces: of each token. Those that may be marked are bytes.
+        """
         self._pieces = pieces
+        self._marks: Mapping[int, str] = {}
         self._pending = b""
         self.stop: str | None = None
+
+    def show(self, marks: Mapping[int, str]) -> None:
+        self._marks = marks
 
     def push(self, token: int) -> str:
         try:
@@ -108,10 +128,24 @@ class ByteStream:
             return ""
         if piece.__class__ is str and not self._pending:
             return piece
+        if token in self._marks:
+            return self._marks[token]
         data = self._pending + (piece.encode() if isinstance(piece, str) else piece)
         text, used = utf_8_decode(data, "replace", False)
         self._pending = data[used:]
         return text
+
+    def push_all(self, tokens: Sequence[int]) -> list[str]:
+        pieces = self._pieces
+        if not self._pending:
+            try:
+                texts: list[str] = [pieces[token] for token in tokens]  # type: ignore[misc]
+                "".join(texts)
+            except (IndexError, TypeError):  # a token without text, or with a part of a character
+                pass
+            else:
+                return texts
+        return [self.push(token) for token in tokens]
 
     def finish(self) -> str:
         text, _ = utf_8_decode(self._pending, "replace", True)
@@ -125,17 +159,26 @@ class WindowStream:
     The window starts one piece back, because decoders treat the first token of a text differently.
     """
 
-    __slots__ = ("_decode", "_ids", "_new", "_shown", "_skipped", "stop")
+    __slots__ = ("_decode", "_ids", "_marks", "_new", "_shown", "_skipped", "stop")
 
     def __init__(self, tokenizer: Tokenizer, skipped: Container[int]) -> None:
         self._decode = tokenizer.decode
         self._skipped = skipped
+        self._marks: Mapping[int, str] = {}
         self._ids: list[int] = []
         self._new = 0  # tokens from this index of _ids on are not shown yet
         self._shown = ""  # text of _ids[: _new]
         self.stop: str | None = None
 
+    def show(self, marks: Mapping[int, str]) -> None:
+        self._marks = marks
+
+    def push_all(self, tokens: Sequence[int]) -> list[str]:
+        return [self.push(token) for token in tokens]
+
     def push(self, token: int) -> str:
+        if token in self._marks:
+            return self._marks[token]
         if token in self._skipped:
             return ""
         self._ids.append(token)
@@ -181,6 +224,12 @@ class StoppingStream:
             return text
         return self._search(text) if text else ""
 
+    def push_all(self, tokens: Sequence[int]) -> list[str]:
+        return [self.push(token) for token in tokens]
+
+    def show(self, marks: Mapping[int, str]) -> None:
+        self._stream.show(marks)
+
     def finish(self) -> str:
         if self.stop is not None:
             return ""
@@ -190,24 +239,6 @@ class StoppingStream:
     def _search(self, text: str) -> str:
         safe, self.stop = self._matcher.push(text)
         return safe + self.stop if self.stop is not None and self._stops_shown else safe
-
-
-class MarkedStream:
-    """A stream in which some tokens have another text than the vocabulary's, or one at all."""
-
-    __slots__ = ("_marks", "_stream", "stop")
-
-    def __init__(self, stream: TextStream, marks: Mapping[int, str]) -> None:
-        self._stream = stream
-        self._marks = marks
-        self.stop: str | None = None
-
-    def push(self, token: int) -> str:
-        mark = self._marks.get(token)
-        return self._stream.push(token) if mark is None else mark
-
-    def finish(self) -> str:
-        return self._stream.finish()
 
 
 class StopMatcher:

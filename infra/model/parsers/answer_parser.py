@@ -6,44 +6,35 @@ from typing import NamedTuple
 from infra.model.parsers.delta_builder import REASONING, Delta, DeltaBuilder
 from infra.model.parsers.harmony import HarmonyMarks, read_harmony
 from infra.model.parsers.marks import NONE, Marks
-from infra.model.parsers.reader import Reader, Steps
+from infra.model.parsers.reader import SPACE, Reader, Steps
 from infra.model.parsers.reasoning import ThoughtMarks, read_reasoning
 from infra.model.parsers.tool_formats import ContentMarks, Offered, ToolFormat, read_content
+from schemas.requests import Parsing, Stop
 
 
 class AnswerFormat(NamedTuple):
-    """
+    """How the answers of a model are written, whatever the request.
+
     Attributes:
         reasoning: None: no reasoning is separated.
         tools: None: no calls are parsed.
-        content: marks around the content and in it.
+        content: marks around the content and in it; None: there are none.
         harmony: the text is in the harmony format, which has marks of its own for both; None: it is not.
         harmony_calls: parse tool calls in harmony.
-        in_reasoning: the prompt ends within reasoning, so the text begins there.
-        prefilled: the prompt ends within text that the answer continues: of its reasoning, or of its content.
-        joined: reasoning and its marks are part of the content.
-        one_call: return the first call only.
-        offered: the tools of the request.
         marks: that are tokens.
-        stops: stop strings, searched in the content only.
-        min_tokens: stop strings count from this token (counted from 1) on.
-        stops_shown: the content ends behind the stop string, not before it.
     """
 
     reasoning: ThoughtMarks | None = None
     tools: ToolFormat | None = None
-    content: ContentMarks = ContentMarks()
+    content: ContentMarks | None = None
     harmony: HarmonyMarks | None = None
     harmony_calls: bool = False
-    in_reasoning: bool = False
-    prefilled: bool = False
-    joined: bool = False
-    one_call: bool = False
-    offered: Offered = Offered()
     marks: Marks = NONE
-    stops: tuple[str, ...] = ()
-    min_tokens: int = 0
-    stops_shown: bool = False
+
+    @property
+    def marked_content(self) -> bool:
+        """There may be calls or marks in the content."""
+        return self.tools is not None or self.content is not None
 
 
 class AnswerParser:
@@ -58,6 +49,7 @@ class AnswerParser:
     """
 
     __slots__ = (
+        "_begins",
         "_deltas",
         "_in_reasoning",
         "_reader",
@@ -68,27 +60,35 @@ class AnswerParser:
         "reasoning_tokens",
     )
 
-    def __init__(self, answer_format: AnswerFormat, call_id: Callable[[int], str]) -> None:
+    def __init__(
+        self, form: AnswerFormat, parsing: Parsing, stop: Stop, call_id: Callable[[int], str], *, stops_shown: bool
+    ) -> None:
         """
         Args:
+            parsing, stop, stops_shown: of the request.
             call_id: from a call's index to its id.
         """
+        marked = form.marked_content
         self._reader = Reader()
         self._deltas = DeltaBuilder(
             call_id,
-            tools=answer_format.tools is not None or answer_format.content != ContentMarks(),
-            one_call=answer_format.one_call,
-            stops=answer_format.stops,
-            stops_shown=answer_format.stops_shown,
-            marks=answer_format.marks,
+            tools=marked,
+            one_call=parsing.one_call,
+            stops=stop.strings,
+            stops_shown=stops_shown,
+            marks=form.marks,
         )
-        self.marks = answer_format.marks
-        self._in_reasoning = answer_format.in_reasoning
+        self.marks = form.marks
+        self._in_reasoning = parsing.thinking
         self._unassigned = 0  # tokens before there was anything of an answer
         self.reasoning_tokens = 0
-        self._unsearched = max(answer_format.min_tokens - 1, 0)
+        self._unsearched = max(stop.min_tokens - 1, 0)
         self._deltas.searching = not self._unsearched
-        self._steps: Steps[None] | None = _steps_of(self._reader, self._deltas, answer_format)
+        self._steps: Steps[None] | None = _steps_of(self._reader, self._deltas, form, parsing)
+        # Most answers are content from the first word on, whose first character tells so if all else is reasoning.
+        self._begins = ""
+        if form.reasoning is not None and not (marked or form.harmony or parsing.thinking or parsing.prefilled):
+            self._begins = form.reasoning.begins
 
     @property
     def passthrough(self) -> bool:
@@ -135,6 +135,9 @@ class AnswerParser:
             self._deltas.searching = True
         if not text or self._deltas.stop is not None:
             return
+        begins, self._begins = self._begins, ""
+        if begins and (first := text.lstrip(SPACE)[:1]) and first not in begins:
+            self._steps = None
         if self._steps is None:
             self._deltas.content(text)
         else:
@@ -182,28 +185,31 @@ class AnswerParser:
                 self._deltas.content(remaining)
 
 
-def _steps_of(reader: Reader, deltas: DeltaBuilder, form: AnswerFormat) -> Steps[None]:
+def _steps_of(reader: Reader, deltas: DeltaBuilder, form: AnswerFormat, parsing: Parsing) -> Steps[None]:
+    offered, prefilled = Offered(parsing.texts, frozenset(parsing.functions)), parsing.prefilled
     if form.harmony is not None:
-        names = form.offered.names
-        yield from read_harmony(reader, deltas, form.harmony, names, calls=form.harmony_calls, prefilled=form.prefilled)
+        yield from read_harmony(
+            reader, deltas, form.harmony, offered.names, calls=form.harmony_calls, prefilled=prefilled
+        )
         return
     rest = ""
-    in_content = form.prefilled and not form.in_reasoning
+    in_content = prefilled and not parsing.thinking
     if form.reasoning is not None and not in_content:
-        if form.prefilled:
+        if prefilled:
             deltas.continue_reasoning()
         rest = yield from read_reasoning(
             reader,
             deltas,
             form.reasoning,
             form.tools,
-            form.offered,
-            in_reasoning=form.in_reasoning,
-            joined=form.joined,
+            offered,
+            in_reasoning=parsing.thinking,
+            joined=parsing.joined,
         )
         if rest:  # the reasoning was not closed: it ends where this begins, which is all that is left
             reader = reader.within(rest)
-    if form.tools is not None or form.content != ContentMarks():
-        yield from read_content(reader, deltas, form.tools, form.offered, marks=form.content, begun=in_content)
+    if form.marked_content:
+        content = form.content or ContentMarks()
+        yield from read_content(reader, deltas, form.tools, offered, marks=content, begun=in_content)
     if rest:
         deltas.content(reader.rest())

@@ -133,7 +133,7 @@ class Calls(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return tuple(filter(None, (first, *(each.strip() for each in self.also))))
 
 
-class Family(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Family(msgspec.Struct, frozen=True, forbid_unknown_fields=True, eq=False):  # a key of caches, by identity
     """
     Attributes:
         name: by which users ask for it.

@@ -5,7 +5,7 @@ model spells in ordinary tokens, for instance because it quotes a document, is t
 """
 
 import re
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 
 _FIRST, _MOST = 0xD800, 0x800
 _LIKE_A_MARK = re.compile(r"[<>\[\]|｜◁▷]")
@@ -41,10 +41,6 @@ class Marks:
     def text(self, read: str) -> str:
         """What was read, with the text of each token again."""
         return read.translate(self._text) if self._text and TOKEN.search(read) else read
-
-    def texts_of(self, push: Callable[[int], str]) -> Callable[[int], str]:
-        """The texts of tokens that nobody parses any more, of a stream that has characters for some of them."""
-        return (lambda token: self.text(push(token))) if self._text else push
 
     def in_json(self, read: str) -> str:
         """As ``text``, for a part of a JSON text: tokens within strings are escaped."""

@@ -13,7 +13,8 @@ from infra.model.parsers.marks import TOKEN
 T = TypeVar("T")
 Steps = Generator[None, None, T]  # yields when it needs more text
 
-_SPACE = re.compile(r"[ \t\r\n]*")
+SPACE = " \t\r\n"
+_SPACE = re.compile(f"[{SPACE}]*")
 
 
 class MalformedCall(Exception):

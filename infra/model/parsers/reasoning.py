@@ -8,11 +8,16 @@ from infra.model.parsers.tool_formats import Offered, ToolFormat, try_calls
 
 
 class ThoughtMarks:
-    """The marks of a row's thoughts, as one vocabulary writes them."""
+    """The marks of a row's thoughts, as one vocabulary writes them.
+
+    Attributes:
+        begins: the characters with which the marks begin.
+    """
 
     def __init__(self, thoughts: Thoughts, marks: Marks) -> None:
         self.opening = tuple(marks.within(each.rstrip()) for each in thoughts.opening)
         self.closing = tuple(marks.within(each) for each in thoughts.closing)
+        self.begins = "".join({mark[0] for mark in (*self.opening, *self.closing)})
 
 
 def read_reasoning(

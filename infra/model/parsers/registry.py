@@ -9,7 +9,7 @@ from blake3 import blake3
 from infra.model.detokenizer import Detokenizer, StopSearch, TextStream
 from infra.model.parsers import marks as mark_tokens
 from infra.model.parsers.answer_parser import AnswerFormat, AnswerParser
-from infra.model.parsers.families import CHANNELS, TABLE, Calls, Thoughts
+from infra.model.parsers.families import CHANNELS, TABLE, Calls, Family
 from infra.model.parsers.harmony import HarmonyMarks
 from infra.model.parsers.json_calls import json_calls
 from infra.model.parsers.marks import NONE, Marks
@@ -17,7 +17,7 @@ from infra.model.parsers.markup_calls import markup_calls
 from infra.model.parsers.notation_calls import notation_calls
 from infra.model.parsers.pythonic_calls import pythonic_calls
 from infra.model.parsers.reasoning import ThoughtMarks
-from infra.model.parsers.tool_formats import ContentMarks, Offered, TextParameters, ToolFormat
+from infra.model.parsers.tool_formats import ContentMarks, TextParameters, ToolFormat
 from infra.model.schema_kinds import kinds
 from schemas.fleet import Registration
 from schemas.requests import GenerateRequest, Parsing
@@ -100,27 +100,23 @@ def format_tokens(parsing: Parsing, vocabulary: Collection[str]) -> tuple[str, .
     return mark_tokens.tokens_in([text for row in rows if row is not None for text in row.marks], vocabulary)
 
 
-class _Format(NamedTuple):
-    """What does not depend on the request."""
-
-    thoughts: ThoughtMarks | None
-    tools: ToolFormat | None
-    content: ContentMarks
-    harmony: HarmonyMarks | None
-
-
 @lru_cache(maxsize=256)
-def _format(thoughts: Thoughts | None, calls: Calls | None, content: ContentMarks, marks: Marks) -> _Format:
-    harmony = (thoughts is not None and thoughts.channels) or (calls is not None and calls.reader == CHANNELS)
-    if harmony:
-        return _Format(None, None, ContentMarks(), HarmonyMarks(marks))
-    tools = None
-    if calls is not None:
-        tools = _tool_format(calls, marks)
-    written = ContentMarks(
-        (marks.within(content.frame[0]), marks.within(content.frame[1])), tuple(map(marks.within, content.layout))
+def _format(reasoning: Family | None, tools: Family | None, marks: Marks) -> AnswerFormat:
+    """Of answers with one row's reasoning and another's calls."""
+    thoughts = reasoning.thoughts if reasoning is not None else None
+    calls = tools.calls if tools is not None else None
+    if (thoughts is not None and thoughts.channels) or (calls is not None and calls.reader == CHANNELS):
+        return AnswerFormat(harmony=HarmonyMarks(marks), harmony_calls=calls is not None, marks=marks)
+    rows = [row for row in (reasoning, tools) if row is not None]
+    start, end = next((row.frame for row in rows if any(row.frame)), ("", ""))
+    layout = dict.fromkeys(mark for row in rows for mark in row.layout)
+    content = ContentMarks((marks.within(start), marks.within(end)), tuple(map(marks.within, layout)))
+    return AnswerFormat(
+        reasoning=ThoughtMarks(thoughts, marks) if thoughts is not None else None,
+        tools=_tool_format(calls, marks) if calls is not None else None,
+        content=content if content != ContentMarks() else None,
+        marks=marks,
     )
-    return _Format(ThoughtMarks(thoughts, marks) if thoughts is not None else None, tools, written, None)
 
 
 def _tool_format(calls: Calls, marks: Marks) -> ToolFormat:
@@ -143,34 +139,15 @@ def parser_for(request: GenerateRequest, choice: int, marks: Marks = NONE) -> An
     """
     parsing = request.parsing
     assert parsing is not None
-    rows = [row for name in (parsing.reasoning, parsing.tools) if (row := TABLE.find(name)) is not None]
-    thoughts, calls = TABLE.thoughts(parsing.reasoning), TABLE.calls(parsing.tools)
-    frame = next((row.frame for row in rows if any(row.frame)), ("", ""))
-    layout = tuple(dict.fromkeys(mark for row in rows for mark in row.layout))
-    form = _format(thoughts, calls, ContentMarks(frame, layout), marks)
-    chars = _ID_CHARS.get(calls.ids, 0) if calls is not None else 0
+    tools = TABLE.find(parsing.tools)
+    form = _format(TABLE.find(parsing.reasoning), tools, marks)
+    chars = _ID_CHARS.get(tools.calls.ids, 0) if tools is not None and tools.calls is not None else 0
 
     def call_id(index: int) -> str:
         digest = blake3(f"{request.id}.{choice}.{index}".encode()).hexdigest()
         return digest[:chars] if chars else "call_" + digest[:24]
 
-    answer_format = AnswerFormat(
-        reasoning=form.thoughts,
-        tools=form.tools,
-        content=form.content,
-        harmony=form.harmony,
-        harmony_calls=calls is not None,
-        in_reasoning=parsing.thinking,
-        prefilled=parsing.prefilled,
-        joined=parsing.joined,
-        one_call=parsing.one_call,
-        offered=Offered(parsing.texts, frozenset(parsing.functions)),
-        marks=marks,
-        stops=request.stop.strings,
-        min_tokens=request.stop.min_tokens,
-        stops_shown=request.stops_shown,
-    )
-    return AnswerParser(answer_format, call_id)
+    return AnswerParser(form, parsing, request.stop, call_id, stops_shown=request.stops_shown)
 
 
 class AnswerMarks(NamedTuple):
@@ -178,10 +155,12 @@ class AnswerMarks(NamedTuple):
     Attributes:
         marks: of an answer's formats, that are tokens of a vocabulary.
         shown: their characters, by the tokens' ids.
+        texts: their texts, likewise, for what follows the parsed part of an answer.
     """
 
     marks: Marks
     shown: dict[int, str]
+    texts: dict[int, str]
 
 
 def answer_marks(parsing: Parsing, detokenizer: Detokenizer) -> AnswerMarks:
@@ -192,7 +171,8 @@ def answer_marks(parsing: Parsing, detokenizer: Detokenizer) -> AnswerMarks:
 @lru_cache(maxsize=16)
 def _answer_marks(reasoning: str, tools: str, detokenizer: Detokenizer) -> AnswerMarks:
     marks = Marks(format_tokens(Parsing(reasoning, tools), detokenizer.added))
-    return AnswerMarks(marks, {detokenizer.added[token]: marks.char(token) for token in marks.tokens})
+    ids = {detokenizer.added[token]: token for token in marks.tokens}
+    return AnswerMarks(marks, {token: marks.char(text) for token, text in ids.items()}, ids)
 
 
 def text_stream(request: GenerateRequest, detokenizer: Detokenizer) -> TextStream:

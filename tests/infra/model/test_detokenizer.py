@@ -189,6 +189,18 @@ def test_worker_and_gateway_agree_where_a_stop_string_ends_the_answer(start: int
 MARKS = {1: "<|im_start|>", 2: "<|im_end|>"}
 
 
+@given(st.lists(TOKENS, max_size=6), st.lists(st.sampled_from(["a", " t", "th"]), max_size=2), st.booleans())
+def test_tokens_at_once_have_the_texts_of_each(parts: list[list[int]], stops: list[str], marked: bool) -> None:
+    for _, detokenizer in (byte_level(), metaspace()):
+        singly, at_once = (detokenizer.marked_stream(MARKS) if marked else detokenizer.stream(stops) for _ in range(2))
+        for number, tokens in enumerate(parts):
+            if number == 3:
+                singly.show({1: "<a>"})
+                at_once.show({1: "<a>"})
+            assert at_once.push_all(tokens) == [singly.push(token) for token in tokens]
+        assert (at_once.finish(), at_once.stop) == (singly.finish(), singly.stop)
+
+
 @given(TOKENS)
 def test_chosen_special_tokens_can_have_a_text(ids: list[int]) -> None:
     _, detokenizer = byte_level()
