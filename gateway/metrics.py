@@ -48,7 +48,8 @@ TOKEN_BUCKETS = (
 
 
 class Metrics:
-    """
+    """Requests and tokens are counted in the thread of the event loop only.
+
     Args:
         scope: of the process, with the prefix of a gateway's metrics.
     """
@@ -57,22 +58,24 @@ class Metrics:
         self.scope = scope
         self.consumers = ConsumerMetrics(scope)
         self.registry = scope.registry
-        self.requests = scope.counter("requests", "ended requests", ["api", "code"])
-        self.ttft = scope.histogram("ttft_seconds", "body read to first token sent", buckets=TTFT_BUCKETS)
+        self.requests = scope.thread_counter("requests", "ended requests", ["api", "code"])
+        self.ttft = scope.thread_histogram("ttft_seconds", "body read to first token sent", buckets=TTFT_BUCKETS)
         self.itl = scope.thread_histogram(
             "inter_token_seconds",
             "time between two tokens of a stream: from one event to the next, divided by the tokens in it",
             buckets=ITL_BUCKETS,
         )
-        self.e2e = scope.histogram("request_seconds", "body read to answer sent", buckets=E2E_BUCKETS)
-        self.prompt = scope.counter("prompt_tokens", "prompt tokens accepted")
-        self.output = scope.counter("output_tokens", "output tokens delivered")
-        self.cached = scope.counter("cached_tokens", "prompt tokens reused by workers")
-        self.input_length = scope.histogram("request_prompt_tokens", "tokens of a prompt", buckets=TOKEN_BUCKETS)
-        self.output_length = scope.histogram("request_output_tokens", "tokens of an answer", buckets=TOKEN_BUCKETS)
-        self.request_bytes = scope.counter("request_bytes", "bodies of HTTP requests")
-        self.response_bytes = scope.counter("response_bytes", "bodies of HTTP answers that were generated")
-        self.cancelled = scope.counter("cancelled", "requests left by their client")
+        self.e2e = scope.thread_histogram("request_seconds", "body read to answer sent", buckets=E2E_BUCKETS)
+        self.prompt = scope.thread_counter("prompt_tokens", "prompt tokens accepted")
+        self.output = scope.thread_counter("output_tokens", "output tokens delivered")
+        self.cached = scope.thread_counter("cached_tokens", "prompt tokens reused by workers")
+        self.input_length = scope.thread_histogram("request_prompt_tokens", "tokens of a prompt", buckets=TOKEN_BUCKETS)
+        self.output_length = scope.thread_histogram(
+            "request_output_tokens", "tokens of an answer", buckets=TOKEN_BUCKETS
+        )
+        self.request_bytes = scope.thread_counter("request_bytes", "bodies of HTTP requests")
+        self.response_bytes = scope.thread_counter("response_bytes", "bodies of HTTP answers that were generated")
+        self.cancelled = scope.thread_counter("cancelled", "requests left by their client")
         self.media = scope.counter("media", "images and embedding files taken", ["kind"])
         self.open = scope.gauge("open_requests", "requests being answered")
         self.queued = scope.gauge("queued_requests", "accepted and not placed yet")

@@ -68,6 +68,8 @@ def _within(annotation: Any, depth: int) -> Known | None:
 _KNOWN = {
     kind: {**_known(body), **dict.fromkeys(HARMLESS), **dict.fromkeys(_CONTENT)} for kind, body in _BODIES.items()
 }
+_NESTED = {kind: {name: within for name, within in known.items() if within} for kind, known in _KNOWN.items()}
+_LIST, _OBJECT = b"[{"  # what a value of these begins with
 _read_tools = msgspec.json.Decoder(list[dict[str, Any]]).decode
 _read_list = msgspec.json.Decoder(list[msgspec.Raw]).decode
 _read_names = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
@@ -79,15 +81,23 @@ def ignored_options(endpoint: str, data: bytes, unapplied: Collection[str] = ())
     Args:
         unapplied: what workers of the model announce.
     """
-    unknown = unknown_options(endpoint, data)
-    if not unapplied or endpoint not in _KNOWN or not any(name.encode() in data for name in unapplied):
-        return unknown
+    known = _KNOWN.get(endpoint)
+    if known is None:
+        return ()
     try:
         names = _read_names(data)
+        unknown = [] if names.keys() <= known.keys() else [name for name in names if name not in known]
+        nested = _NESTED[endpoint]
+        for name in names:
+            if name in nested:
+                unknown += _unknown_within(name, names[name], nested[name])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return unknown
-    given = (name for name in sorted(unapplied) if bytes(names.get(name, msgspec.Raw(b"null"))) != b"null")
-    return [*unknown, *(name for name in given if name in _KNOWN[endpoint])]
+        return ()
+    if endpoint == RESPONSE and b'"web_search' in data:
+        unknown += _tools_left_out(names)
+    if unapplied and (given := names.keys() & unapplied):
+        unknown += [name for name in sorted(given) if name in known and bytes(names[name]) != b"null"]
+    return unknown
 
 
 def unknown_options(endpoint: str, data: bytes) -> Sequence[str]:
@@ -95,33 +105,25 @@ def unknown_options(endpoint: str, data: bytes) -> Sequence[str]:
 
     Options within others have both names, as in "stream_options.include_usage". Of what is no JSON object, none.
     """
-    known = _KNOWN.get(endpoint)
-    if known is None:
-        return ()
-    try:
-        names = _read_names(data)
-        unknown = [name for name in names if name not in known]
-        for name, value in names.items():
-            if within := known.get(name):
-                unknown += _unknown_within(name, value, within)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return ()
-    return unknown + _tools_left_out(names) if endpoint == RESPONSE and b'"web_search' in data else unknown
+    return ignored_options(endpoint, data)
 
 
 def _unknown_within(at: str, value: msgspec.Raw, known: Known) -> list[str]:
-    start = bytes(memoryview(value)[:1])
-    if start == b"[":
+    start = memoryview(value)[0]
+    if start == _LIST:
         found = []
         for number, each in enumerate(_read_list(value)):
             found += _unknown_within(f"{at}[{number}]", each, known)
             if len(found) > MOST:
                 break
         return found
-    if start != b"{":
+    if start != _OBJECT:
+        return []
+    names = _read_names(value)
+    if names.keys() <= known.keys() and not any(known.values()):
         return []
     unknown = []
-    for name, inner in _read_names(value).items():
+    for name, inner in names.items():
         if name not in known and name not in _HARMLESS_WITHIN:
             unknown.append(f"{at}.{name}")
         elif within := known.get(name):

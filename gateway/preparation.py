@@ -173,7 +173,7 @@ class RequestPreparer:
         if endpoint == MESSAGE:
             return await self._message(body, context, now_ns=now_ns, request_id=request_id)
         prepare = prepare_chat if endpoint == CHAT else prepare_completion
-        prepared = await self.run_for(
+        prepared = await self._render_for(
             body, prepare, body, context, now_ns=now_ns, request_id=request_id, tenant=context.tenant
         )
         if isinstance(prepared, PendingMediaRequest):
@@ -212,7 +212,7 @@ class RequestPreparer:
         if history.size > LARGE_BODY:
             prepared = await self._in_thread(context.tenant, len(body) + history.size, work)
         else:
-            prepared = await self.run_for(body, work, tenant=context.tenant)
+            prepared = await self._render_for(body, work, tenant=context.tenant)
         if compacts:
             stored = encode_kept(asked, history.turns, request_id)
         else:
@@ -222,7 +222,7 @@ class RequestPreparer:
         return with_body(prepared, endpoint, stored)._replace(detached=bool(asked.background))
 
     async def _message(self, body: bytes, context: PrepareContext, *, now_ns: int, request_id: str) -> PreparedRequest:
-        found = await self.run_for(
+        found = await self._render_for(
             body, prepare_message, body, context, now_ns=now_ns, request_id=request_id, tenant=context.tenant
         )
         prepared = found.prepared
@@ -248,7 +248,7 @@ class RequestPreparer:
             ServingError: the body cannot be served.
         """
         context = caller.context(self._fleet.prepare_context)
-        return await self.run_for(body, work, body, context, tenant=caller.tenant)
+        return await self._render_for(body, work, body, context, tenant=caller.tenant)
 
     async def run_for(
         self, body: bytes, work: Callable[..., T], *args: Any, tenant: str = DEFAULT_TENANT, **options: Any
@@ -261,6 +261,18 @@ class RequestPreparer:
             ServingError: context_length_exceeded: it is not worth decoding. overloaded: too many wait for a thread.
         """
         if len(body) <= LARGE_BODY:
+            return work(*args, **options)
+        limit, meaning = max(FEW_VALUES, 2 * self._fleet.prepare_context.max_model_len), _TWICE
+        if limit < MAX_VALUES and self._fleet.embedding_models.known:  # what is asked for is not known yet
+            limit, meaning = MAX_VALUES, "the most that embeddings take"
+        checked = partial(_checked, body, limit, partial(work, *args, **options), meaning)
+        return await self._in_thread(tenant, len(body), checked)
+
+    async def _render_for(
+        self, body: bytes, work: Callable[..., T], *args: Any, tenant: str = DEFAULT_TENANT, **options: Any
+    ) -> T:
+        """As ``run_for``, for work that renders a chat template; in a thread also if that takes long."""
+        if len(body) <= LARGE_BODY:
             budget = cpu_budget(INLINE_CPU_S)
             try:
                 with budget:
@@ -269,11 +281,7 @@ class RequestPreparer:
                 if not budget.spent:
                     raise
             return await self._in_thread(tenant, len(body), partial(work, *args, **options))
-        limit, meaning = max(FEW_VALUES, 2 * self._fleet.prepare_context.max_model_len), _TWICE
-        if limit < MAX_VALUES and self._fleet.embedding_models.known:  # what is asked for is not known yet
-            limit, meaning = MAX_VALUES, "the most that embeddings take"
-        checked = partial(_checked, body, limit, partial(work, *args, **options), meaning)
-        return await self._in_thread(tenant, len(body), checked)
+        return await self.run_for(body, work, *args, tenant=tenant, **options)
 
     async def _in_thread(self, tenant: str, size_bytes: int, work: Callable[[], T]) -> T:
         return await self._threads.run(tenant, size_bytes, partial(_within, self._settings.template_cpu_s, work))

@@ -8,6 +8,7 @@ import sys
 from array import array
 from base64 import b64decode, b64encode
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from struct import Struct
 
 from blake3 import blake3
@@ -21,6 +22,7 @@ _OF_TENANT = "tenant/"
 _KEY = Struct("<q")
 
 
+@lru_cache(maxsize=256)  # few have a salt
 def root(revision: str, lora: str = "", salt: str = "") -> bytes:
     """The parent digest of a first block: everything except tokens that decides the KV content.
 

@@ -157,6 +157,9 @@ class Shown(msgspec.Struct, frozen=True, omit_defaults=True):
     usage: bool = False  # each event of a stream has the usage so far
 
 
+TEXT_ONLY = Shown()  # this very one is left out of messages
+
+
 class GenerateRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     """One accepted request. Once its publish is acknowledged, it gets exactly one terminal event."""
 
@@ -195,7 +198,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     constraint: Constraint | None = None  # None: the output is free; else ``sampling.logits_processors`` has CONSTRAINT
     embedding: Embedding | None = None  # a request for vectors: stop and sampling are ignored
     repeats_poison: bool = False  # the first repeat of a request that crashed every worker: it runs alone
-    shown: Shown = Shown()
+    shown: Shown = TEXT_ONLY
     in_memory: bool = False  # with ``no_store``: content and output never reach a disk; False: of an older build
     prompt_length: int = 0  # tokens of the prompt, where that is left out (``schemas.contents.without_content``)
     watched: bool = False  # others of its tenant crashed every worker within an hour: after one crash it runs alone

@@ -35,6 +35,8 @@ def whole_answer(
         ServingError: the model has no known format for what is asked.
     """
     budget = None if _within_content(parsing) else _budget(body, context)
+    if asked is None and budget is None and not body.tools:
+        return "", None, ()
     choice = resolve_tool_choice(body.tool_choice, body.tools, body.parallel_tool_calls)
     if context.loosened:
         choice = choice._replace(tools=tuple(each.loosened(context.loosened) for each in choice.tools))

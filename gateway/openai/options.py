@@ -22,6 +22,7 @@ T = TypeVar("T")
 MAX_PROMPT_LOGPROBS = 131_072  # values in one answer: prompt tokens x (1 + alternatives) x times they are shown
 MAX_STREAMED_LOGPROBS = 8_192  # of them in one event of a stream
 RESERVED = CONSTRAINT_MARKS  # names that clients cannot use
+_NEUTRAL = Sampling()  # whose values are left out of messages
 MAX_PROCESSOR_BYTES = 65_536  # arguments of all logits processors of a request, as JSON
 
 
@@ -81,15 +82,15 @@ def _parsing(
     if parsing is None:
         return None
     joined = body.separate_reasoning is False and bool(parsing.reasoning)
-    thoughts = TABLE.thoughts(parsing.reasoning)
-    if joined and thoughts is not None and thoughts.channels:
+    if joined and (thoughts := TABLE.thoughts(parsing.reasoning)) is not None and thoughts.channels:
         raise unsupported(
             "separate_reasoning",
             "separate_reasoning: false is not supported by models that think in channels (harmony)",
         )
-    return msgspec.structs.replace(
-        parsing, names=context.reasoning_fields, hidden=body.include_reasoning is False and not joined, joined=joined
-    )
+    hidden = body.include_reasoning is False and not joined
+    if not (joined or hidden or context.reasoning_fields):
+        return parsing
+    return msgspec.structs.replace(parsing, names=context.reasoning_fields, hidden=hidden, joined=joined)
 
 
 def _text_of(message: ChatMessage) -> str:
@@ -169,8 +170,8 @@ def _sampling(
         top_k=max(_given(body.top_k, default.top_k), 0),
         min_p=_given(body.min_p, default.min_p),
         seed=resolve_seed(body, seed),
-        presence_penalty=body.presence_penalty or 0.0,
-        frequency_penalty=body.frequency_penalty or 0.0,
+        presence_penalty=body.presence_penalty or _NEUTRAL.presence_penalty,
+        frequency_penalty=body.frequency_penalty or _NEUTRAL.frequency_penalty,
         repetition_penalty=_given(body.repetition_penalty, default.repetition_penalty),
         logit_bias=bias,
         logprobs=_logprobs(body),

@@ -15,7 +15,7 @@ from gateway.openai.prepare_context import PrepareContext
 from gateway.openai.prompt import Prompt, chat_prompt, completion_prompt, expand_media, truncated
 from gateway.openai.requests import ChatCompletionRequest, CompletionRequest, parse_chat, parse_completion
 from schemas.blocks import chain, media_extra, root
-from schemas.requests import GenerateRequest, Media, Shown
+from schemas.requests import TEXT_ONLY, GenerateRequest, Media, Shown
 from schemas.wire import pack_tokens
 
 
@@ -194,8 +194,7 @@ def _prepared(
 
 def _shown(body: ChatCompletionRequest | CompletionRequest) -> Shown:
     stream = body.stream_options
-    return Shown(
-        token_ids=bool(body.return_token_ids),
-        tokens_as_ids=bool(body.return_tokens_as_token_ids),
-        usage=stream is not None and bool(stream.continuous_usage_stats),
-    )
+    usage = stream is not None and bool(stream.continuous_usage_stats)
+    if not (body.return_token_ids or body.return_tokens_as_token_ids or usage):
+        return TEXT_ONLY
+    return Shown(bool(body.return_token_ids), bool(body.return_tokens_as_token_ids), usage)

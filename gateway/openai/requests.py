@@ -4,6 +4,7 @@ Unknown fields are ignored. A known field whose value cannot be honoured is an e
 nothing is silently dropped.
 """
 
+import re
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -23,6 +24,8 @@ MAX_PROCESSORS = 8
 
 _U32 = (1 << 32) - 1
 _WORD = r"^[A-Za-z0-9_-]{1,64}(?![\s\S])"  # not "$", which in Python also matches before a final line break
+
+_is_word = re.compile(_WORD).match
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
@@ -175,7 +178,12 @@ class ToolCall(Struct, frozen=True):
 
 class ChatMessage(Struct, frozen=True):
     role: Annotated[
-        str, Meta(pattern=_WORD, description=f"{', '.join(ROLES)}, or another that the chat template knows")
+        str,
+        Meta(
+            max_length=64,
+            description=f"{', '.join(ROLES)}, or another that the chat template knows",
+            extra_json_schema={"pattern": _WORD},  # checked by ``check_chat``, as few have another one
+        ),
     ]
     content: str | list[ContentPart] | None = None
     name: str | None = None
@@ -267,9 +275,14 @@ def check_chat(body: ChatCompletionRequest) -> None:
         raise unsupported("modalities", "audio and modalities other than 'text' are not supported")
     if body.web_search_options is not None:
         raise unsupported("web_search_options", "web_search_options is not supported: Penstock searches nothing")
+    for number, message in enumerate(body.messages):
+        if message.role not in ROLES and not _is_word(message.role):
+            at = f"messages[{number}].role"
+            raise invalid(at, f"{at} must be 1 to 64 of A-Za-z0-9_-, not {message.role!r}; use {', '.join(ROLES)}")
     for number, tool in enumerate(body.tools or ()):
         _check_tool(f"tools[{number}]", tool)
-    resolve_tool_choice(body.tool_choice, body.tools, body.parallel_tool_calls)
+    if body.tools or body.tool_choice is not None:
+        resolve_tool_choice(body.tool_choice, body.tools, body.parallel_tool_calls)
     if body.add_generation_prompt and body.continue_final_message:
         raise invalid("continue_final_message", "continue_final_message excludes add_generation_prompt: true")
     if body.top_logprobs and not body.logprobs:
@@ -315,9 +328,10 @@ def _check_related(body: ChatCompletionRequest | CompletionRequest, max_tokens: 
     """Limits between fields, which a schema does not express, and options of other servers that change every answer."""
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise unsupported("best_of", f"best_of is not supported unless it equals n ({body.n or 1})")
-    for name in ("use_beam_search", "guided_whitespace_pattern", "grammar_lazy"):
-        if getattr(body, name):
-            raise unsupported(name, f"{name} is not supported; leave it out")
+    if body.use_beam_search or body.guided_whitespace_pattern or body.grammar_lazy:
+        names = ("use_beam_search", "guided_whitespace_pattern", "grammar_lazy")
+        name = next(name for name in names if getattr(body, name))
+        raise unsupported(name, f"{name} is not supported; leave it out")
     if max_tokens is not None and (body.min_tokens or 0) > max_tokens:
         raise invalid("min_tokens", f"min_tokens is {body.min_tokens}; it must not exceed max_tokens ({max_tokens})")
     if body.truncate_prompt_tokens == 0:

@@ -14,7 +14,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
 from infra.metrics.names import label_name, metric_name
-from infra.metrics.thread_histogram import ThreadHistogram
+from infra.metrics.thread_metrics import ThreadCounter, ThreadHistogram
 
 _Made = TypeVar("_Made", bound=Collector)
 
@@ -128,6 +128,10 @@ class MetricScope(Collector):
             return Histogram(full, about, names, buckets=buckets, registry=None)
 
         return self._made(Histogram, name, labels, constant, make)
+
+    def thread_counter(self, name: str, about: str, labels: Sequence[str] = ()) -> ThreadCounter:
+        """As ``counter``, of what only one thread counts, such as the event loop's."""
+        return self._made(ThreadCounter, name, labels, None, lambda full, names: ThreadCounter(full, about, names))
 
     def thread_histogram(self, name: str, about: str, *, buckets: Sequence[float]) -> ThreadHistogram:
         """A distribution that only one thread observes, such as the event loop's. It has no labels of its own.
