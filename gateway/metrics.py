@@ -3,8 +3,8 @@
 from infra.metrics.scope import MetricScope
 from schemas.streams import LONGEST_DEADLINE_S as LONGEST
 
-TTFT_BUCKETS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 300, 600, LONGEST)
-E2E_BUCKETS = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800, LONGEST)
+TTFT_BUCKETS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 1.5, 2, 3, 5, 10, 30, 60, 300, 600, LONGEST)
+E2E_BUCKETS = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 1.5, 2.5, 3, 5, 10, 30, 60, 120, 300, 600, 1800, LONGEST)
 ITL_BUCKETS = (
     0.001,
     0.002,
@@ -21,6 +21,8 @@ ITL_BUCKETS = (
     0.2,
     0.5,
     1,
+    1.5,
+    3,
     5,
     60,
     600,

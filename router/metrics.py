@@ -13,7 +13,7 @@ from schemas.streams import LONGEST_DEADLINE_S as LONGEST
 _MOST_COUNTERS = 256
 STAGES = ("aggregated", "encode", "prefill", "decode")
 DECISION_BUCKETS = (0.00001, 0.00002, 0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.1)
-WAIT_BUCKETS = (0.001, 0.01, 0.1, 1, 10, 60, 600, LONGEST)
+WAIT_BUCKETS = (0.001, 0.01, 0.1, 1, 1.5, 3, 10, 60, 600, LONGEST)
 
 
 class Metrics:

@@ -10,12 +10,15 @@ import msgspec
 from msgspec import Meta, Struct, field
 
 from configs.settings import Common, GatewaySettings, RouterSettings, WorkerSettings
+from gateway.metrics import TTFT_BUCKETS
+from schemas.streams import LONGEST_DEADLINE_S
 from schemas.subjects import Namespace
 
 PoolName = Annotated[str, Meta(pattern=r"^[a-z]([-a-z0-9]{0,20}[a-z0-9])?$")]
 Count = Annotated[int, Meta(ge=1)]
 Quantity = Annotated[str, Meta(pattern=r"^[0-9]+(\.[0-9]+)?(m|[kKMGTPE]i?)?$")]
 Seconds = Annotated[int, Meta(ge=1, le=7 * 86_400)]
+Share = Annotated[float, Meta(gt=0, lt=1)]
 Metric = Annotated[str, Meta(pattern="^penstock_[a-z_]+$")]
 User = Literal["gateway", "router", "worker", "operator", "sys"]  # of the broker, whom pods log in as
 Role = Literal["aggregated", "prefill", "decode", "encode", "diffusion", "embed"]
@@ -272,9 +275,40 @@ class Switch(Section, frozen=True, kw_only=True):
     labels: Mapping[str, str] = {}
 
 
+class Thresholds(Section, frozen=True, kw_only=True):
+    """From which values on alerts fire; ``penstock monitoring`` has the same as flags.
+
+    A budget is the share of requests that may be bad in a month. Alerts on its burn rate compare two windows, so that
+    they begin soon and end soon after the cause.
+    """
+
+    ttft: Annotated[float, Meta(gt=0, description="seconds to the first token, P95 over ten minutes")] = 5.0
+    itl: Annotated[float, Meta(gt=0, description="seconds between two tokens, P99 over ten minutes")] = 0.5
+    failed: Annotated[Share, about("share of the requests that fail, over five minutes")] = 0.05
+    failed_budget: Annotated[Share, about("share of the requests that may fail in a month")] = 0.01
+    late: Annotated[
+        float,
+        Meta(
+            description="seconds after which a first token is late: a bucket of penstock_gateway_ttft_seconds",
+            extra_json_schema={"enum": [bound for bound in TTFT_BUCKETS if bound < LONGEST_DEADLINE_S]},
+        ),
+    ] = 3.0
+    late_budget: Annotated[Share, about("share of the first tokens that may be late in a month")] = 0.05
+    burn_fast: Annotated[
+        float,
+        Meta(ge=1, description="times the rate that uses a budget up in a month, over 1 h and 5 min: critical"),
+    ] = 14.4
+    burn_slow: Annotated[float, Meta(ge=1, description="the same over 6 h and 30 min: a warning")] = 6.0
+    slow_worker: Annotated[float, Meta(gt=1, description="times slower than its peers that a worker may be")] = 4.0
+
+
+class Rules(Switch, frozen=True, kw_only=True):
+    thresholds: Thresholds = Thresholds()
+
+
 class Monitoring(Section, frozen=True, kw_only=True):
     pod_monitor: PodMonitor = PodMonitor()
-    rules: Annotated[Switch, about("PrometheusRule with the alerts of docs/monitoring.md")] = Switch()
+    rules: Annotated[Rules, about("PrometheusRule with the alerts of docs/monitoring.md")] = Rules()
     dashboards: Annotated[Switch, about("ConfigMap with the Grafana dashboards, for Grafana's sidecar")] = Switch(
         labels={"grafana_dashboard": "1"}
     )

@@ -1,25 +1,31 @@
 """``penstock monitoring``: files for a Prometheus and a Grafana that watch a deployment."""
 
 import argparse
+import re
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 from urllib.parse import urlsplit
 
 import msgspec
 import yaml
 
 from configs.flags import Parser
+from gateway.metrics import TTFT_BUCKETS
+from infra.deploy.helm.values import Thresholds
 from infra.launch.state import State, read_state
 from infra.terminal import reason
+from schemas.streams import LONGEST_DEADLINE_S
 
 FOLDER = Path(__file__).parent
 GRAFANA = FOLDER / "grafana"
-ALERTS = FOLDER / "alerts.yml"
+ALERTS = FOLDER / "alerts.yml"  # with the default thresholds
+ALERTS_TEMPLATE = FOLDER / "alerts.template.yml"
 OK, REFUSED = 0, 1
 SCRAPE = "5s"
+LATE = [bound for bound in TTFT_BUCKETS if bound < LONGEST_DEADLINE_S]  # thresholds of late first tokens
 
 
 def run(argv: Sequence[str]) -> int:
@@ -31,6 +37,10 @@ def run(argv: Sequence[str]) -> int:
     if problem := wrong_url(args.prometheus):
         return _refused(f"--prometheus {args.prometheus}: {problem}")
     try:
+        thresholds = thresholds_of(args)
+    except ValueError as error:
+        return _refused(str(error))
+    try:
         targets = targets_of(read_state(Path(args.state)))
     except FileNotFoundError:
         fix = "start a deployment with penstock up, or name the --state of one"
@@ -38,7 +48,7 @@ def run(argv: Sequence[str]) -> int:
     except (OSError, UnicodeDecodeError, msgspec.DecodeError) as error:
         return _refused(f"--state {args.state}: {reason(error)}")
     try:
-        write(folder, targets, args.prometheus)
+        write(folder, targets, args.prometheus, thresholds)
     except OSError as error:
         return _refused(f"--out {folder}: {reason(error)}")
     print(f"{sum(len(group['targets']) for group in targets)} targets in {folder / 'targets.json'}")
@@ -58,6 +68,14 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--prometheus", default="http://127.0.0.1:9090", help="where Grafana finds Prometheus (default: %(default)s)"
     )
+    alerts = parser.add_argument_group("thresholds of the alerts")
+    hints = get_type_hints(Thresholds, include_extras=True)
+    for field in msgspec.structs.fields(Thresholds):
+        metas = hints[field.name].__metadata__
+        help = next(meta.description for meta in reversed(metas) if meta.description)
+        alerts.add_argument(
+            _flag(field.name), type=float, default=field.default, metavar="X", help=f"{help} (default: %(default)g)"
+        )
 
 
 def wrong_url(url: str) -> str:
@@ -83,7 +101,41 @@ def targets_of(state: State) -> list[dict[str, Any]]:
     ]
 
 
-def write(folder: Path, targets: Sequence[Mapping[str, Any]], prometheus: str) -> None:
+def thresholds_of(args: argparse.Namespace) -> Thresholds:
+    """
+    Raises:
+        ValueError: a threshold that no rule could use.
+    """
+    given = {field.encode_name: getattr(args, field.name) for field in msgspec.structs.fields(Thresholds)}
+    try:
+        made = msgspec.convert(given, Thresholds)
+    except msgspec.ValidationError as error:
+        raise ValueError(re.sub(r"`\$\.(\w+)`", lambda match: _flag(match[1]), str(error))) from None
+    if made.late not in LATE:
+        raise ValueError(
+            f"--late {made.late:g}: choose a bucket of the histogram: {', '.join(map('{:g}'.format, LATE))}"
+        )
+    for name in ("failed_budget", "late_budget"):
+        budget, most = getattr(made, name), 1 / max(made.burn_fast, made.burn_slow)
+        if budget >= most:
+            raise ValueError(f"{_flag(name)} {budget:g}: its burn alerts could never fire; choose less than {most:.3g}")
+    return made
+
+
+def _flag(name: str) -> str:
+    return "--" + re.sub("(?<=[a-z])(?=[A-Z])", "-", name).lower().replace("_", "-")
+
+
+def alert_rules(thresholds: Thresholds) -> str:
+    """The alert rules with these thresholds."""
+    _, groups, rules = ALERTS_TEMPLATE.read_text(encoding="utf-8").partition("groups:")
+    text = groups + rules
+    for name, value in msgspec.to_builtins(thresholds).items():
+        text = text.replace(f"${{{name}}}", f"{value:g}")
+    return f"# Made by penstock monitoring. Check it: promtool check rules alerts.yml\n{text}"
+
+
+def write(folder: Path, targets: Sequence[Mapping[str, Any]], prometheus: str, thresholds: Thresholds) -> None:
     """Write all files; those that exist are replaced.
 
     Raises:
@@ -91,7 +143,7 @@ def write(folder: Path, targets: Sequence[Mapping[str, Any]], prometheus: str) -
     """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "targets.json").write_bytes(msgspec.json.format(msgspec.json.encode(targets), indent=2) + b"\n")
-    shutil.copyfile(ALERTS, folder / "alerts.yml")
+    (folder / "alerts.yml").write_text(alert_rules(thresholds), encoding="utf-8")
     _write_yaml(folder / "prometheus.yml", scrape_config())
     dashboards = folder / "grafana" / "dashboards"
     dashboards.mkdir(parents=True, exist_ok=True)

@@ -184,6 +184,7 @@ ROUTERS = Dashboard(
         Panel(
             "Leases lost in ten minutes",
             [Query(most("penstock_router_lease_losses", "worker", PLACE), "{{worker}}")],
+            needs="a worker that lost its lease",
         ),
         Panel(
             "Workers, times slower than their peers",

@@ -15,13 +15,15 @@ import msgspec
 import pytest
 import yaml
 
+from gateway.metrics import Metrics
 from infra.deploy.monitoring import pictures
 from infra.deploy.monitoring.dashboards import DASHBOARDS
-from infra.deploy.monitoring.main import ALERTS, run, targets_of, wrong_url
+from infra.deploy.monitoring.main import ALERTS, LATE, run, targets_of, wrong_url
 from infra.deploy.monitoring.panels import Panel
 from infra.docs import dashboards
 from infra.docs.metrics import scopes
 from infra.launch.state import Running, State
+from infra.metrics.scope import MetricScope
 
 NAME = re.compile(r"\b(?:penstock|process|user)_[a-z_]+\b")
 PANELS = [pytest.param(panel, id=f"{board.name}: {panel.title}") for board in DASHBOARDS for panel in board.panels]
@@ -98,6 +100,43 @@ def test_an_address_that_grafana_could_not_read_is_refused(
     assert f"--prometheus {url}: " in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
     assert wrong_url("https://prometheus.example.com:9090/path") == ""
+
+
+def test_thresholds_of_the_alerts_are_flags(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    state = tmp_path / "state.json"
+    state.write_bytes(msgspec.json.encode(State("http://127.0.0.1:8000", "", "", "", "ps", "demo", ())))
+    out = ["--state", str(state), "--out", str(tmp_path / "out")]
+    assert (
+        run([*out, "--ttft", "2", "--itl", "0.1", "--late", "1.5", "--late-budget", "0.02", "--burn-fast", "10"]) == 0
+    )
+    rules = {
+        rule["alert"]: " ".join(rule["expr"].split())
+        for rule in yaml.safe_load((tmp_path / "out" / "alerts.yml").read_text())["groups"][0]["rules"]
+    }
+    assert rules["PenstockFirstTokenLate"].endswith("[5m]))) > 2")
+    assert rules["PenstockTokensSlow"].endswith("> 0.1")
+    late = rules["PenstockLateBurnFast"]
+    assert late.count('le=~"1.5(\\\\.0)?"') == late.count("> 10 * 0.02") == 2
+    assert "[1h]" in late.partition(" and ")[0]
+    assert "[5m]" in late.partition(" and ")[2]
+    assert not any("${" in expr for expr in rules.values())
+    for flags, says in (
+        (["--late", "4"], "--late 4: choose a bucket of the histogram: 0.002, "),
+        (["--late-budget", "0.2"], "--late-budget 0.2: its burn alerts could never fire; choose less than 0.0694"),
+        (["--failed", "1.5"], "--failed"),
+        (["--burn-slow", "0"], "--burn-slow"),
+    ):
+        assert run([*out, *flags]) == 1
+        assert says in capsys.readouterr().err
+
+
+def test_late_first_tokens_are_counted_by_a_bucket_that_gateways_have() -> None:
+    scope = MetricScope()
+    Metrics(scope.child("gateway")).ttft.observe(2.5)
+    (family,) = [each for each in scope.registry.collect() if each.name == "penstock_gateway_ttft_seconds"]
+    bounds = {sample.labels["le"] for sample in family.samples if "le" in sample.labels}
+    for late in LATE:
+        assert [bound for bound in bounds if re.fullmatch(rf"{late:g}(\.0)?", bound)]
 
 
 def test_promtool_accepts_the_files(tmp_path: Path) -> None:

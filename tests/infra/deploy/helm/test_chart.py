@@ -16,7 +16,8 @@ import yaml
 from configs.flags import parse
 from configs.settings import GatewaySettings, RouterSettings, WorkerSettings
 from infra.deploy.helm.generate import CHART, files
-from infra.deploy.monitoring.main import ALERTS, GRAFANA
+from infra.deploy.helm.values import Thresholds
+from infra.deploy.monitoring.main import ALERTS, GRAFANA, alert_rules
 from infra.engine_args import decode, parse_yaml
 from infra.planner.command import Settings as PlannerSettings
 from infra.planner.connectors.kubernetes import scale_path
@@ -736,6 +737,10 @@ def test_dashboards_and_alerts_are_those_of_the_monitoring_folder() -> None:
     trees = manifests(EVERYTHING)
     rules = found(trees, "PrometheusRule", "demo-monitoring")["spec"]["groups"]
     assert rules == yaml.safe_load(ALERTS.read_text())["groups"]
+    own = {"enabled": True, "thresholds": {"ttft": 2, "late": 1.5, "failedBudget": 0.001, "slowWorker": 8}}
+    changed = found(manifests({"monitoring": {"rules": own}}), "PrometheusRule", "demo-monitoring")["spec"]["groups"]
+    thresholds = Thresholds(ttft=2, late=1.5, failed_budget=0.001, slow_worker=8)
+    assert changed == yaml.safe_load(alert_rules(thresholds))["groups"] != rules
     boards = found(trees, "ConfigMap", "demo-dashboards")
     assert boards["metadata"]["labels"]["grafana_dashboard"] == "1"
     assert {name: json.loads(text) for name, text in boards["data"].items()} == {
@@ -796,6 +801,11 @@ def test_dashboards_and_alerts_are_those_of_the_monitoring_folder() -> None:
         ("models: {size: much}", "size"),
         ("namespace: Upper", "namespace"),
         ("gateway: {autoscaling: {metric: requests}}", "metric"),
+        ("monitoring: {rules: {thresholds: {late: 4}}}", "late"),
+        (
+            "monitoring: {rules: {enabled: true, thresholds: {lateBudget: 0.2}}}",
+            "thresholds.lateBudget: its burn alerts could never fire",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused_with_its_place(text: str, says: str) -> None:
