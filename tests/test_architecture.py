@@ -17,6 +17,8 @@ import infra.docs.settings
 import infra.docs.wire
 from configs import settings
 from gateway.images.prepare import PATHS
+from infra.deploy.helm.values import Thresholds
+from infra.deploy.monitoring.main import flag
 from schemas.errors import Code
 
 ROOT = Path(__file__).parent.parent
@@ -284,6 +286,7 @@ COMMAND_FLAGS = frozenset(
     for path in (*(ROOT / "infra").rglob("*.py"), *(ROOT / "tests" / "chaos").rglob("*.py"))
     for flag in re.findall(r'add_argument\(\s*"(--[a-z0-9-]+)"', path.read_text(encoding="utf-8"))
 ) | {"--help", "--topology"}  # of commands with their own parsers
+COMMAND_FLAGS |= {flag(field) for field in Thresholds.__struct_fields__}
 # Of Dynamo, then aiperf and guidellm, then docker.
 PEERS_FLAGS = frozenset(
     {"--migration-limit", "--artifact-dir", "--endpoint-type", "--streaming", "--synthetic-input-tokens-mean"}

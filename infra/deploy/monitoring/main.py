@@ -74,7 +74,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         metas = hints[field.name].__metadata__
         help = next(meta.description for meta in reversed(metas) if meta.description)
         alerts.add_argument(
-            _flag(field.name), type=float, default=field.default, metavar="X", help=f"{help} (default: %(default)g)"
+            flag(field.name), type=float, default=field.default, metavar="X", help=f"{help} (default: %(default)g)"
         )
 
 
@@ -110,7 +110,7 @@ def thresholds_of(args: argparse.Namespace) -> Thresholds:
     try:
         made = msgspec.convert(given, Thresholds)
     except msgspec.ValidationError as error:
-        raise ValueError(re.sub(r"`\$\.(\w+)`", lambda match: _flag(match[1]), str(error))) from None
+        raise ValueError(re.sub(r"`\$\.(\w+)`", lambda match: flag(match[1]), str(error))) from None
     if made.late not in LATE:
         raise ValueError(
             f"--late {made.late:g}: choose a bucket of the histogram: {', '.join(map('{:g}'.format, LATE))}"
@@ -118,11 +118,12 @@ def thresholds_of(args: argparse.Namespace) -> Thresholds:
     for name in ("failed_budget", "late_budget"):
         budget, most = getattr(made, name), 1 / max(made.burn_fast, made.burn_slow)
         if budget >= most:
-            raise ValueError(f"{_flag(name)} {budget:g}: its burn alerts could never fire; choose less than {most:.3g}")
+            raise ValueError(f"{flag(name)} {budget:g}: its burn alerts could never fire; choose less than {most:.3g}")
     return made
 
 
-def _flag(name: str) -> str:
+def flag(name: str) -> str:
+    """Of a threshold."""
     return "--" + re.sub("(?<=[a-z])(?=[A-Z])", "-", name).lower().replace("_", "-")
 
 
