@@ -462,7 +462,7 @@ class TraceSettings(Common, frozen=True, kw_only=True):
     """``penstock trace``: one request's trace on the terminal, or all traces to a collector."""
 
     nats_url: Annotated[
-        str, about("broker URL with the operator's credentials; default: from state.json in the data folder")
+        str, about("broker URL with credentials of the role reader; default: of the data folder's broker")
     ] = ""
     namespace: Annotated[str, about("prefix of all NATS subjects and streams; default: the data folder's, else ps")] = (
         ""

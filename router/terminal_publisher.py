@@ -14,10 +14,10 @@ from router.cluster.cluster_state import ClusterState
 from router.metrics import Metrics
 from router.pending import PendingRequest
 from router.recovery.fencing import InterruptedAttempt
-from schemas import done, wire
+from schemas import done, summary, wire
 from schemas.errors import Code
 from schemas.requests import GenerateRequest
-from schemas.subjects import HEADER_NO_STORE
+from schemas.subjects import HEADER_NO_STORE, HEADER_SUMMARY
 from schemas.tokens import TokenBatch
 
 log = structlog.get_logger("router")
@@ -113,9 +113,10 @@ class TerminalPublisher:
             self._ending.discard(attempt.request_id)
 
     async def _publish_event(self, request: GenerateRequest, event: done.Done) -> None:
-        headers = None
+        headers = {HEADER_SUMMARY: summary.header_of(event, request)}
         if request.no_store:
-            event, headers = done.without_content(event), {HEADER_NO_STORE: "1"}
+            event = done.without_content(event)
+            headers[HEADER_NO_STORE] = "1"
         payload = done.encode_within(event, self._bus.max_message)
         subject = self._bus.subjects.done(request.tenant, request.model, request.id)
         await self._publisher.publish(subject, payload, request.id, headers=headers, timeout=TIMEOUT_S, once=True)

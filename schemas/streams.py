@@ -176,6 +176,7 @@ def topology(s: Subjects, *, record: bool = False) -> Topology:
             followed("verdicts"),
             BucketSpec(s.bucket("idempotency")),
             BucketSpec(s.bucket("planners"), max_bytes=MIB),
+            BucketSpec(s.bucket("exporters"), max_bytes=MIB),
         ),
         objects=(
             # A request may name an object up to half the object's age limit later, and then run this long.

@@ -34,6 +34,7 @@ HEADER_SUSPECT = "Penstock-Suspect"
 HEADER_RECORDED_TIME = "Penstock-Recorded-Time"
 HEADER_NO_STORE = "Penstock-No-Store"
 HEADER_PART = "Penstock-Part"
+HEADER_SUMMARY = "Penstock-Summary"
 HEADER_MSG_ID = "Nats-Msg-Id"
 HEADER_LAST_ON_SUBJECT = "Nats-Expected-Last-Subject-Sequence"
 
@@ -72,6 +73,11 @@ def _shard(request: str) -> str:
 def request_of(headers: Mapping[str, str]) -> str:
     """The request that a stored message is about, with whose id its message id begins; "": it has none."""
     return headers.get(HEADER_MSG_ID, "").partition(":")[0]
+
+
+def inbox_prefix(role: str) -> str:
+    """Where a process of this role receives answers, apart from those of others; NATS clients keep the default."""
+    return "_INBOX" if role == "client" else f"_INBOX_{role}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,6 +212,15 @@ class Subjects:
 
     def control(self, worker: str) -> str:
         return f"{self.namespace}.ctl.{worker}"
+
+    def drain(self, worker: str) -> str:
+        """Where a worker takes the order to drain, and nothing else: others may give it than may use ``control``."""
+        return f"{self.namespace}.drain.{worker}"
+
+    @property
+    def ended(self) -> str:
+        """The terminal events of all requests as they are republished: headers without bodies."""
+        return self.live(self.all("done"))
 
     def routed(self, router: str) -> str:
         """Where a router receives the requests that another one read for it. Their replies acknowledge them."""

@@ -3,12 +3,15 @@
 Part of the wire contract: it says what the messages of a request mean, for commands and the gateway alike.
 """
 
+from collections.abc import Mapping
 from typing import Final, Literal, TypeVar, get_args
+from urllib.parse import quote, unquote
 
 import msgspec
 
 from schemas.done import Done, Outcome, Timings, Usage, request_of
 from schemas.requests import GenerateRequest, Priority
+from schemas.subjects import HEADER_MSG_ID, HEADER_SUMMARY
 from schemas.tokens import FAILURES
 from schemas.wire import decoder
 
@@ -190,6 +193,57 @@ def _of_record(event: Done | _Record, request: GenerateRequest | _Origin | None,
         reason,
         event.code,
         event.message,
+    )
+
+
+def header_of(event: Done, request: GenerateRequest) -> str:
+    """The ``Penstock-Summary`` header of a record: what those may know of a request who may not read its body.
+
+    It has no text of the client's. The first word is its version, so that a later one can add words.
+    """
+    one = _of_record(event, request, RequestSummary)
+    words = (one.reason, one.code, one.worker, one.model)
+    return (
+        f"1 {one.state} {one.attempts} {one.prompt_tokens} {one.cached_tokens} {one.completion_tokens} "
+        f"{one.created_ns} {one.routed_ns} {one.first_token_ns} {one.ended_ns} {one.priority} "
+        f"{one.endpoint or '-'} {' '.join(quote(word) or '-' for word in words)}"
+    )
+
+
+def of_headers(subject: str, headers: Mapping[str, str]) -> RequestSummary | None:
+    """The summary in a record's headers; None: it is of an earlier build, or of a later version.
+
+    Args:
+        subject: of the record, or the one that it is republished to.
+    """
+    words = headers.get(HEADER_SUMMARY, "").split(" ")
+    if len(words) < 16 or words[0] != "1" or words[1] not in STATES:
+        return None
+    try:
+        counts = [int(word) for word in words[2:10]]
+    except ValueError:
+        return None
+    state: State = words[1]
+    attempts, prompt, cached, completion, created, routed, first, ended = counts
+    endpoint, reason, code, worker, model = ("" if word == "-" else unquote(word) for word in words[11:16])
+    return RequestSummary(
+        headers.get(HEADER_MSG_ID, "") or subject.rpartition(".")[2],
+        model,
+        state,
+        created,
+        tenant=subject.split(".")[-3],
+        priority=words[10],
+        endpoint=endpoint,
+        attempts=attempts,
+        worker=worker,
+        prompt_tokens=prompt,
+        cached_tokens=cached,
+        completion_tokens=completion,
+        routed_ns=routed,
+        first_token_ns=first,
+        ended_ns=ended,
+        reason=reason,
+        code=code,
     )
 
 

@@ -21,9 +21,8 @@ from nats.aio.client import Client
 
 from infra.broker.config import USERS, Cluster
 from infra.broker.datadir import load_secrets
-from infra.broker.roles import inbox_prefix
 from infra.broker.server import EmbeddedNats
-from schemas.subjects import Subjects
+from schemas.subjects import Subjects, inbox_prefix
 from tests.pipeline.support import free_port
 
 NODES = 3

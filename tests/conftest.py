@@ -17,11 +17,10 @@ import pytest
 from nats.aio.client import Client
 
 from infra.broker.apply import apply
-from infra.broker.roles import inbox_prefix
 from infra.broker.server import EmbeddedNats
 from infra.bus.client import BusClient
 from schemas.streams import topology
-from schemas.subjects import Subjects
+from schemas.subjects import Subjects, inbox_prefix
 from tests import properties
 
 properties.register()

@@ -202,7 +202,7 @@ class WorkerProcess:
         """Run one session after another until asked to stop or until something fails."""
         while True:
             session = self._session = make_session()
-            control_subscriber = await self._subscribe_control(session, bus)
+            control_subscribers = await self._subscribe_control(session, bus)
             try:
                 await self._stopping.unless_asked(session.open())
             except StoppedEarly:
@@ -221,7 +221,8 @@ class WorkerProcess:
                 log.warning("session_lost", worker=session.id, action="registering again")
                 await session.fence()
             finally:  # not earlier: other workers release and fetch blocks until the end
-                await control_subscriber.stop()
+                for subscriber in control_subscribers:
+                    await subscriber.stop()
 
     async def _wait_for_end(self, session: WorkerSession) -> None:
         """Wait until the process is asked to stop, something fails, or the session loses its lease."""
@@ -273,16 +274,27 @@ class WorkerProcess:
         self._broker = broker
         return FastStream(broker, logger=None)
 
-    async def _subscribe_control(self, session: WorkerSession, bus: Bus) -> Any:
+    async def _subscribe_control(self, session: WorkerSession, bus: Bus) -> list[Any]:
         async def on_request(message: NatsMessage) -> bytes:
             return await self._control(session, message.body)
 
+        async def on_drain(message: NatsMessage) -> bytes:
+            order = control.decode_worker(message.body)
+            if not isinstance(order, control.Drain):  # who may have workers drain may not have them move blocks
+                return wire.encode(control.Ok("only drain"))
+            return await self._control(session, message.body)
+
+        subscribers = []
         # Several at once: a push of blocks takes as long as its transfer.
-        subject = bus.subjects.control(session.id)
-        subscriber = self._broker.subscriber(subject, decoder=raw, max_workers=MAX_CONTROL_REQUESTS)
-        subscriber(on_request)
-        await subscriber.start()
-        return subscriber
+        for subject, handler in (
+            (bus.subjects.control(session.id), on_request),
+            (bus.subjects.drain(session.id), on_drain),
+        ):
+            subscriber = self._broker.subscriber(subject, decoder=raw, max_workers=MAX_CONTROL_REQUESTS)
+            subscriber(handler)
+            await subscriber.start()
+            subscribers.append(subscriber)
+        return subscribers
 
     async def _control(self, session: WorkerSession, body: bytes) -> bytes:
         order = control.decode_worker(body)

@@ -6,8 +6,8 @@ import structlog
 
 from infra.bus.connection import Bus
 from infra.bus.publisher import Publisher
-from schemas import done, kv, wire
-from schemas.subjects import HEADER_NO_STORE
+from schemas import done, kv, summary, wire
+from schemas.subjects import HEADER_NO_STORE, HEADER_SUMMARY
 from schemas.tokens import TokenBatch, TokenItem
 from workers.metrics.worker import Metrics
 from workers.outbox import Outbox
@@ -62,9 +62,10 @@ class Reporter:
         request = running.request
         event = terminal(running, self._worker, time.time_ns())
         self._metrics.ended(event, prefilled=running.prefilled)
-        headers = None
+        headers = {HEADER_SUMMARY: summary.header_of(event, request)}
         if request.no_store:
-            event, headers = done.without_content(event, request), {HEADER_NO_STORE: "1"}
+            event = done.without_content(event, request)
+            headers[HEADER_NO_STORE] = "1"
         payload = done.encode_within(event, self._bus.max_message)
         await self._publisher.publish(
             self._bus.subjects.done(request.tenant, request.model, request.id),

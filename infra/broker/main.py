@@ -17,7 +17,7 @@ from infra.broker.datadir import DataDirBusy, DataDirUnusable, load_secrets, pre
 from infra.broker.disk import DiskWatch
 from infra.broker.failures import NoServerBinary, ServerFailed
 from infra.broker.jetstream_api import BrokerProblem
-from infra.broker.roles import ROLES, inbox_prefix
+from infra.broker.roles import ROLES
 from infra.broker.server import EmbeddedNats
 from infra.bus.client import BusClient
 from infra.bus.connection import authenticate, why_unreachable
@@ -27,7 +27,7 @@ from infra.launch.sockets import CannotListen
 from infra.launch.supervisor import USAGE, Keeper
 from schemas.errors import ServingError
 from schemas.streams import GIB, topology
-from schemas.subjects import Subjects
+from schemas.subjects import Subjects, inbox_prefix
 
 CONNECT_S = 10.0
 PRINTED = ("cluster", "node", "tenants_file", "tls_cert", "tls_key", "tls_ca")  # what only a printed configuration has

@@ -1,16 +1,21 @@
 """What each role may publish and subscribe, and why: only what it uses, by name where the name is known in advance.
 
-There is one broker user per role, and permissions cover whole tokens of a subject. So the subjects of one worker are
-open to all workers (see ``SHARED``): a client with a worker's password is trusted with the whole pool.
+Permissions are the same for all processes of a role, and cover whole tokens of a subject. So the subjects of one worker
+are open to all workers (see ``SHARED``): a client with a worker's password is trusted with the whole pool.
+
+Besides the pipeline's processes and its clients there are roles of people and of what works for them: ``viewer`` sees
+the state of everything and no content, ``reader`` the log with prompts and answers, ``planner`` and ``keys`` change
+what their names say.
 """
 
 from typing import NamedTuple
 
 from infra.broker.accounts import publishes, subscribes
 from schemas.streams import memory_streams, topology
-from schemas.subjects import MEMORY, Subjects
+from schemas.subjects import MEMORY, Subjects, inbox_prefix
 
-ROLES = ("gateway", "router", "worker", "client", "operator")
+ROLES = ("gateway", "router", "worker", "client", "viewer", "reader", "planner", "keys", "operator")
+CONTENT = ("REQUESTS", "WORK", "TOKENS", "DONE", "KV", "HANDOFF", "SUBMIT")  # streams that only ``reader`` may read
 CLIENT_KINDS = ("submit", "ask", "read", "cancel", "pass")  # subjects of NATS clients, and between gateways
 CLASSES = ("interactive", "standard", "batch")
 
@@ -25,6 +30,8 @@ SHARED = (
     "A gateway may delete single messages of every tenant's submissions: those with no_store are erased. A rule of the "
     "broker's denies it for all streams of the pipeline itself, by their names.",
     "A gateway may publish below `_R_.`, where the broker expects the answers of services.",
+    "Who manages keys can make one for any tenant, also one that sees all tenants, and ask a gateway with it: `keys` "
+    "reads no prompts on the broker, but decides who may over HTTP.",
 )
 
 
@@ -48,11 +55,6 @@ class Permissions(NamedTuple):
     subscribe: tuple[str, ...]
     respond: bool = False
     deny: tuple[str, ...] = ()
-
-
-def inbox_prefix(role: str) -> str:
-    """What a process of this role passes to ``nats.connect(inbox_prefix=...)``; NATS clients keep the default."""
-    return "_INBOX" if role == "client" else f"_INBOX_{role}"
 
 
 def permissions(role: str, s: Subjects) -> Permissions | None:
@@ -86,6 +88,14 @@ def rights(role: str, s: Subjects) -> tuple[Right, ...] | None:
             return (inbox, *_worker(s))
         case "client":
             return (Right("ask over NATS, in its tenant's account", publishes(s), subscribes(s)),)
+        case "viewer":
+            return (inbox, *_viewer(s))
+        case "reader":
+            return (inbox, *_viewer(s), *_reader(s))
+        case "planner":
+            return (inbox, *_planner(s))
+        case "keys":
+            return (inbox, *_keys(s))
         case "operator" | "sys":
             return None
     raise ValueError(f"no such role: {role!r}")
@@ -176,7 +186,8 @@ def _worker(s: Subjects) -> tuple[Right, ...]:
         _declares(s),
         _reads(*(stream.name for stream in memory_streams(s))),
         Right("hand off to the next stage", tuple(s.work(role, "*") for role in ("prefill", "decode", "aggregated"))),
-        Right("exchange blocks, and receive control messages", (s.all("ctl"),), (f"{s.namespace}.ctl.*", s.cancel)),
+        Right("exchange blocks, and receive control messages", (s.all("ctl"),),
+              (f"{s.namespace}.ctl.*", s.drain("*"), s.cancel)),
         Right("be registered, and see the others", (f"$KV.{s.bucket('workers')}.*",),
               (s.live(f"$KV.{s.bucket('workers')}.>"),)),
         Right("take jobs from its own consumer", (
@@ -190,12 +201,72 @@ def _worker(s: Subjects) -> tuple[Right, ...]:
     )  # fmt: skip
 
 
+def _viewer(s: Subjects) -> tuple[Right, ...]:
+    return (
+        Right("see the broker's limits, and all streams' sizes and settings", ("$JS.API.INFO", *_infos(s))),
+        _waiting(s),
+        _reads(*_buckets(s, "workers", "routers"), s.stream("PLAN")),
+        Right("follow how requests end: times and counts, in headers without a body", (), (s.ended,)),
+    )
+
+
+def _reader(s: Subjects) -> tuple[Right, ...]:
+    streams = tuple(s.stream(name) for name in CONTENT)
+    return (
+        _reads(*streams, *(stream.name for stream in memory_streams(s))),
+        Right("see which requests wait and run", tuple(f"$JS.API.CONSUMER.LIST.{stream}" for stream in streams)),
+        _reads(*_buckets(s, "exporters"), f"OBJ_{s.bucket('snapshots')}"),
+        Right("keep how far traces are exported", (f"$KV.{s.bucket('exporters')}.*",)),
+        _fetches(s.bucket("media")),
+    )
+
+
+def _planner(s: Subjects) -> tuple[Right, ...]:
+    return (
+        Right("see how long the queue and the log are", tuple(
+            f"$JS.API.STREAM.INFO.{s.stream(name)}" for name in ("REQUESTS", "DONE")
+        )),
+        _waiting(s),
+        _reads(*_buckets(s, "workers", "planners"), s.stream("PLAN")),
+        Right("follow how requests end: times and counts, in headers without a body", (), (s.ended,)),
+        Right("be the one planner of a model, and store its decisions",
+              (f"$KV.{s.bucket('planners')}.*", s.all("plan"))),
+        Right("have workers drain", (s.drain("*"),)),
+    )  # fmt: skip
+
+
+def _keys(s: Subjects) -> tuple[Right, ...]:
+    return (
+        Right("make, change and revoke API keys", (f"$KV.{s.bucket('keys')}.*",)),
+        Right("change the limits of tenants", (f"$KV.{s.bucket('tenants')}.*",)),
+        _reads(*_buckets(s, "keys", "tenants")),
+    )
+
+
+def _infos(s: Subjects) -> tuple[str, ...]:
+    return tuple(f"$JS.API.STREAM.INFO.{name}" for name in _all_streams(s))
+
+
+def _all_streams(s: Subjects) -> tuple[str, ...]:
+    whole = topology(s)
+    return (
+        *(stream.name for stream in whole.streams),
+        *(f"KV_{bucket.name}" for bucket in whole.buckets),
+        *(f"OBJ_{bucket.name}" for bucket in whole.objects),
+    )
+
+
+def _waiting(s: Subjects) -> Right:
+    consumers = topology(s).consumers
+    return Right("see how many requests wait", tuple(f"$JS.API.CONSUMER.INFO.{c.stream}.{c.name}" for c in consumers))
+
+
 def _not_submissions(s: Subjects) -> tuple[str, ...]:
     """Deleting messages of any stream but those of submissions, which are made while the server runs, or reading them
     with a consumer of one's own."""
-    streams = topology(s)
-    names = [stream.name for stream in streams.streams if not stream.queue]
-    names += [f"KV_{bucket.name}" for bucket in streams.buckets] + [f"OBJ_{bucket.name}" for bucket in streams.objects]
+    submissions = [stream.name for stream in topology(s).streams if stream.queue]
+    names = [name for name in _all_streams(s) if name not in submissions]
+    names.append(f"KV_{s.bucket('accounts')}")  # of a broker of one's own: the tenants' passwords
     return (
         *(f"$JS.API.STREAM.MSG.DELETE.{name}" for name in names),
         *(f"$JS.API.CONSUMER.CREATE.{name}.gateway" for name in names),

@@ -50,7 +50,7 @@ def run_set(argv: Sequence[str]) -> int:
 
 
 async def _list(source: Source, console: Console, *, as_json: bool) -> None:
-    async with open_log(source, name="streams", role="operator", streams=retention.SETTABLE) as log:
+    async with open_log(source, name="streams", role="viewer", streams=retention.SETTABLE) as log:
         uses = await _uses(log)
     if log.stopped and not source.file:  # the copy that is read keeps its messages for good
         data_dir = source.data_dir.resolve()

@@ -25,7 +25,7 @@ from infra.bus.clock import BrokerClock
 from infra.bus.tasks import Failed, Tasks
 from schemas.errors import Code, ServingError
 from schemas.streams import HEADROOM, MAX_PAYLOAD
-from schemas.subjects import Subjects
+from schemas.subjects import Subjects, inbox_prefix
 
 log = structlog.get_logger("bus")
 
@@ -36,8 +36,10 @@ DROPPED_S = 0.25
 # In a cluster, leave a server that hangs after 2 to 3 s, before an election (4 to 9 s) can be over: a deposed leader
 # that wakes up must find no client.
 _QUICK: dict[str, Any] = {"ping_interval": 1, "connect_timeout": 1}
+PEOPLE = ("viewer", "reader", "planner", "keys")  # roles of commands, which may be given another one's credentials
 SAME_ERROR_S = 5.0  # errors of one kind are logged so far apart
 ERROR_KINDS = 64
+_REFUSED = "permissions violation"
 _QUOTED = re.compile('"[^"]*"')  # the subject in an error of the broker
 
 Hook = Callable[[], Awaitable[None]]
@@ -57,6 +59,8 @@ class Bus:
         clock: the broker's time, once a process follows it.
         closing: ``close`` was called.
         last_error: the last one that nats-py reported.
+        user: as whom it logs in; "": by a file or a certificate.
+        on_refused: called with what the broker says when it refuses a subject to this user.
     """
 
     def __init__(
@@ -78,6 +82,8 @@ class Bus:
         self._end_process = end_process
         self._recovery: asyncio.Task[None] | None = None
         self.last_error: Exception | None = None
+        self.user = ""
+        self.on_refused: Callable[[str], object] | None = None
         self._logged_errors: dict[str, float] = {}  # by kind: when it was logged
 
     async def __aenter__(self) -> "Bus":
@@ -142,6 +148,8 @@ class Bus:
             log.warning("bus_error", error=text)
         if isinstance(error, SlowConsumerError) and self._opened:
             self.recover_soon()
+        if self.on_refused is not None and _REFUSED in text.lower():
+            self.on_refused(str(error).removeprefix("nats: ").strip("'"))
 
     async def _on_closed(self) -> None:
         if self._opened and not self.closing:
@@ -228,6 +236,11 @@ def _tls_context(authorities: str | None, certificate: str | None, key: str | No
     return context
 
 
+def _role_of(user: str, role: str) -> str:
+    """The role whose inbox a user may use: its own, if it is named after one, whatever it does."""
+    return user if user in PEOPLE else role
+
+
 async def connect(
     url: str,
     *,
@@ -263,7 +276,7 @@ async def connect(
         "reconnect_time_wait": 0.1,
         "ping_interval": 5,
         "pending_size": 32 << 20,
-        "inbox_prefix": f"_INBOX_{role}" if role != "client" else "_INBOX",
+        "inbox_prefix": inbox_prefix(_role_of(str(credentials.get("user", "")), role)),
         "error_cb": bus._on_error,
         "closed_cb": bus._on_closed,
         "reconnected_cb": bus._on_reconnected,
@@ -279,4 +292,5 @@ async def connect(
             "start one with 'penstock nats', or check --nats-url and its credentials",
         ) from None
     bus._opened = True
+    bus.user = str(credentials.get("user", ""))
     return bus

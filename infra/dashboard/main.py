@@ -51,7 +51,7 @@ async def _run(args: argparse.Namespace) -> None:
     port = listener.getsockname()[1]
     with contextlib.closing(listener):
         token = args.token or (secrets.token_urlsafe(18) if args.nats_url else _token_of(source))
-        async with open_log(source, name="dashboard", role="operator", streams=STREAMS) as log:
+        async with open_log(source, name="dashboard", role="reader", streams=STREAMS, patient=True) as log:
             live = None if log.stopped else Live(Observer(log.bus), INTERVAL_S)
             reports = None if args.nats_url else source.data_dir / FOLDER
             app = Dashboard(log, live, Access(token, port), reports).application()

@@ -65,7 +65,7 @@ CHANNELS = (
             "routers and gateways"),
     Channel("$KV.ps_tenants.<tenant>", "KV_ps_tenants", (tenants.Limits,), ("tenant",), "the operator",
             "gateways and routers"),
-    Channel("$KV.ps_keys.<id>", "KV_ps_keys", (keys.ApiKey,), ("api_key",), "the operator", "gateways"),
+    Channel("$KV.ps_keys.<id>", "KV_ps_keys", (keys.ApiKey,), ("api_key",), "`penstock keys`", "gateways"),
     Channel("$KV.ps_budgets.<key>", "KV_ps_budgets", (budgets.Ledger,), ("budget",), "gateways", "gateways"),
 )  # fmt: skip
 

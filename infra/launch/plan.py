@@ -15,7 +15,7 @@ SECRET = (
     "sys_nats_url",
     "api_key",
 )  # with passwords: passed in the environment, which ps hides from other users
-USERS = {"trace": "operator"}  # broker users not named after the role; trace keeps its position in the object store
+USERS = {"trace": "reader"}  # broker users not named after the role
 # Children get the flags of ``up`` that they have under the same name, except these: they mean something else there.
 _NOT_PASSED = {"model", "served_model_name", "engine", "http_port", "metrics_port", "threads", "nats_url"}
 

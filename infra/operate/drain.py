@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 
 from nats.errors import Error as NatsError
+from nats.errors import NoRespondersError
 from rich.console import Console
 
 from configs.flags import Parser
@@ -44,7 +45,7 @@ def run(argv: Sequence[str]) -> int:
 
 async def _run(args: argparse.Namespace, console: Console) -> None:
     timeout_s = duration_ns(args.timeout) / 1e9
-    async with open_log(Source.of(args), name="drain", role="operator", streams=()) as log:
+    async with open_log(Source.of(args), name="drain", role="planner", streams=()) as log:
         if log.stopped:
             raise ValueError("the deployment is stopped: no worker runs")
         registered = await registrations(log.bus)
@@ -57,9 +58,10 @@ async def _run(args: argparse.Namespace, console: Console) -> None:
             )
         for each in leaving:
             await ask(log.bus, each, control.Drain(stay_down=True))
-        async with asyncio.TaskGroup() as group:
-            for each in leaving:
-                group.create_task(gone(log.bus, each, timeout_s, console))
+        waits = (gone(log.bus, each, timeout_s, console) for each in leaving)
+        failures = [each for each in await asyncio.gather(*waits, return_exceptions=True) if each is not None]
+        if failures:  # of each that is late a line
+            raise DrainFailed("; ".join(map(str, failures)))
 
 
 async def ask(bus: Bus, worker: Registration, order: control.Drain) -> None:
@@ -69,7 +71,10 @@ async def ask(bus: Bus, worker: Registration, order: control.Drain) -> None:
         DrainFailed: it does not answer.
     """
     try:
-        await bus.nc.request(bus.subjects.control(worker.worker), wire.encode(order), timeout=ANSWER_S)
+        try:
+            await bus.nc.request(bus.subjects.drain(worker.worker), wire.encode(order), timeout=ANSWER_S)
+        except NoRespondersError:  # of an earlier build, which the operator alone may tell
+            await bus.nc.request(bus.subjects.control(worker.worker), wire.encode(order), timeout=ANSWER_S)
     except (NatsError, TimeoutError) as error:
         raise DrainFailed(f"{worker.name} does not answer within {ANSWER_S:g} s ({error!r})") from error
 

@@ -126,7 +126,7 @@ async def _write(bus: Bus, key: ApiKey, revision: int) -> bool:
     except (NatsError, TimeoutError, OSError, msgspec.MsgspecError) as error:
         raise KeyProblem(
             f"the broker does not store keys ({error!r}); it needs the bucket {bus.subjects.bucket('keys')!r}, which "
-            "`penstock streams apply` creates, and the operator's credentials"
+            "`penstock streams apply` creates, and credentials of the role keys"
         ) from None
     if reply.error is not None and reply.error.err_code != WRONG_LAST_SEQUENCE:
         raise KeyProblem(f"the broker does not store the key: {reply.error}")

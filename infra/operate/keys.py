@@ -76,7 +76,9 @@ def _parser() -> Parser:
             metavar="FOLDER",
             help="data folder of `penstock up` (default: %(default)s)",
         )
-        one.add_argument("--nats-url", default="", metavar="URL", help="broker, with operator's credentials, instead")
+        one.add_argument(
+            "--nats-url", default="", metavar="URL", help="broker instead, with credentials of the role keys"
+        )
         one.add_argument(
             "--namespace", default="", metavar="TEXT", help="prefix of all subjects; default: the data folder's, or ps"
         )
@@ -171,7 +173,7 @@ async def _create(args: argparse.Namespace, console: Console) -> None:
         about=args.about,
         created_by=key_store.operator(),
     )
-    async with open_log(_source(args), name="keys", role="operator", streams=()) as log:
+    async with open_log(_source(args), name="keys", role="keys", streams=()) as log:
         if log.stopped:
             raise ValueError("the deployment is stopped: start it, then make its keys")
         await key_store.check_tenant(log.bus, key.tenant)
@@ -191,7 +193,7 @@ def _unreadable(key_id: str) -> None:
 
 
 async def _keys(args: argparse.Namespace, *, whole: bool = False) -> list[ApiKey]:
-    async with open_log(_source(args), name="keys", role="operator", streams=()) as log:
+    async with open_log(_source(args), name="keys", role="keys", streams=()) as log:
         return await key_store.all_keys(_running(log.stopped, log.bus), _unreadable, whole=whole)
 
 
@@ -224,7 +226,7 @@ async def _list(args: argparse.Namespace, console: Console) -> None:
 
 async def _show(args: argparse.Namespace, console: Console) -> None:
     key_id, now_ns = check_id(args.key), time.time_ns()
-    async with open_log(_source(args), name="keys", role="operator", streams=()) as log:
+    async with open_log(_source(args), name="keys", role="keys", streams=()) as log:
         key, _ = await key_store.find(_running(log.stopped, log.bus), key_id)
     for name, value in _public(key, now_ns).items():
         shown = "–" if value is None else ("no", "yes")[value] if isinstance(value, bool) else value
@@ -233,7 +235,7 @@ async def _show(args: argparse.Namespace, console: Console) -> None:
 
 async def _revoke(args: argparse.Namespace, console: Console) -> None:
     key_id = check_id(args.key)
-    async with open_log(_source(args), name="keys", role="operator", streams=()) as log:
+    async with open_log(_source(args), name="keys", role="keys", streams=()) as log:
         key, was_valid = await key_store.revoke(_running(log.stopped, log.bus), key_id)
     when = "revoked" if was_valid else f"was revoked already, {_day(key.revoked_ns)}"
     console.print(f"{key.prefix} of tenant {key.tenant}: {when}", highlight=False)
@@ -245,7 +247,7 @@ async def _export(args: argparse.Namespace) -> None:
 
 async def _import(args: argparse.Namespace) -> None:
     keys = read_keys(sys.stdin)
-    async with open_log(_source(args), name="keys", role="operator", streams=()) as log:
+    async with open_log(_source(args), name="keys", role="keys", streams=()) as log:
         copied = await copy_into(_running(log.stopped, log.bus), keys)
     print(f"{copied.added} keys added, {copied.revoked} revoked, {copied.unchanged} as they were")
 

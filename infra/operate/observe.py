@@ -1,7 +1,7 @@
 """A running deployment at a glance, from the broker alone: workers, queues, rates and streams.
 
-Rates come from the sequences of streams. Times, hit rates and failures come from the newest records, at most
-``SAMPLED_PER_LOOK`` at a time, so that watching a busy deployment costs it little more than watching an idle one.
+Rates come from the sequences of streams. Times, hit rates and failures come from the requests that end between two
+looks, at most ``SAMPLED_PER_LOOK`` at a time. Nothing that is read has a prompt or an answer.
 """
 
 import asyncio
@@ -15,11 +15,10 @@ from nats.errors import Error as NatsError
 from infra.broker import retention
 from infra.broker.retention import StreamUse
 from infra.bus.connection import Bus
-from infra.bus.direct_get import read
+from infra.operate.ended import Ended
 from infra.operate.routers import routers
 from infra.operate.workers import registrations
 from infra.quantile import quantile
-from infra.timeline.find_requests import of_entry
 from schemas.errors import Code, ServingError
 from schemas.fleet import Registration
 from schemas.pace import SLOW, compare
@@ -135,7 +134,7 @@ class Observer:
         self._topology = topology(bus.subjects)
         self._counts: list[Count] = []
         self._recent: list[RequestSummary] = []
-        self._read_up_to = 0
+        self._ended = Ended(bus, SAMPLED_PER_LOOK)
         self._streams: tuple[StreamUse, ...] = ()
         self._looks = 0  # since all streams were asked
 
@@ -155,9 +154,12 @@ class Observer:
             ) from None
 
     async def _look(self) -> Snapshot:
+        await self._ended.open()
         streams = await self._uses()
         self._count(streams)
-        await self._read_records()
+        since_ns = time.time_ns() - int(WINDOW_S * 1e9)
+        recent = [*self._recent, *self._ended.take()]
+        self._recent = [each for each in recent if each.ended_ns >= since_ns][-SAMPLED:]
         now = rates(self._counts, self._recent)
         leases = f"KV_{self._bus.subjects.bucket('routers')}"  # older brokers have none before `penstock streams apply`
         members = await routers(self._bus) if any(use.name == leases for use in streams) else []
@@ -189,17 +191,6 @@ class Observer:
         # One count from before the window stays, for its beginning.
         while len(self._counts) > 2 and self._counts[1].at_s < now - WINDOW_S:
             self._counts.pop(0)
-
-    async def _read_records(self) -> None:
-        after = max(self._read_up_to, self._counts[-1].ended - SAMPLED_PER_LOOK)
-        since_ns = time.time_ns() - int(WINDOW_S * 1e9)
-        # Of fewer subjects the broker would count what is left, by looking through the subjects of all records.
-        async for entry in read(self._bus, self._bus.subjects.stream("DONE"), ">", after=after):
-            self._read_up_to = entry.seq
-            summary = of_entry(entry)
-            if summary is not None:
-                self._recent.append(summary.summary)
-        self._recent = [each for each in self._recent if each.ended_ns >= since_ns][-SAMPLED:]
 
     async def _queues(self, members: Sequence[Member]) -> list[QueueView]:
         views = []

@@ -59,7 +59,7 @@ async def _run(args: argparse.Namespace, data_dir: Path, console: Console) -> No
         raise ValueError(f"no `penstock up` runs on {data_dir}; the one that wrote its state.json was killed")
     processes = _ordered(state, args.names)
     timeout_s = duration_ns(args.timeout) / 1e9
-    async with open_log(Source.of(args), name="restart", role="operator", streams=()) as log:
+    async with open_log(Source.of(args), name="restart", role="viewer", streams=()) as log:
         for process in processes:
             began = time.monotonic()
             await _restart(log.bus, data_dir, process, timeout_s)

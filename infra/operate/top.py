@@ -41,7 +41,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 async def _run(source: Source, console: Console, interval_s: float, *, once: bool, as_json: bool) -> None:
-    async with open_log(source, name="top", role="operator", streams=()) as log:
+    async with open_log(source, name="top", role="viewer", streams=()) as log:
         if log.stopped:
             raise ValueError("the deployment is stopped: `penstock requests` shows what it did")
         observer = Observer(log.bus)

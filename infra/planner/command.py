@@ -79,7 +79,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     since: Annotated[str, Meta(description="of --history: how far back, such as 15m, 2h, 7d")] = "1h"
     json: Annotated[bool, Meta(description="decisions as JSON, one a line")] = False
     data_dir: Annotated[str, Meta(description="data folder of the deployment")] = NatsSettings().data_dir
-    nats_url: Annotated[str, Meta(description="broker instead of the folder's, with the operator's credentials")] = ""
+    nats_url: Annotated[str, Meta(description="broker instead of the folder's, as the user planner")] = ""
     namespace: Annotated[str, Meta(description="prefix of all subjects; default: the data folder's, else ps")] = ""
     log_format: Annotated[Literal["auto", "text", "json"], Meta(description="of log lines, on stderr")] = "auto"
 
@@ -112,7 +112,7 @@ def _explain(error: object, status: int) -> int:
 
 
 async def _run(settings: Settings, source: Source) -> None:
-    async with open_log(source, name="plan", role="operator", streams=()) as opened:
+    async with open_log(source, name="plan", role="planner", streams=()) as opened:
         if opened.stopped:
             raise ValueError("the deployment is stopped: there is nothing to plan; --history shows earlier decisions")
         model, roles = await _fleet(opened.bus, settings.model)

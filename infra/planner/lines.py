@@ -50,7 +50,7 @@ async def show_history(source: Source, model: str, since: str, *, as_json: bool)
     """
     since_ns = time.time_ns() - duration_ns(since)
     console = stdout()
-    async with open_log(source, name="plan", streams=("PLAN",), files=True) as log:
+    async with open_log(source, name="plan", role="viewer", streams=("PLAN",), files=True) as log:
         subjects = log.reader.subjects
         subject = subjects.plan(model) if model else subjects.all("plan")
         count = 0

@@ -8,16 +8,16 @@ import time
 from collections.abc import Mapping
 
 from infra.bus.connection import Bus
-from infra.bus.direct_get import get_last, read
+from infra.bus.direct_get import stream_end
+from infra.operate.ended import Ended
 from infra.operate.workers import registrations
 from infra.planner.observation import times
-from infra.timeline.find_requests import of_entry
 from schemas.fleet import Registration, State
 from schemas.plans import ROLES, Observation, Pool, Role
 from schemas.requests import Priority
 from schemas.summary import DONE, RequestSummary
 
-MOST = 2000  # records that are read of one interval
+MOST = 2000  # ends that are looked at of one interval
 
 
 class LoadReader:
@@ -31,6 +31,7 @@ class LoadReader:
         self._model = model
         self._accepted = 0
         self._ended = 0
+        self._ends_seen = Ended(bus, MOST)
         self._at = 0.0
 
     async def begin(self) -> None:
@@ -39,6 +40,8 @@ class LoadReader:
         Raises:
             ServingError: a stream cannot be read.
         """
+        await self._ends_seen.open()
+        self._ends_seen.take()
         self._accepted, self._ended = await self._ends()
         self._at = time.monotonic()
 
@@ -56,7 +59,9 @@ class LoadReader:
         fleet = await registrations(self._bus)
         mine = [each for each in fleet if self._model in (each.model, *each.aliases)]
         names = {self._model, *(name for each in mine for name in (each.model, *each.aliases))}
-        records, others = await self._records(max(self._ended, ended - MOST), names)
+        seen_ended = self._ends_seen.take()
+        records = [each for each in seen_ended if each.model in names]
+        others = len(seen_ended) - len(records)
         share = len(records) / (len(records) + others) if others else 1.0
         seen = observation(
             records,
@@ -70,25 +75,8 @@ class LoadReader:
         return seen
 
     async def _ends(self) -> tuple[int, int]:
-        found = []
-        for stream, kind in (("REQUESTS", "request"), ("DONE", "done")):
-            last = await get_last(self._bus, self._bus.subjects.stream(stream), self._bus.subjects.all(kind))
-            found.append(last.seq if last is not None else 0)
-        return found[0], found[1]
-
-    async def _records(self, after: int, names: set[str]) -> tuple[list[RequestSummary], int]:
-        """Requests of the model that ended, and how many of others did."""
-        mine, others = [], 0
-        stream = self._bus.subjects.stream("DONE")
-        async for entry in read(self._bus, stream, self._bus.subjects.all("done"), after=after):
-            logged = of_entry(entry)
-            if logged is None:
-                continue
-            if logged.summary.model in names:
-                mine.append(logged.summary)
-            else:
-                others += 1
-        return mine, others
+        stream = self._bus.subjects.stream
+        return (await stream_end(self._bus, stream("REQUESTS")))[0], (await stream_end(self._bus, stream("DONE")))[0]
 
     async def _queued(self) -> int:
         """Requests of any model that no worker has."""

@@ -14,12 +14,13 @@ from urllib.parse import unquote, urlsplit
 from infra.bus.connection import CONNECT_S
 from infra.bus.direct_get import format_time
 from schemas.errors import Code, ServingError
+from schemas.subjects import inbox_prefix
 
 BATCH = 5_000
 BATCH_BYTES = 16 << 20
 STALL_S = 10.0
 RECEIVE_BYTES = 1 << 20
-_INBOX = "_INBOX.export"
+_INBOX = f"{inbox_prefix('reader')}.export"
 _OWN = "Nats-Stream"  # the first of the headers that the server adds to a direct get
 
 

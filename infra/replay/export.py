@@ -127,7 +127,7 @@ async def selection(args: argparse.Namespace, bus: Readable, *, everything: bool
 
 async def _run(args: argparse.Namespace) -> None:
     media_bytes = parse_size(args.media_bytes) if not args.redact else 0
-    async with open_log(Source.of(args), name="export", streams=STREAMS, role="operator", files=True) as log:
+    async with open_log(Source.of(args), name="export", streams=STREAMS, role="reader", files=True) as log:
         chosen = await selection(args, log.reader, everything=args.all)
         chosen = chosen._replace(kv=not chosen.ids if args.kv is None else args.kv)
         redactor = Redactor(args.vocabulary) if args.redact else None
@@ -239,7 +239,7 @@ async def _with_media(exported: _Exported, log: Log, source: Source, file: Binar
         if log.files is None:
             media = await export_media(log.bus, digests, limit, write)
         else:  # only a broker knows which object an entry stands for
-            async with open_log(source, name="export", streams=(MEDIA,), role="operator") as served:
+            async with open_log(source, name="export", streams=(MEDIA,), role="reader") as served:
                 media = await export_media(served.bus, digests, limit, write)
     return counted._replace(media=media)
 

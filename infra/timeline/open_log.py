@@ -22,7 +22,7 @@ from infra.store.log import StoredLog
 from infra.store.stream import Unsupported
 from infra.store.verify import can_verify_much
 from infra.timeline.log_copy import STREAMS_DIR, CopyFailed, copy_streams, namespaces, stream_name
-from schemas.errors import ServingError
+from schemas.errors import Code, ServingError
 from schemas.subjects import Subjects
 
 if TYPE_CHECKING:
@@ -149,10 +149,11 @@ async def open_log(
     source: Source,
     *,
     name: str,
-    role: str = "client",
+    role: str = "reader",
     streams: Sequence[str] = REQUEST_STREAMS,
     timeout_s: float = CONNECT_S,
     files: bool = False,
+    patient: bool = False,
 ) -> AsyncIterator[Log]:
     """Open the log that ``source`` names.
 
@@ -162,11 +163,14 @@ async def open_log(
 
     Args:
         name: of the connection, as the broker's monitoring shows it.
+        role: the least that suffices. The broker of a data folder is asked as this user, another one as ``source``
+            says.
+        patient: a refusal of the broker's does not end the context, only what was refused fails.
         streams: what to read, or copy, of a stopped deployment, without the namespace.
         timeout_s: how long the broker may take to answer.
         files: the caller reads with ``infra.bus.direct_get`` only, so that it needs no broker.
     Raises:
-        ServingError: the broker does not answer.
+        ServingError: the broker does not answer, or it refuses something to this user; the text names the role needed.
         ValueError: there is no deployment, or several and no namespace was given; the file is damaged.
         CopyFailed, NoServerBinary, ServerFailed, OSError: the copy cannot be made or served.
     """
@@ -176,12 +180,8 @@ async def open_log(
             yield log
         return
     data_dir = source.data_dir.resolve()
-    if source.nats_url:
-        async with await _connect(source.nats_url, name, role, source.namespace or "ps", timeout_s) as bus:
-            yield Log(bus, stopped=False, url=source.nats_url)
-        return
     lock = Lock(data_dir / "nats.lock")
-    if (data_dir / STREAMS_DIR).is_dir() and _acquired(lock):
+    if not source.nats_url and (data_dir / STREAMS_DIR).is_dir() and _acquired(lock):
         try:
             namespace = _namespace(source, data_dir)
             names = [stream_name(Subjects(namespace), stream) for stream in streams]
@@ -200,11 +200,60 @@ async def open_log(
         finally:
             lock.release()
         return
-    url, namespace = running(source, data_dir)
+    url, namespace = running(source, data_dir, role)
     if source.verify:
         raise ValueError("--verify is for a stopped deployment; the broker verifies what it reads")
+    async with _asked(url, name, role, namespace, timeout_s, patient) as log:
+        yield log
+
+
+@contextlib.asynccontextmanager
+async def _asked(url: str, name: str, role: str, namespace: str, timeout_s: float, patient: bool) -> AsyncIterator[Log]:
     async with await _connect(url, name, role, namespace, timeout_s) as bus:
-        yield Log(bus, stopped=False, url=url)
+        with contextlib.nullcontext() if patient else _refusals(bus, name, role):
+            yield Log(bus, stopped=False, url=url)
+
+
+@contextlib.contextmanager
+def _refusals(bus: "Bus", name: str, role: str) -> Iterator[None]:
+    """End the block at once if the broker refuses something: nobody answers what it does not let through.
+
+    Raises:
+        ServingError: it did; the text names the role that the command needs.
+    """
+    task = asyncio.current_task()
+    assert task is not None
+    refusals: list[str] = []
+
+    def refused(text: str) -> None:
+        if not refusals:
+            task.cancel()
+        refusals.append(text)
+
+    bus.on_refused = refused
+    try:
+        yield
+    except asyncio.CancelledError:
+        if not refusals:
+            raise
+        task.uncancel()
+        raise ServingError(Code.broker_unavailable, _needs(bus, name, role, refusals[0])) from None
+    except Exception as error:
+        if not refusals:
+            raise
+        task.uncancel()
+        raise ServingError(Code.broker_unavailable, _needs(bus, name, role, refusals[0])) from error
+    finally:
+        bus.on_refused = None
+
+
+def _needs(bus: "Bus", name: str, role: str, refusal: str) -> str:
+    user = bus.user or "this user"
+    wanted = role if role == "operator" else f"{role} or operator"
+    return (
+        f"the broker refuses {user} what `penstock {name}` needs ({refusal}): give --nats-url with the credentials "
+        f"of the role {wanted}; docs/roles.md says what each role may do"
+    )
 
 
 def _check_verify(source: Source) -> None:
@@ -335,15 +384,21 @@ def _beside(data_dir: Path) -> str | None:
     return str(data_dir) if "TMPDIR" not in os.environ and os.access(data_dir, os.W_OK) else None
 
 
-def running(source: Source, data_dir: Path) -> tuple[str, str]:
-    """URL and namespace of the deployment, or of the broker alone, that runs on a data folder."""
+def running(source: Source, data_dir: Path, role: str = "operator") -> tuple[str, str]:
+    """URL and namespace of the broker that ``source`` names, or of that on a data folder, with a role's credentials."""
+    if source.nats_url:
+        return source.nats_url, source.namespace or "ps"
     state: State | None = None
     with contextlib.suppress(OSError, msgspec.DecodeError):
         state = read_state(data_dir / "state.json")
-    if state is not None:
-        return state.nats_url, source.namespace or state.namespace
+    namespace = source.namespace or (state.namespace if state is not None else "ps")
     with contextlib.suppress(OSError, ValueError, KeyError):
-        password = json.loads((data_dir / "secrets.json").read_text())["operator"]
+        passwords = json.loads((data_dir / "secrets.json").read_text())
         port = int((data_dir / "nats.port").read_text())
-        return f"nats://operator:{password}@127.0.0.1:{port}", source.namespace or "ps"
+        if state is None or state.nats_url == f"nats://operator:{passwords['operator']}@127.0.0.1:{port}":
+            known = f'user: "{role}"' in (data_dir / "nats.conf").read_text()  # not to the broker of an earlier build
+            user = role if known and role in passwords else "operator"
+            return f"nats://{user}:{passwords[user]}@127.0.0.1:{port}", namespace
+    if state is not None:
+        return state.nats_url, namespace
     raise ValueError(f"no deployment in {data_dir}: name its folder with --data-dir, or its broker with --nats-url")

@@ -75,7 +75,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 async def _run(args: argparse.Namespace, data_dir: Path, console: Console) -> None:
-    async with open_log(Source.of(args), name="index", role="operator", streams=("KV",), files=True) as log:
+    async with open_log(Source.of(args), name="index", role="reader", streams=("KV",), files=True) as log:
         if args.check and log.stopped:
             raise ValueError("the deployment is stopped: there is no router to compare with")
         entries = [each async for each in _entries(log.reader)]

@@ -78,7 +78,7 @@ async def _run(args: argparse.Namespace, console: Console) -> None:
         frozenset(args.kill),
         at_ns,
     )
-    async with open_log(Source.of(args), name="whatif", role="operator", streams=("WORK", "DONE"), files=True) as log:
+    async with open_log(Source.of(args), name="whatif", role="reader", streams=("WORK", "DONE"), files=True) as log:
         decided = await decide_all(log.reader, change, since_ns=since_ns, until_ns=until_ns, model=args.model)
     if args.json:
         console.file.write(msgspec.json.encode(decided).decode() + "\n")

@@ -11,14 +11,14 @@ from schemas.subjects import Subjects
 
 
 def test_every_stream_and_bucket_of_ours_is_described() -> None:
-    """Submissions are JSON, and claims, verdicts and planners' leases are read by Penstock only.
+    """Submissions are JSON, and claims, verdicts, leases of planners and positions of exporters are Penstock's own.
 
     The streams with memory storage hold the messages of the streams that they stand for.
     """
     shown = {channel.stored for channel in wire.CHANNELS}
     streams = topology(Subjects())
     there = {stream.name for stream in streams.streams} | {f"KV_{bucket.name}" for bucket in streams.buckets}
-    buckets = {"KV_ps_idempotency", "KV_ps_planners", "KV_ps_verdicts"}
+    buckets = {"KV_ps_exporters", "KV_ps_idempotency", "KV_ps_planners", "KV_ps_verdicts"}
     assert there - shown == {"ps_SUBMIT", "ps_MEMORY_CONTENTS", "ps_MEMORY_TOKENS", *buckets}
     assert shown <= there
 

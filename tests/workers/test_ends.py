@@ -11,7 +11,8 @@ import pytest
 from infra.broker.server import EmbeddedNats
 from schemas import done, wire
 from schemas.requests import Sampling
-from schemas.subjects import Subjects
+from schemas.subjects import HEADER_SUMMARY, Subjects
+from schemas.summary import header_of
 from tests.infra.bus.support import eventually
 from tests.workers.support import LogClient, WorkerHarness, answer, engine, request, run_worker
 
@@ -164,6 +165,8 @@ async def test_the_terminal_event_is_the_record_of_its_request(log: LogClient, w
     subject = log.bus.subjects.done("acme", asked.model, asked.id)
     stored = await log.bus.js.get_last_msg(log.bus.subjects.stream("DONE"), subject)
     assert stored.data == wire.encode(end)
+    assert stored.headers is not None
+    assert stored.headers[HEADER_SUMMARY] == header_of(end, asked)
 
 
 async def test_log_probabilities_of_earlier_attempts_are_kept_if_the_job_has_them(

@@ -124,6 +124,19 @@ async def test_a_worker_that_is_drained_for_good_ends_with_a_status_of_its_own(
     assert await served.status() == control.DRAINED
 
 
+async def test_who_may_have_workers_drain_may_not_have_them_tell_or_move_blocks(
+    broker: EmbeddedNats, log: LogClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served = Served(broker, log, engine(), monkeypatch)
+    worker = await served.registered()
+    subject = log.bus.subjects.drain(worker)
+    reply = await log.bus.nc.request(subject, wire.encode(control.DumpKv()), timeout=5)
+    assert "only drain" in control.decode_ok(reply.data).error
+    reply = await log.bus.nc.request(subject, wire.encode(control.Drain(stay_down=True)), timeout=5)
+    assert control.decode_ok(reply.data) == control.Ok()
+    assert await served.status() == control.DRAINED
+
+
 async def test_a_cancel_message_reaches_the_session(
     broker: EmbeddedNats, log: LogClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:

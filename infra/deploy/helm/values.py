@@ -20,7 +20,9 @@ Quantity = Annotated[str, Meta(pattern=r"^[0-9]+(\.[0-9]+)?(m|[kKMGTPE]i?)?$")]
 Seconds = Annotated[int, Meta(ge=1, le=7 * 86_400)]
 Share = Annotated[float, Meta(gt=0, lt=1)]
 Metric = Annotated[str, Meta(pattern="^penstock_[a-z_]+$")]
-User = Literal["gateway", "router", "worker", "operator", "sys"]  # of the broker, whom pods log in as
+User = Literal[
+    "gateway", "router", "worker", "reader", "planner", "operator", "sys"
+]  # of the broker, whom pods log in as
 Role = Literal["aggregated", "prefill", "decode", "encode", "diffusion", "embed"]
 Engine = Literal["native", "mock", "trtllm", "vllm", "sglang"]
 Tree = Mapping[str, Any]  # as Kubernetes has it
@@ -200,7 +202,7 @@ class Broker(Section, frozen=True, kw_only=True):
         str,
         about(
             "for a NATS of your own (`nats.enabled: false`): Secret with a URL under each of gateway, router, worker, "
-            "operator and, if there is one, sys"
+            "operator, under planner and reader if these run, and, if there is one, sys"
         ),
     ] = ""
     url: Annotated[
@@ -208,15 +210,11 @@ class Broker(Section, frozen=True, kw_only=True):
         Meta(pattern="^((nats|tls)://[^@]+)?$"),
         about("or its URLs without credentials, comma-separated; one of the Secrets below has these"),
     ] = ""
-    creds_secret: Annotated[
-        str, about("Secret with a credentials file (JWT and seed) under each of gateway, router, worker, operator, sys")
-    ] = ""
-    nkeys_secret: Annotated[
-        str, about("Secret with the seed of an nkey under each of gateway, router, worker, operator, sys")
-    ] = ""
+    creds_secret: Annotated[str, about("Secret with a credentials file (JWT and seed) under each of these users")] = ""
+    nkeys_secret: Annotated[str, about("Secret with the seed of an nkey under each of these users")] = ""
     cert_secrets: Annotated[
         Mapping[User, str],
-        about("Secrets with client certificates (tls.crt, tls.key), by user: gateway, router, worker, operator, sys"),
+        about("Secrets with client certificates (tls.crt, tls.key), by user"),
     ] = {}
     ca_secret: Annotated[
         str, about("Secret whose ca.crt has the authorities of the servers' certificates; default: the system's")

@@ -136,7 +136,7 @@ async def _through_broker(source: Source, state: State | None, files: dict[str, 
         if address.status is Status.problem:
             return [address]
     try:
-        async with open_log(source, name="doctor", role="operator", streams=()) as log:
+        async with open_log(source, name="doctor", role="viewer", streams=()) as log:
             if log.stopped:
                 return [problem("deployment", f"nothing runs on {source.data_dir}", _START)]
             findings = await check_broker(log.bus)

@@ -119,7 +119,7 @@ async def _export(settings: TraceSettings) -> int:
     for signum in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(signum, stop.set)
     name = f"trace:{settings.name or 'trace'}"
-    async with open_log(_source(settings), name=name, role="operator", timeout_s=EXPORT_CONNECT_S) as opened:
+    async with open_log(_source(settings), name=name, role="reader", timeout_s=EXPORT_CONNECT_S) as opened:
         if opened.stopped and not settings.once:
             raise BadUse(f"the deployment in {settings.data_dir} is stopped: add --once to send what its log holds")
         exporter = otlp(settings.otlp_endpoint, opened.bus.subjects.namespace)

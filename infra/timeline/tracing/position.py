@@ -1,4 +1,4 @@
-"""Where an export of traces begins, and where it stopped: a position in the log, kept in the object store."""
+"""Where an export of traces begins, and where it stopped: a position in the log, kept in a bucket."""
 
 import time
 
@@ -8,9 +8,11 @@ from nats.errors import Error as NatsError
 from nats.js.errors import Error as JetStreamError
 
 from infra.bus.connection import Bus
-from infra.bus.object_store import get, replace
+from infra.bus.direct_get import get_last
+from infra.bus.object_store import get
 from schemas import wire
 from schemas.errors import Code, ServingError
+from schemas.subjects import token
 
 log = structlog.get_logger("trace")
 
@@ -55,14 +57,20 @@ async def last_seq(bus: Bus) -> int:
 
 
 class PositionStore:
-    """The position of the exporter of one name, in the object store. Losing it loses traces of the time in between."""
+    """The position of the exporter of one name, in a bucket. Losing it loses traces of the time in between."""
 
     def __init__(self, bus: Bus, name: str) -> None:
         self._bus = bus
         self._name = f"trace-{name or 'trace'}"
+        self._stream = f"KV_{bus.subjects.bucket('exporters')}"
+        self._subject = f"$KV.{bus.subjects.bucket('exporters')}.{token(self._name)}"
 
     async def load(self) -> Position | None:
         try:
+            entry = await get_last(self._bus, self._stream, self._subject, newest=True, within_s=KEPT_S)
+            if entry is not None:
+                return _decode(entry.data)
+            # An earlier build kept it among the objects.
             return _decode(await get(self._bus, "snapshots", self._name, limit=1024, newest=True, timeout=KEPT_S))
         except (ServingError, msgspec.MsgspecError) as error:
             log.info("no_position", reason=repr(error)[:200])
@@ -70,9 +78,9 @@ class PositionStore:
 
     async def save(self, position: Position) -> None:
         try:
-            await replace(self._bus, "snapshots", self._name, wire.encode(position), timeout=KEPT_S)
-        except ServingError as error:
-            log.warning("position_not_saved", error=error.message)
+            await self._bus.js.publish(self._subject, wire.encode(position), timeout=KEPT_S, stream=self._stream)
+        except _FAILED as error:
+            log.warning("position_not_saved", error=repr(error)[:200])
 
 
 _decode = wire.decoder(Position)

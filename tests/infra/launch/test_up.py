@@ -342,7 +342,7 @@ def test_with_an_otlp_endpoint_every_request_is_traced_and_one_process_sends_the
     child = children["trace-0"]
     environ = child.environ({"PENSTOCK_OTLP_ENDPOINT": "http://elsewhere", "OTEL_EXPORTER_OTLP_HEADERS": "key=1"})
     assert parse(TraceSettings, child.argv[1:], prog="p", environ=environ) == child.settings
-    assert child.settings.nats_url == "nats://operator:secret@h:1"  # it keeps its position in the object store
+    assert child.settings.nats_url == "nats://reader:secret@h:1"
     assert environ["OTEL_EXPORTER_OTLP_HEADERS"] == "key=1"
     worker = children["worker-0"]
     assert worker.settings.otlp_endpoint == url  # type: ignore[attr-defined]  # for the engine's own spans

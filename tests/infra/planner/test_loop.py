@@ -20,8 +20,10 @@ from infra.planner.observe import LoadReader
 from schemas import done, fleet, plans
 from schemas.errors import Code, ServingError
 from schemas.plans import Bounds, Planned, Pool, Role, Rules
+from schemas.requests import GenerateRequest
 from schemas.streams import topology
-from schemas.subjects import Subjects
+from schemas.subjects import HEADER_SUMMARY, Subjects
+from schemas.summary import header_of
 from schemas.wire import encode, pack_tokens
 from tests.infra.planner.engines import engine
 from tests.schemas.samples import REQUEST
@@ -97,7 +99,11 @@ async def serve(bus: Bus, count: int, model: str = "tiny", **changes: object) ->
             submitted=encode(request),
         )
         event = msgspec.structs.replace(event, **changes)
-        await bus.js.publish(bus.subjects.done("t", model, request.id), encode(event))
+        await bus.js.publish(bus.subjects.done("t", model, request.id), encode(event), headers=headers(event, request))
+
+
+def headers(event: done.Done, request: GenerateRequest) -> dict[str, str]:
+    return {HEADER_SUMMARY: header_of(event, request)}
 
 
 async def acknowledge(bus: Bus) -> None:

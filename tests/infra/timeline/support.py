@@ -10,7 +10,8 @@ from schemas.done import Done, Outcome, Timings, Usage
 from schemas.ids import new_request_id
 from schemas.jobs import Stage
 from schemas.requests import GenerateRequest
-from schemas.subjects import HEADER_MSG_ID, HEADER_NO_STORE
+from schemas.subjects import HEADER_MSG_ID, HEADER_NO_STORE, HEADER_SUMMARY
+from schemas.summary import header_of
 from schemas.tokens import TokenBatch, TokenItem
 from schemas.wire import encode, pack_tokens
 from tests.infra.timeline.tracing import samples
@@ -58,5 +59,6 @@ async def end(
         submitted=encode(request),
     )
     subject = bus.subjects.done(request.tenant, request.model, request.id)
-    apart = {HEADER_NO_STORE: "1"} if request.no_store else {}
-    await bus.js.publish(subject, encode(event), headers={HEADER_MSG_ID: request.id} | apart)
+    headers = {HEADER_MSG_ID: request.id, HEADER_SUMMARY: header_of(event, request)}
+    headers |= {HEADER_NO_STORE: "1"} if request.no_store else {}
+    await bus.js.publish(subject, encode(event), headers=headers)

@@ -91,7 +91,7 @@ nats: {enabled: false}
 broker:
   url: tls://nats-1.example.com:4443,tls://nats-2.example.com:4443
   credsSecret: creds
-  certSecrets: {gateway: cert-g, router: cert-r, worker: cert-w, operator: cert-o, sys: cert-s}
+  certSecrets: {gateway: cert-g, router: cert-r, worker: cert-w, planner: cert-p, operator: cert-o, sys: cert-s}
   caSecret: authority
   ports: [4443]
   peers: [{ipBlock: {cidr: 192.0.2.0/24}}]
@@ -448,7 +448,7 @@ def test_the_planner_may_scale_the_pools_that_it_plans_and_nothing_else() -> Non
     (mount,) = (each for each in container(template)["volumeMounts"] if each["name"] == "profiles")
     folders = [folder.removeprefix(f"{mount['mountPath']}/") for folder in settings.profile]
     assert [texts[f"{folder}/profile.json"] for folder in folders] == ['{"a": 1}', '{"b": 2}']
-    assert environment(template)["OPERATOR_PASSWORD"]["valueFrom"]["secretKeyRef"]["key"] == "operator"
+    assert environment(template)["PLANNER_PASSWORD"]["valueFrom"]["secretKeyRef"]["key"] == "planner"
     # All other pods have no token.
     others = [pod["spec"] for pod in pods(trees) if pod["spec"] is not template["spec"]]
     assert not any(spec["automountServiceAccountToken"] for spec in others)
@@ -559,7 +559,7 @@ def test_a_pod_gets_the_files_of_its_user_and_of_no_other() -> None:
     trees = manifests(CREDENTIALS)
     assert "password" not in json.dumps(trees).lower()
     for name, users in (
-        ("gateway", ["gateway"]), ("router", ["router", "sys"]), ("aggregated", ["worker"]), ("planner", ["operator"]),
+        ("gateway", ["gateway"]), ("router", ["router", "sys"]), ("aggregated", ["worker"]), ("planner", ["planner"]),
     ):  # fmt: skip
         (template,) = templates(found(trees, "Deployment", f"demo-{name}"))
         variables = {key: each["value"] for key, each in environment(template).items() if "value" in each}

@@ -1,0 +1,174 @@
+"""Each command works with the role that it is for, on a real broker, and says which one it needs with another."""
+
+import asyncio
+import json
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from infra import cli
+from infra.broker.server import EmbeddedNats
+from infra.bus.connection import Bus, connect
+from infra.operate.doctor.finding import Status
+from infra.operate.doctor.main import examine
+from infra.planner.core import Planner
+from infra.planner.loop import PlannerLoop
+from infra.timeline.open_log import Source, running
+from infra.timeline.tracing.position import Position, PositionStore, begin
+from schemas import control, wire
+from schemas.plans import Planned
+from schemas.subjects import Subjects
+from tests.infra.bus.support import opened
+from tests.infra.planner.test_loop import RULES, TIMINGS, Workers, keep_serving, register
+from tests.infra.timeline.support import accept, end
+
+MakeBroker = Callable[..., EmbeddedNats]
+S = Subjects()
+
+
+@pytest.fixture
+async def bus(make_broker: MakeBroker) -> Bus:
+    """The operator's, on a server of its own: only there roles are those of the namespace."""
+    server = make_broker()
+    await server.start()
+    async with opened(server, S) as bus:
+        bus.server = server  # type: ignore[attr-defined]
+        yield bus  # type: ignore[misc]
+
+
+def url(bus: Bus, role: str) -> str:
+    server: EmbeddedNats = bus.server  # type: ignore[attr-defined]
+    return server.url(role)
+
+
+async def run(*argv: str) -> int:
+    return await asyncio.to_thread(cli.main, argv)
+
+
+COMMANDS: tuple[tuple[str, Sequence[str]], ...] = (
+    ("viewer", ("top", "--once", "--json", "--interval", "200ms")),
+    ("viewer", ("streams", "list", "--json")),
+    ("viewer", ("plan", "--history")),
+    ("keys", ("keys", "list")),
+    ("keys", ("keys", "create", "--quiet")),
+    ("reader", ("requests", "--json")),
+    ("reader", ("tail", "done", "--json")),
+    ("reader", ("dead", "list")),
+    ("reader", ("leases",)),
+    ("reader", ("export", "--all", "--output", "FOLDER/log.gz")),
+)
+
+
+@pytest.mark.parametrize(("role", "argv"), COMMANDS, ids=lambda value: " ".join(value[:2]) if value else "")
+async def test_a_command_works_with_the_least_role_and_names_it_to_others(
+    bus: Bus, tmp_path: Path, capsys: pytest.CaptureFixture[str], role: str, argv: Sequence[str]
+) -> None:
+    asked = await accept(bus)
+    await end(bus, asked, 1, 2)
+    flags = [each.replace("FOLDER", str(tmp_path)) for each in argv]
+    assert await run(*flags, "--nats-url", url(bus, role)) == 0, capsys.readouterr()
+    capsys.readouterr()
+    other = "planner" if role != "keys" else "viewer"
+    if argv == ("plan", "--history"):
+        other = "keys"
+    began = time.monotonic()
+    assert await run(*flags, "--nats-url", url(bus, other)) == 1
+    said = capsys.readouterr().err
+    assert f"the role {role} or operator" in said, said
+    assert f"refuses {other} what" in said
+    assert time.monotonic() - began < 30, "it does not wait for answers that never come"
+
+
+async def test_a_command_on_a_data_folder_connects_with_the_least_role(
+    bus: Bus, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server: EmbeddedNats = bus.server  # type: ignore[attr-defined]
+    assert running(Source(server.data_dir), server.data_dir, "viewer") == (server.url("viewer"), "ps")
+    assert await run("top", "--once", "--json", "--interval", "200ms", "--data-dir", str(server.data_dir)) == 0
+    assert json.loads(capsys.readouterr().out)["namespace"] == "ps"
+    # The broker of an earlier build has no such users.
+    conf = server.data_dir / "nats.conf"
+    conf.write_text(conf.read_text().replace('user: "viewer"', 'user: "somebody"'))
+    assert running(Source(server.data_dir), server.data_dir, "viewer") == (server.url("operator"), "ps")
+
+
+async def test_a_viewer_sees_how_requests_end_and_not_what_is_in_them(
+    bus: Bus, capsys: pytest.CaptureFixture[str]
+) -> None:
+    top = asyncio.create_task(run("top", "--once", "--json", "--interval", "1s", "--nats-url", url(bus, "viewer")))
+    ends = 0
+    while not top.done():
+        asked = await accept(bus, user="somebody")
+        await end(bus, asked, 1, 2, 3)
+        ends += 1
+        await asyncio.sleep(0.01)
+    assert await top == 0
+    seen = json.loads(capsys.readouterr().out)
+    assert 0 < len(seen["recent"]) <= ends
+    last = seen["recent"][0]
+    assert (last["state"], last["completion_tokens"], last["model"]) == ("done", 3, asked.model)
+    assert not last.get("user")
+    assert seen["rates"]["ttft_p50_ms"] > 0
+
+
+async def test_doctor_needs_no_more_than_a_viewer(bus: Bus, tmp_path: Path) -> None:
+    examined = await examine(Source(tmp_path, url(bus, "viewer")))
+    found = {finding.check: finding.status for finding in examined.findings}
+    assert (found["broker"], found["broker settings"], found["streams"]) == (Status.ok, Status.ok, Status.ok)
+    assert found["router"] is Status.problem, "none runs, which can be seen"
+    refused = await examine(Source(tmp_path, url(bus, "keys")))
+    assert any("the role viewer or operator" in finding.what for finding in refused.findings)
+
+
+async def test_a_planner_plans_and_drains_with_its_own_role(bus: Bus) -> None:
+    await register(bus, "w-1")
+    orders: list[control.Drain] = []
+
+    async def obey(message: object) -> None:
+        orders.append(control.decode_worker(message.data))  # type: ignore[attr-defined, arg-type]
+        await bus.nc.publish(message.reply, wire.encode(control.Ok()))  # type: ignore[attr-defined]
+
+    await bus.nc.subscribe(S.drain("w-1"), cb=obey)
+    refusals: list[str] = []
+    said: list[Planned] = []
+    load = asyncio.create_task(keep_serving(bus))
+    async with await connect(url(bus, "planner"), role="planner", name="plan") as own:
+        own.on_refused = refusals.append
+        planner = Planner(RULES, TIMINGS)  # type: ignore[arg-type]
+        loop = PlannerLoop(own, planner, Workers(), planner_id="plan-1", model="tiny", say=said.append)
+        async with asyncio.timeout(30):
+            await loop.run(decisions=2)
+    load.cancel()
+    assert len(said) == 2
+    assert said[-1].decision.observed.ttft is not None
+    assert not refusals
+    assert await run("drain", "w-1", "--force", "--timeout", "1s", "--nats-url", url(bus, "planner")) == 1
+    assert orders == [control.Drain(stay_down=True)], "it goes on running, but it was told"
+
+
+async def test_an_exporter_of_traces_keeps_its_position_with_the_role_of_readers(bus: Bus) -> None:
+    refusals: list[str] = []
+    async with await connect(url(bus, "reader"), role="reader", name="trace") as own:
+        own.on_refused = refusals.append
+        store = PositionStore(own, "night")
+        assert await store.load() is None
+        await store.save(Position(7, 8))
+        assert await store.load() == Position(7, 8)
+        assert (await begin(own, None)).done_seq == 0
+    assert not refusals
+
+
+async def test_a_worker_of_an_earlier_build_is_drained_by_the_operator(bus: Bus) -> None:
+    """It does not know the subject that is for draining alone."""
+    await register(bus, "w-1")
+    orders: list[object] = []
+
+    async def obey(message: object) -> None:
+        orders.append(control.decode_worker(message.data))  # type: ignore[attr-defined]
+        await bus.nc.publish(message.reply, wire.encode(control.Ok()))  # type: ignore[attr-defined]
+
+    await bus.nc.subscribe(S.control("w-1"), cb=obey)
+    assert await run("drain", "w-1", "--force", "--timeout", "1s", "--nats-url", url(bus, "operator")) == 1
+    assert orders == [control.Drain(stay_down=True)]
