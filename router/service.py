@@ -350,6 +350,8 @@ class Router:
         self._decider.sent(request, decision.route)
         try:
             body, part = await self._encode(request, job, now_ns)
+            if request.in_memory and (worker := self.cluster.tracker.worker(first.worker)) is not None and worker.inbox:
+                memory.send_content(self._bus, request, worker.inbox)
             room = self._bus.max_message - len(body)  # the server counts headers, too, and closes the link beyond it
             keys_needed = self.intake.part(request.model).routers > 1 and sends_keys(load, len(keys), room)
             stored = await self._publisher.send(

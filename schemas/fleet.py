@@ -105,6 +105,7 @@ class Registration(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     memory: bool = False  # takes requests whose content and output are in memory storage; False: an older build
     ignored_options: tuple[str, ...] = ()  # of clients that its engine does not apply; answers name them
     device: str = ""  # what it computes on, as in "2x NVIDIA H100 80GB HBM3"; "": unknown
+    inbox: str = ""  # subjects below it, by request: where contents of its jobs may be sent; "": it asks for them
 
     @property
     def output(self) -> str:

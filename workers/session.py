@@ -160,13 +160,29 @@ class WorkerSession:
             return
         if isinstance(received, jobs.Revoke):
             await self._revoke(received)
-        elif received.request.in_memory:
+        elif (whole := self._with_sent_content(received)) is None:
             if not self._restore(received):
                 return
-        elif not await self._accept(received):
+        elif not await self._accept(whole):
             await self._time_slice.yield_if_spent()
             return
         await self._bus.nc.publish(message.reply, ACK)
+
+    def _with_sent_content(self, received: _Received) -> _Received | None:
+        """A job with all that belongs to it; None: its content has to be read, since the router could not have it sent
+        here before."""
+        request = received.request
+        if not request.in_memory:
+            return received
+        data = self._contents.take(request.id)
+        if data is None or len(_part_names(received)) > 1 or request.id in self._restoring:
+            return None
+        with contextlib.suppress(msgspec.MsgspecError):  # it is read again, and the job rejected
+            whole = _with_content(received, [data])
+            if whole.request.id == request.id:
+                self._used_memory = True
+                return whole
+        return None
 
     def _restore(self, received: _Received) -> bool:
         """Read a job's content, beside other jobs; True: the job is over."""
@@ -372,7 +388,7 @@ class WorkerSession:
             await self._outbox.resend()
 
     def _registration(self) -> fleet.Registration:
-        return self._runner.registration(self._state)
+        return msgspec.structs.replace(self._runner.registration(self._state), inbox=self._contents.inbox)
 
     async def update_registration(self) -> None:
         """Publish the registration again because it has changed."""

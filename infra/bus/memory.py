@@ -11,6 +11,7 @@ import json
 import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from itertools import takewhile
 from typing import Any, NamedTuple
 
 import msgspec
@@ -41,6 +42,8 @@ ABSENT_S = 5.0  # within it, a gateway that does not answer may still be reconne
 LOOK_S = 0.25
 WATCH_S = 1.0
 AT_ONCE = 256  # parts, in one question
+SENT_BYTES = 32 << 20  # of contents that came before their jobs
+SENT_S = 10.0  # for which they are kept, at least, and twice that at most
 _EXISTS = 10058  # with another configuration: an operator's, or another build's
 
 
@@ -56,6 +59,11 @@ class _Info(msgspec.Struct):
     created: str = ""
     state: _StreamState = msgspec.field(default_factory=_StreamState)
     error: ApiError | None = None
+
+
+class _Sent(NamedTuple):
+    data: bytes
+    came: float  # monotonic
 
 
 class Fill(NamedTuple):
@@ -385,6 +393,16 @@ async def fetch_medium(bus: Bus, memory: MemoryStreams, request: GenerateRequest
     return await _wait_for(bus, memory, request, look)
 
 
+def send_content(bus: Bus, request: GenerateRequest, inbox: str) -> None:
+    """Have the broker send a request's content to a worker (``Registration.inbox``), which gets the job meanwhile.
+
+    The worker reads it as ever if it does not come: it is not there yet, or the link has just failed.
+    """
+    subject = bus.subjects.contents(request.gateway, request.id, contents.REQUEST)
+    question = msgspec.json.encode({"last_by_subj": subject})
+    bus.nc.post(f"$JS.API.DIRECT.GET.{bus.subjects.stream('MEMORY_CONTENTS')}", question, f"{inbox}.{request.id}")
+
+
 class _Question:
     __slots__ = ("answer", "found", "single", "timer")
 
@@ -399,24 +417,64 @@ class ContentReader:
     """Reads parts of the contents of many requests by one question, without a subscription or a task for each.
 
     It says only what was found at once: ``fetch`` the rest. ``open`` it first, ``close`` it in the end.
+
+    Attributes:
+        inbox: where ``send_content`` may have contents sent, which nobody asked this reader for yet.
     """
 
     def __init__(self, bus: Bus) -> None:
         self._bus = bus
         self._subject = f"$JS.API.DIRECT.GET.{bus.subjects.stream('MEMORY_CONTENTS')}"
-        self._inbox = bus.nc.new_inbox()
+        self._replies = bus.nc.new_inbox()
+        self.inbox = bus.nc.new_inbox()
         self._next = 0
         self._questions: dict[str, _Question] = {}
-        self._sub: Any = None
+        self._sent: dict[str, _Sent] = {}  # by request, in the order in which they came
+        self._sent_bytes = 0
+        self._expiry: asyncio.TimerHandle | None = None
+        self._subs: list[Any] = []
 
     async def open(self) -> None:
-        self._sub = await self._bus.nc.subscribe_direct(self._inbox + ".*", self._on_reply)
+        for inbox, handler in ((self._replies, self._on_reply), (self.inbox, self._on_sent)):
+            self._subs.append(await self._bus.nc.subscribe_direct(inbox + ".*", handler))
 
     async def close(self) -> None:
         for token in list(self._questions):
             self._end(token)
-        if self._sub is not None and not self._bus.nc.is_closed:
-            await self._sub.unsubscribe()
+        self._sent.clear()
+        if self._expiry is not None:
+            self._expiry.cancel()
+        if not self._bus.nc.is_closed:
+            for sub in self._subs:
+                await sub.unsubscribe()
+
+    def take(self, request_id: str) -> bytes | None:
+        """The content of a request, if it was sent here; None: it is to be asked for."""
+        sent = self._sent.pop(request_id, None)
+        if sent is None:
+            return None
+        self._sent_bytes -= len(sent.data)
+        return sent.data
+
+    def _on_sent(self, frame: Frame) -> None:
+        if has_status(frame.headers):
+            return  # it is not there yet
+        request_id = frame.subject.rpartition(b".")[2].decode()
+        self.take(request_id)
+        self._sent[request_id] = _Sent(frame.data, time.monotonic())
+        self._sent_bytes += len(frame.data)
+        while self._sent_bytes > SENT_BYTES:
+            self.take(next(iter(self._sent)))
+        if self._expiry is None:
+            self._expiry = asyncio.get_running_loop().call_later(SENT_S, self._expire)
+
+    def _expire(self) -> None:
+        """Drop contents whose jobs went elsewhere."""
+        oldest = time.monotonic() - SENT_S
+        for request_id, _ in list(takewhile(lambda each: each[1].came <= oldest, self._sent.items())):
+            self.take(request_id)
+        again = asyncio.get_running_loop().call_later(SENT_S, self._expire) if self._sent else None
+        self._expiry = again
 
     async def find(self, subjects: Sequence[str]) -> dict[str, bytes]:
         """What is stored under these subjects (``Subjects.contents``), as far as it was found."""
@@ -431,7 +489,7 @@ class ContentReader:
         single = len(subjects) == 1
         query = {"last_by_subj": subjects[0]} if single else {"multi_last": subjects, "max_bytes": BATCH_BYTES}
         answer: asyncio.Future[dict[str, bytes]] = loop.create_future()
-        if self._bus.nc.post(self._subject, msgspec.json.encode(query), f"{self._inbox}.{token}"):
+        if self._bus.nc.post(self._subject, msgspec.json.encode(query), f"{self._replies}.{token}"):
             self._questions[token] = _Question(answer, single, loop.call_later(ASK_S, self._end, token))
         else:
             answer.set_result({})  # the link is down

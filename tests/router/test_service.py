@@ -18,7 +18,7 @@ from router.maintenance import CLAIM_S
 from router.placement.decisions import Decisions
 from router.policy.routing import RoutingDecision, RoutingRequest
 from router.service import Router
-from schemas import control, fleet, jobs, kv, wire
+from schemas import contents, control, fleet, jobs, kv, wire
 from schemas.blocks import keys_of
 from schemas.errors import Code
 from schemas.ids import new_request_id
@@ -115,6 +115,29 @@ async def test_after_a_lone_brokers_restart_only_requests_from_before_wait_for_t
     assert [one.router._misses_output(each) for each in ids] == [True, True, False]
     monkeypatch.setattr(memory, "SETTLE_S", 0.0)
     await clients.placed(before)
+
+
+async def test_the_content_of_a_request_is_sent_to_its_worker_beside_the_job(clients: Clients, one: Routing) -> None:
+    """To one of an earlier build, which has no inbox, it is not."""
+    came: list[tuple[str, bytes]] = []
+
+    async def note(message: Any) -> None:
+        came.append((message.subject, message.data))
+
+    await clients.bus.nc.subscribe("inbox.>", cb=note)
+    older, plain = request(in_memory=True, worker="w2"), request(worker="w1")
+    asked, lost = request(in_memory=True, worker="w1"), request(in_memory=True, worker="w1")
+    subject = clients.bus.subjects.contents(asked.gateway, asked.id, contents.REQUEST)
+    await clients.bus.js.publish(subject, b"what it says")
+    await clients.stub("w1", memory=True, inbox="inbox.w1")
+    await clients.stub("w2", memory=True)
+    await one.knows("w1")
+    await one.knows("w2")
+    await clients.ask(older, plain, asked, lost)
+    for each in (older, plain, asked, lost):
+        assert (await clients.placed(each))[0] == each.worker
+    await eventually(lambda: len(came) == 2)
+    assert sorted(came) == sorted([(f"inbox.w1.{asked.id}", b"what it says"), (f"inbox.w1.{lost.id}", b"")])
 
 
 async def test_a_class_takes_no_more_out_of_the_log_than_its_room(

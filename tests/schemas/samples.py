@@ -349,6 +349,10 @@ SAMPLES: dict[str, tuple[Any, Callable[[bytes], Any]]] = {
         fleet.Registration("w-1", "tiny", "decode", "native", 5, 16, 100, 8, 4096, memory=True),
         fleet.decode,
     ),
+    "registration_with_an_inbox": (
+        fleet.Registration("w-1", "tiny", "decode", "native", 5, 16, 100, 8, 4096, memory=True, inbox="_INBOX.a"),
+        fleet.decode,
+    ),
     "request_without_content": (
         contents.without_content(msgspec.structs.replace(REQUEST, no_store=True, in_memory=True), bytes(32)),
         requests.decode,

@@ -104,6 +104,27 @@ async def test_jobs_whose_contents_are_in_memory_storage_run_once_those_are_ther
     assert [log.streamed(each) for each in asked] == [answer(each) for each in asked]
 
 
+async def test_a_job_whose_content_was_sent_ahead_runs_without_asking_for_it(
+    log: LogClient, worker: WorkerHarness
+) -> None:
+    """What was sent under another request's name is none: then it is asked for, as if nothing had been sent."""
+    bus = log.bus
+    registered = log.registered(worker.id)
+    assert registered is not None
+    prompts = (list(range(5, 9)), list(range(20, 29)))
+    sent, mistaken = (request(prompt, no_store=True, in_memory=True) for prompt in prompts)
+    await bus.js.publish(bus.subjects.contents(mistaken.gateway, mistaken.id, contents.REQUEST), wire.encode(mistaken))
+    for each in (sent, mistaken):
+        await bus.nc.publish(f"{registered.inbox}.{each.id}", wire.encode(sent))
+    await eventually(lambda: len(worker.session._contents._sent) == 2)
+    for each in (sent, mistaken):
+        await log.send_job(worker.id, contents.without_content(each, bytes(32)))
+    for each in (sent, mistaken):
+        assert (await log.end(each)).code == ""
+        assert log.streamed(each) == answer(each)
+    assert not worker.session._contents._sent
+
+
 async def test_a_worker_whose_link_was_replaced_before_it_had_a_lease_publishes_its_output(
     broker: EmbeddedNats, pipeline: Subjects, log: LogClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:

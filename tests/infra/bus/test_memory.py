@@ -11,7 +11,8 @@ from infra.bus.connection import Bus
 from infra.bus.memory import ContentReader, MemoryStreams
 from schemas.errors import Code, ServingError
 from schemas.subjects import Subjects
-from tests.infra.bus.support import opened
+from tests.infra.bus.support import eventually, opened
+from tests.workers.support import request
 
 
 @pytest.fixture
@@ -65,6 +66,31 @@ async def test_while_the_link_is_down_nothing_is_found(bus: Bus, reader: Content
     parts = await stored(bus, 1)
     await bus.close()
     assert await reader.find(list(parts)) == {}
+
+
+async def test_a_content_that_was_sent_ahead_is_there_once(bus: Bus, reader: ContentReader) -> None:
+    asked = [request(id=f"r{number}") for number in range(3)]
+    for each in asked[:2]:
+        await bus.js.publish(bus.subjects.contents(each.gateway, each.id, "request"), each.id.encode())
+    for each in (asked[2], *asked[:2]):  # the first one is not there, and nobody waits for it
+        memory.send_content(bus, each, reader.inbox)
+    await eventually(lambda: len(reader._sent) == 2)
+    assert [reader.take(each.id) for each in asked] == [b"r0", b"r1", None]
+    assert [reader.take(each.id) for each in asked] == [None] * 3
+
+
+async def test_contents_whose_jobs_never_come_are_kept_for_some_time_and_up_to_some_bytes(
+    bus: Bus, reader: ContentReader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "SENT_BYTES", 250)
+    monkeypatch.setattr(memory, "SENT_S", 0.1)
+    for number in range(4):
+        await bus.nc.publish(f"{reader.inbox}.r{number}", bytes(100))
+    await eventually(lambda: "r3" in reader._sent)
+    assert len(reader._sent) <= 2
+    assert reader._sent_bytes == 100 * len(reader._sent)
+    await eventually(lambda: not reader._sent and reader._expiry is None)
+    assert reader._sent_bytes == 0
 
 
 @pytest.mark.parametrize("error", [TimeoutError(), NoRespondersError(), OSError()], ids=repr)
