@@ -9,10 +9,20 @@ import msgspec
 import yaml
 
 from configs.flags import flags_of
+from configs.settings import TraceSettings
 from infra.broker import config
 from infra.broker.binary import TESTED, dotted
 from infra.broker.config import USERS, ServerConfig
-from infra.deploy.helm.values import KINDS, SETTLED, SETTLED_OF_PLANNER, Section, Values, WorkerDefaults, defaults
+from infra.deploy.helm.values import (
+    KINDS,
+    SETTLED,
+    SETTLED_OF_PLANNER,
+    SETTLED_OF_TRACE,
+    Section,
+    Values,
+    WorkerDefaults,
+    defaults,
+)
 from infra.planner.command import Settings as PlannerSettings
 from schemas.subjects import Subjects
 
@@ -138,6 +148,7 @@ def schema() -> dict[str, Any]:
         parts[part]["properties"]["settings"] |= _settings(KINDS[kind], SETTLED)
     taken = (SETTLED | SETTLED_OF_PLANNER) - {"model"}
     parts["Planner"]["properties"]["settings"] |= _settings(PlannerSettings, taken)
+    parts["Trace"]["properties"]["settings"] |= _settings(TraceSettings, SETTLED | SETTLED_OF_TRACE)
     whole = parts.pop("Values")
     whole["properties"]["workers"]["additionalProperties"] = {"anyOf": [worker, {"type": "null"}]}
     whole["properties"]["global"] = {"type": "object"}

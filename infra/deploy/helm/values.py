@@ -47,6 +47,8 @@ SETTLED_OF_PLANNER = {
     *("connector", "data_dir", "history", "since", "json", "decisions"),
     *("kubernetes_url", "kubernetes_namespace", "kubernetes_workloads"),
 }
+# Of `penstock trace`, which prints no single request here.
+SETTLED_OF_TRACE = {"data_dir", "file", "skip_bad", "request", "json", "otlp_endpoint", "once"}
 KINDS: Mapping[str, type[Common]] = {"gateway": GatewaySettings, "router": RouterSettings, "worker": WorkerSettings}
 
 
@@ -122,6 +124,26 @@ class Planner(Placed, frozen=True, kw_only=True):
         ),
     ] = {}
     settings: Annotated[Tree, about("flags of `penstock plan` without their dashes, as in `ttft: 800`")] = {}
+
+
+class Trace(Placed, frozen=True, kw_only=True):
+    """Sends a trace of each request to an OpenTelemetry collector: `penstock trace`. For its headers see `env`."""
+
+    enabled: bool = False
+    endpoint: Annotated[
+        str,
+        Meta(
+            pattern="^(https?://[^/]+.*)?$",
+            description="OTLP/HTTP URL of the collector, as in http://otel-collector.monitoring:4318/v1/traces",
+        ),
+    ] = ""
+    peers: Annotated[
+        tuple[Tree, ...],
+        about("where it is, as a NetworkPolicy's `to`; default: any address, on the port of the URL"),
+    ] = ()
+    cpu: Quantity = "500m"
+    memory: Annotated[Quantity, about("requested, and the limit")] = "1Gi"
+    settings: Annotated[Tree, about("flags of `penstock trace` without their dashes, as in `sample: 0.1`")] = {}
 
 
 class Service(Section, frozen=True, kw_only=True):
@@ -333,6 +355,7 @@ class Values(Section, frozen=True, kw_only=True):
     gateway: Gateway = Gateway()
     router: Router = Router()
     planner: Planner = Planner()
+    trace: Trace = Trace()
     workers: Annotated[
         Mapping[PoolName, Mapping[str, Any]],
         about("pools by name, with the keys of `workerDefaults`; default: one pool, aggregated"),

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from configs.flags import parse
-from configs.settings import GatewaySettings, RouterSettings, WorkerSettings
+from configs.settings import GatewaySettings, RouterSettings, TraceSettings, WorkerSettings
 from infra.deploy.helm.generate import CHART, files
 from infra.deploy.helm.values import Thresholds
 from infra.deploy.monitoring.main import ALERTS, GRAFANA, alert_rules
@@ -22,6 +22,7 @@ from infra.engine_args import decode, parse_yaml
 from infra.planner.command import Settings as PlannerSettings
 from infra.planner.connectors.kubernetes import scale_path
 from infra.recipes.catalogue import members
+from infra.timeline.tracing.main import check
 from tests.infra.deploy.helm.support import (
     Tree,
     command_of,
@@ -91,13 +92,14 @@ nats: {enabled: false}
 broker:
   url: tls://nats-1.example.com:4443,tls://nats-2.example.com:4443
   credsSecret: creds
-  certSecrets: {gateway: cert-g, router: cert-r, worker: cert-w, planner: cert-p, operator: cert-o, sys: cert-s}
+  certSecrets: {gateway: cert-g, router: cert-r, worker: cert-w, planner: cert-p, reader: cert-r, operator: cert-o, sys: cert-s}
   caSecret: authority
   ports: [4443]
   peers: [{ipBlock: {cidr: 192.0.2.0/24}}]
 workers: {aggregated: {engine: mock, extraVolumes: [{name: more, emptyDir: {}}], extraVolumeMounts: [
   {name: more, mountPath: /more}]}}
 planner: {enabled: true}
+trace: {enabled: true, endpoint: "https://otel.example.com/v1/traces"}
 """
 NATS_TLS = """
 broker: {caSecret: nats-tls}
@@ -112,8 +114,17 @@ planner:
   settings: {ttft: 800, itl: 20, predictor: constant}
 workers: {prefill: {}, decode: {replicas: 3}, drafts: {role: encode}}
 """
+TRACED = """
+trace:
+  enabled: true
+  endpoint: http://otel-collector.monitoring:4318/v1/traces
+  peers: [{namespaceSelector: {matchLabels: {name: monitoring}}}]
+  env: [{name: OTEL_EXPORTER_OTLP_HEADERS, valueFrom: {secretKeyRef: {name: otel, key: headers}}}]
+  settings: {sample: 0.1, since: 1h}
+"""
 CASES = {
     "a planner": PLANNED,
+    "traces": TRACED,
     "the defaults": "",
     "everything on": EVERYTHING,
     "a NATS of one's own": OWN_NATS,
@@ -294,7 +305,8 @@ def test_every_budget_and_policy_selects_pods_and_every_pod_has_a_policy(case: s
     # At most one pod of a component is evicted at a time.
     budgets = [tree["spec"] for tree in trees if tree["kind"] == "PodDisruptionBudget"]
     assert all(budget["maxUnavailable"] == 1 for budget in budgets)
-    scaled = [name for name in named(trees, "Deployment") if name != "demo-planner"]  # of which there is one
+    alone = ("demo-planner", "demo-trace")  # of which there is one
+    scaled = [name for name in named(trees, "Deployment") if name not in alone]
     assert len(budgets) == len(scaled) + len(named(trees, "LeaderWorkerSet"))
 
 
@@ -465,6 +477,43 @@ def test_a_planner_of_several_nodes_scales_groups_and_a_dry_run_nothing() -> Non
     assert found(trees, "LeaderWorkerSet", "demo-decode")["spec"]["replicas"] == 1
 
 
+def test_traces_are_sent_to_the_collector_and_nothing_else_reaches_it() -> None:
+    trees = manifests(TRACED)
+    deployment = found(trees, "Deployment", "demo-trace")["spec"]
+    assert (deployment["replicas"], deployment["strategy"]) == (1, {"type": "Recreate"})
+    (template,) = templates(found(trees, "Deployment", "demo-trace"))
+    argv = command_of(template)
+    settings = parse(TraceSettings, argv[1:], prog="trace", environ={})
+    assert (argv[0], settings.otlp_endpoint) == ("trace", "http://otel-collector.monitoring:4318/v1/traces")
+    assert (settings.sample, settings.since, settings.namespace) == (0.1, "1h", "ps")
+    check(settings)
+    assert environment(template)["OTEL_EXPORTER_OTLP_HEADERS"]["valueFrom"]["secretKeyRef"]["name"] == "otel"
+    to_collector = {"ports": [{"port": 4318}], "to": [{"namespaceSelector": {"matchLabels": {"name": "monitoring"}}}]}
+    reach = [
+        tree["metadata"]["name"]
+        for tree in trees
+        if tree["kind"] == "NetworkPolicy" and to_collector in tree["spec"].get("egress", [])
+    ]
+    assert reach == ["demo-trace"]
+    assert found(trees, "NetworkPolicy", "demo-trace")["spec"]["ingress"] is None
+    for url, port in (("https://otel.example.com/v1/traces", 443), ("http://[2001:db8::1]/v1/traces", 80)):
+        policy = found(manifests({"trace": {"enabled": True, "endpoint": url}}), "NetworkPolicy", "demo-trace")
+        assert {"ports": [{"port": port}]} in policy["spec"]["egress"]
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ("trace: {enabled: true}", "trace.endpoint: name the URL of the collector"),
+        ("trace: {enabled: true, endpoint: collector}", "endpoint"),
+        ("trace: {settings: {request: r}}", "request"),
+        ("workers: {trace: {}}", "workers.trace: the name is taken"),
+    ],
+)
+def test_an_exporter_of_traces_that_could_not_work_is_refused(values: str, said: str) -> None:
+    assert said in refused(values)
+
+
 @pytest.mark.parametrize(
     ("values", "said"),
     [
@@ -560,6 +609,7 @@ def test_a_pod_gets_the_files_of_its_user_and_of_no_other() -> None:
     assert "password" not in json.dumps(trees).lower()
     for name, users in (
         ("gateway", ["gateway"]), ("router", ["router", "sys"]), ("aggregated", ["worker"]), ("planner", ["planner"]),
+        ("trace", ["reader"]),
     ):  # fmt: skip
         (template,) = templates(found(trees, "Deployment", f"demo-{name}"))
         variables = {key: each["value"] for key, each in environment(template).items() if "value" in each}

@@ -26,7 +26,8 @@ from tests.infra.deploy.helm.support import (
 )
 from tests.infra.deploy.helm.test_broker import nats_conf
 from tests.infra.deploy.running import Here, answers, ask
-from tests.pipeline.support import MODEL, free_port
+from tests.infra.timeline.tracing.collector import Collector
+from tests.pipeline.support import MODEL, free_port, until
 
 pytestmark = [needs_helm, pytest.mark.timeout(180)]
 VALUES = f"""
@@ -36,6 +37,7 @@ models: {{enabled: false}}
 gateway: {{requireKeys: false, settings: {{max-queue: 64}}}}
 workerDefaults: {{engine: mock, settings: {{mock-speedup: 0}}}}
 workers: {{prefill: {{}}, decode: {{}}}}
+trace: {{enabled: true, endpoint: "http://collector:4318/v1/traces"}}
 """
 
 
@@ -82,6 +84,8 @@ async def test_the_chart_s_command_lines_serve_a_request(tmp_path: Path) -> None
     forget()
     passwords = secret(trees)
     processes = {}
+    collector = Collector()
+    collector.start()
     async with broker(trees, tmp_path, port):
         streams, *running = sorted(pods(trees), key=lambda pod: container(pod)["name"] != "streams")
         ports = {}
@@ -91,6 +95,7 @@ async def test_the_chart_s_command_lines_serve_a_request(tmp_path: Path) -> None
             here = Here(tmp_path, {
                 "demo-nats.serving:4222": f"127.0.0.1:{port}", "=0.0.0.0": "=127.0.0.1",
                 "-port=8000": f"-port={ports[component]}", "-port=9090": f"-port={ports[component]}",
+                "http://collector:4318/v1/traces": collector.url,
                 "/home/penstock": str(tmp_path), "/models/hub": str(tmp_path / "hub"),
             })  # fmt: skip
             process = here.start(component, command_of(template), variables(template, passwords, component))
@@ -98,15 +103,23 @@ async def test_the_chart_s_command_lines_serve_a_request(tmp_path: Path) -> None
                 assert process.wait(60) == 0, process.log.read_text()
                 continue
             processes[component] = (process, template)
-        assert set(processes) == {"gateway", "router", "prefill", "decode"}
+        assert set(processes) == {"gateway", "router", "prefill", "decode", "trace"}
+
+        async def traced() -> bool:
+            return any(span.service == "penstock-gateway" for span in collector.spans)
+
         try:
             for component, (_process, template) in processes.items():
                 for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
+                    if component == "trace":
+                        continue
                     path = container(template)[probe]["httpGet"]["path"]
                     await answers(f"http://127.0.0.1:{ports[component]}{path}")
             assert await ask(f"http://127.0.0.1:{ports['gateway']}", MODEL.name)
+            await until(traced, "the collector has the request's trace")
         finally:
             for process, _template in processes.values():
                 process.ask_to_stop()
             statuses = {component: process.stop() for component, (process, _template) in processes.items()}
+            collector.stop()
         assert statuses == dict.fromkeys(processes, 0)

@@ -6,7 +6,7 @@ GPUs come from the engine arguments, as the engines count them.
 {{- $root := .root -}}
 {{- $given := $root.Values.workers | default (dict "aggregated" (dict)) -}}
 {{- range $name, $own := $given -}}
-{{- if has $name (list "gateway" "router" "streams" "planner" "profiles" "broker" "nats" "engine" "scripts" "ssh" "hub" "models") -}}
+{{- if has $name (list "gateway" "router" "streams" "planner" "trace" "profiles" "broker" "nats" "engine" "scripts" "ssh" "hub" "models") -}}
 {{- fail (printf "workers.%s: the name is taken; choose another one" $name) -}}
 {{- end -}}
 {{- $pool := mustMergeOverwrite (deepCopy $root.Values.workerDefaults) (deepCopy ($own | default dict)) -}}
