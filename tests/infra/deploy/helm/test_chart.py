@@ -92,7 +92,8 @@ nats: {enabled: false}
 broker:
   url: tls://nats-1.example.com:4443,tls://nats-2.example.com:4443
   credsSecret: creds
-  certSecrets: {gateway: cert-g, router: cert-r, worker: cert-w, planner: cert-p, reader: cert-r, operator: cert-o, sys: cert-s}
+  certSecrets: {gateway: cert-g, router: cert-r, worker: cert-w, planner: cert-p, reader: cert-r,
+    operator: cert-o, sys: cert-s}
   caSecret: authority
   ports: [4443]
   peers: [{ipBlock: {cidr: 192.0.2.0/24}}]
