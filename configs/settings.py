@@ -374,6 +374,27 @@ class WorkerSettings(Common, frozen=True, kw_only=True):
     override_engine_args: Annotated[
         str, about("trtllm, vllm, sglang: JSON object of engine arguments; they override all others")
     ] = ""
+    nodes: Annotated[
+        Positive,
+        about("vllm, sglang: machines of one engine; start the same command on each, with its own --node-rank"),
+    ] = 1
+    node_rank: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="vllm, sglang: which of --nodes this is; 0 serves and has the broker, the others only compute",
+        ),
+    ] = 0
+    leader_address: Annotated[str, about("vllm, sglang: address of node 0 that the other nodes reach")] = ""
+    leader_port: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=65000,
+            description="vllm, sglang: port there, where the nodes meet; the engine uses the ports behind it",
+        ),
+    ] = 29500
+    nodes_wait_s: Annotated[Seconds, about("vllm, sglang: seconds that nodes wait for each other at start")] = 1800.0
     connector: Annotated[
         tuple[Literal["nixl", "lmcache", "kvbm", "null"], ...],
         about("vllm: KV connectors, comma-separated; default: nixl for prefill and decode workers, else null"),

@@ -303,8 +303,6 @@ def test_the_flags_that_a_page_names_exist(page: str) -> None:
     known = frozenset(re.findall(r"`(--[a-z0-9-]+)`", infra.docs.settings.page())) | flags()
     text = (ROOT / page).read_text(encoding="utf-8")
     prose = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
-    if page == "docs/migration.md":  # the first column has those of other servers
-        prose = re.sub(r"^\|[^|]*\|", "|", prose, flags=re.MULTILINE)
     named = set(re.findall(r"`(--[a-z0-9-]+)[ `]", prose))
     assert named - known - COMMAND_FLAGS - PEERS_FLAGS == set()
 
@@ -314,6 +312,6 @@ def test_the_changelog_has_no_links_to_files() -> None:
     assert re.findall(r"\]\((?!https?://)[^)]*\)", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")) == []
 
 
-@pytest.mark.parametrize(("page", "limit"), [("README.md", 150), ("ARCHITECTURE.md", 260)])
+@pytest.mark.parametrize(("page", "limit"), [("README.md", 160), ("ARCHITECTURE.md", 260)])
 def test_a_page_stays_short(page: str, limit: int) -> None:
     assert len((ROOT / page).read_text(encoding="utf-8").splitlines()) <= limit

@@ -1,5 +1,6 @@
 """``penstock worker``: checks the settings and serves with the backend they name."""
 
+import os
 import sys
 
 import structlog
@@ -9,7 +10,7 @@ from configs.settings import WorkerSettings
 from infra.metrics.page import PortTaken, check_port
 from infra.model import modeldir, parser_detection
 from schemas.errors import ServingError
-from workers.engines.base import EngineError
+from workers.engines.base import EngineError, NodeLost
 from workers.engines.support import SUPPORT, able
 from workers.extras import install_hint
 from workers.kv_transfer.base import TransportUnavailable
@@ -28,8 +29,18 @@ def run(settings: WorkerSettings) -> int:
 
     try:
         with own_directory():
+            check_nodes(settings)
+            if settings.node_rank:
+                from workers import node
+
+                check_settings(settings)
+                return node.run(settings)
             status: int = uvloop.run(_serve(settings))
         return status
+    except NodeLost as error:
+        log.error("start_failed", error=str(error))
+        sys.stdout.flush()
+        os._exit(EXIT_START)  # ranks that wait for the lost one hold this process's end up
     except (modeldir.ModelError, EngineError, TransportUnavailable, ValueError) as error:
         log.error("start_failed", error=str(error))
         return EXIT_CONFIG
@@ -111,3 +122,21 @@ def check_settings(settings: WorkerSettings) -> None:
             f"--engine {settings.engine} --role {settings.role} has no logits to edit; leave out --logits-processor "
             "and --default-logits-processors"
         )
+
+
+def check_nodes(settings: WorkerSettings) -> None:
+    """
+    Raises:
+        ValueError: an engine over several machines that cannot be.
+    """
+    if settings.nodes == 1:
+        if settings.node_rank:
+            raise ValueError(f"--node-rank {settings.node_rank}: of how many machines? Add --nodes")
+        return
+    if settings.engine not in ("vllm", "sglang"):
+        other = "; start TensorRT-LLM's ranks with trtllm-llmapi-launch" if settings.engine == "trtllm" else ""
+        raise ValueError(f"--nodes {settings.nodes}: applies to --engine vllm and sglang{other}")
+    if settings.node_rank >= settings.nodes:
+        raise ValueError(f"--node-rank {settings.node_rank}: the nodes are 0 to {settings.nodes - 1}")
+    if not settings.leader_address:
+        raise ValueError(f"--nodes {settings.nodes}: add --leader-address, an address of node 0 that the others reach")

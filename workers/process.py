@@ -26,6 +26,7 @@ from infra.metrics.scope import process_scope
 from schemas import control, wire
 from schemas.subjects import Subjects
 from workers.crash_journal import CrashJournal, End, returns, state_folder
+from workers.engines.base import NodeLost
 from workers.engines.external.metrics import NativeSeries
 from workers.metrics import user
 from workers.metrics.multiprocess import VARIABLE, Merged
@@ -83,6 +84,9 @@ class ProcessEvents(Protocol):
 
     async def registration_changed(self) -> None: ...
 
+    def stop(self) -> None:
+        """Drain and end, as after SIGTERM. In the event loop."""
+
 
 MakeBackend = Callable[[WorkerSettings, Metrics, ProcessEvents], Backend]
 
@@ -104,7 +108,8 @@ class WorkerProcess:
         self._session: WorkerSession | None = None
         self._failed = asyncio.Event()
         self._error: BaseException | None = None
-        self._task_error = False  # a task failed, not the engine: no request is to blame
+        self._task_error = False  # a task failed, not the engine
+        self._blameless = False  # no request can be the cause
         self._drained_status = EXIT_OK
 
     async def serve(self) -> int:
@@ -212,7 +217,7 @@ class WorkerProcess:
             try:
                 if self._failed.is_set():
                     text = "a task of the worker failed" if self._task_error else "engine_error"
-                    await session.fail(f"{text}: {self._error!r}"[:500], poison=not self._task_error)
+                    await session.fail(f"{text}: {self._error!r}"[:500], poison=not self._blameless)
                     return EXIT_ENGINE
                 if self._stopping.asked:
                     log.info("draining", worker=session.id)
@@ -241,11 +246,18 @@ class WorkerProcess:
     # --- failures and changes ---
 
     def engine_failed(self, error: BaseException) -> None:
-        self._journal.failing(End(True, f"crashed: the engine failed ({type(error).__name__})"))
+        if isinstance(error, NodeLost):
+            self._blameless = self._error is None
+            self._journal.failing(End(False, "a machine of the engine was lost"))
+        else:
+            self._journal.failing(End(True, f"crashed: the engine failed ({type(error).__name__})"))
         self._fail(error)
 
+    def stop(self) -> None:
+        self._stopping.ask()
+
     def _task_failed(self, error: BaseException) -> None:
-        self._task_error = self._error is None
+        self._task_error = self._blameless = self._error is None
         self._journal.failing(End(False, "a task of the worker failed"))
         self._fail(error)
 

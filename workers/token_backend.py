@@ -4,6 +4,7 @@ import asyncio
 import signal
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import structlog
@@ -57,8 +58,11 @@ class TokenBackend:
         path = model_path(settings)
         described = self._described = modeldir.load(path, name="".join(served_names(settings.served_model_name)[:1]))
 
+        def asked() -> None:
+            self._loop.call_soon_threadsafe(self._events.stop)
+
         def build() -> Engine:
-            engine = build_engine(settings, path)
+            engine = build_engine(settings, path, asked)
             if settings.event_plane == "nats":
                 return engine
             from workers.engines.events.relay import start_relay
@@ -175,8 +179,12 @@ def model_path(settings: WorkerSettings) -> Path:
     return path
 
 
-def build_engine(settings: WorkerSettings, path: Path) -> Engine:
-    """The engine that the settings name, built in the thread that will run it."""
+def build_engine(settings: WorkerSettings, path: Path, asked: Callable[[], None] = lambda: None) -> Engine:
+    """The engine that the settings name, built in the thread that will run it.
+
+    Args:
+        asked: called when another machine of the engine was asked to stop; from any thread.
+    """
     began = time.monotonic()
     engine: Engine
     if settings.engine == "mock":
@@ -196,11 +204,11 @@ def build_engine(settings: WorkerSettings, path: Path) -> Engine:
     elif settings.engine == "vllm":
         from workers.engines import vllm
 
-        engine = vllm.from_settings(settings, path)
+        engine = vllm.from_settings(settings, path, asked)
     elif settings.engine == "sglang":
         from workers.engines import sglang
 
-        engine = sglang.from_settings(settings, path)
+        engine = sglang.from_settings(settings, path, asked)
     else:
         from workers.engines import native
 

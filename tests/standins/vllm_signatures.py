@@ -47,6 +47,11 @@ def describe() -> Description:
     llm = importlib.import_module("vllm.v1.engine.async_llm").AsyncLLM
     for name in METHODS:
         found[f"AsyncLLM.{name}"] = dict(_parameters(getattr(llm, name)))
+    executor = importlib.import_module("vllm.v1.executor.multiproc_executor").MultiprocExecutor
+    for name in ("__init__", "start_worker_monitor", "shutdown"):
+        found[f"MultiprocExecutor.{name}"] = dict(_parameters(getattr(executor, name)))
+    config = importlib.import_module("vllm.engine.arg_utils").AsyncEngineArgs.create_engine_config
+    found["create_engine_config"] = dict(_parameters(config))
     output = importlib.import_module("vllm.outputs").RequestOutput
     found["RequestOutput"] = {name: value for name, value in _parameters(output.__init__) if name != "kwargs"}
     for module, names in DATA.items():

@@ -1,6 +1,7 @@
 """A whole worker process: in this process where only its logic is asked, in one of its own for signals."""
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,8 @@ from tests.infra.bus.support import eventually
 from tests.pipeline.support import Oracle, Process
 from tests.workers.support import ControlledEngine, LogClient, answer, engine, ids, request
 from workers import token_backend as module
-from workers.engines.base import Engine
-from workers.main import check_settings
+from workers.engines.base import Engine, NodeLost
+from workers.main import check_nodes, check_settings
 from workers.process import EXIT_CONFIG, EXIT_ENGINE, EXIT_OK, WorkerProcess
 from workers.token_backend import build_engine, model_path
 
@@ -39,7 +40,7 @@ class Served:
         monkeypatch: pytest.MonkeyPatch,
         drain_s: float = 20.0,
     ) -> None:
-        def build(settings: WorkerSettings, path: Path) -> Engine:
+        def build(settings: WorkerSettings, path: Path, asked: Callable[[], None]) -> Engine:
             return held
 
         monkeypatch.setattr(module, "build_engine", build)
@@ -92,6 +93,38 @@ async def test_a_broken_engine_ends_the_process_in_good_order(
     await eventually(lambda: log.registrations[-1] == (worker, None))
     assert held.closes == 1
     assert not log.done
+
+
+async def test_a_lost_machine_ends_the_process_and_blames_no_request(
+    broker: EmbeddedNats, log: LogClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = engine(max_running=1)
+    served = Served(broker, log, held, monkeypatch)
+    worker = await served.registered()
+    held.hold()
+    running = request(model=MODEL)
+    await log.send_job(worker, running)
+    held.allow(1)
+    await log.has_streamed(running)
+    served.worker.engine_failed(NodeLost("node 1 of 2 has ended"))
+    event = await log.handed_back(running)
+    assert await served.status() == EXIT_ENGINE
+    assert not event.poison
+    assert "node 1 of 2 has ended" in event.reason
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ({"nodes": 2, "engine": "trtllm", "leader_address": "a"}, "trtllm-llmapi-launch"),
+        ({"nodes": 2, "engine": "vllm"}, "add --leader-address"),
+        ({"nodes": 2, "engine": "vllm", "leader_address": "a", "node_rank": 2}, "the nodes are 0 to 1"),
+        ({"node_rank": 1, "engine": "sglang"}, "Add --nodes"),
+    ],
+)
+def test_nodes_that_cannot_be_one_engine_are_refused(flags: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        check_nodes(WorkerSettings(**flags))
 
 
 async def test_a_drain_order_is_answered_and_ends_the_process(

@@ -29,6 +29,10 @@ class EngineError(Exception):
     """The engine is broken; the worker requeues its requests and exits."""
 
 
+class NodeLost(EngineError):
+    """A machine of an engine over several is gone, or did not come: no request is to blame, and a restart may help."""
+
+
 class EngineInfo(msgspec.Struct, frozen=True):
     """Fixed properties of an engine. Sizes are in tokens or blocks.
 

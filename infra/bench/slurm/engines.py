@@ -20,7 +20,7 @@ from infra.engine_args.tree import BadArguments, Tree, decode, merge
 from infra.recipes.catalogue import GPUS
 
 EXTERNAL = ("trtllm", "vllm")
-_MANY_NODES = ("trtllm", "mock")  # engines of which one may be on several nodes
+_MANY_NODES = ("trtllm", "vllm", "mock")  # engines of which one may be on several nodes
 
 
 class Worker(NamedTuple):
@@ -80,7 +80,7 @@ def workers_of(
         if sweep.engine not in _MANY_NODES and size > sweep.slurm.tasks_per_node:
             raise BadSweep(
                 f"point {point.name}: {role} workers of {size} GPUs, and nodes have {sweep.slurm.tasks_per_node}; "
-                f"engines on several nodes need trtllm"
+                f"engines on several nodes need trtllm or vllm"
             )
         tree, warnings = _arguments(sweep, point, role, read_file, shape)
         path = file.format(role=role) if tree else ""

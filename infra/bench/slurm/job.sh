@@ -111,20 +111,27 @@ on_head() {
   PENSTOCK_NATS_URL=$(url "$user") step "$name" "${ON_HEAD[@]}" -- "$@"
 }
 
-# instance NAME NODES NODE-COUNT TASKS DEVICES COMMAND...: start a worker; several tasks are one engine's ranks.
+# instance NAME NODES NODE-COUNT TASKS DEVICES COMMAND...: start a worker; several tasks are one engine's ranks, or with
+# --nodes its nodes.
 instance() {
-  local name=$1 nodes=$2 count=$3 tasks=$4 devices=$5 options=() command=()
+  local name=$1 nodes=$2 count=$3 tasks=$4 devices=$5 options=() command=() launcher=mpi
   shift 5
   options=("--nodes=$count" "--ntasks=$tasks" "--nodelist=$nodes")
   [[ -z $GRES ]] || options+=("--gres=$GRES")
-  ((tasks == 1)) || options+=("--ntasks-per-node=$((tasks / count))" --mpi=pmix)
+  ((tasks == 1)) || options+=("--ntasks-per-node=$((tasks / count))")
+  [[ " $* " == *" --nodes="* ]] && launcher=node
+  ((tasks == 1)) || [[ $launcher == node ]] || options+=(--mpi=pmix)
   if [[ -n ${OTLP_ENDPOINT:-} && " $* " == *" --engine="@(trtllm|vllm)" "* ]]; then # the engine's own spans
     export OTEL_EXPORTER_OTLP_TRACES_PROTOCOL=${OTEL_EXPORTER_OTLP_TRACES_PROTOCOL:-http/protobuf}
     set -- "$@" "--otlp-endpoint=$OTLP_ENDPOINT"
   fi
   [[ -z $devices ]] || command+=(env "CUDA_VISIBLE_DEVICES=$devices")
   [[ $BIND != numa ]] || command+=("$OWN/numa.sh")
-  ((tasks == 1)) || command+=(env "PROMETHEUS_MULTIPROC_DIR=$WORK-$name" trtllm-llmapi-launch)
+  if [[ $launcher == node ]]; then
+    command+=(bash -c 'exec "$@" "--node-rank=$SLURM_PROCID"' node)
+  elif ((tasks > 1)); then
+    command+=(env "PROMETHEUS_MULTIPROC_DIR=$WORK-$name" trtllm-llmapi-launch)
+  fi
   PENSTOCK_NATS_URL=$(url worker) step "$name" "${options[@]}" -- "${command[@]}" "$@"
 }
 

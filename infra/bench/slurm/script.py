@@ -13,6 +13,7 @@ from infra.bench.slurm.sweep_file import Cluster, Container, Point, SweepFile, a
 BODY = Path(__file__).parent / "job.sh"
 NUMA = Path(__file__).parent / "numa.sh"
 FOLDER = "slurm"  # in the point's own, beside its levels
+JOINED = frozenset(["--engine=vllm"])  # of workers whose nodes find each other, without a launcher
 BEFORE_END_S = 120  # of the time limit, for stopping in order
 _PLAIN = re.compile(r"[\w./:=%+,@-]+", re.ASCII)
 
@@ -113,16 +114,21 @@ def instances(placed: Sequence[Instance], point: JobPoint, first_port: int, *, d
     """
     lines = [f"WORKERS={len(placed)}"]
     metrics = []
+    meeting = first_port + len(placed)  # of the nodes of an engine; it has them alone
     for number, each in enumerate(placed):
         port = first_port + number
         shown = ",".join(map(str, each.devices)) if devices else ""
-        nodes = ",".join(each.nodes)
-        # An engine on one node starts its own ranks.
-        tasks = each.size if len(each.nodes) > 1 else 1
+        nodes, argv = ",".join(each.nodes), point.argv[each.role]
         own = [f"--name={each.name}", "--metrics-host=0.0.0.0", f"--metrics-port={port}"]
+        launched = len(each.nodes) > 1 and JOINED.isdisjoint(argv)
+        # An engine on one node starts its own ranks, as a process on each of several nodes does.
+        tasks = each.size if launched else len(each.nodes)
+        if tasks > 1 and not launched:
+            own += [f"--nodes={tasks}", f"--leader-address={each.nodes[0]}", f"--leader-port={meeting}"]
         words = ["instance", each.name, nodes, str(len(each.nodes)), str(tasks), shown, point.penstock]
-        lines.append(" ".join(map(shlex.quote, [*words, *point.argv[each.role], *own])))
-        lines += [f"ranks {each.name} {shlex.quote(node)} {port}" for node in each.nodes[1:]]
+        lines.append(" ".join(map(shlex.quote, [*words, *argv, *own])))
+        if launched:  # otherwise each node's process has a page of its own
+            lines += [f"ranks {each.name} {shlex.quote(node)} {port}" for node in each.nodes[1:]]
         metrics += [shlex.quote(f"--metrics={point.name}=http://{node}:{port}/metrics") for node in each.nodes]
     return "\n".join([*lines, f"METRICS=({' '.join(metrics)})", ""])
 

@@ -136,8 +136,10 @@ def commands(wanted: Wanted, values: Tree) -> list[str]:
         lines.append(f"kubectl create secret generic {shlex.quote(wanted.urls_secret)} {urls}")
     if wanted.ca_secret:
         lines.append(f"kubectl create secret generic {shlex.quote(wanted.ca_secret)} --from-file=ca.crt=./ca.crt")
-    if any(pool.get("nodes", 1) > 1 for pool in values["workers"].values()):
+    spread = [pool["engine"] for pool in values["workers"].values() if pool.get("nodes", 1) > 1]
+    if spread:
         lines.append(f"# needs LeaderWorkerSet: {LWS}")
+    if "trtllm" in spread:
         lines.append("ssh-keygen -q -t ed25519 -N '' -f ./penstock-ssh")
         lines.append(
             f"kubectl create secret generic {release}-ssh --from-file=ssh-privatekey=./penstock-ssh "

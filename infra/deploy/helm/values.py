@@ -41,6 +41,7 @@ SETTLED = {
         "publish_events_and_metrics",
     ),
     *("role", "engine", "model", "served_model_name", "block_size", "extra_engine_args"),
+    *("nodes", "node_rank", "leader_address"),
 }
 # Of `penstock plan`, whose workloads follow from the pools.
 SETTLED_OF_PLANNER = {
@@ -192,7 +193,9 @@ class WorkerDefaults(Placed, frozen=True, kw_only=True):
         Annotated[int, Meta(ge=0)] | None,
         about("of each pod; default: what the engine arguments ask for over all nodes, 1 for native, 0 for mock"),
     ] = None
-    nodes: Annotated[Count, about("pods that together are one engine; more than one: trtllm, by LeaderWorkerSet")] = 1
+    nodes: Annotated[
+        Count, about("pods that together are one engine; more than one: trtllm, vllm, sglang, by LeaderWorkerSet")
+    ] = 1
     engine_args: Annotated[str, about("trtllm, vllm, sglang: text of the engine arguments")] = ""
     settings: Annotated[Tree, about("flags of `penstock worker` without their dashes, as in `max-running: 64`")] = {}
     drain_seconds: Annotated[Seconds, about("that running requests may take to finish")] = 30

@@ -27,6 +27,7 @@ from workers.engines.base import (
     HeldPrompt,
     KvTransfer,
     Measured,
+    NodeLost,
     Output,
     RequestError,
     Scored,
@@ -270,6 +271,8 @@ class ExternalEngine(Generic[C]):
 
     def _raise_broken(self) -> None:
         error = self._inbox.failure
+        if isinstance(error, NodeLost):
+            raise error
         if error is not None:
             raise EngineError(f"{self._adapter.title} failed: {error!r}") from error
 

@@ -1,13 +1,17 @@
 """Ports, addresses and environment variables for the processes of an engine."""
 
 import contextlib
+import fcntl
 import functools
 import os
 import socket
+import struct
 from collections.abc import Iterator, Mapping
 from urllib.parse import urlsplit
 
 from workers.engines.base import EngineError
+
+_SIOCGIFADDR = 0x8915  # Linux
 
 
 @contextlib.contextmanager
@@ -33,6 +37,36 @@ def address(nats_url: str) -> str:
             return str(probe.getsockname()[0])
     except OSError:
         return "127.0.0.1"
+
+
+def interface(own: str) -> str:
+    """The name of the network interface that has an IPv4 address of this machine; "": none is found."""
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # it has no such address
+                found = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+                if socket.inet_ntoa(found[20:24]) == own:
+                    return name
+    return ""
+
+
+def reached_at(own: str, variable: str) -> dict[str, str]:
+    """Environment variables for ranks of several machines: at which of its addresses the others reach this one.
+
+    Gloo takes the address of the machine's name otherwise, which often is a loopback address.
+
+    Args:
+        variable: the engine's own.
+    """
+    found = {variable: own}
+    if name := interface(own):
+        found["GLOO_SOCKET_IFNAME"] = name
+    return found
+
+
+def towards(host: str) -> str:
+    """The address of this machine's interface towards another one."""
+    return address(f"//[{host}]" if ":" in host else f"//{host}")
 
 
 def is_free(port: int) -> bool:

@@ -38,8 +38,9 @@ RESERVED: Mapping[str, str] = {
     "reasoning_parser": "the gateway parses answers; use --reasoning-parser",
     "tool_call_parser": "the gateway parses answers; use --tool-call-parser",
     "chat_template": "the gateway applies the model's",
-    "nnodes": "a worker is one process of one machine; start one per machine",
-    "node_rank": "a worker is one process of one machine; start one per machine",
+    "nnodes": "use --nodes",
+    "node_rank": "use --node-rank",
+    "dist_init_addr": "use --leader-address and --leader-port",
     "host": "the worker serves no HTTP",
     "port": "the worker serves no HTTP",
     "custom_sigquit_handler": "the worker handles it",
@@ -71,6 +72,8 @@ class EngineSettings(NamedTuple):
         host: where a prefill engine's bootstrap server listens.
         bootstrap_port: the port.
         constraints: the engine applies constraints (structured output); it then reads the model's tokenizer.
+        nodes: machines of the engine.
+        meeting: address and port where their ranks meet.
     """
 
     role: str
@@ -91,6 +94,8 @@ class EngineSettings(NamedTuple):
     host: str = "127.0.0.1"
     bootstrap_port: int = 0
     constraints: bool = False
+    nodes: int = 1
+    meeting: str = ""
 
 
 class Resolved(NamedTuple):
@@ -149,6 +154,8 @@ def defaults(wanted: EngineSettings) -> Tree:
         tree["disaggregation_transfer_backend"] = "nixl"
     if wanted.role == "prefill":
         tree |= {"host": wanted.host, "disaggregation_bootstrap_port": wanted.bootstrap_port}
+    if wanted.nodes > 1:
+        tree |= {"nnodes": wanted.nodes, "node_rank": 0, "dist_init_addr": wanted.meeting}
     if wanted.constraints:
         tree["grammar_backend"] = GRAMMARS
     if wanted.kv_blocks:
@@ -188,6 +195,8 @@ def resolve(wanted: EngineSettings, given: Mapping[str, Any], known: Collection[
         wanted.role == "decode" and not tree.get("disaggregation_decode_enable_radix_cache")
     ):
         events = None  # without a prefix cache there are none
+    elif wanted.nodes > 1 and ranks_of(tree) > 1:
+        events = None  # ranks on other machines publish there; the router then reckons what they cache
     if events is not None:
         tree["kv_events_config"] = json.dumps(events)
     return Resolved(tree, events, ranks_of(tree), bool(tree.get("enable_deterministic_inference")))
@@ -207,11 +216,31 @@ def _contradictions(tree: Tree, wanted: EngineSettings) -> list[str]:
         problems.append(f"context_length: {tree['context_length']}; use --max-model-len, which the worker registers")
     if wanted.role in PAIR and tree["disaggregation_transfer_backend"] == "fake":
         problems.append("disaggregation_transfer_backend: fake moves no KV; use nixl")
+    if wanted.nodes > 1:
+        problems += _across(tree, wanted.nodes)
     if wanted.kv_blocks and tree["max_total_tokens"] != wanted.kv_blocks * wanted.block_size:
         problems.append(f"max_total_tokens: {tree['max_total_tokens']}; use --kv-blocks, or remove one of them")
     if tree["disable_radix_cache"] == wanted.prefix_cache:
         problems.append("disable_radix_cache: use --no-prefix-cache, which the worker registers")
     return problems
+
+
+def _across(tree: Tree, nodes: int) -> list[str]:
+    """What an engine over several machines cannot do."""
+    problems = []
+    ranks = int(tree.get("tp_size") or 1) * int(tree.get("pp_size") or 1)
+    if ranks % nodes:
+        problems.append(f"--nodes {nodes}: the engine's {ranks} ranks (TP x PP) cannot be shared evenly by them")
+    if int(tree.get("dp_size") or 1) > 1 and not tree.get("enable_dp_attention"):
+        problems.append(
+            f"dp_size: not with --nodes {nodes} unless enable_dp_attention is on; start a worker for each rank"
+        )
+    return problems
+
+
+def follower_tree(tree: Tree, node: int) -> Tree:
+    """The arguments on another machine than the first."""
+    return tree | {"node_rank": node}
 
 
 def layout(version: str, tree: Tree, revision: str) -> str:

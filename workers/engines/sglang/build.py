@@ -5,6 +5,7 @@ import os
 import shutil
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from schemas import blocks
 from workers.engines.base import EngineError, EngineInfo
 from workers.engines.constraints.compiler import OTHERS_CONSTRAINTS, compiler
 from workers.engines.external import arguments as user_arguments
+from workers.engines.external import nodes
 from workers.engines.external.constrained import standard_tokenizer
 from workers.engines.external.engine import ExternalEngine
 from workers.engines.external.event_streams import channels, subscribe
@@ -44,11 +46,17 @@ START_S = 3600.0  # weights of the largest models
 WARM_UP_S = 600.0
 WARM_UP_TOKENS = 2  # fewer than a block
 # The context is a few tokens longer than the model's, and no sequence gets there: see ``args.CONTEXT_MARGIN``.
-_VARIABLES = {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
+OWN_ADDRESS = "SGLANG_HOST_IP"  # where the ranks of other machines reach this one
+VARIABLES = {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
 
 
-def from_settings(settings: WorkerSettings, path: Path) -> ExternalEngine[Call]:
+def from_settings(
+    settings: WorkerSettings, path: Path, asked: Callable[[], None] = lambda: None
+) -> ExternalEngine[Call]:
     """Load the model in ``path`` and warm up its engine.
+
+    Args:
+        asked: called when another machine of the engine was asked to stop; from any thread.
 
     Raises:
         BadArguments: the engine's arguments are wrong; one line per problem, each with its fix.
@@ -69,6 +77,9 @@ def from_settings(settings: WorkerSettings, path: Path) -> ExternalEngine[Call]:
         if resolved.pair and not api.nixl():
             raise EngineError("SGLang's handoff of KV needs the package nixl: pip install nixl")
         inbox, loads = Inbox(), RankLoads()
+        group = nodes.Group(settings, ("sglang", api.version, model.revision), inbox, asked)
+        undo.callback(group.close)
+        variables = VARIABLES | group.meet(resolved.tree, OWN_ADDRESS)
         loop = LoopThread("sglang")
         undo.callback(loop.close)
         early = undo.enter_context(contextlib.ExitStack())
@@ -76,13 +87,13 @@ def from_settings(settings: WorkerSettings, path: Path) -> ExternalEngine[Call]:
             for rank in range(resolved.ranks):
                 early.callback(subscribe(resolved.events, rank, inbox).close)
         before, multiprocess = children(), os.environ.get(MULTIPROCESS)
-        if not resolved.constraints:
-            grammars = None
-        with environ(_VARIABLES | ({plugin.ACTIVE: "1"} if grammars is not None else {})):
-            llm = construct(api, str(path), resolved.tree, loop)
+        grammars = grammars if resolved.constraints else None
+        with environ(variables | ({plugin.ACTIVE: "1"} if grammars is not None else {})):
+            llm = group.construct(lambda: construct(api, str(path), resolved.tree, loop), before)
         series = metrics.series(multiprocess)
         undo.callback(Guard(children() - before).close)
         undo.callback(close, llm, loop)
+        undo.callback(group.close)  # before the engine ends here, which would look like a lost rank there
         undo.push(early.pop_all())
         processes = Processes(llm)
         warm_up(llm, loop, loads, pair=resolved.pair)
@@ -90,22 +101,14 @@ def from_settings(settings: WorkerSettings, path: Path) -> ExternalEngine[Call]:
         if grammars is not None:
             info = msgspec.structs.replace(info, constraints=OTHERS_CONSTRAINTS)
         if resolved.pair:
-            info = msgspec.structs.replace(
-                info, handoff_layout=layout(api.version, resolved.tree, model.revision), pair_only=True
-            )
+            offered = layout(api.version, resolved.tree, model.revision)
+            info = msgspec.structs.replace(info, handoff_layout=offered, pair_only=True)
         runtime = EngineRuntime(llm, api, loop, undo.pop_all(), inbox)
-        options = Options(
-            blocks.root(model.revision),
-            settings.role,
-            info.handoff_layout,
-            Address(wanted.host, wanted.bootstrap_port),
-            settings.handoff_lease_s if settings.role == "decode" else 0.0,
-            api.salts,
-        )
+        at = Address(wanted.host, wanted.bootstrap_port)
+        wait_s = settings.handoff_lease_s if settings.role == "decode" else 0.0
+        options = Options(blocks.root(model.revision), settings.role, info.handoff_layout, at, wait_s, api.salts)
         adapter = SglangAdapter(info, runtime, options, loads, processes, series)
-    if not resolved.deterministic:
-        log.info("sglang_seeds", note="seeds of requests have no effect without enable_deterministic_inference")
-    log.info("sglang_ready", blocks=info.total_blocks, slots=info.slots, ranks=info.dp_size)
+    log.info("sglang_ready", blocks=info.total_blocks, slots=info.slots, seeds=resolved.deterministic)
     return ExternalEngine(info, runtime, adapter, grammars)
 
 
@@ -166,8 +169,11 @@ def wanted_of(settings: WorkerSettings, model_len: int, folder: Path, ranks: int
         device=settings.device,
         otlp=settings.otlp_endpoint,
         log_level=settings.log_level,
-        host=address(settings.nats_url),
+        # A prefill engine's ranks on other machines look for its bootstrap server at the address where they meet.
+        host=settings.leader_address if settings.nodes > 1 else address(settings.nats_url),
         bootstrap_port=free_ports(1) if settings.role == "prefill" else 0,
+        nodes=settings.nodes,
+        meeting=nodes.meeting(nodes.place_of(settings)),
     )
 
 

@@ -5,7 +5,7 @@ import importlib
 import inspect
 import os
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import structlog
 
@@ -46,6 +46,15 @@ _SAMPLING = frozenset(
 )
 
 
+class Ranks(Protocol):
+    """``MultiprocExecutor``."""
+
+    def start_worker_monitor(self, inline: bool = False) -> None:
+        """``inline``: returns when one of its processes has ended."""
+
+    def shutdown(self) -> None: ...
+
+
 @dataclasses.dataclass(frozen=True)
 class Api:
     """The classes that the adapter uses.
@@ -80,11 +89,26 @@ class Api:
             ValueError: an argument is invalid.
             Exception: anything else means that it did not start.
         """
+        return self.llm.from_engine_args(self._args(model, tree), stat_loggers=stat_loggers)
+
+    def _args(self, model: str, tree: Tree) -> Any:
         arguments = dict(tree)
         for key, kind in self.configs.items():
             if isinstance(arguments.get(key), Mapping):
                 arguments[key] = kind(**arguments[key])
-        return self.llm.from_engine_args(self.args(model=model, **arguments), stat_loggers=stat_loggers)
+        return self.args(model=model, **arguments)
+
+    def ranks(self, model: str, tree: Tree) -> "Ranks":
+        """Start the ranks of another machine than the first; blocks until all ranks of the engine have met.
+
+        Raises:
+            ValueError: an argument is invalid.
+            Exception: anything else means that they did not start.
+        """
+        executor = importlib.import_module("vllm.v1.executor.multiproc_executor").MultiprocExecutor
+        config = self._args(model, tree).create_engine_config(headless=True)
+        made: Ranks = executor(config, monitor_workers=False)
+        return made
 
     def sampling_params(self, arguments: Mapping[str, Any]) -> Any:
         """SamplingParams whose outputs are deltas. ``structured_outputs`` is a mapping here.

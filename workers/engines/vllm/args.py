@@ -5,6 +5,7 @@ that would deadlock, corrupt data or silently disable a feature are refused, eac
 """
 
 import itertools
+import math
 from collections.abc import Collection, Mapping
 from collections.abc import Sequence as Seq
 from typing import Any, NamedTuple
@@ -41,6 +42,10 @@ RESERVED: Mapping[str, str] = {
     "reasoning_parser": "the gateway parses answers; use --reasoning-parser",
     "runner": "the worker only generates text",
     "convert": "the worker only generates text",
+    "nnodes": "use --nodes",
+    "node_rank": "use --node-rank",
+    "master_addr": "use --leader-address",
+    "master_port": "use --leader-port",
     "data_parallel_external_lb": "start one worker per rank; the router balances",
     "data_parallel_hybrid_lb": "start one worker per node; the router balances",
     "scheduling_policy": "the router orders requests",
@@ -65,6 +70,10 @@ class EngineSettings(NamedTuple):
         otlp: where the engine exports its own spans; empty: nowhere.
         cpu_bytes: size of the KV cache if vLLM computes on CPUs; 0: on an accelerator.
         constraints: the engine applies constraints (structured output); it then reads the model's tokenizer.
+        nodes: machines of the engine.
+        leader: address of the first one.
+        leader_port: where its ranks meet there.
+        transfer_id: name of the engine for others that fetch its KV, equal on all nodes; empty: vLLM's choice.
     """
 
     role: str
@@ -84,6 +93,10 @@ class EngineSettings(NamedTuple):
     otlp: str = ""
     cpu_bytes: int = 0
     constraints: bool = False
+    nodes: int = 1
+    leader: str = ""
+    leader_port: int = 0
+    transfer_id: str = ""
 
 
 class Resolved(NamedTuple):
@@ -175,7 +188,15 @@ def defaults(wanted: EngineSettings) -> Tree:
         tree["otlp_traces_endpoint"] = wanted.otlp
     moved = transfer(wanted.connectors, wanted.role, wanted.lease_s)
     if moved is not None:
-        tree["kv_transfer_config"] = moved
+        tree["kv_transfer_config"] = moved | ({"engine_id": wanted.transfer_id} if wanted.transfer_id else {})
+    if wanted.nodes > 1:
+        tree |= {
+            "nnodes": wanted.nodes,
+            "node_rank": 0,
+            "master_addr": wanted.leader,
+            "master_port": wanted.leader_port,
+            "distributed_executor_backend": "mp",
+        }
     config = events(wanted)
     if config is not None:
         tree["kv_events_config"] = config
@@ -251,10 +272,33 @@ def _contradictions(tree: Tree, wanted: EngineSettings) -> list[str]:
             f"kv_blocks: {wanted.kv_blocks} of {wanted.block_size} tokens, but one sequence may have "
             f"{wanted.max_model_len}; raise --kv-blocks or lower --max-model-len"
         )
+    if wanted.nodes > 1:
+        problems += _across(tree, wanted.nodes)
     events_config = tree.get("kv_events_config") or {}
     if events_config.get("enable_kv_cache_events") and not tree.get("enable_prefix_caching"):
         problems.append("kv_events_config: events need prefix caching; enable it, or remove kv_events_config")
     return problems
+
+
+def _across(tree: Tree, nodes: int) -> list[str]:
+    """What an engine over several machines cannot do."""
+    problems = []
+    ranks = math.prod(
+        tree.get(key) or 1
+        for key in ("tensor_parallel_size", "pipeline_parallel_size", "prefill_context_parallel_size")
+    )
+    if ranks % nodes:
+        problems.append(f"--nodes {nodes}: the engine's {ranks} ranks (TP x PP) cannot be shared evenly by them")
+    if (tree.get("data_parallel_size") or 1) > 1:
+        problems.append(f"data_parallel_size: not with --nodes {nodes}; start a worker for each rank")
+    if tree["distributed_executor_backend"] != "mp":
+        problems.append(f"distributed_executor_backend: must be mp with --nodes {nodes}")
+    return problems
+
+
+def follower_tree(tree: Tree, node: int) -> Tree:
+    """The arguments on another machine than the first, whose scheduler alone publishes KV events."""
+    return {key: value for key, value in tree.items() if key != "kv_events_config"} | {"node_rank": node}
 
 
 def _moves(config: Any) -> bool:

@@ -6,6 +6,8 @@ import secrets
 import shutil
 import tempfile
 import time
+import uuid
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from workers.engines import memory_budget
 from workers.engines.base import EngineError, EngineInfo
 from workers.engines.constraints.compiler import OTHERS_CONSTRAINTS, compiler
 from workers.engines.external import arguments as user_arguments
+from workers.engines.external import nodes
 from workers.engines.external.constrained import standard_tokenizer
 from workers.engines.external.engine import ExternalEngine
 from workers.engines.external.event_streams import channels, subscribe
@@ -42,11 +45,17 @@ START_S = 3600.0  # weights of the largest models
 WARM_UP_S = 600.0
 WARM_UP_TOKENS = 2  # fewer than a block
 BIND = "VLLM_CPU_OMP_THREADS_BIND"
+OWN_ADDRESS = "VLLM_HOST_IP"  # where the ranks of other machines reach this one
 SIDE_HOST, SIDE_PORT = "VLLM_NIXL_SIDE_CHANNEL_HOST", "VLLM_NIXL_SIDE_CHANNEL_PORT"
 
 
-def from_settings(settings: WorkerSettings, path: Path) -> ExternalEngine[Call]:
+def from_settings(
+    settings: WorkerSettings, path: Path, asked: Callable[[], None] = lambda: None
+) -> ExternalEngine[Call]:
     """Load the model in ``path`` and warm up its engine.
+
+    Args:
+        asked: called when another machine of the engine was asked to stop; from any thread.
 
     Raises:
         BadArguments: the engine's arguments are wrong; one line per problem, each with its fix.
@@ -60,25 +69,12 @@ def from_settings(settings: WorkerSettings, path: Path) -> ExternalEngine[Call]:
     with contextlib.ExitStack() as undo:
         folder = Path(tempfile.mkdtemp(prefix="penstock-kv-"))  # 0700: writers could forge KV events
         undo.callback(shutil.rmtree, folder, ignore_errors=True)
-        user_args = user_arguments.given(settings)
-        wanted = wanted_of(
-            settings, model.length.limit(settings.max_model_len), folder, user_args.get("data_parallel_size") or 1
-        )
         grammars = compiler(path) if standard_tokenizer(path) else None
-        wanted = wanted._replace(constraints=grammars is not None)
-        variables = on_device(settings, api.cpu)
-        if wanted.max_model_len > model.max_model_len:  # as far as the model's RoPE scaling goes
-            variables["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"
-        if api.cpu:
-            wanted = wanted._replace(cpu_bytes=cpu_bytes(wanted, user_args))
-        resolved = resolve(wanted, user_args, api.arguments)
-        if resolved.moves:
-            if not api.nixl():
-                raise EngineError("vLLM's NixlConnector needs the package nixl: pip install nixl")
-            variables |= side_channel(settings.nats_url, resolved.ranks)
-        if grammars is not None:
-            variables |= plugin.variables(os.environ)
+        resolved, variables = arguments(settings, api, model, folder, constraints=grammars is not None)
         inbox = Inbox()
+        group = nodes.Group(settings, ("vllm", api.version, model.revision), inbox, asked)
+        undo.callback(group.close)
+        variables |= group.meet(resolved.tree, OWN_ADDRESS)
         loop = LoopThread("vllm")
         undo.callback(loop.close)
         scheduler = SchedulerStats()
@@ -88,9 +84,10 @@ def from_settings(settings: WorkerSettings, path: Path) -> ExternalEngine[Call]:
                 early.callback(subscribe(resolved.tree["kv_events_config"], rank, inbox).close)
         before = children()
         with environ(variables):
-            llm = construct(api, str(path), resolved.tree, scheduler, loop)
+            llm = group.construct(lambda: construct(api, str(path), resolved.tree, scheduler, loop), before)
         undo.callback(Guard(children() - before).close)
         undo.callback(close, llm, loop)
+        undo.callback(group.close)  # before the engine ends here, which would look like a lost rank there
         undo.push(early.pop_all())
         warm_up(llm, api, loop)
         info = info_of(llm.vllm_config, resolved, model, api, load_seconds=time.perf_counter() - began)
@@ -105,6 +102,32 @@ def from_settings(settings: WorkerSettings, path: Path) -> ExternalEngine[Call]:
         adapter = VllmAdapter(info, runtime, options, scheduler)
     log.info("vllm_ready", layout=info.handoff_layout, blocks=info.total_blocks, slots=info.slots, ranks=info.dp_size)
     return ExternalEngine(info, runtime, adapter, grammars)
+
+
+def arguments(
+    settings: WorkerSettings, api: Api, model: modeldir.ModelDir, folder: Path, *, constraints: bool
+) -> tuple[Resolved, dict[str, str]]:
+    """The engine's arguments, and environment variables for its processes.
+
+    Raises:
+        BadArguments: they are wrong.
+        EngineError: they need a package that is missing.
+    """
+    user_args = user_arguments.given(settings)
+    ranks = user_args.get("data_parallel_size") or 1
+    wanted = wanted_of(settings, model.length.limit(settings.max_model_len), folder, ranks)
+    wanted = wanted._replace(constraints=constraints)
+    variables = on_device(settings, api.cpu)
+    if wanted.max_model_len > model.max_model_len:  # as far as the model's RoPE scaling goes
+        variables["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"
+    if api.cpu:
+        wanted = wanted._replace(cpu_bytes=cpu_bytes(wanted, user_args))
+    resolved = resolve(wanted, user_args, api.arguments)
+    if resolved.moves:
+        if not api.nixl():
+            raise EngineError("vLLM's NixlConnector needs the package nixl: pip install nixl")
+        variables |= side_channel(settings.nats_url, resolved.ranks)
+    return resolved, variables | (plugin.variables(os.environ) if constraints else {})
 
 
 def info_of(config: Any, resolved: Resolved, model: modeldir.ModelDir, api: Api, *, load_seconds: float) -> EngineInfo:
@@ -163,6 +186,10 @@ def wanted_of(settings: WorkerSettings, model_len: int, folder: Path, ranks: int
         tensor_parallel_size=settings.tensor_parallel_size,
         dtype=settings.dtype,
         otlp=settings.otlp_endpoint,
+        nodes=settings.nodes,
+        leader=settings.leader_address,
+        leader_port=nodes.place_of(settings).engine_port,
+        transfer_id=str(uuid.uuid4()) if settings.nodes > 1 else "",
     )
 
 

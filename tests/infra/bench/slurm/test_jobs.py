@@ -215,3 +215,20 @@ def test_the_stand_in_takes_only_options_that_slurm_has(command: str) -> None:
     assert OPTIONS[command].keys() <= set(real)
     with pytest.raises(SystemExit, match="unrecognized option '--gpu-bind=x'"):
         parse(command, ["--gpu-bind=x"])
+
+
+def test_each_node_of_an_engine_gets_its_rank_and_the_address_of_the_first(
+    cluster: Cluster, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr("infra.bench.sweep.plot_command.run", lambda argv: 0)
+    text = SWEEP.format(stub=cluster.stub / "penstock", local=cluster.folder / "local", order="jobs")
+    text = text.replace("engine: mock", "engine: vllm\nmodel: some/model").partition("points:")[0]
+    (cluster.folder / "sweep.yaml").write_text(f"{text}points:\n  - {{name: whole, workers: 1, tp: 4}}\n")
+    assert run(["submit", "sweep.yaml"]) == 0
+    until(lambda: ended(cluster))
+    started = sorted(line for line in cluster.calls() if line.startswith("worker --"))
+    assert [line.rpartition(" ")[2] for line in started] == ["--node-rank=0", "--node-rank=1"]
+    assert all(" --nodes=2 --leader-address=node1 --leader-port=" in line for line in started)
+    assert len([line for line in cluster.calls() if line.startswith("worker nats://")]) == 2  # both were told to stop
+    assert not cluster.left()

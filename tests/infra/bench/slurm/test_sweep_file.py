@@ -98,7 +98,6 @@ def test_engine_arguments_follow_the_rules_and_the_point() -> None:
     ("text", "said"),
     [
         ("engine: native\npoints: [{workers: 1, tp: 2}]", "the native engine uses one GPU"),
-        ("engine: vllm\npoints: [{workers: 1, tp: 8}]", "engines on several nodes need trtllm"),
         ("engine: mock\npoints: [{workers: 1, mtp: 1}]", "mtp, slots and attention-dp are TensorRT-LLM's"),
         ("engine: mock\npoints: [{workers: 1, worker: {max-runing: 3}}]", "did you mean --max-running"),
         ("model: x\npoints: [{workers: 1}]", "gpu: none is not one of A100"),
@@ -185,6 +184,17 @@ def test_an_engine_over_two_nodes_runs_under_its_launcher_and_the_second_node_sh
         "instance worker-0 a,b 2 4 0,1 penstock worker --engine=trtllm --name=worker-0 --metrics-host=0.0.0.0 "
         "--metrics-port=9100",
         "ranks worker-0 b 9100",
+        "METRICS=(--metrics=p=http://a:9100/metrics --metrics=p=http://b:9100/metrics)",
+    ]
+
+
+def test_vllm_over_two_nodes_is_a_process_on_each_that_knows_where_they_meet() -> None:
+    point = JobPoint("p", "penstock", (Group("aggregated", 1, 4),), {"aggregated": ("worker", "--engine=vllm")})
+    placed = place(point.groups, [Node("a", 2), Node("b", 2)])
+    assert instances(placed, point, 9100, devices=True).splitlines() == [
+        "WORKERS=1",
+        "instance worker-0 a,b 2 2 0,1 penstock worker --engine=vllm --name=worker-0 --metrics-host=0.0.0.0 "
+        "--metrics-port=9100 --nodes=2 --leader-address=a --leader-port=9101",
         "METRICS=(--metrics=p=http://a:9100/metrics --metrics=p=http://b:9100/metrics)",
     ]
 

@@ -202,11 +202,7 @@ CUSTOM: dict[str, tuple[str, Tree]] = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_every_object_is_valid_by_the_published_schemas(case: str) -> None:
-    check_objects(manifests(CASES[case]))
-
-
-def check_objects(trees: list[Tree]) -> None:
-    for tree in trees:
+    for tree in manifests(CASES[case]):
         if tree["kind"] in CUSTOM:
             version, schema = CUSTOM[tree["kind"]]
             assert tree["apiVersion"] == version
@@ -233,23 +229,6 @@ def test_the_schemas_find_what_is_wrong() -> None:
     tree["spec"]["template"]["spec"]["terminationGrace"] = 1
     with pytest.raises(kubernetes_validate.ValidationError, match="terminationGrace"):
         kubernetes_validate.validate(tree, VERSION, strict=True)
-
-
-def printed_values() -> Iterator[Any]:
-    """Values of the chart in the pages of docs/, by page and line."""
-    keys = yaml.safe_load((CHART / "values.yaml").read_text(encoding="utf-8")).keys()
-    for page in sorted(Path("docs").glob("*.md")):
-        text = page.read_text(encoding="utf-8")
-        for block in re.finditer(r"^```yaml\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
-            values = yaml.safe_load(block[1].replace('"…"', '""'))
-            if isinstance(values, dict) and values.keys() <= keys:
-                at = f"{page.name}:{text.count(chr(10), 0, block.start()) + 1}"
-                yield pytest.param(yaml.safe_dump(values), id=at)
-
-
-@pytest.mark.parametrize("values", [*printed_values()])
-def test_values_that_a_page_prints_make_valid_objects(values: str) -> None:
-    check_objects(manifests(values))
 
 
 def test_helm_s_own_lint_finds_nothing() -> None:
@@ -599,6 +578,35 @@ def test_llama_4_decodes_on_two_gb200_trays_whose_leader_serves() -> None:
     assert set(found(trees, "ConfigMap", "demo-scripts")["data"]) == {"lead.sh", "follow.sh"}
 
 
+@pytest.mark.parametrize(("engine", "size"), [("vllm", "tensor_parallel_size"), ("sglang", "tp_size")])
+def test_vllm_and_sglang_on_two_pods_find_each_other_and_need_no_ssh(engine: str, size: str) -> None:
+    trees = manifests(
+        {
+            "engineImage": "e",
+            "model": "m",
+            "workers": {"decode": {"engine": engine, "nodes": 2, "gpus": 8, "engineArgs": f"{size}: 16\n"}},
+        }
+    )
+    body = found(trees, "LeaderWorkerSet", "demo-decode")["spec"]["leaderWorkerTemplate"]
+    leader, ranks = body["leaderTemplate"], body["workerTemplate"]
+    for index, template in enumerate((leader, ranks)):
+        told = {"$(LWS_WORKER_INDEX)": str(index), "$(LWS_LEADER_ADDRESS)": "demo-decode-0.demo-decode.serving"}
+        argv = container(template)["args"][1:]
+        for variable, value in told.items():
+            argv = [word.replace(variable, value) for word in argv]
+        settings = parse(WorkerSettings, argv, prog="worker", environ={})
+        assert (settings.nodes, settings.node_rank, settings.leader_address) == (
+            2, index, "demo-decode-0.demo-decode.serving",
+        )  # fmt: skip
+        assert container(template)["resources"]["limits"]["nvidia.com/gpu"] == "8"
+        assert not {"ssh", "scripts"} & {volume["name"] for volume in template["spec"]["volumes"]}
+        assert [port["name"] for port in container(template)["ports"]] == ["metrics"]
+        assert container(template)["readinessProbe"]["httpGet"]["port"] == "metrics"
+    assert "PENSTOCK_NATS_URL" in environment(leader)
+    assert "PENSTOCK_NATS_URL" not in environment(ranks)
+    assert "demo-scripts" not in named(trees, "ConfigMap")
+
+
 def test_engines_of_another_s_image_may_write_to_their_root_and_ours_may_not() -> None:
     for recipe, writable in (("llama3", True), ("", False)):
         trees = manifests(recipe_values(recipe))
@@ -838,7 +846,7 @@ def test_dashboards_and_alerts_are_those_of_the_monitoring_folder() -> None:
         ("engineImage: e\nworkers: {prefill: {engine: trtllm}}", "workers.prefill.model: name a directory"),
         ("workers: {draw: {role: diffusion}}", "workers.draw.model: name a directory"),
         ("workers: {decode: {engineArgs: 'a: 1'}}", "read by trtllm, vllm and sglang, not by native"),
-        ("workers: {decode: {nodes: 2}}", "only trtllm runs one engine over several nodes"),
+        ("workers: {decode: {nodes: 2}}", "only trtllm, vllm and sglang run one engine over several nodes"),
         ("workers: {decode: {nvlinkDomain: true}}", "are for engines of several nodes"),
         ("workers: {decode: {}, prefill: {model: other}}", "one language model per release"),
         ("workers: {gateway: {}}", "workers.gateway: the name is taken"),

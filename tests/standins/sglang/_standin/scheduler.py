@@ -64,6 +64,7 @@ class Scheduler(Core):
         self.rank, self.context_len = rank, context
         self.deterministic = bool(args.enable_deterministic_inference)
         self.process: Any = None
+        self.nodes: Any = None  # of an engine over several machines
         self.longest = min(context - 1, total * size - 1) - 5
         self._bootstrap = bootstrap
         self._jobs: dict[str, Job] = {}
@@ -173,6 +174,8 @@ class Scheduler(Core):
                 return  # nothing more is heard of a process that has ended
             self._meet()
             if self.works:
+                if self.nodes is not None:
+                    await self.nodes.step()
                 for piece in self.step():
                     self._on_piece(piece)
                 self._tell()

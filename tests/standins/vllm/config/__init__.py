@@ -78,6 +78,16 @@ class ModelConfig:
 
 
 @dataclass
+class ParallelConfig:
+    world_size: int = 1
+    nnodes: int = 1
+    node_rank: int = 0
+    master_addr: str = "127.0.0.1"
+    master_port: int = 29501
+    distributed_timeout_seconds: int | None = None
+
+
+@dataclass
 class VllmConfig:
     model_config: ModelConfig
     cache_config: CacheConfig
@@ -85,6 +95,7 @@ class VllmConfig:
     kv_transfer_config: KVTransferConfig | None
     kv_events_config: KVEventsConfig | None
     structured_outputs_config: StructuredOutputsConfig
+    parallel_config: ParallelConfig = field(default_factory=ParallelConfig)
 
 
 __all__ = ["KVEventsConfig", "KVTransferConfig", "StructuredOutputsConfig", "VllmConfig"]

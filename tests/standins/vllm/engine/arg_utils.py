@@ -12,6 +12,7 @@ from vllm.config import (
     KVEventsConfig,
     KVTransferConfig,
     ModelConfig,
+    ParallelConfig,
     SchedulerConfig,
     StructuredOutputsConfig,
     VllmConfig,
@@ -24,6 +25,10 @@ _DEFAULTS = {
     "tensor_parallel_size": 1,
     "pipeline_parallel_size": 1,
     "data_parallel_size": 1,
+    "nnodes": 1,
+    "node_rank": 0,
+    "master_addr": "127.0.0.1",
+    "master_port": 29501,
     "disable_log_stats": False,
     "enable_log_requests": False,
     "dtype": "auto",
@@ -73,6 +78,20 @@ class AsyncEngineArgs(_Fields):  # type: ignore[misc]
             self.kv_transfer_config,
             events,
             outputs or StructuredOutputsConfig(),
+            self._parallel(),
+        )
+
+    def _parallel(self) -> ParallelConfig:
+        world = self.tensor_parallel_size * self.pipeline_parallel_size
+        if self.nnodes > 1:
+            if world % self.nnodes:
+                raise ValueError(f"`--nnodes {self.nnodes}` must evenly divide the total world size ({world}).")
+            if not 0 <= self.node_rank < self.nnodes:
+                raise ValueError(f"`--node-rank` must be between 0 and {self.nnodes - 1}; got {self.node_rank}")
+            if self.distributed_executor_backend not in (None, "mp"):
+                raise ValueError("nnodes > 1 is only supported with the mp executor")
+        return ParallelConfig(
+            world, self.nnodes, self.node_rank, self.master_addr, self.master_port, self.distributed_timeout_seconds
         )
 
 

@@ -7,7 +7,15 @@ import pytest
 
 from infra.engine_args.tree import BadArguments
 from tests.standins.sglang_signatures import recorded
-from workers.engines.sglang.args import CONTEXT_MARGIN, EngineSettings, Resolved, layout, ranks_of, resolve
+from workers.engines.sglang.args import (
+    CONTEXT_MARGIN,
+    EngineSettings,
+    Resolved,
+    follower_tree,
+    layout,
+    ranks_of,
+    resolve,
+)
 
 KNOWN = frozenset(recorded()["ServerArgs"])
 WANTED = EngineSettings("aggregated", 32, 8, 64, 512, events="ipc:///tmp/e", replay="ipc:///tmp/r")
@@ -71,7 +79,8 @@ def test_kv_events_are_published_wherever_there_is_a_prefix_cache(
         ({"model_path": "x"}, "use --model"),
         ({"schedule_policy": "lpm"}, "the router orders requests"),
         ({"enable_lora": True}, "not supported"),
-        ({"nnodes": 2}, "one process of one machine"),
+        ({"nnodes": 2}, "use --nodes"),
+        ({"dist_init_addr": "a:1"}, "use --leader-address"),
         ({"page_size": 1}, "use --block-size"),
         ({"context_length": 4096}, "use --max-model-len"),
         ({"disable_radix_cache": True}, "use --no-prefix-cache"),
@@ -88,6 +97,20 @@ def test_sizes_of_the_pool_that_differ_and_encode_workers_are_refused() -> None:
         resolved(WANTED._replace(kv_blocks=10), max_total_tokens=64)
     with pytest.raises(BadArguments, match="takes text only"):
         resolved(WANTED._replace(role="encode"))
+
+
+def test_nodes_share_the_ranks_and_get_the_same_arguments() -> None:
+    spread = WANTED._replace(nodes=2, meeting="10.0.0.1:29501", events="ipc:///e", replay="ipc:///r")
+    found = resolved(spread, tp_size=16)
+    assert {"nnodes": 2, "node_rank": 0, "dist_init_addr": "10.0.0.1:29501"}.items() <= found.tree.items()
+    assert found.events is not None
+    assert follower_tree(found.tree, 1) == found.tree | {"node_rank": 1}
+    # Ranks of their own publish their events where they run, which may be another machine.
+    assert resolved(spread, tp_size=16, dp_size=16, enable_dp_attention=True).events is None
+    with pytest.raises(BadArguments, match="the engine's 3 ranks"):
+        resolved(spread, tp_size=3)
+    with pytest.raises(BadArguments, match="enable_dp_attention"):
+        resolved(spread, tp_size=4, dp_size=2)
 
 
 def test_every_name_that_is_reserved_exists() -> None:

@@ -18,7 +18,7 @@ from workers.engines.base import EngineError
 from workers.engines.external.arguments import given
 from workers.engines.external.event_streams import channels
 from workers.engines.external.network import address, environ
-from workers.engines.vllm.args import MULTIMODAL, EngineSettings, Resolved, layout, resolve, transfer
+from workers.engines.vllm.args import MULTIMODAL, EngineSettings, Resolved, follower_tree, layout, resolve, transfer
 from workers.engines.vllm.build import cpu_bytes, on_device, side_channel, wanted_of
 
 FIELDS = runpy.run_path(str(standins.FOLDER / "vllm" / "_standin" / "fields.py"))["FIELDS"]
@@ -308,3 +308,18 @@ def test_grammars_need_vllm_s_tokenizer_and_the_backend_that_takes_ours() -> Non
         resolved({"structured_outputs_config": {"backend": "xgrammar"}}, constraints=True)
     with pytest.raises(BadArguments, match="gateway parses"):
         resolved({"structured_outputs_config": {"reasoning_parser": "qwen3"}})
+
+
+def test_nodes_share_the_ranks_and_followers_publish_no_events() -> None:
+    spread = {"nodes": 2, "leader": "10.0.0.1", "leader_port": 29501, "transfer_id": "same", "role": "prefill"}
+    tree = resolved({"tensor_parallel_size": 8, "pipeline_parallel_size": 2}, **spread).tree
+    meeting = {"nnodes": 2, "node_rank": 0, "master_addr": "10.0.0.1", "master_port": 29501}
+    assert meeting.items() <= tree.items()
+    assert tree["distributed_executor_backend"] == "mp"
+    assert tree["kv_transfer_config"]["engine_id"] == "same"  # each node would choose another one
+    other = follower_tree(tree, 1)
+    assert other == {key: value for key, value in tree.items() if key != "kv_events_config"} | {"node_rank": 1}
+    assert "cannot be shared evenly" in refusal({"tensor_parallel_size": 3}, **spread)
+    assert "start a worker for each rank" in refusal({"tensor_parallel_size": 2, "data_parallel_size": 2}, **spread)
+    assert "must be mp" in refusal({"tensor_parallel_size": 2, "distributed_executor_backend": "ray"}, **spread)
+    assert "use --nodes" in refusal({"nnodes": 2})

@@ -30,9 +30,11 @@ GPUs come from the engine arguments, as the engines count them.
 {{- fail (printf "workers.%s.engineArgs: read by trtllm, vllm and sglang, not by %s" $name $pool.engine) -}}
 {{- end -}}
 {{- $nodes := int $pool.nodes -}}
-{{- if and (gt $nodes 1) (ne $pool.engine "trtllm") -}}
-{{- fail (printf "workers.%s.nodes: %d; only trtllm runs one engine over several nodes here" $name $nodes) -}}
+{{- if and (gt $nodes 1) (not $external) -}}
+{{- fail (printf "workers.%s.nodes: %d; only trtllm, vllm and sglang run one engine over several nodes" $name $nodes) -}}
 {{- end -}}
+{{- /* TensorRT-LLM's ranks are started by the leader; the pods of other engines find each other. */ -}}
+{{- $mpi := and (gt $nodes 1) (eq $pool.engine "trtllm") -}}
 {{- $total := 0 -}}
 {{- if $external -}}
 {{- $total = 1 -}}
@@ -68,7 +70,7 @@ GPUs come from the engine arguments, as the engines count them.
 {{- if kindIs "bool" $pool.readOnlyRootFilesystem -}}
 {{- $readOnly = $pool.readOnlyRootFilesystem -}}
 {{- end -}}
-{{- $decided := dict "role" $role "image" $image "model" $model "nodes" $nodes "gpus" $gpus "external" $external "readOnlyRootFilesystem" $readOnly -}}
+{{- $decided := dict "role" $role "image" $image "model" $model "nodes" $nodes "mpi" $mpi "gpus" $gpus "external" $external "readOnlyRootFilesystem" $readOnly -}}
 {{- $_ := set $.pools $name (mergeOverwrite $pool $decided) -}}
 {{- end -}}
 {{- end }}
@@ -122,6 +124,11 @@ claims: [{name: nvlink}]
 - --drain-s={{ include "penstock.number" .pool.drainSeconds }}
 - --metrics-host=0.0.0.0
 - --metrics-port={{ include "penstock.metrics" . }}
+{{- if and (gt .pool.nodes 1) (not .pool.mpi) }}
+- --nodes={{ .pool.nodes }}
+- --node-rank=$(LWS_WORKER_INDEX)
+- --leader-address=$(LWS_LEADER_ADDRESS)
+{{- end }}
 {{- include "penstock.settings" .pool.settings }}
 {{- end }}
 
@@ -153,9 +160,9 @@ spec:
     - name: {{ ternary "ranks" "worker" .follower }}
       image: {{ $pool.image }}
       imagePullPolicy: {{ .root.Values.imagePullPolicy }}
-      {{- if .follower }}
+      {{- if and .follower $pool.mpi }}
       command: [bash, /etc/penstock/scripts/follow.sh]
-      {{- else if gt $pool.nodes 1 }}
+      {{- else if $pool.mpi }}
       command:
         - bash
         - /etc/penstock/scripts/lead.sh
@@ -177,7 +184,7 @@ spec:
         {{- end }}
         - {name: HF_HOME, value: /models/hub}
         {{- include "penstock.hub" .root | nindent 8 }}
-        {{- if gt $pool.nodes 1 }}
+        {{- if $pool.mpi }}
         - {name: SSH_PORT, value: {{ include "penstock.ssh" . | quote }}}
         - {name: SSH_KEYS, value: /etc/penstock/ssh}
         # the ranks' own metrics, of which each pod shows those of its ranks
@@ -190,12 +197,14 @@ spec:
         {{- toYaml . | nindent 8 }}
         {{- end }}
       ports:
-        {{- if .follower }}
+        {{- if and .follower $pool.mpi }}
         - {name: ssh, containerPort: {{ include "penstock.ssh" . }}}
         {{- end }}
         - {name: metrics, containerPort: {{ include "penstock.metrics" . }}}
-      {{- if .follower }}
+      {{- if and .follower $pool.mpi }}
       readinessProbe: {tcpSocket: {port: ssh}, periodSeconds: 10}
+      {{- else if .follower }}
+      readinessProbe: {httpGet: {path: /metrics, port: metrics}, periodSeconds: 10, timeoutSeconds: 5}
       {{- else }}
       # The page is there once the model is loaded; until then only the time is limited.
       startupProbe:
@@ -232,7 +241,7 @@ spec:
         {{- if $pool.engineArgs }}
         - {name: engine, mountPath: /etc/penstock/engine, readOnly: true}
         {{- end }}
-        {{- if gt $pool.nodes 1 }}
+        {{- if $pool.mpi }}
         - {name: scripts, mountPath: /etc/penstock/scripts, readOnly: true}
         - {name: ssh, mountPath: /etc/penstock/ssh, readOnly: true}
         {{- end }}
@@ -250,7 +259,7 @@ spec:
     {{- if $pool.engineArgs }}
     - {name: engine, configMap: {name: {{ .root.Release.Name }}-engine}}
     {{- end }}
-    {{- if gt $pool.nodes 1 }}
+    {{- if $pool.mpi }}
     - {name: scripts, configMap: {name: {{ .root.Release.Name }}-scripts}}
     - {name: ssh, secret: {secretName: {{ .root.Release.Name }}-ssh, defaultMode: 0440}}
     {{- end }}

@@ -16,6 +16,7 @@ from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from sglang.srt.plugins import load_plugins
 from sglang.srt.server_args import ServerArgs
 from tensorrt_llm._standin.model import load
+from vllm._standin.nodes import Meeting, rank, ready
 
 
 @dataclass
@@ -48,6 +49,17 @@ class Engine:
             raise ValueError(f"User-specified context_length ({context}) is greater than the derived context_length")
         if args.page_size is not None and args.page_size < 1:
             raise ValueError("page_size must be at least 1")
+        if args.nnodes > 1:
+            assert args.tp_size * args.pp_size % args.nnodes == 0
+            assert not (args.dp_size > 1 and not args.enable_dp_attention), "multi-node data parallel is not supported"
+        if args.node_rank > 0:
+            self._follow(args)
+            return
+        self._nodes = None
+        if args.nnodes > 1:
+            host, _, port = args.dist_init_addr.rpartition(":")
+            elsewhere = args.tp_size * args.pp_size * (args.nnodes - 1) // args.nnodes
+            self._nodes = Meeting(host, int(port), elsewhere)
         ranks = max(args.dp_size, args.attn_dp_size)
         bootstrap = Bootstrap(args.disaggregation_mode, args.disaggregation_bootstrap_port)
         schedulers = [Scheduler(args, model, context, rank, bootstrap) for rank in range(ranks)]
@@ -55,11 +67,25 @@ class Engine:
         self._processes = [subprocess.Popen(["sleep", "3600"], stdin=subprocess.DEVNULL) for _ in range(ranks + 1)]
         for scheduler, process in zip(schedulers, self._processes, strict=False):
             scheduler.process = process
+            scheduler.nodes = self._nodes
         tokens = schedulers[0].pool.usable * schedulers[0].size
         info = {"status": "ready", "max_total_num_tokens": tokens, "max_req_input_len": schedulers[0].longest}
         self._bootstrap = bootstrap
         self._scheduler_init_result = SchedulerInitResult([info], [each.pid for each in self._processes])
         self.tokenizer_manager = TokenizerManager(args, schedulers, SubprocessWatchdog())
+
+    def _follow(self, args: ServerArgs) -> None:
+        """Only schedulers; unless a variable says otherwise, it returns at their end."""
+        host, _, port = args.dist_init_addr.rpartition(":")
+        self._processes = [rank(host, int(port)) for _ in range(args.tp_size * args.pp_size // args.nnodes)]
+        self.tokenizer_manager = None
+        self._bootstrap = None
+        self._scheduler_init_result = SchedulerInitResult([], [each.pid for each in self._processes])
+        if not all(ready(each) for each in self._processes):
+            raise RuntimeError("Initialization failed. Please see the error messages above.")
+        if os.environ.get("SGLANG_BLOCK_NONZERO_RANK_CHILDREN") != "0":
+            for each in self._processes:
+                each.wait()
 
     def get_all_child_pids(self) -> list[int]:
         return self._scheduler_init_result.all_child_pids
@@ -111,9 +137,15 @@ class Engine:
 
     def shutdown(self) -> None:
         """The real one kills every child of this process."""
-        self._bootstrap.close()
-        for scheduler in self.tokenizer_manager.schedulers:
-            scheduler.close()
+        if self.tokenizer_manager is not None:
+            self._bootstrap.close()
+            if self._nodes is not None:
+                self._nodes.close()
+            for scheduler in self.tokenizer_manager.schedulers:
+                scheduler.close()
         for process in self._processes:
             process.kill()
             process.wait()
+            for pipe in (process.stdin, process.stdout):
+                if pipe is not None:
+                    pipe.close()

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from tensorrt_llm._standin.model import load
 from vllm._standin.core import Core, Piece, Request
+from vllm._standin.nodes import Meeting
 from vllm.config import KVEventsConfig, VllmConfig
 from vllm.distributed.kv_events import KVEventBatch, ZmqEventPublisher
 from vllm.engine.arg_utils import AsyncEngineArgs
@@ -86,6 +87,10 @@ class AsyncLLM:
         self.model_config = vllm_config.model_config
         _initialise(vllm_config)
         load_general_plugins()
+        parallel = vllm_config.parallel_config
+        assert parallel.node_rank == 0, "collective_rpc should not be called on follower node"
+        elsewhere = parallel.world_size - parallel.world_size // parallel.nnodes
+        self._nodes = Meeting(parallel.master_addr, parallel.master_port, elsewhere) if elsewhere else None
         self._standin = Core(vllm_config, load(Path(vllm_config.model_config.model)))
         self._loggers = [factory(vllm_config, 0) for factory in stat_loggers or []]
         for logger in self._loggers:
@@ -134,6 +139,8 @@ class AsyncLLM:
         try:
             while not core.dead:
                 if core.works:
+                    if self._nodes is not None:
+                        await self._nodes.step()
                     self._deliver(core.step())
                     self._tell()
                     await asyncio.sleep(0)
@@ -325,6 +332,8 @@ class AsyncLLM:
 
     def shutdown(self, timeout: float | None = None) -> None:
         self._standin.close()
+        if self._nodes is not None:
+            self._nodes.close()
         self._process.kill()
         self._process.wait()
         if self._events is not None:

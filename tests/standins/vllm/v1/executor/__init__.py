@@ -1,0 +1,1 @@
+"""As ``vllm.v1.executor``."""

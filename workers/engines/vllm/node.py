@@ -1,0 +1,55 @@
+"""The part of a vLLM engine on another machine than its first: processes that compute what the scheduler there says."""
+
+from pathlib import Path
+
+from configs.settings import WorkerSettings
+from infra.engine_args.tree import BadArguments, Tree
+from workers.engines.base import EngineError
+from workers.engines.external.network import environ, reached_at, towards
+from workers.engines.external.runtime import shut_down
+from workers.engines.vllm import api as apis
+from workers.engines.vllm.api import Ranks
+from workers.engines.vllm.args import follower_tree
+from workers.engines.vllm.build import OWN_ADDRESS, on_device
+
+ENDED = "a process of vLLM has ended; its own log above says why"
+
+
+class Node:
+    """
+    Raises:
+        EngineError: vLLM is not installed.
+    """
+
+    def __init__(self, settings: WorkerSettings, path: Path) -> None:
+        apis.set_log_level(settings.log_level)
+        self._settings = settings
+        self._model = str(path)
+        self._api = apis.load()
+        self._ranks: Ranks | None = None
+
+    @property
+    def version(self) -> str:
+        return self._api.version
+
+    def run(self, tree: Tree) -> str:
+        """Start the ranks of this machine, and wait until one has ended. Returns what happened.
+
+        Raises:
+            EngineError: they did not start.
+        """
+        variables = on_device(self._settings, self._api.cpu)
+        variables |= reached_at(towards(self._settings.leader_address), OWN_ADDRESS)
+        try:
+            with environ(variables):
+                ranks = self._ranks = self._api.ranks(self._model, follower_tree(tree, self._settings.node_rank))
+        except (ValueError, TypeError) as error:
+            raise BadArguments([f"vLLM {self._api.version} refuses its arguments: {error}"]) from error
+        except Exception as error:
+            raise EngineError(f"vLLM {self._api.version} did not start: {error!r}") from error
+        ranks.start_worker_monitor(inline=True)
+        return ENDED
+
+    def close(self) -> None:
+        if self._ranks is not None:
+            shut_down(self._ranks)
