@@ -4,6 +4,7 @@ Part of the wire contract: it says what the messages of a request mean, for comm
 """
 
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Final, Literal, TypeVar, get_args
 from urllib.parse import quote, unquote
 
@@ -202,12 +203,16 @@ def header_of(event: Done, request: GenerateRequest) -> str:
     It has no text of the client's. The first word is its version, so that a later one can add words.
     """
     one = _of_record(event, request, RequestSummary)
-    words = (one.reason, one.code, one.worker, one.model)
     return (
         f"1 {one.state} {one.attempts} {one.prompt_tokens} {one.cached_tokens} {one.completion_tokens} "
         f"{one.created_ns} {one.routed_ns} {one.first_token_ns} {one.ended_ns} {one.priority} "
-        f"{one.endpoint or '-'} {' '.join(quote(word) or '-' for word in words)}"
+        f"{one.endpoint or '-'} {_word(one.reason)} {_word(one.code)} {_word(one.worker)} {_word(one.model)}"
     )
+
+
+@lru_cache(maxsize=256)  # of models, workers and reasons
+def _word(text: str) -> str:
+    return quote(text) or "-"
 
 
 def of_headers(subject: str, headers: Mapping[str, str]) -> RequestSummary | None:

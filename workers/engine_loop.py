@@ -26,7 +26,7 @@ BLOCKED_S = 0.005  # pause between steps of an engine that waits for blocks held
 MIN_FLUSH_S = 0.002  # each flush costs the gateway a wake-up per request, and its client one
 MAX_FLUSH_S = 0.004  # of engines with shorter steps; the others flush every step
 ITEMS_PER_S = 5_000  # token items that a worker publishes, within these bounds
-FAST_STEP_NS = 500_000  # a step this short is computed in Python: the event loop cannot run meanwhile
+FAST_STEP_S = 0.0005  # a step this short is computed in Python: the event loop cannot run meanwhile
 GIVE_WAY_S = 0.002
 PACE_WINDOW_S = 30.0
 
@@ -56,22 +56,22 @@ class Pace:
     def waits(self) -> None:
         self._waits = True
 
-    def begins(self) -> float:
-        now = self._clock()
+    def begins(self, now: float) -> None:
+        """A step begins; to be called at least for the first one after ``waits``."""
         if self._waits:
             self._waits, self._progress = False, now
-        return now
 
-    def ends(self, began: float, *, computed: bool) -> None:
-        now = self._clock()
-        self.busy_s += now - began
+    def stepped(self, began: float, ended: float, *, computed: bool) -> None:
+        """A step has ended; both times are by the clock."""
+        took = ended - began
+        self.busy_s += took
         if computed:
-            self._progress = now
-        if now - self._since > PACE_WINDOW_S:
-            recent = now - self._since < 2 * PACE_WINDOW_S
-            self._longest, self._since = (0.0, self._longest[0] if recent else 0.0), now
-        if now - began > self._longest[0]:
-            self._longest = now - began, self._longest[1]
+            self._progress = ended
+        if ended - self._since > PACE_WINDOW_S:
+            recent = ended - self._since < 2 * PACE_WINDOW_S
+            self._longest, self._since = (0.0, self._longest[0] if recent else 0.0), ended
+        if took > self._longest[0]:
+            self._longest = took, self._longest[1]
 
     @property
     def slowest_s(self) -> float:
@@ -107,7 +107,7 @@ class EngineLoop:
         self.flush_due = 0.0  # by the clock; until then the output of short steps is gathered
         self._commands: queue.SimpleQueue[Callable[[Engine], None]] = queue.SimpleQueue()
         self.steps = 0  # that were not empty
-        self.pace = Pace(time.monotonic)
+        self.pace = Pace(clock)
         self._lock = threading.Lock()  # held while the fields of output and flushes change
         self._output = StepOutput()
         self._waits_for_consumer = False  # there is something to do once a flush was consumed
@@ -299,22 +299,24 @@ class EngineLoop:
     def _step(self, engine: Engine) -> float:
         """One step; for how many seconds a command is to be awaited behind it."""
         pause = 0.0
-        started, began = self.pace.begins(), self._wall_ns()
+        began_ns, began = self._wall_ns(), self._clock()
+        self.pace.begins(began)
         result = engine.step()
         with self._lock:
             ended = len(self._output.ended)
-            computed = self._output.add(engine, result, began)
+            computed = self._output.add(engine, result, began_ns)
             freed = len(self._output.ended) > ended
             self._ahead += 1
-        self.pace.ends(started, computed=bool(computed))
+        now = self._clock()
+        self.pace.stepped(began, now, computed=bool(computed))
         if computed:
             self.steps += 1
         elif engine.blocked:
             pause = BLOCKED_S
         if self._block_waits and freed:
             self._block_waits.serve(engine)
-        if not self._in_flight and self._clock() >= self.flush_due:
-            fast = self._wall_ns() - began < FAST_STEP_NS
+        if not self._in_flight and now >= self.flush_due:
+            fast = now - began < FAST_STEP_S
             # Another flush follows soon: one message with KV events costs the broker and routers less than two.
             self._flush(keep_events=fast and engine.has_work())
             if self._in_flight and fast:

@@ -18,7 +18,7 @@ from infra.model.modeldir import TINY, load_tokenizer
 from schemas import blocks, kv, wire
 from schemas.requests import Sampling, Stop
 from schemas.tokens import PROMPT, Logprob, TokenItem
-from workers.engine_loop import FAST_STEP_NS, MAX_AHEAD, EngineLoop, Pace
+from workers.engine_loop import FAST_STEP_S, MAX_AHEAD, EngineLoop, Pace
 from workers.engine_thread import EngineThread
 from workers.engines import mock
 from workers.engines.base import Engine, EngineError, EngineStats, Failure, Output, SequenceRequest, StepResult
@@ -224,7 +224,7 @@ def test_scores_of_a_prompt_come_in_bounded_items_before_its_first_token(
 def test_flushes_of_many_sequences_are_further_apart(
     harness: Callable[..., Harness], sequences: int, steps: int
 ) -> None:
-    h = harness(clock=count(0.0, 0.001).__next__)  # which is read at each step and each flush
+    h = harness(clock=count(0.0, 0.0005).__next__)  # which is read at each step, twice, and each flush
     choices = [new_choice(f"r{number}") for number in range(sequences)]
     h.loop.submit([sequence(choice, [number, 2], 12) for number, choice in enumerate(choices)], refuse)
     h.take_until_ended(sequences)
@@ -522,11 +522,11 @@ def fold(flushes: list[Flush], upto: int | None = None, rank: int = 0) -> tuple[
     return known, seqs
 
 
-@pytest.mark.parametrize(("step_ns", "carrier"), [(FAST_STEP_NS - 1, 1), (FAST_STEP_NS, 0)])
+@pytest.mark.parametrize(("step_s", "carrier"), [(FAST_STEP_S / 2, 1), (FAST_STEP_S * 2, 0)])
 def test_kv_events_of_a_fast_step_leave_with_the_next_flush_unless_a_sequence_ends(
-    harness: Callable[..., Harness], step_ns: int, carrier: int
+    harness: Callable[..., Harness], step_s: float, carrier: int
 ) -> None:
-    h = harness(wall_ns=count(0, step_ns).__next__)  # read at the beginning and the end of a step
+    h = harness(clock=count(1.0, step_s).__next__)  # read at the beginning and the end of a step
     h.engine.gate = threading.Semaphore(0)
     h.loop.submit([sequence(new_choice("long"), list(range(9)), 13)], refuse)
     h.engine.gate.release()
@@ -652,19 +652,21 @@ def test_the_pace_is_of_the_last_minute_and_quiet_only_with_something_to_do() ->
     pace = Pace(lambda: now[0])
 
     def step(seconds: float, *, computed: bool = True) -> None:
-        began = pace.begins()
+        began = now[0]
+        pace.begins(began)
         now[0] += seconds
-        pace.ends(began, computed=computed)
+        pace.stepped(began, now[0], computed=computed)
 
     now[0] = 1000.0  # idle since the start
     assert pace.quiet_s == 0
     step(6.0)
     step(0.1)
     assert (pace.slowest_s, pace.quiet_s) == (pytest.approx(6.0), 0.0)
-    began = pace.begins()
+    began = now[0]
+    pace.begins(began)
     now[0] += 7.0  # a step that does not end
     assert pace.quiet_s == pytest.approx(7.0)
-    pace.ends(began, computed=False)  # and returned nothing
+    pace.stepped(began, now[0], computed=False)  # and returned nothing
     assert pace.quiet_s == pytest.approx(7.0)
     pace.waits()
     assert pace.quiet_s == 0
