@@ -4,6 +4,7 @@ import asyncio
 import math
 import time
 from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 import msgspec
 
@@ -24,6 +25,15 @@ FULL = 0.9  # of a stream, together with what is still to come of this gateway's
 TOKEN_BYTES = 200
 LOGPROB_BYTES = 16
 MOST_RESERVED = 1 << 20  # for one request: most end long before their limit
+
+
+class _Room(NamedTuple):
+    fill: Fill
+    room: float  # bytes that may still be stored; infinite: there is no limit
+
+
+def _room(fill: Fill) -> _Room:
+    return _Room(fill, FULL * fill.limit - fill.used if fill.limit else math.inf)
 
 
 class MemoryCheck:
@@ -50,7 +60,7 @@ class MemoryCheck:
         self._failed: tuple[float, BaseException] | None = None  # at the last look, and when
         self._reserved = 0  # bytes of MEMORY_TOKENS that open requests may still need
         self._taken = 0  # bytes of MEMORY_CONTENTS since the last look
-        self._contents, self._tokens = Fill(0, 0), Fill(0, 0)
+        self._contents = self._tokens = _room(Fill(0, 0))
 
     async def check(self, request: GenerateRequest, size: int) -> None:
         """
@@ -63,9 +73,11 @@ class MemoryCheck:
         age = time.monotonic() - self._looked
         if age >= (TRUST_S if self._looking.locked() else LOOK_S):
             await self._look()
-        self._check_room("MEMORY_CONTENTS", self._contents, self._taken + 2 * size)
         wanted = reserved_bytes(request)
-        self._check_room("MEMORY_TOKENS", self._tokens, self._reserved + wanted)
+        if self._taken + 2 * size > self._contents.room:
+            raise self._full("MEMORY_CONTENTS", self._contents, self._taken + 2 * size)
+        if self._reserved + wanted > self._tokens.room:
+            raise self._full("MEMORY_TOKENS", self._tokens, self._reserved + wanted)
         self._reserved += wanted
         self._taken += size
 
@@ -80,7 +92,7 @@ class MemoryCheck:
             began = time.monotonic()
             try:
                 await self._check_support()
-                self._contents, self._tokens = await self._streams.fill()
+                self._contents, self._tokens = map(_room, await self._streams.fill())
             except Exception as error:
                 self._failed = time.monotonic(), error
                 raise
@@ -88,16 +100,15 @@ class MemoryCheck:
             self._taken = 0
             self._looked = began
 
-    def _check_room(self, stream: str, fill: Fill, more: int) -> None:
-        if fill.limit and fill.used + more > FULL * fill.limit:
-            name = self._bus.subjects.stream(stream)
-            raise ServingError(
-                Code.broker_unavailable,
-                f"memory storage for requests with no_store is full: stream {name} holds {_size(fill.used)} of its "
-                f"{_size(fill.limit)}, of which a tenth stays free, and open requests need {_size(more)}; try again "
-                "later, or enlarge it: penstock streams set",
-                retry_after=1.0,
-            )
+    def _full(self, stream: str, room: _Room, more: int) -> ServingError:
+        name, fill = self._bus.subjects.stream(stream), room.fill
+        return ServingError(
+            Code.broker_unavailable,
+            f"memory storage for requests with no_store is full: stream {name} holds {_size(fill.used)} of its "
+            f"{_size(fill.limit)}, of which a tenth stays free, and open requests need {_size(more)}; try again "
+            "later, or enlarge it: penstock streams set",
+            retry_after=1.0,
+        )
 
     async def _check_support(self) -> None:
         for registration in self._workers():

@@ -289,7 +289,10 @@ class InflightRequest:
                 timer.cancel()
             if self.turns is not None:
                 await self.turns.resume()
-            if not self._items and self._error is None:
+            if self._items:
+                self._nudged = False
+                return self._taken()
+            if self._error is None:
                 return []
         return await self.take()
 

@@ -147,6 +147,8 @@ class Publisher:
         pending = _Pending(subject, payload, all_headers, future, time.monotonic() + timeout)
         pending.once, pending.insist, pending.gate = once, insist, gate
         self._pending[token] = pending
+        if gate is None and self._bus.nc.post(subject, payload, f"{self._inbox}.{token}", all_headers):
+            return future
         try:
             await self._transmit(token, pending)
         except asyncio.CancelledError:

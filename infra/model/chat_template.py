@@ -20,6 +20,7 @@ Message = dict[str, Any]
 
 _TOOL_USE, _RAG = "tool_use", "rag"  # names of templates beside the default one
 _REASONING = ("reasoning_content", "thinking", "reasoning")  # its names; if a message has several, the first counts
+_REASONING_NAMES = frozenset(_REASONING)
 _PROBE, _SECOND = "probe text", "second text"
 _PROBE_CALL = {"id": "call00000", "type": "function", "function": {"name": "probe", "arguments": {"x": 1}}}
 _PROBE_TOOL = {
@@ -177,6 +178,8 @@ class ChatTemplate:
 
     def _with_reasoning(self, message: Message) -> Message:
         """Reasoning under every name that templates read it by, whatever the client called it."""
+        if _REASONING_NAMES.isdisjoint(message):
+            return message
         reasoning = next((message[name] for name in _REASONING if message.get(name) is not None), None)
         if reasoning is None:
             return message
