@@ -109,6 +109,7 @@ async def test_a_job_whose_content_was_sent_ahead_runs_without_asking_for_it(
 ) -> None:
     """What was sent under another request's name is none: then it is asked for, as if nothing had been sent."""
     bus = log.bus
+    await eventually(lambda: log.registered(worker.id) is not None)
     registered = log.registered(worker.id)
     assert registered is not None
     prompts = (list(range(5, 9)), list(range(20, 29)))
