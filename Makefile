@@ -14,7 +14,7 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 PIP   := $(BIN)/python -m pip --disable-pip-version-check --quiet
 TORCH := $(shell sed -n 's/^ *"\(torch[^"]*\)",.*/\1/p' pyproject.toml)
 
-.PHONY: help up test test-long types pytest test-trtllm test-llguidance test-vllm test-sglang test-clients conformance docs bench chaos growth chaos-mixed lint clean
+.PHONY: help up test test-long types pytest test-trtllm test-llguidance test-vllm test-sglang test-clients conformance docs bench chaos growth chaos-mixed sbom lint clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -92,6 +92,13 @@ lint: $(VENV)/.installed-dev  ## fix and format
 docs: $(VENV)/.installed-docs  ## build the documentation's site into site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
+# Its own environment, so that the list has what is installed and not what lists it. The images: `docker sbom`, syft or trivy.
+SBOM ?= sbom.json
+sbom: $(VENV)/.installed  ## a software bill of materials of what is installed here, as CycloneDX (SBOM=FILE; VENV=another environment)
+	@[ -d .venv-sbom ] || $(PYTHON) -m venv .venv-sbom
+	@.venv-sbom/bin/python -m pip --disable-pip-version-check --quiet install 'cyclonedx-bom>=7,<8'
+	.venv-sbom/bin/cyclonedx-py environment --pyproject pyproject.toml --of JSON --output-reproducible --output-file $(SBOM) $(BIN)/python
+
 bench: $(VENV)/.installed  ## load the deployment that runs here and measure (ARGS="--concurrency 64")
 	@$(BIN)/penstock bench http --state .penstock/state.json $(ARGS)
 
@@ -105,7 +112,7 @@ chaos-mixed: $(VENV)/.installed-dev  ## the same with every other process of an 
 	@$(BIN)/python -m tests.chaos --other-build $(OTHER) $(ARGS)
 
 clean:  ## remove the virtual environment and caches
-	rm -rf $(VENV) .venv-clients .mypy_cache .ruff_cache .pytest_cache build dist site *.egg-info
+	rm -rf $(VENV) .venv-clients .venv-sbom sbom.json .mypy_cache .ruff_cache .pytest_cache build dist site *.egg-info
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)

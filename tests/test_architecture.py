@@ -303,6 +303,8 @@ def test_the_flags_that_a_page_names_exist(page: str) -> None:
     known = frozenset(re.findall(r"`(--[a-z0-9-]+)`", infra.docs.settings.page())) | flags()
     text = (ROOT / page).read_text(encoding="utf-8")
     prose = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+    if page == "docs/migration.md":  # the first column has those of other servers
+        prose = re.sub(r"^\|[^|]*\|", "|", prose, flags=re.MULTILINE)
     named = set(re.findall(r"`(--[a-z0-9-]+)[ `]", prose))
     assert named - known - COMMAND_FLAGS - PEERS_FLAGS == set()
 

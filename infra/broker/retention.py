@@ -32,6 +32,7 @@ class StreamUse(msgspec.Struct, frozen=True):
         oldest_s: age of its first message; 0 if it is empty.
         operator_set: limits that the operator has set: "max_age", "max_bytes".
         last_seq: of its newest message, also if that is deleted; 0: it never had one.
+        incomplete: servers of a cluster whose copy of it is away or behind.
     """
 
     name: str
@@ -44,6 +45,7 @@ class StreamUse(msgspec.Struct, frozen=True):
     consumers: int
     operator_set: tuple[str, ...] = ()
     last_seq: int = 0
+    incomplete: tuple[str, ...] = ()
 
 
 class Loss(msgspec.Struct, frozen=True):
@@ -91,6 +93,11 @@ def _use(info: Config, description: str, now_s: float) -> StreamUse:
         state["consumer_count"],
         tuple(config.get("metadata", {}).get(SET_BY_OPERATOR, "").split()),
         state["last_seq"],
+        tuple(
+            replica["name"]
+            for replica in info.get("cluster", {}).get("replicas") or ()
+            if replica.get("offline") or not replica["current"]
+        ),
     )
 
 

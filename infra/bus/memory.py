@@ -100,7 +100,8 @@ class MemoryStreams:
         try:
             await self._declare_all()
         except (ServingError, NatsError, OSError, TimeoutError) as error:
-            log.warning("memory_streams_missing", error=str(error), action="run 'penstock streams apply'")
+            action = "run `penstock streams apply`; on a broker of your own, give its users the rights of this build"
+            log.warning("memory_streams_missing", error=str(error), action=action)
 
     def close(self) -> None:
         if self._reconnected in self._bus.on_reconnect:

@@ -65,7 +65,9 @@ async def check_broker(bus: Bus) -> list[Finding]:
     try:
         findings.append(await _streams(bus))
         in_memory = {spec.name for spec in expected.streams if spec.memory}
-        findings += _fill(await uses(bus, expected), bus.subjects.stream("REQUESTS"), in_memory)
+        streams = await uses(bus, expected)
+        findings += _fill(streams, bus.subjects.stream("REQUESTS"), in_memory)
+        findings.append(_replicas(streams))
         findings.append(await _clock(bus))
     except BrokerProblem as error:
         findings.append(problem("streams", str(error), APPLY))
@@ -111,6 +113,16 @@ def _fill(streams: list[StreamUse], queue: str, in_memory: Collection[str]) -> l
     size, limit = (show_size(sum(getattr(use, name) for use in stored)) for name in ("bytes", "max_bytes"))
     text = f"no stream is nearly full; on the disk they have {size} and may grow to {limit} for each copy"
     return findings or [ok("stream size", text)]
+
+
+def _replicas(streams: list[StreamUse]) -> Finding:
+    """Whether another server of a cluster may be stopped now."""
+    servers = sorted({server for use in streams for server in use.incomplete})
+    if not servers:
+        return ok("replicas", "each copy of each stream is there and current")
+    count = sum(bool(use.incomplete) for use in streams)
+    text = f"of {count} of {len(streams)} streams, the copy of {' and '.join(servers)} is away or behind"
+    return warning("replicas", text, "start that server, and wait until this is gone before you stop another one")
 
 
 async def _clock(bus: Bus) -> Finding:

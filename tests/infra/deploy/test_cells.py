@@ -109,6 +109,13 @@ async def haproxy(text: str, address: str, folder: Path) -> AsyncIterator[httpx.
         assert "[ALERT]" not in log.read()
 
 
+def test_every_server_ends_connections_on_which_nothing_is_acknowledged() -> None:
+    """Of a machine that has vanished. By hand, with the link of a namespace down: 10 s instead of 610."""
+    servers = [line for line in CONFIGURATION.splitlines() if line.startswith("    server cell-")]
+    assert len(servers) == 2 * len(ADDRESSES)
+    assert [line for line in servers if not line.endswith(" tcp-ut 10s")] == []
+
+
 async def test_each_request_goes_to_the_cell_of_its_key_or_to_that_of_its_id(cells: Cells) -> None:
     homes = {key: await cells.ask(key=key) for key in (f"pst-{n:012d}-secret" for n in range(12))}
     assert {home for _, [home] in homes.values()} == {0, 1, 2}

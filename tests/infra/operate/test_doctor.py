@@ -14,9 +14,10 @@ from pathlib import Path
 
 import pytest
 
+from infra.broker.main import apply_at
 from infra.broker.server import EmbeddedNats
 from infra.bus.client import BusClient
-from infra.bus.connection import Bus
+from infra.bus.connection import Bus, connect
 from infra.launch.http import get
 from infra.launch.state import Running, State, write_state
 from infra.operate.doctor import certificates, machine
@@ -41,6 +42,7 @@ from schemas.fleet import State as WorkerState
 from schemas.routers import LostLeases
 from schemas.subjects import Subjects
 from schemas.transfer import Endpoint
+from tests.cluster_support import three_nodes
 from tests.infra.bus.support import opened
 from tests.tls_support import DAYS, TlsNats, issue
 
@@ -166,6 +168,32 @@ async def test_missing_streams_and_consumers_are_named_with_the_command_that_mak
 
 
 # -- what runs ----------------------------------------------------------------------------------------------------
+
+
+async def test_a_server_of_a_cluster_whose_copies_are_away_is_named_until_they_are_current(tmp_path: Path) -> None:
+    async with three_nodes(tmp_path) as cluster:
+        await apply_at(cluster.url(), cluster.subjects, replicas=3)
+        away = (await cluster.leader("ps_DONE") + 1) % 3
+        stay = [node for node in range(3) if node != away]
+        bus = await connect(cluster.url(nodes=stay), role="operator", name="test", end_process=lambda _: None)  # type: ignore[arg-type, return-value]
+        seen: list[Finding] = []
+
+        async def wait_for(status: Status) -> None:
+            async with asyncio.timeout(60):
+                while [each.status for each in seen] != [status]:
+                    await asyncio.sleep(0.1)
+                    seen[:] = [each for each in await check_broker(bus) if each.check == "replicas"]
+
+        try:
+            await wait_for(Status.ok)
+            cluster.kill(away)
+            await wait_for(Status.warning)
+            assert f"the copy of node-{away} is away or behind" in seen[0].what
+            assert "before you stop another one" in seen[0].fix
+            await cluster.restart(away)
+            await wait_for(Status.ok)
+        finally:
+            await bus.close()
 
 
 def test_processes_that_are_down_or_drained_are_named() -> None:

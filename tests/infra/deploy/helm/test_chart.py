@@ -202,7 +202,11 @@ CUSTOM: dict[str, tuple[str, Tree]] = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_every_object_is_valid_by_the_published_schemas(case: str) -> None:
-    for tree in manifests(CASES[case]):
+    check_objects(manifests(CASES[case]))
+
+
+def check_objects(trees: list[Tree]) -> None:
+    for tree in trees:
         if tree["kind"] in CUSTOM:
             version, schema = CUSTOM[tree["kind"]]
             assert tree["apiVersion"] == version
@@ -229,6 +233,23 @@ def test_the_schemas_find_what_is_wrong() -> None:
     tree["spec"]["template"]["spec"]["terminationGrace"] = 1
     with pytest.raises(kubernetes_validate.ValidationError, match="terminationGrace"):
         kubernetes_validate.validate(tree, VERSION, strict=True)
+
+
+def printed_values() -> Iterator[Any]:
+    """Values of the chart in the pages of docs/, by page and line."""
+    keys = yaml.safe_load((CHART / "values.yaml").read_text(encoding="utf-8")).keys()
+    for page in sorted(Path("docs").glob("*.md")):
+        text = page.read_text(encoding="utf-8")
+        for block in re.finditer(r"^```yaml\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
+            values = yaml.safe_load(block[1].replace('"…"', '""'))
+            if isinstance(values, dict) and values.keys() <= keys:
+                at = f"{page.name}:{text.count(chr(10), 0, block.start()) + 1}"
+                yield pytest.param(yaml.safe_dump(values), id=at)
+
+
+@pytest.mark.parametrize("values", [*printed_values()])
+def test_values_that_a_page_prints_make_valid_objects(values: str) -> None:
+    check_objects(manifests(values))
 
 
 def test_helm_s_own_lint_finds_nothing() -> None:
