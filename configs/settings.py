@@ -47,16 +47,38 @@ def served_names(text: str) -> tuple[str, ...]:
 
 class GatewaySettings(Common, frozen=True, kw_only=True):
     model: Annotated[
-        str, about("model directory or Hugging Face id, for its tokenizer and chat template; default: demo model")
-    ] = ""
+        tuple[str, ...],
+        about(
+            "model directories or Hugging Face ids, comma-separated, for their tokenizers and chat templates, each as "
+            "FOLDER or NAME=FOLDER; default: those of all models that workers register"
+        ),
+    ] = ()
+    learn_models: Annotated[
+        bool, about("serve other models that workers register, too, besides those of --model; always without --model")
+    ] = False
+    max_models: Annotated[
+        Positive,
+        about(
+            "models whose tokenizer and chat template are in memory at a time (0.2 GB each with 150,000 tokens); "
+            "unused ones make room"
+        ),
+    ] = 16
+    unload_models_s: Annotated[
+        float,
+        Meta(
+            ge=0,
+            description="seconds without a request after which a model that was not named with --model leaves memory, "
+            "to be read again for the next one; 0: never",
+        ),
+    ] = 3600.0
     served_model_name: Annotated[
         str,
         about(
-            "model names that clients may use, the canonical one first, with commas or spaces between; default: "
-            "--model's name"
+            "model names that clients may use, the canonical one first, with commas or spaces between; for one "
+            "--model; default: the name of its folder"
         ),
     ] = ""
-    chat_template: Annotated[str, about("Jinja file to use instead of the model's own chat template")] = ""
+    chat_template: Annotated[str, about("Jinja file to use instead of the model's own; for one --model")] = ""
     parser_families: Annotated[
         str,
         about("TOML or JSON file with formats of reasoning and tool calls beside the known ones; workers need it too"),

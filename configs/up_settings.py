@@ -32,8 +32,13 @@ class UpSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         str, about(f"YAML file of these settings, named as the flags; flags win; default: {CONFIG_FILE}, if it exists")
     ] = ""
     model: Annotated[
-        str, about("model directory or Hugging Face id; default: the demo model, or a tiny one for the mock engine")
-    ] = ""
+        tuple[str, ...],
+        about(
+            "model directory or Hugging Face id, as FOLDER or NAME=FOLDER; repeat the flag for several models behind "
+            "one address, each with as many workers as --workers, --prefill, ... say; default: the demo model, or a "
+            "tiny one for the mock engine"
+        ),
+    ] = ()
     served_model_name: Annotated[str, _OF_WORKER] = _WORKER.served_model_name
     engine: Annotated[
         Literal["auto", "native", "mock", "trtllm", "vllm", "sglang"],

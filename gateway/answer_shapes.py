@@ -64,28 +64,32 @@ class Renderer(_Answer, Protocol):
     def fail(self, error: ServingError, *, finished: bool = True) -> bytes: ...
 
 
-def aggregator_for(request: GenerateRequest, detokenizer: Detokenizer, *, late: bool = False) -> Aggregator:
+def aggregator_for(request: GenerateRequest, detokenizer: Detokenizer | None, *, late: bool = False) -> Aggregator:
     """
     Args:
+        detokenizer: of its model; None: it makes vectors.
         late: log-probabilities of the prompt may have expired.
     """
     if request.embedding is not None:
         return EmbeddingAggregator(request)
+    assert detokenizer is not None
     body = _BODIES.get(request.endpoint)
     if body is not None:
         return WholeAnswer(request, detokenizer, body)
     return AnswerAggregator(request, detokenizer, late=late)
 
 
-def renderer_for(request: GenerateRequest, detokenizer: Detokenizer, *, include_usage: bool = False) -> Renderer:
+def renderer_for(request: GenerateRequest, detokenizer: Detokenizer | None, *, include_usage: bool = False) -> Renderer:
     """
     Args:
+        detokenizer: of its model; None: it makes vectors.
         include_usage: of chat and text completions; the others always have it.
     Raises:
         ServingError: unsupported: the answer has no events.
     """
     if request.embedding is not None:
         raise unsupported("stream", "embeddings are not streamed: read the answer with GET /v1/requests/" + request.id)
+    assert detokenizer is not None
     if request.endpoint == COMPACTION:
         raise unsupported("stream", "compactions are not streamed: read the answer with GET /v1/requests/" + request.id)
     if request.endpoint == RESPONSE:

@@ -12,6 +12,7 @@ from gateway.openai.errors import invalid
 from gateway.openai.responses_api.chat import Turn
 from gateway.openai.responses_api.record import PREFIX, check_turns, read_stored, turn_of
 from infra.model.detokenizer import Detokenizer
+from schemas import done
 from schemas.errors import Code, ServingError
 from schemas.requests import GenerateRequest
 
@@ -33,6 +34,7 @@ class Conversations:
     """
     Args:
         answered: whether a response without a record has ended all the same, for who reads its tokens.
+        detokenizer: of the model that a response was made with: each may have another one.
         max_bytes: of the input and output of all earlier responses.
     """
 
@@ -40,7 +42,7 @@ class Conversations:
         self,
         lookup: RequestLookup,
         answered: Callable[[GenerateRequest], Awaitable[bool]],
-        detokenizer: Detokenizer,
+        detokenizer: Callable[[GenerateRequest], Awaitable[Detokenizer | None]],
         max_bytes: int,
     ) -> None:
         self._lookup = lookup
@@ -73,7 +75,7 @@ class Conversations:
         for at in range(0, len(stored.ancestors), AT_ONCE):
             batch = stored.ancestors[at : at + AT_ONCE]
             chain += await asyncio.gather(*(self._find(each, response_id, sees) for each in batch))
-        turns = await asyncio.to_thread(self._turns, [*chain, last])
+        turns = await self._turns([*chain, last])
         return History(turns, (*stored.ancestors, last.request.id), size)
 
     async def remaining(self, ancestors: Sequence[str], sees: str | None = None) -> list[Turn]:
@@ -95,10 +97,19 @@ class Conversations:
         for at in range(0, len(ancestors), AT_ONCE):
             found = await asyncio.gather(*(find(each) for each in ancestors[at : at + AT_ONCE]))
             chain += [each for each in found if each is not None]
-        return await asyncio.to_thread(self._turns, chain)
+        return await self._turns(chain)
 
-    def _turns(self, chain: Sequence[StoredRequest]) -> list[Turn]:
-        return [turn_of(each.request, each.record, self._detokenizer) for each in chain if each.record is not None]
+    async def _turns(self, chain: Sequence[StoredRequest]) -> list[Turn]:
+        """
+        Raises:
+            ServingError: model_unavailable: the model that one was made with cannot be read.
+        """
+        found: list[tuple[GenerateRequest, done.Done, Detokenizer]] = []
+        for request, record in chain:
+            detokenizer = await self._detokenizer(request)
+            if record is not None and detokenizer is not None:
+                found.append((request, record, detokenizer))
+        return await asyncio.to_thread(lambda: [turn_of(*each) for each in found])
 
     async def _find(self, request_id: str, continued: str, sees: str | None) -> StoredRequest:
         """A response that can be continued."""

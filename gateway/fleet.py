@@ -1,65 +1,110 @@
-"""What a gateway derives from the fleet's registrations: which workers it uses, and what bodies are prepared for."""
+"""What a gateway derives from the fleet's registrations: which models there are, and which workers it uses.
 
+A gateway serves the models that its operator named, and with ``learn_models``, or if none was named, every model that
+workers register. A model stays known for a while after its last worker has left, so that a request that arrives while a
+worker is being replaced waits in the queue.
+"""
+
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AsyncExitStack
 
+import msgspec
 import structlog
 
 from configs.settings import GatewaySettings
+from gateway.access.caller import ANYONE, Caller
 from gateway.embeddings.prepare import PATH as EMBEDDINGS
 from gateway.images.prepare import PATHS as IMAGE_PATHS
 from gateway.metrics import Metrics
+from gateway.model_store import ModelStore, Source
+from gateway.openai.common import BOM
+from gateway.openai.errors import decode_body, model_missing, model_not_found
 from gateway.openai.prepare_context import PrepareContext
 from gateway.role_models import RoleModels
-from gateway.roster import Roster, WorkerSelection
+from gateway.text_model import TextModel
 from infra.bus.connection import Bus
 from infra.bus.registry import RegisteredWorker, WorkerRegistry
-from infra.bus.revisions import reads
+from infra.bus.revisions import NO_TOKENS, reads
+from infra.bus.tasks import Tasks
+from infra.model.detokenizer import Detokenizer
 from infra.model.modeldir import ModelDir
-from infra.model.parser_detection import reasoning_parser, tool_call_parser
-from infra.model.parsers.families import TABLE
-from infra.model.parsers.registry import ParserNames, agreed_parsers
+from schemas.errors import Code, ServingError
 from schemas.fleet import APART, DIFFUSION, EMBED, Registration, State
-from schemas.parser_names import AUTO
+from schemas.requests import GenerateRequest
 from schemas.subjects import token
 
 log = structlog.get_logger("gateway")
 
+MAX_LEARNED = 256  # models that workers made known; the one without workers that was known longest is forgotten
+FORGET_S = 3_600.0  # after its last worker left
+NO_CONTEXT = 131_072  # tokens: what a body may hold while no model is known
+
+
+class _Named(msgspec.Struct):
+    model: str | None = None
+
+
+_decode_named = msgspec.json.Decoder(_Named).decode
+
+
+def named_in(body: bytes) -> str:
+    """The model that a body names; "": none.
+
+    Raises:
+        ServingError: invalid_request.
+    """
+    found: _Named = decode_body(_decode_named, body.removeprefix(BOM))
+    return found.model or ""
+
 
 class FleetView:
-    """Follows the workers bucket. Derived values are computed again on the first access after a change.
+    """Follows the workers bucket.
 
-    Attributes:
-        names: of the model; the first is canonical.
+    Args:
+        models: that the operator named, and the names of each for clients.
+        open_models: names of the models that have open requests here.
     """
 
     def __init__(
         self,
         bus: Bus,
-        model: ModelDir,
+        models: Sequence[tuple[tuple[str, ...], ModelDir]],
         gateway: str,
-        names: tuple[str, ...],
         settings: GatewaySettings,
         metrics: Metrics,
+        tasks: Tasks,
+        open_models: Callable[[], Collection[str]] = frozenset,
     ) -> None:
-        self.names = names
         self.watch = WorkerRegistry(bus, joined=self._joined, left=self._left)
         self.diffusion_models = RoleModels(DIFFUSION, lambda registration: registration.diffusion)
         self.embedding_models = RoleModels(EMBED, lambda registration: registration.embedder)
-        self._model = model
+        self.learns = settings.learn_models or not models
+        self.store = ModelStore(
+            settings.max_models,
+            settings.unload_models_s,
+            tasks,
+            in_use=open_models,
+            loaded=self._loaded,
+            unloaded=self._unloaded,
+        )
+        self.on_models: Callable[[], None] = lambda: None
         self._gateway = gateway
         self._settings = settings
-        self._roster = Roster(names[0], model.tokenizer_digest, metrics)
+        self._metrics = metrics
         self._following = AsyncExitStack()
-        self._selection: WorkerSelection | None = None
-        self._context: PrepareContext | None = None
-        self._ignored: frozenset[str] | None = None
-        self._has_generated = False  # a worker has been ready for the language model
-        # How answers are written does not change because no worker is there at the moment: as the last one said, or as
-        # any would say of this template. Else a forced call would be refused, and an answer's constraint be another.
-        template = model.template.suited(tools=True).source if model.template is not None else ""
-        self._parsers = ParserNames(reasoning_parser(AUTO, template), tool_call_parser(AUTO, template))
-        self._conflicts: set[frozenset[ParserNames]] = set()  # that were logged
-        self._unknown: set[str] = set()  # parsers, likewise
+        self._models: dict[str, TextModel] = {}  # by canonical name
+        self._by_name: dict[str, TextModel] = {}
+        self._tokens: frozenset[str] = frozenset()
+        self._only: TextModel | None = None
+        self._empty_since: dict[str, float] = {}  # learned models without workers
+        self._sources: dict[str, Source] = {}  # by tokenizer digest, for answers that were made with it
+        self._ignored: bool | None = None  # whether some model ignores options; None: not computed
+        for names, model in models:
+            source = Source(names[0], str(model.path), model.tokenizer_digest)
+            self.store.add(source, model)
+            self._add(names, source)
+            self._metrics.of(names[0]).loaded.set(1)
 
     async def open(self) -> None:
         """
@@ -69,34 +114,144 @@ class FleetView:
         await self._following.enter_async_context(self.watch)
 
     async def close(self) -> None:
+        self.store.close()
         await self._following.aclose()
 
     def refresh(self) -> None:
-        """Remove workers whose lease expired. Refusals and conflicts are logged even while no request comes."""
+        """Remove workers whose lease expired, and models that nobody uses. Refusals and conflicts are logged even while
+        no request comes."""
         self.watch.expire()
-        self.prepare_context  # noqa: B018 - computed for what it logs
+        for model in self._models.values():
+            model.refresh()
+        self.store.unload_idle()
+        if self._empty_since:
+            self._forget()
+
+    # --- the models ---
+
+    @property
+    def models(self) -> Iterable[TextModel]:
+        """The models that generate text, those of the operator first."""
+        return self._models.values()
+
+    @property
+    def names(self) -> Sequence[str]:
+        """Every name of a model that generates text."""
+        return list(self._by_name)
+
+    def find(self, name: str) -> TextModel | None:
+        """
+        Args:
+            name: canonical, or an alias.
+        """
+        return self._by_name.get(name)
+
+    def listed(self) -> Iterator[tuple[str, TextModel]]:
+        """Models that generate text, by each name, that requests may be made for."""
+        for name, model in self._by_name.items():
+            if model.configured or (model.expected and not model.problem):
+                yield name, model
+
+    @property
+    def longest(self) -> int:
+        """The most tokens that prompt and output may have, of any model."""
+        only = self._only
+        if only is not None and (context := only.prepared_for()) is not None:
+            return context.max_model_len
+        return max((model.card.max_model_len for model in self._models.values()), default=0) or NO_CONTEXT
+
+    def only_context(self) -> PrepareContext | None:
+        """What bodies are prepared for where there is one model, in memory; None: a body has to say which it is for."""
+        return self._only.context() if self._only is not None else None
+
+    async def context_for(self, name: str, caller: Caller = ANYONE) -> PrepareContext:
+        """What a body is prepared for that names this model.
+
+        Args:
+            name: "": none.
+        Raises:
+            ServingError: model_not_found; invalid_request: several are served and it names none; model_unavailable.
+        """
+        model = self._chosen(name, caller)
+        return model.context() or await model.load()
+
+    def _chosen(self, name: str, caller: Caller) -> TextModel:
+        if not name:
+            usable = [each for each in self._models.values() if any(map(caller.may_name, each.names))]
+            if len(usable) == 1:
+                return usable[0]
+            raise model_missing([each.name for each in usable]) if usable else model_not_found("", ())
+        model = self._by_name.get(name)
+        if model is None or not caller.may_name(name):
+            path = self.elsewhere().get(name, "") if caller.may_name(name) else ""
+            raise model_not_found(name, [each for each in self._by_name if caller.may_name(each)], path)
+        return model
+
+    def elsewhere(self) -> dict[str, str]:
+        """Models that generate no text, and the path to ask them at."""
+        images = {name: IMAGE_PATHS[model.kind] for name, model in self.diffusion_models.known.items()}
+        return images | dict.fromkeys(self.embedding_models.known, EMBEDDINGS)
+
+    async def detokenizer(self, request: GenerateRequest) -> Detokenizer | None:
+        """What makes text of a request's tokens; None: its answer has none.
+
+        Raises:
+            ServingError: model_unavailable: the model cannot be read.
+        """
+        if request.output:
+            return None
+        only, digest = self._only, request.tokenizer
+        model = only if only is not None and request.model == only.name else self._by_name.get(request.model)
+        context = model.context() if model is not None else None
+        if context is not None and (not digest or context.model.tokenizer_digest == digest):
+            return context.model.detokenizer
+        if digest and (same := self.store.with_tokenizer(digest)) is not None:
+            return same.detokenizer
+        source = self._source_of(request, model)
+        if source is None:
+            raise _unreadable(request)
+        return (await self.store.load(source)).detokenizer
+
+    def _source_of(self, request: GenerateRequest, model: TextModel | None) -> Source | None:
+        """Where the tokenizer of an earlier request can be read; None: it is not known."""
+        if request.tokenizer:
+            if model is not None and (own := model.source) is not None and own.tokenizer == request.tokenizer:
+                return own
+            return self._sources.get(request.tokenizer)
+        return model.source if model is not None else None
+
+    # --- their workers ---
 
     def has_worker(self) -> bool:
-        """Whether a worker takes requests for the model, or, where no language model was configured, for any other."""
-        if not self._settings.model and self._ready_apart():
+        """Whether a worker takes requests for some model. Those of images and vectors count where all are learned."""
+        if any(model.ready for model in self._models.values()):
             return True
-        return self._select().ready
+        return not any(model.configured for model in self._models.values()) and self._ready_apart()
 
     @property
     def lacks(self) -> str:
-        """The role of a worker without which those that are there run no request; "": none."""
-        return self._select().lacks
+        """The role of a worker without which those that are there run no request; "": none, or other models run."""
+        if any(model.ready for model in self._models.values()):
+            return ""
+        return next((model.lacks for model in self._models.values() if model.lacks), "")
 
-    @property
-    def ignored_options(self) -> frozenset[str]:
-        """Options that a worker of the model announces as without effect there; any worker may get a request."""
+    def ignored_by(self, body: bytes) -> frozenset[str]:
+        """Options that a worker of the body's model announces as without effect there."""
+        if self._only is not None:
+            return self._only.ignored_options
         if self._ignored is None:
-            self._ignored = frozenset(name for each in self._select().used for name in each.ignored_options)
-        return self._ignored
+            self._ignored = any(model.ignored_options for model in self._models.values())
+        if not self._ignored:
+            return frozenset()
+        try:
+            model = self._by_name.get(named_in(body))
+        except ServingError:
+            model = None
+        return model.ignored_options if model is not None else frozenset()
 
     def workers(self) -> list[tuple[Registration, str]]:
         """All workers, by name, each with why it takes no requests of this gateway; "": it takes them."""
-        used = {worker.worker for worker in self._select().used}
+        used = {worker.worker for model in self._models.values() for worker in model.used}
         with_reasons = [(member.registration, self._reason(member, used)) for member in self.watch.members.values()]
         return sorted(with_reasons, key=lambda entry: (entry[0].role, entry[0].name, entry[0].worker))
 
@@ -104,22 +259,16 @@ class FleetView:
         worker = member.registration
         if worker.state is not State.ready:
             return f"it is {worker.state.value}"
-        if worker.role in APART or worker.worker in used:
+        if worker.role in APART:
             return ""
-        if not self._serves(member):
-            return f"it serves {worker.model!r}, this gateway {self.names[0]!r}"
-        if not reads(worker, self._model.tokenizer_digest):
+        serving = self._serving(worker)
+        if not serving:
+            return f"it serves {worker.model!r}, this gateway {', '.join(map(repr, self._models)) or 'no model'}"
+        if worker.worker in used:
+            return next((model.problem for model in serving if model.problem), "")
+        if not any(reads(worker, model.tokenizer) for model in serving):
             return "its tokenizer is another one than the gateway's"
         return "it stands by: workers of another revision serve"
-
-    @property
-    def listed_names(self) -> tuple[str, ...]:
-        """Names of the language model; none where none was configured and no worker has generated text.
-
-        Requests for it are then refused: they would wait for a worker that nobody starts.
-        """
-        expected = self._settings.model or self._select().ready or self._has_generated
-        return () if not expected and self._ready_apart() else self.names
 
     def _ready_apart(self) -> bool:
         """Whether a worker takes requests for images or vectors."""
@@ -130,68 +279,135 @@ class FleetView:
 
         Models of images and vectors do not count: every gateway knows them.
         """
-        if model in map(token, self.names):
+        if model in self._tokens:
             return False
         served = (member.registration for member in self.watch.members.values())
         return any(model in (token(r.model), *map(token, r.aliases)) for r in served if r.role not in APART)
 
-    @property
-    def prepare_context(self) -> PrepareContext:
-        if self._context is None:
-            self._context = self._make_context()
-        return self._context
+    # --- changes ---
 
     def _joined(self, member: RegisteredWorker) -> None:
-        self.diffusion_models.put(member.registration)
-        self.embedding_models.put(member.registration)
-        self._selection = self._context = self._ignored = None
+        registration = member.registration
+        self.diffusion_models.put(registration)
+        self.embedding_models.put(registration)
+        self._ignored = None
+        if registration.role in APART:
+            self._changed_apart()
+            return
+        serving = self._serving(registration)
+        if not serving and self.learns and registration.role not in NO_TOKENS and self._learn(registration.model):
+            serving = self._serving(registration)
+        for model in serving:
+            self._empty_since.pop(model.name, None)
+            before = model.names
+            model.put(registration)
+            if model.names != before:
+                self._names_changed()
+            self._note(model)
 
     def _left(self, member: RegisteredWorker, why: str) -> None:
-        log.info("worker_left", worker=member.registration.worker, why=why)
-        self.diffusion_models.remove(member.registration.worker)
-        self.embedding_models.remove(member.registration.worker)
-        self._selection = self._context = self._ignored = None
+        worker = member.registration.worker
+        log.info("worker_left", worker=worker, why=why)
+        self.diffusion_models.remove(worker)
+        self.embedding_models.remove(worker)
+        self._ignored = None
+        if member.registration.role in APART:
+            self._changed_apart()
+        for model in self._models.values():
+            model.remove(worker)
+            if not model.workers and not model.configured:
+                self._empty_since.setdefault(model.name, time.monotonic())
 
-    def _serves(self, member: RegisteredWorker) -> bool:
-        registration = member.registration
-        return registration.role not in APART and self.names[0] in (registration.model, *registration.aliases)
+    def _changed_apart(self) -> None:
+        for model in self._models.values():
+            model.changed()
 
-    def _select(self) -> WorkerSelection:
-        if self._selection is None:
-            serving = (member.registration for member in self.watch.members.values() if self._serves(member))
-            self._selection = self._roster.select(serving)
-            self._has_generated |= self._selection.ready
-        return self._selection
+    def _serving(self, registration: Registration) -> list[TextModel]:
+        """The models for which a worker takes requests."""
+        if registration.role in APART:
+            return []
+        names = (registration.model, *registration.aliases)
+        return [model for name in dict.fromkeys(names) if (model := self._models.get(name)) is not None]
 
-    def _make_context(self) -> PrepareContext:
-        workers, revision = self._select()[:2]
-        parsers, named = agreed_parsers(workers)
-        if named:
-            self._parsers = parsers
-        unknown = sorted({name for pair in named for name in pair if name and TABLE.find(name) is None} - self._unknown)
-        if unknown:
-            self._unknown.update(unknown)
-            log.warning("workers_name_unknown_parsers", parsers=unknown, fix="give the gateway --parser-families too")
-        if len(named) > 1 and named not in self._conflicts:
-            self._conflicts.add(named)
-            log.warning("workers_name_different_parsers", parsers=sorted(named), used=parsers)
-        settings = self._settings
-        return PrepareContext(
-            self._model,
-            self.listed_names,
-            self._gateway,
-            block_size=workers[0].block_size if workers else settings.block_size,
-            default_max_tokens=settings.default_max_tokens,
-            default_deadline_s=settings.default_deadline_s,
-            worker_max_model_len=max((w.max_model_len for w in workers), default=0),
-            revision=revision if workers else "",
-            max_images=settings.max_images,
-            max_messages=settings.max_messages,
-            logits_processors=frozenset(name for w in workers for name in w.logits_processors) if workers else None,
-            parsers=self._parsers if any(self._parsers) else None,
-            special_tokens_as_text=settings.special_tokens_in_messages == "text",
-            no_store=settings.always_no_store,
-            reasoning_fields="" if settings.reasoning_fields == "auto" else settings.reasoning_fields,
-            elsewhere={name: IMAGE_PATHS[model.kind] for name, model in self.diffusion_models.known.items()}
-            | dict.fromkeys(self.embedding_models.known, EMBEDDINGS),
+    def _learn(self, name: str) -> bool:
+        """A worker made a model known; False: there are too many."""
+        if sum(not each.configured for each in self._models.values()) >= MAX_LEARNED:
+            oldest = min(self._empty_since, key=self._empty_since.__getitem__, default=None)
+            if oldest is None:
+                log.error("too_many_models", model=name, limit=MAX_LEARNED, action="it is not served here")
+                return False
+            self._remove(oldest)
+        model = self._add((name,), None)
+        log.info("model_learned", model=name)
+        for member in self.watch.members.values():
+            if model in self._serving(member.registration):
+                model.put(member.registration)
+        return True
+
+    def _add(self, names: tuple[str, ...], source: Source | None) -> TextModel:
+        model = TextModel(
+            names, source, self._gateway, self._settings, self._metrics.of(names[0]), self.store, self.elsewhere
         )
+        self._models[names[0]] = model
+        if source is not None:
+            self._sources[source.tokenizer] = source
+        self._names_changed()
+        return model
+
+    def _note(self, model: TextModel) -> None:
+        """Keep where a learned model can be read, and read it before it is asked for."""
+        source = model.source
+        if source is None or model.noted == source:
+            return
+        model.noted = source
+        self._sources.pop(source.tokenizer, None)
+        self._sources[source.tokenizer] = source
+        while len(self._sources) > 2 * MAX_LEARNED:
+            del self._sources[next(iter(self._sources))]
+        self.store.prefetch(source)
+
+    def _names_changed(self) -> None:
+        """A canonical name goes before the same alias of another model."""
+        by_name = {name: model for model in self._models.values() for name in model.names}
+        by_name |= self._models
+        # In the order of the models, the names of each together.
+        self._by_name = {name: by_name[name] for model in self._models.values() for name in model.names}
+        self._tokens = frozenset(map(token, self._by_name))
+        self._only = next(iter(self._models.values())) if len(self._models) == 1 else None
+        self._ignored = None
+        self.on_models()
+
+    def _forget(self) -> None:
+        before = time.monotonic() - FORGET_S
+        for name in [name for name, since in self._empty_since.items() if since < before]:
+            self._remove(name)
+
+    def _remove(self, name: str) -> None:
+        self._empty_since.pop(name, None)
+        if self._models.pop(name, None) is not None:
+            log.info("model_forgotten", model=name, why="it has had no worker for a while")
+            self._names_changed()
+
+    def _loaded(self, source: Source, seconds: float) -> None:
+        metrics = self._metrics.of(source.name)
+        metrics.loaded.set(1)
+        metrics.load_seconds.set(seconds)
+        if (model := self._models.get(source.name)) is not None:
+            model.changed()
+
+    def _unloaded(self, source: Source) -> None:
+        model = self._models.get(source.name)
+        if model is None or model.source == source:
+            self._metrics.of(source.name).loaded.set(0)
+        if model is not None:
+            model.changed()  # its context holds the model
+
+
+def _unreadable(request: GenerateRequest) -> ServingError:
+    return ServingError(
+        Code.model_unavailable,
+        f"the answer of request {request.id} cannot be read here: no worker serves model {request.model!r} with the "
+        f"tokenizer that made it; start one, or a gateway with --model {request.model}=FOLDER",
+        param="model",
+        retry_after=10.0,
+    )

@@ -22,6 +22,7 @@ from gateway.http.proxies import TrustedProxies, with_proxies
 from gateway.http.server import HttpServer
 from gateway.http.tls import BadCertificate, Certificate
 from gateway.metrics import Metrics
+from gateway.model_store import report_ignored
 from gateway.nats.api import NatsApi
 from gateway.service import Gateway
 from infra.bus import loop_lag
@@ -78,15 +79,12 @@ def run(settings: GatewaySettings) -> int:
 
     try:
         parser_detection.prepare(settings.parser_families)
-        path = modeldir.resolve(settings.model)
-        model = modeldir.load(
-            path, name="".join(served_names(settings.served_model_name)[:1]), chat_template=settings.chat_template
-        )
+        models = load_models(settings)
     except (modeldir.ModelError, ValueError) as error:
         log.error("start_failed", error=str(error))
         return EXIT_CONFIG
-    for key, value in model.defaults.ignored:
-        log.warning("generation_default_ignored", file=str(path / "generation_config.json"), key=key, value=value)
+    for model in models:
+        report_ignored(model)
     folder = settings.allowed_local_media_path
     if folder and not Path(folder).is_dir():
         log.error("start_failed", error=f"--allowed-local-media-path {folder}: not a folder")
@@ -97,7 +95,7 @@ def run(settings: GatewaySettings) -> int:
         log.error("start_failed", error=str(error))
         return EXIT_CONFIG
     try:
-        status: int = uvloop.run(_serve(settings, model, front))
+        status: int = uvloop.run(_serve(settings, models, front))
         return status
     except Exposed as error:
         log.error("start_failed", error=str(error))
@@ -107,7 +105,35 @@ def run(settings: GatewaySettings) -> int:
         return EXIT_START
 
 
-async def _serve(settings: GatewaySettings, model: modeldir.ModelDir, front: Front) -> int:
+def load_models(settings: GatewaySettings) -> list[modeldir.ModelDir]:
+    """The models that the operator named.
+
+    Raises:
+        ModelError, ValueError: one cannot be read, or flags do not go together.
+    """
+    several = len(settings.model) > 1
+    if len(settings.model) > settings.max_models:
+        raise ValueError(f"--model names {len(settings.model)} models; --max-models is {settings.max_models}")
+    if several and settings.served_model_name:
+        raise ValueError("--served-model-name is for one --model: name each with --model NAME=FOLDER")
+    if settings.chat_template and len(settings.model) != 1:
+        raise ValueError(
+            "--chat-template is for one --model: " + ("put each model's into its folder" if several else "name it, too")
+        )
+    models = []
+    for each in settings.model:
+        name, folder = modeldir.split_name(each)
+        if name and settings.served_model_name:
+            raise ValueError(f"--model {each} names the model already; leave --served-model-name out")
+        name = name or "".join(served_names(settings.served_model_name)[:1])
+        models.append(modeldir.load(modeldir.resolve(folder), name=name, chat_template=settings.chat_template))
+    names = [model.name for model in models]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise ValueError(f"two models would be called {twice[0]!r}; name them with --model NAME=FOLDER")
+    return models
+
+
+async def _serve(settings: GatewaySettings, models: Sequence[modeldir.ModelDir], front: Front) -> int:
     stop = Stop(bound_s=settings.drain_s + END_S)
     stop.on_signals()
     listeners = listening_sockets(settings)
@@ -122,13 +148,12 @@ async def _serve(settings: GatewaySettings, model: modeldir.ModelDir, front: Fro
     await bus.follow_clock()
     publisher = Publisher(bus)
     await publisher.open()
-    model_name = (*served_names(settings.served_model_name), model.name)[0]
-    labels = {"namespace": settings.namespace, "process": settings.name, "model": model_name}
+    labels = {"namespace": settings.namespace, "process": settings.name}
     metrics = Metrics(process_scope("gateway", labels).child("gateway"))
     loop = asyncio.get_running_loop()
     metrics.tasks.set_function(lambda: count_tasks(loop))
     lag = loop_lag.gauge(metrics.scope)
-    gateway = Gateway(bus, publisher, model, settings, metrics)
+    gateway = Gateway(bus, publisher, models, settings, metrics)
     nats_api = NatsApi(gateway, bus.tasks.group("nats-api"))
     app = application(gateway)
     if settings.cors_origins:
@@ -150,7 +175,8 @@ async def _serve(settings: GatewaySettings, model: modeldir.ModelDir, front: Fro
         loop_lag.freeze_loaded()
         bus.tasks.spawn(lag.watch(), name="loop-lag")
         await server.start()
-        log.info("gateway_listening", port=listeners[0].getsockname()[1], gateway=gateway.id, models=gateway.names)
+        names = tuple(gateway.fleet.names)
+        log.info("gateway_listening", port=listeners[0].getsockname()[1], gateway=gateway.id, models=names)
         await stop.wait()
         log.info("gateway_stopping", open_requests=gateway.open_requests, drain_s=settings.drain_s)
         gateway.draining = True

@@ -49,17 +49,19 @@ TOKEN_BUCKETS = (
 )
 
 
-class Metrics:
-    """Requests and tokens are counted in the thread of the event loop only.
+MAX_MODELS = 512  # counted apart; requests for further ones are counted without a model
+
+
+class ModelMetrics:
+    """What is counted of each model; of requests whose model is not known, without one. Requests and tokens are counted
+    in the thread of the event loop only.
 
     Args:
-        scope: of the process, with the prefix of a gateway's metrics.
+        scope: of the model, with the prefix of a gateway's metrics.
     """
 
     def __init__(self, scope: MetricScope) -> None:
         self.scope = scope
-        self.consumers = ConsumerMetrics(scope)
-        self.registry = scope.registry
         self.requests = scope.thread_counter("requests", "ended requests", ["api", "code"])
         self.ttft = scope.thread_histogram("ttft_seconds", "body read to first token sent", buckets=TTFT_BUCKETS)
         self.itl = scope.thread_histogram(
@@ -75,12 +77,37 @@ class Metrics:
         self.output_length = scope.thread_histogram(
             "request_output_tokens", "tokens of an answer", buckets=TOKEN_BUCKETS
         )
-        self.request_bytes = scope.thread_counter("request_bytes", "bodies of HTTP requests")
         self.response_bytes = scope.thread_counter("response_bytes", "bodies of HTTP answers that were generated")
         self.cancelled = scope.thread_counter("cancelled", "requests left by their client")
-        self.media = scope.counter("media", "images and embedding files taken", ["kind"])
         self.open = scope.gauge("open_requests", "requests being answered")
         self.queued = scope.gauge("queued_requests", "accepted and not placed yet")
+        self.workers = scope.gauge("workers", "workers of the model", ["state", "revision"])
+        self.refused = scope.gauge(
+            "workers_refused",
+            "workers that serve the model's name with another tokenizer",
+            ["worker", "tokenizer", "expected"],
+        )
+        self.loaded = scope.gauge("model_loaded", "1: tokenizer and chat template are in memory")
+        self.load_seconds = scope.gauge("model_load_seconds", "that the last load of its tokenizer and template took")
+
+
+class Metrics:
+    """
+    Args:
+        scope: of the process, with the prefix of a gateway's metrics.
+
+    Attributes:
+        models: by name; see ``of``.
+    """
+
+    def __init__(self, scope: MetricScope) -> None:
+        self.scope = scope
+        self.consumers = ConsumerMetrics(scope)
+        self.registry = scope.registry
+        self.models: dict[str, ModelMetrics] = {}
+        self._unknown: ModelMetrics | None = None
+        self.request_bytes = scope.thread_counter("request_bytes", "bodies of HTTP requests")
+        self.media = scope.counter("media", "images and embedding files taken", ["kind"])
         self.connections = scope.gauge("connections", "clients' open connections")
         self.max_connections = scope.gauge("max_connections", "clients' connections that are served at a time")
         self.connections_refused = scope.gauge("connections_refused", "connections beyond the limit, since the start")
@@ -88,12 +115,6 @@ class Metrics:
             "files_limit", "open files that the process may have, if they limit its connections (ulimit -n); 0: not"
         )
         self.trusted_proxies = scope.gauge("trusted_proxies", "addresses and networks of --trusted-proxies")
-        self.workers = scope.gauge("workers", "workers of the model", ["state", "revision"])
-        self.refused = scope.gauge(
-            "workers_refused",
-            "workers that serve the model's name with another tokenizer",
-            ["worker", "tokenizer", "expected"],
-        )
         self.unfinished = scope.gauge(
             "stream_unfinished_ratio",
             "share of a stream's max_bytes from its oldest unfinished message on",
@@ -103,6 +124,24 @@ class Metrics:
             "record_retention_seconds", "how long records of requests will be kept at the present rate"
         )
         self.tasks = scope.gauge("tasks", "asyncio tasks, counted when asked")
+
+    def of(self, model: str) -> ModelMetrics:
+        """
+        Args:
+            model: canonical name of one that is served, which is counted apart from now on; "": not known. Where there
+                is only one, requests whose model is not known count as its own.
+        """
+        found = self.models.get(model)
+        if found is not None:
+            return found
+        if model and len(self.models) < MAX_MODELS:
+            made = self.models[model] = ModelMetrics(self.scope.child(labels={"model": model}))
+            return made
+        if len(self.models) == 1:
+            return next(iter(self.models.values()))
+        if self._unknown is None:
+            self._unknown = ModelMetrics(self.scope.child())
+        return self._unknown
 
 
 class ConsumerMetrics:

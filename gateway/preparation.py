@@ -20,7 +20,7 @@ from gateway.conversations import Conversations
 from gateway.embeddings.prepare import prepare_embedding
 from gateway.embeddings.requests import MAX_VALUES
 from gateway.fair_threads import FairThreads
-from gateway.fleet import FleetView
+from gateway.fleet import FleetView, named_in
 from gateway.images.prepare import PATHS, prepare_images
 from gateway.media.loader import MediaLoader
 from gateway.openai.common import CHAT, COMPACTION, MESSAGE, RESPONSE
@@ -50,6 +50,7 @@ LARGE_BODY = 8_192  # bytes; larger ones are prepared in a thread: to tokenise 1
 LARGE_PROMPT = 8_192  # tokens; longer ones with images get their block names in a thread
 THREADS = 3  # each competes with the event loop for the interpreter
 PER_TENANT = 2  # of them
+NAMED_INLINE = 131_072  # bytes; to find the model in a larger body takes more than 0.2 ms
 INLINE_CPU_S = 0.005  # of the event loop, for the chat template of a small body; most take 0.1 ms
 FEW_VALUES = 65_536  # in a body; so many are decoded in 3 ms
 PRIVATE_S = 120.0  # for all media of a request with no_store: routers erase what nobody asked for later than that
@@ -122,7 +123,7 @@ class RequestPreparer:
             return prepared if caller is ANYONE else prepared._replace(request=caller.own(prepared.request))
         if endpoint == EMBEDDING:
             return await self._embedding(body, caller, now_ns=now_ns, request_id=request_id, no_store=no_store)
-        context = caller.context(self._fleet.prepare_context)
+        context = await self._context(body, caller)
         if no_store and not context.no_store:
             context = context._replace(no_store=True)
         prepared = await self._text(endpoint, body, context, caller.sees, now_ns=now_ns, request_id=request_id)
@@ -238,7 +239,7 @@ class RequestPreparer:
         """
         asked = await self.run_for(body, parse_response, body, tenant=caller.tenant)
         history = await self._conversations.history(asked.previous_response_id, caller.sees)
-        work = partial(count_prompt_of, asked, history.turns, caller.context(self._fleet.prepare_context))
+        work = partial(count_prompt_of, asked, history.turns, await self._context(body, caller))
         return await self._in_thread(caller.tenant, len(body) + history.size, work)
 
     async def compute(self, work: Callable[[bytes, PrepareContext], T], body: bytes, caller: Caller = ANYONE) -> T:
@@ -247,8 +248,23 @@ class RequestPreparer:
         Raises:
             ServingError: the body cannot be served.
         """
-        context = caller.context(self._fleet.prepare_context)
+        context = await self._context(body, caller)
         return await self._render_for(body, work, body, context, tenant=caller.tenant)
+
+    async def _context(self, body: bytes, caller: Caller) -> PrepareContext:
+        """What a body is prepared for, by the model that it names.
+
+        Raises:
+            ServingError: see ``FleetView.context_for``; the body is not JSON.
+        """
+        base = self._fleet.only_context()
+        if base is None:
+            if len(body) <= NAMED_INLINE:
+                name = named_in(body)
+            else:
+                name = await self.run_for(body, named_in, body, tenant=caller.tenant)
+            base = await self._fleet.context_for(name, caller)
+        return caller.context(base)
 
     async def run_for(
         self, body: bytes, work: Callable[..., T], *args: Any, tenant: str = DEFAULT_TENANT, **options: Any
@@ -262,7 +278,7 @@ class RequestPreparer:
         """
         if len(body) <= LARGE_BODY:
             return work(*args, **options)
-        limit, meaning = max(FEW_VALUES, 2 * self._fleet.prepare_context.max_model_len), _TWICE
+        limit, meaning = max(FEW_VALUES, 2 * self._fleet.longest), _TWICE
         if limit < MAX_VALUES and self._fleet.embedding_models.known:  # what is asked for is not known yet
             limit, meaning = MAX_VALUES, "the most that embeddings take"
         checked = partial(_checked, body, limit, partial(work, *args, **options), meaning)

@@ -79,7 +79,7 @@ class ServedLately:
     async def check(self, endpoint: str, name: str) -> None:
         """
         Args:
-            endpoint: as in ``GenerateRequest``: a name may mean models of several kinds.
+            endpoint: as in ``GenerateRequest``: a name may mean models of several kinds; "": any that generates text.
         Raises:
             ServingError: broker_unavailable: it was; or the log did not answer.
         """
@@ -106,6 +106,7 @@ class ServedLately:
         if entry is None or entry.time_ns < self._bus.clock.now_ns() - LATELY_NS:
             return False
         try:
-            return requests.decode(entry.data).endpoint == endpoint
+            request = requests.decode(entry.data)
+            return request.endpoint == endpoint if endpoint else not request.output
         except msgspec.MsgspecError:  # of a later release
             return False

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import structlog
 
-from gateway.metrics import Metrics
+from gateway.metrics import ModelMetrics
 from infra.bus.revisions import NO_TOKENS, reads, revisions
 from schemas.fleet import Registration, State
 
@@ -43,19 +43,23 @@ def lacking(workers: Iterable[Registration]) -> str:
 class Roster:
     """Selects again whenever a worker registers, changes or leaves, and logs what changed."""
 
-    def __init__(self, model: str, tokenizer: str, metrics: Metrics) -> None:
+    def __init__(self, model: str, metrics: ModelMetrics) -> None:
         self._model = model
-        self._tokenizer = tokenizer
+        self._tokenizer = ""
         self._metrics = metrics
         self._refused: dict[str, str] = {}  # worker -> its tokenizer
         self._serving: str | None = None
         self._standing_by: frozenset[str] = frozenset()
 
-    def select(self, workers: Iterable[Registration]) -> WorkerSelection:
+    def select(self, workers: Iterable[Registration], tokenizer: str) -> WorkerSelection:
         """
         Args:
             workers: that serve the model's name.
+            tokenizer: digest of the gateway's own; "": unknown, and all are used.
         """
+        if tokenizer != self._tokenizer:
+            self._refuse([])
+            self._tokenizer = tokenizer
         compatible: list[Registration] = []
         refused: list[Registration] = []
         for worker in workers:

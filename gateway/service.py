@@ -5,7 +5,8 @@ import contextlib
 import math
 import secrets
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -21,7 +22,7 @@ from gateway.admission.memory import MemoryCheck
 from gateway.admission.queue_monitor import QueueMonitor
 from gateway.admission.retention import Retention
 from gateway.conversations import Conversations
-from gateway.fleet import FleetView
+from gateway.fleet import FleetView, named_in
 from gateway.images.prepare import PATHS
 from gateway.log.completion import Completion
 from gateway.log.find import RequestFinder
@@ -60,12 +61,6 @@ log = structlog.get_logger("gateway")
 T = TypeVar("T")
 
 
-class _Named(msgspec.Struct):
-    model: str | None = None
-
-
-_decode_named = msgspec.json.Decoder(_Named).decode
-
 SWEEP_S = 0.25
 SWEEP_AT_ONCE = 250  # open requests: 0.1 ms
 ACCEPT_S = 14.0  # longer than an election in a cluster (4 to 9 s) and what follows it; a refusal comes within 15 s
@@ -90,14 +85,12 @@ class Gateway:
     """
 
     def __init__(
-        self, bus: Bus, publisher: Publisher, model: ModelDir, settings: GatewaySettings, metrics: Metrics
+        self, bus: Bus, publisher: Publisher, models: Sequence[ModelDir], settings: GatewaySettings, metrics: Metrics
     ) -> None:
         self.id = f"{settings.name or 'gateway'}-{secrets.token_hex(4)}"
         self.bus = bus
-        self.model = model
         self.settings = settings
         self.metrics = metrics
-        self.names = served_names(settings.served_model_name) or (model.name,)
         self.started_ns = time.time_ns()
         self.draining = False
         self.stopped = False
@@ -109,7 +102,9 @@ class Gateway:
         noted = noted_in(settings.state_dir, settings.namespace)
         self.guard = Guard(bus, self.tenants.known, always=settings.require_keys, noted=noted, own=settings.api_key)
         self.tenants.on_changed = self.guard.tenants_changed
-        self.fleet = FleetView(bus, model, self.id, self.names, settings, metrics)
+        self.fleet = FleetView(
+            bus, named_models(models, settings), self.id, settings, metrics, self.tasks, self._open_models
+        )
         self.records = Records(bus)
         self.limiter = Limiter(bus, self.id)
         self._verdicts = Verdicts(bus)
@@ -130,7 +125,9 @@ class Gateway:
         )
         self._completion = Completion(self.records, self._read_again, self.tasks)
         self._lookup = RequestLookup(bus, self.records, finder, settings.no_store_grace_s)
-        self.conversations = Conversations(self._lookup, self._answered, model.detokenizer, settings.max_body_bytes)
+        self.conversations = Conversations(
+            self._lookup, self._answered, self.fleet.detokenizer, settings.max_body_bytes
+        )
         loader = MediaLoader(bus, settings, metrics, self.unstored.keep_medium)
         self._preparer = RequestPreparer(self.fleet, loader, self.conversations, self.id, settings, bus.clock.now_ns)
         self.progress = Progress(bus, self.id, self._subscriptions.readers_of)
@@ -207,7 +204,8 @@ class Gateway:
         if lacks := self.fleet.lacks:
             reasons.append(f"no {lacks} worker is there, without which the others run no request; start one")
         elif not self.fleet.has_worker():
-            reasons.append(f"no worker serves {self.names[0]!r}; start one with 'penstock worker'")
+            names = " or ".join(repr(model.name) for model in self.fleet.models) or "a model"
+            reasons.append(f"no worker serves {names}; start one with 'penstock worker'")
         return reasons
 
     # --- accepting ---
@@ -237,10 +235,11 @@ class Gateway:
         try:
             return await self._preparer.prepare(endpoint, body, no_store=no_store, caller=caller)
         except ServingError as error:
-            if error.code is Code.model_not_found and endpoint in (EMBEDDING, *PATHS):
-                named = (await self.run_for(body, _decode_named, body)).model
+            apart = endpoint in (EMBEDDING, *PATHS)
+            if error.code is Code.model_not_found and (apart or self.fleet.learns):
+                named = await self.run_for(body, named_in, body)
                 if named and caller.may_name(named):
-                    await self._served_lately.check(endpoint, named)
+                    await self._served_lately.check(endpoint if apart else "", named)
             raise
 
     async def input_tokens(self, body: bytes, caller: Caller = ANYONE) -> InputTokens:
@@ -353,7 +352,7 @@ class Gateway:
             self.release(inflight)
             return
         inflight.cancelling = True
-        self.metrics.cancelled.inc()
+        self.metrics.of(inflight.request.model).cancelled.inc()
         self._spawn_cancel(inflight, reason)
 
     def release(self, inflight: InflightRequest) -> None:
@@ -493,11 +492,11 @@ class Gateway:
             await self._completion.complete_idle(self._subscriptions.readers, now)
         self._store_check.look(now, quiet=self._quiet, position=self._own.tail.position)
         self.fleet.refresh()
-        self.metrics.open.set(self.open_requests)
-        quiet = False
+        quiet, open_ = False, Counter[str]()
         for number, inflight in enumerate(self._subscriptions.readers, 1):
             if number % SWEEP_AT_ONCE == 0:
                 await asyncio.sleep(0)
+            open_[inflight.request.model] += 1
             if inflight.quiet_s(now) >= QUIET_S and not inflight.cancelling:
                 quiet = True
                 if self._store_check.failing:
@@ -513,7 +512,18 @@ class Gateway:
             elif late_ns > DEADLINE_GRACE_NS:
                 _end_overdue(inflight, late_ns)
         self._quiet = quiet
+        for model in {*open_, *self.metrics.models}:
+            self.metrics.of(model).open.set(open_[model])
         await self._subscriptions.close_unused()
+
+    def _open_models(self) -> set[str]:
+        return {inflight.request.model for inflight in self._subscriptions.readers}
+
+
+def named_models(models: Sequence[ModelDir], settings: GatewaySettings) -> list[tuple[tuple[str, ...], ModelDir]]:
+    """The models that the operator named, with the names of each for clients."""
+    names = served_names(settings.served_model_name)
+    return [(names if names and len(models) == 1 else (model.name,), model) for model in models]
 
 
 def _was_refused(done: "asyncio.Future[Ack]") -> bool:

@@ -106,6 +106,7 @@ class Registration(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     ignored_options: tuple[str, ...] = ()  # of clients that its engine does not apply; answers name them
     device: str = ""  # what it computes on, as in "2x NVIDIA H100 80GB HBM3"; "": unknown
     inbox: str = ""  # subjects below it, by request: where contents of its jobs may be sent; "": it asks for them
+    source: str = ""  # of the model: folder on ``host``, a bundled model, or Hugging Face id; "": an older build
 
     @property
     def output(self) -> str:

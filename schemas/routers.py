@@ -10,6 +10,7 @@ from schemas.wire import decoder
 LEASE_S = 0.9  # by the clock of each reader
 RENEW_S = 0.25
 TTL_S = 1  # of the key: the shortest that NATS has
+MODELS = 32  # named in ``HeldByModel``
 TENANTS = 8  # named per class; a lease stays small, however many tenants there are
 
 
@@ -23,6 +24,18 @@ class HeldByTenant(msgspec.Struct, frozen=True, omit_defaults=True):
 
     priority: str  # of ``Priority``; as text, so that a router reads leases of builds with other classes
     tenants: tuple[tuple[str, int], ...] = ()
+    others: int = 0
+
+
+class HeldByModel(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The requests that a router holds and has not placed yet, counted by model.
+
+    Attributes:
+        models: names and counts of the ``MODELS`` that have most, most first.
+        others: requests of all other models.
+    """
+
+    models: tuple[tuple[str, int], ...] = ()
     others: int = 0
 
 
@@ -55,6 +68,7 @@ class Member(msgspec.Struct, frozen=True, omit_defaults=True):
         no_store, private_media: of older builds: it erases requests that are not to be stored, and their media.
         memory: it knows requests whose content is in memory storage; False: an older build.
         held: what it holds, of each class of which it holds something; for operators, no router reads it.
+        queued: what it holds, by model; gateways count their queues by it.
         lost: workers that lost their lease lately, those that did most often first; for operators, too.
     """
 
@@ -69,12 +83,19 @@ class Member(msgspec.Struct, frozen=True, omit_defaults=True):
     held: tuple[HeldByTenant, ...] = ()
     memory: bool = False
     lost: tuple[LostLeases, ...] = ()
+    queued: HeldByModel = HeldByModel()
 
 
 def held_by_tenant(priority: str, counts: Mapping[str, int], others: int = 0) -> HeldByTenant:
     """The tenants with the highest counts by name, equal ones by their names; the rest is added to ``others``."""
     most = heapq.nsmallest(TENANTS, counts.items(), key=lambda each: (-each[1], each[0]))
     return HeldByTenant(priority, tuple(most), others + sum(counts.values()) - sum(count for _, count in most))
+
+
+def held_by_model(counts: Mapping[str, int]) -> HeldByModel:
+    """The models with the highest counts by name, equal ones by their names."""
+    most = heapq.nsmallest(MODELS, counts.items(), key=lambda each: (-each[1], each[0]))
+    return HeldByModel(tuple(most), sum(counts.values()) - sum(count for _, count in most))
 
 
 decode = decoder(Member)

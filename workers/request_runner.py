@@ -40,6 +40,7 @@ class ServedModel(msgspec.Struct, frozen=True):
     reasoning_parser: str = ""
     tool_call_parser: str = ""
     tokenizer: str = ""  # digest
+    source: str = ""  # as in ``Registration``
 
 
 @dataclass(frozen=True, slots=True)

@@ -116,6 +116,7 @@ class TokenBackend:
             parser_detection.reasoning_parser(settings.reasoning_parser, template),
             parser_detection.tool_call_parser(settings.tool_call_parser, template),
             described.tokenizer_digest,
+            modeldir.source_of(settings.model, described.path),
         )
 
     async def _open_transport(self, name: str) -> Transport | None:

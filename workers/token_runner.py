@@ -318,6 +318,7 @@ class TokenRunner:
             pair_only=info.pair_only,
             ignored_options=info.ignored_options,
             device=self._context.metrics.device,
+            source=model.source,
         )
 
     def _endpoint(self) -> Endpoint | None:

@@ -1,20 +1,24 @@
 """Whether new work is taken: polls how much waits, whether routers take requests, and how full the log is."""
 
 import asyncio
+import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
+import msgspec
 import structlog
 from nats.js.api import ConsumerConfig
 from nats.js.errors import NotFoundError
 
 from gateway.admission.log_capacity import LogCapacity
-from gateway.admission.queues import QueueLimits, class_of
+from gateway.admission.queues import QueueLimits, by_model, class_of
 from gateway.log.inflight import InflightRequest
 from gateway.metrics import Metrics
 from infra.bus.connection import Bus
+from infra.bus.direct_get import read
 from schemas.errors import ServingError
 from schemas.requests import Priority
+from schemas.routers import LEASE_S, decode
 
 log = structlog.get_logger("gateway")
 
@@ -88,9 +92,33 @@ class QueueMonitor:
         self._queues.polled(queued, before)
         self.has_routers = has_routers
         self.sharded = all(any(map(subjects.is_sharded, _filters(info.config))) for info in consumers)
-        self._metrics.queued.set(self._queues.total)
+        await self._count_models()
         unended = ((r.request.tenant, len(r.request.prompt)) for r in self._readers() if not r.ended)
         await self._log_capacity.refresh(consumers, unended)
+
+    async def _count_models(self) -> None:
+        metrics, total = self._metrics, self._queues.total
+        if len(metrics.models) < 2:
+            metrics.of("").queued.set(total)
+            return
+        held: Mapping[str, int] = {}
+        if total:
+            with contextlib.suppress(ServingError):  # by this gateway's own requests, then
+                held = await self._held_by_routers()
+        own = Counter(each.request.model for each in self._readers() if each.fold.attempt < 0) if total else {}
+        counts = by_model(total, held, own)
+        for model in {*metrics.models, *counts}:
+            metrics.of(model).queued.set(counts.get(model, 0))
+
+    async def _held_by_routers(self) -> Counter[str]:
+        held = Counter[str]()
+        bucket = self._bus.subjects.bucket("routers")
+        oldest_ns = self._bus.clock.now_ns() - int((LEASE_S + POLL_S) * 1e9)
+        async for entry in read(self._bus, f"KV_{bucket}", f"$KV.{bucket}.>"):
+            if entry.data and "KV-Operation" not in entry.headers and entry.time_ns >= oldest_ns:
+                with contextlib.suppress(msgspec.MsgspecError):
+                    held.update(dict(decode(entry.data).queued.models))
+        return held
 
     @property
     def has_room(self) -> bool:

@@ -29,6 +29,32 @@ def class_of(body: bytes) -> Priority:
     return resolve_priority(said.priority, said.service_tier)
 
 
+def by_model(total: int, held: Mapping[str, int], own: Mapping[str, int]) -> dict[str, int]:
+    """How many of the requests that wait are of each model.
+
+    Routers say of which models the requests are that they hold, which are nearly all. What no router has read yet is
+    taken to be of the models of this gateway's own requests that have not begun, in their proportions.
+
+    Args:
+        total: accepted and not placed, by the broker's count.
+        held: of these by routers, by model; their counts may be a moment old.
+        own: this gateway's open requests that no worker has started.
+    Returns: counts by model, "" for what is not known; they sum up to ``total`` unless ``held`` alone is more.
+    """
+    counts = Counter({model: count for model, count in held.items() if count > 0})
+    rest = total - counts.total()
+    if rest <= 0:
+        return dict(counts)
+    unread = {model: more for model, count in own.items() if (more := count - counts[model]) > 0}
+    weights = unread or dict(counts) or {"": 1}
+    whole, given = sum(weights.values()), 0
+    for seen, (model, weight) in enumerate(sorted(weights.items()), 1):
+        share = rest - given if seen == len(weights) else rest * weight // whole
+        counts[model] += share
+        given += share
+    return {model: count for model, count in counts.items() if count}
+
+
 class QueueLimits:
     """The broker's counts at the last poll, and the requests accepted since.
 

@@ -25,7 +25,7 @@ from gateway.http.headers import Send as Send
 from gateway.http.headers import show_limits, with_header, with_status_of_full
 from gateway.http.idempotency import ClientIds, read_client_ids, submit_once, with_client_id
 from gateway.log.inflight import InflightRequest
-from gateway.metrics import Metrics
+from gateway.metrics import ModelMetrics
 from gateway.openai.common import MESSAGE
 from gateway.openai.prepare import PreparedRequest
 from gateway.openai.responses import UsageBody, error_body, stopping
@@ -48,6 +48,7 @@ SSE_HEADERS = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 ]
+MODEL = "penstock.model"  # in the ASGI scope: the canonical name of the request's model
 IGNORED_OPTIONS = b"x-penstock-ignored-options"
 PORTION = 262_144  # bytes of a large whole answer that are handed to the connection at once
 HEAD_CONSTRAINED_S = 5.0  # the same for constrained output: a worker may refuse what this gateway cannot check
@@ -118,7 +119,7 @@ class Generations:
             body = await read_body(scope, receive, gateway.settings.max_body_bytes)
             await gateway.turns.enter()
             gateway.metrics.request_bytes.inc(len(body))
-            ignored = await gateway.run_for(body, ignored_options, self._endpoint, body, gateway.fleet.ignored_options)
+            ignored = await gateway.run_for(body, ignored_options, self._endpoint, body, gateway.fleet.ignored_by(body))
             if ignored:
                 send = with_header(send, IGNORED_OPTIONS, listed(ignored).encode())
             names = read_client_ids(scope["headers"])
@@ -138,10 +139,10 @@ class Generations:
                 prepared = await prepare()
                 accepted = prepared.request.id
                 inflight = await gateway.submit(prepared.request, owner=not prepared.detached)
-            gateway.metrics.prompt.inc(prepared.prompt_tokens)
+            model = scope[MODEL] = prepared.request.model
+            gateway.metrics.of(model).prompt.inc(prepared.prompt_tokens)
             owner = not (names.key or prepared.detached)
-            accepted_request = AcceptedRequest(prepared, inflight, scope, send, began, owner)
-            code = await self._answer(gateway, accepted_request)
+            code = await self._answer(gateway, AcceptedRequest(prepared, inflight, scope, send, began, owner))
         except ServingError as error:
             code = error.code.value
             if error.code is Code.rate_limit_exceeded and key is not None and len(reserved) < 2:
@@ -163,8 +164,9 @@ class Generations:
             for request_id in reserved:
                 gateway.payments.abandon(request_id)
             if code:
-                gateway.metrics.requests.labels("http", code).inc()
-                gateway.metrics.e2e.observe(time.monotonic() - began)
+                counted = gateway.metrics.of(scope.get(MODEL, ""))
+                counted.requests.labels("http", code).inc()
+                counted.e2e.observe(time.monotonic() - began)
 
     async def _prepare(self, scope: Scope, names: ClientIds, reserved: list[str], body: bytes) -> PreparedRequest:
         """
@@ -173,6 +175,7 @@ class Generations:
         """
         caller = caller_of(scope)
         prepared = await self._gateway.prepare(self._endpoint, body, no_store=names.no_store, caller=caller)
+        scope[MODEL] = prepared.request.model
         if caller.key is not None:
             reserved.append(prepared.request.id)
             await self._gateway.payments.reserve(caller, prepared)
@@ -190,7 +193,11 @@ async def answer_text(gateway: Gateway, accepted: AcceptedRequest) -> str:
     """
     prepared, inflight, scope, send, began, owner = accepted
     responder = Responder(gateway, inflight, scope, send, began, owner)
-    detokenizer = gateway.model.detokenizer
+    try:
+        detokenizer = await gateway.fleet.detokenizer(inflight.request)
+    except BaseException:
+        responder.leave()
+        raise
     if not prepared.stream:
         return await responder.whole(aggregator_for(inflight.request, detokenizer))
     include_usage = prepared.include_usage
@@ -218,7 +225,7 @@ class Reattach:
             if request.diffusion is not None:
                 await self._images(request, last, scope, receive, send)
                 return
-            renderer = renderer_for(request, gateway.model.detokenizer, include_usage=True)
+            renderer = renderer_for(request, await gateway.fleet.detokenizer(request), include_usage=True)
             if last:
                 renderer.resume(last)
             inflight = await gateway.attach(request, record)
@@ -267,7 +274,7 @@ class StreamClock:
         again: its first token was sent before, to another client.
     """
 
-    def __init__(self, metrics: Metrics, began: float, *, again: bool = False) -> None:
+    def __init__(self, metrics: ModelMetrics, began: float, *, again: bool = False) -> None:
         self._again = again
         self._metrics = metrics
         self._last = began
@@ -316,6 +323,7 @@ class Responder:
     ) -> None:
         self._again = again
         self._gateway = gateway
+        self._metrics = gateway.metrics.of(inflight.request.model)
         self._inflight = inflight
         self._connection: Connection = scope[SCOPE]
         self._send = send
@@ -331,6 +339,10 @@ class Responder:
             gone()
         inflight.abort = connection.abort
         self._gateway.answering.add(inflight)
+
+    def leave(self) -> None:
+        """The answer cannot be sent at all."""
+        self._release(self._inflight)
 
     def close(self) -> None:
         inflight = self._inflight
@@ -351,7 +363,7 @@ class Responder:
         send, inflight = self._send, self._inflight
         started = False
         wait_s = HEAD_S if inflight.request.constraint is None else HEAD_CONSTRAINED_S
-        clock = StreamClock(self._gateway.metrics, self._began, again=self._again)
+        clock = StreamClock(self._metrics, self._began, again=self._again)
         idle = IdleTimer(self._gateway.settings.stream_ping_s, inflight.nudge)
         self.open()
         try:
@@ -391,7 +403,7 @@ class Responder:
                 pass
             portions = await encode_portions(collector)
             size = sum(map(len, portions))
-            self._gateway.metrics.response_bytes.inc(size)
+            self._metrics.response_bytes.inc(size)
             headers = [JSON, (b"content-length", b"%d" % size), *id_headers(inflight.request)]
             await self._send({"type": "http.response.start", "status": 200, "headers": headers})
             for number, portion in enumerate(portions, 1):
@@ -402,11 +414,11 @@ class Responder:
 
     def _account(self, answer: Renderer | Aggregator) -> str:
         if not self._again:
-            account(self._gateway.metrics, answer.usage)
+            account(self._metrics, answer.usage)
         return answer.error.code.value if answer.error is not None else "ok"
 
 
-def account(metrics: Metrics, usage: UsageBody) -> None:
+def account(metrics: ModelMetrics, usage: UsageBody) -> None:
     """Count the tokens of an answer that was sent."""
     metrics.output.inc(usage.completion_tokens)
     metrics.cached.inc(usage.prompt_tokens_details.cached_tokens)

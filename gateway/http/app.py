@@ -48,6 +48,7 @@ from gateway.openai.openapi import document
 from gateway.openai.responses import CancelResponse, error_body, stopping
 from gateway.openai.tokenization import detokenize, tokenize
 from gateway.service import Gateway
+from gateway.text_model import TextModel
 from schemas.errors import Code, ServingError
 from schemas.fleet import Diffuser, Embedder
 from schemas.ids import request_of_answer
@@ -73,7 +74,7 @@ def application(gateway: Gateway) -> App:
     )
 
     async def refuse(path: str, send: Send, error: ServingError) -> None:
-        gateway.metrics.requests.labels("http", error.code.value).inc()
+        gateway.metrics.of("").requests.labels("http", error.code.value).inc()
         if error.code is Code.invalid_api_key:
             send = with_header(send, b"www-authenticate", b"Bearer")
         await (send_message_error if path.startswith("/v1/messages") else send_error)(send, error)
@@ -166,17 +167,17 @@ class _Api:
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
 
-    def _model_card(self, name: str) -> dict[str, Any]:
-        gateway = self._gateway
+    def _model_card(self, name: str, model: TextModel) -> dict[str, Any]:
+        card = model.card
         return {
             "id": name,
             "object": "model",
-            "created": gateway.started_ns // 1_000_000_000,
+            "created": self._gateway.started_ns // 1_000_000_000,
             "owned_by": "penstock",
-            "root": gateway.names[0],
+            "root": model.name,
             "parent": None,
-            "max_model_len": gateway.model.max_model_len,
-            "input_modalities": ["text"] if gateway.model.vision is None else ["text", "image"],
+            "max_model_len": card.max_model_len,
+            "input_modalities": ["text", "image"] if card.images else ["text"],
             "output_modalities": ["text"],
         }
 
@@ -211,14 +212,12 @@ class _Api:
         fleet = self._gateway.fleet
         diffusion = {name: self._diffusion_card(name, model) for name, model in fleet.diffusion_models.ready().items()}
         embedding = {name: self._embedding_card(name, model) for name, model in fleet.embedding_models.ready().items()}
-        cards = diffusion | embedding | {name: self._model_card(name) for name in fleet.listed_names}
+        text = {name: self._model_card(name, model) for name, model in fleet.listed()}
+        cards = text | {name: card for name, card in (diffusion | embedding).items() if name not in text}
         return {name: card for name, card in cards.items() if caller.may_name(name)}
 
     async def models(self, request: Request) -> Response:
-        cards = self._cards(caller_of(request.scope))
-        names = [name for name in self._gateway.fleet.listed_names if name in cards]
-        ordered = [*names, *(name for name in cards if name not in names)]
-        return _reply({"object": "list", "data": [cards[name] for name in ordered]})
+        return _reply({"object": "list", "data": list(self._cards(caller_of(request.scope)).values())})
 
     async def model(self, request: Request) -> Response:
         name = request.path_params["name"]

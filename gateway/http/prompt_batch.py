@@ -26,6 +26,7 @@ from gateway.openai.prepare import PreparedRequest
 from gateway.openai.prompt_batch import BatchRenderer, merge_answers, split_prompts
 from gateway.openai.sse import COMMENT, error_event
 from gateway.service import Gateway
+from infra.model.detokenizer import Detokenizer
 from schemas.errors import Code, ServingError
 from schemas.tokens import TokenItem
 
@@ -70,7 +71,7 @@ async def _answer(gateway: Gateway, prepared: Sequence[PreparedRequest], scope: 
     connection: Connection = scope[SCOPE]
     try:
         for each in prepared:
-            gateway.metrics.prompt.inc(each.prompt_tokens)
+            gateway.metrics.of(each.request.model).prompt.inc(each.prompt_tokens)
             inflights.append(await gateway.submit(each.request))
         gone = partial(_fail, inflights)
         connection.on_lost = gone
@@ -78,8 +79,9 @@ async def _answer(gateway: Gateway, prepared: Sequence[PreparedRequest], scope: 
             gone()
         gateway.answering.update(inflights)
         if prepared[0].stream:
-            stream = _PromptStream(gateway, inflights, send, began, include_usage=prepared[0].include_usage)
-            return await stream.run()
+            detokenizer = await gateway.fleet.detokenizer(prepared[0].request)
+            usage = prepared[0].include_usage
+            return await _PromptStream(gateway, inflights, send, began, detokenizer, include_usage=usage).run()
         await _whole(gateway, inflights, send)
         return "ok"
     finally:
@@ -100,9 +102,10 @@ async def _whole(gateway: Gateway, inflights: Sequence[InflightRequest], send: S
     headers = [JSON, (b"content-length", b"%d" % len(whole)), *id_headers(inflights[0].request)]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
     await send({"type": "http.response.body", "body": whole})
+    metrics = gateway.metrics.of(inflights[0].request.model)
     for collector in collectors:
-        account(gateway.metrics, collector.usage)
-    gateway.metrics.response_bytes.inc(len(whole))
+        account(metrics, collector.usage)
+    metrics.response_bytes.inc(len(whole))
 
 
 class _PromptStream:
@@ -114,17 +117,19 @@ class _PromptStream:
         inflights: Sequence[InflightRequest],
         send: Send,
         began: float,
+        detokenizer: Detokenizer | None,
         *,
         include_usage: bool,
     ) -> None:
-        self._gateway = gateway
+        assert detokenizer is not None
+        self._metrics = gateway.metrics.of(inflights[0].request.model)
         self._inflights = inflights
         self._send = send
         requests = [inflight.request for inflight in inflights]
-        self._renderer = BatchRenderer(requests, gateway.model.detokenizer, include_usage=include_usage)
+        self._renderer = BatchRenderer(requests, detokenizer, include_usage=include_usage)
         self._turn = asyncio.Lock()  # of the connection
         self._idle = IdleTimer(gateway.settings.stream_ping_s, self._nudge)
-        self._clocks = [StreamClock(gateway.metrics, began) for _ in inflights]
+        self._clocks = [StreamClock(self._metrics, began) for _ in inflights]
 
     async def run(self) -> str:
         """Returns the code for the metrics.
@@ -165,7 +170,7 @@ class _PromptStream:
             last, code = error_event(error, finished=error.code is not Code.shutting_down), error.code.value
         await self._body(0, (), last, more=False)
         for usage in self._renderer.usages:
-            account(self._gateway.metrics, usage)
+            account(self._metrics, usage)
         return code
 
     async def _follow(self, place: int) -> None:
@@ -191,7 +196,8 @@ async def _collected(gateway: Gateway, inflights: Sequence[InflightRequest]) -> 
     Raises:
         ServingError: of the first request that failed.
     """
-    collectors = [aggregator_for(inflight.request, gateway.model.detokenizer) for inflight in inflights]
+    detokenizer = await gateway.fleet.detokenizer(inflights[0].request)
+    collectors = [aggregator_for(inflight.request, detokenizer) for inflight in inflights]
     try:
         async with asyncio.TaskGroup() as group:
             for collector, inflight in zip(collectors, inflights, strict=True):

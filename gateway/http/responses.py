@@ -32,8 +32,10 @@ from gateway.openai.responses_api.render import ResponseRenderer, response
 from gateway.openai.responses_api.requests import InputItem
 from gateway.openai.segments import WholeAnswer
 from gateway.service import Gateway
+from infra.model.detokenizer import Detokenizer
 from schemas import done
 from schemas.errors import Code, ServingError
+from schemas.requests import GenerateRequest
 from schemas.tokens import WHOLE_REQUEST
 from schemas.wire import TOKEN_BYTES
 
@@ -62,7 +64,7 @@ async def answer_response(gateway: Gateway, accepted: AcceptedRequest) -> str:
     if accepted.prepared.repeated:
         body = _json(await current_response(gateway, await gateway.look_up(request.id, request.tenant)))
     else:
-        body = _json(ResponseBuilder(request, gateway.model.detokenizer).response("queued"))
+        body = _json(ResponseBuilder(request, await _detokenizer(gateway, request)).response("queued"))
     headers = [JSON, (b"content-length", b"%d" % len(body)), *id_headers(request)]
     await accepted.send({"type": "http.response.start", "status": 200, "headers": headers})
     await accepted.send({"type": "http.response.body", "body": body})
@@ -71,7 +73,7 @@ async def answer_response(gateway: Gateway, accepted: AcceptedRequest) -> str:
 
 async def _count(gateway: Gateway, accepted: AcceptedRequest) -> None:
     """Count a response that runs in the background when it ends, as one with a client is."""
-    inflight, metrics = accepted.inflight, gateway.metrics
+    inflight, metrics = accepted.inflight, gateway.metrics.of(accepted.inflight.request.model)
     tokens, cached, open_, code, started = 0, 0, inflight.request.n, "ok", False
     try:
         while open_ > 0:
@@ -113,7 +115,7 @@ class StoredResponses:
             if request.query_params.get("stream") != "true":
                 await _reply(_json(await current_response(self._gateway, found)))(scope, receive, send)
                 return
-            renderer = ResponseRenderer(found.request, self._gateway.model.detokenizer)
+            renderer = ResponseRenderer(found.request, await _detokenizer(self._gateway, found.request))
             after = request.query_params.get("starting_after") or request.headers.get("last-event-id")
             if after:
                 renderer.resume(after)
@@ -196,7 +198,7 @@ class StoredResponses:
 async def current_response(gateway: Gateway, found: StoredRequest) -> ResponseObject:
     """A response as it is now, or as it ended."""
     request, record = found
-    detokenizer = gateway.model.detokenizer
+    detokenizer = await _detokenizer(gateway, request)
     whole = WholeAnswer(request, detokenizer, response)
     if record is not None:
         whole.push(done.items(record))
@@ -205,6 +207,16 @@ async def current_response(gateway: Gateway, found: StoredRequest) -> ResponseOb
     if progress is None:
         return response(request, whole.answer)
     return ResponseBuilder(request, detokenizer).response("in_progress" if progress.attempt > 0 else "queued")
+
+
+async def _detokenizer(gateway: Gateway, request: GenerateRequest) -> Detokenizer:
+    """
+    Raises:
+        ServingError: model_unavailable.
+    """
+    detokenizer = await gateway.fleet.detokenizer(request)
+    assert detokenizer is not None
+    return detokenizer
 
 
 def _page(items: list[InputItem], request: Request) -> InputItemList:

@@ -26,11 +26,11 @@ async def status_of(gateway: Gateway, stored: StoredRequest, base_url: str) -> S
     request, record = stored
     if record is None:
         return await _running(gateway, request, base_url)
-    collector = _collector(gateway, request, late=not is_whole(record))
+    collector = await _collector(gateway, request, late=not is_whole(record))
     if is_whole(record) or not await _collected(gateway, request, collector):
         if request.no_store and not is_whole(record):
             raise erased(request.id)
-        collector = _collector(gateway, request, late=not is_whole(record))
+        collector = await _collector(gateway, request, late=not is_whole(record))
         collector.push(done.items(record))
     status = await _ended(request, collector, base_url)
     tokens = record.usage.completion if not has_output(record) else status.output_tokens
@@ -45,7 +45,7 @@ def final_state(record: done.Done) -> Literal["done", "failed", "cancelled"]:
 
 
 async def _running(gateway: Gateway, request: GenerateRequest, base_url: str) -> Status:
-    collector = _collector(gateway, request, late=False)
+    collector = await _collector(gateway, request, late=False)
     progress = await running_progress(gateway, request, collector)
     if progress is None:
         return await _ended(request, collector, base_url)
@@ -105,10 +105,14 @@ def _status(request: GenerateRequest, state: State) -> Status:
     )
 
 
-def _collector(gateway: Gateway, request: GenerateRequest, *, late: bool) -> Aggregator | ImageAggregator:
+async def _collector(gateway: Gateway, request: GenerateRequest, *, late: bool) -> Aggregator | ImageAggregator:
+    """
+    Raises:
+        ServingError: model_unavailable.
+    """
     if request.diffusion is not None:
         return ImageAggregator(request)
-    return aggregator_for(request, gateway.model.detokenizer, late=late)
+    return aggregator_for(request, await gateway.fleet.detokenizer(request), late=late)
 
 
 async def _result(collector: Aggregator | ImageAggregator, base_url: str) -> msgspec.Raw:

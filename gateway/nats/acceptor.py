@@ -83,8 +83,8 @@ class RequestAcceptor:
                 inflight = await submit_claimed(self._gateway, origin.tenant, name, claimed_body, request, claimed)
                 return AcceptedRequest(inflight.request, inflight=inflight)
         inflight = await self._gateway.submit(request, owner=False)
-        self._gateway.metrics.prompt.inc(prepared.prompt_tokens)
-        unapplied = self._gateway.fleet.ignored_options
+        self._gateway.metrics.of(request.model).prompt.inc(prepared.prompt_tokens)
+        unapplied = self._gateway.fleet.ignored_by(body)
         names = await self._gateway.run_for(body, ignored_options, request.endpoint, body, unapplied)
         return AcceptedRequest(inflight.request, inflight=inflight, ignored=listed(names) if names else "")
 

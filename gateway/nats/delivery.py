@@ -117,7 +117,7 @@ class AnswerDelivery:
         inflight = await self._gateway.attach(request, whole=record is not None)
         if record is None or not usable or inflight.ended:
             return inflight, None
-        collector = aggregator_for(request, self._gateway.model.detokenizer, late=True)
+        collector = aggregator_for(request, await self._gateway.fleet.detokenizer(request), late=True)
         collector.push(items(record))
         try:
             return inflight, AnswerMessage(0, await encode_answer(collector), record=True)
@@ -146,7 +146,9 @@ async def _messages(
     if late is not None:
         yield late
     elif inflight.request.form:
-        chunks = StreamMessages(inflight.request, gateway.model.detokenizer)
+        detokenizer = await gateway.fleet.detokenizer(inflight.request)
+        assert detokenizer is not None
+        chunks = StreamMessages(inflight.request, detokenizer)
         while not chunks.done:
             try:
                 made = chunks.push(await inflight.take())
@@ -155,7 +157,7 @@ async def _messages(
                     raise  # it is no part of the answer: that comes when the broker stores messages again
                 made = chunks.fail(error)
             if counted and chunks.done:
-                account(gateway.metrics, chunks.usage)
+                account(gateway.metrics.of(inflight.request.model), chunks.usage)
             for message in made:
                 yield message
     else:
@@ -167,13 +169,13 @@ def _smaller(request: GenerateRequest) -> str:
 
 
 async def _whole(gateway: Gateway, inflight: InflightRequest, *, counted: bool) -> AnswerMessage:
-    collector = aggregator_for(inflight.request, gateway.model.detokenizer)
+    collector = aggregator_for(inflight.request, await gateway.fleet.detokenizer(inflight.request))
     limit = gateway.bus.max_message
     try:
         while not collector.push(await inflight.take()):
             pass
         if counted:
-            account(gateway.metrics, collector.usage)
+            account(gateway.metrics.of(inflight.request.model), collector.usage)
         body = await encode_answer(collector)
         if len(body) > limit:
             raise ServingError(

@@ -71,24 +71,53 @@ class Services:
         self._readers: dict[_Reader, ReplyPublisher] = {}
         self._same_answer: defaultdict[tuple[str, str], set[ReplyPublisher]] = defaultdict(set)
         self._subs: list[Any] = []
+        self._models = tasks.group("passed-models")
+        self._models_changed = asyncio.Event()
+        self._following: asyncio.Task[None] | None = None
+        self._passed: dict[str, Any] = {}  # subscriptions for calls that other gateways pass on, by the model's token
 
     async def start(self) -> None:
         n = self._subjects.namespace
-        passed = ((f"{n}.pass.*.{token(name)}.*", self._on_passed) for name in self._gateway.names)
         for subject, handle in (
             (f"{n}.ask.>", self._on_ask),
             (f"{n}.read", self._on_read),
             (f"{n}.read.*", self._on_read),
             (f"{n}.cancel.*", self._on_cancel),
-            *passed,
         ):
             self._subs.append(await self._nc.subscribe(subject, queue=QUEUE, cb=handle))
         self._subs.append(await self._nc.subscribe(self._subjects.reading, cb=self._on_reading))
+        await self._take_passed()
+        self._gateway.fleet.on_models = self._models_changed.set
+        self._following = self._models.spawn(self._follow_models(), name="passed-models")
+
+    async def _follow_models(self) -> None:
+        while True:
+            await self._models_changed.wait()
+            self._models_changed.clear()
+            try:
+                await self._take_passed()
+            except (NatsError, TimeoutError, OSError) as error:
+                log.warning("calls_of_models_not_taken", error=repr(error))
+                self._models_changed.set()
+                await asyncio.sleep(CUT_S)
+
+    async def _take_passed(self) -> None:
+        """Take the calls that other gateways pass on: they do not know the model, and this one does."""
+        names = {token(name) for name in self._gateway.fleet.names}
+        for name in self._passed.keys() - names:
+            await self._unsubscribe(self._passed.pop(name))
+        for name in names - self._passed.keys():
+            subject = f"{self._subjects.namespace}.pass.*.{name}.*"
+            self._passed[name] = await self._nc.subscribe(subject, queue=QUEUE, cb=self._on_passed)
 
     async def close(self, timeout: float) -> None:
         """Take no more calls, wait ``timeout`` seconds for those that run, and end the rest with ``shutting_down``."""
         deadline = time.monotonic() + timeout
-        subs, self._subs = self._subs, []
+        following, self._following = self._following, None
+        if following is not None:
+            following.cancel()
+        subs, self._subs = [*self._subs, *self._passed.values()], []
+        self._passed.clear()
         await asyncio.gather(*map(self._unsubscribe, subs))
         while self._tasks and time.monotonic() < deadline:  # noqa: ASYNC110 - the tasks have many ends
             await asyncio.sleep(0.05)
@@ -170,7 +199,7 @@ class Services:
                 retry_after=1.0,
             )  # fmt: skip
         self._asks[origin.tenant] += 1
-        code = "ok"
+        code, model = "ok", ""
         try:
             options = parse_headers(message.headers or {}, self._subjects.namespace)
             replies.first = options.first
@@ -181,13 +210,14 @@ class Services:
                         self._same_key.hold((origin.tenant, name), "asks with this message id")
                     )
                 accepted = await self._acceptor.accept(message, origin, name)
+                model = accepted.request.model
                 code = await self._delivery.deliver(accepted, replies)
         except ServingError as error:
             code = error.code.value
             raise
         finally:
             self._asks[origin.tenant] -= 1
-            self._gateway.metrics.requests.labels("nats", code).inc()
+            self._gateway.metrics.of(model).requests.labels("nats", code).inc()
 
     @contextlib.contextmanager
     def _read_slot(self, tenant: str) -> Iterator[None]:
@@ -211,7 +241,12 @@ class Services:
             query = parse_query(message.data)
             accepted = await self._resolve(query, origin)
             request = accepted.request
-            if not request.output and request.model not in self._gateway.names:
+            fleet = self._gateway.fleet
+            if (
+                not request.output
+                and fleet.find(request.model) is None
+                and fleet.serves_elsewhere(token(request.model))
+            ):
                 await self._pass_on("read", token(request.model), origin, message)
                 return
             replies.first, replies.until = query.first, query.until

@@ -60,7 +60,14 @@ DISCARDED_S = 1.0  # a delivery is remembered for so long after its end, and a r
 STORED_S = 0.25  # a repeat so long after the first was stored: the window is 0.1 s, and the loop may be late
 
 _Key = tuple[str, str]  # tenant, message id
-_AGAIN = {Code.queue_full: LATER, Code.overloaded: LATER, Code.broker_unavailable: LATER, Code.shutting_down: NAK}
+_AGAIN = {
+    Code.queue_full: LATER,
+    Code.overloaded: LATER,
+    Code.broker_unavailable: LATER,
+    Code.model_unavailable: LATER,
+    Code.shutting_down: NAK,
+}
+_TOLD = (Code.broker_unavailable, Code.model_unavailable)  # that may take long: the client is told meanwhile
 
 
 class _Delivery:
@@ -219,7 +226,7 @@ class Submissions:
             )
             refusal = failure(error, 0 if is_answer else -1)
             entry.decide(refusal)
-            if verdict == ACK or error.code is Code.broker_unavailable:  # that takes long: the client is told meanwhile
+            if verdict == ACK or error.code in _TOLD:
                 await replies.refuse(refusal)
         except Exception as error:  # else every gateway would try and fail in turn
             code = Code.internal.value
@@ -228,7 +235,8 @@ class Submissions:
             entry.decide(refusal)
             await replies.refuse(refusal)
         if verdict == ACK:  # else it comes again, and is counted when it has ended
-            self._gateway.metrics.requests.labels("nats", code).inc()
+            model = accepted.request.model if accepted is not None else ""
+            self._gateway.metrics.of(model).requests.labels("nats", code).inc()
         if verdict == ACK and self._refuses(message):
             await self._erase(at)
         await self._nc.publish(entry.reply, verdict)

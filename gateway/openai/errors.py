@@ -44,6 +44,12 @@ def model_not_found(model: str, served: Sequence[str], path: str = "") -> Servin
     return ServingError(Code.model_not_found, f"model {model[:200]!r} {instead}; served: {names}", param="model")
 
 
+def model_missing(served: Sequence[str]) -> ServingError:
+    """A body names no model where several are served."""
+    names = ", ".join(map(repr, served))
+    return ServingError(Code.invalid_request, f"model is missing; name one of {names}", param="model")
+
+
 def decode_body(decode: Any, data: bytes) -> Any:
     """Decode JSON with a typed msgspec decoder.
 

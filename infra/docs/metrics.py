@@ -21,7 +21,8 @@ Every process serves Prometheus metrics: a gateway at `/metrics` of its HTTP por
 `_bucket`, `_sum` and `_count`.
 
 Every series has the labels of its process, which are set automatically: `namespace`, `component` (gateway, router or
-worker), `process` (its `--name`), `model` (gateways and workers) and `role` (workers).
+worker), `process` (its `--name`), `model` (workers, and gateways' series of requests, tokens and queues, where
+the model is known) and `role` (workers).
 
 Engines add metrics of their own to a worker's page (`vllm:*`, `sglang:*`, `trtllm_*`), and so can your own code
 (`user_*`, see [Engines](engines.md#logits-processors)). Series of GPUs (`penstock_worker_gpu_memory_used_bytes`,
@@ -46,7 +47,7 @@ def scopes() -> dict[str, MetricScope]:
     """The metrics of each role, as its processes make them."""
     by_role = {role: MetricScope() for role in ("gateway", "router", "worker")}
     gateway_scope, router_scope = by_role["gateway"].child("gateway"), by_role["router"].child("router")
-    gateway.metrics.Metrics(gateway_scope)
+    gateway.metrics.Metrics(gateway_scope).of("model")
     router.metrics.Metrics(router_scope)
     worker_scope = workers.metrics.worker.Metrics(by_role["worker"]).scope
     for scope in (gateway_scope, router_scope, worker_scope):

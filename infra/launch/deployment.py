@@ -21,7 +21,7 @@ from infra.cli import unknown_variables
 from infra.dashboard.access import stored_token
 from infra.engine_args.tree import BadArguments, Tree, parse_yaml
 from infra.launch.crash_report import report_end
-from infra.launch.groups import PlanError, assign, fleet_of
+from infra.launch.groups import PlanError, assign, fleet_of, with_name
 from infra.launch.growth import further
 from infra.launch.listeners import Listeners
 from infra.launch.machine import cores, free_port, free_run, gpus
@@ -91,7 +91,7 @@ class Deployment:
     """
 
     def __init__(self, settings: UpSettings, *, command: Callable[[Planned], Sequence[str]] = command) -> None:
-        self.settings = settings
+        self.settings = settings = with_name(settings)
         self.data_dir = Path(settings.data_dir).resolve()
         self.subjects = Subjects(settings.namespace)
         members = catalogue.select(settings.recipe, catalogue.members()) if settings.recipe else ()

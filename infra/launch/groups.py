@@ -4,7 +4,9 @@ Pure: what a recipe and a file of engine arguments say comes in as values.
 """
 
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -43,6 +45,7 @@ class Group(NamedTuple):
         gpus: of each worker.
         alone: no other worker uses them; else one is shared when there are not enough.
         arguments: of the engine, as its file and the override say.
+        prefix: of its workers' names, where there are several models.
     """
 
     role: str
@@ -51,6 +54,7 @@ class Group(NamedTuple):
     gpus: int = 0
     alone: bool = False
     arguments: Mapping[str, Any] = MappingProxyType({})
+    prefix: str = ""
 
     @property
     def engine(self) -> str:
@@ -59,7 +63,7 @@ class Group(NamedTuple):
     @property
     def names(self) -> list[str]:
         stem = "worker" if self.role == "aggregated" else self.role
-        return [f"{stem}-{index}" for index in range(self.number)]
+        return [f"{self.prefix}{stem}-{index}" for index in range(self.number)]
 
 
 class Fleet(NamedTuple):
@@ -67,12 +71,14 @@ class Fleet(NamedTuple):
 
     Attributes:
         model: "": no language model is served.
+        models: all of them as FOLDER or NAME=FOLDER, where there are several.
     """
 
     groups: tuple[Group, ...]
     engine: str
     model: str
     block_size: int
+    models: tuple[str, ...] = ()
 
     @property
     def slow(self) -> bool:
@@ -99,7 +105,10 @@ def fleet_of(
         parser_detection.prepare(up.parser_families, up.reasoning_parser, up.tool_call_parser, known)
     except ValueError as error:
         raise PlanError(str(error)) from None
-    if up.model and not members and makes_vectors(up.model):
+    if len(up.model) > 1:
+        return _several(up, members, read, makes_vectors)
+    up = with_name(up)
+    if up.model and not members and makes_vectors(up.model[0]):
         up = _as_embedding(up)
     recipe: dict[str, RecipeEntry] = {member.header.role: member for member in members}
     first = members[0].header if members else None
@@ -115,7 +124,7 @@ def fleet_of(
         raise PlanError(f"--block-size {up.block_size}: the recipe's files say {min(blocks)}; leave it out")
     block_size = min(blocks)
     # The mock engine needs no weights, but a long context.
-    model = up.model or (first.model if first else str(modeldir.TINY if engine == "mock" else modeldir.DEMO))
+    model = "".join(up.model) or (first.model if first else str(modeldir.TINY if engine == "mock" else modeldir.DEMO))
     groups = [
         _group(up, role, count, engine, model, block_size, recipe.get(role), read)
         for role, count in roles.items()
@@ -132,6 +141,69 @@ def fleet_of(
         bool(up.embed and not up.embed_model) or (not up.model and bool(up.diffusion or up.embed_model))
     )
     return Fleet(tuple(groups), engine, "" if alone else model, block_size)
+
+
+def with_name(up: UpSettings) -> UpSettings:
+    """``--model NAME=FOLDER`` of one model as its folder and ``--served-model-name``.
+
+    Raises:
+        PlanError: it has both.
+    """
+    if len(up.model) != 1 or not (named := modeldir.split_name(up.model[0]))[0]:
+        return up
+    name, folder = named
+    if up.served_model_name:
+        raise PlanError(f"--model {up.model[0]} names the model already; leave --served-model-name out")
+    return msgspec.structs.replace(up, model=(folder,), served_model_name=name)
+
+
+_OF_ONE = ("served_model_name", "recipe", "chat_template", "speculative_model", *_FILES.values())
+_SLUG = re.compile(r"[^a-z0-9]+")
+
+
+def _several(
+    up: UpSettings,
+    members: Sequence[RecipeEntry],
+    read: Callable[[str], Tree],
+    makes_vectors: Callable[[str], bool],
+) -> Fleet:
+    """Workers for several models, each as if it were alone.
+
+    Raises:
+        PlanError, BadArguments: a flag is for one model, or two would have the same name.
+    """
+    for field in _OF_ONE:
+        if getattr(up, field):
+            fix = "name each with --model NAME=FOLDER" if field == "served_model_name" else "leave it out"
+            raise PlanError(f"--{field.replace('_', '-')} is for one model, and --model names {len(up.model)}: {fix}")
+    if up.embed and not up.embed_model:
+        raise PlanError("--embed with several models needs --embed-model: which of them makes vectors?")
+    named = [modeldir.split_name(each) for each in up.model]
+    names = [name or modeldir.name_of(Path(folder).expanduser()) for name, folder in named]
+    stems = [_SLUG.sub("-", name.rpartition("/")[2].lower()).strip("-") or "model" for name in names]
+    for each in names, stems:
+        if twice := next((index for index, one in enumerate(each) if one in each[:index]), 0):
+            first = up.model[each.index(each[twice])]
+            raise PlanError(
+                f"--model {first} and --model {up.model[twice]} would both be called {each[twice]!r}: name them with "
+                "--model NAME=FOLDER"
+            )
+    groups: list[Group] = []
+    engine, block_size, texts = "", up.block_size, []
+    for stem, (name, folder), given in zip(stems, named, up.model, strict=True):
+        # Workers for images and vectors that have a model of their own are no part of any of these.
+        alone = {"diffusion": 0, "embed": 0, "embed_model": "", "embed_served_name": ""}
+        one = msgspec.structs.replace(up, model=(folder,), served_model_name=name, **alone)
+        fleet = fleet_of(one, members, read, makes_vectors)
+        served = {"served_model_name": name}
+        groups += [each._replace(prefix=f"{stem}-", settings={**served, **each.settings}) for each in fleet.groups]
+        engine, block_size = fleet.engine, fleet.block_size
+        texts += [given] if fleet.model else []
+    if up.diffusion:
+        groups.append(_diffusion(up))
+    if up.embed:
+        groups.append(_embedding(up, engine, up.embed_model))
+    return Fleet(tuple(groups), engine, modeldir.split_name(texts[0])[1] if texts else "", block_size, tuple(texts))
 
 
 def roles_of(up: UpSettings, recipe: Mapping[str, RecipeEntry] = {}) -> dict[str, int]:
@@ -295,14 +367,14 @@ def _as_embedding(up: UpSettings) -> UpSettings:
     if asked or up.embed_model or up.engine in EXTERNAL:
         what = f"--{asked}" if asked else "--embed-model" if up.embed_model else f"--engine {up.engine}"
         raise PlanError(
-            f"{what}: --model {up.model} makes embeddings and generates no text; name it with --embed-model"
+            f"{what}: --model {up.model[0]} makes embeddings and generates no text; name it with --embed-model"
         )
     return msgspec.structs.replace(
         up,
-        model="",
+        model=(),
         workers=0,
         embed=up.embed or max(1, up.workers),
-        embed_model=up.model,
+        embed_model=up.model[0],
         embed_served_name=up.embed_served_name or up.served_model_name,
         served_model_name="",
     )

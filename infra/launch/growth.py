@@ -8,7 +8,7 @@ from configs.up_settings import UpSettings
 from infra.launch.groups import Fleet, Group, PlanError
 from infra.launch.plan import Planned, passed, worker_state, workers
 
-_NAME = re.compile(r"([a-z]+)-(\d{1,4})")
+_NAME = re.compile(r"([a-z0-9][a-z0-9-]*)-(\d{1,4})")
 
 
 def further(
@@ -67,7 +67,7 @@ def _gpus(
 
 
 def _stem(group: Group) -> str:
-    return group.names[0].rpartition("-")[0] if group.number else group.role
+    return group._replace(number=1).names[0].rpartition("-")[0]
 
 
 def _indices(stem: str, names: Sequence[str]) -> list[int]:

@@ -98,7 +98,9 @@ def plan(
         router = {"mode": up.router_mode, "sys_nats_url": sys_url, "metrics_port": next(free, 0)}
         add("router", f"router-{index}", RouterSettings, **router)
     gateway = {
-        **_model(up, fleet),
+        "model": fleet.models or ((fleet.model,) if fleet.model else ()),
+        "served_model_name": up.served_model_name if fleet.model else "",
+        "learn_models": True,
         "block_size": fleet.block_size,
         "listen_fd": listen_fd,
         "state_dir": str(Path(up.data_dir).resolve() / "gateways"),

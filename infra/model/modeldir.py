@@ -101,6 +101,14 @@ class ModelDir:
     added_tokens: Mapping[str, int] = field(default_factory=dict)
 
 
+def split_name(model: str) -> tuple[str, str]:
+    """What ``NAME=FOLDER`` says; a name "" where there is only a folder, which may have an equals sign of its own."""
+    name, equals, folder = model.partition("=")
+    if not equals or "/" in name.removeprefix("./")[:1] or Path(model).expanduser().is_dir():
+        return "", model
+    return name.strip(), folder.strip()
+
+
 def resolve(model: str, *, weights: bool = False) -> Path:
     """The directory of a model.
 
@@ -130,6 +138,17 @@ def resolve(model: str, *, weights: bool = False) -> Path:
         raise ModelError(
             f"model {model!r} is neither a directory nor could it be fetched from the Hugging Face hub: {error}"
         ) from error
+
+
+def source_of(model: str, path: Path) -> str:
+    """What ``resolve`` finds the same model by, also in another process and another working directory.
+
+    Args:
+        model: as it was given to ``resolve``, and what it found.
+    """
+    if path.parent == MODELS:
+        return path.name
+    return str(path.absolute()) if Path(model).expanduser().is_dir() else model
 
 
 def load(path: Path, *, name: str = "", chat_template: str = "") -> ModelDir:

@@ -8,7 +8,7 @@ from router.held.held_order import Held, HeldOrder
 from router.index.holders import keys_view
 from router.pending import PendingRequest, lane, routing_request
 from schemas.requests import Priority
-from schemas.routers import HeldByTenant, held_by_tenant
+from schemas.routers import HeldByModel, HeldByTenant, held_by_model, held_by_tenant
 
 PASSED_ON = 2  # times the space: what other routers pass on comes on top
 
@@ -48,6 +48,10 @@ class HeldRequests:
     def by_tenant(self) -> tuple[HeldByTenant, ...]:
         """How many requests are held, by class and tenant."""
         return tuple(held_by_tenant(priority.value, counts) for priority, counts in self._tenants.items() if counts)
+
+    def by_model(self) -> HeldByModel:
+        """How many requests of the log are held, by model. Later attempts were placed before."""
+        return held_by_model(Counter(pending.request.model for pending in self if pending.reply))
 
     def hold(self, pending: PendingRequest, serving: int, registered: int, now_ns: int = 0) -> bool:
         """Hold a request; False: its model has its share of the space, or others passed on more than there is space

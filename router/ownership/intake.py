@@ -97,6 +97,7 @@ class Intake:
             router,
             models=self._model_names,
             held=held.by_tenant,
+            queued=held.by_model,
             lost_leases=lost_leases,
             gained=self._on_gained,
             lost=self._on_lost,

@@ -29,7 +29,7 @@ from router.ownership.assignment import assign, default_owner
 from router.policy.routing import ALONE, ModelPart
 from schemas import routers, wire
 from schemas.errors import ServingError
-from schemas.routers import HeldByTenant, LostLeases, Member
+from schemas.routers import HeldByModel, HeldByTenant, LostLeases, Member
 
 log = structlog.get_logger("router")
 
@@ -64,7 +64,7 @@ class Membership:
     Args:
         router: its id, as a subject token.
         models: the names (as subject tokens) of models with workers: each name and alias, and the model's own name.
-        held: what this router holds, for operators.
+        held, queued: what this router holds, for operators and gateways.
         lost_leases: of workers, for operators.
         gained: called when this router owns or places more than before; True: of something that a lost router had.
         lost: called when this router owns or places less.
@@ -80,6 +80,7 @@ class Membership:
         *,
         models: Callable[[], Mapping[str, str]],
         held: Callable[[], tuple[HeldByTenant, ...]],
+        queued: Callable[[], HeldByModel],
         lost_leases: Callable[[], tuple[LostLeases, ...]],
         gained: Callable[[bool], None],
         lost: Callable[[], None],
@@ -88,6 +89,7 @@ class Membership:
         self._id = router
         self._models = models
         self._held = held
+        self._queued = queued
         self._lost_leases = lost_leases
         self._gained = gained
         self._lost = lost
@@ -221,7 +223,9 @@ class Membership:
             self._since_ns = self._bus.clock.now_ns()
             self._update()
         self._renewed, self._changed = now, False
-        member = msgspec.structs.replace(self._member(), held=self._held(), lost=self._lost_leases())
+        member = msgspec.structs.replace(
+            self._member(), held=self._held(), lost=self._lost_leases(), queued=self._queued()
+        )
         await self._bus.nc.publish(self._key, wire.encode(member), headers={"Nats-TTL": str(routers.TTL_S)})
 
     async def _store(self) -> None:

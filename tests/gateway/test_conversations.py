@@ -11,6 +11,7 @@ from gateway.log.lookup import StoredRequest
 from gateway.openai.common import RESPONSE
 from gateway.openai.responses_api.record import encode_stored
 from gateway.openai.responses_api.requests import ResponsesRequest
+from infra.model.detokenizer import Detokenizer
 from schemas.done import Done, Outcome, Usage
 from schemas.errors import Code, ServingError
 from schemas.requests import GenerateRequest
@@ -40,7 +41,10 @@ def over(log: Log, *, answered: bool) -> Conversations:
     async def has_ended(request: GenerateRequest) -> bool:
         return answered
 
-    return Conversations(log, has_ended, DETOKENIZER, 1 << 20)  # type: ignore[arg-type]
+    async def detokenizer(request: GenerateRequest) -> Detokenizer:
+        return DETOKENIZER
+
+    return Conversations(log, has_ended, detokenizer, 1 << 20)  # type: ignore[arg-type]
 
 
 async def test_the_record_of_an_answer_that_is_there_is_waited_for() -> None:

@@ -26,7 +26,7 @@ DETECTED = ParserNames("basic", "hermes")  # what any worker says of this model'
 @pytest.fixture
 async def view(broker: EmbeddedNats, pipeline: Subjects) -> AsyncIterator[FleetView]:
     bus = await connect(broker.url("operator"), role="gateway", name="test", namespace=pipeline.namespace)
-    yield FleetView(bus, MODEL, "gw1", ("demo",), GatewaySettings(), Metrics(MetricScope()))
+    yield FleetView(bus, [(("demo",), MODEL)], "gw1", GatewaySettings(), Metrics(MetricScope()), bus.tasks)
     await bus.close()
 
 
@@ -44,44 +44,50 @@ def leave(view: FleetView, name: str) -> None:
     view._left(view.watch.members.pop(name), "killed")
 
 
+def parsers(view: FleetView) -> ParserNames | None:
+    context = view.only_context()
+    assert context is not None
+    return context.parsers
+
+
 async def test_before_the_first_worker_the_template_says_how_answers_are_written(view: FleetView) -> None:
-    assert view.prepare_context.parsers == DETECTED
+    assert parsers(view) == DETECTED
 
 
 async def test_what_the_last_worker_said_holds_until_another_one_comes(view: FleetView) -> None:
     join(view, "a", tool_call_parser="mistral")
-    assert view.prepare_context.parsers == ParserNames("", "mistral")
+    assert parsers(view) == ParserNames("", "mistral")
     leave(view, "a")
-    assert view.prepare_context.parsers == ParserNames("", "mistral")
+    assert parsers(view) == ParserNames("", "mistral")
     join(view, "prefill-0", "prefill")
-    assert view.prepare_context.parsers == ParserNames("", "mistral"), "prefill workers write no answers"
+    assert parsers(view) == ParserNames("", "mistral"), "prefill workers write no answers"
     join(view, "b", reasoning_parser="basic", tool_call_parser="hermes")
-    assert view.prepare_context.parsers == DETECTED
+    assert parsers(view) == DETECTED
 
 
 async def test_workers_without_parsers_have_answers_written_without(view: FleetView) -> None:
     join(view, "a")
-    assert view.prepare_context.parsers is None
+    assert parsers(view) is None
     leave(view, "a")
-    assert view.prepare_context.parsers is None
+    assert parsers(view) is None
 
 
 async def test_what_any_worker_does_not_apply_is_ignored(view: FleetView) -> None:
     join(view, "a")
-    assert view.ignored_options == frozenset()
+    assert view.ignored_by(b"{}") == frozenset()
     join(view, "b", ignored_options=("seed",))
-    assert view.ignored_options == {"seed"}
+    assert view.ignored_by(b"{}") == {"seed"}
     leave(view, "b")
-    assert view.ignored_options == frozenset()
+    assert view.ignored_by(b"{}") == frozenset()
 
 
 async def test_a_parser_that_this_gateway_does_not_know_is_told_once_and_reads_nothing(view: FleetView) -> None:
     with capture_logs() as logs:
         join(view, "a", tool_call_parser="acme", reasoning_parser="basic")
-        assert view.prepare_context.parsers == ParserNames("basic", "")
+        assert parsers(view) == ParserNames("basic", "")
         leave(view, "a")
         join(view, "a", tool_call_parser="acme", reasoning_parser="basic")
-        assert view.prepare_context.parsers == ParserNames("basic", "")
+        assert parsers(view) == ParserNames("basic", "")
     [told] = [entry for entry in logs if entry["event"] == "workers_name_unknown_parsers"]
     assert told["parsers"] == ["acme"]
     assert "--parser-families" in told["fix"]

@@ -24,7 +24,9 @@ class Fleet:
     diffusion_models = SimpleNamespace(known={})
 
     def __init__(self, tools: str) -> None:
-        self.prepare_context = PrepareContext(MODEL, ["m"], "gw1", parsers=ParserNames("basic", tools))
+        context = PrepareContext(MODEL, ["m"], "gw1", parsers=ParserNames("basic", tools))
+        self.only_context = lambda: context
+        self.longest = context.max_model_len
 
 
 class Conversations:

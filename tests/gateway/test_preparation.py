@@ -20,9 +20,12 @@ from schemas.subjects import Subjects
 
 class Fleet:
     def __init__(self, context: PrepareContext) -> None:
-        self.prepare_context = context
-
+        self.context = context
+        self.longest = context.max_model_len
         self.embedding_models = SimpleNamespace(known={})
+
+    def only_context(self) -> PrepareContext:
+        return self.context
 
     class diffusion_models:
         known: dict[str, Any] = {}
@@ -112,7 +115,7 @@ async def test_a_background_response_that_must_not_be_stored_is_refused(
 ) -> None:
     """It could never be fetched."""
     if by == "setting":
-        preparer._fleet.prepare_context = context._replace(no_store=True)
+        preparer._fleet.context = context._replace(no_store=True)
     with pytest.raises(ServingError, match="X-Penstock-No-Store, or --always-no-store") as caught:
         await preparer.prepare("response", b'{"input": "hi", "background": true}', no_store=by == "header")
     assert (caught.value.code, caught.value.param) == (Code.invalid_request, "background")
@@ -126,9 +129,9 @@ def chat(count: int) -> bytes:
 
 
 def with_template(preparer: RequestPreparer, source: str) -> None:
-    context = preparer._fleet.prepare_context
+    context = preparer._fleet.context
     model = dataclasses.replace(context.model, template=ChatTemplate(source, {}))
-    preparer._fleet.prepare_context = context._replace(model=model)  # type: ignore[misc]
+    preparer._fleet.context = context._replace(model=model)  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("count", [200, 3_001], ids=["on the event loop", "in a thread"])
@@ -186,8 +189,8 @@ async def test_a_chat_with_too_many_messages_is_refused_before_it_is_rendered(
     preparer: RequestPreparer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ChatTemplate, "render", None)
-    context = preparer._fleet.prepare_context
-    preparer._fleet.prepare_context = context._replace(max_messages=100)  # type: ignore[misc]
+    context = preparer._fleet.context
+    preparer._fleet.context = context._replace(max_messages=100)  # type: ignore[misc]
     with pytest.raises(ServingError, match=r"messages has 101 entries; the limit is 100 \(--max-messages\)"):
         await preparer.prepare("chat", chat(101))
 
@@ -195,7 +198,7 @@ async def test_a_chat_with_too_many_messages_is_refused_before_it_is_rendered(
 async def test_messages_that_cannot_fit_are_refused_before_they_are_rendered(
     preparer: RequestPreparer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    context = preparer._fleet.prepare_context
+    context = preparer._fleet.context
     assert context.model.template is not None
     assert context.model.template.keeps_texts
     monkeypatch.setattr(ChatTemplate, "render", None)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from gateway.metrics import Metrics
+from gateway.metrics import ModelMetrics
 from gateway.roster import Roster
 from infra.metrics.scope import MetricScope
 from schemas.fleet import Registration, State
@@ -33,5 +33,5 @@ PREFILL, DECODE = worker("prefill", pair_only=True), worker("decode", pair_only=
     ],
 )
 def test_workers_of_pairs_are_ready_once_there_are_both(workers: list[Registration], ready: bool, lacks: str) -> None:
-    selected = Roster("m", "", Metrics(MetricScope())).select(workers)
+    selected = Roster("m", ModelMetrics(MetricScope())).select(workers, "")
     assert (selected.ready, selected.lacks) == (ready, lacks)

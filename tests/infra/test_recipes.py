@@ -496,7 +496,7 @@ def test_the_aggregated_script_starts_all_processes_with_its_defaults(launch) ->
     assert (settings.engine, settings.model, settings.served_model_name) == ("trtllm", model, model)
     assert Path(settings.extra_engine_args).resolve() == FOLDER / "llama3-agg.yaml"
     gateway = parse_flags(GatewaySettings, calls["gateway"][2], prog="gateway", environ={})
-    assert (gateway.model, gateway.served_model_name, gateway.http_port) == (model, model, 8000)
+    assert (gateway.model, gateway.served_model_name, gateway.http_port) == ((model,), model, 8000)
     assert parse_flags(RouterSettings, calls["router"][2], prog="router", environ={}).mode == "kv"
 
 

@@ -360,7 +360,8 @@ AUTOMATIC = ("namespace", "component", "process", "model", "role")
 
 
 def samples(text: str) -> dict[str, float]:
-    """A metrics page as {name{label="value",...}: value}, without the labels that a process sets automatically."""
+    """A metrics page as {name{label="value",...}: value}, without the labels that a process sets automatically: the sum
+    over the models of a gateway."""
 
     def named() -> Iterator[tuple[str, float]]:
         for family in text_string_to_metric_families(text):
@@ -370,7 +371,10 @@ def samples(text: str) -> dict[str, float]:
                 )
                 yield (f"{sample.name}{{{labels}}}" if labels else sample.name), sample.value
 
-    return dict(named())
+    found: dict[str, float] = {}
+    for name, value in named():
+        found[name] = found.get(name, 0.0) + value
+    return found
 
 
 async def metrics(url: str) -> dict[str, float]:

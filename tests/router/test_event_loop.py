@@ -187,11 +187,11 @@ async def test_renewals_that_change_nothing_cost_next_to_nothing(
     cluster = one.router.cluster
     model = modeldir.load(modeldir.TINY, name=MODEL)
     gateway = Gateway(
-        *(one.bus, Publisher(one.bus), model, GatewaySettings(served_model_name=MODEL), Metrics(MetricScope()))
+        *(one.bus, Publisher(one.bus), [model], GatewaySettings(served_model_name=MODEL), Metrics(MetricScope()))
     )
     for entry in renewals(pipeline, 1):
         gateway.fleet.watch._on_entry(entry)
-    context = gateway.fleet.prepare_context
+    context = gateway.fleet.only_context()
     callbacks = Callbacks(monkeypatch)
     serving = cluster.tracker.serving(MODEL)
     spent = {}
@@ -203,6 +203,7 @@ async def test_renewals_that_change_nothing_cost_next_to_nothing(
         spent[name] = (time.thread_time() - began) / fleet.RENEW_S  # of a second
     await rest()
     callbacks.check()
-    assert gateway.fleet.prepare_context is context, "made anew, though nothing had changed"
+    assert context is not None
+    assert gateway.fleet.only_context() is context, "made anew, though nothing had changed"
     assert cluster.tracker.serving(MODEL) is serving
     assert max(spent.values()) < 0.10, spent

@@ -365,6 +365,14 @@ SAMPLES: dict[str, tuple[Any, Callable[[bytes], Any]]] = {
         fleet.Registration("w", "tiny", "decode", "trtllm", 1, 32, 100, 8, 4096, ignored_options=("seed",)),
         fleet.decode,
     ),
+    "registration_with_source": (
+        fleet.Registration("w", "tiny", "decode", "mock", 1, 32, 100, 8, 4096, source="/models/tiny"),
+        fleet.decode,
+    ),
+    "router_with_queues_by_model": (
+        routers.Member("router-2", 1, queued=routers.HeldByModel((("tiny", 3), ("demo", 1)), 2)),
+        routers.decode,
+    ),
     "registration_of_a_pair_only": (
         fleet.Registration("w", "tiny", "decode", "sglang", 1, 32, 100, 8, 4096, pair_only=True),
         fleet.decode,
@@ -406,10 +414,6 @@ SAMPLES: dict[str, tuple[Any, Callable[[bytes], Any]]] = {
             created_by="root@here",
             revoked_by="root@there",
         ),
-        keys.decode,
-    ),
-    "api_key_that_was_changed": (
-        keys.ApiKey("0a1b2c3d4e5f", bytes(32), changed_ns=1_700_000_000_000_000_001, changed_by="root@here"),
         keys.decode,
     ),
     "revoke": (jobs.Revoke(REQUEST.id, 2), jobs.decode),

@@ -168,6 +168,11 @@ def answer_marks(parsing: Parsing, detokenizer: Detokenizer) -> AnswerMarks:
     return _answer_marks(parsing.reasoning, parsing.tools, detokenizer)
 
 
+def forget_marks() -> None:
+    """Let go of the detokenizers of models that are no longer used."""
+    _answer_marks.cache_clear()
+
+
 @lru_cache(maxsize=16)
 def _answer_marks(reasoning: str, tools: str, detokenizer: Detokenizer) -> AnswerMarks:
     marks = Marks(format_tokens(Parsing(reasoning, tools), detokenizer.added))

@@ -1,6 +1,7 @@
 """Who may use which route. The table is compared with the server's own: a route without a policy here fails."""
 
 from collections.abc import Iterable
+from types import SimpleNamespace
 from typing import Any, cast
 from unittest.mock import MagicMock
 
@@ -12,6 +13,7 @@ from gateway.access.caller import ANYONE, OPERATOR
 from gateway.access.guard import OPEN_PATHS, Guard
 from gateway.http.app import application, routes_of
 from gateway.http.connections import SCOPE
+from gateway.text_model import Card
 from schemas.errors import Code, ServingError
 
 # open: everyone; key: every key; owner: keys of the tenant that made it, and an operator's, 404 for others.
@@ -89,10 +91,10 @@ def test_a_key_of_ones_own_choice_opens_the_gateway_to_whoever_has_it() -> None:
 async def exchange(path: str, *headers: tuple[bytes, bytes]) -> tuple[int, dict[bytes, bytes], bytes]:
     gateway = MagicMock()
     gateway.guard.admit.side_effect = lambda path, headers: ANYONE
-    gateway.names, gateway.started_ns = ("demo",), 0
-    gateway.fleet.listed_names = ("demo", "claude-alias")
+    gateway.started_ns = 0
+    model = SimpleNamespace(name="demo", card=Card(8192))
+    gateway.fleet.listed.return_value = [("demo", model), ("claude-alias", model)]
     gateway.fleet.diffusion_models.ready.return_value = gateway.fleet.embedding_models.ready.return_value = {}
-    gateway.model.max_model_len = 8192
     sent: list[Any] = []
 
     async def receive() -> dict[str, Any]:

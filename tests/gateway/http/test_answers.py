@@ -51,7 +51,7 @@ async def test_a_stream_shows_that_it_lives_while_it_waits_for_tokens(
     streaming = asyncio.create_task(Responder(gateway, inflight, scope, send, 0.0).stream(renderer))
     async with asyncio.timeout(10):
         await pings.wait()
-        gateway.metrics.ttft.observe.assert_not_called()
+        gateway.metrics.of.return_value.ttft.observe.assert_not_called()
         for seq, item in enumerate(items("Hi there.", STOP)):
             inflight.feed(item, seq)
         assert await streaming == "ok"

@@ -46,8 +46,8 @@ async def test_a_stream_of_several_prompts_shows_that_it_lives_while_all_wait(mo
             seen.set()
 
     gateway = MagicMock(settings=GatewaySettings(stream_ping_s=0.001))
-    gateway.model.detokenizer = DETOKENIZER
-    streaming = asyncio.create_task(_PromptStream(gateway, inflights, send, 0.0, include_usage=False).run())
+    stream = _PromptStream(gateway, inflights, send, 0.0, DETOKENIZER, include_usage=False)
+    streaming = asyncio.create_task(stream.run())
     async with asyncio.timeout(10):
         await seen.wait()
         for inflight in inflights:

@@ -58,7 +58,7 @@ def settings_for(**more: Any) -> GatewaySettings:
 
 def gateway_on(bus: Bus, **more: Any) -> Gateway:
     model = load(MODELS / "demo-vision")
-    return Gateway(bus, Publisher(bus), model, settings_for(**more), Metrics(MetricScope()))
+    return Gateway(bus, Publisher(bus), [model], settings_for(**more), Metrics(MetricScope()))
 
 
 async def kept_nowhere(owner: str, digest: bytes, data: bytes, keep_s: float) -> None:

@@ -103,7 +103,7 @@ async def gateway_on(
         gateway = Gateway(
             bus,
             publisher,
-            model,
+            [model],
             GatewaySettings(served_model_name="tiny", name=f"gw{id(bus)}", **settings),
             Metrics(MetricScope()),
         )

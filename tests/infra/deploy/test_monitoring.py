@@ -132,7 +132,7 @@ def test_thresholds_of_the_alerts_are_flags(tmp_path: Path, capsys: pytest.Captu
 
 def test_late_first_tokens_are_counted_by_a_bucket_that_gateways_have() -> None:
     scope = MetricScope()
-    Metrics(scope.child("gateway")).ttft.observe(2.5)
+    Metrics(scope.child("gateway")).of("m").ttft.observe(2.5)
     (family,) = [each for each in scope.registry.collect() if each.name == "penstock_gateway_ttft_seconds"]
     bounds = {sample.labels["le"] for sample in family.samples if "le" in sample.labels}
     for late in LATE:

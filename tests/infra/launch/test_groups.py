@@ -54,7 +54,7 @@ def test_a_recipe_brings_engine_model_roles_files_and_gpus() -> None:
         ]  # fmt: skip
         assert Path(settings_of(child, "extra_engine_args")[0]).name == f"gpt-oss-120b-{name.partition('-')[0]}.yaml"
         assert child.environ({})["CUDA_VISIBLE_DEVICES"] == ",".join(devices)
-    assert settings_of(found["gateway-0"], "model", "block_size") == ["openai/gpt-oss-120b", 32]
+    assert settings_of(found["gateway-0"], "model", "block_size") == [("openai/gpt-oss-120b",), 32]
     assert "CUDA_VISIBLE_DEVICES" not in found["router-0"].environ({})
 
 
@@ -143,7 +143,7 @@ def test_a_file_of_a_role_goes_before_the_common_one_and_the_recipe(tmp_path: Pa
         (tmp_path / f"{name}.yaml").write_text(f"tensor_parallel_size: {ranks}\n")
     common, own = str(tmp_path / "all.yaml"), str(tmp_path / "decode.yaml")
     groups = fleet(
-        engine="vllm", prefill=1, decode=1, extra_engine_args=common, decode_engine_args=own, model="m"
+        engine="vllm", prefill=1, decode=1, extra_engine_args=common, decode_engine_args=own, model=("m",)
     ).groups
     assert [(group.settings["extra_engine_args"], group.gpus) for group in groups] == [(common, 1), (own, 4)]
     groups = fleet(recipe="llama3", prefill=1, decode=1, decode_engine_args=own).groups
@@ -246,8 +246,8 @@ def test_pictures_come_alone_or_beside_a_language_model() -> None:
     assert settings_of(alone["diffusion-1"], "role", "engine", "model", "served_model_name") == [
         "diffusion", "native", "/d", "painter",
     ]  # fmt: skip
-    assert settings_of(alone["gateway-0"], "model") == [""]  # nobody asked for a language model
-    beside = workers(engine="mock", model="/m", diffusion=1, diffusion_model="/d", served_model_name="talker")
+    assert settings_of(alone["gateway-0"], "model") == [()]  # nobody asked for a language model
+    beside = workers(engine="mock", model=("/m",), diffusion=1, diffusion_model="/d", served_model_name="talker")
     assert {"worker-0", "diffusion-0"} <= set(beside)
     assert settings_of(beside["diffusion-0"], "served_model_name") == [""]
     assert settings_of(beside["worker-0"], "served_model_name") == ["talker"]
@@ -299,19 +299,19 @@ def test_an_embedding_model_gets_workers_of_the_role_that_serves_it() -> None:
         children = plan(up, whole, ports=[8000], url=lambda role: "nats://h:1", sys_url="", cores=8)
         return {child.name: child for child in children}
 
-    alone = found(model="/bert", served_model_name="vec", workers=2)
+    alone = found(model=("/bert",), served_model_name="vec", workers=2)
     assert [name for name in alone if alone[name].role == "worker"] == ["embed-0", "embed-1"]
     assert settings_of(alone["embed-1"], "role", "engine", "model", "served_model_name") == [
         "embed", "native", "/bert", "vec",
     ]  # fmt: skip
-    assert settings_of(alone["gateway-0"], "model") == [""]
-    beside = found(model="/talker", embed=1, embed_model="/bert", engine="mock")
+    assert settings_of(alone["gateway-0"], "model") == [()]
+    beside = found(model=("/talker",), embed=1, embed_model="/bert", engine="mock")
     assert settings_of(beside["worker-0"], "role", "model") == ["aggregated", "/talker"]
     assert settings_of(beside["embed-0"], "role", "engine", "model") == ["embed", "mock", "/bert"]
-    same = found(model="/talker", embed=1)
+    same = found(model=("/talker",), embed=1)
     assert settings_of(same["embed-0"], "model") == ["/talker"], "a decoder's vectors beside its text"
-    assert settings_of(same["gateway-0"], "model") == ["/talker"]
-    only = found(model="/talker", embed=1, workers=0)
-    assert settings_of(only["gateway-0"], "model") == [""], "a gateway is ready without workers for text"
+    assert settings_of(same["gateway-0"], "model") == [("/talker",)]
+    only = found(model=("/talker",), embed=1, workers=0)
+    assert settings_of(only["gateway-0"], "model") == [()], "a gateway is ready without workers for text"
     with pytest.raises(PlanError, match="--prefill: --model /bert makes embeddings and generates no text"):
-        found(model="/bert", prefill=1, decode=1)
+        found(model=("/bert",), prefill=1, decode=1)

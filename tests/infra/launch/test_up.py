@@ -316,7 +316,7 @@ def planned(up: UpSettings, ports: list[int] | None = None) -> dict[str, Planned
 
 
 def test_each_child_reads_back_the_settings_meant_for_it() -> None:
-    up = UpSettings(model="-odd name", workers=2, gateways=2, router_mode="random", log_level="debug", block_size=16)
+    up = UpSettings(model=("-odd name",), workers=2, gateways=2, router_mode="random", log_level="debug", block_size=16)
     children = planned(up, [8000, 8001])
     kinds = {"worker": WorkerSettings, "router": RouterSettings, "gateway": GatewaySettings}
     noise = {"PENSTOCK_HTTP_PORT": "1", "PENSTOCK_MODE": "kv", "PENSTOCK_BLOCK_SIZE": "8", "PENSTOCK_NAME": "x"}

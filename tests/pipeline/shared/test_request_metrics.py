@@ -152,7 +152,7 @@ async def test_answers_over_nats_count_their_tokens(fast: Deployment) -> None:
 @pytest.mark.parametrize(
     ("made", "limited_otherwise"),
     [
-        (lambda scope: GatewayMetrics(scope), ()),
+        (lambda scope: GatewayMetrics(scope).of("m").scope, ()),
         (lambda scope: RouterMetrics(scope), ("decision_seconds",)),
         (lambda scope: WorkerMetrics(scope), ("read_seconds",)),
     ],
