@@ -31,6 +31,7 @@ log = structlog.get_logger("gateway")
 
 MOST = 100_000  # verdicts; the oldest are forgotten
 WITHIN_S = 2.0
+AGAIN_S = 30.0  # without the bucket: an operator may make it at any time
 WATCHED_FROM = 3  # verdicts of a tenant within an hour: from here on, a further one takes two workers instead of three
 REFUSED_FROM = 10  # from here on its new requests are refused. Of the default tenant, which may be anybody's, never
 
@@ -54,12 +55,26 @@ class Verdicts:
         self._storing: set[asyncio.Task[None]] = set()
 
     async def open(self, tasks: Tasks) -> None:
+        if error := await self._follow(tasks):
+            log.warning("no_verdicts", error=error, fix="penstock streams apply")
+            tasks.spawn(self._follow_later(tasks), name="verdicts")
+
+    async def _follow(self, tasks: Tasks) -> str:
+        """Why the bucket cannot be followed; "": it is."""
         try:
             await self._following.enter_async_context(self._tail.following())
-            self._tasks = tasks
-            self._announced = await self._bus.nc.subscribe(self._bus.subjects.verdict, cb=self._on_announced)
         except ServingError as error:
-            log.warning("no_verdicts", error=error.message, fix="penstock streams apply")
+            return error.message
+        self._tasks = tasks
+        self._announced = await self._bus.nc.subscribe(self._bus.subjects.verdict, cb=self._on_announced)
+        return ""
+
+    async def _follow_later(self, tasks: Tasks) -> None:
+        while True:
+            await asyncio.sleep(AGAIN_S)
+            if not await self._follow(tasks):
+                log.info("verdicts_followed")
+                return
 
     async def close(self) -> None:
         if self._announced is not None and not self._bus.nc.is_closed:

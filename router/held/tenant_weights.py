@@ -1,5 +1,6 @@
 """The tenants' weights, followed from their bucket: what share of the held requests' work each of them gets."""
 
+import asyncio
 from contextlib import AsyncExitStack
 
 import msgspec
@@ -12,6 +13,8 @@ from schemas.errors import ServingError
 from schemas.tenants import decode
 
 log = structlog.get_logger("router")
+
+AGAIN_S = 30.0  # until the bucket may be read: an operator may make it, or give the right, at any time
 
 
 class TenantWeights:
@@ -26,13 +29,25 @@ class TenantWeights:
         self._tail = LogTail(bus, f"KV_{bucket}", subject, bus.subjects.live(subject), self._on_entry)
         self._following = AsyncExitStack()
         self.weights: dict[str, float] = {}
+        self._reported = False
 
     async def start(self) -> None:
-        """Follow the bucket. Where it may not be read, as with users of an older broker, all weights stay equal."""
+        """Follow the bucket, as soon as it may be read. Until then all weights are equal."""
+        while error := await self._follow():
+            if not self._reported:
+                self._reported = True
+                log.warning("tenant_weights_unknown", error=error, effect="all tenants have the same weight")
+            await asyncio.sleep(AGAIN_S)
+        if self._reported:
+            log.info("tenant_weights_followed", tenants=len(self.weights))
+
+    async def _follow(self) -> str:
+        """Why the bucket cannot be followed; "": it is."""
         try:
             await self._following.enter_async_context(self._tail.following())
         except ServingError as error:
-            log.warning("tenant_weights_unknown", error=error.message, effect="all tenants have the same weight")
+            return error.message
+        return ""
 
     async def stop(self) -> None:
         await self._following.aclose()

@@ -8,15 +8,19 @@ from typing import Any
 
 import msgspec
 import pytest
+from nats.aio.client import Client
 
+import gateway.verdicts
 from gateway.log.inflight import InflightRequest
 from gateway.verdicts import REFUSED_FROM, WATCHED_FROM, Verdicts
+from infra.broker.apply import apply
 from infra.broker.server import EmbeddedNats
 from infra.bus.connection import Bus
 from infra.bus.direct_get import get_last
 from schemas.errors import Code, ServingError
 from schemas.ids import new_request_id
 from schemas.requests import Diffusion, GenerateRequest, Sampling
+from schemas.streams import topology
 from schemas.subjects import DEFAULT_TENANT, Subjects
 from schemas.tokens import WHOLE_REQUEST, Finish, TokenItem
 from schemas.verdicts import HOLDS_S, Verdict, key_of
@@ -65,6 +69,26 @@ async def refused(verdicts: Verdicts, which: GenerateRequest) -> str:
 
 async def known(verdicts: Verdicts, count: int = 1) -> None:
     await eventually(lambda: len(verdicts._table) == count and not verdicts._storing)
+
+
+async def test_a_bucket_that_is_made_after_a_gateway_has_started_is_used(
+    broker: EmbeddedNats, pipeline: Subjects, nc: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when a chart changes all Deployments and makes the streams at the same time."""
+    monkeypatch.setattr(gateway.verdicts, "AGAIN_S", 0.05)
+    await nc.jetstream().delete_stream(f"KV_{pipeline.bucket('verdicts')}")
+    async with dial(broker, pipeline, "gateway-0") as bus:
+        verdicts, tasks = Verdicts(bus), bus.tasks.group("gateway")
+        await verdicts.open(tasks)
+        poison = asked()
+        ends(verdicts, poison, "poisoned_request")
+        assert await verdicts.check(poison) is poison  # nothing is known without the bucket
+        await apply(nc, topology(pipeline))
+        await eventually(lambda: not len(tasks))
+        ends(verdicts, poison, "poisoned_request")
+        await known(verdicts)
+        assert (await verdicts.check(asked())).repeats_poison
+        await verdicts.close()
 
 
 @pytest.mark.parametrize("no_store", [False, True])
