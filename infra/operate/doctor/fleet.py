@@ -12,7 +12,7 @@ import msgspec
 
 from infra.broker.jetstream_api import existing_info, request
 from infra.bus.connection import Bus
-from infra.bus.jetstream import CONSUMER_NOT_FOUND
+from infra.bus.jetstream import CONSUMER_NOT_FOUND, STREAM_NOT_FOUND
 from infra.counts import counted
 from infra.launch.http import get, get_url
 from infra.launch.state import Running, State
@@ -46,8 +46,12 @@ def check_processes(state: State) -> list[Finding]:
     return findings or [ok("processes", f"all {len(state.processes)} run")]
 
 
-async def check_gateways(urls: Sequence[str]) -> list[Finding]:
-    """Check whether each gateway could serve a request, and report what it lacks."""
+async def check_gateways(urls: Sequence[str], keys: int | None = None) -> list[Finding]:
+    """Check whether each gateway could serve a request, and report what it lacks.
+
+    Args:
+        keys: how many API keys the broker has; None: not known.
+    """
 
     class Answer(msgspec.Struct):
         reasons: tuple[str, ...] = ()
@@ -85,7 +89,24 @@ async def check_gateways(urls: Sequence[str]) -> list[Finding]:
         text = f"{those} answer{'' if ' ' in those else 's'} without an API key, and other gateways demand one"
         fix = "the broker may have lost its keys: look at `penstock keys list`, and start all with --require-keys"
         findings.append(problem("gateway", text, fix))
+    elif open_to_all and keys == 0 and not any(open_to_all.values()):
+        text = "gateways demand an API key, and the broker has none"
+        fix = (
+            "make one (`penstock keys create`). If there were keys, the broker has lost them: `penstock keys import`. "
+            "Those of --api-key count all the same"
+        )
+        findings.append(warning("keys", text, fix))
     return findings
+
+
+async def count_keys(bus: Bus) -> int:
+    """API keys that the broker has, revoked ones included.
+
+    Raises:
+        BrokerProblem: it does not answer.
+    """
+    info = await existing_info(bus.nc, f"STREAM.INFO.KV_{bus.subjects.bucket('keys')}", STREAM_NOT_FOUND)
+    return 0 if info is None else int(info["state"]["messages"])
 
 
 def _values(page: bytes) -> dict[str, float]:

@@ -21,7 +21,7 @@ from infra.launch.state import State, read_state
 from infra.operate.doctor.broker import check_address, check_broker
 from infra.operate.doctor.bundle import write_bundle
 from infra.operate.doctor.finding import Finding, Status, problem
-from infra.operate.doctor.fleet import check_fleet, check_gateways, check_processes
+from infra.operate.doctor.fleet import check_fleet, check_gateways, check_processes, count_keys
 from infra.operate.doctor.logs import check_logs
 from infra.operate.doctor.machine import check_machine
 from infra.operate.workers import registrations
@@ -114,8 +114,9 @@ async def examine(source: Source, urls: Sequence[str] = (), *, machine_only: boo
         return Examined(findings, files)
     if state is not None:
         findings += check_processes(state)
-    findings += await _through_broker(source, state, files)
-    findings += await check_gateways([*(state.http_urls if state is not None else ()), *urls])
+    seen = await _through_broker(source, state, files)
+    findings += seen.findings
+    findings += await check_gateways([*(state.http_urls if state is not None else ()), *urls], seen.keys)
     if not source.nats_url:
         findings += await asyncio.to_thread(check_logs, data_dir / "logs")
     return Examined(findings, files)
@@ -128,26 +129,34 @@ def _state(data_dir: Path) -> State | None:
         return None
 
 
-async def _through_broker(source: Source, state: State | None, files: dict[str, bytes]) -> list[Finding]:
+class _Seen(NamedTuple):
+    """Through the broker. ``keys``: API keys that it has; None: not known."""
+
+    findings: list[Finding]
+    keys: int | None = None
+
+
+async def _through_broker(source: Source, state: State | None, files: dict[str, bytes]) -> _Seen:
     """The checks that need the broker, or why it cannot be reached."""
     url = source.nats_url or (state.nats_url if state is not None else "")
     if url:
         address = await asyncio.to_thread(check_address, url)
         if address.status is Status.problem:
-            return [address]
+            return _Seen([address])
     try:
         async with open_log(source, name="doctor", role="viewer", streams=()) as log:
             if log.stopped:
-                return [problem("deployment", f"nothing runs on {source.data_dir}", _START)]
+                return _Seen([problem("deployment", f"nothing runs on {source.data_dir}", _START)])
             findings = await check_broker(log.bus)
             if not any(finding.status is Status.problem for finding in findings):
                 findings += await check_fleet(log.bus, state)
                 await _collect(log.bus, files)
-            return findings
+                return _Seen(findings, await count_keys(log.bus))
+            return _Seen(findings)
     except (ServingError, BrokerProblem) as error:
-        return [problem("broker", str(error), "check that it runs, its address and the credentials")]
+        return _Seen([problem("broker", str(error), "check that it runs, its address and the credentials")])
     except FAILURES as error:
-        return [problem("deployment", str(error), _START)]
+        return _Seen([problem("deployment", str(error), _START)])
 
 
 async def _collect(bus: Bus, files: dict[str, bytes]) -> None:

@@ -32,6 +32,7 @@ from infra.operate.doctor.fleet import (
     check_paces,
     check_processes,
     check_workers,
+    count_keys,
     is_loopback,
 )
 from infra.operate.doctor.logs import check_logs
@@ -238,6 +239,22 @@ async def test_a_gateway_that_answers_others_without_a_key_is_named(
         found = await check_gateways([url])
         assert [finding.status for finding in found] == [Status.warning, Status.ok]
         assert "answers everyone whom its proxies let through, without an API key" in found[0].what
+
+
+async def test_gateways_that_demand_a_key_where_there_is_none_are_named(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def answers(url: str, path: str) -> tuple[int, bytes]:
+        return (401 if path == "/v1/models" else 200), b""
+
+    monkeypatch.setattr(fleet_checks, "get_url", answers)
+    assert await count_keys(bus) == 0  # as after the loss of the broker's disk
+    [*_, finding] = await check_gateways(["http://127.0.0.1:1"], await count_keys(bus))
+    assert (finding.check, finding.status) == ("keys", Status.warning)
+    assert "`penstock keys import`" in finding.fix
+    await bus.nc.jetstream().publish(f"$KV.{bus.subjects.bucket('keys')}.pst-1", b"{}")
+    found = await check_gateways(["http://127.0.0.1:1"], await count_keys(bus))
+    assert [each.status for each in found] == [Status.ok]
 
 
 async def test_gateways_that_differ_on_keys_are_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
