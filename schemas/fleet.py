@@ -69,6 +69,8 @@ class Embedder(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Registration(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
+    """Who a worker is, what it can do, and how it is."""
+
     worker: str  # unique per process start
     model: str
     role: str

@@ -35,6 +35,8 @@ KvEvent = Stored | Removed | Cleared
 
 
 class KvBatch(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What changed in the cache of one rank of a worker, in one message."""
+
     worker: str
     epoch: int  # ns since 1970 when the worker's cache was made
     seq: int  # of a rank in an epoch; the first is 0 if its cache was empty, else 1

@@ -198,9 +198,13 @@ def _section(kind: _Kind) -> str:
 
 def _about(kind: _Kind) -> str:
     """The struct's docstring, without its list of attributes, which is in the table."""
-    text = inspect.getdoc(kind) or ""
-    text = text.partition("\nAttributes:")[0].strip() if not text.startswith("Struct(") else ""
+    text = _doc(kind).partition("\nAttributes:")[0].strip()
     return " ".join(text.replace("``", "`").split()) or f"Part of the messages above (`{kind.__module__}`)."
+
+
+def _doc(kind: _Kind) -> str:
+    """Its own docstring: ``inspect.getdoc`` takes that of msgspec's base class where there is none."""
+    return inspect.cleandoc(vars(kind).get("__doc__") or "")
 
 
 def _comments(kind: _Kind) -> dict[str, str]:
@@ -213,7 +217,7 @@ def _comments(kind: _Kind) -> dict[str, str]:
     node = next(
         each for each in ast.walk(ast.parse(source)) if isinstance(each, ast.ClassDef) and each.name == kind.__name__
     )
-    out = _attributes(inspect.getdoc(kind) or "")
+    out = _attributes(_doc(kind))
     for statement in node.body:
         if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
             lines = range(statement.lineno, (statement.end_lineno or statement.lineno) + 1)

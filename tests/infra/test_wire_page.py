@@ -54,3 +54,11 @@ def test_positions_in_an_array_are_those_of_its_bytes() -> None:
     for field in wire.fields(batch.messages[0]):
         if field.name != "items":
             assert raw[int(field.place)] == getattr(value, field.name)
+
+
+def test_a_message_without_a_docstring_does_not_get_that_of_its_base_class() -> None:
+    class Bare(msgspec.Struct):
+        pass
+
+    assert wire._about(Bare).startswith("Part of the messages above")
+    assert "A base class for" not in wire.PAGE.read_text(encoding="utf-8")
