@@ -58,12 +58,12 @@ COMMANDS = {
     "tenants": Command(
         "manage tenants of the NATS API: add, list, rotate, remove, conf",
         "infra.broker.tenants_cli:run",
-        choices=("add", "list", "rotate", "remove"),
+        choices=("add", "list", "rotate", "remove", "conf"),
     ),
     "keys": Command(
-        "manage API keys of the HTTP API: create, list, show, revoke, export, import",
+        "manage API keys of the HTTP API: create, list, show, set, revoke, export, import",
         "infra.operate.keys:run",
-        choices=("create", "list", "show", "revoke", "export", "import"),
+        choices=("create", "list", "show", "set", "revoke", "export", "import"),
     ),
     "gateway": Command("run a gateway (OpenAI API)", "gateway.main:run", "GatewaySettings"),
     "router": Command("run a router", "router.main:run", "RouterSettings"),

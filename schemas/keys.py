@@ -41,10 +41,11 @@ class ApiKey(msgspec.Struct, frozen=True, omit_defaults=True):
         models: that its requests may name; empty: all that its tenant may.
         requests_per_minute, tokens_per_minute, max_concurrent: at all gateways together; 0: no limit.
         priority: the highest class of its requests, and that of requests which name none; None: any, as without keys.
-        created_ns, expires_ns, revoked_ns: Unix time; 0: never.
+        created_ns, expires_ns, revoked_ns, changed_ns: Unix time; 0: never.
         operator: sees the requests and answers of all tenants.
         about: what it is for, in the operator's words.
         created_by, revoked_by: user and machine of the operator.
+        changed_by: likewise, of who changed its limits last.
     """
 
     id: str
@@ -62,11 +63,13 @@ class ApiKey(msgspec.Struct, frozen=True, omit_defaults=True):
     about: str = ""
     created_by: str = ""
     revoked_by: str = ""
+    changed_ns: int = 0
+    changed_by: str = ""
 
     @property
     def made_by(self) -> str:
         """Who made this entry what it is."""
-        return self.revoked_by or self.created_by
+        return self.revoked_by or self.changed_by or self.created_by
 
     @property
     def prefix(self) -> str:

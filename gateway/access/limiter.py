@@ -126,7 +126,7 @@ class Limiter:
         Raises:
             ServingError: rate_limit_exceeded.
         """
-        account = self._accounts.get(key.id)
+        account = self._account(key) if key.id in self._accounts else None
         need = Amount(bool(key.requests_per_minute), bool(key.tokens_per_minute))
         if account is None or account.take_would_do(need, self._clock()):
             return
@@ -305,6 +305,8 @@ class Limiter:
         if account is None:
             account = self._accounts[key.id] = Account(key.id, self._gateway, limits_of(key))
             self._locks[key.id] = asyncio.Lock()
+        elif account.limits != (limits := limits_of(key)):  # they were changed
+            account.limits = limits
         return account
 
     def _lock(self, key_id: str) -> asyncio.Lock:

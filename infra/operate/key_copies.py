@@ -3,7 +3,7 @@
 A line is an entry of the ``keys`` bucket as JSON. It has the key's digest, and nobody can make the key from that.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -19,9 +19,10 @@ MAX_LINE = 65_536  # characters
 
 
 class Copied(NamedTuple):
-    """How many keys were added and revoked, and how many were as they should be."""
+    """How many keys were added, changed and revoked, and how many were as they should be."""
 
     added: int
+    changed: int
     revoked: int
     unchanged: int
 
@@ -54,12 +55,13 @@ def read_keys(lines: Iterable[str]) -> list[ApiKey]:
             raise ValueError(
                 f"line {number} is not what this release's `penstock keys export` writes: {error}"
             ) from None
-        keys[key.id] = known if known.revoked_ns else key
+        keys[key.id] = known if known.revoked_ns or (not key.revoked_ns and known.changed_ns > key.changed_ns) else key
     return list(keys.values())
 
 
 async def copy_into(bus: Bus, keys: Sequence[ApiKey]) -> Copied:
-    """Add the keys that are not here, and revoke those that were revoked there. Nothing else changes.
+    """Add the keys that are not here, give others the limits that they were given later there, and revoke those that
+    were revoked there. Nothing else changes.
 
     Revoked keys are added as such: an older export of another deployment may have them as valid ones.
 
@@ -79,4 +81,13 @@ async def copy_into(bus: Bus, keys: Sequence[ApiKey]) -> Copied:
     ended = [key for key in keys if key.revoked_ns and key.id in here and not here[key.id].revoked_ns]
     for key in ended:
         await key_store.revoke(bus, key.id)
-    return Copied(len(valid), len(ended) + len(new) - len(valid), sum(key.id in here for key in keys) - len(ended))
+    later = [key for key in valid_here(keys, here) if key.changed_ns > here[key.id].changed_ns]
+    for key in later:
+        await key_store.replace(bus, key)
+    revoked, there = len(ended) + len(new) - len(valid), sum(key.id in here for key in keys)
+    return Copied(len(valid), len(later), revoked, there - len(ended) - len(later))
+
+
+def valid_here(keys: Sequence[ApiKey], here: Mapping[str, ApiKey]) -> list[ApiKey]:
+    """Those that are here, too, and were revoked at neither place."""
+    return [key for key in keys if key.id in here and not key.revoked_ns and not here[key.id].revoked_ns]

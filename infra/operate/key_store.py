@@ -107,6 +107,35 @@ async def revoke(bus: Bus, key_id: str) -> tuple[ApiKey, bool]:
     raise KeyProblem("others change this key at the same time; try again")
 
 
+async def change(bus: Bus, key_id: str, **fields: object) -> tuple[ApiKey, ApiKey]:
+    """Change fields of a key; gateways apply them from the moment at which they read the entry.
+
+    Returns: the key before and after.
+    Raises:
+        KeyProblem: there is none, it was revoked, or the broker does not store it.
+    """
+    for _ in range(TRIES):
+        before, revision = await find(bus, key_id)
+        if before.revoked_ns:
+            raise KeyProblem(f"{before.prefix} was revoked, for good: make another key")
+        fields |= {"changed_ns": time.time_ns(), "changed_by": operator()}
+        after = msgspec.structs.replace(before, **fields)
+        if await _write(bus, after, revision):
+            return before, after
+    raise KeyProblem("others change this key at the same time; try again")
+
+
+async def replace(bus: Bus, key: ApiKey) -> None:
+    """Store a key in the place of one with the same id.
+
+    Raises:
+        KeyProblem: there is none, or the broker does not store it.
+    """
+    _, revision = await find(bus, key.id)
+    if not await _write(bus, key, revision):
+        raise KeyProblem("others change this key at the same time; try again")
+
+
 def operator() -> str:
     """Who changes keys here, for the record."""
     try:

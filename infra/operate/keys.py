@@ -4,7 +4,7 @@ import argparse
 import datetime
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 import msgspec
@@ -23,9 +23,10 @@ from schemas.requests import Priority
 from schemas.subjects import DEFAULT_TENANT
 from schemas.tenants import check_name
 
-VERBS = ("create", "list", "show", "revoke", "export", "import")
+VERBS = ("create", "list", "show", "set", "revoke", "export", "import")
 USAGE = f"usage: penstock keys {{{','.join(VERBS)}}} [FLAGS]"
 MAX_ABOUT = 200  # characters
+NONE, NEVER = "none", "never"
 
 
 def run(argv: Sequence[str]) -> int:
@@ -39,6 +40,8 @@ def run(argv: Sequence[str]) -> int:
             return run_command("keys list", lambda: _list(args, console))
         case "show":
             return run_command("keys show", lambda: _show(args, console))
+        case "set":
+            return run_command("keys set", lambda: _set(args, console))
         case "export":
             return run_command("keys export", lambda: _export(args))
         case "import":
@@ -52,6 +55,10 @@ def _parser() -> Parser:
     about_create = "make a key and print it, once; as soon as there is a key, every request needs one"
     create = verbs.add_parser("create", help=about_create, description=about_create)
     _create_flags(create)
+    about_set = "change limits of a key; those that are not named stay. Every gateway applies them at once"
+    change = verbs.add_parser("set", help=about_set, description=about_set)
+    change.add_argument("key", metavar="PREFIX", help="as `penstock keys list` shows it: pst-0a1b2c3d4e5f")
+    _set_flags(change)
     about_list = "list the keys that are valid"
     shown = verbs.add_parser("list", help=about_list, description=about_list)
     shown.add_argument("--all", "-a", action="store_true", help="revoked and expired ones, too")
@@ -65,8 +72,8 @@ def _parser() -> Parser:
     about_export = "write all keys without their secrets, one JSON object per line, for `penstock keys import`"
     verbs.add_parser("export", help=about_export, description=about_export)
     about_import = (
-        "read what `penstock keys export` wrote from the standard input: add the keys that are not here, and revoke "
-        "those that were revoked there; may be repeated"
+        "read what `penstock keys export` wrote from the standard input: add the keys that are not here, change those "
+        "that were changed later there, and revoke those that were revoked there; may be repeated"
     )
     verbs.add_parser("import", help=about_import, description=about_import)
     for one in verbs.choices.values():
@@ -116,6 +123,39 @@ def _create_flags(create: argparse.ArgumentParser) -> None:
     create.add_argument("--quiet", "-q", action="store_true", help="print the key alone")
 
 
+def _set_flags(change: argparse.ArgumentParser) -> None:
+    """As those of ``create``; None: not named."""
+    change.add_argument("--models", metavar="A,B", help="models it may name; '': all of its tenant")
+    change.add_argument("--rpm", type=_or_none(_per_minute), metavar="N", help="requests per minute; none: no limit")
+    change.add_argument(
+        "--tpm", type=_or_none(_per_minute), metavar="N", help="tokens per minute, prompts and answers; none: no limit"
+    )
+    change.add_argument(
+        "--max-concurrent", type=_or_none(_concurrent), metavar="N", help="requests at a time; none: no limit"
+    )
+    change.add_argument(
+        "--priority",
+        choices=[*(each.value for each in Priority), NONE],
+        help="class of requests that name none, and the highest they may name; none: standard, and any",
+    )
+    change.add_argument("--expires", metavar="WHEN", help="12h, 90d, or 2027-01-31; never")
+    change.add_argument(
+        "--operator",
+        action=argparse.BooleanOptionalAction,
+        help="whether it sees the requests and answers of all tenants, and may list them",
+    )
+    change.add_argument("--about", metavar="TEXT", help="what it is for, shown in lists")
+
+
+def _or_none(number: Callable[[str], int]) -> Callable[[str], int]:
+    """ "none" is 0, which stands for no limit."""
+
+    def read(text: str) -> int:
+        return 0 if text == NONE else number(text)
+
+    return read
+
+
 def _per_minute(text: str) -> int:
     return _number(text, MOST_PER_MINUTE)
 
@@ -155,8 +195,7 @@ def _source(args: argparse.Namespace) -> Source:
 
 async def _create(args: argparse.Namespace, console: Console) -> None:
     now_ns = time.time_ns()
-    if len(args.about) > MAX_ABOUT:
-        raise ValueError(f"--about has {len(args.about)} characters; the limit is {MAX_ABOUT}")
+    _check_about(args.about)
     key_id, text = new_key()
     key = ApiKey(
         key_id,
@@ -185,6 +224,56 @@ async def _create(args: argparse.Namespace, console: Console) -> None:
     print(f"This is the only time that it is shown. {key.prefix} names it in lists and logs.", file=sys.stderr)
     if first:
         print("It is the first key: from now on, every request to this deployment needs one.", file=sys.stderr)
+
+
+def _named(args: argparse.Namespace, now_ns: int) -> dict[str, object]:
+    """The fields that flags name.
+
+    Raises:
+        ValueError: a value is wrong, or no flag names any.
+    """
+    fields: dict[str, object] = {
+        "models": None if args.models is None else tuple(model for model in args.models.split(",") if model),
+        "requests_per_minute": args.rpm,
+        "tokens_per_minute": args.tpm,
+        "max_concurrent": args.max_concurrent,
+        "operator": args.operator,
+        "about": args.about,
+    }
+    fields = {name: value for name, value in fields.items() if value is not None}
+    if args.priority is not None:
+        fields["priority"] = None if args.priority == NONE else Priority(args.priority)
+    if args.expires is not None:
+        fields["expires_ns"] = 0 if args.expires == NEVER else expires_ns(args.expires, now_ns)
+    if not fields:
+        raise ValueError("nothing to change: name a limit, such as --rpm 60; --help lists them")
+    _check_about(args.about)
+    return fields
+
+
+async def _set(args: argparse.Namespace, console: Console) -> None:
+    key_id, now_ns = check_id(args.key), time.time_ns()
+    fields = _named(args, now_ns)
+    async with open_log(_source(args), name="keys", role="keys", streams=()) as log:
+        before, after = await key_store.change(_running(log.stopped, log.bus), key_id, **fields)
+    old, new = _public(before, now_ns), _public(after, now_ns)
+    changes = [
+        f"{name}: {_shown(old[name])} → {_shown(new[name])}"
+        for name in new
+        if old[name] != new[name] and not name.startswith("changed")
+    ]
+    console.print(f"{after.prefix}: {escape(', '.join(changes)) or 'as it was'}", highlight=False, soft_wrap=True)
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return NONE if value in (None, "") else str(value)
+
+
+def _check_about(text: str | None) -> None:
+    if len(text or "") > MAX_ABOUT:
+        raise ValueError(f"--about has {len(text or '')} characters; the limit is {MAX_ABOUT}")
 
 
 def _unreadable(key_id: str) -> None:
@@ -249,7 +338,8 @@ async def _import(args: argparse.Namespace) -> None:
     keys = read_keys(sys.stdin)
     async with open_log(_source(args), name="keys", role="keys", streams=()) as log:
         copied = await copy_into(_running(log.stopped, log.bus), keys)
-    print(f"{copied.added} keys added, {copied.revoked} revoked, {copied.unchanged} as they were")
+    parts = (f"{copied.added} keys added", f"{copied.changed} changed", f"{copied.revoked} revoked")
+    print(f"{', '.join(parts)}, {copied.unchanged} as they were")
 
 
 def _running(stopped: bool, bus: Bus) -> Bus:
@@ -279,6 +369,8 @@ def _public(key: ApiKey, now_ns: int) -> dict[str, object]:
         "priority": key.priority.value if key.priority else None,
         "created": _day(key.created_ns),
         "created_by": key.created_by,
+        "changed": _day(key.changed_ns) or None,
+        "changed_by": key.changed_by or None,
         "expires": _day(key.expires_ns) or None,
         "revoked": _day(key.revoked_ns) or None,
         "revoked_by": key.revoked_by or None,

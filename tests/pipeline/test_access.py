@@ -276,6 +276,45 @@ async def test_requests_per_minute_hold_over_both_gateways(https: list[httpx.Asy
     assert (message.status_code, message.json()["error"]["type"]) == (429, "rate_limit_error")
 
 
+async def test_limits_of_a_key_are_changed_while_it_is_used(
+    deployment: Deployment, https: list[httpx.AsyncClient], bus: Bus, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = await make(bus, https, requests_per_minute=2, models=("other",))
+    prefix = text.rpartition("-")[0]
+
+    async def change(*flags: str) -> None:
+        assert await asyncio.to_thread(keys, deployment, "set", prefix, *flags) == 0, capsys.readouterr()
+
+    async def until(status: int, times: int, **options: Any) -> None:
+        """Both gateways answer so, so often."""
+        began = time.monotonic()
+        while [answer.status_code for answer in await asked(https, text, times, **options)] != [status] * times:
+            assert time.monotonic() - began < 5
+
+    await until(404, 2, model=MODEL_NAME)
+    await change("--models", "")
+    await until(429, 2, model=MODEL_NAME)  # the limit of two was reached on the way
+    await change("--rpm", "100000")
+    await until(200, 8)
+    await change("--rpm", "1", "--max-concurrent", "1")
+    await until(429, 4)
+    await change("--rpm", "none", "--max-concurrent", "none", "--tpm", "1000000")
+    await until(200, 8)
+    [answer] = await asked(https, text, 1)
+    assert "x-ratelimit-limit-requests" not in answer.headers
+    assert answer.headers["x-ratelimit-limit-tokens"] == "1000000"
+    # Requests that run when the limit of those at a time is set do not count, and do not disturb it when they end.
+    body = {**CHAT, "stream": True, "max_tokens": 100_000}
+    async with contextlib.AsyncExitStack() as stack:
+        for number in range(2):
+            running = https[number].stream("POST", "/v1/chat/completions", json=body, headers=bearer(text))
+            assert (await stack.enter_async_context(running)).status_code == 200
+        await change("--max-concurrent", "1")
+        await until(200, 1)
+    await change("--max-concurrent", "none")
+    await until(200, 8)
+
+
 async def test_tokens_per_minute_count_prompts_and_what_was_generated(https: list[httpx.AsyncClient], bus: Bus) -> None:
     key = await make(bus, https, tokens_per_minute=1_000)
     [first] = await asked(https, key, 1, max_tokens=900, stop=["e"])

@@ -416,6 +416,10 @@ SAMPLES: dict[str, tuple[Any, Callable[[bytes], Any]]] = {
         ),
         keys.decode,
     ),
+    "api_key_that_was_changed": (
+        keys.ApiKey("0a1b2c3d4e5f", bytes(32), changed_ns=1_700_000_000_000_000_001, changed_by="root@here"),
+        keys.decode,
+    ),
     "revoke": (jobs.Revoke(REQUEST.id, 2), jobs.decode),
     "encoded": (transfer.Encoded(REQUEST.id, 2, msgspec.Raw(encode(1)), TICKET, 5, STAMPS), jobs.decode),
     "prefilled": (

@@ -2,6 +2,7 @@
 
 import asyncio
 import io
+import json
 import secrets
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
@@ -16,6 +17,7 @@ from infra.operate import key_store
 from infra.operate.key_copies import line_of, read_keys
 from infra.operate.keys import VERBS, run
 from schemas.keys import ApiKey, digest_of, new_key
+from schemas.requests import Priority
 from schemas.subjects import Subjects
 from tests.infra.bus.support import opened
 
@@ -50,15 +52,80 @@ async def test_keys_of_one_deployment_become_keys_of_another_and_end_with_them(
     for each in (stays, ends, gone):
         await key_store.add(cells[0], each)
     await key_store.add(cells[1], own)
-    assert await copy() == "2 keys added, 1 revoked, 0 as they were\n"
+    assert await copy() == "2 keys added, 0 changed, 1 revoked, 0 as they were\n"
     await key_store.revoke(cells[0], ends.id)
-    assert await copy() == "0 keys added, 1 revoked, 2 as they were\n"
+    assert await copy() == "0 keys added, 0 changed, 1 revoked, 2 as they were\n"
     here = {each.id: each for each in await key_store.all_keys(cells[1])}
     assert here.keys() == {stays.id, ends.id, gone.id, own.id}
     assert (here[stays.id], bool(here[ends.id].revoked_ns)) == (stays, True)
     await key_store.revoke(cells[1], stays.id)
-    assert await copy() == "0 keys added, 0 revoked, 3 as they were\n"  # what was revoked here stays so
+    assert await copy() == "0 keys added, 0 changed, 0 revoked, 3 as they were\n"  # what was revoked here stays so
     assert (await key_store.find(cells[1], stays.id))[0].revoked_ns
+
+
+async def test_limits_that_are_changed_at_one_deployment_are_changed_where_its_keys_were_copied_to(
+    cells: list[Bus], broker: EmbeddedNats, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    here = key(created_ns=1)
+    for cell in cells:
+        await key_store.add(cell, here)
+
+    async def copy(start: int, end: int) -> str:
+        assert await keys("export", cells[start], broker) == 0
+        monkeypatch.setattr("sys.stdin", io.StringIO(capsys.readouterr().out))
+        assert await keys("import", cells[end], broker) == 0
+        return capsys.readouterr().out
+
+    await key_store.change(cells[0], here.id, requests_per_minute=7)
+    assert await copy(0, 1) == "0 keys added, 1 changed, 0 revoked, 0 as they were\n"
+    assert (await key_store.find(cells[1], here.id))[0].requests_per_minute == 7
+    assert await copy(0, 1) == "0 keys added, 0 changed, 0 revoked, 1 as they were\n"
+    await key_store.change(cells[1], here.id, requests_per_minute=8)
+    assert await copy(0, 1) == "0 keys added, 0 changed, 0 revoked, 1 as they were\n"  # it was changed later here
+    assert await copy(1, 0) == "0 keys added, 1 changed, 0 revoked, 0 as they were\n"
+
+
+async def test_a_change_names_what_was_and_what_is_and_leaves_the_rest(
+    cells: list[Bus], broker: EmbeddedNats, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = key(created_ns=1, models=("m",), tokens_per_minute=500, about="theirs")
+    await key_store.add(cells[0], made)
+    place = ["--nats-url", broker.url(), "--namespace", cells[0].subjects.namespace]
+
+    async def change(*flags: str) -> tuple[int, str]:
+        status = await asyncio.to_thread(run, ["set", made.prefix, *flags, *place])
+        said = capsys.readouterr()
+        return status, said.out + said.err
+
+    status, said = await change("--rpm", "1", "--tpm", "none", "--priority", "batch", "--expires", "12h", "--operator")
+    assert status == 0
+    for part in ("operator: no → yes", "rpm: 60 → 1", "tpm: 500 → none", "priority: none → batch", "expires: none → "):
+        assert part in said
+    stored, _ = await key_store.find(cells[0], made.id)
+    assert (stored.requests_per_minute, stored.tokens_per_minute, stored.priority) == (1, 0, Priority.batch)
+    assert (stored.operator, stored.models, stored.about, stored.digest) == (True, ("m",), "theirs", made.digest)
+    assert stored.expires_ns > stored.changed_ns > 0
+    assert "@" in stored.changed_by
+    assert await asyncio.to_thread(run, ["list", "--json", *place]) == 0
+    (listed,) = map(json.loads, capsys.readouterr().out.splitlines())
+    assert (listed["rpm"], listed["tpm"], listed["changed_by"]) == (1, None, stored.changed_by)
+    assert (await change("--models", "", "--priority", "none", "--expires", "never", "--no-operator"))[0] == 0
+    stored, _ = await key_store.find(cells[0], made.id)
+    assert (stored.models, stored.priority, stored.expires_ns, stored.operator) == ((), None, 0, False)
+    for flags, why in (
+        ((), "name a limit"),
+        (("--about", "x" * 201), "the limit is 200"),
+        (("--expires", "2001-01-01"), "is past"),
+    ):
+        status, said = await change(*flags)
+        assert (status, why in said) == (1, True), said
+    assert (await key_store.find(cells[0], made.id))[0] == stored
+    await key_store.revoke(cells[0], made.id)
+    status, said = await change("--rpm", "5")
+    assert (status, "was revoked, for good" in said) == (1, True)
+    for wrong in ("0", "-1", "many"):
+        with pytest.raises(SystemExit):
+            run(["set", made.prefix, "--rpm", wrong, *place])
 
 
 async def test_exports_of_several_deployments_are_read_as_one(
@@ -72,8 +139,8 @@ async def test_exports_of_several_deployments_are_read_as_one(
         assert await keys("import", cells[1], broker) == 0
         return capsys.readouterr().out
 
-    assert await copy(stays, ended, stays, ends) == "1 keys added, 1 revoked, 0 as they were\n"
-    assert await copy(stays, ends) == "0 keys added, 0 revoked, 2 as they were\n"  # an older export
+    assert await copy(stays, ended, stays, ends) == "1 keys added, 0 changed, 1 revoked, 0 as they were\n"
+    assert await copy(stays, ends) == "0 keys added, 0 changed, 0 revoked, 2 as they were\n"  # an older export
     assert sorted(await key_store.all_keys(cells[1]), key=lambda each: each.created_ns) == [stays, ended]
 
 
