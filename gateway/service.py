@@ -46,6 +46,7 @@ from gateway.preparation import RequestPreparer
 from gateway.role_models import ServedLately
 from gateway.tenants import TenantTable
 from gateway.verdicts import Verdicts
+from infra.bus.audit import Auditor
 from infra.bus.connection import Bus
 from infra.bus.erase import check_stores
 from infra.bus.loop_lag import TurnBudget
@@ -98,6 +99,7 @@ class Gateway:
         self.turns = TurnBudget()
         bus.nc.expects_more = self.turns.expects_new
         self.tasks: Tasks = bus.tasks.group("gateway")
+        self.audit = Auditor(bus, self.tasks)
         self.tenants = TenantTable(bus)
         noted = noted_in(settings.state_dir, settings.namespace)
         self.guard = Guard(bus, self.tenants.known, always=settings.require_keys, noted=noted, own=settings.api_key)

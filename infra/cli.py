@@ -107,6 +107,7 @@ COMMANDS = {
         "infra.operate.dead:run",
         choices=("list", "show", "retry"),
     ),
+    "audit": Command("list who changed what, or read what of others", "infra.operate.audit:run"),
     "forget": Command("delete ended requests from the log", "infra.operate.forget:run"),
     "recipe list": Command("list the recipes that come with penstock", "infra.recipes.cli:run_list"),
     "recipe show": Command("show a recipe and the commands that run it", "infra.recipes.cli:run_show"),
@@ -218,7 +219,7 @@ SECTIONS = {
         "index",
     ),
     "Run again": ("export", "import", "replay", "whatif", "dead"),
-    "Operate": ("plan", "drain", "restart", "streams", "tenants", "keys", "forget"),
+    "Operate": ("plan", "drain", "restart", "streams", "tenants", "keys", "audit", "forget"),
     "Measure": ("bench", "slurm", "profile", "eval"),
     "Other": ("completion", "version"),
 }

@@ -11,6 +11,7 @@ from faststream.nats import NatsMessage
 from configs import logs
 from configs.settings import RouterSettings
 from infra.bus import loop_lag
+from infra.bus.audit import Auditor, Watch
 from infra.bus.connection import Bus, connect
 from infra.bus.faststream_app import OwnConnection, raw
 from infra.bus.publisher import Publisher
@@ -82,6 +83,7 @@ async def _run_router(settings: RouterSettings, bus: Bus, publisher: Publisher, 
     app = FastStream(broker, logger=None)
     await app.start()
     await router.open()
+    bus.tasks.spawn(Watch(bus, Auditor(bus, bus.tasks)).run(), name="audit")
     loop_lag.freeze_loaded()
     bus.tasks.spawn(lag.watch(), name="loop-lag")
     serve_page(settings.metrics_host, settings.metrics_port, scope.registry)

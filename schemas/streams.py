@@ -15,6 +15,7 @@ MINUTE = 60.0
 HOUR = 60 * MINUTE
 DAY = 24 * HOUR
 WEEK = 7 * DAY
+AUDIT_S = 90 * DAY
 MIB = 1 << 20
 GIB = 1 << 30
 
@@ -47,6 +48,7 @@ class StreamSpec:
     memory: bool = False  # never on a disk; a full stream refuses more; gone when a server without a cluster restarts
     description: str = ""
     retired: tuple[str, ...] = ()  # subjects of earlier releases, to be removed
+    lasting: bool = False  # messages leave it by its limits only: nobody can delete one
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,6 +225,8 @@ def stream_config(spec: StreamSpec, replicas: int = 1) -> dict[str, Any]:
         config |= {"retention": "workqueue", "discard": "new"}
     if spec.memory:
         config |= {"storage": "memory", "discard": "new", "allow_msg_ttl": True}
+    if spec.lasting:
+        config |= {"deny_delete": True, "deny_purge": True}
     if spec.live:
         config["republish"] = republish(spec.live, spec.live_headers_only)
     return config
@@ -270,6 +274,14 @@ def _streams(s: Subjects, record: bool) -> tuple[StreamSpec, ...]:
         stream("KV", "kv", age=hour, size=GIB, live=live("kv"), description="KV-cache events"),
         stream("HANDOFF", "handoff", age=HOUR, size=GIB // 4, description="ledger of blocks handed between workers"),
         stream("PLAN", "plan", age=WEEK, size=GIB // 16, description="decisions of planners"),
+        stream(
+            "AUDIT",
+            "audit",
+            age=AUDIT_S,
+            size=GIB // 16,
+            lasting=True,
+            description="who changed what, and read what of others",
+        ),
         stream("TOKENS", "tokens", age=hour, size=4 * GIB, live=live("tokens"), description="token output"),
         StreamSpec(
             s.stream("DONE"),

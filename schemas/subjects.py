@@ -217,6 +217,10 @@ class Subjects:
         """Where a worker takes the order to drain, and nothing else: others may give it than may use ``control``."""
         return f"{self.namespace}.drain.{worker}"
 
+    def audit(self, user: str) -> str:
+        """Where a user of the broker writes its entries of the audit log. No other may publish there."""
+        return f"{self.namespace}.audit.{token(user)}"
+
     @property
     def ended(self) -> str:
         """The terminal events of all requests as they are republished: headers without bodies."""

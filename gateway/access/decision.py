@@ -2,13 +2,16 @@
 
 from collections.abc import Mapping
 
-from gateway.access.caller import Caller
+from gateway.access.caller import ANYONE, Caller
 from gateway.access.credentials import refused
+from schemas.audit import AuditEntry
 from schemas.errors import ServingError
 from schemas.keys import ApiKey, digest_of, id_of, matches
 from schemas.subjects import DEFAULT_TENANT
 from schemas.tenants import Limits
 
+_LIST, _STORED = "/v1/requests", ("/v1/requests/", "/v1/responses/", "/v1/files/")
+_AUDITED_PATH = 200  # characters
 _NOBODY = digest_of(b"")  # compared where no key has the id, so that both refusals take the same time
 _UNKNOWN = "the API key is not valid: it may be mistyped, or belong to another deployment"
 
@@ -57,3 +60,16 @@ def caller_with(key: ApiKey, tenants: Mapping[str, Limits]) -> Caller | ServingE
             return refused(f"the API key {key.prefix} names no model that its tenant may use")
     sees = None if key.operator else key.tenant
     return Caller(key.tenant, sees, key=key, models=models, own_cache=not limits.shared_cache)
+
+
+def audited(method: str, path: str, caller: Caller) -> AuditEntry | None:
+    """What the audit log says of a request: who deletes, and who reads with a key that sees all tenants.
+
+    None: nothing. Without keys, nobody can be named.
+    """
+    stored = path.startswith(_STORED) or path == _LIST
+    if caller is ANYONE or not stored or (method != "DELETE" and caller.sees is not None):
+        return None
+    action = {"GET": "read", "HEAD": "read", "DELETE": "delete"}.get(method, method.lower())
+    key = caller.key.prefix if caller.key is not None else "a key of the gateway's own"
+    return AuditEntry(action, path[:_AUDITED_PATH], key=key)

@@ -17,6 +17,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from gateway.access.caller import ANYONE, CALLER, Caller, caller_of
+from gateway.access.decision import audited
 from gateway.anthropic.prepare import count_message
 from gateway.embeddings.prepare import PATH as EMBEDDINGS
 from gateway.http import request_list
@@ -96,6 +97,8 @@ def application(gateway: Gateway) -> App:
         except ServingError as error:
             await refuse(path, send, error)
             return
+        if direct is None and (entry := audited(scope["method"], path, scope[CALLER])) is not None:
+            gateway.audit.note(entry)
         # Bypasses Starlette's layers, which handle every message sent: 5 % of a gateway's time.
         if direct is not None:
             await direct(scope, receive, send)

@@ -19,6 +19,7 @@ from infra.broker.failures import NoServerBinary, ServerFailed
 from infra.broker.jetstream_api import BrokerProblem
 from infra.broker.roles import ROLES
 from infra.broker.server import EmbeddedNats
+from infra.bus.audit import recorded
 from infra.bus.client import BusClient
 from infra.bus.connection import authenticate, why_unreachable
 from infra.cli import StreamsSettings
@@ -169,7 +170,13 @@ async def apply_at(
     nc = await connect_operator(url)
     try:
         size = int(store_size * GIB)
-        return await apply(nc, topology(subjects, record=record), replicas, size_bytes=size)
+        done = await apply(nc, topology(subjects, record=record), replicas, size_bytes=size)
+        if done:
+            async with recorded(nc, subjects, "streams apply", f"namespace {subjects.namespace}", "; ".join(done)):
+                pass
+        return done
+    except ServingError as error:
+        raise BrokerProblem(error.message) from None
     finally:
         await nc.close()
 

@@ -22,7 +22,7 @@ MAX_BYTES = 1 << 60
 MAX_AGE_S = 100 * 365 * 86400.0  # the broker counts nanoseconds in 63 bits
 # A stream that the pipeline works from must outlast the longest request; KV and HANDOFF only what routers catch up on.
 MIN_AGE_S = LONGEST_DEADLINE_S
-SETTABLE = ("REQUESTS", "WORK", "TOKENS", "DONE", "KV", "HANDOFF")
+SETTABLE = ("REQUESTS", "WORK", "TOKENS", "DONE", "KV", "HANDOFF", "AUDIT")
 
 
 class StreamUse(msgspec.Struct, frozen=True):

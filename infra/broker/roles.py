@@ -15,7 +15,10 @@ from schemas.streams import memory_streams, topology
 from schemas.subjects import MEMORY, Subjects, inbox_prefix
 
 ROLES = ("gateway", "router", "worker", "client", "viewer", "reader", "planner", "keys", "operator")
+ADVISORIES = "$JS.EVENT.ADVISORY.API"
+WHO = "$SYS.REQ.USER.INFO"  # the broker's answer is about the one who asks
 CONTENT = ("REQUESTS", "WORK", "TOKENS", "DONE", "KV", "HANDOFF", "SUBMIT")  # streams that only ``reader`` may read
+AUDITED = ("gateway", "router", "planner", "keys", "operator")  # who write entries of the audit log
 CLIENT_KINDS = ("submit", "ask", "read", "cancel", "pass")  # subjects of NATS clients, and between gateways
 CLASSES = ("interactive", "standard", "batch")
 
@@ -29,6 +32,7 @@ SHARED = (
     "A gateway or router reads every subject of a stream that it may read: direct gets are allowed by stream only.",
     "A gateway may delete single messages of every tenant's submissions: those with no_store are erased. A rule of the "
     "broker's denies it for all streams of the pipeline itself, by their names.",
+    "The operator may do everything but write entries of the audit log in the name of others, and delete that stream.",
     "A gateway may publish below `_R_.`, where the broker expects the answers of services.",
     "Who manages keys can make one for any tenant, also one that sees all tenants, and ask a gateway with it: `keys` "
     "reads no prompts on the broker, but decides who may over HTTP.",
@@ -59,6 +63,9 @@ class Permissions(NamedTuple):
 
 def permissions(role: str, s: Subjects) -> Permissions | None:
     """The least a role needs; None: everything in its account."""
+    if role == "operator":
+        others = tuple(s.audit(each) for each in AUDITED if each != role)
+        return Permissions((">",), (">",), deny=(*others, f"$JS.API.STREAM.DELETE.{s.stream('AUDIT')}"))
     granted = rights(role, s)
     if granted is None:
         return None
@@ -104,6 +111,7 @@ def rights(role: str, s: Subjects) -> tuple[Right, ...] | None:
 def _gateway(s: Subjects) -> tuple[Right, ...]:
     requests = s.stream("REQUESTS")
     return (
+        _audits("gateway", s),
         Right("accept and cancel requests", (s.all("request"), s.cancel)),
         Right("ask a router to delete a request", (s.erase,)),
         Right(
@@ -150,6 +158,9 @@ def _router(s: Subjects) -> tuple[Right, ...]:
     requests = s.stream("REQUESTS")
     consumers = tuple(f"router-{name}" for name in CLASSES)
     return (
+        _audits("router", s),
+        Right("write to the audit log what the broker says of others", (),
+              (ADVISORIES, *(s.live(f"$KV.{s.bucket(name)}.>") for name in ("keys", "tenants")))),
         Right("take requests", (
             *(f"$JS.API.CONSUMER.MSG.NEXT.{requests}.{name}" for name in consumers),
             *(f"$JS.ACK.{requests}.{name}.>" for name in consumers),
@@ -205,7 +216,7 @@ def _viewer(s: Subjects) -> tuple[Right, ...]:
     return (
         Right("see the broker's limits, and all streams' sizes and settings", ("$JS.API.INFO", *_infos(s))),
         _waiting(s),
-        _reads(*_buckets(s, "workers", "routers"), s.stream("PLAN")),
+        _reads(*_buckets(s, "workers", "routers"), s.stream("PLAN"), s.stream("AUDIT")),
         Right("follow how requests end: times and counts, in headers without a body", (), (s.ended,)),
     )
 
@@ -223,6 +234,7 @@ def _reader(s: Subjects) -> tuple[Right, ...]:
 
 def _planner(s: Subjects) -> tuple[Right, ...]:
     return (
+        _audits("planner", s),
         Right("see how long the queue and the log are", tuple(
             f"$JS.API.STREAM.INFO.{s.stream(name)}" for name in ("REQUESTS", "DONE")
         )),
@@ -237,10 +249,15 @@ def _planner(s: Subjects) -> tuple[Right, ...]:
 
 def _keys(s: Subjects) -> tuple[Right, ...]:
     return (
+        _audits("keys", s),
         Right("make, change and revoke API keys", (f"$KV.{s.bucket('keys')}.*",)),
         Right("change the limits of tenants", (f"$KV.{s.bucket('tenants')}.*",)),
         _reads(*_buckets(s, "keys", "tenants")),
     )
+
+
+def _audits(user: str, s: Subjects) -> Right:
+    return Right("write its own entries of the audit log", (WHO, s.audit(user)))
 
 
 def _infos(s: Subjects) -> tuple[str, ...]:

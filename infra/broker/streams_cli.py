@@ -12,6 +12,7 @@ from configs.flags import Parser
 from infra.broker import retention
 from infra.broker.jetstream_api import BrokerProblem
 from infra.broker.retention import Loss, StreamUse
+from infra.bus.audit import recorded
 from infra.counts import counted
 from infra.fitting_table import Column, fitting_table
 from infra.sizes import parse_size, show_size
@@ -123,7 +124,9 @@ async def _set(args: argparse.Namespace, console: Console) -> None:
         if lost and not args.yes and not confirmed(f"{_what(lost, use)} Continue?"):
             raise ValueError("nothing was changed; --yes deletes without asking")
         try:
-            await retention.set_limits(log.bus.nc, name, max_age_s, max_bytes)
+            detail = f"--max-age {args.max_age or '-'} --max-bytes {args.max_bytes or '-'}"
+            async with recorded(log.bus.nc, log.bus.subjects, "streams set", name, detail):
+                await retention.set_limits(log.bus.nc, name, max_age_s, max_bytes)
         except BrokerProblem as error:
             raise ValueError(str(error)) from error
     age = show_duration(max_age_s if max_age_s is not None else use.max_age_s)

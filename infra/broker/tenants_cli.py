@@ -27,8 +27,10 @@ from infra.broker.jetstream_api import BrokerProblem
 from infra.broker.main import connect_operator
 from infra.broker.reload import reload, running_pid
 from infra.broker.tenants import Accounts, Tenant, Tenants
+from infra.bus.audit import recorded
 from infra.launch.state import read_state
 from schemas import wire
+from schemas.errors import ServingError
 from schemas.subjects import DEFAULT_TENANT, Subjects
 from schemas.tenants import LEAST_WEIGHT, MAX_PENDING, MOST_WEIGHT, check_name
 
@@ -168,11 +170,18 @@ async def _do(place: Place, name: str, args: argparse.Namespace) -> None:
         elif args.verb == "conf":
             _write_accounts(place, accounts, existing)
         else:
-            await _change(nc, place, accounts, existing, name, args)
+            async with recorded(nc, place.subjects, f"tenants {args.verb}", name, _detail(args)):
+                await _change(nc, place, accounts, existing, name, args)
+    except ServingError as error:
+        raise BrokerProblem(error.message) from error
     except (NatsError, TimeoutError) as error:
         raise BrokerProblem(f"the broker does not take it: {error}") from error
     finally:
         await nc.close()
+
+
+def _detail(args: argparse.Namespace) -> str:
+    return ", ".join(f"{name}: {value}" for name, value in _named_limits(args).items())
 
 
 async def _change(

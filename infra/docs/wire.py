@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, get_type_hints
 
 import msgspec
 
-from schemas import budgets, done, fleet, jobs, keys, kv, plans, requests, routers, tenants, tokens, transfer
+from schemas import audit, budgets, done, fleet, jobs, keys, kv, plans, requests, routers, tenants, tokens, transfer
 from schemas.streams import topology
 from schemas.subjects import Subjects
 
@@ -59,6 +59,8 @@ CHANNELS = (
     Channel("ps.kv.<model>.<worker>", "ps_KV", (kv.KvBatch,), ("kv",), "workers", "routers"),
     Channel("ps.handoff.<worker>", "ps_HANDOFF", (transfer.Handoffs,), ("handoff",), "workers", "people and traces"),
     Channel("ps.plan.<model>", "ps_PLAN", (plans.Planned,), ("planned",), "planners", "people"),
+    Channel("ps.audit.<user>", "ps_AUDIT", (audit.AuditEntry,), ("audit",), "whoever the subject names",
+            "`penstock audit`"),
     Channel("$KV.ps_workers.<worker>", "KV_ps_workers", (fleet.Registration,), ("registration",), "that worker",
             "everybody"),
     Channel("$KV.ps_routers.<router>", "KV_ps_routers", (routers.Member,), ("router",), "that router",

@@ -10,6 +10,7 @@ from nats.errors import NoRespondersError
 from rich.console import Console
 
 from configs.flags import Parser
+from infra.bus.audit import recorded
 from infra.bus.connection import Bus
 from infra.operate.workers import alone, chosen, registrations
 from infra.terminal import stdout
@@ -57,7 +58,8 @@ async def _run(args: argparse.Namespace, console: Console) -> None:
                 "for another one; start one first, or use --force"
             )
         for each in leaving:
-            await ask(log.bus, each, control.Drain(stay_down=True))
+            async with recorded(log.bus.nc, log.bus.subjects, "drain", each.name or each.worker, each.worker):
+                await ask(log.bus, each, control.Drain(stay_down=True))
         waits = (gone(log.bus, each, timeout_s, console) for each in leaving)
         failures = [each for each in await asyncio.gather(*waits, return_exceptions=True) if each is not None]
         if failures:  # of each that is late a line
@@ -74,6 +76,10 @@ async def ask(bus: Bus, worker: Registration, order: control.Drain) -> None:
         try:
             await bus.nc.request(bus.subjects.drain(worker.worker), wire.encode(order), timeout=ANSWER_S)
         except NoRespondersError:  # of an earlier build, which the operator alone may tell
+            if bus.user.startswith("planner"):
+                raise DrainFailed(
+                    f"{worker.name or worker.worker} does not answer; the operator drains workers of earlier builds"
+                ) from None
             await bus.nc.request(bus.subjects.control(worker.worker), wire.encode(order), timeout=ANSWER_S)
     except (NatsError, TimeoutError) as error:
         raise DrainFailed(f"{worker.name} does not answer within {ANSWER_S:g} s ({error!r})") from error

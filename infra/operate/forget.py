@@ -17,6 +17,7 @@ from rich.console import Console
 
 from configs.flags import Parser
 from infra.broker.jetstream_api import BrokerProblem, request
+from infra.bus.audit import recorded
 from infra.bus.connection import Bus
 from infra.bus.direct_get import read
 from infra.bus.erase import Eraser, check_stores
@@ -28,6 +29,8 @@ from infra.timeline.summary_cache import cache_folder
 from schemas.errors import ServingError
 from schemas.ids import request_of_answer, time_of
 from schemas.subjects import HEADER_NO_STORE
+
+WHAT = 1000  # characters of ids in the audit log
 
 
 class Forgotten(NamedTuple):
@@ -67,8 +70,10 @@ async def _run(args: argparse.Namespace, console: Console) -> None:
         question = f"Delete everything that is stored of {counted(len(ended), 'request')}{whose}?"
         if not args.yes and not confirmed(question):
             raise ValueError("nothing was deleted; --yes deletes without asking")
+        what = f"tenant {args.tenant}" if args.tenant else " ".join(args.ids)[:WHAT]
         try:
-            forgotten = await forget(log.bus, ended)
+            async with recorded(log.bus.nc, log.bus.subjects, "forget", what, counted(len(ended), "request")):
+                forgotten = await forget(log.bus, ended)
         except (BrokerProblem, ServingError) as error:
             raise ValueError(f"{error}; repeat the command to delete the rest") from error
     await asyncio.to_thread(shutil.rmtree, cache_folder(None if args.nats_url else Path(args.data_dir)), True)

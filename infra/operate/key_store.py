@@ -1,13 +1,12 @@
 """The keys of a deployment as an operator changes them: entries of the ``keys`` bucket, each by compare-and-set."""
 
-import getpass
-import socket
 import time
 from collections.abc import Callable
 
 import msgspec
 from nats.errors import Error as NatsError
 
+from infra.bus.audit import person, recorded
 from infra.bus.connection import Bus
 from infra.bus.direct_get import get_last, read
 from infra.bus.jetstream import WRONG_LAST_SEQUENCE, decode_publish_reply
@@ -69,8 +68,14 @@ async def add(bus: Bus, key: ApiKey) -> None:
     Raises:
         KeyProblem: the broker does not store it.
     """
-    if not await _write(bus, key, 0):
-        raise KeyProblem("a key with this id exists; try again")
+    async with recorded(bus.nc, bus.subjects, "keys create", key.prefix, f"of tenant {key.tenant}" + rights(key)):
+        if not await _write(bus, key, 0):
+            raise KeyProblem("a key with this id exists; try again")
+
+
+def rights(key: ApiKey) -> str:
+    """What makes a key more than one of many."""
+    return ", sees all tenants" if key.operator else ""
 
 
 async def find(bus: Bus, key_id: str) -> tuple[ApiKey, int]:
@@ -101,9 +106,10 @@ async def revoke(bus: Bus, key_id: str) -> tuple[ApiKey, bool]:
         key, revision = await find(bus, key_id)
         if key.revoked_ns:
             return key, False
-        key = msgspec.structs.replace(key, revoked_ns=time.time_ns(), revoked_by=operator())
-        if await _write(bus, key, revision):
-            return key, True
+        key = msgspec.structs.replace(key, revoked_ns=time.time_ns(), revoked_by=person())
+        async with recorded(bus.nc, bus.subjects, "keys revoke", key.prefix, f"of tenant {key.tenant}"):
+            if await _write(bus, key, revision):
+                return key, True
     raise KeyProblem("others change this key at the same time; try again")
 
 
@@ -118,10 +124,11 @@ async def change(bus: Bus, key_id: str, **fields: object) -> tuple[ApiKey, ApiKe
         before, revision = await find(bus, key_id)
         if before.revoked_ns:
             raise KeyProblem(f"{before.prefix} was revoked, for good: make another key")
-        fields |= {"changed_ns": time.time_ns(), "changed_by": operator()}
-        after = msgspec.structs.replace(before, **fields)
-        if await _write(bus, after, revision):
-            return before, after
+        after = msgspec.structs.replace(before, **fields, changed_ns=time.time_ns(), changed_by=person())
+        detail = ", ".join(f"{name}: {value}" for name, value in fields.items())
+        async with recorded(bus.nc, bus.subjects, "keys set", before.prefix, detail):
+            if await _write(bus, after, revision):
+                return before, after
     raise KeyProblem("others change this key at the same time; try again")
 
 
@@ -132,17 +139,9 @@ async def replace(bus: Bus, key: ApiKey) -> None:
         KeyProblem: there is none, or the broker does not store it.
     """
     _, revision = await find(bus, key.id)
-    if not await _write(bus, key, revision):
-        raise KeyProblem("others change this key at the same time; try again")
-
-
-def operator() -> str:
-    """Who changes keys here, for the record."""
-    try:
-        user = getpass.getuser()
-    except (OSError, KeyError):  # a container's user may have no name
-        user = "unknown"
-    return f"{user}@{socket.gethostname()}"
+    async with recorded(bus.nc, bus.subjects, "keys import", key.prefix, f"of tenant {key.tenant}"):
+        if not await _write(bus, key, revision):
+            raise KeyProblem("others change this key at the same time; try again")
 
 
 async def _write(bus: Bus, key: ApiKey, revision: int) -> bool:

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from configs.flags import Parser
+from infra.bus.audit import person
 from infra.bus.connection import Bus
 from infra.operate import key_store
 from infra.operate.key_copies import copy_into, line_of, read_keys
@@ -210,7 +211,7 @@ async def _create(args: argparse.Namespace, console: Console) -> None:
         expires_ns=expires_ns(args.expires, now_ns),
         operator=args.operator,
         about=args.about,
-        created_by=key_store.operator(),
+        created_by=person(),
     )
     async with open_log(_source(args), name="keys", role="keys", streams=()) as log:
         if log.stopped:

@@ -182,6 +182,42 @@ async def test_every_route_answers_each_role_as_its_policy_says(
 
 
 @pytest.mark.usefixtures("tenants")
+async def test_who_reads_anothers_answer_with_an_operators_key_and_who_deletes_is_in_the_audit_log(
+    deployment: Deployment, https: list[httpx.AsyncClient], http: httpx.AsyncClient, bus: Bus,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    owner, operator = [await make(bus, https, **fields) for fields in ({"tenant": "acme"}, {"operator": True})]
+    ask = {"model": MODEL_NAME, "input": "Hello", "max_output_tokens": 4}
+    made = (await http.post("/v1/responses", json=ask, headers=bearer(owner))).json()["id"]
+    assert (await http.get(f"/v1/responses/{made}", headers=bearer(owner))).status_code == 200
+    assert (await http.get(f"/v1/responses/{made}", headers=bearer(operator))).status_code == 200
+    assert (await http.get("/v1/requests", headers=bearer(operator))).status_code == 200
+    assert (await http.delete(f"/v1/responses/{made}", headers=bearer(owner))).status_code == 200
+    wanted = [
+        (operator, "read", f"/v1/responses/{made}"),
+        (operator, "read", "/v1/requests"),
+        (owner, "delete", f"/v1/responses/{made}"),
+    ]
+    prefixes = {each.rpartition("-")[0] for each in (owner, operator)}
+    async with asyncio.timeout(20):
+        while True:
+            capsys.readouterr()
+            assert await asyncio.to_thread(main, ["audit", "--json", "--data-dir", str(deployment.data_dir)]) == 0
+            lines = [msgspec.json.decode(line) for line in capsys.readouterr().out.splitlines()]
+            found = [each for each in lines if each["key"] in prefixes]
+            if len(found) >= len(wanted):
+                break
+            await asyncio.sleep(0.05)
+    assert {(each["key"], each["action"], each["what"]) for each in found} == {
+        (text.rpartition("-")[0], action, what) for text, action, what in wanted
+    }
+    assert {each["user"] for each in found} == {"gateway"}
+    # The keys of this module are made by the operator on the bus, so that a command notes it.
+    assert any(each["user"] == "operator" and each["action"] == "keys create" for each in lines)
+    assert owner not in str(lines)
+
+
+@pytest.mark.usefixtures("tenants")
 async def test_nobody_continues_or_lists_what_is_anothers(
     https: list[httpx.AsyncClient], http: httpx.AsyncClient, bus: Bus
 ) -> None:

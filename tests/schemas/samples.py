@@ -6,6 +6,7 @@ from typing import Any
 import msgspec
 
 from schemas import (
+    audit,
     budgets,
     contents,
     control,
@@ -419,6 +420,12 @@ SAMPLES: dict[str, tuple[Any, Callable[[bytes], Any]]] = {
     "api_key_that_was_changed": (
         keys.ApiKey("0a1b2c3d4e5f", bytes(32), changed_ns=1_700_000_000_000_000_001, changed_by="root@here"),
         keys.decode,
+    ),
+    "audit": (
+        audit.AuditEntry(
+            "api", "ps_DONE", "stream purge", "root@here", "pst-0a1b2c3d4e5f", "operator", "nats at h, 7", 3, "refused"
+        ),
+        audit.decode,
     ),
     "revoke": (jobs.Revoke(REQUEST.id, 2), jobs.decode),
     "encoded": (transfer.Encoded(REQUEST.id, 2, msgspec.Raw(encode(1)), TICKET, 5, STAMPS), jobs.decode),

@@ -14,6 +14,7 @@ from typing import ClassVar
 import msgspec
 
 from infra.broker.datadir import holder
+from infra.bus.audit import recorded
 from infra.bus.connection import Bus
 from infra.launch.signals import RESUME
 from infra.launch.state import Running, read_state, write_resume
@@ -21,6 +22,7 @@ from infra.operate.drain import DrainFailed, ask
 from infra.operate.workers import registrations
 from infra.planner.connectors.base import ConnectorFailed
 from schemas import control
+from schemas.errors import ServingError
 from schemas.plans import ROLES, Role
 
 STEMS: dict[Role, str] = {"aggregated": "worker", "prefill": "prefill", "decode": "decode"}
@@ -69,8 +71,9 @@ class LocalWorkers:
         if worker is None:
             raise ConnectorFailed(f"{name} is not registered, so it cannot be drained yet")
         try:
-            await ask(self._bus, worker, control.Drain(stay_down=True))
-        except DrainFailed as error:
+            async with recorded(self._bus.nc, self._bus.subjects, "drain", name, f"{worker.worker}, by a planner"):
+                await ask(self._bus, worker, control.Drain(stay_down=True))
+        except (DrainFailed, ServingError) as error:
             raise ConnectorFailed(str(error)) from error
         self._leaving.add(name)
 

@@ -13,6 +13,7 @@ from gateway.access.guard import Guard, noted_in
 from gateway.access.table import STALE_S
 from gateway.main import Exposed, check_loopback, listen
 from infra.broker.server import EmbeddedNats
+from infra.bus.audit import person
 from infra.bus.connection import Bus
 from infra.bus.tasks import Tasks
 from infra.operate import key_store
@@ -158,7 +159,7 @@ async def test_a_key_is_revoked_once_and_the_record_says_by_whom(guarded: Guarde
     name = (await guarded.add()).split("-")[1]
     key, was_valid = await key_store.revoke(guarded.bus, name)
     assert was_valid
-    assert key.revoked_by == key_store.operator()
+    assert key.revoked_by == person()
     assert (await key_store.revoke(guarded.bus, name)) == (key, False)
     with pytest.raises(key_store.KeyProblem, match="no key"):
         await key_store.revoke(guarded.bus, "0" * 12)
