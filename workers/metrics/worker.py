@@ -41,7 +41,8 @@ LABELS = ("namespace", "component", "process", "model", "role")
 
 
 class Metrics:
-    """
+    """Requests and tokens are counted in the thread of the event loop only.
+
     Args:
         process: the scope of the process.
     Attributes:
@@ -56,19 +57,19 @@ class Metrics:
         self.kv = KvMetrics(scope.child("kv"))
         self.handoff = HandoffMetrics(process.child("handoff"))
         self.embed = EmbedMetrics(process.child("embed"))
-        self.tokens = scope.counter("tokens", "output tokens")
+        self.tokens = scope.thread_counter("tokens", "output tokens")
         self.pictures = scope.counter("pictures", "images and videos made", ["kind"])
-        self.requests = scope.counter("requests", "requests that ended here or were handed off", ["code"])
-        self.latency = scope.histogram(
+        self.requests = scope.thread_counter("requests", "requests that ended here or were handed off", ["code"])
+        self.latency = scope.thread_histogram(
             "request_seconds", "from the start on this worker to the end", buckets=REQUEST_SECONDS
         )
-        self.queue = scope.histogram(
+        self.queue = scope.thread_histogram(
             "queue_seconds", "from the router's decision to the start on this worker", buckets=STAGE_SECONDS
         )
-        self.prefill = scope.histogram(
+        self.prefill = scope.thread_histogram(
             "prefill_seconds", "from the start on this worker to the first token", buckets=STAGE_SECONDS
         )
-        self.decode = scope.histogram(
+        self.decode = scope.thread_histogram(
             "time_per_output_token_seconds",
             "mean time between the tokens of an ended request, from its first token on",
             buckets=TOKEN_SECONDS,
