@@ -117,6 +117,7 @@ class Submissions:
         self._repeats: OrderedDict[_Key, list[_SeenSubmission]] = OrderedDict()  # received before their first
         self._same_key = KeyedSlots(SAME_KEY, SAME_KEY_WAITING)
         self._line = WaitingLine()
+        self._entered = asyncio.Event()  # something waits in the line
         self._sub: Any = None
 
     async def start(self) -> None:
@@ -259,16 +260,20 @@ class Submissions:
                 if turn is None:
                     raise
             waited = True
+            self._entered.set()
             await turn
 
     async def _admit(self) -> None:
         while True:
-            await asyncio.sleep(ADMIT_S)
-            waiting = len(self._line) > 0
-            self._gateway.hurry(waiting)
-            if waiting and self._gateway.accepts_submissions():
-                for priority in Priority:
-                    self._line.admit(priority, self._gateway.room(priority))
+            await self._entered.wait()
+            self._entered.clear()
+            while len(self._line):
+                self._gateway.hurry(True)
+                await asyncio.sleep(ADMIT_S)
+                if self._gateway.accepts_submissions():
+                    for priority in Priority:
+                        self._line.admit(priority, self._gateway.room(priority))
+            self._gateway.hurry(False)
 
     def _refuses(self, message: Any) -> bool:
         """Whether a submission must not be stored, and was: its client had to ask."""
