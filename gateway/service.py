@@ -348,9 +348,10 @@ class Gateway:
     def cancel_unfinished(self, inflight: InflightRequest, reason: str = "the client disconnected") -> None:
         """The client has disconnected or has everything. An unfinished request is cancelled, repeatedly until it ends.
 
-        A gateway that is stopping cancels nothing: clients continue at other gateways.
+        A gateway that is stopping cancels nothing: clients continue at other gateways. Nor does one that could not read
+        or store the rest: its client was told to ask for it later.
         """
-        if inflight.ended or self.stopped:
+        if inflight.ended or inflight.cut_off or self.stopped:
             self.release(inflight)
             return
         inflight.cancelling = True

@@ -106,7 +106,11 @@ class MessageRenderer:
         if self._closed:
             return b""
         self._answer.fail(error)
-        self._close()
+        if finished:
+            self._close()
+        else:
+            self._closed = True
+            self._writer.write_apart(b"error", _json(message_error(error, self._request.id)))
         return self._writer.take()
 
     def _begin(self) -> None:
@@ -141,7 +145,6 @@ class MessageRenderer:
         self._closed = True
         answer, writer = self._answer, self._writer
         if answer.error is not None:
-            # An error is no event of the message: a stream that goes on elsewhere has another one in its place.
             if writer.wanted:
                 writer.write(b"error", _json(message_error(answer.error, self._request.id)))
             return

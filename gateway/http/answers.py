@@ -24,7 +24,7 @@ from gateway.http.headers import Scope as Scope
 from gateway.http.headers import Send as Send
 from gateway.http.headers import show_limits, with_header, with_status_of_full
 from gateway.http.idempotency import ClientIds, read_client_ids, submit_once, with_client_id
-from gateway.log.inflight import InflightRequest
+from gateway.log.inflight import GOES_ON, InflightRequest
 from gateway.metrics import ModelMetrics
 from gateway.openai.common import MESSAGE
 from gateway.openai.prepare import PreparedRequest
@@ -373,7 +373,7 @@ class Responder:
                     items = await (inflight.take(nudged=True) if started else inflight.take_within(wait_s))
                     data = renderer.push(items) or (renderer.ping if started and not items else b"")
                 except ServingError as error:
-                    data = renderer.fail(error, finished=error.code is not Code.shutting_down)
+                    data = renderer.fail(error, finished=error.code not in GOES_ON)
                 if not started:
                     if renderer.error is not None:
                         raise renderer.error

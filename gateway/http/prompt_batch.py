@@ -20,14 +20,14 @@ from gateway.http.answers import (
 )
 from gateway.http.connections import SCOPE, Connection
 from gateway.http.idempotency import ClientIds
-from gateway.log.inflight import InflightRequest
+from gateway.log.inflight import GOES_ON, InflightRequest
 from gateway.openai.errors import unsupported
 from gateway.openai.prepare import PreparedRequest
 from gateway.openai.prompt_batch import BatchRenderer, merge_answers, split_prompts
 from gateway.openai.sse import COMMENT, error_event
 from gateway.service import Gateway
 from infra.model.detokenizer import Detokenizer
-from schemas.errors import Code, ServingError
+from schemas.errors import ServingError
 from schemas.tokens import TokenItem
 
 
@@ -167,7 +167,7 @@ class _PromptStream:
             error = failures.exceptions[0]
             if not isinstance(error, ServingError) or error is DISCONNECTED:
                 raise error from None
-            last, code = error_event(error, finished=error.code is not Code.shutting_down), error.code.value
+            last, code = error_event(error, finished=error.code not in GOES_ON), error.code.value
         await self._body(0, (), last, more=False)
         for usage in self._renderer.usages:
             account(self._metrics, usage)

@@ -5,10 +5,10 @@ import msgspec
 from gateway.http.answers import HEAD_S, JSON, REQUEST_ID, IdleTimer, Responder, Send
 from gateway.images.files import read_file
 from gateway.images.responses import ImageAggregator, ImagesResponse, ImageStreamRenderer
-from gateway.log.inflight import InflightRequest
+from gateway.log.inflight import GOES_ON, InflightRequest
 from gateway.openai.sse import COMMENT
 from gateway.service import Gateway
-from schemas.errors import Code, ServingError
+from schemas.errors import ServingError
 
 _json = msgspec.json.encode
 
@@ -50,7 +50,7 @@ class ImageResponder:
                     if not started:
                         raise
                     aggregator.error, code = error, error.code.value
-                    data = renderer.fail(error, finished=error.code is not Code.shutting_down)
+                    data = renderer.fail(error, finished=error.code not in GOES_ON)
                 if not started:
                     started = True
                     await self._responder.begin_stream()

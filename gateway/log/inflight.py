@@ -21,6 +21,9 @@ FEW_ITEMS = 16
 PORTION_BYTES = 4_096  # token ids returned at once: 1,024 tokens are rendered in about 2 ms
 ITEM_BYTES = 16  # size of an item without its tokens
 
+# With these a gateway ends an answer whose request goes on, and can be read on elsewhere or later.
+GOES_ON = (Code.shutting_down, Code.broker_unavailable)
+
 Behind = Callable[["InflightRequest"], None]
 
 
@@ -116,6 +119,11 @@ class InflightRequest:
         if mark != self._mark or self._paused or self.ended:
             self._mark, self._moved = mark, now
         return now - self._moved
+
+    @property
+    def cut_off(self) -> bool:
+        """Its reader was failed while the request itself goes on."""
+        return self._error is not None and self._error.code in GOES_ON
 
     @property
     def answered(self) -> bool:

@@ -36,6 +36,10 @@ class EventWriter:
             self._out.append(b"id: %d\nevent: %b\ndata: %b\n\n" % (self.number, kind, data))
         self.number += 1
 
+    def write_apart(self, kind: bytes, data: bytes) -> None:
+        """An event without a number: the stream goes on elsewhere, and has another one in its place."""
+        self._out.append(b"event: %b\ndata: %b\n\n" % (kind, data))
+
     def take(self) -> bytes:
         out, self._out = self._out, []
         return b"".join(out)

@@ -90,7 +90,7 @@ class ResponseRenderer:
             event = ResponseEvent(
                 "error", self._writer.number, code=error.code.value, message=error.message, param=error.param
             )
-            return self._writer.take() + b"event: error\ndata: " + _json(event) + b"\n\n"
+            self._writer.write_apart(b"error", _json(event))
         return self._writer.take()
 
     def _begin(self) -> None:

@@ -16,6 +16,8 @@ from gateway.http.answers import Generations, IdleTimer, Responder, SendError, a
 from gateway.http.connections import SCOPE
 from gateway.http.messages import send_message_error
 from gateway.log.inflight import InflightRequest
+from gateway.log.store_check import unstored
+from gateway.openai.responses import stopping
 from gateway.openai.responses_api.record import encode_stored
 from gateway.openai.responses_api.requests import ResponsesRequest
 from gateway.openai.sse import COMMENT as PING_COMMENT
@@ -58,6 +60,34 @@ async def test_a_stream_shows_that_it_lives_while_it_waits_for_tokens(
     alone = renderer_for(asked, DETOKENIZER).push(items("Hi there.", STOP))
     assert bytes(sent).replace(ping, b"") == alone.replace(ping, b""), "pings are no events and change no number"
     assert b"id:" not in ping
+
+
+@pytest.mark.parametrize("error", [unstored("r"), stopping("r")], ids=lambda error: error.code.value)
+@pytest.mark.parametrize("asked", [asked for asked, _ in STREAMS], ids=lambda asked: asked.endpoint)
+async def test_a_stream_that_was_cut_off_goes_on_elsewhere_without_a_hole(
+    asked: GenerateRequest, error: ServingError
+) -> None:
+    inflight = InflightRequest(asked)
+    gateway = MagicMock(turns=TurnBudget(), settings=GatewaySettings())
+    sent = bytearray()
+
+    async def send(message: MutableMapping[str, Any]) -> None:
+        sent.extend(message.get("body", b""))
+
+    answer = items("Look: it is here, and there is more of it.")
+    for seq, item in enumerate(answer[: len(answer) // 2]):
+        inflight.feed(item, seq)
+    inflight.fail(error)
+    responder = Responder(gateway, inflight, {SCOPE: MagicMock(lost=False)}, send, 0.0)
+    assert await responder.stream(renderer_for(asked, DETOKENIZER)) == error.code.value
+    *seen, last = bytes(sent).removesuffix(b"\n\n").split(b"\n\n")
+    assert b"error" in last
+    assert not last.startswith(b"id:"), "what goes on elsewhere has another event of that number"
+
+    elsewhere = renderer_for(asked, DETOKENIZER)
+    elsewhere.resume(seen[-1].partition(b"\n")[0].removeprefix(b"id: ").decode())
+    rest = elsewhere.push(answer).removesuffix(b"\n\n").split(b"\n\n")
+    assert [*seen, *rest] == renderer_for(asked, DETOKENIZER).push(answer).removesuffix(b"\n\n").split(b"\n\n")
 
 
 class Clock:
