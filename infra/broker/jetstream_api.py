@@ -4,7 +4,9 @@ A client library's structs lag behind the server's fields, and the server refuse
 nothing that is asked for is lost silently.
 """
 
+import asyncio
 import json
+import time
 from typing import Any
 
 import msgspec
@@ -12,12 +14,13 @@ from nats.aio.client import Client
 from nats.errors import Error as NatsError
 from nats.errors import NoRespondersError
 
-from infra.bus.jetstream import ApiError
+from infra.bus.jetstream import BUSY, ApiError
 
 Config = dict[str, Any]
 
 _TIMEOUT_S = 30.0  # a stream is a few files; a busy disk may take its time
 _PROBE_S = 2.0
+_AGAIN_S = 0.5
 
 
 class BrokerProblem(Exception):
@@ -57,6 +60,19 @@ def _accepted(verb: str, answer: Config | ApiError) -> Config:
 async def _ask(nc: Client, verb: str, body: Config) -> Config | ApiError:
     """Ask the JetStream API; every verb used here may be repeated.
 
+    Raises:
+        BrokerProblem: the server does not answer; a cluster has no leader for it, for longer than an election takes.
+    """
+    until = time.monotonic() + _TIMEOUT_S
+    while isinstance(answer := await _ask_once(nc, verb, body), ApiError) and answer.err_code in BUSY:
+        if time.monotonic() > until:
+            raise BrokerProblem(f"$JS.API.{verb}: {answer} for {_TIMEOUT_S:.0f} s: do most servers of the cluster run?")
+        await asyncio.sleep(_AGAIN_S)
+    return answer
+
+
+async def _ask_once(nc: Client, verb: str, body: Config) -> Config | ApiError:
+    """
     Raises:
         BrokerProblem: the server does not answer.
     """

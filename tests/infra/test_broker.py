@@ -24,6 +24,7 @@ from infra.broker.config import USERS, ServerConfig, render
 from infra.broker.datadir import DataDirBusy, Lock, load_secrets
 from infra.broker.failures import ServerFailed
 from infra.broker.jetstream_api import BrokerProblem
+from infra.broker.main import apply_at
 from infra.broker.roles import ROLES, permissions
 from infra.broker.server import EmbeddedNats, was_started_with
 from infra.bus import object_store
@@ -31,7 +32,9 @@ from infra.bus.connection import connect as open_bus
 from infra.launch.sockets import CannotListen
 from schemas.streams import topology
 from schemas.subjects import Subjects
+from tests.cluster_support import NODES, three_nodes
 from tests.conftest import Connect, round_trip
+from tests.pipeline.support import until as eventually
 
 MakeBroker = Callable[..., EmbeddedNats]
 S = Subjects()
@@ -540,3 +543,21 @@ def test_a_binary_is_found_without_path(monkeypatch: pytest.MonkeyPatch) -> None
     find_server.cache_clear()
     assert find_server().name.startswith("nats-server")
     find_server.cache_clear()
+
+
+async def test_streams_are_applied_once_a_cluster_without_a_leader_has_one(tmp_path: Path) -> None:
+    async with three_nodes(tmp_path) as cluster:
+        await apply_at(cluster.url(), cluster.subjects, replicas=NODES)
+        cluster.kill(1)
+        cluster.kill(2)
+        client = await cluster.client(0)
+
+        async def leaderless() -> bool:
+            return b"10008" in (await client.request("$JS.API.INFO", b"", timeout=5)).data
+
+        await eventually(leaderless, "the cluster has no leader")
+        await client.close()
+        applied = asyncio.create_task(apply_at(cluster.url(nodes=[0]), cluster.subjects, replicas=NODES))
+        await asyncio.gather(cluster.restart(1), cluster.restart(2))
+        async with asyncio.timeout(60):
+            await applied
