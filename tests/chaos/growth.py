@@ -241,7 +241,7 @@ async def measure(
 ) -> Result:
     """On a deployment of its own below ``home``."""
     flags = (*topology.flags, "--no-store-grace-s", f"{GRACE_S:g}")
-    system = await System.started(home, topology._replace(flags=flags, clock_s=0.0), say)
+    system = await System.started(home, topology._replace(flags=flags, clock_s=0.0), say, small_disk=False)
     try:
         bus = await connect(system.deployment.state.nats_url, role="client", name="chaos")
         try:

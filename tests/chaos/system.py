@@ -70,6 +70,7 @@ class System:
         other: OtherBuild | None = None,
         share: bool = False,
         seed: int = 1,
+        small_disk: bool = True,
     ) -> Self:
         """Start everything, and wait until it is ready.
 
@@ -77,6 +78,7 @@ class System:
             other: processes come from both builds in turn.
             share: there are three routers, which share their requests now and then.
             seed: of clocks.
+            small_disk: a lone broker's disk is one that can be filled.
         """
         async with contextlib.AsyncExitStack() as opened:
             ports = free_run(0, 2 + topology.gateways)  # shared, one of each gateway, the broker's; same after a crash
@@ -94,7 +96,7 @@ class System:
                 flags += ["--nats-url", brokers.url]
             else:
                 flags += ["--nats-port", str(ports[-1])]
-                disk = Disk.mounted(home / "data")
+                disk = Disk.mounted(home / "data") if small_disk else None
                 if disk is not None:
                     opened.callback(disk.unmount)
             if topology.links:
