@@ -6,6 +6,7 @@ import time
 import structlog
 
 from infra.bus.connection import Bus
+from infra.bus.direct_get import get_last
 from infra.bus.publisher import Publisher
 from infra.bus.puller import ACK
 from router import terminal_events
@@ -70,7 +71,11 @@ class TerminalPublisher:
             await asyncio.sleep(POLL_S)
 
     async def _publish_end(self, pending: PendingRequest, code: Code, message: str) -> None:
-        """Terminal token item, terminal event, acknowledgement, each stored before the next."""
+        """Terminal event, terminal token item, acknowledgement, each stored before the next.
+
+        The event first: only one end of a request is stored, and if a worker's came before this one, no client may
+        read another. A router that dies in between leaves readers to the record.
+        """
         request, attempt = pending.request, pending.attempt
         batch = TokenBatch(self._router, 0, 0, (terminal_events.last_item(request, attempt, code, message),))
         event = terminal_events.refused(
@@ -85,8 +90,8 @@ class TerminalPublisher:
         )
         try:
             subject, msg_id = self._bus.subjects.tokens(request.token_address), f"{request.id}:{attempt}:end"
-            await self._publisher.publish(subject, wire.encode(batch), msg_id, timeout=TIMEOUT_S)
-            await self._publish_event(request, event)
+            if await self._publish_event(request, event):
+                await self._publisher.publish(subject, wire.encode(batch), msg_id, timeout=TIMEOUT_S)
             if pending.reply:
                 await self._bus.nc.publish(pending.reply, ACK)
         finally:
@@ -112,11 +117,18 @@ class TerminalPublisher:
         finally:
             self._ending.discard(attempt.request_id)
 
-    async def _publish_event(self, request: GenerateRequest, event: done.Done) -> None:
+    async def _publish_event(self, request: GenerateRequest, event: done.Done) -> bool:
+        """False: the request had another end already."""
         headers = {HEADER_SUMMARY: summary.header_of(event, request)}
         if request.no_store:
             event = done.without_content(event)
             headers[HEADER_NO_STORE] = "1"
         payload = done.encode_within(event, self._bus.max_message)
         subject = self._bus.subjects.done(request.tenant, request.model, request.id)
-        await self._publisher.publish(subject, payload, request.id, headers=headers, timeout=TIMEOUT_S, once=True)
+        ack = await self._publisher.publish(subject, payload, request.id, headers=headers, timeout=TIMEOUT_S, once=True)
+        if not ack.duplicate:
+            return True
+        # The same end may have been stored by an earlier try, or by another router.
+        entry = await get_last(self._bus, self._bus.subjects.stream("DONE"), subject)
+        stored = done.decode(entry.data) if entry is not None else None
+        return isinstance(stored, done.Done) and (stored.code, stored.attempt) == (event.code, event.attempt)

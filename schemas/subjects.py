@@ -30,6 +30,7 @@ HEADER_LOAD = "Penstock-Load"
 HEADER_KEYS = "Penstock-Keys"
 HEADER_RETURNED = "Penstock-Returned"
 HEADER_CRASHED = "Penstock-Crashed"
+HEADER_GONE = "Penstock-Gone"  # a worker whose process has ended
 HEADER_SUSPECT = "Penstock-Suspect"
 HEADER_RECORDED_TIME = "Penstock-Recorded-Time"
 HEADER_NO_STORE = "Penstock-No-Store"

@@ -19,7 +19,7 @@ import structlog
 
 from configs.settings import WorkerSettings
 from schemas import done, wire
-from schemas.subjects import Subjects
+from schemas.subjects import HEADER_GONE, Subjects
 from workers.requests import RunningRequest
 
 log = structlog.get_logger("worker")
@@ -157,7 +157,7 @@ def returns(life: LastLife, end: End, subjects: Subjects) -> list[Message]:
 def _returned(ran: Ran, end: End, subjects: Subjects) -> Message:
     crashed = ("alone" if ran.alone else "shared") if end.crashed else done.KILLED
     event = done.Returned(ran.request, ran.model, ran.attempt, ran.worker, end.reason, end.crashed, crashed)
-    headers = done.returned_headers(event)
+    headers = done.returned_headers(event) | {HEADER_GONE: ran.worker}
     return Message(subjects.returned(ran.model), wire.encode(event), done.returned_id(event), headers)
 
 

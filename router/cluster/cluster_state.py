@@ -22,7 +22,7 @@ from router.cluster.caches import SWEEP_BLOCKS, Caches
 from router.cluster.cluster_listener import ClusterListener
 from router.cluster.disconnects import DisconnectWatch
 from router.cluster.lease_losses import LeaseLosses
-from router.cluster.registration_removal import BROKE, RegistrationRemoval
+from router.cluster.registration_removal import BROKE, ENDED, RegistrationRemoval
 from router.cluster.return_reader import ReturnReader
 from router.cluster.sent import read_sent
 from router.cluster.snapshots import Snapshot, Snapshots
@@ -66,7 +66,7 @@ class ClusterState:
         self.disconnects = DisconnectWatch(self._is_worker_connection)
         self._work = self._tail("WORK", "work", self._on_work)
         self._done = self._tail("DONE", "done", self._on_done)
-        self._returns = ReturnReader(bus, self._on_returned)
+        self._returns = ReturnReader(bus, self._on_returned, self._removal.remove_ended)
         self.returned = ReturnedAttempts()
         self.losses = LeaseLosses()
         self._returned = self._tail("DONE", "returned", self._returns.on_entry)
@@ -354,7 +354,7 @@ class ClusterState:
 
     def _on_left(self, worker: RegisteredWorker, why: str) -> None:
         registration, name = worker.registration, worker.registration.worker
-        if why in (EXPIRED, BROKE):
+        if why in (EXPIRED, BROKE, ENDED):
             losing = registration.name or name.rpartition("-")[0]
             self.losses.add(
                 losing,

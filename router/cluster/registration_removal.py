@@ -1,4 +1,5 @@
-"""Removes the registrations of dead workers: after a broken connection, and those that a killed broker brought back."""
+"""Removes the registrations of dead workers: after a broken connection, when their process is reported to have ended,
+and those that a killed broker brought back."""
 
 import asyncio
 
@@ -14,6 +15,7 @@ log = structlog.get_logger("router")
 
 TRIES = 3
 BROKE = "its connection broke"
+ENDED = "its process ended"
 
 
 class RegistrationRemoval:
@@ -29,6 +31,12 @@ class RegistrationRemoval:
             if worker.registration.connection in connections:
                 self._tasks.spawn(self._remove_key(name, worker.revision), name=f"remove-{name}")
                 self._registry.remove(name, BROKE)
+
+    def remove_ended(self, name: str) -> None:
+        """The process of this worker has ended. Otherwise it would be given requests until its lease expires."""
+        if (worker := self._registry.members.get(name)) is not None:
+            self._tasks.spawn(self._remove_key(name, worker.revision), name=f"remove-{name}")
+            self._registry.remove(name, ENDED)
 
     def remove_stale(self) -> None:
         """Remove expired registrations that a killed broker brought back, in a task; one runs at a time."""

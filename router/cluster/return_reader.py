@@ -9,7 +9,7 @@ import structlog
 from infra.bus.connection import Bus
 from infra.bus.direct_get import Entry
 from schemas import done
-from schemas.subjects import HEADER_CRASHED, HEADER_RETURNED, request_of
+from schemas.subjects import HEADER_CRASHED, HEADER_GONE, HEADER_RETURNED, request_of
 
 log = structlog.get_logger("router")
 
@@ -18,11 +18,13 @@ class ReturnReader:
     """
     Args:
         returned: called with request, attempt, reason of each, and whether it crashed (``Returned.crashed``).
+        gone: called with a worker whose process has ended, as its supervisor or its next life says, after that.
     """
 
-    def __init__(self, bus: Bus, returned: Callable[[str, int, str, str], None]) -> None:
+    def __init__(self, bus: Bus, returned: Callable[[str, int, str, str], None], gone: Callable[[str], None]) -> None:
         self._bus = bus
         self._returned = returned
+        self._gone = gone
         self._fetching: set[asyncio.Future[None]] = set()
 
     def on_entry(self, entry: Entry) -> None:
@@ -33,6 +35,8 @@ class ReturnReader:
                 request = request_of(entry.headers)
                 crashed = entry.headers.get(HEADER_CRASHED, "")
                 self._returned(request, *done.read_returned_header(header), crashed)
+                if worker := entry.headers.get(HEADER_GONE):
+                    self._gone(worker)
             elif entry.data:
                 self._on_body(entry.data)
             else:  # from a worker of an older release: only the body has the attempt

@@ -19,7 +19,7 @@ from router.service import Router
 from schemas import blocks, control, done, fleet, jobs, kv, wire
 from schemas.jobs import Job
 from schemas.requests import GenerateRequest
-from schemas.subjects import HEADER_LOAD, HEADER_MSG_ID, Subjects
+from schemas.subjects import HEADER_GONE, HEADER_LOAD, HEADER_MSG_ID, Subjects
 from schemas.transfer import Encoded, Endpoint, Memory, Prefilled, Ticket
 from tests.infra.bus.support import eventually
 from tests.workers.support import BLOCK, MODEL, LogClient, dial
@@ -181,12 +181,18 @@ class Stub:
         *,
         header: bool = True,
         crashed: str = "",
+        gone: bool = False,
     ) -> None:
-        """Without its ``header`` as workers of releases up to 0.1 do. ``crashed``: as whoever reports its death."""
+        """Without its ``header`` as workers of releases up to 0.1 do.
+
+        Args:
+            crashed: as whoever reports its death.
+            gone: as whoever saw that its process ended.
+        """
         event = done.Returned(asked.id, asked.model, attempt, self.id, reason, crashed=crashed)
         headers = {HEADER_MSG_ID: f"{asked.id}:{attempt}:returned"}
         if header:
-            headers |= done.returned_headers(event)
+            headers |= done.returned_headers(event) | ({HEADER_GONE: self.id} if gone else {})
         await self.bus.js.publish(self.bus.subjects.returned(asked.model), wire.encode(event), headers=headers)
 
     async def hand_off(self, job: Job, resume: tuple[bytes, ...] = ()) -> int:

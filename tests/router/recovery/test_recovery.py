@@ -10,6 +10,7 @@ import pytest
 from infra.broker.server import EmbeddedNats
 from infra.bus.direct_get import read
 from router.cluster import cluster_state
+from router.pending import PendingRequest
 from router.recovery import recovery
 from router.recovery.fencing import InterruptedAttempt, fence
 from schemas import done, jobs, tokens, wire
@@ -189,6 +190,40 @@ async def test_a_request_does_not_go_back_to_a_dead_worker_that_is_registered_ye
     worker, job = await clients.placed(asked, 2)
     assert (worker, job.suspect) == ("w2", suspect)
     assert job.decision.reason == "worker_lost: it ended"
+
+
+async def test_a_worker_whose_process_is_reported_to_have_ended_is_given_nothing_more(
+    clients: Clients, one: Routing
+) -> None:
+    """Its lease has not expired, and its connection is not known to be broken."""
+    asked, other = request(), request((9, 9))
+    dead = await on(clients, one, "w1", asked)
+    await dead.stop()
+    await dead.hand_back(asked, reason="it was killed", crashed="killed", gone=True)
+    await clients.ask(other)
+    await eventually(lambda: {*one.waiting} == {asked.id, other.id})
+    assert one.router.cluster.tracker.worker("w1") is None
+    await clients.stub("w2")
+    assert (await clients.placed(asked, 2))[0] == "w2"
+    assert (await clients.placed(other))[0] == "w2"
+
+
+async def test_a_client_is_told_of_no_end_but_the_one_that_is_stored(
+    log: LogClient, clients: Clients, one: Routing
+) -> None:
+    """A worker that was taken for lost had stored the end of its request."""
+    asked, other = request(), request((9, 9))
+    stub = await on(clients, one, "w1", asked)
+    await stub.finish(asked)
+    await eventually(lambda: log.ends(asked))
+    terminal = one.router._terminal
+    for ended in (asked, other):
+        terminal.end(
+            PendingRequest(ended, wire.encode(ended), "", 0, attempt=4), Code.worker_lost, "4 workers were lost"
+        )
+    await terminal.drain(20)
+    assert (await log.end(other)).code == Code.worker_lost
+    assert not log.progress(asked)[0].finish, "nothing of the end that was refused"
 
 
 async def test_what_two_crashes_name_runs_alone_and_a_third_ends_it(
