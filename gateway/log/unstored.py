@@ -1,6 +1,6 @@
 """This gateway's requests with ``no_store``: what is in memory storage of them, until a grace period after their end.
 
-The gateway that accepted a request keeps its content and what was streamed of it while it is open. So a broker without
+The gateway that accepted a request keeps its content and what was streamed of it for so long, too. So a broker without
 a cluster may restart: everything is put again, and neither the worker nor the client notices.
 """
 
@@ -16,7 +16,7 @@ import msgspec
 import structlog
 from nats.errors import Error as NatsError
 
-from gateway.log.inflight import InflightRequest
+from gateway.log.inflight import ITEM_BYTES, InflightRequest
 from gateway.log.memory_ledger import Fronts, MemoryLedger
 from gateway.log.records import Records
 from gateway.log.subscription import TokenSubscription
@@ -41,6 +41,7 @@ LATE_S = 60.0  # a request that runs for longer is stored again, so that it hold
 LATE_AT_ONCE = 16
 SINGLY = 64  # contents deleted one by one at a time, behind a request that runs for long
 DELETE_S = 2.0
+MOST_ENDED_BYTES = 32 << 20  # of requests in their grace period, kept to be put again; the oldest are dropped
 MOST_MEDIA_BYTES = 256 << 20  # of images of open requests, kept to be put again
 OTHERS_S = 15.0
 OTHERS_AT_ONCE = 256
@@ -61,6 +62,22 @@ class _Media(msgspec.Struct):
 class _Open(msgspec.Struct):
     inflight: InflightRequest
     content: bytes
+
+    @property
+    def size(self) -> int:
+        """Bytes kept to be put again."""
+        size = len(self.content)
+        for item in self.inflight.kept or ():
+            size += ITEM_BYTES + len(item.tokens) + sum(16 + 16 * len(each.top) for each in item.logprobs or ())
+        return size
+
+
+class _Ended(msgspec.Struct):
+    """``until``: when it is deleted, monotonic. ``kept``: what is put again; None: it was too much."""
+
+    until: float
+    kept: _Open | None
+    size: int
 
 
 _purged = msgspec.json.Decoder(_Purged).decode
@@ -88,7 +105,8 @@ class UnstoredRequests:
         self._tasks = tasks.group("unstored")
         self._key = secrets.token_bytes(32)
         self._open: dict[str, _Open] = {}
-        self._ended: dict[str, float] = {}  # request -> when it is deleted, monotonic
+        self._ended: dict[str, _Ended] = {}
+        self._ended_bytes = 0
         self._ledger = MemoryLedger()
         self._media: dict[str, _Media] = {}
         self._media_bytes = 0
@@ -98,7 +116,7 @@ class UnstoredRequests:
     async def start(self) -> None:
         await self.streams.open()
         self.streams.on_renewed.append(self._put_again)
-        self._tasks.spawn(self.streams.watch(lambda: bool(self._open)), name="watch")
+        self._tasks.spawn(self.streams.watch(lambda: bool(self._open or self._ended)), name="watch")
         self._tasks.spawn(self._sweep_forever(), name="sweep")
         self._tasks.spawn(self._sweep_others_forever(), name="sweep-others")
 
@@ -232,8 +250,9 @@ class UnstoredRequests:
         for request_id, each in list(self._open.items()):
             if each.inflight.ended:
                 self._end(request_id, now)
-        for request_id, _ in list(takewhile(lambda each: each[1] <= now, self._ended.items())):  # in their order
+        for request_id, ended in list(takewhile(lambda each: each[1].until <= now, self._ended.items())):  # in order
             del self._ended[request_id]
+            self._drop_kept(ended)
             self._over(request_id)
         for owner in [owner for owner, media in self._media.items() if not media.request and media.until < now]:
             self._drop_media(owner)  # its request was never accepted
@@ -243,8 +262,19 @@ class UnstoredRequests:
 
     def _end(self, request_id: str, now: float) -> None:
         each = self._open.pop(request_id)
-        each.inflight.kept = None
-        self._ended[request_id] = now + self._grace_s
+        ended = _Ended(now + self._grace_s, each, each.size)
+        self._ended[request_id] = ended
+        self._ended_bytes += ended.size
+        if self._ended_bytes > MOST_ENDED_BYTES:
+            for older in self._ended.values():
+                self._drop_kept(older)
+                if self._ended_bytes <= MOST_ENDED_BYTES // 2:
+                    break
+
+    def _drop_kept(self, ended: _Ended) -> None:
+        if ended.kept is not None:
+            ended.kept.inflight.kept = ended.kept = None
+            self._ended_bytes -= ended.size
 
     async def _store_late_again(self, now: float) -> None:
         position = self._ledger.position
@@ -323,7 +353,8 @@ class UnstoredRequests:
     async def _put_again(self) -> None:
         self._ledger.renewed()
         now_ns = self._bus.clock.now_ns()
-        open_ = [each for each in self._open.values() if not each.inflight.ended]
+        ended = [each.kept for each in self._ended.values() if each.kept is not None]
+        open_ = [*self._open.values(), *ended]
         waits = [
             await memory.put(
                 self._bus,

@@ -18,6 +18,8 @@ from infra.model.modeldir import ModelDir
 from schemas.errors import Code, ServingError
 from schemas.requests import GenerateRequest
 from schemas.subjects import Subjects
+from schemas.tokens import Finish, TokenItem
+from schemas.wire import pack_tokens
 from tests.gateway.nats.support import Running, gateway_on
 from tests.infra.bus.support import opened
 
@@ -104,3 +106,21 @@ async def test_it_is_cancelled_if_its_content_was_refused(
             await bus.nc.flush()
             await asyncio.sleep(0)
     assert request.id.encode() in cancelled[0]
+
+
+async def test_what_has_ended_is_put_again_until_its_grace_is_over(bus: Bus, running: Running) -> None:
+    """Its client may have been cut off by the broker's restart, and asks for the answer again."""
+    gateway = running.gateway
+    prepared = await gateway.prepare("completion", BODY)
+    inflight = await gateway.submit(prepared.request)
+    inflight.feed(TokenItem(prepared.request.id, 1, 0, 0, pack_tokens([1, 2]), Finish("length")), 1)
+    now = asyncio.get_running_loop().time()
+    await gateway.unstored._sweep(now)
+    assert not list(gateway.unstored.open)
+    for again in (True, False):
+        for stream in ("MEMORY_CONTENTS", "MEMORY_TOKENS"):
+            await bus.nc.request(f"$JS.API.STREAM.PURGE.{bus.subjects.stream(stream)}", b"")
+        assert await content(bus, gateway, prepared.request) is None
+        await gateway.unstored._put_again()
+        assert bool(await content(bus, gateway, prepared.request)) is again
+        await gateway.unstored._sweep(now + gateway.settings.no_store_grace_s + 1)
