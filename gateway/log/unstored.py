@@ -273,7 +273,8 @@ class UnstoredRequests:
 
     def _drop_kept(self, ended: _Ended) -> None:
         if ended.kept is not None:
-            ended.kept.inflight.kept = ended.kept = None
+            ended.kept.inflight.kept = None
+            ended.kept = None
             self._ended_bytes -= ended.size
 
     async def _store_late_again(self, now: float) -> None:

@@ -1,14 +1,16 @@
 """Makes a shared consumer again that was deleted on the broker: without it, its stream would never be read."""
 
-import datetime
 import json
+import time
 from typing import Any
 
 import msgspec
 from nats.errors import Error as NatsError
 
 from infra.bus.connection import Bus
+from infra.bus.direct_get import before_time
 from infra.bus.jetstream import ApiError
+from schemas.errors import ServingError
 from schemas.streams import ConsumerSpec
 
 EXISTS = 10148  # it is there, configured otherwise
@@ -63,8 +65,11 @@ async def make_again(
     if start_seq:
         config |= {"deliver_policy": "by_start_sequence", "opt_start_seq": start_seq}
     elif since_s:
-        start = datetime.datetime.now(datetime.UTC) - datetime.timedelta(seconds=since_s)
-        config |= {"deliver_policy": "by_start_time", "opt_start_time": start.isoformat()}
+        try:
+            before = await before_time(bus, stream, time.time_ns() - int(since_s * 1e9))
+        except ServingError as error:
+            raise OSError(error.message) from None
+        config |= {"deliver_policy": "by_start_sequence", "opt_start_seq": before + 1}
     body = json.dumps({"stream_name": stream, "config": config, "action": "create"}).encode()
     subject = f"$JS.API.CONSUMER.CREATE.{stream}.{config['name']}"
     if filtered:

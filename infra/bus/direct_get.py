@@ -147,12 +147,10 @@ async def read(
         for entry in bus.read(stream, subject, after=after, since_ns=since_ns, until_seq=until_seq):
             yield entry
         return
+    if since_ns and not after:
+        after = await before_time(bus, stream, since_ns)
     while True:
-        query: dict[str, Any] = {"batch": batch, "max_bytes": BATCH_BYTES, "next_by_subj": subject}
-        if after or not since_ns:
-            query["seq"] = after + 1
-        else:
-            query["start_time"] = format_time(since_ns)
+        query: dict[str, Any] = {"batch": batch, "max_bytes": BATCH_BYTES, "next_by_subj": subject, "seq": after + 1}
         entries, pending = await _batch(bus, stream, query)
         for entry in entries:
             if until_seq is not None and entry.seq > until_seq:
@@ -164,12 +162,50 @@ async def read(
                 continue
         if not bus.clustered or after == until_seq:
             return
-        start = {"seq": after + 1} if after or not since_ns else {"start_time": format_time(since_ns)}
-        missed = await _ask_leader(bus, stream, {"next_by_subj": subject, **start}, LEADER_S)
+        missed = await _ask_leader(bus, stream, {"next_by_subj": subject, "seq": after + 1}, LEADER_S)
         if missed is None or (until_seq is not None and missed.seq > until_seq):
             return
         yield missed
         after = missed.seq
+
+
+async def before_time(bus: "Bus", stream: str, since_ns: int) -> int:
+    """The sequence of the last message stored before a time, or one from there to the first message stored later.
+
+    Once nats-server 2.15.1 was killed and has started again, its search by time (``start_time``) passes over each block
+    of the stream's file whose last message had been erased, and thousands of messages with it. So what it finds is
+    checked, and looked for by sequences where that is wrong.
+
+    Args:
+        since_ns: Unix time.
+    Raises:
+        ServingError: the stream did not answer in time.
+    """
+
+    async def at_or_after(query: dict[str, Any]) -> Entry | None:
+        entries, _ = await _batch(bus, stream, {"batch": 1, "max_bytes": BATCH_BYTES, "next_by_subj": ">"} | query)
+        return entries[0] if entries else None
+
+    found = await at_or_after({"start_time": format_time(since_ns)})
+    if found is not None:
+        if found.seq == 1:
+            return 0
+        before = await at_or_after({"seq": found.seq - 1})
+        if before is not None and before.seq < found.seq and _server_ns(before) < since_ns:
+            return before.seq
+    first = await at_or_after({"seq": 1})
+    if first is None or _server_ns(first) >= since_ns:
+        return first.seq - 1 if first is not None else 0
+    end = found.seq - 1 if found is not None else (await stream_end(bus, stream))[0]
+    early, late = first.seq, end + 1  # a message before that time, and where the messages that follow ``end`` are late
+    while early + 1 < late:
+        middle = (early + late) // 2
+        entry = await at_or_after({"seq": middle})
+        if entry is None or entry.seq >= late or _server_ns(entry) >= since_ns:
+            late = middle
+        else:
+            early = entry.seq
+    return early
 
 
 async def read_backwards(
@@ -387,6 +423,11 @@ def _entry(message: Message) -> Entry:
         headers,
         int(headers.get("Nats-Last-Sequence", "0")),
     )
+
+
+def _server_ns(entry: Entry) -> int:
+    """When the server stored it, also if it was imported."""
+    return parse_time(entry.headers["Nats-Time-Stamp"])
 
 
 def _unreadable(stream: str, reason: str) -> ServingError:

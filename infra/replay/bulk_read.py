@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 from urllib.parse import unquote, urlsplit
 
 from infra.bus.connection import CONNECT_S
-from infra.bus.direct_get import format_time
 from schemas.errors import Code, ServingError
 from schemas.subjects import inbox_prefix
 
@@ -38,9 +37,7 @@ class NeedsTls(Exception):
     """The server takes connections with TLS only."""
 
 
-def read_bulk(
-    url: str, stream: str, subject: str, *, after: int = 0, since_ns: int = 0, until_seq: int = 0
-) -> Iterator[StoredMessage]:
+def read_bulk(url: str, stream: str, subject: str, *, after: int = 0, until_seq: int = 0) -> Iterator[StoredMessage]:
     """Stored messages of ``subject`` in stream order; the arguments are those of ``direct_get.read``.
 
     The next batch is read in a thread while the caller works on one. Each has a connection of its own: the broker ends
@@ -56,7 +53,7 @@ def read_bulk(
             return connection.batch(stream, {"batch": BATCH, "max_bytes": BATCH_BYTES, "next_by_subj": subject} | start)
 
     with ThreadPoolExecutor(1, "export") as thread:
-        batch = fetch({"seq": after + 1} if after or not since_ns else {"start_time": format_time(since_ns)})
+        batch = fetch({"seq": after + 1})
         while batch:
             last = batch[-1].seq
             over = bool(until_seq) and last >= until_seq

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Iterator
 
-from infra.bus.direct_get import Entry, format_time, read
+from infra.bus.direct_get import Entry, before_time, format_time, read
 from infra.replay.bulk_read import NeedsTls, read_bulk
 from infra.replay.log_line import LogLine
 from infra.replay.selection import Selection
@@ -38,7 +38,8 @@ async def copy_messages(
         return
     if log.url and not log.bus.clustered:
         with contextlib.suppress(NeedsTls):
-            await asyncio.to_thread(_copy_bulk, log.url, stream, name, since, until_seq, before, add)
+            after = await before_time(log.bus, name, since) if since else 0
+            await asyncio.to_thread(_copy_bulk, log.url, stream, name, after, until_seq, before, add)
             return
     async for entry in read(log.bus, name, ">", since_ns=since, until_seq=until_seq):
         record = of_entry_as_record(stream, entry)
@@ -51,12 +52,12 @@ def _copy_bulk(
     url: str,
     stream: str,
     name: str,
-    since: int,
+    after: int,
     until_seq: int,
     before: str,
     add: Callable[[LogLine], None],
 ) -> None:
-    for stored in read_bulk(url, name, ">", since_ns=since, until_seq=until_seq):
+    for stored in read_bulk(url, name, ">", after=after, until_seq=until_seq):
         if before and stored.time > before:
             return
         add(LogLine(stream, stored.seq, stored.time, stored.subject, stored.headers, stored.data))

@@ -1,13 +1,14 @@
 """Looking things up in a stream, on a real nats-server."""
 
+import json
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 import pytest
 
 from infra.broker.server import EmbeddedNats
 from infra.bus.connection import Bus
-from infra.bus.direct_get import BATCH, format_time, get_last, get_next, parse_time, read, read_backwards
+from infra.bus.direct_get import BATCH, before_time, format_time, get_last, get_next, parse_time, read, read_backwards
 from schemas.errors import Code, ServingError
 from schemas.subjects import Subjects
 from tests.infra.bus.support import opened
@@ -76,6 +77,34 @@ async def test_since_starts_at_the_time_the_server_stored(bus: Bus) -> None:
     assert await numbers(bus, subject, since_ns=times[2]) == [2, 3, 4]
     assert await numbers(bus, subject, since_ns=times[4] + 1) == []
     assert await numbers(bus, subject, since_ns=times[4], after=1) == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("end", [200, 201], ids=["the others", "the stream"])
+async def test_since_finds_what_is_in_blocks_whose_last_message_was_erased_before_the_server_was_killed(
+    make_broker: Callable[..., EmbeddedNats], end: int
+) -> None:
+    server = make_broker()
+    await server.start()
+    began = time.time_ns()
+    async with opened(server, Subjects("ps")) as bus:
+        config = {"name": "small", "subjects": ["small"], "storage": "file", "allow_direct": True}
+        await bus.nc.request("$JS.API.STREAM.CREATE.small", json.dumps(config).encode())
+        for _ in range(200):
+            await bus.js.publish("small", bytes(100_000))  # so a block has about 83 messages
+        erased = [seq for seq in range(50, end) if seq % 7]  # wherever a block ends, and the last of all
+        for seq in erased:
+            await bus.nc.request("$JS.API.STREAM.MSG.DELETE.small", json.dumps({"seq": seq}).encode())
+    server.kill()
+    await server.wait()
+    await server.start()
+    async with opened(server, Subjects("ps")) as bus:
+        every = [entry async for entry in read(bus, "small", "small")]
+        assert len(every) == 200 - len(erased)
+        assert [entry.seq async for entry in read(bus, "small", "small", since_ns=began)] == [e.seq for e in every]
+        for place in (0, 1, 40, 51, 60, len(every) - 1):
+            found = [each.seq async for each in read(bus, "small", "small", since_ns=every[place].time_ns)]
+            assert found == [each.seq for each in every[place:]]
+        assert await before_time(bus, "small", time.time_ns()) == every[-1].seq
 
 
 async def test_nothing_stored_is_nothing_read(bus: Bus) -> None:
