@@ -1,6 +1,7 @@
 """``penstock profile sla``: the deployment that serves most per GPU within given latencies, and how to start it."""
 
 import re
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +17,9 @@ from infra.bench.profile.data import FILE, BadProfile
 from infra.bench.profile.search import answer, sources
 from infra.bench.profile.search.candidates import Candidate, Scope, Sla, candidates
 from infra.bench.profile.search.show import lines, table
+from infra.bench.profile.search.simulated import Load, Percentile, search
 from infra.bench.profile.search.sources import Choices
+from infra.counts import counted
 from infra.deploy.helm.values import Engine
 from infra.engine_args.model_shape import UnknownShape
 from infra.engine_args.tree import BadArguments
@@ -50,14 +53,23 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     ] = ""
     max_gpus: Annotated[int, Meta(ge=1, le=64, description="roofline: GPUs of one worker, at most")] = 8
     stages: Annotated[int, Meta(ge=1, le=8, description="roofline: pipeline stages of dense models, at most")] = 2
-    gpus_per_node: Annotated[int, Meta(ge=1, description="roofline: for recipes of several nodes")] = 8
+    gpus_per_node: Annotated[
+        int, Meta(ge=1, description="GPUs of one machine: for recipes of several nodes, and for commands by machine")
+    ] = 8
     mock_speedups: Annotated[
         tuple[Annotated[float, Meta(gt=0)], ...], Meta(min_length=1, description="mock: --mock-speedup, one each")
     ] = (1.0,)
-    ttft: Annotated[float, Meta(gt=0, description="longest mean time to the first token, ms, queueing included")] = (
-        300.0
-    )
-    itl: Annotated[float, Meta(gt=0, description="longest mean time per token behind it, ms")] = 25.0
+    ttft: Annotated[float, Meta(gt=0, description="longest time to the first token, ms, queueing included")] = 300.0
+    itl: Annotated[float, Meta(gt=0, description="longest time per token behind it, ms")] = 25.0
+    percentile: Annotated[
+        Percentile,
+        Meta(description="which time of all requests is limited; the mean by a queueing model, others by simulation"),
+    ] = "mean"
+    spread: Annotated[
+        float,
+        Meta(ge=0, le=2, description="of simulated lengths: sigma of their logarithm, as in 0.6; 0: all are alike"),
+    ] = 0.0
+    seed: Annotated[int, Meta(ge=0, description="of simulated arrivals and lengths")] = 0
     isl: Annotated[int, Meta(ge=1, description="tokens per prompt")] = 4000
     osl: Annotated[int, Meta(ge=1, description="tokens per answer")] = 500
     hit_rate: Annotated[float, Meta(ge=0, lt=1, description="share of prompt tokens that a cache has")] = 0.0
@@ -94,6 +106,9 @@ def run(settings: Settings) -> int:
         if settings.source == "roofline":
             found, refused = _accepted(settings, sla, choices, found)
             choices.left_out.update(refused)
+        if settings.percentile != "mean":
+            load = Load(sla=sla, scope=scope, percentile=settings.percentile, sigma=settings.spread, seed=settings.seed)
+            found = search(found, choices.configurations, load, settings.show, _tell)
         _print(settings, sla, choices, found, prices)
         if not found:
             return 1
@@ -111,6 +126,10 @@ def run(settings: Settings) -> int:
     if files:
         print(f"\n{', '.join(files)} in {settings.out}")
     return 0
+
+
+def _tell(what: str) -> None:
+    print(f"simulating {what} …", file=sys.stderr, flush=True)
 
 
 def _explain(error: object, status: int) -> int:
@@ -183,7 +202,8 @@ def _print(settings: Settings, sla: Sla, choices: Choices, found: Sequence[Candi
         # Both kinds are to be seen, so that it is clear what splitting brings.
         for pools in {1, 2} - {len(each.pools) for each in shown}:
             shown += [each for each in found if len(each.pools) == pools][:1]
-        console.print(table(shown, sla, rate=settings.rate, gpu=settings.gpu, prices=prices))
+        limited = settings.percentile
+        console.print(table(shown, sla, limited=limited, rate=settings.rate, gpu=settings.gpu, prices=prices))
         more = len(found) - len(shown)
         if more > 0:
             print(f"and {more} more (--show)")
@@ -196,13 +216,44 @@ def _print(settings: Settings, sla: Sla, choices: Choices, found: Sequence[Candi
         return
     basis = _BASES[settings.source].format(gpu=settings.gpu)
     commands = [f"  {each}" for each in _commands(settings, choices, found[0])]
-    print("", *lines(found[0], sla, basis, settings.utilization), *commands, sep="\n")
+    about = lines(found[0], sla, basis, settings.utilization, settings.percentile)
+    print("", *about, *commands, sep="\n")
 
 
 def _commands(settings: Settings, choices: Choices, best: Candidate) -> tuple[str, ...]:
+    if best.gpus > settings.gpus_per_node:
+        return _by_host(settings, choices, best)
     if settings.source == "roofline":
         return (answer.trtllm_command(best, settings.model, _name(settings), settings.out or "."),)
     return answer.commands(best, choices.up)
+
+
+def _by_host(settings: Settings, choices: Choices, best: Candidate) -> tuple[str, ...]:
+    """Of a deployment that is larger than a machine."""
+    folder = settings.out or "."
+    values = f"helm upgrade --install llm ./penstock-chart -f {shlex.quote(f'{folder}/values.yaml')}"
+    kubernetes = (f"# on Kubernetes, with the values of --out: {values}",)
+    wide = [pool for pool in best.pools if pool.gpus > pool.workers * settings.gpus_per_node]
+    if wide:
+        return (f"# a worker of {wide[0].configuration} spans machines of {settings.gpus_per_node} GPUs", *kubernetes)
+    engine = f"--engine trtllm --model {shlex.quote(settings.model)} " if settings.source == "roofline" else ""
+    files: dict[str, str] = {
+        pool.role: f" {answer.engine_file(pool, _name(settings), folder)}" if settings.source == "roofline" else ""
+        for pool in best.pools
+    }
+    flags: dict[str, str] = {pool.role: choices.up[pool.configuration] + files[pool.role] for pool in best.pools}
+    machines = answer.hosts(best, settings.gpus_per_node)
+    count = sum(number for number, _ in machines)
+    lines = [
+        f"# {count} machines of {settings.gpus_per_node} GPUs (--gpus-per-node) and a broker that all reach, see "
+        "docs/operations.md; URL: the operator's; each machine has a gateway and a router, too"
+    ]
+    for number, counts in machines:
+        own = " ".join(f"--{answer.FLAGS[role]} {workers}" for role, workers in counts.items())
+        given = " ".join(dict.fromkeys(flags[role].strip() for role in counts))
+        lines.append(f"# on {counted(number, 'machine')}:")
+        lines.append(f"penstock up --nats-url URL {engine}{own} {given}".rstrip())
+    return (*lines, *kubernetes)
 
 
 def _name(settings: Settings) -> str:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from infra.bench.simulation.cache import BlockCache, StoredRun
-from infra.bench.simulation.timing import decode_ns, decode_run_ns, prefill_ns
+from infra.bench.simulation.timing import MockTimes, PassTimes
 
 MAX_SEQUENCES = 256
 MAX_BATCHED_TOKENS = 8192
@@ -84,6 +84,7 @@ class Engine:
         holds: blocks of ended sequences stay in use until ``release`` (a prefill worker).
         slowness: factor on the duration of every pass; 2 is half the speed.
         decode_slowness: a further factor on its decode part.
+        times: of its passes; None: the mock's.
     """
 
     def __init__(
@@ -96,6 +97,7 @@ class Engine:
         holds: bool = False,
         slowness: float = 1.0,
         decode_slowness: float = 1.0,
+        times: PassTimes | None = None,
     ) -> None:
         self.cache = BlockCache(blocks)
         self.block_size = block_size
@@ -105,7 +107,7 @@ class Engine:
         self._holds = holds
         self._slowness = slowness
         self._decode_slowness = slowness * decode_slowness
-        self._pool_tokens = blocks * block_size
+        self._times = times or MockTimes(blocks * block_size)
         self._waiting: deque[EngineSequence] = deque()
         self._handing: deque[tuple[EngineSequence, Callable[[], None]]] = deque()
         self._decoding: list[EngineSequence] = []  # in the order of admission
@@ -195,13 +197,13 @@ class Engine:
             if tokens or admitted or preempted:
                 return self.form()  # tokens computed again after a preemption cost no time alone
             return [0] if self._rejected else []
-        duration = _scaled(work.duration_ns(), self._slowness)
+        duration = _scaled(work.duration_ns(self._times), self._slowness)
         if not decoding:
             return [duration]
         if admitted or preempted or tokens or (self._waiting and self.takes_more):
             self._blocked = False
-            return [duration + _scaled(decode_ns(context, self._pool_tokens), self._decode_slowness)]
-        durations = decode_run_ns(context, decoding, self._pool_tokens, self._equal_passes())
+            return [duration + _scaled(self._times.decode_run_ns(context, decoding, 1)[0], self._decode_slowness)]
+        durations = self._times.decode_run_ns(context, decoding, self._equal_passes())
         slowness = self._decode_slowness
         return durations if slowness == 1.0 else [_scaled(each, slowness) for each in durations]
 
@@ -367,10 +369,10 @@ class _PrefillWork:
             self.before += before
             self.total += after
 
-    def duration_ns(self) -> int:
+    def duration_ns(self, times: PassTimes) -> int:
         if not self.sequences:
             return 0
-        return prefill_ns(self.sequences, self.total // self.sequences, self.before // self.sequences)
+        return times.prefill_ns(self.sequences, self.total // self.sequences, self.before // self.sequences)
 
 
 def _scaled(duration_ns: int, factor: float) -> int:

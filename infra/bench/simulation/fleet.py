@@ -27,6 +27,7 @@ class Served:
     """The course of one request; times in ns, -1: it did not happen.
 
     Attributes:
+        prompt_ns: when the prompt was computed; a prefill worker streams the first token then, before ``first_ns``.
         cached_tokens: of the prompt, when a worker first admitted it.
     """
 
@@ -38,6 +39,7 @@ class Served:
     placement: Placement | None = None
     decode: Target | None = None  # that took the prompt over
     rejected: bool = False
+    prompt_ns: int = -1
 
     @property
     def complete(self) -> bool:
@@ -69,6 +71,7 @@ class _Worker:
                 holds=spec.role == "prefill",
                 slowness=spec.slowness,
                 decode_slowness=spec.decode_slowness,
+                times=spec.times,
             )
             for _ in range(spec.ranks)
         ]
@@ -119,7 +122,8 @@ class Simulation:
         """The course of each request so far, in the order of the requests."""
         return self._served
 
-    def run(self) -> Result:
+    def run(self, until_ns: int | None = None, most_held: int | None = None) -> Result:
+        """Run all requests; or until a time, or until the policy holds more than a fleet that can serve them would."""
         heap, requests, policy = self._heap, self._requests, self._policy
         arrived = 0
         while True:
@@ -129,6 +133,8 @@ class Simulation:
             if not times:
                 break
             now = self._now = max(self._now, min(times))
+            if (until_ns is not None and now > until_ns) or (most_held is not None and self._held > most_held):
+                break
             self._finish_passes(now)
             while arrived < len(requests) and requests[arrived].arrival_ns <= now:
                 self._held += 1
@@ -177,7 +183,7 @@ class Simulation:
     def _first(self, sequence: EngineSequence, target: Target, role: str, now: int) -> None:
         served = self._served[sequence.index]
         if not sequence.handed:
-            served.cached_tokens = sequence.cached_tokens
+            served.cached_tokens, served.prompt_ns = sequence.cached_tokens, now
             self._policy.prefilled(served.request, now)
         if role != "prefill" or self._is_whole(served):
             served.first_ns = now
@@ -263,6 +269,13 @@ class Simulation:
         heapq.heappush(self._heap, (time, next(self._order), None, 0, call))
 
 
-def simulate(fleet: Fleet, requests: Sequence[Request], policy: Policy) -> Result:
-    """Run all requests, sorted by arrival, through the fleet."""
-    return Simulation(fleet, requests, policy).run()
+def simulate(
+    fleet: Fleet,
+    requests: Sequence[Request],
+    policy: Policy,
+    *,
+    until_ns: int | None = None,
+    most_held: int | None = None,
+) -> Result:
+    """Run all requests, sorted by arrival, through the fleet. For the other arguments see ``Simulation.run``."""
+    return Simulation(fleet, requests, policy).run(until_ns, most_held)

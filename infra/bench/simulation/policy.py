@@ -6,6 +6,7 @@ from typing import NamedTuple, Protocol
 
 from infra.bench.simulation.cache import StoredRun
 from infra.bench.simulation.engine import MAX_SEQUENCES
+from infra.bench.simulation.timing import PassTimes
 from infra.bench.simulation.trace import Request
 
 Target = tuple[int, int]  # number of the worker in the fleet, rank
@@ -20,6 +21,7 @@ class WorkerSpec:
         ranks: attention data-parallel ranks, each a target of its own; their passes run in step.
         slowness: factor on the duration of each pass.
         decode_slowness: a further factor on its decode part.
+        times: of its passes; None: the mock's.
     """
 
     role: str = "aggregated"
@@ -28,6 +30,7 @@ class WorkerSpec:
     slowness: float = 1.0
     decode_slowness: float = 1.0
     max_sequences: int = MAX_SEQUENCES
+    times: PassTimes | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,18 @@ The two polynomials are the timing model of the mock engine of NVIDIA Dynamo 1.6
 
 import sys
 from importlib.util import find_spec
+from typing import Protocol
+
+
+class PassTimes(Protocol):
+    """What passes take in other engines than the mock's, in ns."""
+
+    def prefill_ns(self, sequences: int, mean_tokens: int, mean_before: int) -> int:
+        """As the function of this name."""
+
+    def decode_run_ns(self, context_tokens: int, growth: int, passes: int) -> list[int]:
+        """As the function of this name; ``growth`` sequences decode."""
+
 
 _VECTORISE_FROM = 24 if find_spec("numpy") else sys.maxsize  # passes; below, a loop is faster than numpy's calls
 
@@ -39,3 +51,16 @@ def decode_run_ns(context_tokens: int, growth: int, pool_tokens: int, passes: in
     ms = np.maximum(1.0, -25.74 * used * used + 54.01 * used + 5.74)
     durations: list[int] = np.rint(ms * 1e6).astype(np.int64).tolist()
     return durations
+
+
+class MockTimes:
+    """The mock's, for a pool of so many tokens."""
+
+    def __init__(self, pool_tokens: int) -> None:
+        self._pool_tokens = pool_tokens
+
+    def prefill_ns(self, sequences: int, mean_tokens: int, mean_before: int) -> int:
+        return prefill_ns(sequences, mean_tokens, mean_before)
+
+    def decode_run_ns(self, context_tokens: int, growth: int, passes: int) -> list[int]:
+        return decode_run_ns(context_tokens, growth, self._pool_tokens, passes)

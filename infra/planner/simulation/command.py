@@ -10,12 +10,14 @@ from msgspec import Meta
 from rich.table import Table
 
 from infra.bench.plots import PlotsMissing
+from infra.bench.profile.data import BadProfile, load
 from infra.bench.simulation.trace import Trace, TraceError, read
 from infra.planner import settings as flags
 from infra.planner.settings import BadRules, rules_of
 from infra.planner.simulation.plots import draw
 from infra.planner.simulation.run import Engines, Outcome, Simulated, simulate
 from infra.planner.simulation.shapes import Shape, generate
+from infra.planner.timing import EngineTiming
 from infra.terminal import stdout
 from schemas.plans import Predictor, Role, Rules
 
@@ -41,8 +43,15 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         tuple[str, ...], Meta(description="fleets of a fixed size to compare: 8, or 2+6 for prefill and decode")
     ] = ()
     predictors: Annotated[tuple[Predictor, ...], Meta(min_length=1, description="a planned run each")] = ("holt",)
+    profile: Annotated[
+        tuple[str, ...],
+        Meta(
+            description="folder or file of `penstock profile endpoint` or `profile sla --out`, two for prefill and "
+            "decode: workers take as long as it says, instead of the mock's model"
+        ),
+    ] = ()
     slowness: Annotated[float, Meta(gt=0, description="factor on the time of each step of the mock's model")] = 2.0
-    gpus: Annotated[int, Meta(ge=1, description="of each worker")] = 1
+    gpus: Annotated[int, Meta(ge=1, description="of each worker of the mock's model")] = 1
     transfer_us_per_token: Annotated[float, Meta(ge=0, description="handoff from prefill to decode")] = 0.5
     ttft: flags.Ttft = 1000.0
     itl: flags.Itl = 40.0
@@ -71,15 +80,16 @@ def run(settings: Settings) -> int:
         counts = counts_of(settings)
         rules = {each: rules_of(settings, tuple(counts), each) for each in settings.predictors}
         sizes = [fixed_of(each, counts) for each in settings.fixed]
+        engines = _engines(settings, counts)
         trace = _trace(settings)
     except (BadSettings, BadRules) as error:
         print(f"penstock plan simulate: {error}", file=sys.stderr)
         return 2
-    except TraceError as error:
+    except (TraceError, BadProfile) as error:
         print(f"penstock plan simulate: {error}", file=sys.stderr)
         return 1
     found: list[Simulated] = []
-    for each in _runs(settings, trace, counts, rules, sizes):
+    for each in _runs(settings, engines, trace, counts, rules, sizes):
         found.append(each)
         print(f"{len(found)} of {len(rules) + len(sizes)}: {each.outcome.name}", file=sys.stderr)
     stdout().print(table([each.outcome for each in found]))
@@ -168,14 +178,31 @@ def _trace(settings: Settings) -> Trace:
     )
 
 
+def _engines(settings: Settings, counts: dict[Role, int]) -> Engines:
+    """
+    Raises:
+        BadSettings: more profiles than roles.
+        BadProfile: one cannot be used.
+    """
+    if len(settings.profile) > len(counts):
+        raise BadSettings(
+            f"--profile: {len(settings.profile)} for {' and '.join(counts)}; give one, or one for each role"
+        )
+    profiles: dict[Role, EngineTiming] = {}
+    if settings.profile:
+        for number, role in enumerate(counts):
+            profiles[role] = EngineTiming(load(Path(settings.profile[min(number, len(settings.profile) - 1)])))
+    return Engines(settings.slowness, settings.gpus, round(settings.transfer_us_per_token * 1e3), profiles)
+
+
 def _runs(
     settings: Settings,
+    engines: Engines,
     trace: Trace,
     counts: dict[Role, int],
     rules: dict[Predictor, Rules],
     sizes: list[dict[Role, int]],
 ) -> Iterator[Simulated]:
-    engines = Engines(settings.slowness, settings.gpus, round(settings.transfer_us_per_token * 1e3))
     speed = settings.speed if settings.trace else 1.0
     for predictor, own in rules.items():
         yield simulate(f"planned, {predictor}", trace, speed, engines, counts, own, planned=True, seed=settings.seed)

@@ -12,6 +12,7 @@ from infra.bench.simulation.policy import Fleet, WorkerSpec
 from infra.bench.simulation.trace import Trace
 from infra.planner.core import Planner
 from infra.planner.simulation.elastic import ElasticPolicy, Life, Step
+from infra.planner.simulation.profiled import worker_of
 from infra.planner.timing import EngineTiming
 from infra.quantile import quantile
 from schemas.plans import Decision, Observation, Role, Rules
@@ -55,14 +56,30 @@ class Simulated(Struct, frozen=True):
 
 
 class Engines(Struct, frozen=True):
-    """The simulated workers. ``slowness``: factor on the time of each step."""
+    """The simulated workers.
+
+    Attributes:
+        slowness: factor on the time of each step of the mock's model.
+        profiles: of workers, instead of the mock's model; their GPUs count, too.
+    """
 
     slowness: float = 1.0
     gpus: int = 1
     transfer_ns_per_token: int = 0
+    profiles: Mapping[Role, EngineTiming] = {}
 
-    def timing(self) -> EngineTiming:
+    def timing(self, role: Role) -> EngineTiming:
+        if role in self.profiles:
+            return self.profiles[role]
         return EngineTiming(mock_profile(blocks=BLOCKS, block_size=BLOCK_SIZE, gpus=self.gpus, slowness=self.slowness))
+
+    def worker(self, role: Role) -> WorkerSpec:
+        if role in self.profiles:
+            return worker_of(role, self.profiles[role], BLOCK_SIZE)
+        return WorkerSpec(role, BLOCKS, slowness=self.slowness)
+
+    def gpus_of(self, role: Role) -> int:
+        return self.profiles[role].gpus if role in self.profiles else self.gpus
 
 
 def simulate(
@@ -85,9 +102,9 @@ def simulate(
         role: (rules.bounds[role].most if role in rules.bounds else count) + _STARTS * planned
         for role, count in counts.items()
     }
-    specs = [WorkerSpec(role, BLOCKS, slowness=engines.slowness) for role, count in most.items() for _ in range(count)]
+    specs = [spec for role, count in most.items() for spec in [engines.worker(role)] * count]
     fleet = Fleet(tuple(specs), BLOCK_SIZE, engines.transfer_ns_per_token)
-    decide = _Decider(Planner(rules, {role: engines.timing() for role in counts})) if planned else None
+    decide = _Decider(Planner(rules, {role: engines.timing(role) for role in counts})) if planned else None
     policy = ElasticPolicy(
         counts,
         seed=seed,
@@ -98,7 +115,7 @@ def simulate(
     simulation = Simulation(fleet, trace.requests(BLOCK_SIZE, speed), policy)
     policy.served = simulation.served
     simulation.run()
-    return _result(name, simulation.served, specs, engines.gpus, rules, policy)
+    return _result(name, simulation.served, specs, engines, rules, policy)
 
 
 class _Decider:
@@ -114,14 +131,19 @@ class _Decider:
 
 
 def _result(
-    name: str, served: Sequence[Served], specs: Sequence[WorkerSpec], gpus: int, rules: Rules, policy: ElasticPolicy
+    name: str,
+    served: Sequence[Served],
+    specs: Sequence[WorkerSpec],
+    engines: Engines,
+    rules: Rules,
+    policy: ElasticPolicy,
 ) -> Simulated:
     done = [each for each in served if each.complete]
     end_ns = max((each.last_ns for each in done), default=0)
     ttft = [(each.first_ns - each.request.arrival_ns) / 1e6 for each in done]
     itl = [(each.last_ns - each.first_ns) / 1e6 / max(1, each.request.output_tokens - 1) for each in done]
     lives = [_used(life, specs[number].role, end_ns) for number, life in sorted(policy.lives.items())]
-    hours = sum(end - begin for _, begin, end in lives) / 3600 * gpus
+    hours = sum((end - begin) * engines.gpus_of(role) for role, begin, end in lives) / 3600
     both = sum(t <= rules.ttft_ms and i <= rules.itl_ms for t, i in zip(ttft, itl, strict=True))
     outcome = Outcome(
         name=name,
@@ -136,7 +158,7 @@ def _result(
         attained=both / len(served),
         gpu_hours=hours,
         mean_gpus=hours * 3600 / (end_ns / 1e9),
-        peak_gpus=_peak(lives) * gpus,
+        peak_gpus=_peak(lives, engines),
         starts=sum(life.asked_ns > 0 for life in policy.lives.values()),
     )
     return Simulated(outcome, tuple(policy.steps), tuple(lives))
@@ -147,9 +169,10 @@ def _used(life: Life, role: str, end_ns: int) -> tuple[Role, float, float]:
     return msgspec.convert(role, Role), life.asked_ns / 1e9, min(end, max(end_ns, life.asked_ns)) / 1e9
 
 
-def _peak(lives: Sequence[tuple[Role, float, float]]) -> int:
-    """The most workers at one time; one that ends when another begins is not beside it."""
-    changes = sorted([(begin, 1) for _, begin, _ in lives] + [(end, -1) for _, _, end in lives])
+def _peak(lives: Sequence[tuple[Role, float, float]], engines: Engines) -> int:
+    """The most GPUs at one time; a worker that ends when another begins is not beside it."""
+    used = [(begin, end, engines.gpus_of(role)) for role, begin, end in lives]
+    changes = sorted([(begin, gpus) for begin, _, gpus in used] + [(end, -gpus) for _, end, gpus in used])
     running = peak = 0
     for _, change in changes:
         running += change

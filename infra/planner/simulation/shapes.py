@@ -14,13 +14,23 @@ _BURST_EVERY_S, _BURST_S = 600.0, 120.0
 
 
 def generate(
-    shape: Shape, *, seed: int, seconds: float, low: float, high: float, isl: int, osl: int, shared: float = 0.3
+    shape: Shape,
+    *,
+    seed: int,
+    seconds: float,
+    low: float,
+    high: float,
+    isl: int,
+    osl: int,
+    shared: float = 0.3,
+    sigma: float = 0.6,
 ) -> Trace:
     """
     Args:
         low, high: requests per second, at the quietest and the busiest moment; a flat load has ``high``.
         isl, osl: mean lengths, tokens.
         shared: of each prompt, the share that is one of eight common texts.
+        sigma: of the logarithm of lengths; 0: all are alike.
     """
     rng = random.Random(f"{shape} {seed}")
     rate = _RATES[shape](seconds, low, high)
@@ -31,11 +41,11 @@ def generate(
         if rng.random() * high > rate(at):  # thinning: a Poisson process of the changing rate
             continue
         first = rng.randrange(8) * common
-        own = max(1, round(_length(rng, isl * (1 - shared), 0.6)))
+        own = max(1, round(_length(rng, isl * (1 - shared), sigma)))
         units = -(-own // UNIT_TOKENS)
         ids = (*range(first, first + common), *range(fresh, fresh + units))
         fresh += units
-        answer = max(2, min(4 * osl, round(_length(rng, osl, 0.6))))
+        answer = max(2, min(4 * osl, round(_length(rng, osl, sigma))))
         rows.append(Row(at * 1e3, common * UNIT_TOKENS + own, answer, ids))
     return Trace(shape, tuple(rows), UNIT_TOKENS)
 

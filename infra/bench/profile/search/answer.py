@@ -22,7 +22,7 @@ from infra.recipes.generate import texts_of
 
 ENGINE_IMAGE = "registry.example.com/penstock-{engine}:0.1.0"  # as the chart's own image: a name to be replaced
 _SUFFIXES = {"aggregated": "agg", "prefill": "prefill", "decode": "decode"}
-_FLAGS = {"aggregated": "workers", "prefill": "prefill", "decode": "decode"}
+FLAGS = {"aggregated": "workers", "prefill": "prefill", "decode": "decode"}
 _FILES = {
     "aggregated": "--extra-engine-args",
     "prefill": "--prefill-engine-args",
@@ -70,7 +70,7 @@ def commands(candidate: Candidate, flags: Mapping[str, str]) -> tuple[str, ...]:
     Args:
         flags: of `penstock up`, by configuration.
     """
-    counts = " ".join(f"--{_FLAGS[pool.role]} {pool.workers}" for pool in candidate.pools)
+    counts = " ".join(f"--{FLAGS[pool.role]} {pool.workers}" for pool in candidate.pools)
     texts = {flags[pool.configuration] for pool in candidate.pools}
     if len(texts) == 1:
         return (f"penstock up {counts} {texts.pop()}".rstrip(),)
@@ -81,11 +81,41 @@ def commands(candidate: Candidate, flags: Mapping[str, str]) -> tuple[str, ...]:
     )
 
 
+def engine_file(pool: PoolSize, name: str, folder: str) -> str:
+    """The flag of `penstock up` for a pool's recipe in a folder."""
+    return f"{_FILES[pool.role]} {shlex.quote(f'{folder}/{file_of(pool, name)}')}"
+
+
+def hosts(candidate: Candidate, per_host: int) -> list[tuple[int, dict[str, int]]]:
+    """How many machines have which workers, by role: each role fills machines, and what is left over shares them.
+
+    Args:
+        per_host: GPUs of a machine; no worker has more.
+    """
+    found: list[tuple[int, dict[str, int]]] = []
+    rest: list[tuple[str, int]] = []  # role and GPUs of each worker that fills no machine with its like
+    for pool in candidate.pools:
+        gpus = pool.gpus // pool.workers
+        whole, left = divmod(pool.workers, per_host // gpus)
+        if whole:
+            found.append((whole, {pool.role: per_host // gpus}))
+        rest += [(pool.role, gpus)] * left
+    machines: list[tuple[int, dict[str, int]]] = []  # free GPUs, and workers
+    for role, gpus in sorted(rest, key=lambda each: -each[1]):
+        at = next((at for at, (free, _) in enumerate(machines) if free >= gpus), None)
+        if at is None:
+            machines.append((per_host, {}))
+            at = len(machines) - 1
+        free, workers = machines[at]
+        machines[at] = free - gpus, workers | {role: workers.get(role, 0) + 1}
+    return found + [(1, workers) for _, workers in machines]
+
+
 def trtllm_command(candidate: Candidate, model: str, name: str, folder: str) -> str:
     """The `penstock up` that starts the recipes in a folder."""
     parts = ["penstock up --engine trtllm --model", shlex.quote(model)]
-    parts += [f"--{_FLAGS[pool.role]} {pool.workers}" for pool in candidate.pools]
-    parts += [f"{_FILES[pool.role]} {shlex.quote(f'{folder}/{file_of(pool, name)}')}" for pool in candidate.pools]
+    parts += [f"--{FLAGS[pool.role]} {pool.workers}" for pool in candidate.pools]
+    parts += [engine_file(pool, name, folder) for pool in candidate.pools]
     return " ".join(parts)
 
 

@@ -8,16 +8,18 @@ from infra.bench.pareto.cost import Prices, cost, gpu_of
 from infra.bench.profile.search.candidates import Candidate, Sla
 
 
-def table(found: Sequence[Candidate], sla: Sla, *, rate: float, gpu: str, prices: Prices | None) -> Table:
+def table(found: Sequence[Candidate], sla: Sla, *, limited: str, rate: float, gpu: str, prices: Prices | None) -> Table:
     """A row a deployment, the best first.
 
     Args:
+        limited: "mean", or a percentile.
         rate: requests per second that are served; 0: as many as each can.
         gpu: kind of GPU, for the prices.
     """
     drawn = Table(box=None, pad_edge=False)
     drawn.add_column("deployment")
-    headings = ["GPUs", "TTFT ms", "ITL ms", "at once", "req/s", "req/s per GPU"]
+    what = "" if limited == "mean" else f" {limited}"
+    headings = ["GPUs", f"TTFT{what} ms", f"ITL{what} ms", "at once", "req/s", "req/s per GPU"]
     for heading in (*headings, *([f"{prices.currency} per 10⁶ tokens"] if prices else [])):
         drawn.add_column(heading, justify="right")
     for each in found:
@@ -38,15 +40,16 @@ def table(found: Sequence[Candidate], sla: Sla, *, rate: float, gpu: str, prices
     return drawn
 
 
-def lines(best: Candidate, sla: Sla, basis: str, utilization: float) -> list[str]:
+def lines(best: Candidate, sla: Sla, basis: str, utilization: float, limited: str) -> list[str]:
     """The best one, for a terminal.
 
     Args:
         basis: where the times come from.
+        limited: "mean", or a percentile.
     """
     return [
-        f"for TTFT ≤ {sla.ttft_ms:g} ms and ITL ≤ {sla.itl_ms:g} ms, prompts of {sla.isl} tokens and answers of "
-        f"{sla.osl}, {basis}:",
+        f"for {limited} TTFT ≤ {sla.ttft_ms:g} ms and {limited} ITL ≤ {sla.itl_ms:g} ms, prompts of {sla.isl} tokens "
+        f"and answers of {sla.osl}, {basis}:",
         f"  {best.name}: {best.gpus} GPUs, {best.requests_per_s:.3g} requests/s with at most "
         f"{utilization:.0%} of the workers' capacity",
     ]

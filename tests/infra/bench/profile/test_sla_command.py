@@ -33,7 +33,10 @@ def flags_of(command: str) -> UpSettings:
     [
         ({"model": LLAMA}, {"aggregated"}),
         ({"model": LLAMA, "ttft": 500.0, "itl": 8.0, "total_gpus": 8}, {"prefill", "decode"}),
-        ({"model": "deepseek-ai/DeepSeek-R1", "ttft": 400.0, "itl": 40.0, "total_gpus": 64}, {"prefill", "decode"}),
+        (
+            {"model": "deepseek-ai/DeepSeek-R1", "ttft": 400.0, "itl": 40.0, "total_gpus": 64, "gpus_per_node": 64},
+            {"prefill", "decode"},
+        ),
     ],
 )
 def test_an_estimate_becomes_recipes_a_command_and_values(
@@ -74,6 +77,46 @@ def test_mock_workers_are_suggested_with_their_speedup(tmp_path: Path, capsys: p
     values = yaml.safe_load((tmp_path / "values.yaml").read_text())
     assert values["workers"] == {"aggregated": {"engine": "mock", "replicas": 3, "settings": {"mock-speedup": 2.0}}}
     assert "mock engine's timing model" in capsys.readouterr().out
+
+
+def test_a_percentile_needs_more_than_a_mean_and_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Three workers keep the mean time per token of 12 ms, and a tenth of the answers is slower."""
+    limits = {"source": "mock", "ttft": 300.0, "itl": 12.0, "isl": 2000, "osl": 200, "rate": 15.0, "show": 1}
+    gpus = []
+    for percentile in ("mean", "p95"):
+        assert run(Settings(**limits, percentile=percentile, out=str(tmp_path))) == 0  # type: ignore[arg-type]
+        best = yaml.safe_load((tmp_path / "suggestion.yaml").read_text())["best"]
+        gpus.append(sum(pool["gpus"] for pool in best["pools"]))
+        assert best["itl_ms"] <= 12.0
+        said = capsys.readouterr()
+        assert f"for {percentile} TTFT ≤ 300 ms" in said.out
+        assert ("simulating" in said.err) is ("TTFT p95 ms" in said.out) is (percentile == "p95")
+    assert gpus[0] < gpus[1]
+
+
+def test_a_deployment_larger_than_a_machine_has_commands_by_machine(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    limits = {"ttft": 300.0, "itl": 15.0, "rate": 15.0, "gpus_per_node": 2, "out": str(tmp_path), "total_gpus": 32}
+    for more in ({"source": "mock"}, {"source": "roofline", "model": LLAMA, "gpu": "H100", "max_gpus": 2}):
+        assert run(Settings(**limits, **more)) == 0  # type: ignore[arg-type]
+        told = yaml.safe_load((tmp_path / "suggestion.yaml").read_text())
+        counts: dict[str, int] = {}
+        machines = 0
+        for line in told["commands"]:
+            if line.startswith("# on ") and line.endswith(":"):
+                machines = int(line.split()[2])
+            elif not line.startswith("#"):
+                up = flags_of(line)
+                assert up.nats_url == "URL"
+                groups = fleet_of(msgspec.structs.replace(up, nats_url=""), read=read_args).groups
+                assert sum(group.number * (group.gpus or 1) for group in groups) <= 2
+                for group in groups:
+                    counts[group.role] = counts.get(group.role, 0) + machines * group.number
+        assert counts == {pool["role"]: pool["workers"] for pool in told["best"]["pools"]}
+        assert sum(counts.values()) > 2
+        assert f"helm upgrade --install llm ./penstock-chart -f {tmp_path}/values.yaml" in told["commands"][-1]
+        capsys.readouterr()
 
 
 def test_measured_profiles_keep_their_flags_and_prices_are_shown(
