@@ -342,6 +342,7 @@ class FleetView:
         for member in self.watch.members.values():
             if model in self._serving(member.registration):
                 model.put(member.registration)
+        self._names_changed()
         return True
 
     def _add(self, names: tuple[str, ...], source: Source | None) -> TextModel:

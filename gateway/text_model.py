@@ -152,9 +152,13 @@ class TextModel:
         return self._source
 
     def _learned(self) -> Source | None:
-        """As the ready worker says that registered first, or else the one that is leaving."""
+        """As the ready worker says that registered first, or else one that is leaving."""
         known = [each for each in self.workers.values() if each.source and each.role not in NO_TOKENS]
-        first = min(known, key=lambda each: (each.state is not State.ready, each.epoch, each.worker), default=None)
+
+        def order(each: Registration) -> tuple[bool, bool, int, str]:
+            return each.state is not State.ready, each.model != self.name, each.epoch, each.worker
+
+        first = min(known, key=order, default=None)
         if first is None:
             return None
         now = self._source

@@ -8,15 +8,18 @@ import pytest
 from structlog.testing import capture_logs
 
 from configs.settings import GatewaySettings
+from gateway.access.caller import ANYONE, Caller
 from gateway.fleet import FleetView
 from gateway.metrics import Metrics
 from infra.broker.server import EmbeddedNats
 from infra.bus.connection import connect
 from infra.bus.registry import RegisteredWorker
 from infra.metrics.scope import MetricScope
-from infra.model.modeldir import DEMO, load
+from infra.model.modeldir import DEMO, TINY, load
 from infra.model.parsers.registry import ParserNames
+from schemas.errors import Code, ServingError
 from schemas.fleet import Registration, State
+from schemas.requests import GenerateRequest, Stop
 from schemas.subjects import Subjects
 
 MODEL = load(DEMO)
@@ -91,3 +94,155 @@ async def test_a_parser_that_this_gateway_does_not_know_is_told_once_and_reads_n
     [told] = [entry for entry in logs if entry["event"] == "workers_name_unknown_parsers"]
     assert told["parsers"] == ["acme"]
     assert "--parser-families" in told["fix"]
+
+
+SMALL = load(TINY)
+FOLDERS = {"demo": MODEL, "small": SMALL}
+
+
+@pytest.fixture
+async def learner(broker: EmbeddedNats, pipeline: Subjects) -> AsyncIterator[FleetView]:
+    """Of a gateway that was told of no model."""
+    bus = await connect(broker.url("operator"), role="gateway", name="test", namespace=pipeline.namespace)
+    view = FleetView(bus, [], "gw1", GatewaySettings(), Metrics(MetricScope()), bus.tasks)
+    yield view
+    view.store.close()
+    await bus.close()
+
+
+def register(view: FleetView, worker: str, model: str, **fields: Any) -> None:
+    described = FOLDERS.get(model, SMALL)
+    given = {"source": str(described.path), "tokenizer": described.tokenizer_digest, "epoch": 1} | fields
+    registration = Registration(
+        worker, model, "aggregated", "mock", block_size=32, total_blocks=9, slots=1, max_model_len=4096, **given
+    )
+    member = RegisteredWorker(registration, 1, time.monotonic())
+    view.watch.members[worker] = member
+    view._joined(member)
+
+
+async def refused(view: FleetView, name: str, caller: Caller = ANYONE) -> ServingError:
+    with pytest.raises(ServingError) as caught:
+        await view.context_for(name, caller)
+    return caught.value
+
+
+async def test_a_model_that_a_worker_registers_is_served_by_its_names_with_its_own_tokenizer(
+    learner: FleetView,
+) -> None:
+    assert (await refused(learner, "demo")).code is Code.model_not_found
+    register(learner, "a", "demo", aliases=("gpt-4",))
+    only = await learner.context_for("", ANYONE)
+    assert learner.only_context() is only, "the one model that there is"
+    register(learner, "b", "small")
+    assert learner.only_context() is None
+    for name, described in (("demo", MODEL), ("gpt-4", MODEL), ("small", SMALL)):
+        context = await learner.context_for(name, ANYONE)
+        assert context.model.tokenizer_digest == described.tokenizer_digest
+        assert name in context.names
+    assert [name for name, _ in learner.listed()] == ["demo", "gpt-4", "small"]
+    missing = await refused(learner, "")
+    assert (missing.code, missing.param) == (Code.invalid_request, "model")
+    assert missing.message == "model is missing; name one of 'demo', 'small'"
+
+
+async def test_what_a_caller_may_not_use_is_neither_read_nor_named(learner: FleetView) -> None:
+    register(learner, "a", "demo")
+    register(learner, "b", "small")
+    own = Caller("acme", "acme", models=["small"])
+    assert (await learner.context_for("", own)).names == ("small",)
+    error = await refused(learner, "demo", own)
+    assert error.code is Code.model_not_found
+    assert error.message.endswith("served: 'small'")
+    nothing = await refused(learner, "", Caller("acme", "acme", models=["else"]))
+    assert nothing.code is Code.model_not_found
+    assert "demo" not in nothing.message
+
+
+async def test_the_canonical_name_of_a_model_goes_before_another_ones_alias(learner: FleetView) -> None:
+    register(learner, "a", "demo", aliases=("small",))
+    assert (await learner.context_for("small", ANYONE)).model.tokenizer_digest == MODEL.tokenizer_digest
+    register(learner, "b", "small")
+    assert (await learner.context_for("small", ANYONE)).model.tokenizer_digest == SMALL.tokenizer_digest
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"source": ""}, "are of an earlier release"),
+        ({"source": "/nonexistent/m", "host": "gpu-7"}, "as the worker on host gpu-7 names it"),
+        ({"tokenizer": "f" * 32}, "another tokenizer"),
+    ],
+)
+async def test_a_model_that_cannot_be_read_is_refused_with_the_reason_beside_one_that_is_served(
+    learner: FleetView, fields: dict[str, Any], said: str
+) -> None:
+    with capture_logs():
+        register(learner, "b", "small")
+        register(learner, "a", "demo", **fields)
+        error = await refused(learner, "demo")
+        assert error.code is Code.model_unavailable
+        assert said in error.message
+        assert "--model demo=FOLDER" in error.message
+        assert error.retry_after is not None
+        assert (await learner.context_for("small", ANYONE)).names == ("small",)
+        reasons = {each.worker: reason for each, reason in learner.workers()}
+    assert reasons["b"] == ""
+    assert reasons["a"]
+
+
+async def test_a_learned_model_follows_its_workers_to_another_tokenizer(learner: FleetView) -> None:
+    register(learner, "a", "m", source=str(DEMO), tokenizer=MODEL.tokenizer_digest)
+    first = await learner.context_for("m", ANYONE)
+    register(learner, "b", "m", source=str(TINY), tokenizer=SMALL.tokenizer_digest, epoch=2)
+    assert (await learner.context_for("m", ANYONE)).model is first.model, "the first one still serves"
+    register(learner, "a", "m", source=str(DEMO), tokenizer=MODEL.tokenizer_digest, state=State.draining)
+    assert (await learner.context_for("m", ANYONE)).model.tokenizer_digest == SMALL.tokenizer_digest
+    # Answers that were made before are read with the tokenizer that made them.
+    for tokens, described in ((MODEL.tokenizer_digest, MODEL), (SMALL.tokenizer_digest, SMALL)):
+        request = GenerateRequest("r", "m", "gw1", b"", Stop(4), 0, 0, tokenizer=tokens)
+        detokenizer = await learner.detokenizer(request)
+        assert detokenizer is not None
+        assert detokenizer.longest_bytes == described.detokenizer.longest_bytes
+    unknown = GenerateRequest("r", "m", "gw1", b"", Stop(4), 0, 0, tokenizer="e" * 32)
+    with pytest.raises(ServingError, match="with the tokenizer that made it") as caught:
+        await learner.detokenizer(unknown)
+    assert caught.value.code is Code.model_unavailable
+
+
+async def test_a_model_without_workers_is_served_until_it_is_forgotten(
+    learner: FleetView, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    register(learner, "a", "demo")
+    register(learner, "b", "small")
+    assert learner.has_worker()
+    leave(learner, "a")
+    learner._forget()
+    assert (await learner.context_for("demo", ANYONE)).names == ("demo",), "its requests wait in the queue"
+    assert [name for name, _ in learner.listed()] == ["demo", "small"]
+    monkeypatch.setattr("gateway.fleet.FORGET_S", -1.0)
+    learner._forget()
+    assert (await refused(learner, "demo")).code is Code.model_not_found
+    assert [name for name, _ in learner.listed()] == ["small"]
+
+
+async def test_a_gateway_that_was_told_of_a_model_serves_no_other_one(view: FleetView) -> None:
+    join(view, "a")
+    register(view, "b", "small")
+    assert [name for name, _ in view.listed()] == ["demo"]
+    assert (await refused(view, "small")).code is Code.model_not_found
+    assert view.serves_elsewhere("small")
+
+
+async def test_no_more_models_are_learned_than_the_limit_and_one_without_workers_makes_room(
+    learner: FleetView, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gateway.fleet.MAX_LEARNED", 2)
+    register(learner, "a", "demo")
+    register(learner, "b", "small")
+    with capture_logs() as logs:
+        register(learner, "c", "third")
+    assert [entry["model"] for entry in logs if entry["event"] == "too_many_models"] == ["third"]
+    leave(learner, "b")
+    register(learner, "c", "third")
+    assert [model.name for model in learner.models] == ["demo", "third"]
