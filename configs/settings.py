@@ -50,7 +50,7 @@ class GatewaySettings(Common, frozen=True, kw_only=True):
         tuple[str, ...],
         about(
             "model directories or Hugging Face ids, comma-separated, for their tokenizers and chat templates, each as "
-            "FOLDER or NAME=FOLDER; default: those of all models that workers register"
+            "FOLDER or NAME=FOLDER (or 'NAME ALIAS'=FOLDER); default: those of all models that workers register"
         ),
     ] = ()
     learn_models: Annotated[

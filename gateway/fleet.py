@@ -97,6 +97,7 @@ class FleetView:
         self._by_name: dict[str, TextModel] = {}
         self._tokens: frozenset[str] = frozenset()
         self._only: TextModel | None = None
+        self._apart: frozenset[str] = frozenset()  # models that generate no text, with workers
         self._empty_since: dict[str, float] = {}  # learned models without workers
         self._sources: dict[str, Source] = {}  # by tokenizer digest, for answers that were made with it
         self._ignored: bool | None = None  # whether some model ignores options; None: not computed
@@ -235,6 +236,15 @@ class FleetView:
             return ""
         return next((model.lacks for model in self._models.values() if model.lacks), "")
 
+    def name_in(self, body: bytes) -> str:
+        """Canonical name of the model that a body names; "": it names none that is served."""
+        try:
+            name = named_in(body)
+        except ServingError:
+            return ""
+        model = self._by_name.get(name)
+        return model.name if model is not None else name if name in self._apart else ""
+
     def ignored_by(self, body: bytes) -> frozenset[str]:
         """Options that a worker of the body's model announces as without effect there."""
         if self._only is not None:
@@ -243,10 +253,7 @@ class FleetView:
             self._ignored = any(model.ignored_options for model in self._models.values())
         if not self._ignored:
             return frozenset()
-        try:
-            model = self._by_name.get(named_in(body))
-        except ServingError:
-            model = None
+        model = self._models.get(self.name_in(body))
         return model.ignored_options if model is not None else frozenset()
 
     def workers(self) -> list[tuple[Registration, str]]:
@@ -318,7 +325,16 @@ class FleetView:
             if not model.workers and not model.configured:
                 self._empty_since.setdefault(model.name, time.monotonic())
 
+    def counted(self, name: str) -> bool:
+        """Whether a model is served, and so has series of its own."""
+        return name in self._models or name in self._apart
+
     def _changed_apart(self) -> None:
+        counts = self.diffusion_models.counts() + self.embedding_models.counts()
+        for name in counts.keys() | self._apart:
+            if name not in self._models:
+                self._metrics.of(name).workers.labels("serving", "").set(counts[name])
+        self._apart = frozenset(counts)
         for model in self._models.values():
             model.changed()
 

@@ -125,7 +125,7 @@ def load_models(settings: GatewaySettings) -> list[modeldir.ModelDir]:
         name, folder = modeldir.split_name(each)
         if name and settings.served_model_name:
             raise ValueError(f"--model {each} names the model already; leave --served-model-name out")
-        name = name or "".join(served_names(settings.served_model_name)[:1])
+        name = "".join(served_names(name or settings.served_model_name)[:1])
         models.append(modeldir.load(modeldir.resolve(folder), name=name, chat_template=settings.chat_template))
     names = [model.name for model in models]
     if twice := [name for name in names if names.count(name) > 1]:

@@ -58,9 +58,10 @@ class ModelMetrics:
 
     Args:
         scope: of the model, with the prefix of a gateway's metrics.
+        known: False: what is measured of a model is not shown.
     """
 
-    def __init__(self, scope: MetricScope) -> None:
+    def __init__(self, scope: MetricScope, *, known: bool = True) -> None:
         self.scope = scope
         self.requests = scope.thread_counter("requests", "ended requests", ["api", "code"])
         self.ttft = scope.thread_histogram("ttft_seconds", "body read to first token sent", buckets=TTFT_BUCKETS)
@@ -79,6 +80,7 @@ class ModelMetrics:
         )
         self.response_bytes = scope.thread_counter("response_bytes", "bodies of HTTP answers that were generated")
         self.cancelled = scope.thread_counter("cancelled", "requests left by their client")
+        scope = scope if known else MetricScope()
         self.open = scope.gauge("open_requests", "requests being answered")
         self.queued = scope.gauge("queued_requests", "accepted and not placed yet")
         self.workers = scope.gauge("workers", "workers of the model", ["state", "revision"])
@@ -140,8 +142,14 @@ class Metrics:
         if len(self.models) == 1:
             return next(iter(self.models.values()))
         if self._unknown is None:
-            self._unknown = ModelMetrics(self.scope.child())
+            self._unknown = ModelMetrics(self.scope.child(), known=False)
         return self._unknown
+
+    def forget(self, model: str) -> None:
+        """A model is not served any more."""
+        found = self.models.pop(model, None)
+        if found is not None:
+            self.scope.remove(found.scope)
 
 
 class ConsumerMetrics:

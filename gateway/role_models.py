@@ -6,7 +6,7 @@ the log that there is such a model.
 """
 
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from typing import Generic, TypeVar
 
@@ -57,6 +57,11 @@ class RoleModels(Generic[T]):
 
     def remove(self, worker: str) -> None:
         self._workers.pop(worker, None)
+
+    def counts(self) -> Counter[str]:
+        """Workers that take requests, by each name of their models."""
+        workers = (each for each in self._workers.values() if each.state is State.ready)
+        return Counter(name for each in workers for name in _names(each))
 
     def ready(self) -> dict[str, T]:
         """Models with a worker that takes requests, sorted by name."""

@@ -52,7 +52,7 @@ from infra.bus.erase import check_stores
 from infra.bus.loop_lag import TurnBudget
 from infra.bus.publisher import Ack, Publisher, Refused
 from infra.bus.tasks import Tasks
-from infra.model.modeldir import ModelDir
+from infra.model.modeldir import ModelDir, split_name
 from schemas import control, done, wire
 from schemas.errors import Code, ServingError
 from schemas.requests import EMBEDDING, GenerateRequest, Priority
@@ -516,7 +516,10 @@ class Gateway:
                 _end_overdue(inflight, late_ns)
         self._quiet = quiet
         for model in {*open_, *self.metrics.models}:
-            self.metrics.of(model).open.set(open_[model])
+            if open_[model] or self.fleet.counted(model):
+                self.metrics.of(model).open.set(open_[model])
+            else:
+                self.metrics.forget(model)
         await self._subscriptions.close_unused()
 
     def _open_models(self) -> set[str]:
@@ -526,7 +529,11 @@ class Gateway:
 def named_models(models: Sequence[ModelDir], settings: GatewaySettings) -> list[tuple[tuple[str, ...], ModelDir]]:
     """The models that the operator named, with the names of each for clients."""
     names = served_names(settings.served_model_name)
-    return [(names if names and len(models) == 1 else (model.name,), model) for model in models]
+    if names and len(models) == 1:
+        return [(names, models[0])]
+    given = [served_names(split_name(each)[0]) for each in settings.model]
+    given = given if len(given) == len(models) else [()] * len(models)
+    return [(own or (model.name,), model) for own, model in zip(given, models, strict=True)]
 
 
 def _was_refused(done: "asyncio.Future[Ack]") -> bool:

@@ -110,7 +110,7 @@ class Generations:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         gateway = self._gateway
         began = time.monotonic()
-        code, accepted = "ok", ""
+        code, accepted, body = "ok", "", b""
         reserved: list[str] = []  # ids of requests that the caller's limits were asked for
         key = caller_of(scope).key
         try:
@@ -164,7 +164,7 @@ class Generations:
             for request_id in reserved:
                 gateway.payments.abandon(request_id)
             if code:
-                counted = gateway.metrics.of(scope.get(MODEL, ""))
+                counted = gateway.metrics.of(scope.get(MODEL) or gateway.fleet.name_in(body))
                 counted.requests.labels("http", code).inc()
                 counted.e2e.observe(time.monotonic() - began)
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from configs.settings import WorkerSettings
+from configs.settings import WorkerSettings, served_names
 from configs.up_settings import UpSettings
 from infra.engine_args import compatibility
 from infra.engine_args.tree import BadArguments, Tree, decode, merge, parse_json
@@ -179,7 +179,7 @@ def _several(
     if up.embed and not up.embed_model:
         raise PlanError("--embed with several models needs --embed-model: which of them makes vectors?")
     named = [modeldir.split_name(each) for each in up.model]
-    names = [name or modeldir.name_of(Path(folder).expanduser()) for name, folder in named]
+    names = [(*served_names(name), modeldir.name_of(Path(folder).expanduser()))[0] for name, folder in named]
     stems = [_SLUG.sub("-", name.rpartition("/")[2].lower()).strip("-") or "model" for name in names]
     for each in names, stems:
         if twice := next((index for index, one in enumerate(each) if one in each[:index]), 0):

@@ -69,6 +69,10 @@ class MetricScope(Collector):
         self._children.append(child)
         return child
 
+    def remove(self, child: "MetricScope") -> None:
+        """Show nothing more of a scope below this one."""
+        self._children.remove(child)
+
     def set_label(self, name: str, value: str) -> None:
         """Set an automatic label that was not known when the scope was made, such as the model.
 

@@ -102,7 +102,8 @@ class ModelDir:
 
 
 def split_name(model: str) -> tuple[str, str]:
-    """What ``NAME=FOLDER`` says; a name "" where there is only a folder, which may have an equals sign of its own."""
+    """What ``NAME=FOLDER`` says; a name "" where there is only a folder, which may have an equals sign of its own. NAME
+    may be several, with spaces between."""
     name, equals, folder = model.partition("=")
     if not equals or "/" in name.removeprefix("./")[:1] or Path(model).expanduser().is_dir():
         return "", model

@@ -76,7 +76,10 @@ class Autoscaling(Section, frozen=True, kw_only=True):
             "worker's over its pool. Every gateway reports the whole queue, which counts once"
         ),
     ]
-    model: Annotated[str, about("label `model` of the metric; default: any model of the release")] = ""
+    model: Annotated[
+        str,
+        about("label `model` of the metric; default: the pool's where there are several, else any of the release"),
+    ] = ""
     target: Annotated[int, Meta(ge=1, description="of the metric, for each replica")]
     scale_down_seconds: Annotated[Seconds, about("how long the metric must be low before pods are removed")] = 300
 
@@ -111,7 +114,7 @@ class Router(Placed, frozen=True, kw_only=True):
 
 
 class Planner(Placed, frozen=True, kw_only=True):
-    """Scales the pools of the language model by load and latency limits: `penstock plan`."""
+    """Scales the pools of the language model `model` by load and latency limits: `penstock plan`."""
 
     enabled: bool = False
     dry_run: Annotated[bool, about("decide and log, but change nothing")] = False
@@ -187,7 +190,10 @@ class WorkerDefaults(Placed, frozen=True, kw_only=True):
 
     role: Annotated[Role | Literal[""], about('default: the name of the pool, or "aggregated"')] = ""
     engine: Engine = "native"
-    model: Annotated[str, about("default: `model`")] = ""
+    model: Annotated[str, about("default: `model`; pools with another language model are behind the same address")] = ""
+    served_model_name: Annotated[
+        str, about("names that clients use; default: `servedModelName`, or the model's own where the pool names one")
+    ] = ""
     replicas: Annotated[Count, about("engines")] = 1
     gpus: Annotated[
         Annotated[int, Meta(ge=0)] | None,

@@ -16,7 +16,7 @@ BROKER = Dashboard(
         Panel("Share of their limits", [Query(f"max by (stream) ({FILL})", "{{stream}}")], "percentunit"),
         Panel(
             "Unfinished share",
-            [Query(most("penstock_gateway_stream_unfinished_ratio", "stream"), "{{stream}}")],
+            [Query(most("penstock_gateway_stream_unfinished_ratio", "stream", PLACE), "{{stream}}")],
             "percentunit",
             steps=(0.5, 0.9),
         ),
@@ -24,11 +24,13 @@ BROKER = Dashboard(
         Panel(
             "Lag of the routers' consumers",
             [
-                Query(most("penstock_gateway_consumer_pending", "consumer"), "{{consumer}} not sent"),
-                Query(most("penstock_gateway_consumer_ack_pending", "consumer"), "{{consumer}} not acknowledged"),
+                Query(most("penstock_gateway_consumer_pending", "consumer", PLACE), "{{consumer}} not sent"),
+                Query(
+                    most("penstock_gateway_consumer_ack_pending", "consumer", PLACE), "{{consumer}} not acknowledged"
+                ),
             ],
         ),
-        Panel("Redelivered", [Query(most("penstock_gateway_consumer_redelivered", "consumer"), "{{consumer}}")]),
+        Panel("Redelivered", [Query(most("penstock_gateway_consumer_redelivered", "consumer", PLACE), "{{consumer}}")]),
         Panel("Consumers", [Query(most("penstock_broker_stream_consumers", "stream", PLACE), "{{stream}}")]),
         Panel(
             "CPU by process",

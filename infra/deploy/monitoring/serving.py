@@ -46,7 +46,7 @@ HEALTH = Dashboard(
         ),
         Panel(
             "Room for requests",
-            [Query(f"1 - {most('penstock_gateway_stream_unfinished_ratio')}", "free")],
+            [Query(f"1 - {most('penstock_gateway_stream_unfinished_ratio', select=PLACE)}", "free")],
             "percentunit",
             kind="stat",
             columns=4,
@@ -55,7 +55,7 @@ HEALTH = Dashboard(
         Panel(
             "Event loops",
             [
-                Query(most("penstock_gateway_loop_lag_seconds"), "gateway"),
+                Query(most("penstock_gateway_loop_lag_seconds", select=PLACE), "gateway"),
                 Query(most("penstock_router_loop_lag_seconds", select=PLACE), "router"),
                 Query(most("penstock_worker_loop_lag_seconds"), "worker"),
             ],
@@ -96,13 +96,13 @@ GATEWAYS = Dashboard(
             "Requests by gateway", [Query(rate("penstock_gateway_requests_total", "process"), "{{process}}")], "reqps"
         ),
         Panel("Open requests", [Query(total("penstock_gateway_open_requests", "process"), "{{process}}")]),
-        Panel("Connections", [Query(total("penstock_gateway_connections", "process"), "{{process}}")]),
+        Panel("Connections", [Query(total("penstock_gateway_connections", "process", PLACE), "{{process}}")]),
         Panel("Prompt length", latency("penstock_gateway_request_prompt_tokens")),
         Panel("Answer length", latency("penstock_gateway_request_output_tokens")),
         Panel(
             "Bytes",
             [
-                Query(rate("penstock_gateway_request_bytes_total"), "requests"),
+                Query(rate("penstock_gateway_request_bytes_total", select=PLACE), "requests"),
                 Query(rate("penstock_gateway_response_bytes_total"), "answers"),
             ],
             "Bps",
@@ -115,7 +115,7 @@ GATEWAYS = Dashboard(
         Panel("Left by their client", [Query(rate("penstock_gateway_cancelled_total"), "cancelled")], "reqps"),
         Panel(
             "Images and embedding files",
-            [Query(rate("penstock_gateway_media_total", "kind"), "{{kind}}")],
+            [Query(rate("penstock_gateway_media_total", "kind", PLACE), "{{kind}}")],
             "reqps",
             needs="requests with images",
         ),
@@ -126,12 +126,12 @@ GATEWAYS = Dashboard(
         ),
         Panel(
             "Records are kept for",
-            [Query(f"min(penstock_gateway_record_retention_seconds{{{SELECT}}})", "retention")],
+            [Query(f"min(penstock_gateway_record_retention_seconds{{{PLACE}}})", "retention")],
             "s",
         ),
         Panel(
             "Event-loop lag",
-            [Query(most("penstock_gateway_loop_lag_seconds", "process"), "{{process}}")],
+            [Query(most("penstock_gateway_loop_lag_seconds", "process", PLACE), "{{process}}")],
             "s",
             steps=(0.1, 1),
         ),

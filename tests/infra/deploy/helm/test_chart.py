@@ -123,7 +123,19 @@ trace:
   env: [{name: OTEL_EXPORTER_OTLP_HEADERS, valueFrom: {secretKeyRef: {name: otel, key: headers}}}]
   settings: {sample: 0.1, since: 1h}
 """
+SEVERAL = """
+image: penstock:1
+model: /models/llama
+servedModelName: llama, llama-3
+workers:
+  llama-prefill: {role: prefill, engine: mock, autoscaling: {enabled: true}}
+  llama-decode: {role: decode, engine: mock, autoscaling: {enabled: true, metric: penstock_worker_running}}
+  qwen: {engine: mock, model: Qwen/Qwen3-8B, replicas: 2, autoscaling: {enabled: true, kind: keda}}
+  gemma: {engine: mock, model: /models/gemma, servedModelName: small}
+  vectors: {role: embed, engine: mock, model: /models/minilm}
+"""
 CASES = {
+    "several models": SEVERAL,
     "a planner": PLANNED,
     "traces": TRACED,
     "the defaults": "",
@@ -394,7 +406,7 @@ def test_settings_become_flags_with_their_values() -> None:
     gateway = parse(GatewaySettings, command_of(template)[1:], prog="g", environ={})
     assert (gateway.max_queue, gateway.access_log, gateway.default_deadline_s) == (512, True, 90.5)
     assert gateway.max_body_bytes == 16 << 20
-    assert gateway.served_model_name == "llama, llama-3"
+    assert gateway.served_model_name == "llama,llama-3"
     (template,) = templates(found(trees, "Deployment", "demo-router"))
     assert parse(RouterSettings, command_of(template)[1:], prog="r", environ={}).kv_events is False
     assert environment(template)["TZ"]["value"] == "UTC"
@@ -766,6 +778,51 @@ def test_queues_scale_pools_by_a_metric_that_exists() -> None:
     assert target["name"] in named(group, "LeaderWorkerSet")
 
 
+def test_pools_of_several_models_are_behind_the_same_gateways() -> None:
+    trees = manifests(SEVERAL)
+    (template,) = templates(found(trees, "Deployment", "demo-gateway"))
+    gateway = parse(GatewaySettings, command_of(template)[1:], prog="p", environ={})
+    wanted = ("llama llama-3=/models/llama", "Qwen/Qwen3-8B=Qwen/Qwen3-8B", "small=/models/gemma")
+    assert sorted(gateway.model) == sorted(wanted)
+    assert gateway.served_model_name == ""
+    workers = {}
+    for name in ("llama-prefill", "llama-decode", "qwen", "gemma", "vectors"):
+        (template,) = templates(found(trees, "Deployment", f"demo-{name}"))
+        settings = parse(WorkerSettings, command_of(template)[1:], prog="p", environ={})
+        workers[name] = (settings.role, settings.model, settings.served_model_name)
+    assert workers == {
+        "llama-prefill": ("prefill", "/models/llama", "llama,llama-3"),
+        "llama-decode": ("decode", "/models/llama", "llama,llama-3"),
+        "qwen": ("aggregated", "Qwen/Qwen3-8B", ""),
+        "gemma": ("aggregated", "/models/gemma", "small"),
+        "vectors": ("embed", "/models/minilm", ""),
+    }
+
+
+def test_a_pool_is_scaled_by_the_queue_of_its_own_model_where_there_are_several() -> None:
+    trees = manifests(SEVERAL)
+    (metric,) = found(trees, "HorizontalPodAutoscaler", "demo-llama-prefill")["spec"]["metrics"]
+    assert metric["external"]["metric"]["selector"]["matchLabels"]["model"] == "llama"
+    (trigger,) = found(trees, "ScaledObject", "demo-qwen")["spec"]["triggers"]
+    assert 'model="Qwen/Qwen3-8B"' in trigger["metadata"]["query"]
+    (running,) = found(trees, "HorizontalPodAutoscaler", "demo-llama-decode")["spec"]["metrics"]
+    assert "model" not in running["external"]["metric"]["selector"]["matchLabels"], "its own series have the pool"
+
+
+def test_the_planner_scales_the_pools_of_the_release_s_own_model() -> None:
+    planned = SEVERAL.replace("autoscaling: {enabled: true}", "").replace(", autoscaling: {enabled: true, metric: "
+        "penstock_worker_running}", "").replace("engine: mock, }", "engine: mock}")  # fmt: skip
+    trees = manifests(planned + "planner: {enabled: true}\n")
+    (template,) = templates(found(trees, "Deployment", "demo-planner"))
+    settings = parse(PlannerSettings, command_of(template)[1:], prog="p", environ={})
+    assert settings.model == "llama"
+    assert sorted(settings.kubernetes_workloads) == [
+        "decode=deployment/demo-llama-decode", "prefill=deployment/demo-llama-prefill",
+    ]  # fmt: skip
+    assert "replicas" not in found(trees, "Deployment", "demo-llama-decode")["spec"]
+    assert found(trees, "Deployment", "demo-gemma")["spec"]["replicas"] == 1
+
+
 def by_adapter(metric: Tree) -> str:
     """The query that the Prometheus adapter makes of an external metric, by the rules in the chart's README."""
     readme = (CHART / "README.md").read_text(encoding="utf-8")
@@ -869,7 +926,10 @@ def test_dashboards_and_alerts_are_those_of_the_monitoring_folder() -> None:
         ("workers: {decode: {engineArgs: 'a: 1'}}", "read by trtllm, vllm and sglang, not by native"),
         ("workers: {decode: {nodes: 2}}", "only trtllm, vllm and sglang run one engine over several nodes"),
         ("workers: {decode: {nvlinkDomain: true}}", "are for engines of several nodes"),
-        ("workers: {decode: {}, prefill: {model: other}}", "one language model per release"),
+        (
+            "workers: {a: {engine: mock, model: /models/x/m}, b: {engine: mock, model: /models/y/m}}",
+            "would both be called m; give one a servedModelName of its own",
+        ),
         ("workers: {gateway: {}}", "workers.gateway: the name is taken"),
         (
             "engineImage: e\nmodel: m\nworkers: {decode: {engine: vllm, gpus: 2}}",

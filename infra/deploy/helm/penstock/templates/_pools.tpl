@@ -23,9 +23,12 @@ GPUs come from the engine arguments, as the engines count them.
 {{- if and (not $model) (or $external $apart) -}}
 {{- fail (printf "workers.%s.model: name a directory on the models volume (/models/...) or a Hugging Face id" $name) -}}
 {{- end -}}
-{{- if and $pool.model (not $apart) (ne $pool.model $root.Values.model) -}}
-{{- fail (printf "workers.%s.model: one language model per release; set model: %s" $name $pool.model) -}}
-{{- end -}}
+{{- $ownModel := and (not $apart) $pool.model (ne $pool.model $root.Values.model) | not | not -}}
+{{- $served := $pool.servedModelName | default (ternary "" $root.Values.servedModelName (or $apart $ownModel)) -}}
+{{- $names := list -}}
+{{- range splitList " " (replace "," " " $served) }}{{- if . }}{{- $names = append $names . }}{{- end }}{{- end -}}
+{{- $canonical := ternary (base $model) ($model | default "demo") (hasPrefix "/" $model) -}}
+{{- if $names }}{{- $canonical = first $names }}{{- end -}}
 {{- if and $pool.engineArgs (not $external) -}}
 {{- fail (printf "workers.%s.engineArgs: read by trtllm, vllm and sglang, not by %s" $name $pool.engine) -}}
 {{- end -}}
@@ -70,8 +73,25 @@ GPUs come from the engine arguments, as the engines count them.
 {{- if kindIs "bool" $pool.readOnlyRootFilesystem -}}
 {{- $readOnly = $pool.readOnlyRootFilesystem -}}
 {{- end -}}
-{{- $decided := dict "role" $role "image" $image "model" $model "nodes" $nodes "mpi" $mpi "gpus" $gpus "external" $external "readOnlyRootFilesystem" $readOnly -}}
+{{- $decided := dict "ownModel" $ownModel "apart" $apart "names" $names "canonical" $canonical "role" $role "image" $image "model" $model "nodes" $nodes "mpi" $mpi "gpus" $gpus "external" $external "readOnlyRootFilesystem" $readOnly -}}
 {{- $_ := set $.pools $name (mergeOverwrite $pool $decided) -}}
+{{- end -}}
+{{- end }}
+
+{{/*
+The language models of all pools by name, each with "model" and "names", into the dict "texts": (dict "root" $ "texts" $texts).
+*/}}
+{{- define "penstock.texts" -}}
+{{- $pools := dict -}}
+{{- include "penstock.pools" (dict "root" .root "pools" $pools) -}}
+{{- range $name, $pool := $pools -}}
+{{- if not $pool.apart -}}
+{{- $known := get $.texts $pool.canonical | default dict -}}
+{{- if and $known (ne $known.model $pool.model) -}}
+{{- fail (printf "workers.%s: %s and %s would both be called %s; give one a servedModelName of its own" $name ($known.model | default "the demo model") $pool.model $pool.canonical) -}}
+{{- end -}}
+{{- $_ := set $.texts $pool.canonical (dict "model" $pool.model "names" (concat ($known.names | default list) $pool.names | uniq)) -}}
+{{- end -}}
 {{- end -}}
 {{- end }}
 
@@ -114,8 +134,8 @@ claims: [{name: nvlink}]
 {{- with .pool.model }}
 - --model={{ . }}
 {{- end }}
-{{- if and .root.Values.servedModelName (not (has .pool.role (list "diffusion" "embed"))) }}
-- {{ printf "--served-model-name=%s" .root.Values.servedModelName | quote }}
+{{- with .pool.names }}
+- {{ printf "--served-model-name=%s" (join "," .) | quote }}
 {{- end }}
 - --block-size={{ include "penstock.number" .root.Values.blockSize }}
 {{- if .pool.engineArgs }}
