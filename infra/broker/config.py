@@ -19,6 +19,7 @@ USERS = (*ROLES, "sys")
 # Each stream has its own max_bytes; the limits of both kinds of storage only must not be below their sums, for any
 # number of namespaces. The server's own default for memory storage is three quarters of the machine's memory.
 STORE_BYTES = 1 << 50
+LAME_DUCK_S, LAME_DUCK_GRACE_S = 30, 5  # the least; from the word that it stops to the first client sent away
 SYNC_S = 120  # between two syncs of the store, unless it syncs always: the server's own default, made explicit
 # A stream that falls behind drops silently beyond its queue; the default of 100,000 messages is one burst of a
 # large fleet.
@@ -78,6 +79,7 @@ class ServerConfig:
     cluster: Cluster | None = None
     tenants_file: str = ""
     tls: Tls | None = None
+    lame_duck_s: int = 0
 
     def password(self, user: str) -> str:
         """As it is written in the file."""
@@ -92,6 +94,9 @@ def tenant_user(tenant: str) -> str:
 def render(config: ServerConfig) -> str:
     """The configuration file's text. It holds the passwords: keep it readable by its owner only."""
     monitor = f'http: "{config.host}:{config.monitor_port}"\n' if config.monitor_port else ""
+    lame_duck = ""
+    if config.lame_duck_s:  # the server's own is two minutes, for thousands of clients
+        lame_duck = f'lame_duck_duration: "{config.lame_duck_s}s"\nlame_duck_grace_period: "{LAME_DUCK_GRACE_S}s"\n'
     jetstream = ""
     if config.jetstream:
         jetstream = f"""
@@ -110,7 +115,7 @@ jetstream {{
 server_name: {_server_name(config)}
 host: "{config.host}"
 port: {config.port}
-{tls}{monitor}{_limits()}{jetstream}{_cluster(config)}
+{tls}{monitor}{lame_duck}{_limits()}{jetstream}{_cluster(config)}
 {_accounts(config)}"""
 
 

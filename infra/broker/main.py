@@ -12,7 +12,7 @@ from configs.logs import setup
 from configs.settings import NatsSettings
 from infra.broker.apply import apply
 from infra.broker.binary import MINIMUM, dotted
-from infra.broker.config import USERS, Cluster, ServerConfig, Tls, render
+from infra.broker.config import LAME_DUCK_S, USERS, Cluster, ServerConfig, Tls, render
 from infra.broker.datadir import DataDirBusy, DataDirUnusable, load_secrets, prepare
 from infra.broker.disk import DiskWatch
 from infra.broker.failures import NoServerBinary, ServerFailed
@@ -104,6 +104,7 @@ def own_config(settings: NatsSettings, secrets: Mapping[str, str]) -> str:
         sync_always=settings.durability == "power",
         cluster=cluster,
         tenants_file=settings.tenants_file,
+        lame_duck_s=LAME_DUCK_S if cluster is not None else 0,
         tls=Tls(settings.tls_cert, settings.tls_key, settings.tls_ca) if settings.tls_cert else None,
     )
     made = f"# Made by `penstock nats --print-config`, for nats-server {dotted(MINIMUM)} or newer. It holds passwords."

@@ -103,6 +103,12 @@ def test_flags_that_contradict_each_other_are_named(flags: Mapping[str, object],
         made(**flags)
 
 
+def test_servers_of_a_cluster_send_their_clients_away_within_half_a_minute_when_they_stop() -> None:
+    files = {"tls_cert": "c", "tls_key": "k", "tls_ca": "a"}
+    assert 'lame_duck_duration: "30s"' in made(cluster=("a", "b"), node="a", **files)
+    assert "lame_duck" not in made()
+
+
 def test_a_server_that_runs_here_does_not_take_what_it_would_ignore(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(NatsSettings(tls_cert="c", tls_key="k")) == 2
     assert "penstock nats: --tls-cert is for --print-config" in capsys.readouterr().err
