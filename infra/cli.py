@@ -118,6 +118,11 @@ COMMANDS = {
     "recipe matrix": Command("show what each engine supports", "infra.recipes.cli:run_matrix"),
     "kubernetes render": Command("make values for the Helm chart", "infra.deploy.helm.cli:run_render"),
     "kubernetes chart": Command("write the Helm chart to a folder", "infra.deploy.helm.cli:run_chart"),
+    "systemd": Command(
+        "print units of systemd for processes on several machines",
+        "infra.deploy.systemd:run",
+        choices=("router", "gateway", "worker", "nats", "env"),
+    ),
     "monitoring": Command("write Prometheus and Grafana files for a deployment", "infra.deploy.monitoring.main:run"),
     "bench http": Command(
         "load an OpenAI-compatible server and measure it", "infra.bench.http:run", "infra.bench.http:Settings"
@@ -203,7 +208,10 @@ COMMANDS = {
 # How ``penstock --help`` groups the commands, by their first words.
 SECTIONS = {
     "Talk": ("chat", "run"),
-    "Run": ("up", "nats", "gateway", "router", "worker", "rank-metrics", "recipe", "kubernetes", "monitoring"),
+    "Run": (
+        *("up", "nats", "gateway", "router", "worker", "rank-metrics"),
+        *("recipe", "kubernetes", "systemd", "monitoring"),
+    ),
     "Find out": (
         "doctor",
         "models",
