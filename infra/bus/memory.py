@@ -400,8 +400,8 @@ def send_content(bus: Bus, request: GenerateRequest, inbox: str) -> None:
     The worker reads it as ever if it does not come: it is not there yet, or the link has just failed.
     """
     subject = bus.subjects.contents(request.gateway, request.id, contents.REQUEST)
-    question = msgspec.json.encode({"last_by_subj": subject})
-    bus.nc.post(f"$JS.API.DIRECT.GET.{bus.subjects.stream('MEMORY_CONTENTS')}", question, f"{inbox}.{request.id}")
+    ask = f"$JS.API.DIRECT.GET.{bus.subjects.stream('MEMORY_CONTENTS')}.{subject}"  # for its last message
+    bus.nc.post(ask, b"", f"{inbox}.{request.id}")
 
 
 class _Question:

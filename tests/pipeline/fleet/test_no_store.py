@@ -13,7 +13,7 @@ import pytest
 
 from infra.bus.connection import Bus, connect
 from infra.bus.direct_get import read
-from schemas import done, tokens
+from schemas import done, requests, tokens
 from schemas.subjects import HEADER_MSG_ID, HEADER_NO_STORE, HEADER_REPLY_TO, HEADER_REQUEST
 from schemas.wire import pack_tokens
 from tests.pipeline.conftest import NewDeployment
@@ -113,6 +113,28 @@ async def test_an_answer_is_whole_and_nothing_of_it_is_ever_on_the_disk(
     await is_deleted(fleet, fleet_bus, request_id, wanted)
     assert on_disk(fleet, traces(oracle, stored)[:3]), "a request beside it is stored as ever"
     assert kept[1] == oracle.answer(stored, COUNT)
+
+
+async def test_its_content_is_sent_to_its_worker_which_need_not_ask(
+    fleet: Deployment, fleet_bus: Bus, http: httpx.AsyncClient, oracle: Oracle
+) -> None:
+    """As the permissions of the roles allow it, and with two workers to one of them."""
+    sent: list[bytes] = []
+
+    async def note(message: Any) -> None:
+        sent.append(message.data)
+
+    inboxes = [each.inbox for each in (await registrations(fleet_bus)).values()]
+    assert all(inboxes)
+    subscriptions = [await fleet_bus.nc.subscribe(f"{inbox}.*", cb=note) for inbox in inboxes]
+    asked = body(9, no_store=True)
+    request_id, text = await stream(http, asked)
+    assert text == oracle.answer(asked, COUNT)
+    (content,) = [request for data in sent if (request := requests.decode(data)).id == request_id]
+    assert content.prompt == pack_tokens(oracle.prompt(asked))
+    for each in subscriptions:
+        await each.unsubscribe()
+    await is_deleted(fleet, fleet_bus, request_id, traces(oracle, asked))
 
 
 async def test_a_deleted_request_is_gone_for_its_client_and_listed_for_the_operator(
