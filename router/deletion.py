@@ -2,6 +2,9 @@
 
 Gateways, which clients reach, may not delete anything of the pipeline's own streams. Any router answers, and replies
 once everything is gone. Overwriting is expensive for the broker, so a router rests in between (``Eraser``).
+
+What comes back of a deleted request is erased again, by whichever routers see it: at once what somebody stores again
+(``came_back``), and when a router starts or finds another server, or that one restarted, what that one has again.
 """
 
 import asyncio
@@ -13,11 +16,12 @@ import structlog
 from nats.errors import Error as NatsError
 
 from infra.bus.connection import Bus
-from infra.bus.direct_get import read
+from infra.bus.direct_get import get, get_last, read
 from infra.bus.erase import Eraser
-from infra.bus.forget import find_ended, forget_messages
+from infra.bus.forget import DeletedRequests, find_ended, forget_content, forget_messages
 from infra.bus.tasks import Tasks
 from schemas import control
+from schemas.deletions import Deletion as Note
 from schemas.errors import ServingError
 from schemas.subjects import request_of
 from schemas.wire import encode
@@ -28,11 +32,30 @@ WAITING = 32  # beyond these, a gateway has to ask again
 EARLIER_S = 60.0  # between two looks for what older builds stored, while there is something
 
 
+MOST_BACK = 10_000  # messages that wait to be erased again; beyond these, all notes are looked at
+TOGETHER_S = 0.5  # within which routers begin to erase the same message; those that come later find it gone
+ERASE_AGAIN_S = 5.0  # after a failure
+
+
 class Deletion:
+    """
+    Attributes:
+        deleted: the requests that were deleted lately.
+    """
+
     def __init__(self, bus: Bus) -> None:
         self._bus = bus
         self._eraser = Eraser(bus)
         self._waiting = 0
+        self.deleted = DeletedRequests(bus)
+        self._back: dict[tuple[str, int], str] = {}  # (stream, sequence) -> request
+        self._all_due = True  # look for messages of all that were deleted lately
+        self._due = asyncio.Event()
+        self._server = ""  # at which everything of them was gone
+
+    async def open(self, tasks: Tasks) -> None:
+        """Learn which requests were deleted. Before the log is read, or their jobs would be placed again."""
+        await self.deleted.start(tasks)
 
     async def start(self, tasks: Tasks) -> None:
         async def asked(message: Any) -> None:
@@ -40,6 +63,13 @@ class Deletion:
 
         await self._bus.nc.subscribe(self._bus.subjects.erase, queue="router", cb=asked)
         tasks.spawn(self._delete_earlier_until_gone(), name="delete-earlier")
+        self._bus.on_reconnect.append(self._reconnected)
+        tasks.spawn(self._erase_again_forever(), name="erase-again")
+
+    async def stop(self) -> None:
+        if self._reconnected in self._bus.on_reconnect:
+            self._bus.on_reconnect.remove(self._reconnected)
+        await self.deleted.stop()
 
     async def _answer(self, message: Any) -> None:
         error = await self._delete(message.data.decode("ascii", "replace"))
@@ -61,9 +91,85 @@ class Deletion:
             return str(error)
         except (ServingError, NatsError, OSError, TimeoutError) as error:
             log.warning("request_not_deleted", request=request_id, error=str(error))
+            self._look_at_all()  # perhaps it was noted
             return str(error) or repr(error)
         finally:
             self._waiting -= 1
+
+    # --- what comes back of deleted requests ---
+
+    def came_back(self, stream: str, seq: int, request: str) -> None:
+        """A message of a deleted request was stored: erase it, soon."""
+        if len(self._back) < MOST_BACK:
+            self._back[stream, seq] = request
+            self._due.set()
+        else:
+            self._look_at_all()
+
+    def _look_at_all(self) -> None:
+        self._all_due = True
+        self._due.set()
+
+    async def _reconnected(self) -> None:
+        if self._bus.server != self._server:
+            self._look_at_all()
+
+    async def _erase_again_forever(self) -> None:
+        await self.deleted.followed.wait()
+        self._due.set()
+        while True:
+            await self._due.wait()
+            self._due.clear()
+            await asyncio.sleep(random.uniform(0, TOGETHER_S))
+            try:
+                await self._erase_back()
+                if self._all_due:
+                    await self._erase_all()
+            except (ServingError, NatsError, OSError, TimeoutError) as error:
+                log.warning("deleted_requests_not_erased", error=str(error) or repr(error))
+                await asyncio.sleep(ERASE_AGAIN_S)
+                self._due.set()
+
+    async def _erase_all(self) -> None:
+        """Erase what is there of all requests that were deleted lately."""
+        server, self._all_due = self._bus.server, False
+        try:
+            for request, note in await self.deleted.read():
+                await self._erase_noted(request, note)
+                await self._erase_back()
+        except BaseException:
+            self._all_due = True
+            raise
+        self._server = server
+
+    async def _erase_noted(self, request: str, note: Note) -> None:
+        bus, subjects = self._bus, self._bus.subjects
+        for stream, sequences in note.messages.items():
+            for seq in sequences:
+                await self._erase_if_there(stream, seq, request)
+        tokens = subjects.stream("TOKENS")
+        async for entry in read(bus, tokens, subjects.tokens_of(request)):
+            await self._erase_found(tokens, entry.seq, request)
+        records = subjects.stream("DONE")
+        record = await get_last(bus, records, note.record)
+        if record is not None:
+            await self._erase_found(records, record.seq, request)
+
+    async def _erase_back(self) -> None:
+        while self._back:
+            (stream, seq), request = next(iter(self._back.items()))
+            await self._erase_if_there(stream, seq, request)
+            del self._back[stream, seq]
+
+    async def _erase_if_there(self, stream: str, seq: int, request: str) -> None:
+        """A stream that lost its end may have another message there."""
+        entry = await get(self._bus, stream, seq)
+        if entry is not None and request_of(entry.headers) == request:
+            await self._erase_found(stream, seq, request)
+
+    async def _erase_found(self, stream: str, seq: int, request: str) -> None:
+        await self._eraser.erase(stream, seq)
+        log.info("deleted_request_erased_again", request=request, stream=stream, seq=seq)
 
     # --- requests with no_store of builds that stored them in the clear, and erased them after their end ---
 
@@ -95,6 +201,6 @@ class Deletion:
             if ended is None:
                 left += 1
             else:
-                await forget_messages(bus, [ended], self._eraser.erase, records=False)
+                await forget_content(bus, [ended], self._eraser.erase)
                 log.info("earlier_request_deleted", request=name)
         return left

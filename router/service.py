@@ -23,7 +23,7 @@ from infra.bus.connection import Bus
 from infra.bus.loop_lag import TimeSlice
 from infra.bus.memory import MemoryStreams
 from infra.bus.publisher import Ack, Publisher
-from infra.bus.puller import ACK, NAK, TERM, stored_ns
+from infra.bus.puller import ACK, NAK, TERM, sequence, stored_ns
 from router.background import BackgroundTasks
 from router.cluster.cluster_listener import ClusterListener
 from router.cluster.cluster_state import ClusterState
@@ -78,7 +78,8 @@ class Router:
         self.tasks = bus.tasks.group("router")
         self._background = BackgroundTasks(bus, self.tasks)
         self._memory = MemoryStreams(bus)
-        self.cluster = ClusterState(bus, settings)
+        self._deletion = Deletion(bus)
+        self.cluster = ClusterState(bus, settings, self._deletion.deleted, self._deletion.came_back)
         self._decider = Decider(self.cluster, settings, metrics)
         self._tenants = TenantWeights(bus)
         self._held = self._make_held()
@@ -113,7 +114,6 @@ class Router:
             place=self.place,
             place_held=self._place_held_soon,
         )
-        self._deletion = Deletion(bus)
 
     def _make_held(self) -> HeldRequests:
         settings, cluster = self._settings, self.cluster
@@ -150,6 +150,7 @@ class Router:
         """
         recovery = self._recovery
         await self._memory.open()
+        await self._deletion.open(self.tasks)
         await self.cluster.start(
             ClusterListener(
                 self._place_held_soon,
@@ -180,6 +181,7 @@ class Router:
             if pending.reply and self._bus.connected:
                 await self._bus.nc.publish(pending.reply, NAK)
         await self._tenants.stop()
+        await self._deletion.stop()
         await self.cluster.stop()
 
     def _space(self, priority: Priority) -> int:
@@ -195,6 +197,9 @@ class Router:
         except msgspec.MsgspecError as error:
             log.error("request_unreadable", subject=message.subject, error=str(error))
             await self._bus.nc.publish(message.reply, TERM)
+            return
+        if request.id in self._deletion.deleted:  # it comes again until it is gone
+            self._deletion.came_back(self._bus.subjects.stream("REQUESTS"), sequence(message.reply), request.id)
             return
         if not self.intake.places(request.model):  # passed on by a router that takes this one for the owner
             await self.cluster.fold_unowned()

@@ -177,6 +177,7 @@ def topology(s: Subjects, *, record: bool = False) -> Topology:
             followed("budgets"),
             followed("verdicts"),
             BucketSpec(s.bucket("idempotency")),
+            replace(followed("deleted"), max_bytes=8 * MIB),  # 60,000 requests of half an hour
             BucketSpec(s.bucket("planners"), max_bytes=MIB),
             BucketSpec(s.bucket("exporters"), max_bytes=MIB),
         ),

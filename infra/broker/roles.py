@@ -146,7 +146,7 @@ def _gateway(s: Subjects) -> tuple[Right, ...]:
         Right("follow the log", (), (s.all("live"),)),
         _reads(*(stream.name for stream in memory_streams(s))),
         _reads(*(s.stream(name) for name in ("TOKENS", "REQUESTS", "DONE")), *_buckets(s, "workers", "tenants")),
-        _reads(*_buckets(s, "idempotency", "routers", "keys", "budgets", "verdicts")),
+        _reads(*_buckets(s, "idempotency", "routers", "keys", "budgets", "verdicts", "deleted")),
         Right("read the length of the queue", (f"$JS.API.CONSUMER.INFO.{requests}.*",)),
         _stores(s.bucket("media")),
         _stores(s.bucket("batches")),
@@ -181,9 +181,10 @@ def _router(s: Subjects) -> tuple[Right, ...]:
               (*(f"$JS.API.STREAM.MSG.DELETE.{s.stream(n)}" for n in ("REQUESTS", "WORK", "TOKENS", "DONE")),
                f"$JS.API.STREAM.MSG.DELETE.OBJ_{s.bucket('media')}"),
               (s.erase,)),
+        Right("note which requests are deleted", (f"$KV.{s.bucket('deleted')}.*",)),
         Right("follow the log", (), (s.all("live"),)),
         _reads(*(s.stream(name) for name in ("REQUESTS", "WORK", "TOKENS", "KV", "DONE"))),
-        _reads(*_buckets(s, "workers", "routers", "tenants"), f"OBJ_{s.bucket('media')}"),
+        _reads(*_buckets(s, "workers", "routers", "tenants", "deleted"), f"OBJ_{s.bucket('media')}"),
         _stores(s.bucket("snapshots")),
     )  # fmt: skip
 

@@ -111,6 +111,11 @@ class Bus:
         return bool(self.nc._server_info.get("cluster"))  # as of the last connect; nats-py shows it nowhere else
 
     @property
+    def server(self) -> str:
+        """The id of the server that this is connected to, or was; it has another one after its restart."""
+        return str(self.nc._server_info.get("server_id", ""))
+
+    @property
     def max_message(self) -> int:
         """Largest body, in bytes, that leaves room for headers."""
         return min(int(self.nc.max_payload), MAX_PAYLOAD) - HEADROOM

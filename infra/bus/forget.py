@@ -1,19 +1,41 @@
-"""Deletes what the log holds of requests that have ended.
+"""Deletes what the log holds of requests that have ended, and notes that they were deleted.
+
+The note (``schemas.deletions``) is stored before the first message is erased. For half an hour routers erase what comes
+back of the request (``router.deletion``), and gateways know nothing of it.
 
 Jobs go first, then requests, then records: a router that starts in between must not find a job without its end, which
-it would place again. What was not deleted is found again, as long as the record is there.
+it would place again. What was not deleted is found again, as long as the record or the note is there.
 """
 
-from collections.abc import Awaitable, Callable, Collection, Sequence
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable, Sequence
 from typing import NamedTuple
 
+import msgspec
+import structlog
+from nats.errors import Error as NatsError
+from nats.errors import NoRespondersError
+
 from infra.bus.connection import Bus
-from infra.bus.direct_get import get_last, read
+from infra.bus.direct_get import Entry, get_last, read
+from infra.bus.jetstream import STREAM_NOT_FOUND, ApiError, decode_publish_reply
+from infra.bus.log_tail import LogTail
+from infra.bus.tasks import Tasks
+from schemas import deletions, wire
+from schemas.deletions import Deletion
+from schemas.errors import Code, ServingError
 from schemas.ids import time_of
 from schemas.streams import CLOCK_SKEW_NS
 from schemas.subjects import HEADER_NO_STORE, request_of
 
+log = structlog.get_logger("bus")
+
 BATCH = 50  # the messages of a few seconds: with their prompts, many more are megabytes that nobody wants
+NOTE_S = 5.0
+FOLLOW_S = 3.0  # how long a process that starts waits for the notes
+FOLLOW_AGAIN_S = 30.0  # between two tries, where there is no bucket for them
+TTL_NS = deletions.TTL_S * 1_000_000_000
 
 Delete = Callable[[str, int], Awaitable[object]]  # (stream, sequence)
 
@@ -45,18 +67,53 @@ async def find_ended(bus: Bus, request_id: str) -> Ended | None:
     return Ended(request_id, last.subject, last.time_ns, HEADER_NO_STORE in last.headers)
 
 
-async def forget_messages(bus: Bus, ended: Sequence[Ended], delete: Delete, *, records: bool = True) -> int:
-    """Delete the jobs, requests and records of these requests; returns how many messages that were.
+class _Stored(NamedTuple):
+    stream: str
+    seq: int
+    request: str
 
-    Args:
-        records: False: leave the records.
+
+async def forget_messages(bus: Bus, ended: Sequence[Ended], delete: Delete) -> int:
+    """Note that these requests are deleted, then delete their jobs, requests and records.
+
+    Returns: how many messages that were.
+
     Raises:
-        ServingError: a stream cannot be read. ``delete`` may raise others.
+        ServingError: a stream cannot be read, or a note was not stored: then nothing was deleted, but may be later.
+            ``delete`` may raise others: then the rest is deleted by a router.
     """
+    stored = await _find_content(bus, ended)
+    stream = bus.subjects.stream("DONE")
+    for each in ended:
+        stored += [_Stored(stream, entry.seq, each.id) async for entry in read(bus, stream, each.subject)]
+    notes = {each.id: Deletion(each.subject, {}) for each in ended}
+    for message in stored:
+        if message.stream != bus.subjects.stream("TOKENS"):  # there may be thousands, and their subject is enough
+            sequences = notes[message.request].messages
+            sequences[message.stream] = (*sequences.get(message.stream, ()), message.seq)
+    for request, deletion in notes.items():
+        if not await _note(bus, request, deletion):
+            log.warning("deletions_not_noted", action="run `penstock streams apply`")
+            break
+    for message in stored:
+        await delete(message.stream, message.seq)
+    return len(stored)
+
+
+async def forget_content(bus: Bus, ended: Sequence[Ended], delete: Delete) -> int:
+    """Delete the jobs and requests of these, not their records; returns and raises as ``forget_messages``."""
+    stored = await _find_content(bus, ended)
+    for message in stored:
+        await delete(message.stream, message.seq)
+    return len(stored)
+
+
+async def _find_content(bus: Bus, ended: Sequence[Ended]) -> list[_Stored]:
+    """Everything but records, in the order in which it is deleted."""
     ids = {each.id for each in ended}
     since_ns = min(time_of(each.id) for each in ended) - CLOCK_SKEW_NS
     ended_ns = max(each.ended_ns for each in ended)
-    messages = 0
+    found = []
     for name, kind in (("WORK", "work"), ("REQUESTS", "request")):
         stream = bus.subjects.stream(name)
         subject = bus.subjects.all(kind)
@@ -67,28 +124,131 @@ async def forget_messages(bus: Bus, ended: Sequence[Ended], delete: Delete, *, r
                 break
             if entry.subject == bus.subjects.erased:
                 continue
-            if request_of(entry.headers) in ids:
-                await delete(stream, entry.seq)
-                messages += 1
-    messages += await _forget_unstored(bus, ids, since_ns, delete)
-    stream = bus.subjects.stream("DONE")
-    for each in ended if records else ():
-        async for entry in read(bus, stream, each.subject):
-            await delete(stream, entry.seq)
-            messages += 1
-    return messages
-
-
-async def _forget_unstored(bus: Bus, ids: Collection[str], since_ns: int, delete: Delete) -> int:
-    """What older builds stored of requests with ``no_store``: tokens apart, after their erasure an entry for lists."""
-    entries = []
+            if (request := request_of(entry.headers)) in ids:
+                found.append(_Stored(stream, entry.seq, request))
+    # What older builds stored of requests with no_store: tokens apart, after their erasure an entry for lists.
     stream = bus.subjects.stream("TOKENS")
     for each in ids:
-        entries += [(stream, entry.seq) async for entry in read(bus, stream, bus.subjects.tokens_of(each))]
+        found += [_Stored(stream, entry.seq, each) async for entry in read(bus, stream, bus.subjects.tokens_of(each))]
     stream = bus.subjects.stream("REQUESTS")
     async for entry in read(bus, stream, bus.subjects.erased, since_ns=since_ns):
-        if request_of(entry.headers) in ids:
-            entries.append((stream, entry.seq))
-    for name, seq in entries:
-        await delete(name, seq)
-    return len(entries)
+        if (request := request_of(entry.headers)) in ids:
+            found.append(_Stored(stream, entry.seq, request))
+    return found
+
+
+async def _note(bus: Bus, request: str, deletion: Deletion) -> bool:
+    """Store that a request is deleted; False: there is no bucket for it, as in the streams of earlier releases.
+
+    Raises:
+        ServingError: broker_unavailable: it was refused, or not confirmed in time.
+    """
+    bucket = bus.subjects.bucket("deleted")
+    subject, headers = f"$KV.{bucket}.{request}", {"Nats-TTL": str(deletions.TTL_S)}
+    try:
+        reply = await bus.nc.request(subject, wire.encode(deletion), timeout=NOTE_S, headers=headers)
+        error = decode_publish_reply(reply.data).error
+        why = str(error or "")
+    except NoRespondersError as gone:
+        if await _is_missing(bus, f"KV_{bucket}"):
+            return False
+        why = repr(gone)
+    except (NatsError, OSError, TimeoutError, msgspec.MsgspecError) as failure:
+        why = f"{failure!r}; may this user publish to {subject}?"
+    if not why:
+        return True
+    raise ServingError(
+        Code.broker_unavailable,
+        f"bucket {bucket} did not take the note that {request} is deleted ({why}); delete it again",
+        retry_after=5.0,
+    )
+
+
+class _Info(msgspec.Struct):
+    error: ApiError | None = None
+
+
+_decode_info = msgspec.json.Decoder(_Info).decode
+
+
+async def _is_missing(bus: Bus, stream: str) -> bool:
+    try:
+        error = _decode_info((await bus.nc.request(f"$JS.API.STREAM.INFO.{stream}", b"", timeout=NOTE_S)).data).error
+    except (NatsError, OSError, TimeoutError, msgspec.MsgspecError):
+        return False
+    return error is not None and error.err_code == STREAM_NOT_FOUND
+
+
+class DeletedRequests:
+    """The ids of the requests that were deleted in the last half hour, followed from their bucket.
+
+    Where there is none, as in the streams of an earlier release, or this user may not read it, none are known.
+
+    Attributes:
+        followed: set once all that are noted are known.
+    """
+
+    def __init__(self, bus: Bus) -> None:
+        self._bus = bus
+        self._bucket = bus.subjects.bucket("deleted")
+        self._until: dict[str, int] = {}  # Unix time ns, the earliest first; the bucket's size bounds it
+        self._following = contextlib.AsyncExitStack()
+        self._tried = asyncio.Event()
+        self.followed = asyncio.Event()
+
+    def __contains__(self, request: object) -> bool:
+        until_ns = self._until.get(request)  # type: ignore[call-overload]
+        return until_ns is not None and until_ns > self._bus.clock.now_ns()
+
+    async def start(self, tasks: Tasks) -> None:
+        """Follow the bucket; returns when it was read, or cannot be, or after ``FOLLOW_S``."""
+        tasks.spawn(self._follow(), name="deleted-requests")
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._tried.wait(), FOLLOW_S)
+
+    async def stop(self) -> None:
+        await self._following.aclose()
+
+    async def _follow(self) -> None:
+        stream, keys = f"KV_{self._bucket}", f"$KV.{self._bucket}.>"
+        while not self.followed.is_set():
+            tail = LogTail(self._bus, stream, keys, self._bus.subjects.live(keys), self._on_entry)
+            try:
+                await self._following.enter_async_context(tail.following())
+                self.followed.set()
+            except (ServingError, NatsError, OSError, TimeoutError) as error:
+                if not self._tried.is_set():
+                    log.warning("deletions_unknown", error=str(error), action="run `penstock streams apply`")
+            self._tried.set()
+            if not self.followed.is_set():
+                await asyncio.sleep(FOLLOW_AGAIN_S)
+
+    def _on_entry(self, entry: Entry) -> None:
+        request = entry.subject.rpartition(".")[2]
+        self._until.pop(request, None)
+        if not entry.data:  # it has expired
+            return
+        self._until[request] = entry.time_ns + TTL_NS
+        now_ns = self._bus.clock.now_ns()
+        while self._until and self._until[first := next(iter(self._until))] < now_ns:  # a marker may have been missed
+            del self._until[first]
+
+    async def read(self) -> list[tuple[str, Deletion]]:
+        """All that are noted, with where their messages were. Notes that should have expired long ago are removed: a
+        server that was killed may forget to (seen on 2.15.1), and a full bucket takes no more.
+
+        Raises:
+            ServingError: the bucket cannot be read.
+        """
+        found, over_ns = [], self._bus.clock.now_ns() - TTL_NS - 2 * CLOCK_SKEW_NS
+        async for entry in read(self._bus, f"KV_{self._bucket}", f"$KV.{self._bucket}.>"):
+            if not entry.data:
+                continue
+            if entry.time_ns < over_ns:
+                await self._bus.nc.publish(entry.subject, b"", headers={"Nats-TTL": "1"})
+                continue
+            try:
+                found.append((entry.subject.rpartition(".")[2], deletions.decode(entry.data)))
+            except msgspec.MsgspecError as error:  # of a later release
+                log.warning("deletion_unreadable", subject=entry.subject, error=str(error))
+        return found

@@ -18,7 +18,22 @@ from typing import Any, NamedTuple, get_type_hints
 
 import msgspec
 
-from schemas import audit, budgets, done, fleet, jobs, keys, kv, plans, requests, routers, tenants, tokens, transfer
+from schemas import (
+    audit,
+    budgets,
+    deletions,
+    done,
+    fleet,
+    jobs,
+    keys,
+    kv,
+    plans,
+    requests,
+    routers,
+    tenants,
+    tokens,
+    transfer,
+)
 from schemas.streams import topology
 from schemas.subjects import Subjects
 
@@ -65,6 +80,8 @@ CHANNELS = (
             "everybody"),
     Channel("$KV.ps_routers.<router>", "KV_ps_routers", (routers.Member,), ("router",), "that router",
             "routers and gateways"),
+    Channel("$KV.ps_deleted.<request>", "KV_ps_deleted", (deletions.Deletion,), ("deletion",),
+            "routers and `penstock forget`", "routers and gateways"),
     Channel("$KV.ps_tenants.<tenant>", "KV_ps_tenants", (tenants.Limits,), ("tenant",), "the operator",
             "gateways and routers"),
     Channel("$KV.ps_keys.<id>", "KV_ps_keys", (keys.ApiKey,), ("api_key",), "`penstock keys`", "gateways"),

@@ -31,6 +31,7 @@ from schemas.ids import request_of_answer, time_of
 from schemas.subjects import HEADER_NO_STORE
 
 WHAT = 1000  # characters of ids in the audit log
+TOGETHER = 500  # requests: what is noted of them is kept for half an hour, and erasing them takes minutes
 
 
 class Forgotten(NamedTuple):
@@ -123,7 +124,9 @@ async def forget(bus: Bus, ended: Sequence[Ended]) -> Forgotten:
         BrokerProblem: the broker refuses to delete, or does not answer. What was not deleted is found again.
     """
     await check_stores(bus, "forget")
-    messages = await forget_messages(bus, ended, Eraser(bus).erase)
+    eraser, messages = Eraser(bus), 0
+    for at in range(0, len(ended), TOGETHER):
+        messages += await forget_messages(bus, ended[at : at + TOGETHER], eraser.erase)
     for each in ended if any(one.apart for one in ended) else ():
         subject = bus.subjects.contents("*", each.id, ">")
         await request(bus.nc, f"STREAM.PURGE.{bus.subjects.stream('MEMORY_CONTENTS')}", {"filter": subject})

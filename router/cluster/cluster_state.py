@@ -7,7 +7,7 @@ import asyncio
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from contextlib import AsyncExitStack
 from itertools import chain
 
@@ -50,10 +50,23 @@ OVERDUE_NS = 30_000_000_000  # after its deadline; the terminal event of such a 
 
 
 class ClusterState:
-    """Everything that a decision depends on. ``start`` it with a listener."""
+    """Everything that a decision depends on. ``start`` it with a listener.
 
-    def __init__(self, bus: Bus, settings: RouterSettings) -> None:
+    Args:
+        deleted: requests whose jobs do not count, since they were deleted.
+        came_back: called with stream, sequence and request of their messages.
+    """
+
+    def __init__(
+        self,
+        bus: Bus,
+        settings: RouterSettings,
+        deleted: Container[str] = (),
+        came_back: Callable[[str, int, str], None] = lambda stream, seq, request: None,
+    ) -> None:
         self._bus = bus
+        self._deleted = deleted
+        self._came_back = came_back
         self._settings = settings
         self._listener: ClusterListener
         self.tasks = bus.tasks.group("cluster")
@@ -249,16 +262,17 @@ class ClusterState:
                 await asyncio.sleep(0)
 
     def _on_work(self, entry: Entry) -> None:
+        if (request := request_of(entry.headers)) in self._deleted:
+            self._came_back(self._bus.subjects.stream("WORK"), entry.seq, request)
+            return
         read_ns, worker = self._bus.clock.now_ns(), entry.subject.rpartition(".")[2]
         owned = self._placed_here.get(worker)
         if owned is None and (registration := self.tracker.worker(worker)) is not None:
             owned = self._placed_here[worker] = self.places(registration.model)
-        if owned is False and not self._unowned.full:
-            request = request_of(entry.headers)
-            if self.tracker.request(request) is None:
-                if not self.tracker.ended(request):
-                    self._unowned.add(request, entry, read_ns)
-                return
+        if owned is False and not self._unowned.full and self.tracker.request(request) is None:
+            if not self.tracker.ended(request):
+                self._unowned.add(request, entry, read_ns)
+            return
         self._fold_work(entry, read_ns)
 
     def _fold_kept(self, unfolded: Unfolded) -> None:
@@ -298,6 +312,8 @@ class ClusterState:
 
     def _on_done(self, entry: Entry) -> None:
         request = request_of(entry.headers)
+        if request in self._deleted:
+            self._came_back(self._bus.subjects.stream("DONE"), entry.seq, request)
         kept = self._unowned.end(request)
         self.returned.end(request)
         if self.tracker.finish(request, self._bus.clock.now_ns()) is not None or not kept:

@@ -236,7 +236,7 @@ class Membership:
     def _member(self) -> Member:
         nc = self._bus.nc
         models = tuple(sorted(self._own - {REST}))
-        server, shares = str(nc._server_info.get("server_id", "")), models if self._shares else ()
+        server, shares = self._bus.server, models if self._shares else ()
         return Member(self._id, self._since_ns, models, server, int(nc.client_id), shares, memory=True)
 
     # The table

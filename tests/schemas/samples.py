@@ -10,6 +10,7 @@ from schemas import (
     budgets,
     contents,
     control,
+    deletions,
     done,
     fleet,
     jobs,
@@ -304,6 +305,12 @@ SAMPLES: dict[str, tuple[Any, Callable[[bytes], Any]]] = {
         done.decode,
     ),
     "router": (routers.Member("router-1-0a1b2c3d", 1_700_000_000_000_000_000, ("tiny",), "NSERVER", 7), routers.decode),
+    "deletion": (
+        deletions.Deletion(
+            f"ps.done.default.tiny.{REQUEST.id}", {"ps_WORK": (7, 9), "ps_REQUESTS": (5,), "ps_DONE": (4,)}
+        ),
+        deletions.decode,
+    ),
     "router_sharing": (
         routers.Member("router-1-0a1b2c3d", 1_700_000_000_000_000_000, ("tiny",), "NSERVER", 7, ("tiny",)),
         routers.decode,

@@ -31,7 +31,7 @@ from tests.infra.timeline.tracing import samples
 from tests.schemas.samples import SAMPLES
 
 GOLDEN = Path(__file__).parent / "golden"
-BY_ROLE = ("pools", "changes", "bounds", "holders")  # maps, whose keys are no fields
+BY_ROLE = ("pools", "changes", "bounds", "holders", "messages")  # maps, whose keys are no fields
 MODULES = sorted(module.name for module in pkgutil.iter_modules(schemas.__path__))
 
 

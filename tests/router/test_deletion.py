@@ -1,0 +1,278 @@
+"""A deleted request stays deleted, on a real nats-server: whoever stores part of it again, and whatever a broker that
+restarts has of it."""
+
+import asyncio
+import contextlib
+import shutil
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from nats.errors import NoRespondersError
+
+from infra.broker.apply import apply
+from infra.broker.server import EmbeddedNats
+from infra.bus import forget as forgetting
+from infra.bus.connection import Bus
+from infra.bus.direct_get import read
+from infra.bus.forget import DeletedRequests, Ended
+from infra.operate.forget import forget
+from router import deletion
+from schemas import control, deletions, wire
+from schemas.errors import Code, ServingError
+from schemas.ids import new_request_id
+from schemas.requests import GenerateRequest
+from schemas.streams import topology
+from schemas.subjects import HEADER_MSG_ID, Subjects
+from tests.infra.bus.support import eventually
+from tests.infra.timeline.support import assign, end
+from tests.infra.timeline.tracing import samples
+from tests.router.support import Routing, routing
+from tests.workers.support import dial
+
+STREAMS = ("REQUESTS", "WORK", "DONE")
+
+
+async def has_ended(bus: Bus) -> GenerateRequest:
+    """A request with everything that the log has of one. Its end first, so that no router places it."""
+    now_ns = time.time_ns()
+    request = samples.request(id=new_request_id(now_ns), created_ns=now_ns, deadline_ns=now_ns + 600_000_000_000)
+    await end(bus, request, 1, 2)
+    await assign(bus, request)
+    await accept_again(bus, request, request.id)
+    return request
+
+
+async def accept_again(bus: Bus, request: GenerateRequest, name: str) -> None:
+    subject = bus.subjects.request(request.model, request.priority.value, request.id)
+    await bus.js.publish(subject, wire.encode(request), headers={HEADER_MSG_ID: name})
+
+
+async def stored(bus: Bus, request: GenerateRequest) -> list[str]:
+    """The streams that have something of a request."""
+    return [
+        name
+        for name in STREAMS
+        async for entry in read(bus, bus.subjects.stream(name), f"{bus.subjects.namespace}.>")
+        if entry.headers[HEADER_MSG_ID].startswith(request.id)
+    ]
+
+
+async def delete(bus: Bus, request: GenerateRequest) -> str:
+    """Ask as a gateway does; again, while the router's subscription is on its way to the broker."""
+    async with asyncio.timeout(30):
+        while True:
+            with contextlib.suppress(NoRespondersError):
+                reply = await bus.nc.request(bus.subjects.erase, request.id.encode(), timeout=20)
+                return control.decode_ok(reply.data).error
+            await asyncio.sleep(0.02)
+
+
+async def until(holds: Callable[[], Awaitable[bool]]) -> None:
+    async with asyncio.timeout(30):
+        while not await holds():  # noqa: ASYNC110 - the far end is another process
+            await asyncio.sleep(0.02)
+
+
+async def gone(bus: Bus, *requests: GenerateRequest) -> None:
+    async def nothing() -> bool:
+        return not [name for each in requests for name in await stored(bus, each)]
+
+    await until(nothing)
+
+
+async def publish_end_again(bus: Bus, request: GenerateRequest) -> None:
+    """As a worker does that never read its acknowledgement, later than the broker remembers message ids."""
+    before = await bus.js.stream_info(bus.subjects.stream("DONE"))
+    subject = bus.subjects.done(request.tenant, request.model, request.id)
+    headers = {HEADER_MSG_ID: f"{request.id}:later", "Nats-Expected-Last-Subject-Sequence": "0"}
+    ack = await bus.js.publish(subject, wire.encode(request), headers=headers)
+    assert ack.seq > before.state.last_seq, "the broker takes it, since its subject is empty"
+
+
+async def looked(*routers: Routing) -> None:
+    """They have looked for all deleted requests since their start, and look for single messages from now on."""
+    await eventually(lambda: all(each.router._deletion._server for each in routers))
+
+
+@pytest.fixture
+async def bus(broker: EmbeddedNats, pipeline: Subjects) -> Any:
+    async with dial(broker, pipeline) as bus:
+        yield bus
+
+
+async def test_a_terminal_event_that_a_worker_stores_again_after_the_deletion_is_erased(
+    bus: Bus, broker: EmbeddedNats, one: Routing
+) -> None:
+    async with routing(broker, bus.subjects, name="two") as two:
+        await looked(one, two)
+        request, other = await has_ended(bus), await has_ended(bus)
+        assert await delete(bus, request) == ""
+        assert await stored(bus, request) == []
+        await publish_end_again(bus, request)
+        await gone(bus, request)
+        assert await stored(bus, other) == list(STREAMS)
+
+
+async def test_a_job_and_a_request_that_are_stored_again_are_erased_and_not_run(bus: Bus, one: Routing) -> None:
+    await looked(one)
+    request = await has_ended(bus)
+    assert await delete(bus, request) == ""
+    await accept_again(bus, request, f"{request.id}:later")
+    await assign(bus, request, attempt=2)
+    await gone(bus, request)
+    assert request.id not in one.unfinished
+    assert one.waiting == []
+
+
+async def test_it_is_erased_by_a_router_that_starts_when_the_one_that_deleted_it_is_gone(
+    bus: Bus, broker: EmbeddedNats
+) -> None:
+    async with routing(broker, bus.subjects):
+        request = await has_ended(bus)
+        assert await delete(bus, request) == ""
+    await publish_end_again(bus, request)
+    async with routing(broker, bus.subjects, name="two"):
+        await gone(bus, request)
+
+
+async def test_it_is_erased_by_a_router_that_starts_though_its_snapshot_is_younger_than_what_came_back(
+    bus: Bus, broker: EmbeddedNats, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The log before the snapshot is not read again."""
+    async with routing(broker, bus.subjects) as first:
+        await looked(first)
+        request = await has_ended(bus)
+        assert await delete(bus, request) == ""
+        monkeypatch.setattr(first.router.cluster, "_came_back", lambda *args: None)  # it dies before it gets to it
+        await publish_end_again(bus, request)
+        end_of_done = (await bus.js.stream_info(bus.subjects.stream("DONE"))).state.last_seq
+        await eventually(lambda: first.router.cluster.positions().done >= end_of_done)
+        await first.router.cluster.save()
+    async with routing(broker, bus.subjects):
+        await gone(bus, request)
+
+
+async def test_what_penstock_forget_deleted_stays_deleted(bus: Bus, one: Routing) -> None:
+    await looked(one)
+    requests = [await has_ended(bus) for _ in range(2)]
+    subjects = [bus.subjects.done(each.tenant, each.model, each.id) for each in requests]
+    ended = [Ended(each.id, at, time.time_ns(), False) for each, at in zip(requests, subjects, strict=True)]
+    assert (await forget(bus, ended)).messages == 6
+    for request in requests:
+        await publish_end_again(bus, request)
+    await gone(bus, *requests)
+
+
+async def test_an_erasure_that_fails_once_the_deletion_is_noted_is_completed(
+    bus: Bus, one: Routing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(deletion, "ERASE_AGAIN_S", 0.1)
+    eraser = one.router._deletion._eraser
+    erase, failures = eraser.erase, 0
+
+    async def fail_twice(stream: str, seq: int) -> bool:
+        nonlocal failures
+        failures += 1
+        if failures <= 2:
+            raise ServingError(Code.broker_unavailable, "the broker does not answer")
+        return await erase(stream, seq)
+
+    monkeypatch.setattr(eraser, "erase", fail_twice)
+    request = await has_ended(bus)
+    assert "does not answer" in await delete(bus, request)
+    await gone(bus, request)
+
+
+async def test_nothing_is_deleted_that_could_not_be_noted(bus: Bus, one: Routing) -> None:
+    request = await has_ended(bus)
+    config = (await bus.js.stream_info(f"KV_{bus.subjects.bucket('deleted')}")).config
+    config.max_bytes = 1
+    await bus.js.update_stream(config)
+    assert "did not take the note" in await delete(bus, request)
+    assert await stored(bus, request) == list(STREAMS)
+
+
+async def test_with_the_streams_of_an_earlier_release_requests_are_deleted_without_a_note(
+    bus: Bus, broker: EmbeddedNats
+) -> None:
+    await bus.js.delete_stream(f"KV_{bus.subjects.bucket('deleted')}")
+    async with routing(broker, bus.subjects):
+        request = await has_ended(bus)
+        assert await delete(bus, request) == ""
+        assert await stored(bus, request) == []
+
+
+async def test_a_bucket_that_is_made_later_is_used(
+    bus: Bus, broker: EmbeddedNats, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(forgetting, "FOLLOW_AGAIN_S", 0.05)
+    await bus.js.delete_stream(f"KV_{bus.subjects.bucket('deleted')}")
+    async with routing(broker, bus.subjects) as one:
+        await apply(bus.nc, topology(bus.subjects))
+        await looked(one)
+        request = await has_ended(bus)
+        assert await delete(bus, request) == ""
+        await publish_end_again(bus, request)
+        await gone(bus, request)
+
+
+async def test_what_should_have_expired_is_not_known_and_leaves_the_bucket(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after the death of a server, which may forget to remove what expires."""
+    bucket = bus.subjects.bucket("deleted")
+    deleted = DeletedRequests(bus)
+    await deleted.start(bus.tasks)
+    await bus.js.publish(f"$KV.{bucket}.old", wire.encode(deletions.Deletion("x")))
+    await eventually(lambda: "old" in deleted)
+    assert [request for request, _ in await deleted.read()] == ["old"]
+    hour_ns = 3_600_000_000_000
+    now_ns = bus.clock.now_ns
+    monkeypatch.setattr(bus.clock, "now_ns", lambda: now_ns() + hour_ns)
+    assert "old" not in deleted
+    assert await deleted.read() == []
+
+    async def empty() -> bool:
+        return not (await bus.js.stream_info(f"KV_{bucket}")).state.messages
+
+    await until(empty)
+    await deleted.stop()
+
+
+def copy(broker: EmbeddedNats, subjects: Subjects, there: Path, *, back: bool = False) -> None:
+    """The files of the streams with requests, as they are on the disk of a broker that does not run."""
+    for name in STREAMS:
+        [folder] = broker.data_dir.rglob(f"streams/{subjects.stream(name)}")
+        source, target = (there / name, folder) if back else (folder, there / name)
+        shutil.rmtree(target, ignore_errors=True)
+        shutil.copytree(source, target)
+
+
+@pytest.mark.timeout(120)
+async def test_what_a_broker_has_again_after_its_restart_is_erased_and_not_run(
+    make_broker: Callable[..., EmbeddedNats], subjects: Subjects, tmp_path: Path
+) -> None:
+    """With a full disk it confirms deletions that it cannot write. What is stored before is there."""
+    broker = make_broker()
+    await broker.start()
+    async with dial(broker, subjects) as bus:
+        await apply(bus.nc, topology(subjects))
+        requests = [await has_ended(bus) for _ in range(3)]
+        kept = await has_ended(bus)
+        await broker.stop()
+        await asyncio.to_thread(copy, broker, subjects, tmp_path)
+        await broker.start()
+        await eventually(lambda: bus.connected)
+        async with routing(broker, subjects) as one:
+            for request in requests:
+                assert await delete(bus, request) == ""
+            broker.kill()
+            await asyncio.to_thread(copy, broker, subjects, tmp_path, back=True)
+            await broker.start()
+            await eventually(lambda: bus.connected)
+            await gone(bus, *requests)
+            assert await stored(bus, kept) == list(STREAMS)
+            assert not {each.id for each in requests} & {*one.unfinished, *one.waiting}
