@@ -158,6 +158,7 @@ class Gateway:
         await self.guard.open(self.tasks)
         await self.limiter.open(self.tasks)
         await self._verdicts.open(self.tasks)
+        await self._lookup.deleted.start(self.tasks)
         with contextlib.suppress(NatsError, TimeoutError):
             await self._queue_monitor.poll()
         self.tasks.spawn(self._sweep(), name="sweep")
@@ -172,6 +173,7 @@ class Gateway:
         await self.guard.close()
         await self.limiter.close()
         await self._verdicts.close()
+        await self._lookup.deleted.stop()
         await self._subscriptions.close()
 
     @property
@@ -408,7 +410,8 @@ class Gateway:
         """Have a router delete everything that the log holds of a request that has ended.
 
         Raises:
-            ServingError: broker_unavailable: no router did it, or the broker's disk is full; to ask again is safe.
+            ServingError: broker_unavailable: no router did it, or not all of it, or the broker's disk is full. To ask
+                again is safe. Once it was noted, nobody finds the request, and routers delete the rest.
         """
         await check_stores(self.bus, self.id)
         try:
@@ -417,13 +420,15 @@ class Gateway:
         except (NatsError, OSError, TimeoutError) as error:
             problem = f"no router answers ({error!r})"
         if problem:
-            raise ServingError(Code.broker_unavailable, f"{request_id} was not deleted: {problem}", retry_after=1.0)
+            raise ServingError(
+                Code.broker_unavailable, f"{request_id} is not deleted yet: {problem}; ask again", retry_after=1.0
+            )
 
     # --- finding requests again ---
 
-    async def look_up(self, request_id: str, tenant: str | None = None) -> StoredRequest:
+    async def look_up(self, request_id: str, tenant: str | None = None, *, deleted: bool = False) -> StoredRequest:
         """An accepted request, by any gateway, and its record if it is over; see ``RequestLookup.find``."""
-        return await self._lookup.find(request_id, tenant)
+        return await self._lookup.find(request_id, tenant, deleted=deleted)
 
     async def attach(
         self, request: GenerateRequest, record: done.Done | None = None, *, whole: bool = False, ordered: bool = True

@@ -139,8 +139,8 @@ class StoredResponses:
         return _reply(_json(await current_response(self._gateway, found)))
 
     async def delete(self, request: Request) -> Response:
-        """Erase it; one that still runs is cancelled first."""
-        found = await self._find(request)
+        """Erase it, or what is left of it; one that still runs is cancelled first."""
+        found = await self._find(request, deleted=True)
         if found.record is None:
             found = await self._stopped(found, request)
         if found.record is None:
@@ -164,15 +164,18 @@ class StoredResponses:
         items += input_items(PREFIX + found.request.id, stored.body.input or ())
         return _reply(_json(_page(items, request)))
 
-    async def _find(self, request: Request) -> StoredRequest:
+    async def _find(self, request: Request, *, deleted: bool = False) -> StoredRequest:
         """
+        Args:
+            deleted: also one of which something is left.
         Raises:
             ServingError: request_not_found: unknown, expired, deleted, or made with store: false.
         """
         name = request.path_params["id"]
         found: StoredRequest | None = None
         try:
-            found = await self._gateway.look_up(name.removeprefix(PREFIX), caller_of(request.scope).sees)
+            sees = caller_of(request.scope).sees
+            found = await self._gateway.look_up(name.removeprefix(PREFIX), sees, deleted=deleted)
         except ServingError as error:
             if error.code not in (Code.request_not_found, Code.request_erased):
                 raise

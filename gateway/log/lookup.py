@@ -10,6 +10,7 @@ import msgspec
 from gateway.log.find import RequestFinder, erased, unknown
 from gateway.log.records import Records, is_whole, request_of
 from infra.bus.connection import Bus
+from infra.bus.forget import DeletedRequests
 from infra.bus.memory import find_request, lost
 from schemas import done
 from schemas.errors import Code, ServingError
@@ -25,18 +26,25 @@ class StoredRequest(NamedTuple):
 
 
 class RequestLookup:
-    """``grace_s``: how long the content of a request with ``no_store`` is kept after its end."""
+    """
+    Args:
+        grace_s: how long the content of a request with ``no_store`` is kept after its end.
+    Attributes:
+        deleted: requests of which something may be in the log yet, or again; known from its ``start`` on.
+    """
 
     def __init__(self, bus: Bus, records: Records, finder: RequestFinder, grace_s: float) -> None:
         self._bus = bus
         self._records = records
         self._finder = finder
         self._grace_ns = int(grace_s * 1e9)
+        self.deleted = DeletedRequests(bus)
 
-    async def find(self, request_id: str, tenant: str | None = None) -> StoredRequest:
+    async def find(self, request_id: str, tenant: str | None = None, *, deleted: bool = False) -> StoredRequest:
         """
         Args:
             tenant: of the caller; None: this API has no tenants, and anyone with the id may use it.
+            deleted: find it though it was deleted, if something of it is there.
         Raises:
             ServingError: request_not_found, also if it is another tenant's; request_erased; content_lost;
                 broker_unavailable.
@@ -45,6 +53,8 @@ class RequestLookup:
             time_of(request_id)
         except ValueError:
             raise unknown(request_id) from None
+        if request_id in self.deleted and not deleted:
+            raise unknown(request_id)
         stored = await self._find(request_id, tenant)
         if tenant is not None and stored.request.tenant != tenant:
             raise unknown(request_id)

@@ -25,7 +25,7 @@ class Log:
         self.looks = 0
         self.records = SimpleNamespace(find=self._find)
 
-    async def look_up(self, request_id: str, tenant: str | None = None) -> StoredRequest:
+    async def look_up(self, request_id: str, tenant: str | None = None, *, deleted: bool = False) -> StoredRequest:
         self.looks += 1
         if self.looks > 2:
             raise ServingError(Code.request_not_found, "gone")

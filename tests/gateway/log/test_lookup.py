@@ -1,4 +1,4 @@
-"""Finding a request again whose content was in memory storage, and is not there any more."""
+"""Finding a request again: its content was in memory storage and is not there any more, or it was deleted."""
 
 import time
 from collections.abc import AsyncIterator
@@ -11,7 +11,7 @@ from gateway.log.lookup import RequestLookup
 from gateway.log.records import Records
 from infra.broker.server import EmbeddedNats
 from infra.bus.connection import Bus
-from schemas import contents, done, wire
+from schemas import contents, deletions, done, wire
 from schemas.errors import Code, ServingError
 from schemas.ids import new_request_id
 from schemas.subjects import Subjects
@@ -48,3 +48,19 @@ async def test_content_that_is_gone_before_its_grace_is_over_was_lost_and_not_de
     with pytest.raises(ServingError) as caught:
         await lookup.find(request.id)
     assert caught.value.code is expected
+
+
+async def test_a_deleted_request_is_not_found_though_its_record_is_back_but_by_who_deletes_it(bus: Bus) -> None:
+    now = time.time_ns()
+    request = msgspec.structs.replace(request_of(), id=new_request_id(now), created_ns=now)
+    event = done.Done(request.id, request.model, 1, submitted=wire.encode(request))
+    await bus.js.publish(bus.subjects.done(request.tenant, request.model, request.id), wire.encode(event))
+    lookup = RequestLookup(bus, Records(bus), RequestFinder(bus, bus.tasks.group("test")), 0.0)
+    note = deletions.Deletion("subject of its record")
+    await bus.js.publish(f"$KV.{bus.subjects.bucket('deleted')}.{request.id}", wire.encode(note))
+    await lookup.deleted.start(bus.tasks)
+    with pytest.raises(ServingError) as caught:
+        await lookup.find(request.id)
+    assert caught.value.code is Code.request_not_found
+    assert (await lookup.find(request.id, deleted=True)).record == event
+    await lookup.deleted.stop()

@@ -12,7 +12,7 @@ import openai
 import pytest
 
 from infra.bus.connection import Bus
-from infra.bus.direct_get import read
+from infra.bus.direct_get import get_last, read
 from schemas.ids import new_request_id
 from schemas.subjects import HEADER_MSG_ID
 from tests.pipeline.support import Deployment, Oracle, until, words
@@ -205,6 +205,30 @@ async def test_a_deleted_response_leaves_nothing_behind(
         await clients[0].responses.create(**asked("Go on.", previous_response_id=second.id))
     again = await clients[0].responses.create(**asked("Hi."))
     assert again.status == "incomplete"
+
+
+async def test_a_deleted_response_whose_record_is_stored_again_stays_deleted(
+    fleet: Deployment, fleet_bus: Bus, clients: list[openai.AsyncOpenAI]
+) -> None:
+    """As by a worker that never reads that it was stored."""
+    secret = "sesame-open-19"
+    made = await clients[0].responses.create(**asked(f"{words(10, 12)} {secret}"))
+    request_id = made.id.removeprefix("resp_")
+    record = await get_last(fleet_bus, fleet_bus.subjects.stream("DONE"), fleet_bus.subjects.done_of(request_id))
+    assert record is not None
+    await clients[0].responses.delete(made.id)
+    assert secret.encode() not in on_disk(fleet)
+    headers = {HEADER_MSG_ID: f"{request_id}:later", "Nats-Expected-Last-Subject-Sequence": "0"}
+    await fleet_bus.js.publish(record.subject, record.data, headers=headers)
+
+    async def is_gone() -> bool:
+        for client in clients:
+            with pytest.raises(openai.NotFoundError):
+                await client.responses.retrieve(made.id)
+        return not await messages_of(fleet_bus, request_id)
+
+    await until(is_gone, "what was stored again is erased", 30)
+    assert secret.encode() not in on_disk(fleet)
 
 
 async def test_with_an_idempotency_key_a_background_response_is_made_once(clients: list[openai.AsyncOpenAI]) -> None:
