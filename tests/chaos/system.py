@@ -27,6 +27,8 @@ from tests.tls_support import issue
 
 BACK_S = 90.0  # until everything runs again
 DRAIN_S = 10.0
+# Workers are lost every few seconds: with the default of 4, some requests meet as many.
+SETTINGS = {"PENSTOCK_MAX_ATTEMPTS": "12"}
 STOPPED_S = DRAIN_S + 8.0  # within which a process that was asked to end has ended
 DOWN_S = 1.0  # between a crash of everything and the next start
 STARTS = "starts"
@@ -113,7 +115,7 @@ class System:
                     await asyncio.to_thread(begin, other, home / "data")
             ports_of = links.ports if links is not None else {}
             starts = Starts(str(home / STARTS), seed, other, topology.clock_s, ports_of, share)
-            variables = {VARIABLE: msgspec.json.encode(starts).decode()}
+            variables = {VARIABLE: msgspec.json.encode(starts).decode(), **SETTINGS}
 
             def start() -> Deployment:
                 return Deployment(home, *flags, module="tests.chaos.launch", **variables)
