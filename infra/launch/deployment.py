@@ -27,7 +27,7 @@ from infra.launch.listeners import Listeners
 from infra.launch.machine import cores, free_port, free_run, gpus
 from infra.launch.plan import Planned, plan, worker_state
 from infra.launch.process import Process
-from infra.launch.readiness import Readiness, first_model
+from infra.launch.readiness import Readiness, served_models
 from infra.launch.show import Board, readable, welcome
 from infra.launch.signals import Stop
 from infra.launch.sockets import CannotListen
@@ -106,6 +106,7 @@ class Deployment:
         self._keepers: list[Keeper] = []
         self._model = "".join(served_names(settings.served_model_name)[:1])
         self._makes = "text"
+        self._models: tuple[str, ...] = ()
         self._listeners = Listeners(settings.http_host, tls=bool(settings.tls_cert))
         self._board = Board(quiet=settings.log_format == "json")
         self._failed: asyncio.Future[None] | None = None
@@ -246,10 +247,10 @@ class Deployment:
             await nc.close()
         for name in names:
             self._board.ready(name)
-        self._model, self._makes = await first_model(self._listeners.urls[0], not self._fleet.model) or (
-            self._model,
-            "text",
-        )
+        served = await served_models(self._listeners.urls[0])
+        first = next((each for each in served if bool(self._fleet.model) == (each.makes == "text")), None)
+        self._model, self._makes = (first.id, first.makes) if first is not None else (self._model, "text")
+        self._models = tuple(dict.fromkeys(each.root or each.id for each in served))
         self._ready = True
         self._write_state()
 
@@ -349,6 +350,7 @@ class Deployment:
                 for k in self._keepers
             ),
             makes=self._makes,
+            models=self._models,
             http_urls=self._listeners.urls,
             dashboard_url=self._dashboard_url,
         )

@@ -52,21 +52,27 @@ class Readiness:
         self._ready(name)
 
 
-async def first_model(url: str, apart: bool) -> tuple[str, str] | None:
-    """A model that is served, and what it makes: "text", "image", "video" or "embedding"; not text with ``apart``."""
+class ServedModel(msgspec.Struct):
+    """A model of ``GET /v1/models``; ``root``: its canonical name."""
 
-    class Model(msgspec.Struct):
-        id: str
-        output_modalities: tuple[str, ...] = ("text",)
+    id: str
+    root: str = ""
+    output_modalities: tuple[str, ...] = ("text",)
 
-    class Models(msgspec.Struct):
-        data: list[Model]
+    @property
+    def makes(self) -> str:
+        """ "text", "image", "video" or "embedding"."""
+        return next((kind for kind in self.output_modalities if kind != "text"), "text")
 
+
+class _Models(msgspec.Struct):
+    data: list[ServedModel]
+
+
+async def served_models(url: str) -> list[ServedModel]:
+    """The models that a gateway lists; none where it wants a key."""
     status, body = await get_url(url, "/v1/models")
     if status == 200:
         with contextlib.suppress(msgspec.DecodeError):
-            for model in msgspec.json.decode(body, type=Models).data:
-                makes = next((kind for kind in model.output_modalities if kind != "text"), "text")
-                if apart == (makes != "text"):
-                    return model.id, makes
-    return None
+            return msgspec.json.decode(body, type=_Models).data
+    return []

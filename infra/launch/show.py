@@ -101,7 +101,7 @@ def welcome(state: State, data_dir: Path, seconds: float) -> str:
     """What the user needs next. The only secret in it is the dashboard's token, which is read-only."""
     flag = "" if data_dir.name == ".penstock" else f" --data-dir {data_dir}"
     return f"""
-Penstock serves {state.model} on {state.http_url} (ready after {seconds:.1f} s)
+Penstock serves {", ".join(state.models) or state.model} on {state.http_url} (ready after {seconds:.1f} s)
 
   {curl_line(state.http_url, state.model, state.makes)}
 

@@ -49,6 +49,7 @@ class State(msgspec.Struct, frozen=True):
     makes: str = "text"  # the model: or "image", "video"
     dashboard_url: str = ""  # with its token
     client_nats: Login = Login()  # the same as client_nats_url
+    models: tuple[str, ...] = ()  # canonical names of all
 
 
 def start_of(pid: int | None) -> int:

@@ -105,7 +105,8 @@ def output_of(response: Any) -> str:
     return "".join(part["text"] for item in response["output"] if item["type"] == "message" for part in item["content"])
 
 
-async def test_a_body_without_a_model_is_told_which_there_are(http: httpx.AsyncClient) -> None:
+async def test_a_body_without_a_model_is_told_which_there_are(http: httpx.AsyncClient, deployment: Deployment) -> None:
+    assert deployment.state.models == ("demo", "small")
     names = [each["id"] for each in (await http.get("/v1/models")).json()["data"]]
     assert names == ["demo", "small"]
     nameless = {key: value for key, value in chat("").items() if key != "model"}

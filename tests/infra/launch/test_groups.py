@@ -1,5 +1,6 @@
 """Which workers `penstock up` starts, with which arguments, on which GPUs: pure, and from the real recipes."""
 
+import re
 import socket
 from pathlib import Path
 from typing import Any
@@ -315,3 +316,60 @@ def test_an_embedding_model_gets_workers_of_the_role_that_serves_it() -> None:
     assert settings_of(only["gateway-0"], "model") == [()], "a gateway is ready without workers for text"
     with pytest.raises(PlanError, match="--prefill: --model /bert makes embeddings and generates no text"):
         found(model=("/bert",), prefill=1, decode=1)
+
+
+def test_several_models_have_workers_each_behind_the_same_gateways() -> None:
+    found = workers(engine="mock", model=("/models/Llama 3", "small=/models/qwen"), workers=2, gateways=2)
+    names = ["llama-3-worker-0", "llama-3-worker-1", "small-worker-0", "small-worker-1"]
+    assert [name for name in found if found[name].role == "worker"] == names
+    assert settings_of(found["llama-3-worker-1"], "model", "served_model_name") == ["/models/Llama 3", ""]
+    assert settings_of(found["small-worker-0"], "model", "served_model_name") == ["/models/qwen", "small"]
+    for gateway in ("gateway-0",):
+        assert settings_of(found[gateway], "model", "served_model_name", "learn_models") == [
+            ("/models/Llama 3", "small=/models/qwen"), "", True,
+        ]  # fmt: skip
+    pairs = workers(engine="mock", model=("/a", "/b"), prefill=1, decode=1)
+    assert [name for name in pairs if pairs[name].role == "worker"] == [
+        "a-prefill-0", "a-decode-0", "b-prefill-0", "b-decode-0",
+    ]  # fmt: skip
+
+
+def test_one_model_can_be_named_in_its_flag() -> None:
+    named = fleet_of(UpSettings(model=("x=/models/m",), engine="mock"))
+    assert named.model == "/models/m"
+    with pytest.raises(PlanError, match="leave --served-model-name out"):
+        fleet_of(UpSettings(model=("x=/models/m",), served_model_name="y"))
+
+
+def test_each_of_several_models_gets_gpus_of_its_own_where_its_engine_needs_them() -> None:
+    found = workers(engine="vllm", model=("/a", "/b"), tensor_parallel_size=2, gpus=tuple("0123"))
+    assert {name: found[name].gpus for name in ("a-worker-0", "b-worker-0")} == {
+        "a-worker-0": ("0", "1"), "b-worker-0": ("2", "3"),
+    }  # fmt: skip
+    with pytest.raises(PlanError, match="4 GPUs are needed"):
+        workers(engine="vllm", model=("/a", "/b"), tensor_parallel_size=2, gpus=tuple("012"))
+
+
+def test_a_model_that_makes_vectors_stands_beside_one_for_text() -> None:
+    up = UpSettings(model=("/talker", "vec=/bert"), engine="mock")
+    whole = fleet_of(up, makes_vectors=lambda model: model == "/bert")
+    assert [group.names for group in whole.groups] == [["talker-worker-0"], ["vec-embed-0"]]
+    assert whole.groups[1].settings["served_model_name"] == "vec"
+    assert whole.models == ("/talker",)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"served_model_name": "x"}, "--served-model-name is for one model, and --model names 2: name each with"),
+        ({"recipe": "gpt-oss-120b"}, "--recipe is for one model"),
+        ({"chat_template": "/t.jinja"}, "--chat-template is for one model"),
+        ({"speculative_model": "ngram"}, "--speculative-model is for one model"),
+        ({"embed": 1}, "needs --embed-model"),
+        ({"model": ("/x/m", "/y/m")}, "would both be called 'm': name them with --model NAME=FOLDER"),
+        ({"model": ("/x/m", "m=/y")}, "would both be called 'm'"),
+    ],
+)
+def test_what_is_said_of_one_model_is_refused_with_several(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(PlanError, match=re.escape(said)):
+        fleet(**({"model": ("/a", "/b"), "engine": "mock"} | given))
