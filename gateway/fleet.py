@@ -199,16 +199,10 @@ class FleetView:
         Raises:
             ServingError: model_unavailable: the model cannot be read.
         """
-        if request.output:
-            return None
-        only, digest = self._only, request.tokenizer
-        model = only if only is not None and request.model == only.name else self._by_name.get(request.model)
-        context = model.context() if model is not None else None
-        if context is not None and (not digest or context.model.tokenizer_digest == digest):
-            return context.model.detokenizer
-        if digest and (same := self.store.with_tokenizer(digest)) is not None:
-            return same.detokenizer
-        source = self._source_of(request, model)
+        found = self.store.detokenizers.get(request.tokenizer)
+        if found is not None or request.output:
+            return found
+        source = self._source_of(request, self._by_name.get(request.model))
         if source is None:
             raise _unreadable(request)
         return (await self.store.load(source)).detokenizer

@@ -16,6 +16,7 @@ import structlog
 
 from infra.bus.tasks import Tasks
 from infra.model import modeldir
+from infra.model.detokenizer import Detokenizer
 from infra.model.modeldir import ModelDir, ModelError
 from infra.model.parsers.registry import forget_marks
 from schemas.errors import Code, ServingError
@@ -44,7 +45,9 @@ class Source(NamedTuple):
     chat_template: str = ""
 
 
-class _Loaded:
+class Loaded:
+    """A model in memory. Whoever uses one that is not ``pinned`` sets ``used``, to the clock's time."""
+
     __slots__ = ("model", "pinned", "used")
 
     def __init__(self, model: ModelDir, pinned: bool, used: float) -> None:
@@ -90,6 +93,9 @@ class ModelStore:
         in_use: names of the models that have open requests.
         loaded: called with the source of a model that was read, and the seconds that it took.
         unloaded: called with the source of one that left.
+
+    Attributes:
+        detokenizers: of the models in memory, by the digest of their tokenizers.
     """
 
     def __init__(
@@ -111,32 +117,33 @@ class ModelStore:
         self._on_loaded = loaded
         self._on_unloaded = unloaded
         self._load = load
-        self._clock = clock
-        self._models: dict[Source, _Loaded] = {}
+        self.clock = clock
+        self.detokenizers: dict[str, Detokenizer] = {}
+        self._models: dict[Source, Loaded] = {}
         self._loading: dict[Source, asyncio.Future[ModelDir]] = {}
         self._failed: dict[Source, _Failure] = {}
         self._threads: ThreadPoolExecutor | None = None
 
     def add(self, source: Source, model: ModelDir) -> None:
         """A model that the operator named: it stays."""
-        self._models[source] = _Loaded(model, True, self._clock())
+        self._models[source] = Loaded(model, True, self.clock())
+        self._index()
 
-    def get(self, source: Source) -> ModelDir | None:
+    def get(self, source: Source) -> Loaded | None:
         """A model that is in memory, for a request."""
         entry = self._models.get(source)
-        if entry is None:
-            return None
-        entry.used = self._clock()
-        return entry.model
+        if entry is not None:
+            entry.used = self.clock()
+        return entry
 
     def peek(self, source: Source) -> ModelDir | None:
         """The same, for what is no use of it."""
         entry = self._models.get(source)
         return None if entry is None else entry.model
 
-    def with_tokenizer(self, digest: str) -> ModelDir | None:
-        """A model in memory whose token ids mean the same."""
-        return next((each.model for each in self._models.values() if each.model.tokenizer_digest == digest), None)
+    def _index(self) -> None:
+        models = (each.model for each in self._models.values())
+        self.detokenizers = {each.tokenizer_digest: each.detokenizer for each in models}
 
     def why_not(self, source: Source) -> str:
         """Why a model could not be read at the last try; "": it could, or was not tried."""
@@ -157,7 +164,7 @@ class ModelStore:
         while True:
             found = self.get(source)
             if found is not None:
-                return found
+                return found.model
             pending = self._loading.get(source) or self._start(source)
             try:
                 async with asyncio.timeout(WAIT_S):
@@ -185,7 +192,7 @@ class ModelStore:
         Raises:
             ServingError: there is no room, or it failed a moment ago.
         """
-        now = self._clock()
+        now = self.clock()
         failure = self._failed.get(source)
         if failure is not None and now - failure.at < AGAIN_S:
             raise failure.error.with_traceback(None)
@@ -214,7 +221,7 @@ class ModelStore:
         self._drop(min(idle, key=lambda each: self._models[each].used), "another model needs its place")
 
     async def _read(self, source: Source, done: asyncio.Future[ModelDir]) -> None:
-        began = self._clock()
+        began = self.clock()
         if self._threads is None:
             self._threads = ThreadPoolExecutor(THREADS, "load-model")
         try:
@@ -225,9 +232,10 @@ class ModelStore:
         except Exception as error:
             self._on_failed(source, error, done)
         else:
-            seconds = self._clock() - began
+            seconds = self.clock() - began
             self._failed.pop(source, None)
-            self._models[source] = _Loaded(model, False, self._clock())
+            self._models[source] = Loaded(model, False, self.clock())
+            self._index()
             log.info("model_loaded", model=source.name, folder=str(model.path), seconds=round(seconds, 3))
             self._on_loaded(source, seconds)
             if not done.done():
@@ -244,7 +252,7 @@ class ModelStore:
             f"this machine, or start the gateway with --model {source.name}=FOLDER",
             AGAIN_S,
         )
-        self._failed[source] = _Failure(self._clock(), failure)
+        self._failed[source] = _Failure(self.clock(), failure)
         while len(self._failed) > 4 * self._limit:
             del self._failed[next(iter(self._failed))]
         if not done.done():
@@ -254,7 +262,7 @@ class ModelStore:
         """Let go of models that nobody has used for a while."""
         if not self._idle_s:
             return
-        before = self._clock() - self._idle_s
+        before = self.clock() - self._idle_s
         idle = [each for each, entry in self._models.items() if not entry.pinned and entry.used < before]
         if not idle:
             return
@@ -267,6 +275,7 @@ class ModelStore:
 
     def _drop(self, source: Source, why: str) -> None:
         del self._models[source]
+        self._index()
         forget_marks()
         log.info("model_unloaded", model=source.name, why=why)
         self._on_unloaded(source)

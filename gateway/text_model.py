@@ -6,7 +6,7 @@ import structlog
 
 from configs.settings import GatewaySettings
 from gateway.metrics import ModelMetrics
-from gateway.model_store import ModelStore, Source
+from gateway.model_store import Loaded, ModelStore, Source
 from gateway.openai.prepare_context import PrepareContext
 from gateway.roster import Roster, WorkerSelection
 from infra.bus.revisions import NO_TOKENS
@@ -68,6 +68,7 @@ class TextModel:
         self._roster = Roster(names[0], metrics)
         self._selection: WorkerSelection | None = None
         self._context: PrepareContext | None = None
+        self._loaded: Loaded | None = None
         self._ignored: frozenset[str] | None = None
         self._has_generated = self.configured  # a worker has been ready for it
         self._card = Card()
@@ -93,7 +94,7 @@ class TextModel:
             self.changed()
 
     def changed(self) -> None:
-        self._selection = self._context = self._ignored = None
+        self._selection = self._context = self._loaded = self._ignored = None
         if not self.configured:
             self._looked = False
             aliases = (alias for each in self.workers.values() if each.model == self.name for alias in each.aliases)
@@ -194,12 +195,19 @@ class TextModel:
 
     def context(self) -> PrepareContext | None:
         """What a body is prepared for; None: the model is not in memory."""
-        source = self._source if self._context is not None else self.source
-        if source is None or (model := self._store.get(source)) is None:
+        context, loaded = self._context, self._loaded
+        if context is None or loaded is None:
+            return self._contextualised()
+        if not loaded.pinned:
+            loaded.used = self._store.clock()
+        return context
+
+    def _contextualised(self) -> PrepareContext | None:
+        source = self.source
+        self._loaded = loaded = self._store.get(source) if source is not None else None
+        if loaded is None:
             return None
-        context = self._context
-        if context is None or context.model is not model:
-            context = self._context = self._make_context(model)
+        self._context = context = self._make_context(loaded.model)
         return context
 
     def prepared_for(self) -> PrepareContext | None:
@@ -208,7 +216,7 @@ class TextModel:
         model = self._store.peek(source) if source is not None else None
         if model is None:
             return None
-        if self._context is None or self._context.model is not model:
+        if self._context is None:
             self._context = self._make_context(model)
         return self._context
 

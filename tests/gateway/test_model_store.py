@@ -105,7 +105,7 @@ async def test_what_the_operator_named_never_leaves(make: Any) -> None:
     stage.now += 1_000
     stage.store.unload_idle()
     assert stage.unloaded == ["b", "c"]
-    assert stage.store.get(A) is MODEL
+    assert stage.store.peek(A) is MODEL
 
 
 async def test_unused_models_leave_after_a_while_unless_they_have_open_requests(make: Any) -> None:
