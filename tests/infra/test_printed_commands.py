@@ -18,6 +18,8 @@ OPERATORS = set("|&;<>()")
 # Words of the shell after which a command begins.
 BEFORE = frozenset({"do", "then", "else", "exec", "sudo", "nohup", "time", "--", "!"})
 
+PLACEHOLDER = re.compile(r"[NX…]|COMMAND")  # of numbers, which would be refused
+
 
 class Accepted(Exception):
     """A command's own parser took its arguments."""
@@ -105,6 +107,22 @@ def test_the_command_lines_of_a_page_are_accepted(
         for words in commands_of(line):
             if problem := refusal(words, monkeypatch, capsys):
                 wrong.append(f"penstock {' '.join(words)}: {problem}")
+    assert wrong == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_commands_with_flags_in_the_text_of_a_page_are_accepted(
+    page: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(ROOT)
+    wrong = []
+    for span in re.findall(r"`penstock ([^`]+)`", BLOCK.sub("", page.read_text(encoding="utf-8"))):
+        words = shlex.split(span)
+        if not any(word.startswith("--") for word in words) or any(map(PLACEHOLDER.fullmatch, words)):
+            continue
+        problem = refusal(words, monkeypatch, capsys)
+        if problem and not (words[-1].startswith("--") and f"{words[-1]} needs a value" in problem):  # only named
+            wrong.append(f"penstock {span}: {problem}")
     assert wrong == []
 
 
