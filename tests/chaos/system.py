@@ -110,7 +110,7 @@ class System:
                 flags += ["--diffusion-model", str(pipelines.image(home / "painter"))]
             if other is not None:
                 model = await asyncio.to_thread(snapshot, topology.model, home)
-                flags += ["--model", str(model), "--served-model-name", topology.model]
+                flags = [*_without(flags, "--model"), "--model", str(model), "--served-model-name", topology.model]
                 if brokers is None:
                     await asyncio.to_thread(begin, other, home / "data")
             ports_of = links.ports if links is not None else {}
@@ -336,3 +336,9 @@ class System:
                     await asyncio.sleep(0.1)
                 return True
         return False
+
+
+def _without(flags: list[str], name: str) -> list[str]:
+    """Flags without one that has a value and may be repeated."""
+    pairs = zip(["", *flags], flags, strict=False)
+    return [flag for before, flag in pairs if name not in (before, flag)]
