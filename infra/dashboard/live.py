@@ -4,6 +4,7 @@ Without an open page nothing is read. However many are open, the broker is asked
 """
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import AsyncGenerator
 from typing import NamedTuple
@@ -18,6 +19,7 @@ log = structlog.get_logger("dashboard")
 
 HISTORY = 180  # snapshots
 AGAIN_S = 2.0  # after the broker did not answer
+KEPT_S = 10.0  # without a watcher: what was seen before is no longer how things are, nor does its line go on
 
 
 class Moment(NamedTuple):
@@ -39,11 +41,18 @@ class Live:
         self._watchers = 0
         self._watched = asyncio.Event()
         self._number = 0  # of looks
+        self._left = float("-inf")  # monotonic: when the last watcher went
 
     @property
     def now(self) -> Moment:
-        """The last snapshot; empty before the first page was opened."""
+        """The last snapshots; empty if no page was open lately."""
+        if self._is_old:
+            return Moment((), "")
         return Moment(tuple(self._history), self._problem)
+
+    @property
+    def _is_old(self) -> bool:
+        return not self._watchers and time.monotonic() - self._left > KEPT_S
 
     @property
     def watchers(self) -> int:
@@ -69,6 +78,8 @@ class Live:
 
     async def follow(self) -> AsyncGenerator[Moment, None]:
         """Yield the present moment, and a new one after each read."""
+        if self._is_old:
+            self._history.clear()
         self._watchers += 1
         self._watched.set()
         seen = self._number if self._history else -1
@@ -84,4 +95,5 @@ class Live:
         finally:
             self._watchers -= 1
             if not self._watchers:
+                self._left = time.monotonic()
                 self._watched.clear()

@@ -187,6 +187,8 @@ class Observer:
         # Asking for the last message of a wildcard would make the broker look through the subjects of all records.
         now, last = time.monotonic(), {use.name: use.last_seq for use in streams}
         stream = self._bus.subjects.stream
+        if self._counts and now - self._counts[-1].at_s > WINDOW_S:
+            self._counts.clear()  # rates over hours in which nobody looked would say nothing of now
         self._counts.append(Count(now, last.get(stream("REQUESTS"), 0), last.get(stream("DONE"), 0)))
         # One count from before the window stays, for its beginning.
         while len(self._counts) > 2 and self._counts[1].at_s < now - WINDOW_S:

@@ -152,17 +152,21 @@ def test_a_worker_that_lost_its_lease_keeps_its_row_and_is_named() -> None:
     gone = WorkerView("worker-<1>", "", "aggregated", "m", "", "lost", 0, 0, 0, 0, 0, 0, None, 0.0, 3)
     here = WorkerView("worker-2", "worker-2-0a", "aggregated", "m", "mock", "stalled", 1, 0, 8, 0, 0, 9, None, 0.0,
                       slowest_step_ms=6_000, quiet_ms=12_000)  # fmt: skip
-    shown = live_sections(Moment((Snapshot(1, "ps", (gone, here), (), rates([Count(1.0, 0, 0)], []), (), ()),)))[
+    slow = WorkerView("worker-3", "worker-3-0b", "aggregated", "m", "mock", "ready", 1, 0, 8, 0, 0, 9, None, 0.0,
+                      latency_ms=140.0, slowness=18.2)  # fmt: skip
+    shown = live_sections(Moment((Snapshot(1, "ps", (gone, here, slow), (), rates([Count(1.0, 0, 0)], []), (), ()),)))[
         "workers"
     ]
     assert "worker-&lt;1&gt; lost its lease 3 times in ten minutes; it is not there now" in shown
     assert "worker-2 holds its lease, but its engine did nothing for 12 s" in shown
-    assert shown.count("/requests?worker=") == 1  # one that is gone has no id
+    assert shown.count("/requests?worker=") == 2  # one that is gone has no id
     for cell in (
         '<span class="state lost">lost',
         '<span class="state stalled">stalled',
         "6.00 s",
         '<td class="n bad">3',
+        "worker-3 is 18 times slower than its peers",
+        '<td class="n bad">140.0 ms ×18<',
     ):
         assert cell in shown
 
@@ -183,6 +187,34 @@ async def test_changes_are_streamed_only_while_somebody_watches(bus: Bus) -> Non
 
 
 @pytest.mark.timeout(90)
+async def first_seen(live: Live) -> Moment:
+    async with asyncio.timeout(20), contextlib.aclosing(live.follow()) as moments:
+        async for moment in moments:
+            if moment.history:
+                return moment
+    raise AssertionError
+
+
+async def test_a_page_that_opens_after_a_while_shows_nothing_of_before(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It showed a worker as lost that had long been back, and the mean rate of the hours in which nobody looked."""
+    monkeypatch.setattr("infra.dashboard.live.KEPT_S", 0.0)
+    monkeypatch.setattr("infra.operate.observe.WINDOW_S", 0.0)
+    live = Live(Observer(bus), 0.01)
+    running = asyncio.create_task(live.run())
+    try:
+        before = (await first_seen(live)).history[-1]
+        assert live.now.history == ()
+        await accept(bus)
+        first = await first_seen(live)
+        assert [each.at_ns > before.at_ns for each in first.history] == [True]
+        assert first.history[0].rates.accepted_per_s == 0.0  # of the time since it was opened
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+
 async def test_a_dashboard_says_that_its_broker_is_away_and_goes_on_when_it_is_back(
     make_broker: Callable[..., EmbeddedNats], subjects: Subjects
 ) -> None:
