@@ -116,10 +116,16 @@ class _Texts:
     def __init__(self, texts: Iterable[str]) -> None:
         looked_for = set(texts)
         begins = {text[:2] for text in looked_for}
+        self._first = "".join(sorted({text[0] for text in looked_for}))  # most texts do not even have one of these
         self.begins = tuple(sorted(begins if len(begins) <= _FEW else {text[0] for text in looked_for}))
         self._pattern = re.compile(longest_of(looked_for))
 
     def within(self, text: str) -> bool:
+        for first in self._first:
+            if first in text:
+                break
+        else:
+            return False
         for begin in self.begins:
             if begin in text:
                 return self._pattern.search(text) is not None

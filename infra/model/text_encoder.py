@@ -114,7 +114,7 @@ class _Split:
                 found.append(part)
             else:
                 found += self._word.findall(part)
-        return found if sum(map(len, found)) == len(text) else None
+        return found if len("".join(found)) == len(text) else None
 
 
 def ascii_pattern(pattern: str) -> str:
