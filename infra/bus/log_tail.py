@@ -94,11 +94,15 @@ class LogTail:
     async def start(self, *, after: int = 0, since_ns: int = 0, memory_storage: bool = False) -> None:
         """Handle the messages stored after a sequence, or since a time; then follow. Returns when those are handled.
 
+        If it fails, it can be called again.
+
         Args:
             memory_storage: the stream may be lost and made anew.
         Raises:
             ServingError: the stream cannot be read.
         """
+        self._stopped, self._stale = False, False
+        self._held.clear()
         self._since_ns = since_ns
         self.position = after
         self._bus.on_reconnect.append(self._reconnected)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from nats.errors import NoRespondersError
 
+from infra.broker.apply import apply
 from infra.broker.server import EmbeddedNats
 from infra.bus import log_tail as module
 from infra.bus.connection import Bus
@@ -17,6 +18,7 @@ from infra.bus.log_tail import LogTail
 from infra.bus.publisher import Publisher
 from infra.bus.wire_protocol import Frame, Headers
 from schemas.errors import Code, ServingError
+from schemas.streams import topology
 from schemas.subjects import Subjects
 from tests.infra.bus.support import eventually, opened
 
@@ -384,3 +386,20 @@ async def test_after_a_reconnect_what_passed_unseen_is_read_without_waiting_for_
         await server.start()
         await follower.is_complete(last)
         await follower.tail.stop()
+
+
+async def test_a_tail_that_could_not_start_and_is_started_again_compares_its_position_when_it_is_silent(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a cluster, whose last message before a silence may not be republished."""
+    monkeypatch.setattr(Bus, "clustered", property(lambda self: True))
+    monkeypatch.setattr(module, "IDLE_S", 0.05)
+    monkeypatch.setattr(module, "IDLE_AGAIN_S", 0.05)
+    await bus.js.delete_stream(bus.subjects.stream("TOKENS"))
+    follower = Follower(bus)
+    follower.deaf = lambda entry: True
+    with pytest.raises(ServingError):
+        await follower.tail.start()
+    await apply(bus.nc, topology(bus.subjects))
+    async with follower.tail.following():
+        await follower.is_complete(await put(bus, "a"))
