@@ -328,6 +328,13 @@ class Thresholds(Section, frozen=True, kw_only=True):
         Meta(ge=1, description="times the rate that uses a budget up in a month, over 1 h and 5 min: critical"),
     ] = 14.4
     burn_slow: Annotated[float, Meta(ge=1, description="the same over 6 h and 30 min: a warning")] = 6.0
+    broker_mount: Annotated[
+        str,
+        Meta(
+            pattern='^[^"$]+$',
+            description="mount points of brokers' disks on hosts with node_exporter, as a regular expression",
+        ),
+    ] = "/var/lib/(nats|penstock).*"
     slow_worker: Annotated[float, Meta(gt=1, description="times slower than its peers that a worker may be")] = 4.0
 
 

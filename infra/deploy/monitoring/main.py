@@ -73,8 +73,10 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     for field in msgspec.structs.fields(Thresholds):
         metas = hints[field.name].__metadata__
         help = next(meta.description for meta in reversed(metas) if meta.description)
+        kind = type(field.default)
+        shown = f"(default: {field.default:{'' if kind is str else 'g'}})"
         alerts.add_argument(
-            flag(field.name), type=float, default=field.default, metavar="X", help=f"{help} (default: %(default)g)"
+            flag(field.name), type=kind, default=field.default, metavar="X", help=f"{help} {shown}".replace("%", "%%")
         )
 
 
@@ -132,7 +134,7 @@ def alert_rules(thresholds: Thresholds) -> str:
     _, groups, rules = ALERTS_TEMPLATE.read_text(encoding="utf-8").partition("groups:")
     text = groups + rules
     for name, value in msgspec.to_builtins(thresholds).items():
-        text = text.replace(f"${{{name}}}", f"{value:g}")
+        text = text.replace(f"${{{name}}}", value if isinstance(value, str) else f"{value:g}")
     return f"# Made by penstock monitoring. Check it: promtool check rules alerts.yml\n{text}"
 
 

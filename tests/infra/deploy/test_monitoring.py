@@ -106,9 +106,8 @@ def test_thresholds_of_the_alerts_are_flags(tmp_path: Path, capsys: pytest.Captu
     state = tmp_path / "state.json"
     state.write_bytes(msgspec.json.encode(State("http://127.0.0.1:8000", "", "", "", "ps", "demo", ())))
     out = ["--state", str(state), "--out", str(tmp_path / "out")]
-    assert (
-        run([*out, "--ttft", "2", "--itl", "0.1", "--late", "1.5", "--late-budget", "0.02", "--burn-fast", "10"]) == 0
-    )
+    given = ("--ttft", "2", "--itl", "0.1", "--late", "1.5", "--late-budget", "0.02", "--burn-fast", "10")
+    assert run([*out, *given, "--broker-mount", "/data"]) == 0
     rules = {
         rule["alert"]: " ".join(rule["expr"].split())
         for rule in yaml.safe_load((tmp_path / "out" / "alerts.yml").read_text())["groups"][0]["rules"]
@@ -119,6 +118,7 @@ def test_thresholds_of_the_alerts_are_flags(tmp_path: Path, capsys: pytest.Captu
     assert late.count('le=~"1.5(\\\\.0)?"') == late.count("> 10 * 0.02") == 2
     assert "[1h]" in late.partition(" and ")[0]
     assert "[5m]" in late.partition(" and ")[2]
+    assert 'mountpoint=~"/data"' in rules["PenstockBrokerDiskFilling"]
     assert not any("${" in expr for expr in rules.values())
     for flags, says in (
         (["--late", "4"], "--late 4: choose a bucket of the histogram: 0.002, "),
