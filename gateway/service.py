@@ -104,9 +104,8 @@ class Gateway:
         noted = noted_in(settings.state_dir, settings.namespace)
         self.guard = Guard(bus, self.tenants.known, always=settings.require_keys, noted=noted, own=settings.api_key)
         self.tenants.on_changed = self.guard.tenants_changed
-        self.fleet = FleetView(
-            bus, named_models(models, settings), self.id, settings, metrics, self.tasks, self._open_models
-        )
+        named = named_models(models, settings)
+        self.fleet = FleetView(bus, named, self.id, settings, metrics, self.tasks, self._open_models)
         self.records = Records(bus)
         self.limiter = Limiter(bus, self.id)
         self._verdicts = Verdicts(bus)
@@ -144,7 +143,8 @@ class Gateway:
             lambda: [member.registration for member in workers()],
             lambda: self.unstored.open,
         )
-        self._queue_monitor = QueueMonitor(bus, metrics, settings.max_queue, lambda: self._subscriptions.own_readers)
+        own, name_in = (lambda: self._subscriptions.own_readers), self.fleet.name_in
+        self._queue_monitor = QueueMonitor(bus, metrics, settings.max_queue, own, name_in)
 
     async def open(self) -> None:
         """
@@ -303,7 +303,7 @@ class Gateway:
             await self._memory.check(request, len(payload))
             subscription = await self.unstored.subscription()
             content, payload = payload, wire.encode(self.unstored.without_content(request))
-        self._queue_monitor.accept(request.priority)
+        self._queue_monitor.accept(request.priority, request.model)
         inflight.turns = self.turns
         self._verdicts.follow(inflight)
         subscription.subscribe(inflight)  # before publishing: the first token may overtake the acknowledgement

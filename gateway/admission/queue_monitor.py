@@ -32,6 +32,7 @@ class QueueMonitor:
     Args:
         limit: waiting requests of each class.
         readers: this gateway's own open requests.
+        name_in: canonical name of a body's model; "": it names none that is served.
 
     Attributes:
         has_routers: some router takes requests; as of the last poll.
@@ -41,7 +42,12 @@ class QueueMonitor:
     """
 
     def __init__(
-        self, bus: Bus, metrics: Metrics, limit: int, readers: Callable[[], Iterable[InflightRequest]]
+        self,
+        bus: Bus,
+        metrics: Metrics,
+        limit: int,
+        readers: Callable[[], Iterable[InflightRequest]],
+        name_in: Callable[[bytes], str],
     ) -> None:
         self.has_routers = False
         self.lacks_consumer = ""
@@ -50,6 +56,7 @@ class QueueMonitor:
         self._bus = bus
         self._metrics = metrics
         self._readers = readers
+        self._name_in = name_in
         self._log_capacity = LogCapacity(bus, metrics)
         self._queues = QueueLimits(limit, self._unstarted)
         self._delivered: dict[str, int] = {}
@@ -100,6 +107,7 @@ class QueueMonitor:
         metrics, total = self._metrics, self._queues.total
         if len(metrics.models) < 2:
             metrics.of("").queued.set(total)
+            self._queues.polled_models({})
             return
         held: Mapping[str, int] = {}
         if total:
@@ -107,6 +115,7 @@ class QueueMonitor:
                 held = await self._held_by_routers()
         own = Counter(each.request.model for each in self._readers() if each.fold.attempt < 0) if total else {}
         counts = by_model(total, held, own)
+        self._queues.polled_models({model: counts.get(model, 0) for model in metrics.models})
         for model in {*metrics.models, *counts}:
             metrics.of(model).queued.set(counts.get(model, 0))
 
@@ -146,25 +155,25 @@ class QueueMonitor:
     def check_class(self, body: bytes) -> None:
         """
         Args:
-            body: not validated; it names its class.
+            body: not validated; it names its class and its model.
         Raises:
             ServingError: queue_full: too many requests of its class wait.
         """
-        self._queues.check(class_of(body))
+        self._queues.check(class_of(body), self._name_in(body))
 
     def room(self, priority: Priority) -> int:
         """How many more requests of a class would be taken."""
         return self._queues.room(priority)
 
-    def accept(self, priority: Priority) -> None:
+    def accept(self, priority: Priority, model: str) -> None:
         """Count a request that is about to be published: since its body was checked, others have been.
 
         Raises:
             ServingError: queue_full.
         """
         if self._queues.near:
-            self._queues.check(priority)
-        self._queues.accepted(priority)
+            self._queues.check(priority, model)
+        self._queues.accepted(priority, model)
 
     def _unstarted(self, priority: Priority) -> int:
         """Open requests of a class that no worker has started."""

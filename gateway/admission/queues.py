@@ -1,4 +1,8 @@
-"""How many accepted requests of each class wait for a router to place them; each class has room of its own."""
+"""How many accepted requests of each class wait for a router to place them; each class has room of its own.
+
+Where there are several models, those of one do not take all of it: while fewer requests of a model wait than an equal
+share, it gets further room, up to as much again for all models together.
+"""
 
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -69,10 +73,14 @@ class QueueLimits:
         self._looked: Mapping[Priority, int] = dict.fromkeys(Priority, 0)
         self._since: Counter[Priority] = Counter()
         self._most = 0  # of any class, as if all that was accepted since were of the fullest
+        self._models: Mapping[str, int] = {}  # what waits of each, at the last poll
+        self._models_since: Counter[str] = Counter()
 
-    def accepted(self, priority: Priority) -> None:
+    def accepted(self, priority: Priority, model: str = "") -> None:
         self._since[priority] += 1
         self._most += 1
+        if self._models:
+            self._models_since[model] += 1
 
     def since(self, priority: Priority) -> int:
         """How many of a class were accepted since the last poll."""
@@ -88,6 +96,14 @@ class QueueLimits:
         self._since.subtract(before)
         self._most = max(counts.values()) + self._since.total()
 
+    def polled_models(self, counts: Mapping[str, int]) -> None:
+        """
+        Args:
+            counts: what waits of each model that is served, of all classes; empty: there is only one.
+        """
+        self._models = counts
+        self._models_since.clear()
+
     @property
     def total(self) -> int:
         return sum(self._looked.values())
@@ -102,19 +118,27 @@ class QueueLimits:
         """Whether no class has room."""
         return all(self._waiting(priority) >= self._limit for priority in Priority)
 
-    def check(self, priority: Priority) -> None:
+    def check(self, priority: Priority, model: str = "") -> None:
         """
+        Args:
+            model: canonical name; "": not known.
         Raises:
             ServingError: queue_full.
         """
         waiting = self._waiting(priority)
-        if waiting >= self._limit:
+        if waiting >= self._limit and not (waiting < 2 * self._limit and self._has_share(model)):
             raise ServingError(
                 Code.queue_full,
                 f"{waiting} requests of class {priority.value!r} wait for a worker and the limit of each class is "
                 f"{self._limit} (--max-queue); try again later or add workers",
                 retry_after=1.0,
             )
+
+    def _has_share(self, model: str) -> bool:
+        waiting = self._models.get(model)
+        if waiting is None or len(self._models) < 2:
+            return False
+        return waiting + self._models_since[model] < max(1, self._limit // len(self._models))
 
     def room(self, priority: Priority) -> int:
         """How many more of a class would be taken."""

@@ -193,6 +193,39 @@ async def test_earlier_answers_are_read_with_the_tokenizer_that_made_them_wherev
     assert output_of(answers[0]).strip() == oracles["small"].answer(as_chat, COUNT).strip()
 
 
+async def test_a_flood_of_one_model_is_counted_as_its_own_and_leaves_the_other_its_share(
+    new_deployment: NewDeployment,
+) -> None:
+    full = new_deployment("--model", "demo", "--model", "small=tiny", "--workers", "0", "--max-queue", "4")
+    async with httpx.AsyncClient(base_url=full.urls[0], trust_env=False, timeout=60) as http:
+
+        async def queued() -> dict[str, float]:
+            page = (await http.get("/metrics")).text
+            lines = [line for line in page.splitlines() if line.startswith("penstock_gateway_queued_requests{")]
+            return {each: float(line.split()[-1]) for each in FOLDERS for line in lines if f'model="{each}"' in line}
+
+        def ask(model: str) -> asyncio.Task[httpx.Response]:
+            return asyncio.create_task(http.post("/v1/chat/completions", json=chat(model)))
+
+        async def counted(demo: float, small: float) -> None:
+            async def reached() -> bool:
+                return await queued() == {"demo": demo, "small": small}
+
+            await until(reached, f"{demo} and {small} wait")
+
+        asked = [ask("demo") for _ in range(4)]
+        await counted(4.0, 0.0)
+        refused = await http.post("/v1/chat/completions", json=chat("demo"))
+        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "queue_full")
+        asked += [ask("small") for _ in range(2)]
+        await counted(4.0, 2.0)
+        refused = await http.post("/v1/chat/completions", json=chat("small"))
+        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "queue_full")
+        for each in asked:
+            each.cancel()
+        await asyncio.gather(*asked, return_exceptions=True)
+
+
 async def test_a_key_for_one_model_neither_sees_nor_uses_the_other(
     http: httpx.AsyncClient,
     learning: httpx.AsyncClient,

@@ -6,7 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.admission.queues import by_model
+from gateway.admission.queues import QueueLimits, by_model
+from schemas.errors import Code, ServingError
+from schemas.requests import Priority
 
 COUNTS = st.dictionaries(st.sampled_from("abcd"), st.integers(0, 500))
 
@@ -36,3 +38,39 @@ def test_each_request_is_counted_once(total: int, held: Mapping[str, int], own: 
     assert sum(counts.values()) == max(total, sum(held.values()))
     assert all(counts.get(model, 0) >= count for model, count in held.items())
     assert all(counts.values())
+
+
+def refused(queues: QueueLimits, model: str) -> bool:
+    try:
+        queues.check(Priority.standard, model)
+    except ServingError as error:
+        return error.code is Code.queue_full
+    return False
+
+
+def test_a_flood_of_one_model_leaves_the_others_their_share() -> None:
+    queues = QueueLimits(10, lambda _: 1_000)
+    waiting = dict.fromkeys(Priority, 0) | {Priority.standard: 10}
+    queues.polled(waiting, dict.fromkeys(Priority, 0))
+    queues.polled_models({"a": 9, "b": 1})
+    assert refused(queues, "a")
+    assert refused(queues, ""), "it may be anyone's"
+    assert refused(queues, "unknown")
+    for _ in range(4):
+        assert not refused(queues, "b")
+        queues.accepted(Priority.standard, "b")
+    assert refused(queues, "b"), "it has 5 of 10, as it would alone beside one other"
+
+
+def test_all_models_together_get_at_most_as_much_again() -> None:
+    queues = QueueLimits(10, lambda _: 1_000)
+    queues.polled(dict.fromkeys(Priority, 0) | {Priority.standard: 20}, dict.fromkeys(Priority, 0))
+    queues.polled_models({"a": 20, "b": 0})
+    assert refused(queues, "b")
+
+
+def test_one_model_has_the_whole_queue_and_no_more() -> None:
+    queues = QueueLimits(10, lambda _: 1_000)
+    queues.polled(dict.fromkeys(Priority, 0) | {Priority.standard: 10}, dict.fromkeys(Priority, 0))
+    queues.polled_models({})
+    assert refused(queues, "a")
