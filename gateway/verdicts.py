@@ -16,14 +16,14 @@ import structlog
 from nats.errors import Error as NatsError
 
 from gateway.log.inflight import InflightRequest
+from infra.bus.compare_and_set import compare_and_set
 from infra.bus.connection import Bus
 from infra.bus.direct_get import Entry, get_last
-from infra.bus.jetstream import decode_publish_reply
 from infra.bus.log_tail import LogTail
 from infra.bus.tasks import Tasks
 from schemas.errors import Code, ServingError
 from schemas.requests import GenerateRequest
-from schemas.subjects import DEFAULT_TENANT, HEADER_LAST_ON_SUBJECT
+from schemas.subjects import DEFAULT_TENANT
 from schemas.verdicts import HOLDS_S, SECRET, Announced, Verdict, decode, decode_announced, key_of
 from schemas.wire import encode
 
@@ -189,10 +189,8 @@ class Verdicts:
 
     async def _write(self, key: str, value: bytes, revision: int, ttl_s: int = 0) -> int:
         """The new revision; 0: another gateway was first, or the broker does not answer."""
-        headers = {HEADER_LAST_ON_SUBJECT: str(revision)} | ({"Nats-TTL": str(ttl_s)} if ttl_s else {})
         try:
-            message = await self._bus.nc.request(self._prefix + key, value, timeout=WITHIN_S, headers=headers)
-            reply = decode_publish_reply(message.data)
+            reply = await compare_and_set(self._bus, self._prefix + key, value, revision, WITHIN_S, ttl_s=ttl_s)
         except (NatsError, TimeoutError, OSError, msgspec.MsgspecError) as error:
             log.warning("verdict_not_stored", error=repr(error))
             return 0

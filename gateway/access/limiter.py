@@ -16,15 +16,15 @@ from nats.errors import Error as NatsError
 
 from gateway.access.account import Account, Reservation
 from gateway.access.ledger import EMPTY, Amount, free, limits_of, seconds_until, seconds_until_reset, taken
+from infra.bus.compare_and_set import compare_and_set
 from infra.bus.connection import Bus
 from infra.bus.direct_get import Entry, get_last
-from infra.bus.jetstream import WRONG_LAST_SEQUENCE, decode_publish_reply
+from infra.bus.jetstream import WRONG_LAST_SEQUENCE
 from infra.bus.log_tail import LogTail
 from infra.bus.tasks import Tasks
 from schemas.budgets import Ledger, decode
 from schemas.errors import Code, ServingError
 from schemas.keys import ApiKey
-from schemas.subjects import HEADER_LAST_ON_SUBJECT
 from schemas.wire import encode
 
 log = structlog.get_logger("gateway")
@@ -226,11 +226,9 @@ class Limiter:
         """
         ledger, revision = self._ledgers.get(key_id, _NONE)
         proposal = account.propose(ledger, self._clock())
-        headers = {"Nats-TTL": str(KEEP_S), HEADER_LAST_ON_SUBJECT: str(revision)}
-        subject = self._prefix + key_id
+        subject, value = self._prefix + key_id, encode(proposal.ledger)
         try:
-            message = await self._bus.nc.request(subject, encode(proposal.ledger), timeout=WITHIN_S, headers=headers)
-            reply = decode_publish_reply(message.data)
+            reply = await compare_and_set(self._bus, subject, value, revision, WITHIN_S, ttl_s=KEEP_S)
         except (NatsError, TimeoutError, OSError, msgspec.MsgspecError) as error:
             account.gave_back(proposal)  # it may be stored nevertheless
             raise _unavailable(repr(error)) from None

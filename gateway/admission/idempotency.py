@@ -11,9 +11,10 @@ import msgspec
 from blake3 import blake3
 from nats.errors import Error as NatsError
 
+from infra.bus.compare_and_set import compare_and_set
 from infra.bus.connection import Bus
 from infra.bus.direct_get import get_last
-from infra.bus.jetstream import WRONG_LAST_SEQUENCE, decode_publish_reply
+from infra.bus.jetstream import WRONG_LAST_SEQUENCE
 from schemas.errors import Code, ServingError
 from schemas.ids import time_of
 from schemas.wire import decoder, encode
@@ -153,10 +154,8 @@ async def _write(bus: Bus, subject: str, value: Identity, revision: int) -> int:
     Raises:
         ServingError: broker_unavailable.
     """
-    headers = {"Nats-TTL": str(KEEP_S), "Nats-Expected-Last-Subject-Sequence": str(revision)}
     try:
-        message = await bus.nc.request(subject, encode(value), timeout=_TIMEOUT_S, headers=headers)
-        reply = decode_publish_reply(message.data)
+        reply = await compare_and_set(bus, subject, encode(value), revision, _TIMEOUT_S, ttl_s=KEEP_S)
     except (NatsError, TimeoutError, OSError, msgspec.MsgspecError) as error:
         raise _unavailable(repr(error)) from None
     if reply.error is None:

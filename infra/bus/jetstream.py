@@ -9,8 +9,8 @@ CONSUMER_NOT_FOUND = 10014
 NO_MESSAGE_FOUND = 10037
 STREAM_NOT_FOUND = 10059
 WRONG_LAST_SEQUENCE = 10071  # the subject has another last sequence than the publisher expects
-# No leader; a publish to this subject is in flight; too many publishes are in flight.
-BUSY = frozenset({10008, 10164, 10167})
+# No leader; a publish with this id, or to this subject, is in flight; too many publishes are in flight.
+BUSY = frozenset({10008, 10158, 10164, 10167})
 # Expected elsewhere, too large, malformed: repeating does not help. Everything else (a full disk, a limit) may pass.
 FINAL = frozenset({10053, 10054, 10060, 10070, WRONG_LAST_SEQUENCE, 10097, 10109, 10165, 10166})
 

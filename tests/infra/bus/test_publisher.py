@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+from nats.aio.msg import Msg
 
 from infra.broker.server import EmbeddedNats
 from infra.bus.connection import Bus, connect
@@ -248,6 +249,28 @@ async def test_a_refusal_that_passes_is_tried_again_for_the_time_that_was_promis
     assert not waiting.done()
     await limit(bus, "REQUESTS", max_msgs=-1, discard="old")
     assert (await asyncio.wait_for(waiting, 10)).seq == 2
+
+
+@pytest.mark.parametrize("code", [10008, 10158, 10164, 10167])
+async def test_a_message_whose_first_copy_is_being_stored_is_sent_again(
+    code: int, bus: Bus, publisher: Publisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As servers of a cluster answer while their leader changes: also who does not insist waits for it."""
+    monkeypatch.setattr("infra.bus.publisher.RESEND_S", 0.1)
+    subject = f"{bus.subjects.namespace}.stand.in"
+    asked = 0
+
+    async def answer(message: Msg) -> None:
+        nonlocal asked
+        asked += 1
+        error = {"error": {"code": 409, "err_code": code, "description": "in process"}}
+        await bus.nc.publish(message.reply, json.dumps(error if asked < 3 else {"stream": "s", "seq": 7}).encode())
+
+    server = await bus.nc.subscribe(subject, cb=answer)
+    await bus.nc.flush()
+    assert (await publisher.publish(subject, b"", "id", insist=False, timeout=10)).seq == 7
+    assert asked == 3
+    await server.unsubscribe()
 
 
 async def test_of_what_is_published_once_a_subject_has_the_first_one_only(bus: Bus, publisher: Publisher) -> None:
