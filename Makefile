@@ -14,7 +14,7 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 PIP   := $(BIN)/python -m pip --disable-pip-version-check --quiet
 TORCH := $(shell sed -n 's/^ *"\(torch[^"]*\)",.*/\1/p' pyproject.toml)
 
-.PHONY: help up test test-long types pytest test-trtllm test-llguidance test-vllm test-sglang test-clients conformance docs bench chaos growth chaos-mixed sbom lint clean
+.PHONY: help up test test-long types pytest test-hosts test-trtllm test-llguidance test-vllm test-sglang test-clients conformance docs bench chaos growth chaos-mixed sbom lint clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -75,6 +75,9 @@ test-sglang:  ## the same on the real SGLang, with a GPU (VENV=where it is insta
 	PENSTOCK_CONTRACT_REAL=sglang PENSTOCK_CONTRACT_BOUND_S=120 \
 	  $(BIN)/python -m pytest tests/workers/engines/test_contract.py tests/standins/test_sglang.py -k sglang \
 	  -W default --timeout 900 $(ARGS)
+
+test-hosts: $(VENV)/.installed-dev  ## the page on several machines, as printed, on three hosts in network namespaces (needs root)
+	PENSTOCK_TEST_HOSTS=1 $(BIN)/python -m pytest tests/infra/deploy/test_several_machines.py $(ARGS)
 
 test-clients: $(VENV)/.installed-dev  ## real clients on the demo model, and the table in docs/clients.md (ARGS="openai codex": these alone)
 	$(BIN)/python -m tests.clients run $(ARGS)

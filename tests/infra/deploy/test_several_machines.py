@@ -49,6 +49,7 @@ def possible() -> bool:
 
 pytestmark = [
     needs_nixl,
+    pytest.mark.skipif(not os.environ.get("PENSTOCK_TEST_HOSTS"), reason="takes three minutes: make test-hosts"),
     pytest.mark.timeout(900),
     pytest.mark.skipif(not possible(), reason="needs root, for namespaces"),
 ]
