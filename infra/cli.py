@@ -60,6 +60,11 @@ COMMANDS = {
         "infra.broker.tenants_cli:run",
         choices=("add", "list", "rotate", "remove", "conf"),
     ),
+    "passwords": Command(
+        "change passwords of the broker's users without a gap: list, rotate, retire",
+        "infra.broker.passwords_cli:run",
+        choices=("list", "rotate", "retire"),
+    ),
     "keys": Command(
         "manage API keys of the HTTP API: create, list, show, set, revoke, export, import",
         "infra.operate.keys:run",
@@ -227,7 +232,7 @@ SECTIONS = {
         "index",
     ),
     "Run again": ("export", "import", "replay", "whatif", "dead"),
-    "Operate": ("plan", "drain", "restart", "streams", "tenants", "keys", "audit", "forget"),
+    "Operate": ("plan", "drain", "restart", "streams", "tenants", "keys", "passwords", "audit", "forget"),
     "Measure": ("bench", "slurm", "profile", "eval"),
     "Other": ("completion", "version"),
 }

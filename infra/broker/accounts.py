@@ -4,6 +4,7 @@ A tenant's account holds its users and its inboxes. The subjects of the NATS API
 account, with the tenant's name inserted, and back; no other subjects do.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from schemas.subjects import Subjects
@@ -13,10 +14,9 @@ REPLY_S = "2h"
 
 
 @dataclass(frozen=True, slots=True)
-class TenantUser:
+class Login:
     """``password`` is written unchanged: quoted, or the name of a variable."""
 
-    tenant: str
     user: str
     password: str
 
@@ -45,9 +45,9 @@ def subscribes(s: Subjects) -> tuple[str, ...]:
     return s.all("answer"), s.all("reply"), "_INBOX.>"
 
 
-def account(user: TenantUser, s: Subjects) -> str:
-    """One tenant's account, with its one user."""
-    n, tenant = s.namespace, user.tenant
+def account(tenant: str, logins: Sequence[Login], s: Subjects) -> str:
+    """One tenant's account, with its users: one, or two while its password is being changed."""
+    n = s.namespace
     services = (
         (f"{n}.submit.{tenant}.>", f"{n}.submit.>"),
         (f"{n}.ask.{tenant}.>", f"{n}.ask.>"),
@@ -64,15 +64,21 @@ def account(user: TenantUser, s: Subjects) -> str:
         for kind, pairs in (("service", services), ("stream", streams))
         for subject, to in pairs
     )
-    allow, listen = (", ".join(f'"{one}"' for one in list_) for list_ in (publishes(s), subscribes(s)))
+    users = "".join(_user(login, s) for login in logins)
     return f"""  T_{tenant.replace("-", "_")} {{
     imports: [
 {imports}    ]
     users: [
-      {{ user: "{user.user}", password: {user.password}, permissions: {{
+{users}    ]
+  }}
+"""
+
+
+def _user(login: Login, s: Subjects) -> str:
+    allow, listen = (", ".join(f'"{one}"' for one in list_) for list_ in (publishes(s), subscribes(s)))
+    return f"""\
+      {{ user: "{login.user}", password: {login.password}, permissions: {{
         publish: {{ allow: [{allow}] }}
         subscribe: {{ allow: [{listen}] }}
       }}}}
-    ]
-  }}
 """

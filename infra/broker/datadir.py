@@ -143,7 +143,7 @@ def load_secrets(path: Path, users: Iterable[str]) -> dict[str, str]:
             ) from error
         if not isinstance(stored, dict) or not all(isinstance(value, str) for value in stored.values()):
             raise ValueError(f"{path} is damaged: remove it, and start every process with the new passwords")
-    passwords = {user: stored.get(user) or secrets.token_urlsafe(24) for user in users}
+    passwords = stored | {user: stored.get(user) or secrets.token_urlsafe(24) for user in users}
     if passwords != stored:
         write_private(path, json.dumps(passwords, indent=2))
     return passwords

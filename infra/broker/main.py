@@ -69,7 +69,7 @@ def print_config(settings: NatsSettings) -> int:
     except (ValueError, DataDirUnusable) as error:
         print(f"penstock nats: {error}", file=sys.stderr)
         return USAGE
-    print(f"passwords of {', '.join(USERS)}: {data_dir / 'secrets.json'}", file=sys.stderr)
+    print(f"passwords of {', '.join(ROLES)} and sys, two users each: {data_dir / 'secrets.json'}", file=sys.stderr)
     return 0
 
 

@@ -17,6 +17,8 @@ from schemas.subjects import MEMORY, Subjects, inbox_prefix
 ROLES = ("gateway", "router", "worker", "client", "viewer", "reader", "planner", "keys", "operator")
 ADVISORIES = "$JS.EVENT.ADVISORY.API"
 WHO = "$SYS.REQ.USER.INFO"  # the broker's answer is about the one who asks
+# Each role has two users with the same rights, and each tenant: one can get a new password while the other is in use.
+SECOND = "-2"
 CONTENT = ("REQUESTS", "WORK", "TOKENS", "DONE", "KV", "HANDOFF", "SUBMIT")  # streams that only ``reader`` may read
 AUDITED = ("gateway", "router", "planner", "keys", "operator")  # who write entries of the audit log
 CLIENT_KINDS = ("submit", "ask", "read", "cancel", "pass")  # subjects of NATS clients, and between gateways
@@ -61,12 +63,19 @@ class Permissions(NamedTuple):
     deny: tuple[str, ...] = ()
 
 
-def permissions(role: str, s: Subjects) -> Permissions | None:
-    """The least a role needs; None: everything in its account."""
+def role_of(user: str) -> str:
+    """The role of one of its two users."""
+    return user.removesuffix(SECOND)
+
+
+def permissions(user: str, s: Subjects) -> Permissions | None:
+    """The least a role needs, for one of its users; None: everything in its account."""
+    role = role_of(user)
     if role == "operator":
-        others = tuple(s.audit(each) for each in AUDITED if each != role)
+        others = tuple(s.audit(f"{each}{second}") for each in AUDITED for second in ("", SECOND))
+        others = tuple(subject for subject in others if subject != s.audit(user))
         return Permissions((">",), (">",), deny=(*others, f"$JS.API.STREAM.DELETE.{s.stream('AUDIT')}"))
-    granted = rights(role, s)
+    granted = rights(role, s, user)
     if granted is None:
         return None
     publish = (subject for right in granted for subject in right.publish)
@@ -79,18 +88,21 @@ def permissions(role: str, s: Subjects) -> Permissions | None:
     )
 
 
-def rights(role: str, s: Subjects) -> tuple[Right, ...] | None:
+def rights(role: str, s: Subjects, user: str = "") -> tuple[Right, ...] | None:
     """In the order of the table in docs/roles.md; None: everything in its account.
 
+    Args:
+        user: one of the role's two; default: the first.
     Raises:
         ValueError: there is no such role.
     """
     inbox = Right("answers to its own requests", subscribe=(f"{inbox_prefix(role)}.>",))
+    audits = Right("write its own entries of the audit log", (WHO, s.audit(user or role)))
     match role:
         case "gateway":
-            return (inbox, *_gateway(s))
+            return (inbox, audits, *_gateway(s))
         case "router":
-            return (inbox, *_router(s))
+            return (inbox, audits, *_router(s))
         case "worker":
             return (inbox, *_worker(s))
         case "client":
@@ -100,9 +112,9 @@ def rights(role: str, s: Subjects) -> tuple[Right, ...] | None:
         case "reader":
             return (inbox, *_viewer(s), *_reader(s))
         case "planner":
-            return (inbox, *_planner(s))
+            return (inbox, audits, *_planner(s))
         case "keys":
-            return (inbox, *_keys(s))
+            return (inbox, audits, *_keys(s))
         case "operator" | "sys":
             return None
     raise ValueError(f"no such role: {role!r}")
@@ -111,7 +123,6 @@ def rights(role: str, s: Subjects) -> tuple[Right, ...] | None:
 def _gateway(s: Subjects) -> tuple[Right, ...]:
     requests = s.stream("REQUESTS")
     return (
-        _audits("gateway", s),
         Right("accept and cancel requests", (s.all("request"), s.cancel)),
         Right("ask a router to delete a request", (s.erase,)),
         Right(
@@ -158,7 +169,6 @@ def _router(s: Subjects) -> tuple[Right, ...]:
     requests = s.stream("REQUESTS")
     consumers = tuple(f"router-{name}" for name in CLASSES)
     return (
-        _audits("router", s),
         Right("write to the audit log what the broker says of others", (),
               (ADVISORIES, *(s.live(f"$KV.{s.bucket(name)}.>") for name in ("keys", "tenants")))),
         Right("take requests", (
@@ -235,7 +245,6 @@ def _reader(s: Subjects) -> tuple[Right, ...]:
 
 def _planner(s: Subjects) -> tuple[Right, ...]:
     return (
-        _audits("planner", s),
         Right("see how long the queue and the log are", tuple(
             f"$JS.API.STREAM.INFO.{s.stream(name)}" for name in ("REQUESTS", "DONE")
         )),
@@ -250,15 +259,10 @@ def _planner(s: Subjects) -> tuple[Right, ...]:
 
 def _keys(s: Subjects) -> tuple[Right, ...]:
     return (
-        _audits("keys", s),
         Right("make, change and revoke API keys", (f"$KV.{s.bucket('keys')}.*",)),
         Right("change the limits of tenants", (f"$KV.{s.bucket('tenants')}.*",)),
         _reads(*_buckets(s, "keys", "tenants")),
     )
-
-
-def _audits(user: str, s: Subjects) -> Right:
-    return Right("write its own entries of the audit log", (WHO, s.audit(user)))
 
 
 def _infos(s: Subjects) -> tuple[str, ...]:

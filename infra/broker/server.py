@@ -14,7 +14,9 @@ from infra.broker.binary import find_server
 from infra.broker.config import USERS, Cluster, ServerConfig, render
 from infra.broker.datadir import Lock, load_secrets, write_private
 from infra.broker.failures import ServerFailed
-from infra.broker.tenants import INCLUDE, write_accounts
+from infra.broker.passwords import INCLUDE as PASSWORDS
+from infra.broker.passwords import user_in_use, write_passwords
+from infra.broker.tenants import INCLUDE
 from infra.launch.deathsig import die_with_parent
 from infra.launch.scheduling import lax_timers
 from infra.launch.sockets import CannotListen, bind, check_free
@@ -74,7 +76,10 @@ class EmbeddedNats:
 
     def url(self, role: str = "operator") -> str:
         """Where a process of this role connects, password included."""
-        return f"nats://{role}:{self._secrets[role]}@{self._reached}:{self._port}"
+        with contextlib.suppress(OSError, ValueError):  # passwords may have been changed while it runs
+            self._secrets = load_secrets(self.data_dir / "secrets.json", USERS) if self.pid else self._secrets
+        user = user_in_use(self._secrets, role)
+        return f"nats://{user}:{self._secrets[user]}@{self._reached}:{self._port}"
 
     @property
     def sys_url(self) -> str:
@@ -96,7 +101,7 @@ class EmbeddedNats:
             await asyncio.to_thread(end_stale, self.data_dir / "nats.pid", self._config_path)
             self._secrets = load_secrets(self.data_dir / "secrets.json", USERS)
             self._port = self._choose_port()
-            write_accounts(self.data_dir, self._secrets["client"], self.subjects)
+            write_passwords(self.data_dir, self._secrets, self.subjects)
             write_private(self._config_path, self._render())
             self._log_start = self.log_path.stat().st_size if self.log_path.exists() else 0
             with self.log_path.open("ab") as log:
@@ -163,6 +168,7 @@ class EmbeddedNats:
                 sync_always=self._durability == "power",
                 cluster=self._cluster,
                 tenants_file=INCLUDE,
+                passwords_file=PASSWORDS,
             )
         )
 
@@ -195,7 +201,8 @@ class EmbeddedNats:
         """What keeps it from being ready; None: it is."""
         try:
             async with asyncio.timeout(2.0):
-                return await _ask_jetstream(self._reached, self._port, self._secrets["operator"], self._jetstream)
+                user = user_in_use(self._secrets, "operator")
+                return await _ask_jetstream(self._reached, self._port, user, self._secrets[user], self._jetstream)
         except (OSError, TimeoutError, asyncio.IncompleteReadError, ValueError) as error:
             return repr(error)
 
@@ -242,12 +249,12 @@ def _command_line(pid: int) -> str:
     return run.stdout.strip()
 
 
-async def _ask_jetstream(host: str, port: int, password: str, jetstream: bool) -> str | None:
+async def _ask_jetstream(host: str, port: int, user: str, password: str, jetstream: bool) -> str | None:
     """Check over a plain connection, since a client library would retry and log. Returns the problem, or None."""
     reader, writer = await asyncio.open_connection(host, port)
     try:
         await reader.readuntil(b"\r\n")  # INFO
-        hello = json.dumps({"user": "operator", "pass": password, "verbose": False, "pedantic": False})
+        hello = json.dumps({"user": user, "pass": password, "verbose": False, "pedantic": False})
         ask = "SUB r 1\r\nPUB $JS.API.INFO r 0\r\n\r\n" if jetstream else ""
         writer.write(f"CONNECT {hello}\r\n{ask}PING\r\n".encode())
         while True:

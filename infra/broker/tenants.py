@@ -36,7 +36,9 @@ ACCOUNTS_BYTES = 16 << 20  # some hundred bytes a tenant
 class Tenant(msgspec.Struct, frozen=True, kw_only=True):
     """One entry of the file."""
 
-    password: str
+    password: str  # of its first user; "": it has none
+    second_password: str = ""
+    second: bool = False  # its credentials are those of its second user
     models: tuple[str, ...] = ()
     max_pending: int = MAX_PENDING
     weight: float = 1.0
@@ -45,6 +47,37 @@ class Tenant(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def limits(self) -> Limits:
         return Limits(self.models, self.max_pending, self.weight, self.shared_cache)
+
+    @property
+    def login(self) -> tuple[str, bool]:
+        """The password that its clients should use, and whether it is that of the second user."""
+        return (self.second_password if self.second else self.password), self.second
+
+    def with_password(self, password: str, *, keep_old: bool = False) -> "Tenant":
+        """With a new one.
+
+        Args:
+            keep_old: the earlier one stays valid, too, until ``without_old``.
+        Raises:
+            ValueError: two are valid already.
+        """
+        if not keep_old:
+            return msgspec.structs.replace(self, password=password, second_password="", second=False)
+        if self.password and self.second_password:
+            raise ValueError("its earlier password is still valid: end that first, with --end-old")
+        if self.second:
+            return msgspec.structs.replace(self, password=password, second=False)
+        return msgspec.structs.replace(self, second_password=password, second=True)
+
+    def without_old(self) -> "Tenant":
+        """Only the password of ``login`` is valid.
+
+        Raises:
+            ValueError: it was the only one.
+        """
+        if not (self.password and self.second_password):
+            raise ValueError("it has one password only; --keep-old makes another one beside it")
+        return msgspec.structs.replace(self, **{"password" if self.second else "second_password": ""})
 
 
 Tenants = dict[str, Tenant]
@@ -72,14 +105,18 @@ def save(data_dir: Path, tenants: Tenants) -> None:
     write_private(data_dir / "tenants.json", msgspec.json.format(msgspec.json.encode(tenants)).decode())
 
 
-def write_accounts(data_dir: Path, client_password: str, subjects: Subjects, existing: Tenants | None = None) -> None:
+def write_accounts(
+    data_dir: Path, client_passwords: tuple[str, str], subjects: Subjects, existing: Tenants | None = None
+) -> None:
     """The accounts as the broker's configuration includes them.
 
     Args:
+        client_passwords: of the two users of the default tenant; "": there is none.
         existing: None: those of the data folder.
     """
-    passwords = {name: tenant.password for name, tenant in (load(data_dir) if existing is None else existing).items()}
-    write_private(data_dir / INCLUDE, tenant_accounts(client_password, passwords, subjects))
+    found = load(data_dir) if existing is None else existing
+    passwords = {name: (tenant.password, tenant.second_password) for name, tenant in found.items()}
+    write_private(data_dir / INCLUDE, tenant_accounts(client_passwords, passwords, subjects))
 
 
 class Accounts:

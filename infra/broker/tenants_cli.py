@@ -21,10 +21,11 @@ from nats.errors import Error as NatsError
 from configs.flags import Parser
 from infra.broker import tenants
 from infra.broker.apply import apply_submissions
-from infra.broker.config import USERS, tenant_user
+from infra.broker.config import USERS, second_tenant_user, tenant_user
 from infra.broker.datadir import load_secrets
 from infra.broker.jetstream_api import BrokerProblem
 from infra.broker.main import connect_operator
+from infra.broker.passwords import client_passwords, user_in_use
 from infra.broker.reload import reload, running_pid
 from infra.broker.tenants import Accounts, Tenant, Tenants
 from infra.bus.audit import recorded
@@ -73,7 +74,7 @@ def _parser() -> Parser:
     for verb, about in (
         ("add", "add a tenant or change its limits, and write its credentials"),
         ("list", "list all tenants but the default one"),
-        ("rotate", "give a tenant a new password; the old one ends at once"),
+        ("rotate", "give a tenant a new password; the old one ends at once, or with --keep-old later"),
         ("remove", "end the access of a tenant; its submissions stay until they expire"),
         ("conf", "write tenants.conf again, from the accounts that a broker of your own keeps"),
     ):
@@ -101,6 +102,10 @@ def _parser() -> Parser:
                 default=None,
                 help="share KV with the default tenant and others that share; default: as it was, or not",
             )
+        if verb == "rotate":
+            either = one.add_mutually_exclusive_group()
+            either.add_argument("--keep-old", action="store_true", help="the old one stays valid until --end-old")
+            either.add_argument("--end-old", action="store_true", help="make no new one; end the one before it")
         one.add_argument(
             "--data-dir",
             default=".penstock",
@@ -144,9 +149,10 @@ def _place(args: argparse.Namespace) -> Place:
     if args.nats_url:
         return Place(data_dir, args.nats_url, subjects, own=True)
     running_pid(data_dir)
-    password = load_secrets(data_dir / "secrets.json", USERS)["operator"]
+    secrets = load_secrets(data_dir / "secrets.json", USERS)
+    user = user_in_use(secrets, "operator")
     port = int((data_dir / "nats.port").read_text())
-    return Place(data_dir, f"nats://operator:{password}@127.0.0.1:{port}", subjects, own=False)
+    return Place(data_dir, f"nats://{user}:{secrets[user]}@127.0.0.1:{port}", subjects, own=False)
 
 
 async def _do(place: Place, name: str, args: argparse.Namespace) -> None:
@@ -204,8 +210,7 @@ async def _change(
         print(f"removed {name}")
         return
     old = existing.get(name)
-    password = old.password if old is not None and args.verb == "add" else tenants.new_password()
-    tenant = msgspec.structs.replace(old or Tenant(password=password), password=password, **_named_limits(args))
+    tenant = _changed(old, args)
     await apply_submissions(nc, place.subjects, name, tenant.max_pending)
     await _publish(nc, place.subjects, name, wire.encode(tenant.limits))
     if accounts is not None:
@@ -213,9 +218,24 @@ async def _change(
     else:
         existing[name] = tenant
     _write_accounts(place, accounts, existing)  # last: when it can connect, everything is there
-    url = tenants.with_user(place.operator_url, tenant_user(name), password)
+    password, second = tenant.login
+    user = second_tenant_user(name) if second else tenant_user(name)
+    url = tenants.with_user(place.operator_url, user, password)
     path = tenants.write_credentials(place.data_dir, name, url)
     print(f"{'changed' if old is not None else 'added'} {name}; credentials: {path}")
+
+
+def _changed(old: Tenant | None, args: argparse.Namespace) -> Tenant:
+    """
+    Raises:
+        ValueError: the tenant has not the passwords that the flags are about.
+    """
+    tenant = old or Tenant(password=tenants.new_password())
+    if args.verb == "add":
+        return msgspec.structs.replace(tenant, **_named_limits(args))
+    if args.end_old:
+        return tenant.without_old()
+    return tenant.with_password(tenants.new_password(), keep_old=args.keep_old)
 
 
 def _named_limits(args: argparse.Namespace) -> dict[str, Any]:
@@ -236,10 +256,10 @@ def _write_accounts(place: Place, accounts: Accounts | None, existing: Tenants) 
     if accounts is None:
         tenants.save(place.data_dir, existing)
         secrets = load_secrets(place.data_dir / "secrets.json", USERS)
-        tenants.write_accounts(place.data_dir, secrets["client"], place.subjects)
+        tenants.write_accounts(place.data_dir, client_passwords(secrets), place.subjects)
         reload(place.data_dir)
         return
-    tenants.write_accounts(place.data_dir, accounts.client_password, place.subjects, accounts.tenants)
+    tenants.write_accounts(place.data_dir, (accounts.client_password, ""), place.subjects, accounts.tenants)
     url = tenants.with_user(place.operator_url, "client", accounts.client_password)
     tenants.write_credentials(place.data_dir, DEFAULT_TENANT, url)
     path = place.data_dir / tenants.INCLUDE

@@ -14,6 +14,7 @@ from configs.flags import BadFlags, Parser, read
 from configs.settings import Common, GatewaySettings, RouterSettings, WorkerSettings, about
 from infra.broker.config import USERS
 from infra.broker.datadir import load_secrets
+from infra.broker.passwords import user_in_use
 from schemas.control import DRAINED
 from schemas.subjects import Namespace
 
@@ -219,9 +220,9 @@ def env_file(name: str, urls: Urls) -> str:
         raise ValueError(f"--data-dir: {file} does not exist; `penstock nats --print-config` makes it")
     secrets = load_secrets(file, USERS)
     lines = ["# Made by `penstock systemd env`. It holds a password."]
-    lines.append(f"PENSTOCK_NATS_URL={_urls(name, secrets, urls)}")
+    lines.append(f"PENSTOCK_NATS_URL={_urls(user_in_use(secrets, name), secrets, urls)}")
     if name == "router":  # sees at once whose connection is gone
-        lines.append(f"PENSTOCK_SYS_NATS_URL={_urls('sys', secrets, urls)}")
+        lines.append(f"PENSTOCK_SYS_NATS_URL={_urls(user_in_use(secrets, 'sys'), secrets, urls)}")
     if urls.ca:
         lines.append(f"PENSTOCK_NATS_CA={urls.ca}")
     if urls.namespace != "ps":

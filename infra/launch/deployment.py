@@ -206,11 +206,16 @@ class Deployment:
         return [] if self.settings.metrics_port < 0 else free_run(self.settings.metrics_port, count)
 
     def _process(self, planned: Planned) -> Process:
+        def environ() -> dict[str, str]:
+            broker = self._broker
+            now = planned if broker is None else planned.logged_in(broker.url)  # its password may be another by now
+            return now.environ(_known(os.environ)) | _our_path(os.environ)
+
         return Process(
             planned.name,
             planned.role,
             self._command(planned),
-            planned.environ(_known(os.environ)) | _our_path(os.environ),
+            environ,
             self.data_dir / "logs" / f"{planned.name}.log",
             echo=self.settings.log_format == "json",
             pass_fds=(self._listeners.fd,) if planned.role == "gateway" else (),

@@ -1,9 +1,11 @@
 """What ``penstock up`` starts: a pure function from its settings to the settings of each child."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from configs.flags import PREFIX, flags_of, to_argv, to_environ
 from configs.settings import Common, GatewaySettings, RouterSettings, TraceSettings, WorkerSettings
@@ -47,6 +49,17 @@ class Planned:
     def drives_gpu(self) -> bool:
         settings = self.settings
         return isinstance(settings, WorkerSettings) and (bool(self.gpus) or settings.engine in EXTERNAL)
+
+    def logged_in(self, url: Callable[[str], str]) -> "Planned":
+        """The same with the broker's URLs as they are now.
+
+        Args:
+            url: from a user of the broker to its NATS URL.
+        """
+        changes = {"nats_url": url(USERS.get(self.role, self.role))}
+        if getattr(self.settings, "sys_nats_url", ""):
+            changes["sys_nats_url"] = url("sys")
+        return replace(self, settings=msgspec.structs.replace(self.settings, **changes))
 
     def environ(self, inherited: Mapping[str, str]) -> dict[str, str]:
         """The child's environment. Variables for flags of ``up`` are removed: ``up`` passes their values on."""

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from infra.launch.deathsig import die_with_parent
@@ -19,7 +19,8 @@ class Process:
     """A command that can be started, waited for and started again; see ``supervisor.Child``.
 
     Its output is appended to ``log_path``; with ``echo`` it also goes to our stdout, line by line. It inherits the
-    descriptors ``pass_fds``, under the same numbers, and our scheduling policy unless it is ``interactive``.
+    descriptors ``pass_fds``, under the same numbers, and our scheduling policy unless it is ``interactive``. An
+    ``environ`` that is a function is asked at each start.
     """
 
     def __init__(
@@ -27,7 +28,7 @@ class Process:
         name: str,
         role: str,
         command: Sequence[str],
-        environ: Mapping[str, str],
+        environ: Mapping[str, str] | Callable[[], Mapping[str, str]],
         log_path: Path,
         *,
         echo: bool = False,
@@ -38,7 +39,7 @@ class Process:
         self.role = role
         self.log_path = log_path
         self._command = command
-        self._environ = environ
+        self._environ = environ if callable(environ) else lambda: environ
         self._echo = echo
         self._pass_fds = tuple(pass_fds)
         self._interactive = interactive
@@ -64,7 +65,7 @@ class Process:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.PIPE if self._echo else log,
                 stderr=asyncio.subprocess.STDOUT,
-                env=dict(self._environ),
+                env=dict(self._environ()),
                 limit=_LINE_BYTES,
                 pass_fds=self._pass_fds,
                 # Its own session: Ctrl-C on the terminal is for the supervisor, which stops children in order.

@@ -25,7 +25,7 @@ from infra.timeline.open_log import Source, add_flags, open_log, run_command
 from schemas.fleet import State as WorkerState
 
 POLL_S = 0.1
-ORDER = ("worker", "router", "gateway")  # each role finds the others ready
+ORDER = ("worker", "router", "gateway", "trace", "dashboard")  # each role finds the others ready
 
 
 class RestartFailed(ValueError):
@@ -131,6 +131,8 @@ async def _ready(bus: Bus, data_dir: Path, name: str, old: int | None) -> bool:
             each.name == name and each.pid == now.pid and each.state is WorkerState.ready
             for each in await registrations(bus)
         )
+    if now.role in ("trace", "dashboard"):  # nothing waits for them
+        return True
     if now.role == "gateway":
         gateways = [process.name for process in state.processes if process.role == "gateway"]
         return await _answers(state.http_urls[gateways.index(name)] + "/health/ready")

@@ -5,6 +5,7 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
@@ -392,12 +393,15 @@ def running(source: Source, data_dir: Path, role: str = "operator") -> tuple[str
     with contextlib.suppress(OSError, msgspec.DecodeError):
         state = read_state(data_dir / "state.json")
     namespace = source.namespace or (state.namespace if state is not None else "ps")
+    from infra.broker.passwords import user_in_use  # loads slowly, and a stopped deployment is read without it
+
     with contextlib.suppress(OSError, ValueError, KeyError):
         passwords = json.loads((data_dir / "secrets.json").read_text())
         port = int((data_dir / "nats.port").read_text())
-        if state is None or state.nats_url == f"nats://operator:{passwords['operator']}@127.0.0.1:{port}":
+        own = rf"nats://operator(-2)?:[^@]+@127\.0\.0\.1:{port}"  # also with a password that was changed since
+        if state is None or re.fullmatch(own, state.nats_url):
             known = f'user: "{role}"' in (data_dir / "nats.conf").read_text()  # not to the broker of an earlier build
-            user = role if known and role in passwords else "operator"
+            user = user_in_use(passwords, role if known and role in passwords else "operator")
             return f"nats://{user}:{passwords[user]}@127.0.0.1:{port}", namespace
     if state is not None:
         return state.nats_url, namespace

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import yaml
 
-from infra.broker.config import USERS, Cluster, ServerConfig, render
+from infra.broker.config import USERS, Cluster, ServerConfig, render, variable
 from infra.deploy.monitoring.main import datasource, provider, scrape_config
 from schemas.subjects import Subjects
 
@@ -34,7 +34,7 @@ def nats_conf() -> str:
             name="",
             port=4222,
             store_dir="/data",
-            secrets={user: f"${user.upper()}_PASSWORD" for user in USERS},
+            secrets={user: f"${variable(user)}" for user in USERS},
             subjects=Subjects(),
             host="0.0.0.0",
             monitor_port=8222,

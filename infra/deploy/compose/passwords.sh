@@ -5,7 +5,8 @@ set -eu
 cd "$(dirname "$0")"
 umask 077
 [ -e .env ] || echo COMPOSE_PROJECT_NAME=penstock > .env
-for user in GATEWAY ROUTER WORKER CLIENT VIEWER READER PLANNER KEYS OPERATOR SYS GRAFANA; do
+USERS='GATEWAY ROUTER WORKER CLIENT VIEWER READER PLANNER KEYS OPERATOR SYS'
+for user in $USERS $(printf '%s_2 ' $USERS) GRAFANA; do
   grep -q "^${user}_PASSWORD=" .env && continue
   # A letter first: NATS reads a password that begins with digits as a number.
   echo "${user}_PASSWORD=p$(od -An -tx1 -N16 /dev/urandom | tr -d ' \n')" >> .env

@@ -12,7 +12,7 @@ from configs.flags import flags_of
 from configs.settings import TraceSettings
 from infra.broker import config
 from infra.broker.binary import TESTED, dotted
-from infra.broker.config import USERS, ServerConfig
+from infra.broker.config import USERS, ServerConfig, variable
 from infra.deploy.helm.values import (
     KINDS,
     SETTLED,
@@ -101,11 +101,6 @@ def broker_conf() -> str:
         )
     )
     return f"# Made by `python -m infra.docs`.\n{made}"
-
-
-def variable(user: str) -> str:
-    """The variable with a user's password."""
-    return f"{user.upper()}_PASSWORD"
 
 
 def values_yaml() -> str:

@@ -250,6 +250,10 @@ class Broker(Section, frozen=True, kw_only=True):
     ca_secret: Annotated[
         str, about("Secret whose ca.crt has the authorities of the servers' certificates; default: the system's")
     ] = ""
+    second: Annotated[
+        bool,
+        about("of the NATS of the release: pods log in as the other user of their role, while passwords are changed"),
+    ] = False
     system_user: Annotated[
         bool,
         about("routers log in to the system account as sys, too, to notice at once when a worker's link breaks"),

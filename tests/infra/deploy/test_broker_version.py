@@ -12,7 +12,7 @@ import yaml
 
 from infra.broker import apply
 from infra.broker.binary import MINIMUM, TESTED, WHEEL, dotted, find_server, parse_version
-from infra.broker.config import USERS
+from infra.broker.config import USERS, variable
 from infra.broker.jetstream_api import BrokerProblem
 from infra.deploy.compose.generate import FOLDER as COMPOSE
 from infra.deploy.helm.generate import CHART, NAMESPACE
@@ -24,7 +24,7 @@ from tests.infra.deploy.running import ask
 from tests.pipeline.support import MODEL, ROOT, Deployment
 
 IMAGE = re.compile(r"\bnats:(?:\$\{[A-Z_]+:-)?(\d[\w.]*)-alpine\b")
-PASSWORDS = {f"{user.upper()}_PASSWORD": f"p{user}0" for user in USERS}
+PASSWORDS = {variable(user): f"p{user}0" for user in USERS}
 needs_oldest = pytest.mark.skipif(
     find_oldest_server() is None, reason=f"{OLDEST} is not installed: python -m tests.binaries .venv/bin"
 )

@@ -15,7 +15,7 @@ import yaml
 from configs.flags import parse
 from configs.settings import GatewaySettings, RouterSettings, WorkerSettings
 from infra.broker.binary import find_server
-from infra.broker.config import USERS
+from infra.broker.config import USERS, variable
 from infra.deploy.compose.generate import DASHBOARDS, FOLDER, files
 from infra.deploy.monitoring.main import ALERTS, GRAFANA
 from infra.launch.deathsig import die_with_parent
@@ -24,8 +24,8 @@ from tests.infra.deploy.test_images import stages
 from tests.pipeline.support import MODEL, free_port
 
 TEXT = (FOLDER / "compose.yaml").read_text(encoding="utf-8")
-VARIABLE = re.compile(r"\$\{([A-Z_]+)(?::([-?])([^}]*))?\}")
-PASSWORDS = {f"{user.upper()}_PASSWORD": f"p{user}0" for user in (*USERS, "grafana")}
+VARIABLE = re.compile(r"\$\{([A-Z_0-9]+)(?::([-?])([^}]*))?\}")
+PASSWORDS = {variable(user): f"p{user}0" for user in (*USERS, "grafana")}
 KINDS: dict[str, Any] = {"gateway": GatewaySettings, "router": RouterSettings, "worker": WorkerSettings}
 Tree = dict[str, Any]
 
@@ -143,7 +143,7 @@ def test_passwords_are_written_once_and_those_of_new_users_are_added(tmp_path: P
     assert (tmp_path / ".env").stat().st_mode & 0o077 == 0
     # After an upgrade there are users that the file lacks; the others keep their passwords.
     lines = (tmp_path / ".env").read_text().splitlines(keepends=True)
-    (tmp_path / ".env").write_text("".join(line for line in lines if not line.startswith("VIEWER_")))
+    (tmp_path / ".env").write_text("".join(line for line in lines if not line.startswith("VIEWER_PASSWORD")))
     subprocess.run(["sh", script], check=True, timeout=30, capture_output=True)
     again = dict(line.split("=") for line in (tmp_path / ".env").read_text().splitlines())
     assert again.pop("VIEWER_PASSWORD") != written.pop("VIEWER_PASSWORD")

@@ -107,6 +107,12 @@ def test_each_role_gets_the_password_of_its_user_only(tmp_path: Path, capsys: py
         ]
         assert lines["PENSTOCK_NATS_CA"] == "/etc/ca.crt"
         assert ("PENSTOCK_SYS_NATS_URL" in lines) == (role == "router")
+    # While passwords are changed, of the user that is to be used from now on.
+    changed = {"worker-2": "new", "second_in_use": "worker"}
+    (tmp_path / "secrets.json").write_text(json.dumps(json.loads((tmp_path / "secrets.json").read_text()) | changed))
+    assert "tls://worker-2:new@a:4222" in made(capsys, "env", "worker", *flags)
+    assert "tls://router:router%2F1@a:4222" in made(capsys, "env", "router", *flags)
+    (tmp_path / "secrets.json").write_text(json.dumps({role: f"{role}/1" for role in (*ROLES, "sys", "operator")}))
     plain = made(capsys, "env", "worker", "--data-dir", str(tmp_path), "--cluster", "a", "--namespace", "blue")
     assert "nats://worker:" in plain
     assert "PENSTOCK_NAMESPACE=blue" in plain

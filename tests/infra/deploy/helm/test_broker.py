@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from infra.broker.binary import find_server
-from infra.broker.config import STORE_BYTES, USERS
+from infra.broker.config import STORE_BYTES, USERS, variable
 from infra.deploy.helm.generate import CHART, NAMESPACE
 from infra.launch.deathsig import die_with_parent
 from tests.infra.deploy.helm.support import container, found, manifests, needs_helm, pods
@@ -54,7 +54,7 @@ async def test_a_real_server_runs_the_values_and_lets_each_user_in(tmp_path: Pat
     values = yaml.safe_load((CHART / "values.yaml").read_text(encoding="utf-8"))["nats"]
     environ = {name: value for name, value in values["container"]["env"].items() if isinstance(value, dict)}
     assert {name: each["valueFrom"]["secretKeyRef"]["key"] for name, each in environ.items()} == {
-        f"{user.upper()}_PASSWORD": user for user in USERS
+        variable(user): user for user in USERS
     }
     passwords = {name: f"p{index}b4{name.lower()}" for index, name in enumerate(environ)}
     (mount,) = (patch["value"] for patch in values["container"]["patch"])
@@ -73,7 +73,7 @@ async def test_a_real_server_runs_the_values_and_lets_each_user_in(tmp_path: Pat
     try:
         await until(lambda: asyncio.to_thread(answers, port), "the server answers")
         for user in USERS:
-            assert said_to(port, user, passwords[f"{user.upper()}_PASSWORD"]) == "PONG"
+            assert said_to(port, user, passwords[variable(user)]) == "PONG"
             assert said_to(port, user, "wrong").startswith("-ERR 'Authorization")
     finally:
         server.terminate()

@@ -82,11 +82,12 @@ How a pod logs in to the broker as a user: (dict "root" $ "user" "gateway"). A U
 {{- $broker := .root.Values.broker -}}
 {{- $prefix := ternary "PENSTOCK_SYS_NATS_" "PENSTOCK_NATS_" (eq .user "sys") -}}
 {{- if .root.Values.nats.enabled -}}
+{{- $user := printf "%s%s" .user (ternary "-2" "" $broker.second) -}}
 {{- $password := printf "%s_PASSWORD" (upper .user) -}}
 - name: {{ $password }}
-  valueFrom: {secretKeyRef: {name: {{ .root.Release.Name }}-broker, key: {{ .user }}}}
+  valueFrom: {secretKeyRef: {name: {{ .root.Release.Name }}-broker, key: {{ $user }}}}
 - name: {{ $prefix }}URL
-  value: {{ include "penstock.tls" .root | default "nats" }}://{{ .user }}:$({{ $password }})@{{ include "penstock.natsHost" .root }}:{{ include "penstock.nats" .root }}
+  value: {{ include "penstock.tls" .root | default "nats" }}://{{ $user }}:$({{ $password }})@{{ include "penstock.natsHost" .root }}:{{ include "penstock.nats" .root }}
 {{- else -}}
 {{- $files := or $broker.credsSecret $broker.nkeysSecret $broker.certSecrets -}}
 {{- if and $broker.url $broker.urlsSecret }}{{ fail "broker: url and urlsSecret exclude each other" }}{{ end -}}
