@@ -56,7 +56,7 @@ class Guard:
         own: Sequence[str] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._table = KeyTable(bus, self._changed, clock)
+        self._table = KeyTable(bus, self._changed, self._report_lost, clock)
         self._tenants = tenants
         self._callers: dict[str, Caller | ServingError] = {}
         self._own = [hashlib.sha256(key.encode()).digest() for key in own]
@@ -71,12 +71,7 @@ class Guard:
         """
         await self._table.start(tasks)
         if self._had_keys and not self._table.keys:
-            log.error(
-                "keys_lost",
-                noted=str(self._noted),
-                action="the broker has no key any more: restore it, import them with `penstock keys import`, or make "
-                "new ones; to serve everyone, remove the file and start again",
-            )
+            self._report_lost()
 
     async def close(self) -> None:
         await self._table.stop()
@@ -109,6 +104,14 @@ class Guard:
     def tenants_changed(self) -> None:
         """A tenant came, went or has other limits."""
         self._callers.clear()
+
+    def _report_lost(self) -> None:
+        log.error(
+            "keys_lost",
+            noted=str(self._noted or ""),
+            action="the broker has no key any more: restore it, import them with `penstock keys import`, or make "
+            "new ones; to serve everyone, remove the file, if there is one, and start again",
+        )
 
     def _changed(self, key_id: str) -> None:
         self._callers.pop(key_id, None)

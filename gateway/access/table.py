@@ -28,14 +28,28 @@ STALE_S = 5.0
 
 
 class KeyTable:
-    """``keys`` by id. ``changed`` is called with the id of a key that was added, changed or removed."""
+    """``keys`` by id.
 
-    def __init__(self, bus: Bus, changed: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
+    Args:
+        changed: called with the id of a key that was added, changed or removed.
+        lost: called when the bucket was made anew and has none of the keys that there were.
+    """
+
+    def __init__(
+        self,
+        bus: Bus,
+        changed: Callable[[str], None],
+        lost: Callable[[], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         bucket = bus.subjects.bucket("keys")
         self._stream, self._subject = f"KV_{bucket}", f"$KV.{bucket}.>"
-        self._tail = LogTail(bus, self._stream, self._subject, bus.subjects.live(self._subject), self._on_entry)
+        self._tail = LogTail(
+            bus, self._stream, self._subject, bus.subjects.live(self._subject), self._on_entry, self._forget
+        )
         self._bus = bus
         self._changed = changed
+        self._lost = lost
         self._clock = clock
         self._read = False  # everything was read that was there at the start
         self._confirmed = 0.0  # when the comparison began that found this table current
@@ -68,13 +82,24 @@ class KeyTable:
             try:
                 async with asyncio.timeout(STALE_S):
                     end = await get_last(self._bus, self._stream, self._subject, newest=True, within_s=STALE_S)
-                    if end is not None and end.seq > self._tail.position:
+                    # It ends elsewhere: something was missed, or a broker that lost its disk has another bucket.
+                    if (end.seq if end is not None else 0) != self._tail.position:
+                        had = bool(self.keys)
                         await self._tail.catch_up()
+                        if had and not self.keys:
+                            self._lost()
             except (ServingError, TimeoutError) as error:
                 log.debug("keys_not_confirmed", error=repr(error))
                 continue
             if end is None or end.seq <= self._tail.position:
                 self._confirmed = began
+
+    def _forget(self) -> None:
+        """The bucket was made anew: a key that it does not have is valid no longer."""
+        names = list(self.keys)
+        self.keys.clear()
+        for name in names:
+            self._changed(name)
 
     def _on_entry(self, entry: Entry) -> None:
         name = entry.subject.rpartition(".")[2]

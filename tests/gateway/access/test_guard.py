@@ -1,5 +1,6 @@
 """The guard on a real broker: what it knows of keys, and what it does when it cannot know."""
 
+import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -153,6 +154,21 @@ async def test_a_revocation_is_found_also_if_the_watch_is_broken(guarded: Guarde
     tail._sub = None
     await key_store.revoke(guarded.bus, text.split("-")[1])
     await eventually(lambda: guarded.refusal(text) is Code.invalid_api_key)
+
+
+async def test_a_bucket_that_was_lost_and_made_anew_ends_every_key(guarded: Guarded) -> None:
+    """As after `penstock streams apply` on a broker that lost its disk; the gateway was not restarted."""
+    key = await guarded.add()
+    stream = f"KV_{guarded.bus.subjects.bucket('keys')}"
+    info = json.loads((await guarded.bus.nc.request(f"$JS.API.STREAM.INFO.{stream}", b"")).data)
+    with structlog.testing.capture_logs() as logged:
+        await guarded.bus.nc.request(f"$JS.API.STREAM.DELETE.{stream}", b"")
+        body = json.dumps(info["config"]).encode()
+        await guarded.bus.nc.request(f"$JS.API.STREAM.CREATE.{stream}", body)
+        await eventually(lambda: guarded.refusal(key) is Code.invalid_api_key)
+        await eventually(lambda: "keys_lost" in [line["event"] for line in logged])
+    assert guarded.guard.closed
+    assert guarded.refusal(await guarded.add()) is None
 
 
 async def test_a_key_is_revoked_once_and_the_record_says_by_whom(guarded: Guarded) -> None:
