@@ -97,7 +97,7 @@ def _create_flags(create: argparse.ArgumentParser) -> None:
     create.add_argument(
         "--tenant", default=DEFAULT_TENANT, metavar="NAME", help="whose key it is; default: %(default)s"
     )
-    create.add_argument("--models", default="", metavar="A,B", help="models it may name; default: all of its tenant")
+    create.add_argument("--models", default="", metavar="A,B", help="models it may name; default: all, of its tenant")
     create.add_argument(
         "--rpm", type=_per_minute, default=0, metavar="N", help="requests per minute; default: no limit"
     )
@@ -126,7 +126,7 @@ def _create_flags(create: argparse.ArgumentParser) -> None:
 
 def _set_flags(change: argparse.ArgumentParser) -> None:
     """As those of ``create``; None: not named."""
-    change.add_argument("--models", metavar="A,B", help="models it may name; '': all of its tenant")
+    change.add_argument("--models", metavar="A,B", help="models it may name; all: those of its tenant")
     change.add_argument("--rpm", type=_or_none(_per_minute), metavar="N", help="requests per minute; none: no limit")
     change.add_argument(
         "--tpm", type=_or_none(_per_minute), metavar="N", help="tokens per minute, prompts and answers; none: no limit"
@@ -202,7 +202,7 @@ async def _create(args: argparse.Namespace, console: Console) -> None:
         key_id,
         digest_of(text.encode()),
         tenant=check_name(args.tenant),
-        models=tuple(model for model in args.models.split(",") if model),
+        models=_models(args.models),
         requests_per_minute=args.rpm,
         tokens_per_minute=args.tpm,
         max_concurrent=args.max_concurrent,
@@ -234,7 +234,7 @@ def _named(args: argparse.Namespace, now_ns: int) -> dict[str, object]:
         ValueError: a value is wrong, or no flag names any.
     """
     fields: dict[str, object] = {
-        "models": None if args.models is None else tuple(model for model in args.models.split(",") if model),
+        "models": None if args.models is None else _models(args.models),
         "requests_per_minute": args.rpm,
         "tokens_per_minute": args.tpm,
         "max_concurrent": args.max_concurrent,
@@ -250,6 +250,11 @@ def _named(args: argparse.Namespace, now_ns: int) -> dict[str, object]:
         raise ValueError("nothing to change: name a limit, such as --rpm 60; --help lists them")
     _check_about(args.about)
     return fields
+
+
+def _models(text: str) -> tuple[str, ...]:
+    """Names; none of them: all models."""
+    return () if text == "all" else tuple(filter(None, text.split(",")))
 
 
 async def _set(args: argparse.Namespace, console: Console) -> None:

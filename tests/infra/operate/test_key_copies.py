@@ -109,7 +109,7 @@ async def test_a_change_names_what_was_and_what_is_and_leaves_the_rest(
     assert await asyncio.to_thread(run, ["list", "--json", *place]) == 0
     (listed,) = map(json.loads, capsys.readouterr().out.splitlines())
     assert (listed["rpm"], listed["tpm"], listed["changed_by"]) == (1, None, stored.changed_by)
-    assert (await change("--models", "", "--priority", "none", "--expires", "never", "--no-operator"))[0] == 0
+    assert (await change("--models", "all", "--priority", "none", "--expires", "never", "--no-operator"))[0] == 0
     stored, _ = await key_store.find(cells[0], made.id)
     assert (stored.models, stored.priority, stored.expires_ns, stored.operator) == ((), None, 0, False)
     for flags, why in (
