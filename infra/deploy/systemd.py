@@ -15,6 +15,7 @@ from configs.settings import Common, GatewaySettings, RouterSettings, WorkerSett
 from infra.broker.config import USERS
 from infra.broker.datadir import load_secrets
 from infra.broker.passwords import user_in_use
+from infra.broker.roles import ROLES as BROKER_ROLES
 from schemas.control import DRAINED
 from schemas.subjects import Namespace
 
@@ -35,6 +36,7 @@ class Role(NamedTuple):
     files: int = 65536
 
 
+USER_ROLES = tuple(role for role in BROKER_ROLES if role != "client")  # a client's user is its tenant's
 ROLES: Mapping[str, Role] = {
     "router": Role(RouterSettings, "places requests", "router"),
     "gateway": Role(GatewaySettings, "OpenAI-compatible API", "gateway"),
@@ -206,13 +208,13 @@ def env_file(name: str, urls: Urls) -> str:
     """The variables of a role: where its broker is, with its password.
 
     Args:
-        name: a role, or ``operator``.
+        name: a role of the broker's users.
 
     Raises:
         ValueError: there is no such role, or no password for it.
     """
-    if name not in (*ROLES, "operator"):
-        raise ValueError(f"env: of which role? {', '.join([*ROLES, 'operator'])}")
+    if name not in USER_ROLES:
+        raise ValueError(f"env: of which role? {', '.join(USER_ROLES)}")
     if not urls.cluster:
         raise ValueError("--cluster: name the broker's servers, as HOST or HOST:PORT")
     file = Path(urls.data_dir) / "secrets.json"

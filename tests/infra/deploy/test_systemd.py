@@ -12,7 +12,7 @@ import pytest
 
 from configs.flags import read
 from configs.settings import WorkerSettings
-from infra.deploy.systemd import GRACE_S, ROLES, run
+from infra.deploy.systemd import GRACE_S, USER_ROLES, run
 from workers.stopping import GRACE_S as WORKER_GRACE_S
 
 FLAGS = {
@@ -95,9 +95,9 @@ def test_an_unknown_flag_of_the_broker_s_unit_is_refused(capsys: pytest.CaptureF
 
 
 def test_each_role_gets_the_password_of_its_user_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "secrets.json").write_text(json.dumps({role: f"{role}/1" for role in (*ROLES, "sys", "operator")}))
+    (tmp_path / "secrets.json").write_text(json.dumps({role: f"{role}/1" for role in (*USER_ROLES, "sys")}))
     flags = ["--data-dir", str(tmp_path), "--cluster", "a,b:4333", "--ca", "/etc/ca.crt"]
-    for role in (*ROLES, "operator"):
+    for role in USER_ROLES:
         text = made(capsys, "env", role, *flags)
         lines = dict(line.split("=", 1) for line in text.splitlines() if not line.startswith("#"))
         urls = [urlsplit(url) for url in lines["PENSTOCK_NATS_URL"].split(",")]
@@ -112,7 +112,7 @@ def test_each_role_gets_the_password_of_its_user_only(tmp_path: Path, capsys: py
     (tmp_path / "secrets.json").write_text(json.dumps(json.loads((tmp_path / "secrets.json").read_text()) | changed))
     assert "tls://worker-2:new@a:4222" in made(capsys, "env", "worker", *flags)
     assert "tls://router:router%2F1@a:4222" in made(capsys, "env", "router", *flags)
-    (tmp_path / "secrets.json").write_text(json.dumps({role: f"{role}/1" for role in (*ROLES, "sys", "operator")}))
+    (tmp_path / "secrets.json").write_text(json.dumps({role: f"{role}/1" for role in (*USER_ROLES, "sys")}))
     plain = made(capsys, "env", "worker", "--data-dir", str(tmp_path), "--cluster", "a", "--namespace", "blue")
     assert "nats://worker:" in plain
     assert "PENSTOCK_NAMESPACE=blue" in plain
