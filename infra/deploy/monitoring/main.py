@@ -41,9 +41,9 @@ def run(argv: Sequence[str]) -> int:
     except ValueError as error:
         return _refused(str(error))
     try:
-        targets = targets_of(read_state(Path(args.state)))
+        targets = targets_of(read_state(Path(args.state))) if args.state else None
     except FileNotFoundError:
-        fix = "start a deployment with penstock up, or name the --state of one"
+        fix = "start a deployment with penstock up, name the --state of one, or give --state '' and list the processes"
         return _refused(f"{args.state}: no such file; {fix}")
     except (OSError, UnicodeDecodeError, msgspec.DecodeError) as error:
         return _refused(f"--state {args.state}: {reason(error)}")
@@ -51,7 +51,10 @@ def run(argv: Sequence[str]) -> int:
         write(folder, targets, args.prometheus, thresholds)
     except OSError as error:
         return _refused(f"--out {folder}: {reason(error)}")
-    print(f"{sum(len(group['targets']) for group in targets)} targets in {folder / 'targets.json'}")
+    if targets is None:
+        print(f"list the processes in {folder / 'targets.json'}, which is left as it is")
+    else:
+        print(f"{sum(len(group['targets']) for group in targets)} targets in {folder / 'targets.json'}")
     print(f"prometheus --config.file {folder / 'prometheus.yml'} --storage.tsdb.path {folder / 'data'}")
     print(f"grafana: mount {folder / 'grafana'} at /etc/grafana/provisioning")
     return OK
@@ -63,7 +66,9 @@ def _refused(why: str) -> int:
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--state", default=".penstock/state.json", help="of the deployment (default: %(default)s)")
+    parser.add_argument(
+        "--state", default=".penstock/state.json", help="of the deployment (default: %(default)s); '': none"
+    )
     parser.add_argument("--out", default="monitoring", help="folder for the files (default: %(default)s)")
     parser.add_argument(
         "--prometheus", default="http://127.0.0.1:9090", help="where Grafana finds Prometheus (default: %(default)s)"
@@ -138,14 +143,15 @@ def alert_rules(thresholds: Thresholds) -> str:
     return f"# Made by penstock monitoring. Check it: promtool check rules alerts.yml\n{text}"
 
 
-def write(folder: Path, targets: Sequence[Mapping[str, Any]], prometheus: str, thresholds: Thresholds) -> None:
-    """Write all files; those that exist are replaced.
+def write(folder: Path, targets: Sequence[Mapping[str, Any]] | None, prometheus: str, thresholds: Thresholds) -> None:
+    """Write all files; those that exist are replaced, but for ``targets.json`` where ``targets`` is None.
 
     Raises:
         OSError: the folder cannot be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "targets.json").write_bytes(msgspec.json.format(msgspec.json.encode(targets), indent=2) + b"\n")
+    if targets is not None or not (folder / "targets.json").exists():
+        (folder / "targets.json").write_bytes(msgspec.json.format(msgspec.json.encode(targets or []), indent=2) + b"\n")
     (folder / "alerts.yml").write_text(alert_rules(thresholds), encoding="utf-8")
     _write_yaml(folder / "prometheus.yml", scrape_config())
     dashboards = folder / "grafana" / "dashboards"

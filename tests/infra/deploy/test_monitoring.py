@@ -92,6 +92,15 @@ def test_every_process_of_a_deployment_is_a_target(tmp_path: Path, capsys: pytes
     assert f"--state {file}: JSON is malformed" in capsys.readouterr().err
 
 
+def test_without_a_state_the_targets_are_left_to_whoever_lists_them(tmp_path: Path) -> None:
+    assert run(["--state", "", "--out", str(tmp_path)]) == 0
+    assert json.loads((tmp_path / "targets.json").read_text()) == []
+    (tmp_path / "targets.json").write_text("[1]")
+    assert run(["--state", "", "--out", str(tmp_path)]) == 0
+    assert (tmp_path / "targets.json").read_text() == "[1]"
+    assert (tmp_path / "alerts.yml").exists()
+
+
 @pytest.mark.parametrize("url", ["foo", "ftp://h:9090", "http://", "http://h:99999", "http://h h:1", ""])
 def test_an_address_that_grafana_could_not_read_is_refused(
     url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
