@@ -20,6 +20,7 @@ Config = dict[str, Any]
 
 _TIMEOUT_S = 30.0  # a stream is a few files; a busy disk may take its time
 _PROBE_S = 2.0
+_RESEND_S = 5.0
 _AGAIN_S = 0.5
 
 
@@ -78,8 +79,9 @@ async def _ask_once(nc: Client, verb: str, body: Config) -> Config | ApiError:
     """
     subject = f"$JS.API.{verb}"
     payload = json.dumps(body).encode() if body else b""
-    # A forbidden publish is not answered, only reported separately: check after a short wait, then wait longer.
-    for timeout_s in (_PROBE_S, _TIMEOUT_S):
+    # A forbidden publish is not answered, only reported separately: check after a short wait, then wait longer. While
+    # a cluster elects a stream's leader, requests about it are not answered either: then they are sent again.
+    for timeout_s in (_PROBE_S, *[_RESEND_S] * round(_TIMEOUT_S / _RESEND_S)):
         try:
             reply = await nc.request(subject, payload, timeout=timeout_s)
             break

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from nats.aio.client import Client
+from nats.errors import Error as NatsError
 from nats.js.api import AckPolicy, ConsumerConfig
 from nats.js.errors import NotFoundError
 
@@ -548,16 +549,21 @@ def test_a_binary_is_found_without_path(monkeypatch: pytest.MonkeyPatch) -> None
 async def test_streams_are_applied_once_a_cluster_without_a_leader_has_one(tmp_path: Path) -> None:
     async with three_nodes(tmp_path) as cluster:
         await apply_at(cluster.url(), cluster.subjects, replicas=NODES)
-        cluster.kill(1)
-        cluster.kill(2)
-        client = await cluster.client(0)
+        for node in range(NODES):
+            cluster.kill(node)
+        await asyncio.gather(*(node.wait() for node in cluster.nodes))
+        starting = asyncio.create_task(cluster.restart(0))  # it is ready once there is a leader
 
         async def leaderless() -> bool:
-            return b"10008" in (await client.request("$JS.API.INFO", b"", timeout=5)).data
+            with contextlib.suppress(OSError, TimeoutError, NatsError):
+                client = await cluster.client(0)
+                try:
+                    return b"10008" in (await client.request("$JS.API.INFO", b"", timeout=5)).data
+                finally:
+                    await client.close()
+            return False
 
         await eventually(leaderless, "the cluster has no leader")
-        await client.close()
         applied = asyncio.create_task(apply_at(cluster.url(nodes=[0]), cluster.subjects, replicas=NODES))
-        await asyncio.gather(cluster.restart(1), cluster.restart(2))
         async with asyncio.timeout(60):
-            await applied
+            await asyncio.gather(starting, cluster.restart(1), cluster.restart(2), applied)

@@ -286,7 +286,7 @@ async def test_answers_whose_tokens_a_full_disk_does_not_take_end_within_15_s_at
 
             async def over() -> bool:
                 states = [(await client.get(f"/v1/requests/{each}")).json() for each in ids]
-                return all(each.get("state") in ("done", "cancelled") for each in states) and states[:1]
+                return all(each.get("state") == "done" for each in states)
 
             async def answered() -> bool:
                 final = await replies.get()
@@ -294,10 +294,8 @@ async def test_answers_whose_tokens_a_full_disk_does_not_take_end_within_15_s_at
                 assert not final.headers.get("Penstock-Error"), final.data
                 return True
 
-            await until(over, 60)
+            await until(over, 60)  # they went on without their clients, who may ask for the answers
             await until(answered, 60)  # the submission was kept
-            first, second = [(await client.get(f"/v1/requests/{each}")).json()["state"] for each in ids]
-            assert (first, second) == ("cancelled", "done")  # only what was sent under a key goes on without its client
         await nats_client.close()
     finally:
         up.stop()

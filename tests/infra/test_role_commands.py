@@ -34,12 +34,12 @@ async def bus(make_broker: MakeBroker) -> Bus:
     server = make_broker()
     await server.start()
     async with opened(server, S) as bus:
-        bus.server = server  # type: ignore[attr-defined]
+        bus.own_server = server  # type: ignore[attr-defined]
         yield bus  # type: ignore[misc]
 
 
 def url(bus: Bus, role: str) -> str:
-    server: EmbeddedNats = bus.server  # type: ignore[attr-defined]
+    server: EmbeddedNats = bus.own_server  # type: ignore[attr-defined]
     return server.url(role)
 
 
@@ -84,7 +84,7 @@ async def test_a_command_works_with_the_least_role_and_names_it_to_others(
 async def test_a_command_on_a_data_folder_connects_with_the_least_role(
     bus: Bus, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    server: EmbeddedNats = bus.server  # type: ignore[attr-defined]
+    server: EmbeddedNats = bus.own_server  # type: ignore[attr-defined]
     assert running(Source(server.data_dir), server.data_dir, "viewer") == (server.url("viewer"), "ps")
     assert await run("top", "--once", "--json", "--interval", "200ms", "--data-dir", str(server.data_dir)) == 0
     assert json.loads(capsys.readouterr().out)["namespace"] == "ps"

@@ -28,6 +28,7 @@ NO_FAULT = (
     "penstock_gateway_workers_refused",
     'code!~"ok|cancelled|invalid_request',
     "kubelet_volume_stats",
+    "node_filesystem",
     "_lease_losses",
 )
 

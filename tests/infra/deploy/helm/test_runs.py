@@ -48,7 +48,7 @@ async def broker(trees: list[Tree], folder: Path, port: int) -> AsyncIterator[No
     values = yaml.safe_load((CHART / "values.yaml").read_text(encoding="utf-8"))["nats"]
     conf = folder / "nats.conf"
     conf.write_text(nats_conf(values, port, folder / "store", folder / "broker.conf"))
-    passwords = {f"{user.upper()}_PASSWORD": password for user, password in secret(trees).items()}
+    passwords = {f"{user.upper().replace('-', '_')}_PASSWORD": password for user, password in secret(trees).items()}
     with (folder / "nats.log").open("wb") as log:
         server = subprocess.Popen(  # noqa: ASYNC220
             [find_server(), "-c", conf], env={"PATH": os.environ["PATH"], **passwords}, stdout=log, stderr=log,
