@@ -1,7 +1,7 @@
 """This gateway's requests with ``no_store``: what is in memory storage of them, until a grace period after their end.
 
-The gateway that accepted a request keeps its content and what was streamed of it for so long, too. So a broker without
-a cluster may restart: everything is put again, and neither the worker nor the client notices.
+The gateway that accepted a request keeps its content and what was streamed of it in its own memory for the same time.
+So a broker without a cluster may restart: everything is put again, and neither the worker nor the client notices.
 """
 
 import asyncio

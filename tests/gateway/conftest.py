@@ -1,9 +1,15 @@
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 
 from gateway.openai.prepare_context import PrepareContext
+from infra.broker.server import EmbeddedNats
+from infra.bus.connection import Bus
 from infra.model.modeldir import ModelDir, load
+from schemas.subjects import Subjects
+from tests.gateway.nats.support import Running, gateway_on
+from tests.infra.bus.support import opened
 from tests.tiny_model import write
 
 
@@ -21,3 +27,15 @@ def context(model: ModelDir) -> PrepareContext:
 def long_context(tmp_path_factory: pytest.TempPathFactory) -> PrepareContext:
     path: Path = write(tmp_path_factory.mktemp("model") / "long", max_len=200_000)
     return PrepareContext(load(path), ("tiny",), "gw1")
+
+
+@pytest.fixture
+async def bus(broker: EmbeddedNats, subjects: Subjects) -> AsyncIterator[Bus]:
+    async with opened(broker, subjects) as bus:
+        yield bus
+
+
+@pytest.fixture
+async def running(broker: EmbeddedNats, subjects: Subjects, model: ModelDir) -> AsyncIterator[Running]:
+    async with gateway_on(broker, subjects, model) as running:
+        yield running

@@ -1,34 +1,17 @@
 """Which requests a gateway cancels when it has nothing more to do for their client, on a real nats-server."""
 
 import asyncio
-from collections.abc import AsyncIterator
 
 import pytest
 from nats.aio.msg import Msg
 
 from gateway.http.answers import DISCONNECTED
 from gateway.log.store_check import unstored
-from infra.broker.server import EmbeddedNats
 from infra.bus.connection import Bus
-from infra.model.modeldir import ModelDir
 from schemas.errors import ServingError
-from schemas.subjects import Subjects
-from tests.gateway.nats.support import Running, gateway_on
-from tests.infra.bus.support import opened
+from tests.gateway.nats.support import Running
 
 BODY = b'{"model": "tiny", "prompt": "a b c", "max_tokens": 4}'
-
-
-@pytest.fixture
-async def bus(broker: EmbeddedNats, subjects: Subjects) -> AsyncIterator[Bus]:
-    async with opened(broker, subjects) as bus:
-        yield bus
-
-
-@pytest.fixture
-async def running(broker: EmbeddedNats, subjects: Subjects, model: ModelDir) -> AsyncIterator[Running]:
-    async with gateway_on(broker, subjects, model) as running:
-        yield running
 
 
 async def test_only_a_request_whose_client_left_is_cancelled(bus: Bus, running: Running) -> None:

@@ -1,7 +1,6 @@
 """Requests with ``no_store`` whose acceptance the broker does not confirm, on a real nats-server."""
 
 import asyncio
-from collections.abc import AsyncIterator
 from typing import Any
 
 import msgspec
@@ -10,33 +9,17 @@ from nats.aio.msg import Msg
 
 from gateway.log.inflight import InflightRequest
 from gateway.service import Gateway
-from infra.broker.server import EmbeddedNats
 from infra.bus import memory
 from infra.bus.connection import Bus
 from infra.bus.publisher import Ack, Refused
-from infra.model.modeldir import ModelDir
 from schemas.errors import Code, ServingError
 from schemas.requests import GenerateRequest
-from schemas.subjects import Subjects
 from schemas.tokens import Finish, TokenItem
 from schemas.wire import pack_tokens
-from tests.gateway.nats.support import Running, gateway_on
-from tests.infra.bus.support import opened
+from tests.gateway.nats.support import Running
 
 BODY = b'{"model": "tiny", "prompt": "a b c", "max_tokens": 4, "no_store": true}'
 LATE = ServingError(Code.broker_unavailable, "not confirmed in time")
-
-
-@pytest.fixture
-async def bus(broker: EmbeddedNats, subjects: Subjects) -> AsyncIterator[Bus]:
-    async with opened(broker, subjects) as bus:
-        yield bus
-
-
-@pytest.fixture
-async def running(broker: EmbeddedNats, subjects: Subjects, model: ModelDir) -> AsyncIterator[Running]:
-    async with gateway_on(broker, subjects, model) as running:
-        yield running
 
 
 @pytest.fixture
