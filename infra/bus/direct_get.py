@@ -147,7 +147,8 @@ async def read(
         for entry in bus.read(stream, subject, after=after, since_ns=since_ns, until_seq=until_seq):
             yield entry
         return
-    if since_ns and not after:
+    too_early = bool(since_ns) and not after
+    if too_early:
         after = await before_time(bus, stream, since_ns)
     while True:
         query: dict[str, Any] = {"batch": batch, "max_bytes": BATCH_BYTES, "next_by_subj": subject, "seq": after + 1}
@@ -155,6 +156,9 @@ async def read(
         for entry in entries:
             if until_seq is not None and entry.seq > until_seq:
                 return
+            if too_early and _server_ns(entry) < since_ns:
+                continue  # a replica that was behind knew no better place to start
+            too_early = False
             yield entry
         if entries:
             after = entries[-1].seq

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable
 import pytest
 
 from infra.broker.server import EmbeddedNats
+from infra.bus import direct_get
 from infra.bus.connection import Bus
 from infra.bus.direct_get import BATCH, before_time, format_time, get_last, get_next, parse_time, read, read_backwards
 from schemas.errors import Code, ServingError
@@ -105,6 +106,20 @@ async def test_since_finds_what_is_in_blocks_whose_last_message_was_erased_befor
             found = [each.seq async for each in read(bus, "small", "small", since_ns=every[place].time_ns)]
             assert found == [each.seq for each in every[place:]]
         assert await before_time(bus, "small", time.time_ns()) == every[-1].seq
+
+
+async def test_since_leaves_out_what_is_older_where_a_replica_did_not_know_the_place(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    subject = bus.subjects.tokens("gw")
+    await fill(bus, subject, 5)
+    times = [entry.time_ns async for entry in read(bus, bus.subjects.stream("TOKENS"), subject)]
+
+    async def unknown(*_: object) -> int:
+        return 0
+
+    monkeypatch.setattr(direct_get, "before_time", unknown)
+    assert await numbers(bus, subject, since_ns=times[2]) == [2, 3, 4]
 
 
 async def test_nothing_stored_is_nothing_read(bus: Bus) -> None:
