@@ -671,14 +671,13 @@ def test_a_dump_is_the_fold_of_all_events_also_behind_evictions(make: Make) -> N
     for number in range(8):
         driver.answer(ask(0, [*PROMPT[:40], *WORDS[number * 20 :][:120]], 12))
         driver.idle()
+    driver.remembers([*PROMPT[:40], *WORDS[140:260]])  # some engines are asked for their events every 100 ms
     reported = driver.fold()
     dumped = driver.engine.dump()
     assert fold(dumped) == reported
     assert all(event.digests for event in dumped)  # type: ignore[union-attr]
     assert 0 < len(reported) <= 20
     assert len(fold(driver.seen.events[:3])) < len(set(reported) | set(fold(driver.seen.events)))
-    latest = names([*PROMPT[:40], *WORDS[140:260]])
-    assert set(latest) <= set(reported)
     assert driver.run(ask(0, [*PROMPT[:40], *WORDS[140:260]])).cached() >= (160 - 1) // BLOCK * BLOCK
 
 
