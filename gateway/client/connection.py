@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import hashlib
+import ssl
 from collections.abc import Callable
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -96,6 +97,15 @@ def _login(url: str) -> dict[str, Any]:
     return {"token": unquote(parts.username)} if parts.username else {}
 
 
+def _reason(problem: Exception) -> str:
+    if isinstance(problem, ssl.SSLCertVerificationError):
+        return (
+            f"certificate verify failed: {problem.verify_message.rstrip('.')}; if an authority of your own signs it, "
+            "set SSL_CERT_FILE to a file with that, or pass tls=ssl.create_default_context(cafile=...)"
+        )
+    return f"{type(problem).__name__}: {problem}".rstrip(": ")
+
+
 async def connect(url: str, namespace: str, **options: Any) -> Connection:
     """
     Args:
@@ -110,13 +120,16 @@ async def connect(url: str, namespace: str, **options: Any) -> Connection:
         for listener in list(listeners):
             listener()
 
-    async def ignored(problem: Exception) -> None:
-        """Ignored here: errors that matter are handled where they occur; nats-py would print them."""
+    last: list[Exception] = []
+
+    async def noted(problem: Exception) -> None:
+        """For the first connect; later errors are handled where they occur. nats-py would print them."""
+        last[:] = [problem]
 
     nats_options: dict[str, Any] = {
         "name": "penstock-client",
         "max_reconnect_attempts": -1,
-        "error_cb": ignored,
+        "error_cb": noted,
         "reconnected_cb": changed,
         "closed_cb": changed,
     }
@@ -128,7 +141,7 @@ async def connect(url: str, namespace: str, **options: Any) -> Connection:
             await nc.connect(url.split(","), **nats_options | _login(url) | options)
     except (NatsError, OSError, TimeoutError) as problem:
         where = ", ".join(part.rpartition("@")[2] for part in url.split(","))
-        reason = f"{type(problem).__name__}: {problem}".rstrip(": ")
+        reason = _reason(last[0] if last else problem)
         message = f"no NATS server at {where} accepted the connection within {CONNECT_S:g} s ({reason})"
         raise error("disconnected", message) from None
     return Connection(nc, namespace, listeners)

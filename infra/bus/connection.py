@@ -39,6 +39,8 @@ _QUICK: dict[str, Any] = {"ping_interval": 1, "connect_timeout": 1}
 PEOPLE = ("viewer", "reader", "planner", "keys")  # roles of commands, which may be given another one's credentials
 SAME_ERROR_S = 5.0  # errors of one kind are logged so far apart
 ERROR_KINDS = 64
+# OpenSSL's X509_V_ERR_…: the certificate is for another host or address; it is not valid yet, or has expired
+_OTHER_NAME, _OUT_OF_DATE = (62, 64), (9, 10)
 _REFUSED = "permissions violation"
 _QUOTED = re.compile('"[^"]*"')  # the subject in an error of the broker
 
@@ -197,7 +199,21 @@ def why_unreachable(error: Exception) -> str:
         return "connection refused"
     if isinstance(error, socket.gaierror):
         return "unknown host"
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return _why_not_verified(error, os.environ.get("PENSTOCK_NATS_CA", ""))
     return str(error) or ("timed out" if isinstance(error, TimeoutError) else type(error).__name__)
+
+
+def _why_not_verified(error: ssl.SSLCertVerificationError, authorities: str) -> str:
+    if error.verify_code in _OTHER_NAME:
+        fix = "connect to a name that is in the server's certificate"
+    elif error.verify_code in _OUT_OF_DATE:
+        fix = "replace the server's certificate, or set the clock of this machine"
+    elif authorities:
+        fix = f"it is signed by none of the authorities in {authorities}, which PENSTOCK_NATS_CA names"
+    else:
+        fix = "set PENSTOCK_NATS_CA to a file with the authority that has signed it"
+    return f"certificate verify failed: {error.verify_message.rstrip('.')}; {fix}"
 
 
 def authenticate(client: BusClient, url: str, role: str, environ: Mapping[str, str] | None = None) -> dict[str, Any]:
@@ -235,7 +251,12 @@ def authenticate(client: BusClient, url: str, role: str, environ: Mapping[str, s
 
 
 def _tls_context(authorities: str | None, certificate: str | None, key: str | None) -> ssl.SSLContext:
-    context = ssl.create_default_context(cafile=authorities)
+    try:
+        context = ssl.create_default_context(cafile=authorities)
+    except ssl.SSLError as error:
+        raise ssl.SSLError(
+            f"PENSTOCK_NATS_CA: no certificates can be read from {authorities} ({error.reason})"
+        ) from None
     if certificate is not None:
         context.load_cert_chain(certificate, key)
     return context

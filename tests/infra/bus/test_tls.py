@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from gateway.client import Client, PenstockError
 from infra.broker.jetstream_api import BrokerProblem
 from infra.broker.main import connect_operator
 from infra.broker.server import EmbeddedNats
@@ -82,5 +83,27 @@ async def test_a_certificate_that_no_authority_has_signed_is_refused(
     secured: TlsNats, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("SSL_CERT_FILE")
-    with pytest.raises(ServingError, match="certificate verify failed"):
+    with pytest.raises(ServingError, match=r"certificate verify failed.*set PENSTOCK_NATS_CA to a file with the auth"):
         await connect(secured.url(), role="operator", name="test", timeout=0.5)
+    with pytest.raises(BrokerProblem, match=r"certificate verify failed.*set PENSTOCK_NATS_CA to a file with the auth"):
+        await connect_operator(secured.url())
+    monkeypatch.setattr("gateway.client.connection.CONNECT_S", 0.5)
+    with pytest.raises(PenstockError, match=r"certificate verify failed.*set SSL_CERT_FILE"):
+        await Client(secured.url()).__aenter__()
+
+
+async def test_an_error_of_a_certificate_says_what_is_wrong_with_it_or_with_the_setting(
+    secured: TlsNats, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    other = issue(tmp_path, "other")[0]
+    monkeypatch.setenv("PENSTOCK_NATS_CA", str(other))
+    with pytest.raises(ServingError, match=f"none of the authorities in {other}, which PENSTOCK_NATS_CA names"):
+        await connect(secured.url(), role="operator", name="test", timeout=0.5)
+    empty = tmp_path / "empty.crt"
+    empty.touch()
+    monkeypatch.setenv("PENSTOCK_NATS_CA", str(empty))
+    with pytest.raises(ServingError, match=f"PENSTOCK_NATS_CA: no certificates can be read from {empty}"):
+        await connect(secured.url(), role="operator", name="test", timeout=0.5)
+    monkeypatch.delenv("PENSTOCK_NATS_CA")
+    with pytest.raises(ServingError, match=r"certificate verify failed: .*a name that is in the server's certificate"):
+        await connect(secured.url().replace("127.0.0.1", "localhost"), role="operator", name="test", timeout=0.5)
