@@ -1,6 +1,7 @@
 """``penstock systemd``: units of systemd for one process of each role, and the files with their broker URLs."""
 
 import argparse
+import os
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
@@ -100,11 +101,20 @@ def _made(args: argparse.Namespace, rest: Sequence[str]) -> str:
 
 
 def _found(name: str) -> str:
-    beside = Path(sys.argv[0]).absolute().with_name(name)
-    found = str(beside) if beside.is_file() else shutil.which(name)
+    """Beside the running command, as it was called, so that a link to an installation stays one; beside the
+    interpreter, where pip puts both; else on the PATH.
+    """
+    for beside in (sys.argv[0], sys.executable):
+        path = Path(beside).absolute().with_name(name)
+        if os.access(path, os.X_OK) and path.is_file():
+            return str(path)
+    found = shutil.which(name)
     if not found:
-        raise ValueError(f"--program: no {name} beside this penstock or on the PATH; name the one that is to run")
-    return found
+        raise ValueError(
+            f"--program: no {name} beside this command, beside {sys.executable} or on the PATH; "
+            "name the one that is to run"
+        )
+    return str(Path(found).absolute())
 
 
 def unit(name: str, argv: Sequence[str], where: Where) -> str:

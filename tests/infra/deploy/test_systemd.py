@@ -88,6 +88,31 @@ def test_what_could_not_run_is_refused(argv: list[str], says: str, capsys: pytes
     assert "hunter2" not in said
 
 
+def program_of(text: str) -> str:
+    (line,) = [line.partition("=")[2] for line in text.splitlines() if line.startswith("ExecStart=")]
+    return shlex.split(line)[0]
+
+
+def test_the_program_is_the_one_that_was_called_then_the_interpreter_s_then_the_path_s(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for folder in ("called-1.0", "interpreter", "path"):
+        (tmp_path / folder).mkdir()
+        for name in ("penstock", "nats-server"):
+            (tmp_path / folder / name).touch(0o755)
+    link = tmp_path / "called"
+    link.symlink_to("called-1.0")
+    monkeypatch.setattr("sys.argv", [str(link / "penstock")])
+    monkeypatch.setattr("sys.executable", str(tmp_path / "interpreter" / "python"))
+    monkeypatch.setenv("PATH", str(tmp_path / "path"))
+    for folder in ("called", "interpreter", "path"):
+        assert program_of(made(capsys, "router")) == str(tmp_path / folder / "penstock")
+        assert program_of(made(capsys, "nats")) == str(tmp_path / folder / "nats-server")
+        for name in ("penstock", "nats-server"):
+            (tmp_path / folder / name).unlink()
+    assert f"beside {tmp_path / 'interpreter' / 'python'} or on the PATH" in refused(capsys, "router")
+
+
 def test_an_unknown_flag_of_the_broker_s_unit_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         run(["nats", "--program", "/n", "--confg", "x"])
