@@ -330,6 +330,7 @@ MEANINGS = {
     "no_disconnect_events": "no user of the system account",
     "no_index_snapshot": "no stored prefix index: workers are asked for their caches",
     "no_position": "the exporter of traces starts at the present",
+    "no_request_yet": "no request of the model has ended since the planner looks; it decides once one has",
     "no_snapshot": "no stored state: the router reads the whole log",
     "no_verdicts": "the bucket of poisonous requests is missing, or may not be read; tried again",
     "node_ended": "the worker has ended, and with it this node",

@@ -25,7 +25,7 @@ from infra.planner.connectors.kubernetes import Api, BadCluster, Replicas
 from infra.planner.connectors.local import LocalWorkers
 from infra.planner.core import Planner
 from infra.planner.lines import line, show_history
-from infra.planner.loop import PlannerLoop
+from infra.planner.loop import PATIENCE, NoDecision, PlannerLoop
 from infra.planner.settings import BadRules, rules_of
 from infra.planner.timing import EngineTiming
 from infra.timeline.moments import clock
@@ -74,7 +74,14 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         tuple[str, ...],
         Meta(description="ROLE=KIND/NAME of the workers; default: deployment/penstock-ROLE, as in the Helm chart"),
     ] = ()
-    decisions: Annotated[int, Meta(ge=0, description="end after so many; 0: run until Ctrl-C")] = 0
+    decisions: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description=f"end after so many, or with status 1 after {PATIENCE} intervals without one, as when nothing "
+            "is asked; 0: run until Ctrl-C",
+        ),
+    ] = 0
     history: Annotated[bool, Meta(description="print the decisions in the log instead")] = False
     since: Annotated[str, Meta(description="of --history: how far back, such as 15m, 2h, 7d")] = "1h"
     json: Annotated[bool, Meta(description="decisions as JSON, one a line")] = False
@@ -89,7 +96,9 @@ class BadSettings(ValueError):
 
 
 def run(settings: Settings) -> int:
-    """Plan until Ctrl-C or SIGTERM; 1 if the deployment cannot be reached, 2 for flags that do not fit it."""
+    """Plan until Ctrl-C or SIGTERM; 1 if the deployment cannot be reached or nothing could be decided, 2 for flags that
+    do not fit it.
+    """
     setup(settings.log_format, "info", name="plan", stream=sys.stderr)
     source = Source(Path(settings.data_dir), settings.nats_url, settings.namespace)
     try:
@@ -99,7 +108,7 @@ def run(settings: Settings) -> int:
             asyncio.run(_run(settings, source))
     except (BadSettings, BadRules, BadCluster, BadProfile) as error:
         return _explain(error, 2)
-    except (*FAILURES, OSError) as error:
+    except (NoDecision, *FAILURES, OSError) as error:
         return _explain(error, 1)
     except KeyboardInterrupt:
         pass

@@ -1,6 +1,7 @@
 """The planner's shell: looks at the deployment, decides, has workers started and drained, and logs each decision."""
 
 import asyncio
+import math
 import time
 from collections.abc import Callable, Mapping
 
@@ -13,7 +14,7 @@ from infra.bus.direct_get import read
 from infra.bus.publisher import Publisher
 from infra.planner.connectors.base import Connector, ConnectorFailed
 from infra.planner.core import Planner, PlannerState
-from infra.planner.lease import RENEW_S, Lease
+from infra.planner.lease import RENEW_S, TTL_S, Lease
 from infra.planner.observe import LoadReader
 from infra.planner.prediction import HISTORY
 from schemas import plans
@@ -25,7 +26,13 @@ log = structlog.get_logger("plan")
 
 STANDBY_S = 2.5  # between two looks at a lease that another planner holds
 STORE_S = 10.0
+PATIENCE = 3  # intervals without a decision after which a planner that is to make some ends
+_NO_REQUEST = "no request has ended yet, and only those that did tell how long prompts and answers are"
 _UNREACHABLE = (ServingError, NatsError, TimeoutError, OSError)
+
+
+class NoDecision(Exception):
+    """A planner that was to make some decisions could make none for ``PATIENCE`` intervals."""
 
 
 class PlannerLoop:
@@ -55,6 +62,8 @@ class PlannerLoop:
         self._lease = Lease(bus, model, planner_id)
         self._state = planner.begin()
         self._reader = LoadReader(bus, model)
+        self._why_not = "its lease could not be taken"
+        self._until = math.inf
 
     @property
     def rules(self) -> Rules:
@@ -65,22 +74,42 @@ class PlannerLoop:
 
         Args:
             decisions: end after so many; 0: never.
+
+        Raises:
+            NoDecision: ``decisions``, and none was made for ``PATIENCE`` intervals.
         """
-        left = decisions
+        made = 0
+        # What another planner left behind when it died lasts as long as its lease.
+        self._wait_for_the_next(decisions, TTL_S + STANDBY_S)
         async with Publisher(self._bus) as publisher:
             try:
                 while True:
                     await self._until_held()
                     if not await self._begin():
-                        await asyncio.sleep(STANDBY_S)
+                        await self._stand_by()
                         continue
+                    self._wait_for_the_next(decisions)
                     while await self._interval():
-                        if await self._decide(publisher) and decisions:
-                            left -= 1
-                            if not left:
+                        if await self._decide(publisher):
+                            made += 1
+                            if made == decisions:
                                 return
+                            self._wait_for_the_next(decisions)
+                        self._check()
             finally:
                 await self._lease.give_up()
+
+    def _wait_for_the_next(self, decisions: int, more_s: float = 0.0) -> None:
+        if decisions:
+            self._until = time.monotonic() + PATIENCE * self.rules.interval_s + more_s
+
+    def _check(self) -> None:
+        if time.monotonic() >= self._until:
+            raise NoDecision(f"no decision in {PATIENCE} intervals of {self.rules.interval_s:g} s: {self._why_not}")
+
+    async def _stand_by(self) -> None:
+        self._check()
+        await asyncio.sleep(STANDBY_S)
 
     async def _until_held(self) -> None:
         logged = ""
@@ -88,7 +117,8 @@ class PlannerLoop:
             if other not in (logged, "?"):
                 log.info("another_planner_decides", planner=other, model=self._model)
                 logged = other
-            await asyncio.sleep(STANDBY_S)
+                self._why_not = f"another planner, {other}, decides for {self._model}"
+            await self._stand_by()
 
     async def _begin(self) -> bool:
         """Read what the last planner knew; False: the broker does not answer."""
@@ -96,14 +126,19 @@ class PlannerLoop:
             await self._catch_up()
             await self._reader.begin()
         except _UNREACHABLE as error:
-            log.warning("load_unknown", error=str(error) or repr(error))
+            self._unknown(error)
             return False
         return True
+
+    def _unknown(self, error: Exception) -> None:
+        self._why_not = f"the load is unknown ({str(error) or repr(error)})"
+        log.warning("load_unknown", error=str(error) or repr(error))
 
     async def _take(self) -> str:
         try:
             return await self._lease.take()
         except _UNREACHABLE as error:
+            self._why_not = f"the lease is unknown ({str(error) or repr(error)})"
             log.warning("lease_unknown", error=str(error) or repr(error))
             return "?"
 
@@ -140,11 +175,14 @@ class PlannerLoop:
         try:
             seen = await self._reader.look(await self._connector.counts())
         except (ConnectorFailed, *_UNREACHABLE) as error:
-            log.warning("load_unknown", error=str(error) or repr(error))
+            self._unknown(error)
             return False
         at_ns = time.time_ns()
         self._state, decision = self._planner.step(self._state, seen, at_ns / 1e9)
         if decision is None:
+            if self._why_not != _NO_REQUEST:
+                log.info("no_request_yet", model=self._model)
+            self._why_not = _NO_REQUEST
             return False
         planned = Planned(
             planner=self._id,

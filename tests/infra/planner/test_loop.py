@@ -15,7 +15,7 @@ from infra.bus.direct_get import get_last, read
 from infra.planner.connectors.base import ConnectorFailed
 from infra.planner.core import Planner
 from infra.planner.lease import TTL_S, Lease
-from infra.planner.loop import PlannerLoop, folded, moved
+from infra.planner.loop import NoDecision, PlannerLoop, folded, moved
 from infra.planner.observe import LoadReader
 from schemas import done, fleet, plans
 from schemas.errors import Code, ServingError
@@ -224,6 +224,31 @@ async def test_an_unreadable_decision_and_a_broker_that_is_away_do_not_end_the_p
     load.cancel()
     assert len(said) == 1
     assert not failures
+
+
+async def test_so_many_decisions_are_not_waited_for_where_none_can_be_made(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("infra.planner.loop.STANDBY_S", 0.02)
+    monkeypatch.setattr("infra.planner.loop.TTL_S", 0.1)
+    await register(bus, "w-1")
+    said = list[Planned]()
+    async with asyncio.timeout(20):
+        with pytest.raises(NoDecision, match=r"no decision in 3 intervals of 0.1 s: no request has ended yet"):
+            await loop(bus, Workers(), said.append).run(decisions=1)
+        other = Lease(bus, "tiny", "other")
+        assert await other.take() == "", "the lease was given up"
+        with pytest.raises(NoDecision, match=r"another planner, other, decides for tiny"):
+            await loop(bus, Workers(), said.append).run(decisions=1)
+        await other.give_up()
+
+        async def fail(reader: LoadReader, counts: object = None) -> None:
+            raise ServingError(Code.broker_unavailable, "away")
+
+        monkeypatch.setattr(LoadReader, "look", fail)
+        with pytest.raises(NoDecision, match=r"the load is unknown \(.*away"):
+            await loop(bus, Workers(), said.append).run(decisions=1)
+    assert said == []
 
 
 async def until(holds: Callable[[], bool]) -> None:
