@@ -1,9 +1,11 @@
 """``penstock nats`` and ``penstock streams apply``."""
 
 import asyncio
+import contextlib
 import sys
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from nats.aio.client import Client
 from nats.errors import Error as NatsError
@@ -21,7 +23,7 @@ from infra.broker.roles import ROLES
 from infra.broker.server import EmbeddedNats
 from infra.bus.audit import recorded
 from infra.bus.client import BusClient
-from infra.bus.connection import authenticate, why_unreachable
+from infra.bus.connection import Refused, authenticate, note_refusal, refusals, why_unreachable
 from infra.cli import StreamsSettings
 from infra.launch.signals import Stop
 from infra.launch.sockets import CannotListen
@@ -168,23 +170,41 @@ async def apply_at(
     Raises:
         BrokerProblem: as ``apply``, or no server answers there.
     """
-    nc = await connect_operator(url)
-    try:
+    async with as_operator(url, "streams apply") as nc:
         size = int(store_size * GIB)
         done = await apply(nc, topology(subjects, record=record), replicas, size_bytes=size)
         if done:
             async with recorded(nc, subjects, "streams apply", f"namespace {subjects.namespace}", "; ".join(done)):
                 pass
         return done
+
+
+@contextlib.asynccontextmanager
+async def as_operator(url: str, command: str) -> AsyncIterator[Client]:
+    """A connection for administration, which ends with the block. What the broker refuses to this user ends it at once.
+
+    Args:
+        command: who asks, without ``penstock``.
+    Raises:
+        BrokerProblem: as ``connect_operator``, or the user may not do it; the text names the role that may.
+    """
+    on_refused: list[Refused] = []
+    nc = await connect_operator(url, on_refused)
+    user = urlsplit(url.partition(",")[0]).username or ""
+    try:
+        with refusals(on_refused, user, command, "operator"):
+            yield nc
     except ServingError as error:
         raise BrokerProblem(error.message) from None
     finally:
         await nc.close()
 
 
-async def connect_operator(url: str) -> Client:
+async def connect_operator(url: str, on_refused: Sequence[Refused] = ()) -> Client:
     """A connection for administration: fails after a few seconds, where a serving process would retry.
 
+    Args:
+        on_refused: each is called with what the broker says when it refuses a subject to this user.
     Raises:
         BrokerProblem: no server answers there, or it refuses the credentials.
     """
@@ -192,6 +212,7 @@ async def connect_operator(url: str) -> Client:
 
     async def note(error: Exception) -> None:
         problems.append(error)
+        note_refusal(error, on_refused)
 
     client = BusClient()
     try:

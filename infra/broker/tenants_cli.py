@@ -24,14 +24,13 @@ from infra.broker.apply import apply_submissions
 from infra.broker.config import USERS, second_tenant_user, tenant_user
 from infra.broker.datadir import load_secrets
 from infra.broker.jetstream_api import BrokerProblem
-from infra.broker.main import connect_operator
+from infra.broker.main import as_operator
 from infra.broker.passwords import client_passwords, user_in_use
 from infra.broker.reload import reload, running_pid
 from infra.broker.tenants import Accounts, Tenant, Tenants
 from infra.bus.audit import recorded
 from infra.launch.state import read_state
 from schemas import wire
-from schemas.errors import ServingError
 from schemas.subjects import DEFAULT_TENANT, Subjects
 from schemas.tenants import LEAST_WEIGHT, MAX_PENDING, MOST_WEIGHT, check_name
 
@@ -161,29 +160,34 @@ async def _do(place: Place, name: str, args: argparse.Namespace) -> None:
         BrokerProblem: the broker refuses it.
         ValueError: there is no such tenant, or another operator changes it, too.
     """
-    nc = await connect_operator(place.operator_url)
-    try:
-        accounts: Accounts | None = None
-        earlier = tenants.load(place.data_dir)
-        client_password = load_secrets(place.data_dir / "secrets.json", USERS)["client"]
-        if place.own:
-            accounts = await Accounts.open(nc, place.subjects, earlier, client_password)
-        elif args.verb == "conf":
-            raise ValueError("the broker of a data folder reads its accounts itself; --nats-url names one of your own")
-        existing = earlier if accounts is None else accounts.tenants
-        if args.verb == "list":
-            _list(existing)
-        elif args.verb == "conf":
-            _write_accounts(place, accounts, existing)
-        else:
-            async with recorded(nc, place.subjects, f"tenants {args.verb}", name, _detail(args)):
-                await _change(nc, place, accounts, existing, name, args)
-    except ServingError as error:
-        raise BrokerProblem(error.message) from error
-    except (NatsError, TimeoutError) as error:
-        raise BrokerProblem(f"the broker does not take it: {error}") from error
-    finally:
-        await nc.close()
+    async with as_operator(place.operator_url, f"tenants {args.verb}") as nc:
+        try:
+            await _asked(nc, place, name, args)
+        except (NatsError, TimeoutError) as error:
+            raise BrokerProblem(f"the broker does not take it: {error}") from error
+
+
+async def _asked(nc: Client, place: Place, name: str, args: argparse.Namespace) -> None:
+    """
+    Raises:
+        NatsError, TimeoutError: the broker refuses it.
+        ServingError, ValueError: as ``_do``.
+    """
+    accounts: Accounts | None = None
+    earlier = tenants.load(place.data_dir)
+    client_password = load_secrets(place.data_dir / "secrets.json", USERS)["client"]
+    if place.own:
+        accounts = await Accounts.open(nc, place.subjects, earlier, client_password)
+    elif args.verb == "conf":
+        raise ValueError("the broker of a data folder reads its accounts itself; --nats-url names one of your own")
+    existing = earlier if accounts is None else accounts.tenants
+    if args.verb == "list":
+        _list(existing)
+    elif args.verb == "conf":
+        _write_accounts(place, accounts, existing)
+    else:
+        async with recorded(nc, place.subjects, f"tenants {args.verb}", name, _detail(args)):
+            await _change(nc, place, accounts, existing, name, args)
 
 
 def _detail(args: argparse.Namespace) -> str:

@@ -5,13 +5,14 @@ the reconnect settings. The process would never receive a message again, so it e
 """
 
 import asyncio
+import contextlib
 import importlib.util
 import os
 import re
 import socket
 import ssl
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any, NoReturn
 from urllib.parse import unquote, urlsplit
@@ -45,6 +46,7 @@ _REFUSED = "permissions violation"
 _QUOTED = re.compile('"[^"]*"')  # the subject in an error of the broker
 
 Hook = Callable[[], Awaitable[None]]
+Refused = Callable[[str], object]
 
 
 class Bus:
@@ -62,7 +64,7 @@ class Bus:
         closing: ``close`` was called.
         last_error: the last one that nats-py reported.
         user: as whom it logs in; "": by a file or a certificate.
-        on_refused: called with what the broker says when it refuses a subject to this user.
+        on_refused: each is called with what the broker says when it refuses a subject to this user.
     """
 
     def __init__(
@@ -85,7 +87,7 @@ class Bus:
         self._recovery: asyncio.Task[None] | None = None
         self.last_error: Exception | None = None
         self.user = ""
-        self.on_refused: Callable[[str], object] | None = None
+        self.on_refused: list[Refused] = []
         self._logged_errors: dict[str, float] = {}  # by kind: when it was logged
 
     async def __aenter__(self) -> "Bus":
@@ -155,8 +157,7 @@ class Bus:
             log.warning("bus_error", error=text)
         if isinstance(error, SlowConsumerError) and self._opened:
             self.recover_soon()
-        if self.on_refused is not None and _REFUSED in text.lower():
-            self.on_refused(str(error).removeprefix("nats: ").strip("'"))
+        note_refusal(error, self.on_refused)
 
     async def _on_closed(self) -> None:
         if self._opened and not self.closing:
@@ -191,6 +192,60 @@ async def _bounded(step: Coroutine[Any, Any, None]) -> None:
     elif not task.cancelled() and task.exception() is not None:
         # also uvloop's "handler is closed" when the link is already down
         log.debug("close_failed", error=repr(task.exception()))
+
+
+def note_refusal(error: Exception, on_refused: Iterable[Refused]) -> None:
+    """Call each with what the broker says, if nats-py's error is that it refuses a subject to this user."""
+    text = str(error)
+    if _REFUSED in text.lower():
+        for each in list(on_refused):
+            each(text.removeprefix("nats: ").strip("'"))
+
+
+@contextlib.contextmanager
+def refusals(on_refused: list[Refused], user: str, command: str, role: str) -> Iterator[None]:
+    """End the block at once if the broker refuses something: nobody answers what it does not let through.
+
+    Args:
+        on_refused: of the connection that the block uses.
+        user: as whom it logs in; "": unknown.
+        command: what needs it, without ``penstock``.
+        role: the least that suffices.
+    Raises:
+        ServingError: it did (``permission_denied``); the text names the role needed.
+    """
+    task = asyncio.current_task()
+    assert task is not None
+    refused: list[str] = []
+
+    def note(text: str) -> None:
+        if not refused:
+            task.cancel()
+        refused.append(text)
+
+    on_refused.append(note)
+    try:
+        yield
+    except asyncio.CancelledError:
+        if not refused:
+            raise
+        task.uncancel()
+        raise ServingError(Code.permission_denied, _needs(user, command, role, refused[0])) from None
+    except Exception as error:
+        if not refused:
+            raise
+        task.uncancel()
+        raise ServingError(Code.permission_denied, _needs(user, command, role, refused[0])) from error
+    finally:
+        on_refused.remove(note)
+
+
+def _needs(user: str, command: str, role: str, refusal: str) -> str:
+    wanted = role if role == "operator" else f"{role} or operator"
+    return (
+        f"the broker refuses {user or 'this user'} what `penstock {command}` needs ({refusal}): give --nats-url with "
+        f"the credentials of the role {wanted}; docs/roles.md says what each role may do"
+    )
 
 
 def why_unreachable(error: Exception) -> str:

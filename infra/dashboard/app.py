@@ -7,12 +7,14 @@ from pathlib import Path
 
 import msgspec
 from markupsafe import Markup
+from nats.errors import Error as NatsError
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, PlainTextResponse, RedirectResponse, Response, StreamingResponse
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
+from infra.bus.connection import refusals, why_unreachable
 from infra.dashboard import pages
 from infra.dashboard.access import Access
 from infra.dashboard.live import Live, Moment
@@ -24,7 +26,7 @@ from infra.timeline.leases import leases, stopped_ns
 from infra.timeline.moments import clock, duration_ns, moment_ns
 from infra.timeline.open_log import Log
 from infra.timeline.read import read_timeline
-from schemas.errors import ServingError
+from schemas.errors import Code, ServingError
 from schemas.summary import Criteria, state_named
 
 MAX_WATCHERS = 64
@@ -78,9 +80,14 @@ class Dashboard:
             if refusal is not None:
                 return refusal
             try:
-                response = await endpoint(request)
+                with refusals(self._bus.on_refused, self._bus.user, "dashboard", "reader"):
+                    response = await endpoint(request)
             except ServingError as error:
-                response = self._problem("The broker does not answer", error.message, 503)
+                refused = error.code is Code.permission_denied
+                title = "Not for this role" if refused else "The broker does not answer"
+                response = self._problem(title, error.message, 403 if refused else 503)
+            except (NatsError, OSError, TimeoutError) as error:
+                response = self._problem("The broker does not answer", why_unreachable(error), 503)
             response.headers.setdefault("Content-Security-Policy", POLICY)
             response.headers["Referrer-Policy"] = "no-referrer"
             response.headers["Cache-Control"] = "no-store"

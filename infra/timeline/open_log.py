@@ -23,7 +23,7 @@ from infra.store.log import StoredLog
 from infra.store.stream import Unsupported
 from infra.store.verify import can_verify_much
 from infra.timeline.log_copy import STREAMS_DIR, CopyFailed, copy_streams, namespaces, stream_name
-from schemas.errors import Code, ServingError
+from schemas.errors import ServingError
 from schemas.subjects import Subjects
 
 if TYPE_CHECKING:
@@ -210,51 +210,11 @@ async def open_log(
 
 @contextlib.asynccontextmanager
 async def _asked(url: str, name: str, role: str, namespace: str, timeout_s: float, patient: bool) -> AsyncIterator[Log]:
+    from infra.bus.connection import refusals
+
     async with await _connect(url, name, role, namespace, timeout_s) as bus:
-        with contextlib.nullcontext() if patient else _refusals(bus, name, role):
+        with contextlib.nullcontext() if patient else refusals(bus.on_refused, bus.user, name, role):
             yield Log(bus, stopped=False, url=url)
-
-
-@contextlib.contextmanager
-def _refusals(bus: "Bus", name: str, role: str) -> Iterator[None]:
-    """End the block at once if the broker refuses something: nobody answers what it does not let through.
-
-    Raises:
-        ServingError: it did; the text names the role that the command needs.
-    """
-    task = asyncio.current_task()
-    assert task is not None
-    refusals: list[str] = []
-
-    def refused(text: str) -> None:
-        if not refusals:
-            task.cancel()
-        refusals.append(text)
-
-    bus.on_refused = refused
-    try:
-        yield
-    except asyncio.CancelledError:
-        if not refusals:
-            raise
-        task.uncancel()
-        raise ServingError(Code.broker_unavailable, _needs(bus, name, role, refusals[0])) from None
-    except Exception as error:
-        if not refusals:
-            raise
-        task.uncancel()
-        raise ServingError(Code.broker_unavailable, _needs(bus, name, role, refusals[0])) from error
-    finally:
-        bus.on_refused = None
-
-
-def _needs(bus: "Bus", name: str, role: str, refusal: str) -> str:
-    user = bus.user or "this user"
-    wanted = role if role == "operator" else f"{role} or operator"
-    return (
-        f"the broker refuses {user} what `penstock {name}` needs ({refusal}): give --nats-url with the credentials "
-        f"of the role {wanted}; docs/roles.md says what each role may do"
-    )
 
 
 def _check_verify(source: Source) -> None:

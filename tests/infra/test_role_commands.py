@@ -3,9 +3,10 @@
 import asyncio
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 
+import httpx
 import pytest
 
 from infra import cli
@@ -21,6 +22,7 @@ from schemas import control, wire
 from schemas.plans import Planned
 from schemas.subjects import Subjects
 from tests.infra.bus.support import opened
+from tests.infra.dashboard.test_dashboard import serving
 from tests.infra.planner.test_loop import RULES, TIMINGS, Workers, keep_serving, register
 from tests.infra.timeline.support import accept, end
 
@@ -81,6 +83,49 @@ async def test_a_command_works_with_the_least_role_and_names_it_to_others(
     assert time.monotonic() - began < 30, "it does not wait for answers that never come"
 
 
+@pytest.mark.parametrize(
+    "argv",
+    [("tenants", "list"), ("tenants", "add", "acme"), ("tenants", "remove", "acme"), ("streams", "apply")],
+    ids=" ".join,
+)
+async def test_a_command_of_the_operator_is_refused_at_once_to_who_manages_keys(
+    bus: Bus, tmp_path: Path, capsys: pytest.CaptureFixture[str], argv: Sequence[str]
+) -> None:
+    """They waited for answers that never come, and said that the broker had timed out."""
+    place = () if argv[0] == "streams" else ("--data-dir", str(tmp_path))
+    began = time.monotonic()
+    assert await run(*argv, "--nats-url", url(bus, "keys"), *place) == 1
+    said = capsys.readouterr().err
+    assert f"refuses keys what `penstock {argv[0]} {argv[1]}` needs" in said, said
+    assert "credentials of the role operator;" in said
+    assert time.monotonic() - began < 4, "an answer would be waited for for 5 s"
+
+
+async def test_a_dashboard_of_a_viewer_shows_the_overview_and_says_what_the_other_pages_need(bus: Bus) -> None:
+    asked = await accept(bus)
+    await end(bus, asked, 1, 2)
+    async with await connect(url(bus, "viewer"), role="viewer", name="dashboard") as own, serving(own) as here:
+        assert (await here.client.get("/")).status_code == 200
+        async with asyncio.timeout(20), here.client.stream("GET", "/live") as changes:
+            assert "event: live" in [line async for line in first_lines(changes, 5)]
+        for path in ("/requests", f"/requests/{asked.id}", "/leases"):
+            answer = await here.client.get(path)
+            assert answer.status_code == 403, answer.text
+            assert "credentials of the role reader or operator" in answer.text
+        several = await asyncio.gather(*(here.client.get("/requests") for _ in range(8)))
+        assert {answer.status_code for answer in several} == {403}
+    async with await connect(url(bus, "reader"), role="reader", name="dashboard") as own, serving(own) as here:
+        assert asked.id in (await here.client.get("/requests")).text
+
+
+async def first_lines(answer: httpx.Response, count: int) -> AsyncIterator[str]:
+    async for line in answer.aiter_lines():
+        yield line
+        count -= 1
+        if not count:
+            return
+
+
 async def test_a_command_on_a_data_folder_connects_with_the_least_role(
     bus: Bus, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -135,7 +180,7 @@ async def test_a_planner_plans_and_drains_with_its_own_role(bus: Bus) -> None:
     said: list[Planned] = []
     load = asyncio.create_task(keep_serving(bus))
     async with await connect(url(bus, "planner"), role="planner", name="plan") as own:
-        own.on_refused = refusals.append
+        own.on_refused.append(refusals.append)
         planner = Planner(RULES, TIMINGS)  # type: ignore[arg-type]
         loop = PlannerLoop(own, planner, Workers(), planner_id="plan-1", model="tiny", say=said.append)
         async with asyncio.timeout(30):
@@ -151,7 +196,7 @@ async def test_a_planner_plans_and_drains_with_its_own_role(bus: Bus) -> None:
 async def test_an_exporter_of_traces_keeps_its_position_with_the_role_of_readers(bus: Bus) -> None:
     refusals: list[str] = []
     async with await connect(url(bus, "reader"), role="reader", name="trace") as own:
-        own.on_refused = refusals.append
+        own.on_refused.append(refusals.append)
         store = PositionStore(own, "night")
         assert await store.load() is None
         await store.save(Position(7, 8))

@@ -44,7 +44,7 @@ async def watch(server: EmbeddedNats, bus: Bus) -> AsyncIterator[Watch]:
     """As a router runs it, with a router's rights."""
     refusals: list[str] = []
     async with await connect(server.url("router"), role="router", name="router:r-0") as own:
-        own.on_refused = refusals.append
+        own.on_refused.append(refusals.append)
         made = Watch(own, Auditor(own, own.tasks))
         own.tasks.spawn(made.run(), name="audit")
         while not made.ready:  # noqa: ASYNC110 - bounded by the test's own limit
@@ -151,7 +151,7 @@ async def test_nobody_writes_for_another_or_takes_an_entry_away(server: Embedded
     for user, other in (("keys", "operator"), ("operator", "keys"), ("gateway", "router"), ("planner", "keys")):
         refusals: list[str] = []
         async with await connect(server.url(user), role=user, name="test") as own:
-            own.on_refused = refusals.append
+            own.on_refused.append(refusals.append)
             assert await broker_user(own.nc) == user
             await own.nc.publish(S.audit(other), entry)
             await own.nc.publish(S.audit(user), entry)
