@@ -14,7 +14,7 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 PIP   := $(BIN)/python -m pip --disable-pip-version-check --quiet
 TORCH := $(shell sed -n 's/^ *"\(torch[^"]*\)",.*/\1/p' pyproject.toml)
 
-.PHONY: help up test test-long types pytest test-hosts test-trtllm test-llguidance test-vllm test-sglang test-clients conformance docs bench chaos growth chaos-mixed sbom lint clean
+.PHONY: help up test test-long test-slow types pytest test-hosts test-trtllm test-llguidance test-vllm test-sglang test-clients conformance docs bench chaos growth chaos-mixed sbom lint clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -34,6 +34,10 @@ test-long: $(VENV)/.installed-dev  ## the property tests alone, with many more e
 	HYPOTHESIS_PROFILE=long $(BIN)/python -m pytest -m hypothesis --timeout 7200 \
 	  --numprocesses $(JOBS) --dist load $(ARGS)
 
+# What takes long to start, in variations of which `make test` runs one.
+test-slow: $(VENV)/.installed-dev  ## the tests that `make test` leaves out
+	$(BIN)/python -m pytest -m slow --numprocesses 2 --dist loadfile $(ARGS)
+
 types:  ## mypy alone
 	$(BIN)/mypy
 
@@ -41,7 +45,7 @@ types:  ## mypy alone
 # Containers often set the variable: then each of some hundred processes compiles all modules again.
 pytest: export PYTHONDONTWRITEBYTECODE :=
 pytest:  ## the tests alone
-	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS) || \
+	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder -m 'not slow' $(ARGS) || \
 	  $(BIN)/python -m pytest --last-failed --last-failed-no-failures none $(ARGS)
 
 # TensorRT-LLM 1.2 pins llguidance 0.7.29, other engines bring a current one. Each goes in front of the installed one.

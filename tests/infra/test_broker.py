@@ -546,6 +546,7 @@ def test_a_binary_is_found_without_path(monkeypatch: pytest.MonkeyPatch) -> None
     find_server.cache_clear()
 
 
+@pytest.mark.slow
 async def test_streams_are_applied_once_a_cluster_without_a_leader_has_one(tmp_path: Path) -> None:
     async with three_nodes(tmp_path) as cluster:
         await apply_at(cluster.url(), cluster.subjects, replicas=NODES)

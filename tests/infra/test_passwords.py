@@ -33,11 +33,13 @@ async def ran(*args: str) -> int:
 
 
 async def valid(url: str) -> bool:
+    nc = Client()
     try:
-        nc = await nats.connect(url, allow_reconnect=False, connect_timeout=5)
+        await nc.connect(url, allow_reconnect=False, connect_timeout=5)
     except nats.errors.Error:
         return False
-    await nc.close()
+    finally:
+        await nc.close()  # one that was refused is open, too
     return True
 
 

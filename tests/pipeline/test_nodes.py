@@ -19,7 +19,7 @@ from workers.process import EXIT_CONFIG, EXIT_ENGINE, EXIT_START
 LEADER = "127.0.0.2"
 WAIT_S = 60.0
 FLAGS = ("--model", str(DEMO), "--max-model-len", "2048", "--max-running", "8", "--tensor-parallel-size", "4")
-ENGINES = ("vllm", "sglang")
+ENGINES = ("vllm", pytest.param("sglang", marks=pytest.mark.slow))
 
 pytestmark = [
     pytest.mark.timeout(180),
@@ -108,6 +108,7 @@ def test_a_rank_that_was_killed_elsewhere_ends_the_worker_at_once(deployment: De
     assert "node 1 of 2 (127.0.0.1) has failed" in leader.log.read_text()
 
 
+@pytest.mark.slow
 def test_a_machine_that_is_gone_ends_the_others(deployment: Deployment, nodes: Nodes) -> None:
     leader, follower = nodes.start(0), nodes.start(1)
     leader.wait_for("worker_registered")
@@ -124,6 +125,7 @@ def test_a_machine_that_is_gone_ends_the_others(deployment: Deployment, nodes: N
     until_gone(own)
 
 
+@pytest.mark.slow
 def test_a_machine_that_is_lost_while_the_ranks_meet_ends_the_start(deployment: Deployment, nodes: Nodes) -> None:
     leader = nodes.start(0)
     leader.wait_for("waiting_for_nodes")
@@ -143,6 +145,7 @@ def test_machines_that_wait_in_vain_say_for_whom(deployment: Deployment, nodes: 
     assert f"node 0 did not start the engine within 1 s ({LEADER}:{nodes.port}" in follower.log.read_text()
 
 
+@pytest.mark.slow
 def test_a_machine_with_another_model_is_refused_and_the_leader_waits_on(deployment: Deployment, nodes: Nodes) -> None:
     leader = nodes.start(0)
     leader.wait_for("waiting_for_nodes")
