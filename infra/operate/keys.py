@@ -16,9 +16,11 @@ from infra.bus.audit import person
 from infra.bus.connection import Bus
 from infra.operate import key_store
 from infra.operate.key_copies import copy_into, line_of, read_keys
+from infra.operate.workers import registrations, unserved
 from infra.terminal import escape, stdout
 from infra.timeline.moments import duration_ns
 from infra.timeline.open_log import Source, open_log, run_command
+from schemas.errors import ServingError
 from schemas.keys import MOST_CONCURRENT, MOST_PER_MINUTE, ApiKey, check_id, digest_of, new_key
 from schemas.requests import Priority
 from schemas.subjects import DEFAULT_TENANT
@@ -220,6 +222,8 @@ async def _create(args: argparse.Namespace, console: Console) -> None:
         first = not await key_store.all_keys(log.bus)
         await key_store.add(log.bus, key)
     sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()  # whatever follows, it is not shown again
+    await _warn_of(args, key.models)
     if args.quiet:
         return
     print(f"This is the only time that it is shown. {key.prefix} names it in lists and logs.", file=sys.stderr)
@@ -269,6 +273,21 @@ async def _set(args: argparse.Namespace, console: Console) -> None:
         if old[name] != new[name] and not name.startswith("changed")
     ]
     console.print(f"{after.prefix}: {escape(', '.join(changes)) or 'as it was'}", highlight=False, soft_wrap=True)
+    if args.models is not None:
+        await _warn_of(args, after.models)
+
+
+async def _warn_of(args: argparse.Namespace, models: Sequence[str]) -> None:
+    """Say which models of a key no worker serves; they may come later."""
+    if not models:
+        return
+    try:
+        async with open_log(_source(args), name="keys", role="keys", streams=()) as log:
+            warning = unserved(await registrations(log.bus), models)
+    except ServingError:  # the broker's permissions are of an earlier release, or it has just gone: the key is made
+        return
+    if warning:
+        print(f"warning: {warning}", file=sys.stderr)
 
 
 def _shown(value: object) -> str:

@@ -1,7 +1,7 @@
 """The registered workers, read once."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from infra.bus.connection import Bus
 from infra.bus.direct_get import read
@@ -23,6 +23,16 @@ async def registrations(bus: Bus) -> list[Registration]:
         if entry.data and now_ns - entry.time_ns < STALE_NS  # else the marker of a lease that ended
     ]
     return sorted(registered, key=lambda each: (each.name, each.worker))
+
+
+def unserved(registered: Iterable[Registration], models: Iterable[str]) -> str:
+    """A warning about those of ``models`` that no worker serves, which names what is served; "": all are."""
+    served = {name for each in registered for name in (each.model, *each.aliases)}
+    unknown = [name for name in models if name not in served]
+    if not unknown:
+        return ""
+    there = f"served are {', '.join(sorted(served))}" if served else "no worker is there"
+    return f"no worker serves {', '.join(map(repr, unknown))} now ({there}): requests for it get 404 until one does"
 
 
 def chosen(registered: Sequence[Registration], name: str) -> Registration:

@@ -10,6 +10,7 @@ import httpx
 import pytest
 
 from infra import cli
+from infra.broker import roles
 from infra.broker.server import EmbeddedNats
 from infra.bus.connection import Bus, connect
 from infra.operate.doctor.finding import Status
@@ -99,6 +100,45 @@ async def test_a_command_of_the_operator_is_refused_at_once_to_who_manages_keys(
     assert f"refuses keys what `penstock {argv[0]} {argv[1]}` needs" in said, said
     assert "credentials of the role operator;" in said
     assert time.monotonic() - began < 4, "an answer would be waited for for 5 s"
+
+
+async def test_a_key_for_a_model_that_nobody_serves_is_made_with_a_warning(
+    bus: Bus, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = ("--nats-url", url(bus, "keys"))
+
+    async def said(*argv: str) -> tuple[str, str]:
+        assert await run("keys", *argv, *place) == 0
+        read = capsys.readouterr()
+        return read.out, read.err
+
+    out, err = await said("create", "--quiet", "--models", "early")
+    assert err == "warning: no worker serves 'early' now (no worker is there): requests for it get 404 until one does\n"
+    await register(bus, "w-1")
+    out, err = await said("create", "--quiet", "--models", "tiny,nosuch")
+    assert out.startswith("pst-")
+    assert "serves 'nosuch' now (served are tiny)" in err
+    prefix = out.split("-")[0] + "-" + out.removeprefix("pst-")[:12]
+    assert (await said("create", "--quiet", "--models", "tiny"))[1] == ""
+    assert (await said("create", "--quiet"))[1] == ""
+    assert "serves 'other' now" in (await said("set", prefix, "--models", "other"))[1]
+    assert (await said("set", prefix, "--rpm", "5"))[1] == ""
+    assert (await said("set", prefix, "--models", "all"))[1] == ""
+
+
+async def test_a_key_is_made_on_a_broker_that_does_not_let_its_maker_see_workers(
+    make_broker: MakeBroker, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As one that an earlier release has configured."""
+    known = roles._keys
+    monkeypatch.setattr(roles, "_keys", lambda s: known(s)[:-1])
+    server = make_broker()
+    await server.start()
+    async with opened(server, S):
+        assert await run("keys", "create", "--quiet", "--models", "nosuch", "--nats-url", server.url("keys")) == 0
+    read = capsys.readouterr()
+    assert read.out.startswith("pst-")
+    assert "warning: no worker" not in read.err
 
 
 async def test_a_dashboard_of_a_viewer_shows_the_overview_and_says_what_the_other_pages_need(bus: Bus) -> None:

@@ -85,9 +85,9 @@ MAY_NOT = {
     "viewer": (*WAYS_TO_CONTENT, *COMMANDS, *KEYS, *DRAIN, *PLAN, "$JS.API.DIRECT.GET.KV_ps_keys"),
     "reader": (*COMMANDS, *KEYS, *DRAIN, *PLAN, "$JS.API.DIRECT.GET.KV_ps_keys", "$JS.API.DIRECT.GET.KV_ps_accounts"),
     "planner": (*WAYS_TO_CONTENT, *COMMANDS, *KEYS, "$JS.API.DIRECT.GET.KV_ps_keys"),
-    "keys": (*WAYS_TO_CONTENT, *COMMANDS, *DRAIN, *PLAN, "$JS.API.DIRECT.GET.KV_ps_workers"),
+    "keys": (*WAYS_TO_CONTENT, *COMMANDS, *DRAIN, *PLAN, "$JS.API.DIRECT.GET.KV_ps_routers"),
 }
-MAY = {"viewer": (), "reader": (), "planner": (*DRAIN, *PLAN), "keys": KEYS}
+MAY = {"viewer": (), "reader": (), "planner": (*DRAIN, *PLAN), "keys": (*KEYS, "$JS.API.DIRECT.GET.KV_ps_workers")}
 
 
 def matches(pattern: str, subject: str) -> bool:
