@@ -47,7 +47,6 @@ class StreamSpec:
     queue: bool = False  # acknowledged messages are deleted, a full stream refuses more; fixed when it is created
     memory: bool = False  # never on a disk; a full stream refuses more; gone when a server without a cluster restarts
     description: str = ""
-    retired: tuple[str, ...] = ()  # subjects of earlier releases, to be removed
     lasting: bool = False  # messages leave it by its limits only: nobody can delete one
 
 
@@ -77,7 +76,6 @@ class ConsumerSpec:
     filter_subjects: tuple[str, ...]
     ack_wait_s: float
     max_ack_pending: int = 20_000
-    earlier: tuple[str, ...] = ()  # filters of earlier releases; a consumer that has one keeps it
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +151,6 @@ def submissions(
         dedup_s=0.1,  # the shortest possible: for a day, gateways themselves decide by Nats-Msg-Id what a repeat means
         queue=True,
         description="OpenAI bodies from NATS clients",
-        retired=(s.all("submit"),) if default else (),
     )
     pending = min(max_pending, MAX_PENDING)
     return stream, ConsumerSpec(name, "gateway", (s.all("submit"),), ack_wait_s=5, max_ack_pending=pending)
@@ -304,8 +301,6 @@ def _router_consumers(s: Subjects) -> tuple[ConsumerSpec, ...]:
             f"router-{c}",
             (f"{s.namespace}.request.*.{c}.*",),
             ROUTER_ACK_WAIT_S,
-            # A second filter costs the server about 20 us per request, so new deployments have one.
-            earlier=(f"{s.namespace}.request.*.{c}",),
         )
         for c in ("interactive", "standard", "batch")
     )

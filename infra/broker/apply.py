@@ -53,7 +53,6 @@ async def apply(nc: Client, topology: Topology, replicas: int = 1, *, size_bytes
     """
     await check(nc, topology)
     done = []
-    retired = {spec.name: spec.retired for spec in topology.streams}
     if size_bytes:
         try:
             topology = scaled(topology, size_bytes)
@@ -64,7 +63,7 @@ async def apply(nc: Client, topology: Topology, replicas: int = 1, *, size_bytes
     for config in configs:
         if size_bytes and config["storage"] == "file":  # a start without the setting does not make it larger
             config |= {"metadata": {SET_BY_OPERATOR: "max_bytes"}}
-        done += await _apply_stream(nc, config, retired.get(config["name"], ()))
+        done += await _apply_stream(nc, config)
     for consumer in topology.consumers:
         done += await _apply_consumer(nc, consumer)
     return done
@@ -80,7 +79,7 @@ async def apply_submissions(nc: Client, subjects: Subjects, tenant: str, max_pen
     info = await request(nc, f"STREAM.INFO.{subjects.stream('SUBMIT')}", {})
     if 0 < info["config"]["max_bytes"] < stream.max_bytes:  # all streams were made smaller
         stream = replace(stream, max_bytes=info["config"]["max_bytes"])
-    done = await _apply_stream(nc, stream_config(stream, info["config"]["num_replicas"]), stream.retired)
+    done = await _apply_stream(nc, stream_config(stream, info["config"]["num_replicas"]))
     return done + await _apply_consumer(nc, consumer)
 
 
@@ -235,15 +234,12 @@ async def _create(nc: Client, name: str, config: Config) -> None:
     await request(nc, f"STREAM.CREATE.{name}", config)
 
 
-async def _apply_stream(nc: Client, config: Config, retired: tuple[str, ...] = ()) -> list[str]:
+async def _apply_stream(nc: Client, config: Config) -> list[str]:
     name = config["name"]
     existing = await existing_config(nc, f"STREAM.INFO.{name}", STREAM_NOT_FOUND)
     if existing is None:
         await _create(nc, name, config)
         return [f"created {name}"]
-    if config["retention"] == "workqueue" and existing["retention"] == "limits":
-        # Of an earlier release, and cannot be changed in place; by limits, only the oldest may be discarded.
-        config = config | {"retention": "limits", "discard": "old"}
     for key in ("retention", "storage"):
         if existing[key] != config[key]:
             raise BrokerProblem(
@@ -251,9 +247,6 @@ async def _apply_stream(nc: Client, config: Config, retired: tuple[str, ...] = (
                 "in place: use another --namespace, or move that stream away"
             )
     merged = widened(existing, config)
-    if retired:  # of an earlier release, whose settings were not an operator's choice
-        merged["subjects"] = [subject for subject in merged["subjects"] if subject not in retired]
-        merged["duplicate_window"] = config["duplicate_window"]
     changed = sorted(key for key in config if merged[key] != existing.get(key))
     if not changed:
         return []
@@ -264,7 +257,7 @@ async def _apply_stream(nc: Client, config: Config, retired: tuple[str, ...] = (
 async def _apply_consumer(nc: Client, spec: ConsumerSpec) -> list[str]:
     label = f"{spec.stream}.{spec.name}"
     existing = await existing_config(nc, f"CONSUMER.INFO.{label}", CONSUMER_NOT_FOUND)
-    config = config_of(spec, (*spec.filter_subjects, *_kept(spec, existing or {})))
+    config = config_of(spec)
     if existing:  # where it began is fixed; one that was made again begins where the last one was
         config.pop("deliver_policy")
     merged = {k: v for k, v in (existing or {}).items() if k not in ("filter_subject", "filter_subjects")} | config
@@ -274,9 +267,3 @@ async def _apply_consumer(nc: Client, spec: ConsumerSpec) -> list[str]:
         return []
     await request(nc, f"CONSUMER.CREATE.{label}", {"stream_name": spec.stream, "config": merged})
     return [f"created {label}" if existing is None else f"updated {label}: {', '.join(changed)}"]
-
-
-def _kept(spec: ConsumerSpec, existing: Config) -> tuple[str, ...]:
-    """The consumer that processes of an earlier release read, which may still run."""
-    has = (existing.get("filter_subject", ""), *existing.get("filter_subjects", ()))
-    return tuple(subject for subject in spec.earlier if subject in has)

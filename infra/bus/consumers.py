@@ -30,9 +30,9 @@ class _Reply(msgspec.Struct):
 _decode = msgspec.json.Decoder(_Reply).decode
 
 
-def config_of(spec: ConsumerSpec, filters: tuple[str, ...] = ()) -> dict[str, Any]:
-    """As the JetStream API takes it. ``filters``: instead of its own."""
-    subjects = filters or spec.filter_subjects
+def config_of(spec: ConsumerSpec) -> dict[str, Any]:
+    """As the JetStream API takes it."""
+    subjects = spec.filter_subjects
     return {
         "durable_name": spec.name,
         "name": spec.name,
