@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-import msgspec
 import structlog
 from nats.errors import Error as NatsError
 
@@ -110,7 +109,7 @@ class Gateway:
         self.limiter = Limiter(bus, self.id)
         self._verdicts = Verdicts(bus)
         self._served_lately = ServedLately(bus)
-        finder = RequestFinder(bus, self.tasks)
+        finder = RequestFinder(bus)
         self.payments = Payments(self.limiter, self.records, finder, self.tasks, bus.clock)
         self._publisher = publisher
         self._subscriptions = TokenSubscriptions(bus, self.id, self.tasks)
@@ -136,13 +135,7 @@ class Gateway:
         self._retention = Retention(bus, metrics)
         self._store_check = StoreCheck(bus, self.id, self.tasks)
         self._quiet = False  # at the last sweep, some open request had had no item for a while
-        workers = self.fleet.watch.members.values
-        self._memory = MemoryCheck(
-            bus,
-            self.unstored.streams,
-            lambda: [member.registration for member in workers()],
-            lambda: self.unstored.open,
-        )
+        self._memory = MemoryCheck(bus, self.unstored.streams, lambda: self.unstored.open)
         own, name_in = (lambda: self._subscriptions.own_readers), self.fleet.name_in
         self._queue_monitor = QueueMonitor(bus, metrics, settings.max_queue, own, name_in)
 
@@ -288,8 +281,6 @@ class Gateway:
         """
         self._queue_monitor.check_log(request.tenant)
         request = await self._verdicts.check(request)
-        if request.no_store:
-            request = msgspec.structs.replace(request, in_memory=True)
         payload = wire.encode(request)
         limit = self.bus.max_message - JOB_BYTES
         if len(payload) > limit:
@@ -314,9 +305,7 @@ class Gateway:
             if content:  # in the same write as the request, and before it
                 kept = await self.unstored.put(inflight, content, timeout)
             ack = await self._publisher.publish(
-                self.bus.subjects.request(
-                    request.model, request.priority.value, request.id if self._queue_monitor.sharded else ""
-                ),
+                self.bus.subjects.request(request.model, request.priority.value, request.id),
                 payload,
                 request.id,
                 timeout=timeout,

@@ -1,4 +1,4 @@
-"""Deletes what the log holds of requests: those that gateways ask for, and what older builds stored of no_store.
+"""Deletes what the log holds of requests: those that gateways ask for.
 
 Gateways, which clients reach, may not delete anything of the pipeline's own streams. Any router answers, and replies
 once everything is gone. Overwriting is expensive for the broker, so a router rests in between (``Eraser``).
@@ -16,9 +16,9 @@ import structlog
 from nats.errors import Error as NatsError
 
 from infra.bus.connection import Bus
-from infra.bus.direct_get import get, get_last, read
+from infra.bus.direct_get import get, get_last
 from infra.bus.erase import Eraser
-from infra.bus.forget import DeletedRequests, find_ended, forget_content, forget_messages
+from infra.bus.forget import DeletedRequests, find_ended, forget_messages
 from infra.bus.tasks import Tasks
 from schemas import control
 from schemas.deletions import Deletion as Note
@@ -29,9 +29,6 @@ from schemas.wire import encode
 log = structlog.get_logger("router")
 
 WAITING = 32  # beyond these, a gateway has to ask again
-EARLIER_S = 60.0  # between two looks for what older builds stored, while there is something
-
-
 MOST_BACK = 10_000  # messages that wait to be erased again; beyond these, all notes are looked at
 TOGETHER_S = 0.5  # within which routers begin to erase the same message; those that come later find it gone
 ERASE_AGAIN_S = 5.0  # after a failure
@@ -62,7 +59,6 @@ class Deletion:
             tasks.spawn(self._answer(message), name="delete")
 
         await self._bus.nc.subscribe(self._bus.subjects.erase, queue="router", cb=asked)
-        tasks.spawn(self._delete_earlier_until_gone(), name="delete-earlier")
         self._bus.on_reconnect.append(self._reconnected)
         tasks.spawn(self._erase_again_forever(), name="erase-again")
 
@@ -147,9 +143,6 @@ class Deletion:
         for stream, sequences in note.messages.items():
             for seq in sequences:
                 await self._erase_if_there(stream, seq, request)
-        tokens = subjects.stream("TOKENS")
-        async for entry in read(bus, tokens, subjects.tokens_of(request)):
-            await self._erase_found(tokens, entry.seq, request)
         records = subjects.stream("DONE")
         record = await get_last(bus, records, note.record)
         if record is not None:
@@ -170,37 +163,3 @@ class Deletion:
     async def _erase_found(self, stream: str, seq: int, request: str) -> None:
         await self._eraser.erase(stream, seq)
         log.info("deleted_request_erased_again", request=request, stream=stream, seq=seq)
-
-    # --- requests with no_store of builds that stored them in the clear, and erased them after their end ---
-
-    async def _delete_earlier_until_gone(self) -> None:
-        while True:
-            try:
-                if not await self.delete_earlier():
-                    return
-            except (ServingError, NatsError, OSError, TimeoutError) as error:
-                log.warning("earlier_requests_not_deleted", error=str(error) or repr(error))
-            await asyncio.sleep(EARLIER_S * random.uniform(0.5, 1.0))  # all routers look
-
-    async def delete_earlier(self) -> int:
-        """Erase those that have ended; returns how many are left.
-
-        Raises:
-            ServingError: the log cannot be read, or a message was not erased.
-        """
-        bus, subjects = self._bus, self._bus.subjects
-        stored = read(bus, subjects.stream("REQUESTS"), subjects.to_be_erased)
-        names = {request_of(entry.headers) async for entry in stored}
-        media = f"OBJ_{subjects.bucket('media')}"
-        if names:
-            async for entry in read(bus, media, f"$O.{subjects.bucket('media')}.C.private.>"):
-                await self._eraser.erase(media, entry.seq)
-        left = 0
-        for name in sorted(names):
-            ended = await find_ended(bus, name)
-            if ended is None:
-                left += 1
-            else:
-                await forget_content(bus, [ended], self._eraser.erase)
-                log.info("earlier_request_deleted", request=name)
-        return left

@@ -109,7 +109,6 @@ def routing_request(
         processors=pending.processors,
         revision=revision,
         tokenizer=request.tokenizer,
-        in_memory=request.in_memory,
     )
 
 
@@ -140,7 +139,6 @@ def lane(pending: PendingRequest, local_prefill_tokens: int) -> str:
         (
             *parts,
             *sorted(pending.processors),
-            *(["no_store"] if request.in_memory else ()),
             *([pending.suspect] if pending.suspect else ()),
         )
     )

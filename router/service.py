@@ -274,7 +274,7 @@ class Router:
     def _misses_content(self, pending: PendingRequest) -> bool:
         """Whether a broker without a cluster has just restarted, and this request is from before."""
         request = pending.request
-        if not request.in_memory or not self._memory.settling:
+        if not request.no_store or not self._memory.settling:
             return False
         return self._memory.misses(stored_ns(pending.reply)) if pending.reply else self._misses_output(request.id)
 
@@ -355,7 +355,7 @@ class Router:
         self._decider.sent(request, decision.route)
         try:
             body, part = await self._encode(request, job, now_ns)
-            if request.in_memory and (worker := self.cluster.tracker.worker(first.worker)) is not None and worker.inbox:
+            if request.no_store and (worker := self.cluster.tracker.worker(first.worker)) is not None and worker.inbox:
                 memory.send_content(self._bus, request, worker.inbox)
             room = self._bus.max_message - len(body)  # the server counts headers, too, and closes the link beyond it
             keys_needed = self.intake.part(request.model).routers > 1 and sends_keys(load, len(keys), room)
@@ -392,7 +392,7 @@ class Router:
         Raises:
             ServingError: body_too_large.
         """
-        if not (request.in_memory and contents.has_content(job)):
+        if not (request.no_store and contents.has_content(job)):
             return wire.encode(job), ""
         part = contents.part_of(job.attempt)
         stored = await memory.put(self._bus, self._publisher, request, part, wire.encode(job), now_ns=now_ns)

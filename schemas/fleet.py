@@ -100,11 +100,8 @@ class Registration(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     max_batched_tokens: int = 0  # per step, on each rank; 0: unknown
     tokenizer: str = ""  # digest of the tokenizer; "": an older build, or no tokenizer
     silent_cache: bool = False  # reuses KV across requests without ``kv_events``: routers predict what it caches
-    no_store: bool = False  # of older builds: takes requests whose output goes to a subject of its own
     embedder: Embedder | None = None  # of role "embed"
     pair_only: bool = False  # a prefill or decode worker whose engine cannot compute the other stage
-    private_media: bool = False  # of older builds: reads media that are stored for one request
-    memory: bool = False  # takes requests whose content and output are in memory storage; False: an older build
     ignored_options: tuple[str, ...] = ()  # of clients that its engine does not apply; answers name them
     device: str = ""  # what it computes on, as in "2x NVIDIA H100 80GB HBM3"; "": unknown
     inbox: str = ""  # subjects below it, by request: where contents of its jobs may be sent; "": it asks for them

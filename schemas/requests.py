@@ -192,14 +192,13 @@ class GenerateRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     tenant: str = "default"
     form: str = ""  # how the NATS API answers: "stream", "stream+usage"; "": in one message
     client_request_id: str = ""  # the client's own id for it
-    no_store: bool = False  # its prompt and answer are not kept
+    no_store: bool = False  # its content and output never reach a disk: they are in memory storage until it has ended
     session: str = ""  # name of the conversation it belongs to, a hint for routing
     client_body: bytes = b""  # JSON: what the answer repeats of the client's body, or a later request continues
     constraint: Constraint | None = None  # None: the output is free; else ``sampling.logits_processors`` has CONSTRAINT
     embedding: Embedding | None = None  # a request for vectors: stop and sampling are ignored
     repeats_poison: bool = False  # the first repeat of a request that crashed every worker: it runs alone
     shown: Shown = TEXT_ONLY
-    in_memory: bool = False  # with ``no_store``: content and output never reach a disk; False: of an older build
     prompt_length: int = 0  # tokens of the prompt, where that is left out (``schemas.contents.without_content``)
     watched: bool = False  # others of its tenant crashed every worker within an hour: after one crash it runs alone
 
@@ -216,13 +215,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def token_address(self) -> str:
-        """Where its output goes, for ``Subjects.tokens``: its gateway's id, with ``no_store`` in memory storage.
-
-        Older builds gave each request with ``no_store`` a subject of its own, which was erased.
-        """
-        if self.in_memory:
-            return f"{MEMORY}.{self.gateway}"
-        return f"{self.gateway}.{self.id}" if self.no_store else self.gateway
+        """Where its output goes, for ``Subjects.tokens``: its gateway's id, with ``no_store`` in memory storage."""
+        return f"{MEMORY}.{self.gateway}" if self.no_store else self.gateway
 
 
 decode = decoder(GenerateRequest)

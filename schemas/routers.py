@@ -65,8 +65,6 @@ class Member(msgspec.Struct, frozen=True, omit_defaults=True):
         models: that it owns, as subject tokens.
         shares: of these, whose requests all routers place, because there are too many for one.
         server, connection: id of the server that it is connected to, and of its connection there.
-        no_store, private_media: of older builds: it erases requests that are not to be stored, and their media.
-        memory: it knows requests whose content is in memory storage; False: an older build.
         held: what it holds, of each class of which it holds something; for operators, no router reads it.
         queued: what it holds, by model; gateways count their queues by it.
         lost: workers that lost their lease lately, those that did most often first; for operators, too.
@@ -78,10 +76,7 @@ class Member(msgspec.Struct, frozen=True, omit_defaults=True):
     server: str = ""
     connection: int = 0
     shares: tuple[str, ...] = ()
-    no_store: bool = False
-    private_media: bool = False
     held: tuple[HeldByTenant, ...] = ()
-    memory: bool = False
     lost: tuple[LostLeases, ...] = ()
     queued: HeldByModel = HeldByModel()
 

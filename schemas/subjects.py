@@ -42,7 +42,6 @@ HEADER_LAST_ON_SUBJECT = "Nats-Expected-Last-Subject-Sequence"
 DEFAULT_TENANT = "default"
 
 
-NO_STORE = "no_store"  # in older builds, the shard of all requests that are erased after their end
 MEMORY = "memory"  # begins the subjects, and the token addresses, of what lies in memory storage
 KEPT = "kept"  # appended to a job's message id in the id of its copy
 
@@ -112,44 +111,16 @@ class Subjects:
         """Where the gateway publishes what should arrive at ``subject`` in the tenant's account."""
         return f"{self.namespace}.to.{tenant}.{subject}"
 
-    def request(self, model: str, priority: str, request: str = "", *, no_store: bool = False) -> str:
-        """An accepted request; with its id, in that id's shard, or in the one of requests that are erased.
+    def request(self, model: str, priority: str, request: str) -> str:
+        """An accepted request, in the shard of its id.
 
-        Releases up to 0.1 have no shards. A few thousand shards cost the server nothing; a subject per request would
-        cost it 250 bytes each, for a day.
+        A few thousand shards cost the server nothing; a subject per request would cost it 250 bytes each, for a day.
         """
-        subject = f"{self.namespace}.request.{token(model)}.{priority}"
-        if no_store:
-            return f"{subject}.{NO_STORE}"
-        return f"{subject}.{_shard(request)}" if request else subject
+        return f"{self.namespace}.request.{token(model)}.{priority}.{_shard(request)}"
 
     def shard_of(self, request: str) -> str:
         """All requests in the shard of this one."""
         return f"{self.namespace}.request.*.*.{_shard(request)}"
-
-    @property
-    def to_be_erased(self) -> str:
-        """All requests that are erased after their end: those that are stored were not erased yet."""
-        return f"{self.namespace}.request.*.*.{NO_STORE}"
-
-    @property
-    def erased(self) -> str:
-        """The remains of erased requests, for lists. No router takes them."""
-        return f"{self.namespace}.request.erased"
-
-    def is_sharded(self, wanted: str) -> bool:
-        """Whether a filter of REQUESTS is about shards."""
-        return wanted.count(".") == self.shard_of("").count(".")
-
-    @property
-    def unsharded(self) -> str:
-        """All requests that releases up to 0.1 accepted."""
-        return f"{self.namespace}.request.*.*"
-
-    @property
-    def tokens_apart(self) -> str:
-        """The output of all requests that have a token subject of their own."""
-        return f"{self.namespace}.tokens.*.*"
 
     def work(self, role: str, worker: str) -> str:
         return f"{self.namespace}.work.{role}.{worker}"
@@ -181,10 +152,6 @@ class Subjects:
         """
         return f"{self.namespace}.{MEMORY}.contents.{gateway}.{request}.{part}"
 
-    def tokens_of(self, request: str) -> str:
-        """The output of a request that has a token subject of its own, for whichever gateway."""
-        return f"{self.namespace}.tokens.*.{token(request)}"
-
     def done(self, tenant: str, model: str, request: str) -> str:
         """The terminal event of one request: its only message there, ever."""
         return f"{self.namespace}.done.{token(tenant)}.{token(model)}.{token(request)}"
@@ -192,10 +159,6 @@ class Subjects:
     def done_of(self, request: str) -> str:
         """The terminal event of a request, of any tenant and model."""
         return f"{self.namespace}.done.*.*.{token(request)}"
-
-    def done_together(self, model: str) -> str:
-        """Where releases up to 0.1 put the terminal events of all requests for a model."""
-        return f"{self.namespace}.done.{token(model)}"
 
     def returned(self, model: str) -> str:
         return f"{self.namespace}.returned.{token(model)}"

@@ -214,7 +214,7 @@ class DisaggCoordinator:
             ServingError: it could not be put there.
         """
         request, body = running.request, wire.encode(message)
-        if not (request.in_memory and contents.has_content(message)):
+        if not (request.no_store and contents.has_content(message)):
             return body, ""
         part = contents.part_of(running.attempt, running.route[0].role)
         stored = await memory.put(

@@ -239,7 +239,6 @@ class EmbeddingRunner:
             name=settings.name,
             connection=model.connection,
             max_batched_tokens=settings.max_batched_tokens,
-            memory=True,
             embedder=self._engine.embedder,
         )
 

@@ -221,7 +221,7 @@ class PipelineRunner:
         extension = "jpg" if file_format == "jpeg" else file_format
         name = f"{request.id}-{run.running.attempt}-{index}.{extension}"
         left_s = max(1.0, (request.deadline_ns - self._context.bus.clock.now_ns()) / 1e9)
-        if request.in_memory:
+        if request.no_store:
             context = self._context
             await put_file(
                 context.bus, context.publisher, request.gateway, request.id, name, output.data, keep_s=left_s
@@ -308,7 +308,6 @@ class PipelineRunner:
             name=settings.name,
             connection=model.connection,
             diffusion=self._engine.diffuser,
-            memory=True,
         )
 
     # --- upkeep and control ---

@@ -172,7 +172,7 @@ class WorkerSession:
         """A job with all that belongs to it; None: its content has to be read, since the router could not have it sent
         here before."""
         request = received.request
-        if not request.in_memory:
+        if not request.no_store:
             return received
         data = self._contents.take(request.id)
         if data is None or len(_part_names(received)) > 1 or request.id in self._restoring:
@@ -380,7 +380,7 @@ class WorkerSession:
     def _uses_memory(self) -> bool:
         """Whether a request without a stored content runs, or has run since the last call."""
         used, self._used_memory = self._used_memory, False
-        return used or any(running.request.in_memory for running in self._requests.running.values())
+        return used or any(running.request.no_store for running in self._requests.running.values())
 
     async def _on_memory_replaced(self) -> None:
         """What was sent to a stream that somebody has deleted was lost: it is sent again, as after a reconnect."""

@@ -314,7 +314,6 @@ class TokenRunner:
             max_batched_tokens=info.max_batched_tokens,
             tokenizer=model.tokenizer,
             silent_cache=settings.prefix_cache and not kv_events and settings.role != "encode" and not info.pair_only,
-            memory=True,
             pair_only=info.pair_only,
             ignored_options=info.ignored_options,
             device=self._context.metrics.device,

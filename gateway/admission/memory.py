@@ -1,4 +1,4 @@
-"""Whether requests with ``no_store`` can be taken: every router and worker knows memory storage, and it has room."""
+"""Whether requests with ``no_store`` can be taken: memory storage has room for them."""
 
 import asyncio
 import math
@@ -6,19 +6,13 @@ import time
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-import msgspec
-
 from gateway.log.inflight import InflightRequest
 from infra.bus.connection import Bus
-from infra.bus.direct_get import read
 from infra.bus.memory import Fill, MemoryStreams
-from schemas import routers
 from schemas.errors import Code, ServingError
-from schemas.fleet import Registration
 from schemas.requests import GenerateRequest
-from schemas.routers import LEASE_S
 
-LOOK_S = 0.5  # how old leases and sizes may be before some request looks again
+LOOK_S = 0.5  # how old sizes may be before some request looks again
 TRUST_S = 1.0  # and while it looks, for the others
 FULL = 0.9  # of a stream, together with what is still to come of this gateway's open requests
 # What a token takes at most: a batch of its own, with its headers and the server's own bytes. Few are alone in one.
@@ -37,10 +31,9 @@ def _room(fill: Fill) -> _Room:
 
 
 class MemoryCheck:
-    """Looks at leases and sizes twice a second at most, and only for requests with ``no_store``.
+    """Looks at sizes twice a second at most, and only for requests with ``no_store``.
 
     Args:
-        workers: all that are registered.
         open_: this gateway's open requests with ``no_store``.
     """
 
@@ -48,12 +41,10 @@ class MemoryCheck:
         self,
         bus: Bus,
         streams: MemoryStreams,
-        workers: Callable[[], Iterable[Registration]],
         open_: Callable[[], Iterable[InflightRequest]],
     ) -> None:
         self._bus = bus
         self._streams = streams
-        self._workers = workers
         self._open = open_
         self._looking = asyncio.Lock()
         self._looked = -math.inf  # monotonic
@@ -67,8 +58,7 @@ class MemoryCheck:
         Args:
             size: bytes of its content.
         Raises:
-            ServingError: unsupported: a process or the broker is of an earlier release; broker_unavailable, also if
-                memory storage has no room for it.
+            ServingError: broker_unavailable, also if memory storage has no room for it; unsupported: there is none.
         """
         age = time.monotonic() - self._looked
         if age >= (TRUST_S if self._looking.locked() else LOOK_S):
@@ -91,7 +81,6 @@ class MemoryCheck:
                 return
             began = time.monotonic()
             try:
-                await self._check_support()
                 self._contents, self._tokens = map(_room, await self._streams.fill())
             except Exception as error:
                 self._failed = time.monotonic(), error
@@ -110,23 +99,6 @@ class MemoryCheck:
             retry_after=1.0,
         )
 
-    async def _check_support(self) -> None:
-        for registration in self._workers():
-            if not registration.memory:
-                raise _unsupported(f"worker {registration.worker} is of an earlier release; update it first")
-        bucket = self._bus.subjects.bucket("routers")
-        oldest_ns = self._bus.clock.now_ns() - int((LEASE_S + TRUST_S) * 1e9)
-        async for entry in read(self._bus, f"KV_{bucket}", f"$KV.{bucket}.>"):
-            if not entry.data or "KV-Operation" in entry.headers or entry.time_ns < oldest_ns:
-                continue
-            try:
-                supported = routers.decode(entry.data).memory
-            except msgspec.MsgspecError:
-                supported = False
-            if not supported:
-                name = entry.subject.rpartition(".")[2]
-                raise _unsupported(f"router {name} is of an earlier release; update it first")
-
 
 def _size(count: int) -> str:
     """Bytes as people read them; less than a unit is no 0."""
@@ -142,7 +114,3 @@ def reserved_bytes(request: GenerateRequest) -> int:
     token = TOKEN_BYTES + (0 if sampling.logprobs is None else LOGPROB_BYTES * (2 + sampling.logprobs))
     scored = 0 if sampling.prompt_logprobs is None else LOGPROB_BYTES * (2 + sampling.prompt_logprobs)
     return min(request.n * request.stop.max_tokens * token + request.prompt_tokens * scored, MOST_RESERVED)
-
-
-def _unsupported(why: str) -> ServingError:
-    return ServingError(Code.unsupported, f"no_store cannot be kept: {why}", param="no_store")

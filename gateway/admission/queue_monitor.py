@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Mapping
 
 import msgspec
 import structlog
-from nats.js.api import ConsumerConfig
 from nats.js.errors import NotFoundError
 
 from gateway.admission.log_capacity import LogCapacity
@@ -52,7 +51,6 @@ class QueueMonitor:
         self.has_routers = False
         self.lacks_consumer = ""
         self.hurried = False
-        self.sharded = True
         self._bus = bus
         self._metrics = metrics
         self._readers = readers
@@ -98,7 +96,6 @@ class QueueMonitor:
             self._delivered[name] = delivered
         self._queues.polled(queued, before)
         self.has_routers = has_routers
-        self.sharded = all(any(map(subjects.is_sharded, _filters(info.config))) for info in consumers)
         await self._count_models()
         unended = ((r.request.tenant, len(r.request.prompt)) for r in self._readers() if not r.ended)
         await self._log_capacity.refresh(consumers, unended)
@@ -178,7 +175,3 @@ class QueueMonitor:
     def _unstarted(self, priority: Priority) -> int:
         """Open requests of a class that no worker has started."""
         return sum(each.fold.attempt < 0 and each.request.priority is priority for each in self._readers())
-
-
-def _filters(config: ConsumerConfig) -> list[str]:
-    return config.filter_subjects or [config.filter_subject or ""]

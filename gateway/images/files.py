@@ -33,7 +33,7 @@ async def read_file(gateway: Gateway, name: str, request: GenerateRequest | None
     Raises:
         ServingError: the file does not exist or has expired, is too large, or the broker does not answer.
     """
-    if request is not None and request.in_memory:
+    if request is not None and request.no_store:
         data = await get_file(gateway.bus, request.gateway, request.id, name)
         if data is None:
             raise _not_found(name)

@@ -67,7 +67,7 @@ class RequestLookup:
             raise unknown(request_id)
         if record is not None and request is not None and is_whole(record) and "prompt" not in record.left_out:
             return StoredRequest(request, record)
-        if request is not None and request.in_memory:
+        if request is not None and request.no_store:
             return StoredRequest(await self._with_content(request, record), record)
         # The rest is read from the log, where the stored request says from when on.
         try:
@@ -75,14 +75,12 @@ class RequestLookup:
         except ServingError as error:
             if error.code is not Code.request_not_found or record is None or request is None:
                 raise
-            if request.no_store:
-                raise erased(request_id) from None
             if "prompt" in record.left_out:  # only its length is recorded
                 request = msgspec.structs.replace(request, prompt=bytes(4 * record.usage.prompt))
             return StoredRequest(request, record)
-        if whole.in_memory:
+        if whole.no_store:
             return StoredRequest(await self._with_content(whole, record), record)
-        return StoredRequest(whole, record or await self._records.find_unrecorded(whole))
+        return StoredRequest(whole, record)
 
     async def _with_content(self, request: GenerateRequest, record: done.Done | None) -> GenerateRequest:
         """

@@ -9,11 +9,9 @@ import msgspec
 import structlog
 
 from infra.bus.connection import Bus
-from infra.bus.direct_get import get_last, get_last_of, read
+from infra.bus.direct_get import get_last, get_last_of
 from schemas import done
 from schemas.requests import GenerateRequest
-from schemas.streams import CLOCK_SKEW_NS
-from schemas.subjects import HEADER_MSG_ID
 
 log = structlog.get_logger("gateway")
 
@@ -51,18 +49,6 @@ class Records:
         events = [_decoded(entry.data) for entry in await get_last_of(self._bus, self._stream, subjects)]
         return [event for event in events if event is not None]
 
-    async def find_unrecorded(self, request: GenerateRequest) -> done.Done | None:
-        """A terminal event of a release up to 0.1, which put all those of a model under one subject.
-
-        Raises:
-            ServingError: the log did not answer.
-        """
-        subject = self._bus.subjects.done_together(request.model)
-        async for entry in read(self._bus, self._stream, subject, since_ns=request.created_ns - CLOCK_SKEW_NS):
-            if entry.headers.get(HEADER_MSG_ID) == request.id:
-                return _decoded(entry.data)
-        return None
-
 
 def has_output(record: done.Done) -> bool:
     """Whether the record has the output's tokens."""
@@ -70,7 +56,7 @@ def has_output(record: done.Done) -> bool:
 
 
 def is_whole(record: done.Done) -> bool:
-    """Whether everything that the answer shows is in the record; not so in those of releases up to 0.1."""
+    """Whether everything that the answer shows is in the record."""
     return bool(record.submitted) and not {"tokens", "logprobs", "scores", "message"} & set(record.left_out)
 
 

@@ -187,14 +187,13 @@ def _router(s: Subjects) -> tuple[Right, ...]:
         _reads(*(stream.name for stream in memory_streams(s))),
         Right("ask workers for their blocks, and cancel", (s.all("ctl"), s.cancel), (s.cancel,)),
         Right("fence a dead worker", (f"$KV.{s.bucket('workers')}.*",)),
-        Right("delete requests that gateways ask for, and what older builds stored of those with no_store",
-              (*(f"$JS.API.STREAM.MSG.DELETE.{s.stream(n)}" for n in ("REQUESTS", "WORK", "TOKENS", "DONE")),
-               f"$JS.API.STREAM.MSG.DELETE.OBJ_{s.bucket('media')}"),
+        Right("delete requests that gateways ask for",
+              tuple(f"$JS.API.STREAM.MSG.DELETE.{s.stream(n)}" for n in ("REQUESTS", "WORK", "DONE")),
               (s.erase,)),
         Right("note which requests are deleted", (f"$KV.{s.bucket('deleted')}.*",)),
         Right("follow the log", (), (s.all("live"),)),
         _reads(*(s.stream(name) for name in ("REQUESTS", "WORK", "TOKENS", "KV", "DONE"))),
-        _reads(*_buckets(s, "workers", "routers", "tenants", "deleted"), f"OBJ_{s.bucket('media')}"),
+        _reads(*_buckets(s, "workers", "routers", "tenants", "deleted")),
         _stores(s.bucket("snapshots")),
     )  # fmt: skip
 

@@ -46,7 +46,7 @@ class Ended(NamedTuple):
     Attributes:
         subject: of its record.
         ended_ns: Unix time.
-        apart: made with no_store: it has no content, or, of an older build, tokens in messages of their own.
+        apart: made with no_store: its content and its tokens are in memory storage only.
     """
 
     id: str
@@ -88,21 +88,12 @@ async def forget_messages(bus: Bus, ended: Sequence[Ended], delete: Delete) -> i
         stored += [_Stored(stream, entry.seq, each.id) async for entry in read(bus, stream, each.subject)]
     notes = {each.id: Deletion(each.subject, {}) for each in ended}
     for message in stored:
-        if message.stream != bus.subjects.stream("TOKENS"):  # there may be thousands, and their subject is enough
-            sequences = notes[message.request].messages
-            sequences[message.stream] = (*sequences.get(message.stream, ()), message.seq)
+        sequences = notes[message.request].messages
+        sequences[message.stream] = (*sequences.get(message.stream, ()), message.seq)
     for request, deletion in notes.items():
         if not await _note(bus, request, deletion):
             log.warning("deletions_not_noted", action="run `penstock streams apply`")
             break
-    for message in stored:
-        await delete(message.stream, message.seq)
-    return len(stored)
-
-
-async def forget_content(bus: Bus, ended: Sequence[Ended], delete: Delete) -> int:
-    """Delete the jobs and requests of these, not their records; returns and raises as ``forget_messages``."""
-    stored = await _find_content(bus, ended)
     for message in stored:
         await delete(message.stream, message.seq)
     return len(stored)
@@ -117,23 +108,13 @@ async def _find_content(bus: Bus, ended: Sequence[Ended]) -> list[_Stored]:
     for name, kind in (("WORK", "work"), ("REQUESTS", "request")):
         stream = bus.subjects.stream(name)
         subject = bus.subjects.all(kind)
-        if kind == "request" and len(ended) == 1 and not ended[0].apart:
+        if kind == "request" and len(ended) == 1:
             subject = bus.subjects.shard_of(ended[0].id)
         async for entry in read(bus, stream, subject, since_ns=since_ns, batch=BATCH):
             if entry.time_ns > ended_ns + CLOCK_SKEW_NS:
                 break
-            if entry.subject == bus.subjects.erased:
-                continue
             if (request := request_of(entry.headers)) in ids:
                 found.append(_Stored(stream, entry.seq, request))
-    # What older builds stored of requests with no_store: tokens apart, after their erasure an entry for lists.
-    stream = bus.subjects.stream("TOKENS")
-    for each in ids:
-        found += [_Stored(stream, entry.seq, each) async for entry in read(bus, stream, bus.subjects.tokens_of(each))]
-    stream = bus.subjects.stream("REQUESTS")
-    async for entry in read(bus, stream, bus.subjects.erased, since_ns=since_ns):
-        if (request := request_of(entry.headers)) in ids:
-            found.append(_Stored(stream, entry.seq, request))
     return found
 
 

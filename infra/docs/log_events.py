@@ -246,8 +246,6 @@ MEANINGS = {
     "drain_cut_short": "the worker was asked not to wait for its requests",
     "drain_timeout": "requests were left at the end of `--drain-s` and go to other workers",
     "draining": "the worker takes no new requests and finishes its own",
-    "earlier_request_deleted": "what an earlier build had stored of a `no_store` request was erased",
-    "earlier_requests_not_deleted": "erasing what earlier builds stored of `no_store` requests failed; tried again",
     "engine_argument": "an engine argument is wrong or slow, by the rules of `penstock recipe check`",
     "engine_argument_dropped": "the installed engine does not know an argument",
     "engine_dead": "the engine's processes have ended; the worker ends, too",

@@ -47,8 +47,6 @@ async def read_timeline(bus: Readable, request_id: str, *, with_tokens: bool = F
     if request is None:
         raise ValueError(f"no request {request_id} in the log; requests are kept for a day, their records for a week")
     timeline.add_request(request)
-    if last is None:
-        last = await _end_up_to_0_1(bus, request, since)
     if last is not None:
         timeline.add_end(done.decode(last.data), last.time_ns)
     # By the broker's clock, not by the worker's, as is what lies between.
@@ -119,22 +117,10 @@ async def _request(bus: Readable, timeline: RequestTimeline, since: int, last: E
     async for entry in _window(bus, "REQUESTS", EVERYTHING, near, near + 3 * NEAR_NS):
         if entry.headers.get(HEADER_MSG_ID) == request_id and _is_intact(bus, timeline, "REQUESTS", entry):
             return requests.decode(entry.data)
-    for subject in (subjects.shard_of(request_id), subjects.to_be_erased, subjects.unsharded):
-        async for entry in read(bus, subjects.stream("REQUESTS"), subject, since_ns=since):
-            if entry.headers.get(HEADER_MSG_ID) == request_id and _is_intact(bus, timeline, "REQUESTS", entry):
-                return requests.decode(entry.data)
+    async for entry in read(bus, subjects.stream("REQUESTS"), subjects.shard_of(request_id), since_ns=since):
+        if entry.headers.get(HEADER_MSG_ID) == request_id and _is_intact(bus, timeline, "REQUESTS", entry):
+            return requests.decode(entry.data)
     return done.request_of(event) if isinstance(event, done.Done) else None
-
-
-async def _end_up_to_0_1(bus: Readable, request: GenerateRequest, since: int) -> Entry | None:
-    """The terminal event as releases up to 0.1 stored it. None: the request still runs."""
-    subjects = bus.subjects
-    if await get_last(bus, subjects.stream("DONE"), subjects.done_together(request.model)) is None:
-        return None
-    async for entry in read(bus, subjects.stream("DONE"), subjects.done_together(request.model), since_ns=since):
-        if entry.headers.get(HEADER_MSG_ID) == request.id:
-            return entry
-    return None
 
 
 async def _add_returns(bus: Readable, timeline: RequestTimeline, since: int, until_ns: int) -> None:

@@ -237,7 +237,7 @@ class Membership:
         nc = self._bus.nc
         models = tuple(sorted(self._own - {REST}))
         server, shares = self._bus.server, models if self._shares else ()
-        return Member(self._id, self._since_ns, models, server, int(nc.client_id), shares, memory=True)
+        return Member(self._id, self._since_ns, models, server, int(nc.client_id), shares)
 
     # The table
 

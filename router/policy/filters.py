@@ -28,7 +28,6 @@ _PERMANENT = {
         "no worker applies structured output: install penstock[structured] where native and mock workers run",
     ),
     "encode_only": (Code.invalid_request, "the named worker only encodes media"),
-    "stores_output": (Code.unsupported, "no worker of this build: earlier ones store the answers of many together"),
     "unknown_worker": (Code.invalid_request, "the named worker is not registered"),
     "pair_only": (Code.invalid_request, "the named worker runs requests only together with another one; name none"),
     "worker_not_named": (Code.invalid_request, "routing mode direct requires a worker name in the request"),
@@ -62,8 +61,6 @@ def rejection(request: RoutingRequest, target: RoutingTarget, requirement: Requi
         return "other_revision"
     if not reads(registration, request.tokenizer):
         return "other_tokenizer"
-    if request.in_memory and not registration.memory:
-        return "stores_output"
     if request.output or registration.role in APART:
         return _rejection_apart(request, target)
     if registration.role == ENCODE:

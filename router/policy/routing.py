@@ -51,7 +51,6 @@ class RoutingRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     revision: str | None = None  # of the model; None: any
     tokenizer: str = ""  # digest of the tokenizer that encoded the prompt
     shared_blocks: int = 0  # leading ones that many prompts begin with (``placement.shared_prefixes``)
-    in_memory: bool = False  # its worker must know memory storage
     session: tuple[TargetId, ...] = ()  # targets of its session's last request (``placement.sessions``)
 
     def names(self, registration: Registration) -> bool:

@@ -9,7 +9,6 @@ import shutil
 import stat
 import subprocess
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -121,7 +120,7 @@ async def ready(broker: EmbeddedNats, nc: Client) -> EmbeddedNats:
 @pytest.mark.parametrize(
     ("role", "subject"),
     [
-        ("worker", S.request("m", "standard")),
+        ("worker", S.request("m", "standard", "r")),
         ("worker", S.work("encode", "other")),
         ("worker", S.submit("m", "default")),
         ("worker", "$JS.API.STREAM.DELETE.ps_TOKENS"),
@@ -135,7 +134,7 @@ async def ready(broker: EmbeddedNats, nc: Client) -> EmbeddedNats:
         ("router", S.kv("m", "w")),
         ("router", S.submit("m", "default")),
         ("router", "$JS.API.STREAM.PURGE.ps_REQUESTS"),
-        ("client", S.request("m", "standard")),
+        ("client", S.request("m", "standard", "r")),
         ("client", S.tokens("g0")),
         ("client", "$JS.API.STREAM.INFO.ps_REQUESTS"),
         ("client", "$JS.API.DIRECT.GET.ps_TOKENS"),
@@ -154,10 +153,10 @@ async def test_a_role_cannot_publish_what_is_not_its_own(
 
 async def test_a_workers_request_is_not_stored(ready: EmbeddedNats, nc: Client, connect: Connect) -> None:
     worker = await connect(ready, "worker")
-    await worker.publish(S.request("m", "standard"), b"forged")
+    await worker.publish(S.request("m", "standard", "r"), b"forged")
     await round_trip(worker)
     with pytest.raises(NotFoundError):
-        await nc.jetstream().get_last_msg(S.stream("REQUESTS"), S.request("m", "standard"), direct=True)
+        await nc.jetstream().get_last_msg(S.stream("REQUESTS"), S.request("m", "standard", "r"), direct=True)
 
 
 @pytest.mark.parametrize(
@@ -312,21 +311,6 @@ async def test_applying_never_narrows_what_an_operator_widened(nc: Client, pipel
     assert f"{pipeline.namespace}.extra" in after.subjects
 
 
-async def test_a_consumer_of_an_earlier_release_goes_on_reading_what_its_gateways_publish(
-    nc: Client, subjects: Subjects
-) -> None:
-    wanted = topology(subjects)
-    routers = [spec for spec in wanted.consumers if spec.earlier]
-    assert routers
-    earlier = [replace(spec, filter_subjects=spec.earlier, earlier=()) for spec in routers]
-    await apply(nc, replace(wanted, consumers=(*earlier,)))
-    await apply(nc, wanted)
-    assert await apply(nc, wanted) == []
-    for spec in routers:
-        config = (await nc.jetstream().consumer_info(spec.stream, spec.name)).config
-        assert config.filter_subjects == [*spec.filter_subjects, *spec.earlier]
-
-
 async def test_a_new_consumer_has_one_filter(nc: Client, pipeline: Subjects) -> None:
     config = (await nc.jetstream().consumer_info(pipeline.stream("REQUESTS"), "router-batch")).config
     assert (config.filter_subject, config.filter_subjects) == (f"{pipeline.namespace}.request.*.batch.*", None)
@@ -334,7 +318,7 @@ async def test_a_new_consumer_has_one_filter(nc: Client, pipeline: Subjects) -> 
 
 async def test_applying_widens_and_says_what(nc: Client, pipeline: Subjects) -> None:
     js, name = nc.jetstream(), pipeline.stream("REQUESTS")
-    await js.publish(pipeline.request("m", "standard"), b"kept")
+    await js.publish(pipeline.request("m", "standard", "r"), b"kept")
     config = (await js.stream_info(name)).config
     await js.update_stream(config.evolve(max_bytes=1 << 20, allow_direct=False))
     assert await apply(nc, topology(pipeline)) == [f"updated {name}: allow_direct, max_bytes"]
@@ -431,14 +415,14 @@ async def test_a_killed_server_comes_back_on_the_same_port_with_its_messages(
     await server.start()
     client = await connect(server)
     await apply(client, topology(S))
-    await client.jetstream().publish(S.request("m", "standard"), b"kept")
+    await client.jetstream().publish(S.request("m", "standard", "r"), b"kept")
     port, pid = server.port, server.pid
     server.kill()
     assert server.pid is None
     await server.start()
     assert (server.port, server.pid != pid) == (port, True)
     await until(lambda: client.is_connected)
-    message = await client.jetstream().get_last_msg(S.stream("REQUESTS"), S.request("m", "standard"), direct=True)
+    message = await client.jetstream().get_last_msg(S.stream("REQUESTS"), S.request("m", "standard", "r"), direct=True)
     assert message.data == b"kept"
 
 

@@ -27,7 +27,7 @@ from schemas.requests import GenerateRequest
 from schemas.streams import topology
 from schemas.subjects import HEADER_MSG_ID, Subjects
 from tests.infra.bus.support import eventually
-from tests.infra.timeline.support import accept, assign, end
+from tests.infra.timeline.support import assign, end
 from tests.infra.timeline.tracing import samples
 from tests.router.support import Routing, routing
 from tests.workers.support import dial
@@ -240,21 +240,6 @@ async def test_what_should_have_expired_is_not_known_and_leaves_the_bucket(
 
     await until(empty)
     await deleted.stop()
-
-
-async def test_what_an_earlier_build_stored_in_the_clear_of_a_request_that_is_not_to_be_stored_is_erased_but_its_record(
-    bus: Bus, broker: EmbeddedNats
-) -> None:
-    request = await accept(bus, no_store=True)
-    await assign(bus, request)
-    await end(bus, request)
-    assert await stored(bus, request) == list(STREAMS)
-    async with routing(broker, bus.subjects):
-
-        async def only_the_record() -> bool:
-            return await stored(bus, request) == ["DONE"]
-
-        await until(only_the_record)
 
 
 def copy(broker: EmbeddedNats, subjects: Subjects, there: Path, *, back: bool = False) -> None:

@@ -97,13 +97,13 @@ async def test_after_a_lone_brokers_restart_only_requests_from_before_wait_for_t
 ) -> None:
     """Its memory streams are gone then, and each process declares them again."""
     monkeypatch.setattr(memory, "SETTLE_S", 3600.0)
-    before, stored, after = request(in_memory=True), request(), request(in_memory=True)
+    before, stored, after = request(no_store=True), request(), request(no_store=True)
     await clients.ask(before)
     await eventually(lambda: one.waiting == [before.id])
     for name in ("MEMORY_CONTENTS", "MEMORY_TOKENS"):
         assert await clients.bus.js.delete_stream(clients.bus.subjects.stream(name))
     await one.router._memory.declare(memory.DECLARE_S, again=True)
-    worker = await clients.stub("w1", memory=True)
+    worker = await clients.stub("w1")
     await one.knows("w1")
     for asked in (stored, after):
         await clients.ask(asked)
@@ -118,23 +118,20 @@ async def test_after_a_lone_brokers_restart_only_requests_from_before_wait_for_t
 
 
 async def test_the_content_of_a_request_is_sent_to_its_worker_beside_the_job(clients: Clients, one: Routing) -> None:
-    """To one of an earlier build, which has no inbox, it is not."""
     came: list[tuple[str, bytes]] = []
 
     async def note(message: Any) -> None:
         came.append((message.subject, message.data))
 
     await clients.bus.nc.subscribe("inbox.>", cb=note)
-    older, plain = request(in_memory=True, worker="w2"), request(worker="w1")
-    asked, lost = request(in_memory=True, worker="w1"), request(in_memory=True, worker="w1")
+    plain = request(worker="w1")
+    asked, lost = request(no_store=True, worker="w1"), request(no_store=True, worker="w1")
     subject = clients.bus.subjects.contents(asked.gateway, asked.id, contents.REQUEST)
     await clients.bus.js.publish(subject, b"what it says")
-    await clients.stub("w1", memory=True, inbox="inbox.w1")
-    await clients.stub("w2", memory=True)
+    await clients.stub("w1", inbox="inbox.w1")
     await one.knows("w1")
-    await one.knows("w2")
-    await clients.ask(older, plain, asked, lost)
-    for each in (older, plain, asked, lost):
+    await clients.ask(plain, asked, lost)
+    for each in (plain, asked, lost):
         assert (await clients.placed(each))[0] == each.worker
     await eventually(lambda: len(came) == 2)
     assert sorted(came) == sorted([(f"inbox.w1.{asked.id}", b"what it says"), (f"inbox.w1.{lost.id}", b"")])

@@ -323,15 +323,9 @@ SAMPLES: dict[str, tuple[Any, Callable[[bytes], Any]]] = {
         routers.Member("router-2", 1, lost=(routers.LostLeases("worker-1", "aggregated", "tiny", 0, 7, 2),)),
         routers.decode,
     ),
-    "router_that_erases": (routers.Member("router-2", 1, no_store=True), routers.decode),
     "router_that_holds": (
         routers.Member("router-2", 1, held=(routers.HeldByTenant("batch", (("acme", 3), ("ann", 1)), 2),)),
         routers.decode,
-    ),
-    "router_that_erases_media": (routers.Member("router-2", 1, no_store=True, private_media=True), routers.decode),
-    "registration_that_reads_private_media": (
-        fleet.Registration("w-1", "tiny", "decode", "native", 5, 16, 100, 8, 4096, no_store=True, private_media=True),
-        fleet.decode,
     ),
     "request_with_private_media": (
         msgspec.structs.replace(
@@ -352,22 +346,13 @@ SAMPLES: dict[str, tuple[Any, Callable[[bytes], Any]]] = {
         ),
         requests.decode,
     ),
-    "router_that_knows_memory_storage": (routers.Member("router-2", 1, memory=True), routers.decode),
-    "registration_that_knows_memory_storage": (
-        fleet.Registration("w-1", "tiny", "decode", "native", 5, 16, 100, 8, 4096, memory=True),
-        fleet.decode,
-    ),
     "registration_with_an_inbox": (
-        fleet.Registration("w-1", "tiny", "decode", "native", 5, 16, 100, 8, 4096, memory=True, inbox="_INBOX.a"),
+        fleet.Registration("w-1", "tiny", "decode", "native", 5, 16, 100, 8, 4096, inbox="_INBOX.a"),
         fleet.decode,
     ),
     "request_without_content": (
-        contents.without_content(msgspec.structs.replace(REQUEST, no_store=True, in_memory=True), bytes(32)),
+        contents.without_content(msgspec.structs.replace(REQUEST, no_store=True), bytes(32)),
         requests.decode,
-    ),
-    "registration_that_takes_no_store": (
-        fleet.Registration("w-1", "tiny", "decode", "native", 5, 16, 100, 8, 4096, no_store=True),
-        fleet.decode,
     ),
     "registration_with_ignored_options": (
         fleet.Registration("w", "tiny", "decode", "trtllm", 1, 32, 100, 8, 4096, ignored_options=("seed",)),

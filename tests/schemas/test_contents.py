@@ -32,7 +32,6 @@ def whole_request() -> GenerateRequest:
     return samples.request(
         Trace("", f"vendor={SECRET}"),
         no_store=True,
-        in_memory=True,
         prompt=pack_tokens([TOKEN, TOKEN]),
         stop=Stop(9, token_ids=(TOKEN,), strings=(SECRET,)),
         sampling=Sampling(logit_bias={TOKEN: 1.0}, logits_processors=(LogitsProcessor("p", SAID),)),

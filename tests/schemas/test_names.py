@@ -284,11 +284,10 @@ def test_every_consumer_reads_what_its_stream_stores() -> None:
             assert any(overlap(wanted, subject) for subject in stream.subjects)
 
 
-@pytest.mark.parametrize("request_id", ["", "01932c07-a4b8-7000-8000-0123456789ab"])
-def test_each_class_of_requests_has_one_consumer_that_reads_it_with_and_without_shards(request_id: str) -> None:
+def test_each_class_of_requests_has_one_consumer_that_reads_it() -> None:
     for priority in Priority:
-        subject = TOPOLOGY.subjects.request("m", priority.value, request_id)
-        filters = [(c.name, wanted) for c in TOPOLOGY.consumers for wanted in (*c.filter_subjects, *c.earlier)]
+        subject = TOPOLOGY.subjects.request("m", priority.value, "01932c07-a4b8-7000-8000-0123456789ab")
+        filters = [(c.name, wanted) for c in TOPOLOGY.consumers for wanted in c.filter_subjects]
         readers = [name for name, wanted in filters if overlap(wanted, subject)]
         assert readers == [f"router-{priority.value}"]
 
@@ -297,8 +296,6 @@ def test_a_request_is_found_in_the_shard_that_its_id_names() -> None:
     s, request_id = TOPOLOGY.subjects, "01932c07-a4b8-7000-8000-0123456789ab"
     assert s.request("m", "batch", request_id) == "ps.request.m.batch.9ab"
     assert s.shard_of(request_id) == "ps.request.*.*.9ab"
-    assert s.is_sharded("ps.request.*.batch.*")
-    assert not s.is_sharded("ps.request.*.batch")
 
 
 def test_every_stream_is_bounded() -> None:

@@ -78,7 +78,7 @@ async def test_jobs_whose_contents_are_in_memory_storage_run_once_those_are_ther
 ) -> None:
     """Of jobs that arrive together, those whose contents are there wait for no other."""
     bus, prompts = log.bus, [list(range(5, 9)), list(range(20, 29)), list(range(40, 46)), list(range(60, 66))]
-    asked = [request(prompt, no_store=True, in_memory=True) for prompt in prompts]
+    asked = [request(prompt, no_store=True) for prompt in prompts]
     *prompt, late = asked
 
     async def put(each: GenerateRequest) -> None:
@@ -113,7 +113,7 @@ async def test_a_job_whose_content_was_sent_ahead_runs_without_asking_for_it(
     registered = log.registered(worker.id)
     assert registered is not None
     prompts = (list(range(5, 9)), list(range(20, 29)))
-    sent, mistaken = (request(prompt, no_store=True, in_memory=True) for prompt in prompts)
+    sent, mistaken = (request(prompt, no_store=True) for prompt in prompts)
     await bus.js.publish(bus.subjects.contents(mistaken.gateway, mistaken.id, contents.REQUEST), wire.encode(mistaken))
     for each in (sent, mistaken):
         await bus.nc.publish(f"{registered.inbox}.{each.id}", wire.encode(sent))

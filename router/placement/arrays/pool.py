@@ -115,7 +115,7 @@ class Pools:
     def __init__(self, tracker: LoadTracker) -> None:
         self._tracker = tracker
         self._version = -1
-        self._cache: dict[tuple[str, str | None, str, frozenset[str], bool], Pool | None] = {}
+        self._cache: dict[tuple[str, str | None, str, frozenset[str]], Pool | None] = {}
 
     def pool(self, request: RoutingRequest) -> Pool | None:
         """The pool of a request; None: it has to be decided in the general way (``aggregated``)."""
@@ -124,7 +124,7 @@ class Pools:
         if self._version != self._tracker.version or len(self._cache) > POOLS_CACHED:
             self._version = self._tracker.version
             self._cache.clear()
-        kind = (request.model, request.revision, request.tokenizer, request.processors, request.in_memory)
+        kind = (request.model, request.revision, request.tokenizer, request.processors)
         if kind not in self._cache:
             self._cache[kind] = self._made(request)
         return self._cache[kind]

@@ -195,8 +195,7 @@ async def test_a_request_that_wants_everything_has_it_when_it_is_attached(
 
 
 async def test_a_request_is_found_although_its_gateways_clock_is_minutes_off(bus: Bus) -> None:
-    tasks, publisher = Tasks("test"), Publisher(bus)
-    finder = RequestFinder(bus, tasks)
+    publisher, finder = Publisher(bus), RequestFinder(bus)
     await publisher.open()
     made = []
     for minutes in (-10, 10):
@@ -212,15 +211,13 @@ async def test_a_request_is_found_although_its_gateways_clock_is_minutes_off(bus
     with pytest.raises(ServingError, match="no request"):
         await finder.find(new_request_id(made_ns))
     await publisher.close()
-    await finder.close()
-    assert await tasks.aclose()
 
 
 async def test_a_stream_that_goes_on_elsewhere_begins_with_its_first_token_although_its_gateways_clock_is_ahead(
     bus: Bus, subscription: TokenSubscription
 ) -> None:
-    tasks, publisher, ahead_ns = Tasks("test"), Publisher(bus), time.time_ns() + 600_000_000_000
-    finder = RequestFinder(bus, tasks)
+    publisher, ahead_ns = Publisher(bus), time.time_ns() + 600_000_000_000
+    finder = RequestFinder(bus)
     await publisher.open()
     async with Worker(bus, 1) as worker:
         request = msgspec.structs.replace(worker.requests[0], id=new_request_id(ahead_ns), created_ns=ahead_ns)
@@ -233,8 +230,6 @@ async def test_a_stream_that_goes_on_elsewhere_begins_with_its_first_token_altho
         await worker.step(end=True)
         await finished([client], worker)
     await publisher.close()
-    await finder.close()
-    assert await tasks.aclose()
 
 
 @pytest.mark.parametrize("stored", [0, 5], ids=["a new subject", "another gateway's"])
@@ -258,8 +253,7 @@ async def test_tokens_that_are_stored_while_the_link_is_down_are_read_by_a_gatew
 
 
 async def test_requests_are_found_together_and_unknown_ones_are_not(bus: Bus) -> None:
-    tasks, publisher = Tasks("test"), Publisher(bus)
-    finder = RequestFinder(bus, tasks)
+    publisher, finder = Publisher(bus), RequestFinder(bus)
     await publisher.open()
     base_ns = time.time_ns()
     made = []
@@ -267,7 +261,7 @@ async def test_requests_are_found_together_and_unknown_ones_are_not(bus: Bus) ->
         request_id = new_request_id(base_ns)
         request = msgspec.structs.replace(request_of(), id=request_id, user=str(number))
         made.append(request)
-        await publisher.publish(bus.subjects.request("tiny", "standard"), wire.encode(request), request_id)
+        await publisher.publish(bus.subjects.request("tiny", "standard", request_id), wire.encode(request), request_id)
     unknown = [new_request_id(base_ns) for _ in range(20)] + ["nonsense"]
     found = await asyncio.wait_for(
         asyncio.gather(*(finder.find(one) for one in [*(r.id for r in made), *unknown]), return_exceptions=True), 30
@@ -276,5 +270,3 @@ async def test_requests_are_found_together_and_unknown_ones_are_not(bus: Bus) ->
     assert all(isinstance(one, ServingError) for one in found[300:])
     assert [(await finder.find(made[7].id)).user, (await finder.find(made[299].id)).user] == ["7", "299"]
     await publisher.close()
-    await finder.close()
-    assert await tasks.aclose()

@@ -40,7 +40,7 @@ class Ended:
     def __init__(self, bus: Bus, tasks: Tasks, publisher: Publisher) -> None:
         now = time.time_ns()
         self.request = msgspec.structs.replace(
-            request_of(), gateway=GATEWAY, no_store=True, in_memory=True, created_ns=now, deadline_ns=now + 10**11
+            request_of(), gateway=GATEWAY, no_store=True, created_ns=now, deadline_ns=now + 10**11
         )
         self.inflight = InflightRequest(self.request, bounded=False)
         self._bus = bus

@@ -39,12 +39,12 @@ async def test_content_that_is_gone_before_its_grace_is_over_was_lost_and_not_de
 ) -> None:
     now = time.time_ns()
     request = msgspec.structs.replace(
-        request_of(), id=new_request_id(now), gateway="gone", no_store=True, in_memory=True, created_ns=now
+        request_of(), id=new_request_id(now), gateway="gone", no_store=True, created_ns=now
     )
     stored = wire.encode(contents.without_content(request, bytes(32)))
     event = done.Done(request.id, request.model, 1, code=code, submitted=stored, left_out=("prompt", "tokens"))
     await bus.js.publish(bus.subjects.done(request.tenant, request.model, request.id), wire.encode(event))
-    lookup = RequestLookup(bus, Records(bus), RequestFinder(bus, bus.tasks.group("test")), grace_s)
+    lookup = RequestLookup(bus, Records(bus), RequestFinder(bus), grace_s)
     with pytest.raises(ServingError) as caught:
         await lookup.find(request.id)
     assert caught.value.code is expected
@@ -55,7 +55,7 @@ async def test_a_deleted_request_is_not_found_though_its_record_is_back_but_by_w
     request = msgspec.structs.replace(request_of(), id=new_request_id(now), created_ns=now)
     event = done.Done(request.id, request.model, 1, submitted=wire.encode(request))
     await bus.js.publish(bus.subjects.done(request.tenant, request.model, request.id), wire.encode(event))
-    lookup = RequestLookup(bus, Records(bus), RequestFinder(bus, bus.tasks.group("test")), 0.0)
+    lookup = RequestLookup(bus, Records(bus), RequestFinder(bus), 0.0)
     note = deletions.Deletion("subject of its record")
     await bus.js.publish(f"$KV.{bus.subjects.bucket('deleted')}.{request.id}", wire.encode(note))
     await lookup.deleted.start(bus.tasks)

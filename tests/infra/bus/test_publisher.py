@@ -38,7 +38,7 @@ async def stored(bus: Bus, stream: str, subject: str) -> list[bytes]:
 
 
 async def test_a_message_is_acknowledged_with_its_sequence(bus: Bus, publisher: Publisher) -> None:
-    subject = bus.subjects.request("m", "batch")
+    subject = bus.subjects.request("m", "batch", "id")
     assert (await publisher.publish(subject, b"one", "id-1")).seq == 1
     second = await publisher.publish(subject, b"two", "id-2", headers={"Extra": "1"})
     assert (second.seq, second.duplicate) == (2, False)
@@ -48,7 +48,7 @@ async def test_a_message_is_acknowledged_with_its_sequence(bus: Bus, publisher: 
 
 
 async def test_the_same_id_again_is_a_duplicate(bus: Bus, publisher: Publisher) -> None:
-    subject = bus.subjects.request("m", "batch")
+    subject = bus.subjects.request("m", "batch", "id")
     first = await publisher.publish(subject, b"one", "id-1")
     again = await publisher.publish(subject, b"other", "id-1")
     assert (again.seq, again.duplicate) == (first.seq, True)
@@ -56,7 +56,7 @@ async def test_the_same_id_again_is_a_duplicate(bus: Bus, publisher: Publisher) 
 
 
 async def test_many_are_in_flight_at_once_and_keep_their_order(bus: Bus, publisher: Publisher) -> None:
-    subject = bus.subjects.request("m", "batch")
+    subject = bus.subjects.request("m", "batch", "id")
     futures = [await publisher.send(subject, b"%d" % i, f"id-{i}") for i in range(1000)]
     acks = await asyncio.gather(*futures)
     assert [ack.seq for ack in acks] == list(range(1, 1001))
@@ -74,7 +74,7 @@ async def test_a_message_that_no_stream_takes_fails_at_its_deadline(bus: Bus, pu
 
 async def test_a_message_too_large_is_refused_before_it_is_sent(bus: Bus, publisher: Publisher) -> None:
     """Sent, it would make the server cut the connection for good."""
-    subject = bus.subjects.request("m", "batch")
+    subject = bus.subjects.request("m", "batch", "id")
     with pytest.raises(ServingError) as caught:
         await publisher.publish(subject, bytes(bus.max_message + 1), "id")
     assert caught.value.code is Code.body_too_large
@@ -83,7 +83,7 @@ async def test_a_message_too_large_is_refused_before_it_is_sent(bus: Bus, publis
 
 
 async def test_a_refusal_by_the_stream_is_reported(bus: Bus, publisher: Publisher) -> None:
-    subject = bus.subjects.request("m", "batch")
+    subject = bus.subjects.request("m", "batch", "id")
     with pytest.raises(ServingError, match="refused"):
         await publisher.publish(subject, b"", "id", headers={"Nats-Expected-Last-Sequence": "7"})
 
@@ -97,7 +97,7 @@ async def test_closing_fails_who_still_waits_and_who_comes_later(bus: Bus) -> No
         await waiting
     assert caught.value.code is Code.shutting_down
     with pytest.raises(ServingError, match="stopping"):
-        await publisher.publish(bus.subjects.request("m", "batch"), b"", "id")
+        await publisher.publish(bus.subjects.request("m", "batch", "id"), b"", "id")
     assert not bus.on_reconnect
 
 
@@ -112,7 +112,7 @@ async def test_each_message_is_stored_once_although_the_server_is_killed(
 ) -> None:
     server = make_broker()
     await server.start()
-    subject = subjects.request("m", "batch")
+    subject = subjects.request("m", "batch", "id")
     async with opened(server, subjects) as bus:
         publisher = Publisher(bus)
         await publisher.open()
@@ -238,7 +238,7 @@ async def test_a_refusal_that_passes_is_tried_again_for_the_time_that_was_promis
     bus: Bus, publisher: Publisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("infra.bus.publisher.RESEND_S", 0.1)
-    subject = bus.subjects.request("m", "batch")
+    subject = bus.subjects.request("m", "batch", "id")
     await publisher.publish(subject, b"", "filler")
     await limit(bus, "REQUESTS", max_msgs=1, discard="new")
     waiting = await publisher.send(subject, b"one", "id", timeout=10)
@@ -283,7 +283,7 @@ async def test_of_what_is_published_once_a_subject_has_the_first_one_only(bus: B
 
 
 async def test_what_waits_at_its_gate_is_sent_when_that_opens(bus: Bus, publisher: Publisher) -> None:
-    subject = bus.subjects.request("m", "batch")
+    subject = bus.subjects.request("m", "batch", "id")
     gate = False
     waiting = await publisher.send(subject, b"one", "id", gate=lambda: gate)
     dropped = await publisher.send(subject, b"two", "id-2", gate=lambda: gate)
@@ -299,7 +299,7 @@ async def test_what_waits_at_its_gate_is_sent_when_that_opens(bus: Bus, publishe
 async def test_one_message_that_cannot_be_asked_about_does_not_hold_up_the_others(
     bus: Bus, publisher: Publisher
 ) -> None:
-    subject = bus.subjects.request("m", "batch")
+    subject = bus.subjects.request("m", "batch", "id")
     asked = False
 
     def broken() -> bool:

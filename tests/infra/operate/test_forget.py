@@ -16,7 +16,6 @@ from infra.operate.forget import run
 from infra.timeline.summary_cache import cache_folder
 from schemas.errors import Code, ServingError
 from schemas.subjects import HEADER_MSG_ID, Subjects
-from schemas.wire import encode
 from tests.infra.bus.support import opened
 from tests.infra.timeline.support import accept, assign, end
 
@@ -67,18 +66,17 @@ async def test_a_forgotten_request_leaves_no_message_and_no_byte_behind(
     assert "deleted 3 messages of 1 request; the last of their tokens leave the log by 20" in shown
 
 
-async def test_a_request_that_is_not_to_be_stored_leaves_its_tokens_and_its_entry_in_lists_at_once(
+async def test_a_request_that_is_not_to_be_stored_leaves_its_content_and_tokens_at_once(
     bus: Bus, broker: EmbeddedNats, capsys: pytest.CaptureFixture[str]
 ) -> None:
     request = await accept(bus, no_store=True)
     await assign(bus, request)
-    await bus.js.publish(bus.subjects.tokens(request.token_address), b"tokens")
+    await bus.js.publish(bus.subjects.contents(request.gateway, request.id, "request"), b"content")
     await end(bus, request, 1)
-    await bus.js.publish(bus.subjects.erased, encode(request), headers={HEADER_MSG_ID: f"{request.id}:erased"})
     assert await forget(bus, broker, request.id, "--yes") == 0
     assert "of 1 request; their tokens, too" in capsys.readouterr().out
     assert await stored(bus) == []
-    assert [entry async for entry in read(bus, bus.subjects.stream("TOKENS"), ">")] == []
+    assert [entry async for entry in read(bus, bus.subjects.stream("MEMORY_CONTENTS"), ">")] == []
 
 
 def fill(cache: Path, text: str) -> None:

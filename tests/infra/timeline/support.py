@@ -20,7 +20,7 @@ from tests.infra.timeline.tracing import samples
 async def accept(bus: Bus, **more: Any) -> GenerateRequest:
     now = time.time_ns()
     request = samples.request(**{"id": new_request_id(now), "created_ns": now} | more)
-    subject = bus.subjects.request(request.model, request.priority.value, request.id, no_store=request.no_store)
+    subject = bus.subjects.request(request.model, request.priority.value, request.id)
     await bus.js.publish(subject, encode(request), headers={HEADER_MSG_ID: request.id})
     return request
 

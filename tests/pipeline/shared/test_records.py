@@ -241,7 +241,7 @@ async def test_another_tenants_request_is_not_found(fast: Deployment, bus: Bus) 
     async with client_of(fast.urls[0]) as client:
         request_id = (await client.post(PATH, json=asked)).headers["x-request-id"]
     records = Records(bus)
-    lookup = RequestLookup(bus, records, RequestFinder(bus, bus.tasks.group("test")), 30.0)
+    lookup = RequestLookup(bus, records, RequestFinder(bus), 30.0)
     found = await lookup.find(request_id, "default")
     assert found.request.user == "owned"
     with pytest.raises(ServingError) as caught:
@@ -304,23 +304,3 @@ async def test_a_running_request_is_found_in_its_shard_and_shown_by_the_gateway_
 
         await until(in_progress, "progress")
         await other.delete(f"/v1/requests/{request_id}")
-
-
-async def test_terminal_events_of_a_release_without_records_are_still_found(
-    empty_http: httpx.AsyncClient, empty_bus: Bus, oracle: Oracle
-) -> None:
-    """Also by the old subject, where workers of that release still publish them during an upgrade."""
-    asked = body("of-old")
-    answer = asyncio.create_task(empty_http.post(PATH, json=asked))
-    request = await accepted(empty_bus, asked["user"])
-    tokens = oracle.tokens(asked, 6)
-    worker = Worker(empty_bus, request, tokens)
-    await worker.stream(6, finish=True)
-    assert (await asyncio.wait_for(answer, 10)).status_code == 200
-    outcome = done.Outcome(wire.pack_tokens(tokens), "length")
-    event = done.Done(request.id, request.model, 1, "w-old", (outcome,), done.Usage(9, 6))
-    subject = empty_bus.subjects.done_together(request.model)
-    await empty_bus.js.publish(subject, wire.encode(event), headers={HEADER_MSG_ID: request.id})
-    status = (await empty_http.get(f"/v1/requests/{request.id}")).json()
-    assert (status["state"], status["worker"]) == ("done", "w-old")
-    assert status["result"]["choices"][0]["message"]["content"] == oracle.text(tokens)

@@ -80,7 +80,7 @@ async def place(bus: Bus, asked: GenerateRequest) -> None:
 
 
 async def accept(bus: Bus, asked: GenerateRequest) -> None:
-    subject = bus.subjects.request(asked.model, "standard")
+    subject = bus.subjects.request(asked.model, "standard", asked.id)
     await bus.js.publish(subject, encode(asked), headers={HEADER_MSG_ID: asked.id})
 
 

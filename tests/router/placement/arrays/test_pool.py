@@ -39,20 +39,6 @@ def test_masks_and_dicts_of_depths_make_the_same_column(depths: dict[int, int], 
         bits = bits[::-1]
 
 
-def test_requests_with_no_store_have_a_pool_in_which_workers_that_store_output_take_none() -> None:
-    tracker = LoadTracker()
-    for number in range(6):
-        tracker.put_worker(
-            Registration(f"w{number}", "m", "aggregated", "mock", 1, 16, 100, 4, 1000, memory=number % 2 == 0)
-        )
-    pools, stored = Pools(tracker), RoutingRequest("m", 100, 10)
-    unstored = RoutingRequest("m", 100, 10, in_memory=True)
-    for request, allowed in ((stored, [True] * 6), (unstored, [True, False] * 3), (stored, [True] * 6)):
-        pool = pools.pool(request)
-        assert pool is not None
-        assert pool.allowed(request).tolist() == allowed
-
-
 @examples(100)
 @given(st.lists(st.integers(0, 20), min_size=1, max_size=200), st.integers(1, 17))
 def test_the_lowest_scores_come_in_order_the_first_of_equal_ones_first(scores: list[int], count: int) -> None:
