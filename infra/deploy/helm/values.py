@@ -248,7 +248,11 @@ class Broker(Section, frozen=True, kw_only=True):
         about("Secrets with client certificates (tls.crt, tls.key), by user"),
     ] = {}
     ca_secret: Annotated[
-        str, about("Secret whose ca.crt has the authorities of the servers' certificates; default: the system's")
+        str,
+        about(
+            "Secret whose ca.crt has the authorities of the servers' certificates, for URLs with tls://; default: the "
+            "system's"
+        ),
     ] = ""
     second: Annotated[
         bool,
@@ -352,6 +356,10 @@ class Monitoring(Section, frozen=True, kw_only=True):
     dashboards: Annotated[Switch, about("ConfigMap with the Grafana dashboards, for Grafana's sidecar")] = Switch(
         labels={"grafana_dashboard": "1"}
     )
+    scraped: Annotated[
+        bool,
+        about("your Prometheus finds the pods without the PodMonitor, with the labels that autoscaling selects by"),
+    ] = False
     prometheus: Annotated[str, about("URL that KEDA asks")] = "http://prometheus-operated.monitoring:9090"
 
 

@@ -133,6 +133,7 @@ workers:
   qwen: {engine: mock, model: Qwen/Qwen3-8B, replicas: 2, autoscaling: {enabled: true, kind: keda}}
   gemma: {engine: mock, model: /models/gemma, servedModelName: small}
   vectors: {role: embed, engine: mock, model: /models/minilm}
+monitoring: {podMonitor: {enabled: true}}
 """
 CASES = {
     "several models": SEVERAL,
@@ -145,7 +146,8 @@ CASES = {
     "a NATS with TLS": NATS_TLS,
     "a multi-node engine that is scaled": recipe_values("llama4-eagle-gb200").replace(
         "  decode:\n", "  decode:\n    autoscaling: {enabled: true}\n    nvlinkDomain: true\n    topologyKey: clique\n"
-    ),
+    )
+    + "monitoring: {scraped: true}\n",
     **{f"recipe {name}": recipe_values(name, hub_secret="hub-token") for name in SETS},
 }
 
@@ -845,6 +847,7 @@ def test_a_queue_counts_once_and_a_release_is_not_scaled_by_another(tmp_path: Pa
     values = {
         "gateway": {"autoscaling": {"enabled": True}},
         "workers": {"aggregated": {"autoscaling": {"enabled": True}}, "decode": {"autoscaling": running}},
+        "monitoring": {"scraped": True},
     }
     adapter = {}
     for tree in manifests(values):
@@ -953,6 +956,20 @@ def test_dashboards_and_alerts_are_those_of_the_monitoring_folder() -> None:
         ),
         ("nats: {config: {nats: {tls: {enabled: true}}}}", "nats.config.nats.tls.secretName: name the Secret"),
         (NATS_TLS.replace("broker: {caSecret: nats-tls}", ""), "broker.caSecret: name the Secret"),
+        (
+            "workers: {a: {engine: mock, autoscaling: {enabled: true, kind: keda}}}",
+            "workers.a.autoscaling: it reads penstock_gateway_queued_requests from Prometheus, and nothing collects",
+        ),
+        ("gateway: {autoscaling: {enabled: true}}", "gateway.autoscaling: it reads penstock_gateway_open_requests"),
+        ("broker: {caSecret: ca}", "broker.caSecret: the NATS of the release has no TLS"),
+        (
+            "nats: {enabled: false}\nbroker: {url: 'tls://a:1,nats://b:1', credsSecret: c, caSecret: ca}",
+            "broker.caSecret: it is for TLS, and broker.url has nats://b:1; write tls://",
+        ),
+        (
+            CREDENTIALS.replace("  caSecret: authority\n", "").replace("tls://nats-1", "nats://nats-1"),
+            "broker.certSecrets: it is for TLS, and broker.url has nats://nats-1.example.com:4443",
+        ),
         ("gateway: {autoscaling: {enabled: true, minReplicas: 9}}", "minReplicas 9 is above maxReplicas 4"),
         ("gateway: {settings: {nope: 1}}", "nope"),
         ("gateway: {settings: {http-port: 9}}", "http-port"),

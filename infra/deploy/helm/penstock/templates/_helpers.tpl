@@ -16,6 +16,21 @@
 tls
 {{- end -}}
 {{- end }}
+{{/* Fails where a certificate is to be verified or shown, and pods would connect without TLS. */}}
+{{- define "penstock.encrypted" -}}
+{{- $broker := .Values.broker -}}
+{{- $needs := ternary "caSecret" (ternary "certSecrets" "" (gt (len $broker.certSecrets) 0)) (not (empty $broker.caSecret)) -}}
+{{- if and $needs .Values.nats.enabled (not (include "penstock.tls" .)) -}}
+{{- fail (printf "broker.%s: the NATS of the release has no TLS; set nats.config.nats.tls.enabled and secretName, or leave it out" $needs) -}}
+{{- end -}}
+{{- if and $needs (not .Values.nats.enabled) -}}
+{{- range $url := splitList "," $broker.url -}}
+{{- if and $url (not (hasPrefix "tls://" (trim $url))) -}}
+{{- fail (printf "broker.%s: it is for TLS, and broker.url has %s; write tls://" $needs $url) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- end }}
 {{/* Beyond drainSeconds: to close connections and unregister. */}}
 {{- define "penstock.grace" }}15{{ end }}
 {{/* Before SIGTERM: proxies still send requests to a pod that has just been taken out of its Service. */}}
@@ -80,6 +95,7 @@ How a pod logs in to the broker as a user: (dict "root" $ "user" "gateway"). A U
 */}}
 {{- define "penstock.url" -}}
 {{- $broker := .root.Values.broker -}}
+{{- include "penstock.encrypted" .root -}}
 {{- $prefix := ternary "PENSTOCK_SYS_NATS_" "PENSTOCK_NATS_" (eq .user "sys") -}}
 {{- if .root.Values.nats.enabled -}}
 {{- $user := printf "%s%s" .user (ternary "-2" "" $broker.second) -}}
