@@ -56,9 +56,9 @@ COMMANDS = {
     "streams list": Command("show what each stream holds, and for how long", "infra.broker.streams_cli:run_list"),
     "streams set": Command("set how long a stream keeps its messages", "infra.broker.streams_cli:run_set"),
     "tenants": Command(
-        "manage tenants of the NATS API: add, list, rotate, remove, conf",
+        "manage tenants of the NATS API: add, list, rotate, remove, restore, conf",
         "infra.broker.tenants_cli:run",
-        choices=("add", "list", "rotate", "remove", "conf"),
+        choices=("add", "list", "rotate", "remove", "restore", "conf"),
     ),
     "passwords": Command(
         "change passwords of the broker's users without a gap: list, rotate, retire",

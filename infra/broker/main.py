@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import sys
+import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -67,12 +68,22 @@ def print_config(settings: NatsSettings) -> int:
     try:
         data_dir = Path(settings.data_dir).resolve()
         prepare(data_dir)
+        made = _made(data_dir / "secrets.json")
         print(own_config(settings, load_secrets(data_dir / "secrets.json", USERS)), end="")
     except (ValueError, DataDirUnusable) as error:
         print(f"penstock nats: {error}", file=sys.stderr)
         return USAGE
-    print(f"passwords of {', '.join(ROLES)} and sys, two users each: {data_dir / 'secrets.json'}", file=sys.stderr)
+    print(
+        f"passwords of {', '.join(ROLES)} and sys, two users each: {data_dir / 'secrets.json'}{made}", file=sys.stderr
+    )
     return 0
+
+
+def _made(path: Path) -> str:
+    """Since when the passwords are as they are: a configuration with other ones shuts every process out."""
+    if not path.exists():
+        return ", made now: servers that run already need the folder of their own passwords (--data-dir)"
+    return f", of {time.strftime('%Y-%m-%d %H:%M', time.localtime(path.stat().st_mtime))}"
 
 
 def own_config(settings: NatsSettings, secrets: Mapping[str, str]) -> str:

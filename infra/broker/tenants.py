@@ -2,7 +2,8 @@
 
 Those of the broker that belongs to a data folder are in a file there: its configuration takes the passwords from it at
 each start, ``penstock tenants`` writes it and has the running broker reload it. Those of any other broker are in a
-bucket of it (``Accounts``), so that all operators see the same ones, whatever machine they work on.
+bucket of it (``Accounts``), so that all operators see the same ones, whatever machine they work on. Each operator's
+folder has copies (``copies``), from which they are restored when the broker has lost its disk.
 
 What gateways and routers need (``schemas.tenants.Limits``) is in the ``tenants`` bucket of both.
 """
@@ -10,23 +11,34 @@ What gateways and routers need (``schemas.tenants.Limits``) is in the ``tenants`
 import fcntl
 import json
 import os
+import re
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 from urllib.parse import quote, unquote, urlsplit
 
 import msgspec
 from nats.aio.client import Client
 from nats.js.api import KeyValueConfig
-from nats.js.errors import APIError, BucketNotFoundError, KeyNotFoundError, KeyWrongLastSequenceError, NoKeysError
+from nats.js.client import JetStreamContext
+from nats.js.errors import (
+    APIError,
+    BucketNotFoundError,
+    KeyNotFoundError,
+    KeyWrongLastSequenceError,
+    NoKeysError,
+    NotFoundError,
+)
 from nats.js.kv import KeyValue
 
 from infra.broker.config import tenant_accounts
 from infra.broker.datadir import write_private
 from infra.bus.jetstream import WRONG_LAST_SEQUENCE
 from schemas.subjects import DEFAULT_TENANT, Subjects
-from schemas.tenants import MAX_PENDING, Limits
+from schemas.tenants import MAX_PENDING, Limits, check_name
+from schemas.tenants import decode as decode_limits
 
 INCLUDE = "tenants.conf"
 WRONG_LAST_SEQUENCE_CONSTANT = 10164  # the same, of a server that says less
@@ -52,6 +64,11 @@ class Tenant(msgspec.Struct, frozen=True, kw_only=True):
     def login(self) -> tuple[str, bool]:
         """The password that its clients should use, and whether it is that of the second user."""
         return (self.second_password if self.second else self.password), self.second
+
+    @property
+    def passwords(self) -> dict[str, str | bool]:
+        """The fields that are about its passwords."""
+        return {"password": self.password, "second_password": self.second_password, "second": self.second}
 
     def with_password(self, password: str, *, keep_old: bool = False) -> "Tenant":
         """With a new one.
@@ -119,6 +136,71 @@ def write_accounts(
     write_private(data_dir / INCLUDE, tenant_accounts(client_passwords, passwords, subjects))
 
 
+class Copies(NamedTuple):
+    """What a data folder knows of the tenants of a broker, which may have lost them.
+
+    Attributes:
+        tenants: with their passwords.
+        without_limits: those whose limits it does not know.
+        only_credentials: of these it has a file with credentials alone; others may have removed them since.
+        client_password: of the default tenant; "": unknown.
+    """
+
+    tenants: Tenants
+    without_limits: frozenset[str]
+    only_credentials: frozenset[str]
+    client_password: str
+
+
+def copies(data_dir: Path) -> Copies:
+    """From the list of all tenants, what the servers included of them, and the credentials of each, in this order.
+
+    Raises:
+        ValueError: a file is damaged.
+    """
+    full = load(data_dir)
+    included = _included(data_dir / INCLUDE)
+    credentials = dict(map(_login_in, sorted((data_dir / "tenants").glob("*.json"))))
+    client = included.pop(DEFAULT_TENANT, None) or credentials.pop(DEFAULT_TENANT, None)
+    credentials.pop(DEFAULT_TENANT, None)
+    listed = included | full
+    return Copies(
+        credentials | listed,
+        frozenset((included.keys() | credentials.keys()) - full.keys()),
+        frozenset(credentials.keys() - listed.keys()) if listed else frozenset(),
+        client.password if client is not None else "",
+    )
+
+
+_INCLUDED = re.compile(r'user: "(client|tenant2?-[a-z0-9-]+)", password: ("(?:[^"\\]|\\.)*")')
+
+
+def _included(path: Path) -> Tenants:
+    """The passwords in the accounts that ``write_accounts`` made."""
+    found: Tenants = {}
+    for user, quoted in _INCLUDED.findall(path.read_text(encoding="utf-8")) if path.exists() else ():
+        kind, _, name = user.partition("-")
+        name = name or DEFAULT_TENANT
+        before = found.get(name, Tenant(password=""))
+        field = "second_password" if kind == "tenant2" else "password"
+        found[name] = msgspec.structs.replace(before, **{field: json.loads(quoted)})
+    return {name: msgspec.structs.replace(each, second=not each.password) for name, each in found.items()}
+
+
+def _login_in(path: Path) -> tuple[str, Tenant]:
+    """The tenant and password in a file of ``write_credentials``."""
+    try:
+        file = json.loads(path.read_text(encoding="utf-8"))
+        name, parts = check_name(file["tenant"]), urlsplit(file["nats_url"].partition(",")[0])
+        password, user = unquote(parts.password or ""), unquote(parts.username or "")
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} is damaged ({error!r}): remove it, or repair it") from error
+    if not password:
+        raise ValueError(f"{path} has no password: remove it, or repair it")
+    second = user.startswith("tenant2-")
+    return name, Tenant(password="", second_password=password, second=True) if second else Tenant(password=password)
+
+
 class Accounts:
     """The tenants of a broker of one's own, in a bucket that no user but the operator may read.
 
@@ -146,6 +228,10 @@ class Accounts:
         try:
             bucket = await js.key_value(name)
         except BucketNotFoundError:
+            if not await _has_streams(js, subjects):
+                raise ValueError(
+                    f"the broker has no streams of namespace {subjects.namespace!r}: `penstock streams apply` first"
+                ) from None
             info = await js.stream_info(f"KV_{subjects.bucket('tenants')}")
             replicas = info.config.num_replicas or 1
             bucket = await js.create_key_value(
@@ -161,6 +247,19 @@ class Accounts:
                 await accounts._write(tenant, entry)
         await accounts.read()
         return accounts
+
+    @staticmethod
+    async def missing(nc: Client, subjects: Subjects, names: Iterable[str]) -> bool:
+        """Whether the broker knows none of these tenants, nor any other: it is new, or has lost what it stored."""
+        js = nc.jetstream()
+        try:
+            await js.stream_info(f"KV_{subjects.bucket('accounts')}")
+            return False
+        except NotFoundError:
+            if not await _has_streams(js, subjects):
+                return True
+        # Releases before the bucket kept passwords in the folder alone, and the limits here.
+        return not any([await limits_at(nc, subjects, name) for name in names])
 
     async def read(self) -> None:
         """
@@ -194,6 +293,14 @@ class Accounts:
         await self._write(name, tenant)
         await self.read()
 
+    async def put_client(self, password: str) -> None:
+        """Change the password of the default tenant.
+
+        Raises:
+            ValueError: as ``put``.
+        """
+        await self.put(DEFAULT_TENANT, Tenant(password=password))
+
     async def remove(self, name: str) -> None:
         """
         Raises:
@@ -217,6 +324,23 @@ class Accounts:
                 await self._bucket.create(name, value)
         except KeyWrongLastSequenceError:
             raise ValueError(_CHANGED.format(name)) from None
+
+
+async def _has_streams(js: JetStreamContext, subjects: Subjects) -> bool:
+    try:
+        await js.stream_info(f"KV_{subjects.bucket('tenants')}")
+    except NotFoundError:
+        return False
+    return True
+
+
+async def limits_at(nc: Client, subjects: Subjects, name: str) -> Limits | None:
+    """What gateways and routers know of a tenant; None: nothing."""
+    try:
+        entry = await (await nc.jetstream().key_value(subjects.bucket("tenants"))).get(name)
+    except (KeyNotFoundError, BucketNotFoundError):
+        return None
+    return decode_limits(entry.value) if entry.value else None
 
 
 _CHANGED = "another operator has changed tenant {!r} at the same time: look at `penstock tenants list`, and try again"

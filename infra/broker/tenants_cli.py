@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote, urlsplit
 
 import msgspec
 from nats.aio.client import Client
@@ -27,12 +28,12 @@ from infra.broker.jetstream_api import BrokerProblem
 from infra.broker.main import as_operator
 from infra.broker.passwords import client_passwords, user_in_use
 from infra.broker.reload import reload, running_pid
-from infra.broker.tenants import Accounts, Tenant, Tenants
+from infra.broker.tenants import Accounts, Copies, Tenant, Tenants
 from infra.bus.audit import recorded
 from infra.launch.state import read_state
 from schemas import wire
 from schemas.subjects import DEFAULT_TENANT, Subjects
-from schemas.tenants import LEAST_WEIGHT, MAX_PENDING, MOST_WEIGHT, check_name
+from schemas.tenants import LEAST_WEIGHT, MAX_PENDING, MOST_WEIGHT, Limits, check_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,17 +70,22 @@ def _parser() -> Parser:
     parser = Parser(
         prog="penstock tenants", description="manage tenants of both APIs, their limits and their passwords for NATS"
     )
-    verbs = parser.add_subparsers(dest="verb", required=True, metavar="{add,list,rotate,remove,conf}")
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="{add,list,rotate,remove,restore,conf}")
     for verb, about in (
         ("add", "add a tenant or change its limits, and write its credentials"),
         ("list", "list all tenants but the default one"),
         ("rotate", "give a tenant a new password; the old one ends at once, or with --keep-old later"),
         ("remove", "end the access of a tenant; its submissions stay until they expire"),
+        ("restore", "after a broker lost its disk: bring back the tenants that the data folder knows, as they were"),
         ("conf", "write tenants.conf again, from the accounts that a broker of your own keeps"),
     ):
         one = verbs.add_parser(verb, help=about, description=about)
-        if verb not in ("list", "conf"):
+        if verb not in ("list", "conf", "restore"):
             one.add_argument("name", metavar="NAME", help="lower-case letters, digits and '-'")
+        if verb == "restore":
+            one.add_argument("names", nargs="*", metavar="NAME", help="default: all that are listed in the folder")
+            about_replace = "also where the broker has the tenant with another password"
+            one.add_argument("--replace", action="store_true", help=about_replace)
         if verb == "add":
             about_models = "models it may use, '' for all; default: as it was, or all"
             one.add_argument("--models", metavar="A,B", help=about_models)
@@ -101,6 +107,8 @@ def _parser() -> Parser:
                 default=None,
                 help="share KV with the default tenant and others that share; default: as it was, or not",
             )
+            about_new = "make a password although the folder has one, of a tenant that the broker does not know"
+            one.add_argument("--new-password", action="store_true", help=about_new)
         if verb == "rotate":
             either = one.add_mutually_exclusive_group()
             either.add_argument("--keep-old", action="store_true", help="the old one stays valid until --end-old")
@@ -174,20 +182,100 @@ async def _asked(nc: Client, place: Place, name: str, args: argparse.Namespace) 
         ServingError, ValueError: as ``_do``.
     """
     accounts: Accounts | None = None
-    earlier = tenants.load(place.data_dir)
-    client_password = load_secrets(place.data_dir / "secrets.json", USERS)["client"]
+    known = tenants.copies(place.data_dir)
+    existing = tenants.load(place.data_dir)
     if place.own:
-        accounts = await Accounts.open(nc, place.subjects, earlier, client_password)
+        _warn_of_secrets(place)
+        lost = bool(known.tenants) and await Accounts.missing(nc, place.subjects, known.tenants)
+        if lost and args.verb != "restore":
+            raise ValueError(
+                f"the broker knows no tenants, and {place.data_dir} has {', '.join(sorted(known.tenants))}: if it "
+                "lost its disk, `penstock tenants restore` brings them back; another broker needs another --data-dir"
+            )
+        password = known.client_password or _secrets_of(place).get("client") or tenants.new_password()
+        accounts = await Accounts.open(nc, place.subjects, {} if lost else existing, password)
+        existing = accounts.tenants
     elif args.verb == "conf":
         raise ValueError("the broker of a data folder reads its accounts itself; --nats-url names one of your own")
-    existing = earlier if accounts is None else accounts.tenants
-    if args.verb == "list":
-        _list(existing)
-    elif args.verb == "conf":
-        _write_accounts(place, accounts, existing)
-    else:
-        async with recorded(nc, place.subjects, f"tenants {args.verb}", name, _detail(args)):
-            await _change(nc, place, accounts, existing, name, args)
+    match args.verb:
+        case "list":
+            _list(existing)
+        case "conf":
+            _write_accounts(place, accounts, existing)
+        case "restore":
+            await _restore(nc, place, accounts, known, args)
+        case _:
+            forgotten = accounts is not None and name not in existing and name in known.tenants
+            if args.verb == "add" and forgotten and not args.new_password:
+                raise ValueError(
+                    f"the broker does not know {name!r}, and {place.data_dir} has its password: `penstock tenants "
+                    f"restore {name}` keeps that, --new-password makes another one"
+                )
+            async with recorded(nc, place.subjects, f"tenants {args.verb}", name, _detail(args)):
+                await _change(nc, place, accounts, existing, name, args)
+
+
+def _secrets_of(place: Place) -> dict[str, str]:
+    """The passwords in the folder; none are made: those of a broker of one's own are made with its configuration."""
+    path = place.data_dir / "secrets.json"
+    return load_secrets(path, ()) if path.exists() else {}
+
+
+def _warn_of_secrets(place: Place) -> None:
+    """Say so if the folder's passwords are not those of this broker, which has let the operator in."""
+    parts = urlsplit(place.operator_url.partition(",")[0])
+    user, password = unquote(parts.username or ""), unquote(parts.password or "")
+    stored = _secrets_of(place).get(user)
+    if stored is not None and password and stored != password:
+        print(
+            f"warning: {place.data_dir / 'secrets.json'} has another password of {user} than this broker: it is old, "
+            "or of another deployment; `penstock nats --print-config` and `systemd env` would write wrong passwords",
+            file=sys.stderr,
+        )
+
+
+async def _restore(
+    nc: Client, place: Place, accounts: Accounts | None, known: Copies, args: argparse.Namespace
+) -> None:
+    """Bring back what the data folder knows and the broker does not.
+
+    Raises:
+        BrokerProblem, ValueError: as ``_do``.
+    """
+    if unknown := [each for each in args.names if each not in known.tenants]:
+        raise ValueError(
+            f"{place.data_dir} knows no tenant {unknown[0]!r}; it has {', '.join(sorted(known.tenants)) or 'none'}"
+        )
+    wanted = args.names or sorted(known.tenants.keys() - known.only_credentials)
+    existing = known.tenants if accounts is None else accounts.tenants
+    for name in wanted:
+        tenant, there = known.tenants[name], existing.get(name)
+        if accounts is not None and there is not None and there.login != tenant.login and not args.replace:
+            print(f"{name}: left, the broker has another password; --replace takes that of {place.data_dir}")
+            continue
+        if accounts is not None and there is not None:
+            tenant = msgspec.structs.replace(there, **tenant.passwords)
+        elif name in known.without_limits and (limits := await tenants.limits_at(nc, place.subjects, name)):
+            tenant = msgspec.structs.replace(tenant, **msgspec.structs.asdict(limits))
+        async with recorded(nc, place.subjects, "tenants restore", name):
+            await apply_submissions(nc, place.subjects, name, tenant.max_pending)
+            await _publish(nc, place.subjects, name, wire.encode(tenant.limits))
+            if accounts is not None:
+                await accounts.put(name, tenant)
+        unlimited = name in known.without_limits and there is None and tenant.limits == Limits()
+        print(f"restored {name}" + ("; its limits are not known: `penstock tenants add` sets them" * unlimited))
+    if accounts is not None and known.client_password not in ("", accounts.client_password):
+        if args.replace:
+            await accounts.put_client(known.client_password)
+        else:
+            print(f"client: left, the broker has another password; --replace takes that of {place.data_dir}")
+    left = sorted(known.only_credentials - {*args.names, *existing})
+    if left:
+        print(f"left out: {', '.join(left)}, of which the folder has the credentials only: name what is to come back")
+    _write_accounts(place, accounts, existing if accounts is None else accounts.tenants)
+    if accounts is not None:
+        for name in wanted:
+            _write_login(place, name, accounts.tenants[name])
 
 
 def _detail(args: argparse.Namespace) -> str:
@@ -222,11 +310,15 @@ async def _change(
     else:
         existing[name] = tenant
     _write_accounts(place, accounts, existing)  # last: when it can connect, everything is there
+    path = _write_login(place, name, tenant)
+    print(f"{'changed' if old is not None else 'added'} {name}; credentials: {path}")
+
+
+def _write_login(place: Place, name: str, tenant: Tenant) -> Path:
     password, second = tenant.login
     user = second_tenant_user(name) if second else tenant_user(name)
     url = tenants.with_user(place.operator_url, user, password)
-    path = tenants.write_credentials(place.data_dir, name, url)
-    print(f"{'changed' if old is not None else 'added'} {name}; credentials: {path}")
+    return tenants.write_credentials(place.data_dir, name, url)
 
 
 def _changed(old: Tenant | None, args: argparse.Namespace) -> Tenant:
@@ -263,6 +355,7 @@ def _write_accounts(place: Place, accounts: Accounts | None, existing: Tenants) 
         tenants.write_accounts(place.data_dir, client_passwords(secrets), place.subjects)
         reload(place.data_dir)
         return
+    tenants.save(place.data_dir, accounts.tenants)  # a copy, for a broker that loses its disk
     tenants.write_accounts(place.data_dir, (accounts.client_password, ""), place.subjects, accounts.tenants)
     url = tenants.with_user(place.operator_url, "client", accounts.client_password)
     tenants.write_credentials(place.data_dir, DEFAULT_TENANT, url)

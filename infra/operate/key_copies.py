@@ -71,8 +71,7 @@ async def copy_into(bus: Bus, keys: Sequence[ApiKey]) -> Copied:
     here = {key.id: key for key in await key_store.all_keys(bus)}
     new = [key for key in keys if key.id not in here]
     valid = [key for key in new if not key.revoked_ns]
-    for tenant in sorted({key.tenant for key in valid}):
-        await key_store.check_tenant(bus, tenant)
+    await key_store.check_tenants(bus, {key.tenant for key in valid})
     for key in keys:
         if key.id in here and key.digest != here[key.id].digest:
             raise KeyProblem(f"{key.prefix} is another key here; nothing was changed")

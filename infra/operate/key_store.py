@@ -1,7 +1,7 @@
 """The keys of a deployment as an operator changes them: entries of the ``keys`` bucket, each by compare-and-set."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import msgspec
 from nats.errors import Error as NatsError
@@ -55,12 +55,30 @@ async def check_tenant(bus: Bus, tenant: str) -> None:
     Raises:
         KeyProblem: there is no such tenant.
     """
+    if not await _is_tenant(bus, tenant):
+        raise KeyProblem(f"no tenant {tenant!r}; make it with 'penstock tenants add {tenant}'")
+
+
+async def check_tenants(bus: Bus, tenants: Iterable[str]) -> None:
+    """The same for all tenants of keys that are copied.
+
+    Raises:
+        KeyProblem: one or several are missing; the text says what comes before the keys.
+    """
+    missing = [tenant for tenant in sorted(tenants) if not await _is_tenant(bus, tenant)]
+    if missing:
+        raise KeyProblem(
+            f"the keys are of tenants that are not here: {', '.join(missing)}; nothing was changed. First `penstock "
+            "tenants restore`, if the broker lost its disk, or `penstock tenants add` for each, then import again"
+        )
+
+
+async def _is_tenant(bus: Bus, tenant: str) -> bool:
     if tenant == DEFAULT_TENANT:
-        return
+        return True
     bucket = bus.subjects.bucket("tenants")
     entry = await get_last(bus, f"KV_{bucket}", f"$KV.{bucket}.{tenant}", newest=True)
-    if entry is None or not entry.data:
-        raise KeyProblem(f"no tenant {tenant!r}; make it with 'penstock tenants add {tenant}'")
+    return entry is not None and bool(entry.data)
 
 
 async def add(bus: Bus, key: ApiKey) -> None:

@@ -43,7 +43,7 @@ def offered(text: str, *words: str) -> set[str]:
         (["worker", "--model", ""], set()),  # a file: left to the shell
         (["explain", ""], set()),
         (["completion", ""], {"bash", "fish", "zsh"}),
-        (["tenants", "r"], {"rotate", "remove"}),
+        (["tenants", "r"], {"rotate", "remove", "restore"}),
         (["tenants", "add", ""], set()),
     ],
 )
@@ -65,7 +65,7 @@ def test_bash_offers_commands_flags_and_values(
         ("up --engine=m", {"--engine=mock"}),
         ("bench http --conc", {"--concurrency"}),
         ("completion ", {"bash", "fish", "zsh"}),
-        ("tenants r", {"rotate", "remove"}),
+        ("tenants r", {"rotate", "remove", "restore"}),
         ("worker --model ", set()),
     ],
 )

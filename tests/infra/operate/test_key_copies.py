@@ -152,7 +152,10 @@ async def test_an_import_that_cannot_be_done_changes_nothing(
     there = key()
     await key_store.add(cells[1], there)
     lines, said = {
-        "tenant": (line_of(key(tenant="acme")), "penstock tenants add acme"),
+        "tenant": (
+            line_of(key(tenant="zenith")) + line_of(key(tenant="acme")),
+            "not here: acme, zenith; nothing was changed. First `penstock tenants restore`, if the broker",
+        ),
         "digest": (line_of(msgspec.structs.replace(there, digest=bytes(32))), "is another key here"),
         "two digests": (2 * line_of(there) + line_of(msgspec.structs.replace(there, digest=bytes(32))), "line 4"),
         "later field": (line_of(key()).replace("}", ',"networks":["10.0.0.0/8"]}'), "does not know networks"),
