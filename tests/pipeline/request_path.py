@@ -1,8 +1,8 @@
 """Which of our modules a request passes in the gateway, the router and the worker.
 
 ``python -m tests.pipeline.request_path ROLE FLAGS`` runs a penstock command and notes each function of ours that is
-called. A file ``phase`` in the folder ``REQUEST_PATH`` says what the calls belong to; each change of it is answered by a
-file ``ROLE.PHASE.json`` with what was called in the phase before.
+called. A file ``phase`` in the folder ``REQUEST_PATH`` says what the calls belong to; each change of it is answered by
+a file ``ROLE.PHASE.json`` with what was called in the phase before.
 """
 
 import json
