@@ -197,11 +197,19 @@ async def before_time(bus: "Bus", stream: str, since_ns: int) -> int:
         before = await at_or_after({"seq": found.seq - 1})
         if before is not None and before.seq < found.seq and _server_ns(before) < since_ns:
             return before.seq
-    first = await at_or_after({"seq": 1})
-    if first is None or _server_ns(first) >= since_ns:
-        return first.seq - 1 if first is not None else 0
     end = found.seq - 1 if found is not None else (await stream_end(bus, stream))[0]
-    early, late = first.seq, end + 1  # a message before that time, and where the messages that follow ``end`` are late
+    # Backwards in growing steps, since the time is mostly near the end: for each place that is looked at, the broker
+    # keeps a whole block of the file (8 MiB) in memory for ten seconds.
+    early, late, step = 0, end + 1, 1  # a message before that time, and where the messages that follow ``end`` are late
+    while not early:
+        at = max(1, end + 1 - step)
+        entry = await at_or_after({"seq": at})
+        if entry is not None and entry.seq < late and _server_ns(entry) < since_ns:
+            early = entry.seq
+        elif at == 1:
+            return entry.seq - 1 if entry is not None else 0
+        else:
+            late, step = at, 2 * step
     while early + 1 < late:
         middle = (early + late) // 2
         entry = await at_or_after({"seq": middle})

@@ -3,6 +3,7 @@
 import json
 import time
 from collections.abc import AsyncIterator, Callable
+from typing import Any
 
 import pytest
 
@@ -106,6 +107,22 @@ async def test_since_finds_what_is_in_blocks_whose_last_message_was_erased_befor
             found = [each.seq async for each in read(bus, "small", "small", since_ns=every[place].time_ns)]
             assert found == [each.seq for each in every[place:]]
         assert await before_time(bus, "small", time.time_ns()) == every[-1].seq
+
+
+async def test_a_time_after_the_last_message_is_found_at_the_end_without_a_look_at_older_blocks(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The broker keeps 8 MiB for each block in which something is looked up."""
+    await fill(bus, bus.subjects.tokens("gw"), 500)
+    looked_at, ask = [], direct_get._batch
+
+    async def noted(bus: Bus, stream: str, query: dict[str, Any]) -> Any:
+        looked_at.append(query.get("seq"))
+        return await ask(bus, stream, query)
+
+    monkeypatch.setattr(direct_get, "_batch", noted)
+    assert await before_time(bus, bus.subjects.stream("TOKENS"), time.time_ns()) == 500
+    assert looked_at == [None, 500]  # by time, and the last message
 
 
 async def test_since_leaves_out_what_is_older_where_a_replica_did_not_know_the_place(
