@@ -1,18 +1,27 @@
-"""A cluster of brokers of our own, of which one at a time is away."""
+"""A cluster of brokers of our own, of which one at a time is away; and how much of a broker's memory is in use."""
 
 import asyncio
+import os
+import re
+import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Self
 
+from infra.broker.binary import find_server
 from infra.broker.main import apply_at
 from infra.broker.server import EmbeddedNats
+from infra.launch.http import get
 from tests.chaos.plan import BROKER
 from tests.cluster_support import NODES, LocalCluster
 from tests.tls_support import Pair, TlsNats
 
 AWAY_S = 2.0  # of a broker that was killed
 CATCH_UP_S = 4.0
+COLLECTIONS = 3  # its pools of buffers are empty after two
+PROFILE_S = 20.0
 
 
 class Brokers:
@@ -44,6 +53,10 @@ class Brokers:
         return self._cluster.url("client")
 
     @property
+    def logs(self) -> dict[str, Path]:
+        return {name: node.log_path for name, node in zip(self.names, self._cluster.nodes, strict=True)}
+
+    @property
     def pids(self) -> dict[str, int]:
         return {name: node.pid for name, node in zip(self.names, self._cluster.nodes, strict=True) if node.pid}
 
@@ -59,3 +72,36 @@ class Brokers:
             await asyncio.sleep(CATCH_UP_S)
         finally:
             self.whole = True
+
+
+@contextmanager
+def profiled(folder: Path) -> Iterator[None]:
+    """Every nats-server that starts meanwhile, here or in a process of ours, tells about its heap (``live_heap``)."""
+    binary, path = find_server(), os.environ["PATH"]
+    wrapper = folder / "profiled" / "nats-server"
+    wrapper.parent.mkdir()
+    tell = 'case "$1" in -c) set -- "$@" --profile -1 ;; esac'  # on a port that is in its log
+    wrapper.write_text(f'#!/bin/sh\n{tell}\nexec {shlex.quote(str(binary))} "$@"\n')
+    wrapper.chmod(0o755)
+    os.environ["PATH"] = f"{wrapper.parent}{os.pathsep}{path}"
+    find_server.cache_clear()
+    try:
+        yield
+    finally:
+        os.environ["PATH"] = path
+        find_server.cache_clear()
+
+
+async def live_heap(log: Path) -> int:
+    """Bytes that a nats-server still refers to once its garbage is collected. ``log``: of a ``profiled`` one.
+
+    Resident memory says less: it has garbage, up to as much as is in use, and what was given back to the runtime only.
+    """
+    ports = re.findall(r"profiling port: (\d+)", await asyncio.to_thread(log.read_text, errors="replace"))
+    page = b""
+    for _ in range(COLLECTIONS):
+        status, page = await get("127.0.0.1", int(ports[-1]), "/debug/pprof/heap?debug=1&gc=1", timeout_s=PROFILE_S)
+        assert status == 200, f"no profile of the broker with the log {log}"
+    found = re.search(rb"^# HeapAlloc = (\d+)$", page, re.MULTILINE)
+    assert found is not None
+    return int(found[1])

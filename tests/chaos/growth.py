@@ -22,6 +22,7 @@ from infra.bus.connection import Bus, connect
 from infra.launch.http import get_url
 from tests.chaos import log, recipes
 from tests.chaos.audit import Footprint
+from tests.chaos.brokers import profiled
 from tests.chaos.plan import BROKER
 from tests.chaos.run import Options, Run
 from tests.chaos.system import System
@@ -30,8 +31,9 @@ from tests.pipeline.support import samples
 
 MEMORY = 0.2  # by which a process may be larger after many requests than after few
 MEMORY_SLACK = 8 << 20  # bytes, of a process: its allocator's arenas
-BROKER_BYTES = 1024  # a stored request
-BROKER_SLACK = 48 << 20  # of its garbage collector, and of the block that each stream has in memory
+BROKER_BYTES = 1024  # a stored request, of what the broker refers to
+BROKER_SLACK = 8 << 20  # a block of a stream's file, which may be in memory or not
+SETTLE_S = 12.0  # for which the broker keeps each block (8 MiB) that was written or read
 STREAM = 0.05  # by which the bytes that a request takes in a stream may differ
 STREAM_SLACK = 64.0  # bytes a request, of streams that hardly grow with requests
 BY_TIME = "_snapshots"  # the end of what is written now and then, and replaced
@@ -70,6 +72,7 @@ class Sample(msgspec.Struct, frozen=True):
     Attributes:
         open: gauges of ``ZERO`` that are not zero, by process and name.
         tasks: by process.
+        heaps: bytes in use of each broker (``brokers.live_heap``).
     """
 
     requests: int
@@ -77,6 +80,7 @@ class Sample(msgspec.Struct, frozen=True):
     tasks: Mapping[str, float] = {}
     open: Mapping[str, float] = {}
     streams: Mapping[str, Stored] = {}
+    heaps: Mapping[str, int] = {}
 
 
 def compare(idle: Sample, few: Sample, many: Sample) -> list[str]:
@@ -96,11 +100,16 @@ def _memory(few: Sample, many: Sample, asked: int) -> Iterable[str]:
         if now is None or now.pid != was.pid:
             yield f"{name} is not the process that it was"
             continue
-        broker = name.startswith(BROKER)
-        most = BROKER_SLACK + BROKER_BYTES * asked if broker else max(MEMORY * was.rss, MEMORY_SLACK)
-        if now.rss - was.rss > most:
-            each = f", {(now.rss - was.rss) / asked:.0f} bytes a request" if broker else ""
-            yield f"{name} has {now.rss >> 20} MiB after {many.requests} requests, {was.rss >> 20} before{each}"
+        most = max(MEMORY * was.rss, MEMORY_SLACK)
+        if not name.startswith(BROKER) and now.rss - was.rss > most:
+            yield f"{name} has {now.rss >> 20} MiB after {many.requests} requests, {was.rss >> 20} before"
+    for name, used in sorted(few.heaps.items()):
+        more = many.heaps[name] - used
+        if more > BROKER_SLACK + BROKER_BYTES * asked:
+            yield (
+                f"{name} uses {many.heaps[name] >> 20} MiB after {many.requests} requests, {used >> 20} before, "
+                f"{more / asked:.0f} bytes a request"
+            )
 
 
 def _left(idle: Sample, many: Sample) -> Iterable[str]:
@@ -180,7 +189,8 @@ class Growth:
             quiet = not found.open and not any(one.memory and one.messages for one in found.streams.values())
             quiet = quiet and not (idle is not None and list(_left(idle, found)))
             if (quiet and not await log.held(self._bus)) or time.monotonic() > deadline:
-                return found
+                await asyncio.sleep(SETTLE_S)
+                return msgspec.structs.replace(found, heaps=await self._system.heaps())
             await asyncio.sleep(1)
 
     async def _sample(self) -> Sample:
@@ -241,7 +251,8 @@ async def measure(
 ) -> Result:
     """On a deployment of its own below ``home``."""
     flags = (*topology.flags, "--no-store-grace-s", f"{GRACE_S:g}")
-    system = await System.started(home, topology._replace(flags=flags, clock_s=0.0), say, small_disk=False)
+    with profiled(home):
+        system = await System.started(home, topology._replace(flags=flags, clock_s=0.0), say, small_disk=False)
     try:
         bus = await connect(system.deployment.state.nats_url, role="client", name="chaos")
         try:
@@ -269,6 +280,9 @@ def table(result: Result) -> str:
     for name in sorted(many.processes):
         rows = [sample.processes.get(name, Footprint(0, 0)) for sample in (idle, few, many)]
         lines.append(f"{name:<24} " + " ".join(f"{one.rss / 2**20:>8.1f} MiB" for one in rows))
+        if name in many.heaps:
+            heaps = [sample.heaps.get(name, 0) for sample in (idle, few, many)]
+            lines.append(f"{'  in use':<24} " + " ".join(f"{one / 2**20:>8.1f} MiB" for one in heaps))
         lines.append(f"{'  descriptors':<24} " + " ".join(f"{one.files:>12}" for one in rows))
         tasks = [sample.tasks.get(name) for sample in (idle, few, many)]
         if None not in tasks:

@@ -15,7 +15,7 @@ from infra.launch.http import get_url
 from infra.launch.machine import free_run
 from infra.launch.state import State
 from tests.chaos.audit import Footprint
-from tests.chaos.brokers import Brokers
+from tests.chaos.brokers import Brokers, live_heap
 from tests.chaos.builds import VARIABLE, OtherBuild, begin, snapshot
 from tests.chaos.disk import Disk
 from tests.chaos.launch import Starts
@@ -178,6 +178,11 @@ class System:
                 rss = int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * _PAGE
                 found[name] = Footprint(pid, rss, len(os.listdir(f"/proc/{pid}/fd")))
         return found
+
+    async def heaps(self) -> dict[str, int]:
+        """Bytes in use of each broker, if they are ``profiled``."""
+        lone = {BROKER: self.deployment.data_dir / "nats.log"}
+        return {name: await live_heap(path) for name, path in (self._brokers.logs if self._brokers else lone).items()}
 
     # -- disturbing it --------------------------------------------------------------------------------------------
 

@@ -16,14 +16,14 @@ MIB = 1 << 20
 
 def sample(requests: int, **changes: object) -> Sample:
     """As it should be: what is stored grows with the requests, nothing else does."""
-    processes = {"gateway-0": Footprint(1, 60 * MIB, 17), "nats": Footprint(2, 50 * MIB + 900 * requests, 40)}
+    processes = {"gateway-0": Footprint(1, 60 * MIB, 17), "nats": Footprint(2, 50 * MIB + 9000 * requests, 40)}
     streams = {
         "ps_DONE": Stored(requests, 6000 * requests + 500),
         "KV_ps_workers": Stored(3, 2000),
         "ps_MEMORY": Stored(0, 0, memory=True),
         "OBJ_ps_snapshots": Stored(requests, 400 * requests if requests > 3000 else 0),
     }
-    made = Sample(requests, processes, {"gateway-0": 29.0}, {}, streams)
+    made = Sample(requests, processes, {"gateway-0": 29.0}, {}, streams, {"nats": 6 * MIB + 900 * requests})
     return msgspec.structs.replace(made, **changes)
 
 
@@ -44,7 +44,7 @@ def stream(name: str, messages: int, size: int, *, memory: bool = False) -> Call
 
 GROWN = {
     "gateway-0 has 80 MiB": process("gateway-0", rss=80 * MIB),
-    "nats has 150 MiB": process("nats", rss=150 * MIB, files=40, pid=2),
+    "nats uses 60 MiB": lambda: sample(30_000, heaps={"nats": 60 * MIB}),
     "gateway-0 has 25 open descriptors": process("gateway-0", files=25),
     "gateway-0 is not the process": process("gateway-0", pid=9),
     "gateway-0 has 60 tasks": lambda: sample(30_000, tasks={"gateway-0": 60.0}),
@@ -67,8 +67,11 @@ def test_each_kind_of_growth_is_found_and_named(what: str) -> None:
 async def test_a_few_hundred_mixed_requests_leave_nothing_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The small version of ``python -m tests.chaos.growth``: rates need more requests than this to be compared."""
     monkeypatch.setattr(growth, "STREAM", 0.5)
+    monkeypatch.setattr(growth, "SETTLE_S", 0.0)  # so blocks are in memory
+    monkeypatch.setattr(growth, "BROKER_SLACK", 64 * MIB)
     result = await measure(tmp_path, TOPOLOGIES["pd"], 120, 360, print, each=2)
     assert result.problems == []
     assert result.many.requests == 360
     assert len(result.many.processes) >= 10
+    assert 1 * MIB < result.many.heaps["nats"] < result.many.processes["nats"].rss
     assert set(result.many.tasks) >= {"gateway-0", "router-0", "prefill-0", "encode-0"}
