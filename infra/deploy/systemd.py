@@ -167,6 +167,8 @@ def nats_unit(where: Where, config: str) -> str:
         "[Service]",
         "Type=exec",
         f"User={where.user}",
+        "# GOMEMLIMIT: about half of the memory",
+        f"EnvironmentFile=-{CONFIG}/nats.env",
         f"ExecStart={_quoted(where.program)} -c {_quoted(config)}",
         "ExecReload=/bin/kill -HUP $MAINPID",
         "# Lame duck: it hands its leaders over and sends its clients away, one after the other.",

@@ -8,6 +8,7 @@ import os
 import shutil
 import stat
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -26,7 +27,7 @@ from infra.broker.failures import ServerFailed
 from infra.broker.jetstream_api import BrokerProblem
 from infra.broker.main import apply_at
 from infra.broker.roles import ROLES, permissions
-from infra.broker.server import EmbeddedNats, was_started_with
+from infra.broker.server import EmbeddedNats, memory_bytes, was_started_with, with_memory_limit
 from infra.bus import object_store
 from infra.bus.connection import connect as open_bus
 from infra.launch.sockets import CannotListen
@@ -424,6 +425,21 @@ async def test_a_killed_server_comes_back_on_the_same_port_with_its_messages(
     await until(lambda: client.is_connected)
     message = await client.jetstream().get_last_msg(S.stream("REQUESTS"), S.request("m", "standard", "r"), direct=True)
     assert message.data == b"kept"
+
+
+def test_a_server_has_half_of_the_memory_and_no_less_than_what_it_needs() -> None:
+    assert with_memory_limit({"A": "b"}, 24 << 30) == {"A": "b", "GOMEMLIMIT": "12288MiB"}
+    assert with_memory_limit({}, 1 << 30) == {"GOMEMLIMIT": "1024MiB"}
+    assert with_memory_limit({"GOMEMLIMIT": "3GiB"}, 24 << 30) == {"GOMEMLIMIT": "3GiB"}
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+async def test_the_server_gets_its_memory_limit(make_broker: MakeBroker, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GOMEMLIMIT", raising=False)
+    server = make_broker()
+    await server.start()
+    variables = (await asyncio.to_thread(Path(f"/proc/{server.pid}/environ").read_bytes)).split(b"\0")
+    assert f"GOMEMLIMIT={max(1 << 30, memory_bytes() // 2) >> 20}MiB".encode() in variables
 
 
 async def test_a_new_supervisor_keeps_port_and_secrets_and_ends_the_stale_server(make_broker: MakeBroker) -> None:

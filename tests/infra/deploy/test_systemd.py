@@ -59,6 +59,7 @@ def test_a_unit_waits_for_the_drain_and_keeps_down_what_would_fail_again(capsys:
     assert "EnvironmentFile=-/etc/penstock/worker-%i.env\n" in worker
     nats = made(capsys, "nats", "--program", "/n")
     assert "KillSignal=SIGUSR2\n" in nats
+    assert "EnvironmentFile=-/etc/penstock/nats.env\n" in nats
 
 
 def test_flags_come_back_as_they_were_given(capsys: pytest.CaptureFixture[str]) -> None:
