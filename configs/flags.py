@@ -21,13 +21,6 @@ from configs.settings import CONFIG_FILE, SameAs
 S = TypeVar("S", bound=msgspec.Struct)
 
 PREFIX = "PENSTOCK_"
-RENAMED = {  # fields, since 0.1.0
-    "waiting_room": "max_pending",
-    "apply_logits_processors": "default_logits_processors",
-    "patience_s": "export_timeout_s",
-    "duration": "duration_s",
-    "warm_up": "warm_up_s",
-}
 
 OTHERS = (  # variables that are no settings
     "IMAGE",
@@ -139,11 +132,7 @@ def _settled(kind: type[S], parser: "Parser", argv: Sequence[str], env: Mapping[
     for flag in flags:
         _add(parser, flag, defaults[flag.field].default)
     parsed = vars(parser.parse_args(argv))
-    problems = [
-        f"{PREFIX}{old.upper()} is now {PREFIX}{new.upper()}"
-        for old, new in RENAMED.items()
-        if new in defaults and PREFIX + old.upper() in env
-    ]
+    problems: list[str] = []
     file: dict[str, tuple[object, str]] = {}
     if "config" in defaults:
         file = _from_file(parsed["config"] or env.get(PREFIX + "CONFIG", ""), flags, problems)
@@ -180,7 +169,7 @@ def unknown_variables(environ: Mapping[str, str], known: Iterable[str]) -> dict[
         known: fields of all settings: processes of several roles share an environment.
     """
     settings = {field.upper() for field in known}
-    names = settings | {*OTHERS} | {old.upper() for old in RENAMED}  # the last are reported as such
+    names = settings | {*OTHERS}
     unknown = {}
     for variable, value in environ.items():
         name = variable.removeprefix(PREFIX)
@@ -347,9 +336,7 @@ def closest(word: str, candidates: Iterable[str]) -> str:
 
 
 def _hint(field: str, names: Iterable[str], prefix: str) -> str:
-    """The end of a message about an unknown name: its new name, or the most similar one."""
-    if new := RENAMED.get(field):
-        return f": it is now {prefix}{new.replace('_', '-')}"
+    """The end of a message about an unknown name: the most similar one."""
     near = closest(field.replace("_", "-"), names)
     return f": did you mean {prefix}{near}?" if near else ""
 

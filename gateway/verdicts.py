@@ -37,7 +37,7 @@ REFUSED_FROM = 10  # from here on its new requests are refused. Of the default t
 
 
 class Verdicts:
-    """The verdicts of the last hour, of all gateways. Without the bucket (an earlier broker) there are none."""
+    """The verdicts of the last hour, of all gateways. Without the bucket there are none."""
 
     def __init__(self, bus: Bus) -> None:
         bucket = bus.subjects.bucket("verdicts")

@@ -84,7 +84,6 @@ COMMANDS = {
     "tail": Command("print the last messages of the log, decoded", "infra.timeline.tail:run"),
     "decode": Command("decode Penstock messages in the output of the `nats` command", "infra.timeline.decode:run"),
     "inspect": Command("show everything that happened to a request, and why", "infra.timeline.inspect:run"),
-    "explain": Command("the earlier name of inspect", "infra.timeline.inspect:run"),
     "trace": Command(
         "show a request as an OpenTelemetry trace, or send all traces to a collector",
         "infra.timeline.tracing.main:run",

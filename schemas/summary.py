@@ -23,12 +23,6 @@ DONE: Final = "done"
 FAILED: Final = "failed"
 CANCELLED: Final = "cancelled"
 STATES: tuple[State, ...] = get_args(State)
-_EARLIER = {"waiting": QUEUED, "finished": DONE}
-
-
-def state_named(text: str) -> str:
-    """The state that a user means, who may use the word that commands had for it earlier."""
-    return _EARLIER.get(text, text)
 
 
 class RequestSummary(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -216,7 +210,7 @@ def _word(text: str) -> str:
 
 
 def of_headers(subject: str, headers: Mapping[str, str]) -> RequestSummary | None:
-    """The summary in a record's headers; None: it is of an earlier build, or of a later version.
+    """The summary in a record's headers; None: it has none, or one of a later version.
 
     Args:
         subject: of the record, or the one that it is republished to.

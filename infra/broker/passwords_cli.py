@@ -20,7 +20,7 @@ from configs.flags import Parser
 from infra.broker.config import USERS
 from infra.broker.datadir import load_secrets
 from infra.broker.jetstream_api import BrokerProblem
-from infra.broker.passwords import INCLUDE, SECOND_IN_USE, other_user, store, user_in_use, write_passwords
+from infra.broker.passwords import SECOND_IN_USE, other_user, store, user_in_use, write_passwords
 from infra.broker.reload import reload, running_pid
 from infra.broker.roles import ROLES
 from infra.broker.tenants import held, new_password
@@ -79,17 +79,11 @@ def _roles(named: Sequence[str]) -> tuple[str, ...]:
 
 
 def _runs(data_dir: Path) -> bool:
-    """Whether the folder's own broker runs. False: none does, or the passwords are for servers elsewhere.
-
-    Raises:
-        ValueError: it was started by a build whose roles had one user.
-    """
+    """Whether the folder's own broker runs. False: none does, or the passwords are for servers elsewhere."""
     try:
         running_pid(data_dir)
     except BrokerProblem:
         return False
-    if INCLUDE not in (data_dir / "nats.conf").read_text():
-        raise ValueError("the broker was started by an earlier release: restart it once, then rotate its passwords")
     return True
 
 

@@ -19,7 +19,7 @@ from nats.errors import NoRespondersError
 
 from infra.bus.connection import Bus
 from infra.bus.direct_get import Entry, get_last, read
-from infra.bus.jetstream import STREAM_NOT_FOUND, ApiError, decode_publish_reply
+from infra.bus.jetstream import decode_publish_reply
 from infra.bus.log_tail import LogTail
 from infra.bus.tasks import Tasks
 from schemas import deletions, wire
@@ -91,9 +91,7 @@ async def forget_messages(bus: Bus, ended: Sequence[Ended], delete: Delete) -> i
         sequences = notes[message.request].messages
         sequences[message.stream] = (*sequences.get(message.stream, ()), message.seq)
     for request, deletion in notes.items():
-        if not await _note(bus, request, deletion):
-            log.warning("deletions_not_noted", action="run `penstock streams apply`")
-            break
+        await _note(bus, request, deletion)
     for message in stored:
         await delete(message.stream, message.seq)
     return len(stored)
@@ -118,8 +116,8 @@ async def _find_content(bus: Bus, ended: Sequence[Ended]) -> list[_Stored]:
     return found
 
 
-async def _note(bus: Bus, request: str, deletion: Deletion) -> bool:
-    """Store that a request is deleted; False: there is no bucket for it, as in the streams of earlier releases.
+async def _note(bus: Bus, request: str, deletion: Deletion) -> None:
+    """Store that a request is deleted.
 
     Raises:
         ServingError: broker_unavailable: it was refused, or not confirmed in time.
@@ -130,14 +128,12 @@ async def _note(bus: Bus, request: str, deletion: Deletion) -> bool:
         reply = await bus.nc.request(subject, wire.encode(deletion), timeout=NOTE_S, headers=headers)
         error = decode_publish_reply(reply.data).error
         why = str(error or "")
-    except NoRespondersError as gone:
-        if await _is_missing(bus, f"KV_{bucket}"):
-            return False
-        why = repr(gone)
+    except NoRespondersError:
+        why = "there is none: run `penstock streams apply`"
     except (NatsError, OSError, TimeoutError, msgspec.MsgspecError) as failure:
         why = f"{failure!r}; may this user publish to {subject}?"
     if not why:
-        return True
+        return
     raise ServingError(
         Code.broker_unavailable,
         f"bucket {bucket} did not take the note that {request} is deleted ({why}); delete it again",
@@ -145,25 +141,10 @@ async def _note(bus: Bus, request: str, deletion: Deletion) -> bool:
     )
 
 
-class _Info(msgspec.Struct):
-    error: ApiError | None = None
-
-
-_decode_info = msgspec.json.Decoder(_Info).decode
-
-
-async def _is_missing(bus: Bus, stream: str) -> bool:
-    try:
-        error = _decode_info((await bus.nc.request(f"$JS.API.STREAM.INFO.{stream}", b"", timeout=NOTE_S)).data).error
-    except (NatsError, OSError, TimeoutError, msgspec.MsgspecError):
-        return False
-    return error is not None and error.err_code == STREAM_NOT_FOUND
-
-
 class DeletedRequests:
     """The ids of the requests that were deleted in the last half hour, followed from their bucket.
 
-    Where there is none, as in the streams of an earlier release, or this user may not read it, none are known.
+    Where there is none, or this user may not read it, none are known.
 
     Attributes:
         followed: set once all that are noted are known.

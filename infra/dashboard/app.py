@@ -27,7 +27,7 @@ from infra.timeline.moments import clock, duration_ns, moment_ns
 from infra.timeline.open_log import Log
 from infra.timeline.read import read_timeline
 from schemas.errors import Code, ServingError
-from schemas.summary import Criteria, state_named
+from schemas.summary import Criteria
 
 MAX_WATCHERS = 64
 FILTERS = ("state", "since", "until", "model", "tenant", "worker", "code", "min_duration", "min_ttft")
@@ -196,7 +196,7 @@ def _criteria(query: Mapping[str, str]) -> Criteria:
         model=query["model"],
         tenant=query["tenant"],
         worker=query["worker"],
-        states=frozenset([state_named(query["state"])] if query["state"] else []),
+        states=frozenset([query["state"]] if query["state"] else []),
         code=query["code"],
         min_ms=duration_ns(query["min_duration"]) / 1e6 if query["min_duration"] else 0.0,
         min_ttft_ms=duration_ns(query["min_ttft"]) / 1e6 if query["min_ttft"] else 0.0,

@@ -236,7 +236,6 @@ MEANINGS = {
     "deleted_request_erased_again": "part of a deleted request was stored again, or a broker had it after its restart",
     "deleted_requests_not_erased": "what came back of deleted requests could not be erased; tried again",
     "deletion_unreadable": "what a later release noted of a deleted request cannot be read and is skipped",
-    "deletions_not_noted": "the bucket of deletions is missing: what comes back of a deleted request stays",
     "deletions_unknown": "the bucket of deletions cannot be read: what comes back of a deleted request stays",
     "diffusion_request_failed": "generating an image or a video failed",
     "disk_check_failed": "free space on the broker's disk could not be read",

@@ -6,7 +6,6 @@ import time
 from collections.abc import Sequence
 
 from nats.errors import Error as NatsError
-from nats.errors import NoRespondersError
 from rich.console import Console
 
 from configs.flags import Parser
@@ -73,14 +72,7 @@ async def ask(bus: Bus, worker: Registration, order: control.Drain) -> None:
         DrainFailed: it does not answer.
     """
     try:
-        try:
-            await bus.nc.request(bus.subjects.drain(worker.worker), wire.encode(order), timeout=ANSWER_S)
-        except NoRespondersError:  # of an earlier build, which the operator alone may tell
-            if bus.user.startswith("planner"):
-                raise DrainFailed(
-                    f"{worker.name or worker.worker} does not answer; the operator drains workers of earlier builds"
-                ) from None
-            await bus.nc.request(bus.subjects.control(worker.worker), wire.encode(order), timeout=ANSWER_S)
+        await bus.nc.request(bus.subjects.drain(worker.worker), wire.encode(order), timeout=ANSWER_S)
     except (NatsError, TimeoutError) as error:
         raise DrainFailed(f"{worker.name} does not answer within {ANSWER_S:g} s ({error!r})") from error
 

@@ -30,8 +30,7 @@ class Ended:
             await self._bus.nc.flush()
 
     def take(self) -> list[RequestSummary]:
-        """What has ended since the last call, in the order of the log. Records of builds without the header are left
-        out."""
+        """What has ended since the last call, in the order of the log."""
         frames = list(self._frames)
         self._frames.clear()
         found = (of_headers(frame.subject.decode(), Headers(frame.headers)) for frame in frames)

@@ -161,8 +161,7 @@ class Observer:
         recent = [*self._recent, *self._ended.take()]
         self._recent = [each for each in recent if each.ended_ns >= since_ns][-SAMPLED:]
         now = rates(self._counts, self._recent)
-        leases = f"KV_{self._bus.subjects.bucket('routers')}"  # older brokers have none before `penstock streams apply`
-        members = await routers(self._bus) if any(use.name == leases for use in streams) else []
+        members = await routers(self._bus)
         return Snapshot(
             time.time_ns(),
             self._bus.subjects.namespace,

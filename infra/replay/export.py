@@ -288,7 +288,7 @@ async def limits_of(bus: Readable, stream: str) -> StreamLimits | None:
         kept = bus.state(bus.subjects.stream(stream))
         limits = StreamLimits(kept.first_seq, kept.last_seq, kept.messages, kept.max_age_s, kept.max_bytes)
         return limits if kept.created else None
-    with contextlib.suppress(Exception):  # nats-py: many kinds; a deployment of an earlier build lacks some streams
+    with contextlib.suppress(Exception):  # nats-py: many kinds; a stream may be missing
         info = await bus.js.stream_info(bus.subjects.stream(stream))
         state, config = info.state, info.config
         return StreamLimits(

@@ -1,4 +1,4 @@
-"""``penstock inspect ID`` (formerly ``explain``): everything that happened to a request, and why."""
+"""``penstock inspect ID``: everything that happened to a request, and why."""
 
 import sys
 import time

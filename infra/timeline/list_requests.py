@@ -21,7 +21,7 @@ from infra.timeline.open_log import Log, Source, add_flags, add_verify_flag, ope
 from infra.timeline.request_lines import RequestLine, lines
 from infra.timeline.summary_cache import cache_folder, summaries
 from infra.timeline.texts import Texts
-from schemas.summary import QUEUED, RUNNING, STATES, Criteria, as_dict, state_named
+from schemas.summary import QUEUED, RUNNING, STATES, Criteria, as_dict
 
 POLL_S = 0.5
 WRITTEN_TOGETHER = 500  # lines
@@ -61,9 +61,7 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tenant", default="", help="whose requests")
     parser.add_argument("--worker", default="", help="id of its last worker, or the beginning of it")
     parser.add_argument("--user", default="", help="the client's `user` field")
-    parser.add_argument(
-        "--state", action="append", type=state_named, choices=STATES, default=[], help="may be given several times"
-    )
+    parser.add_argument("--state", action="append", choices=STATES, default=[], help="may be given several times")
     parser.add_argument("--code", default="", help="error code, such as deadline_exceeded; `any`: every failure")
     parser.add_argument("--min-duration", default="0s", help="took at least, from acceptance to the end: 300ms, 20s")
     parser.add_argument("--min-ttft", default="0s", help="took at least so long to its first token")

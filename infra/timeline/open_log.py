@@ -360,8 +360,7 @@ def running(source: Source, data_dir: Path, role: str = "operator") -> tuple[str
         port = int((data_dir / "nats.port").read_text())
         own = rf"nats://operator(-2)?:[^@]+@127\.0\.0\.1:{port}"  # also with a password that was changed since
         if state is None or re.fullmatch(own, state.nats_url):
-            known = f'user: "{role}"' in (data_dir / "nats.conf").read_text()  # not to the broker of an earlier build
-            user = user_in_use(passwords, role if known and role in passwords else "operator")
+            user = user_in_use(passwords, role)
             return f"nats://{user}:{passwords[user]}@127.0.0.1:{port}", namespace
     if state is not None:
         return state.nats_url, namespace

@@ -15,8 +15,7 @@ from router.policy.routing import TIE, Weights
 from schemas.jobs import Candidate, Job
 from schemas.requests import decode
 
-EARLIER = "of an earlier release"
-WITHOUT_LINKS = "of an earlier release, which did not record which workers can exchange KV"
+UNRECORDED = "without the inputs of its decision"
 
 
 class DecidedAgain(NamedTuple):
@@ -40,11 +39,9 @@ def insufficient(job: Job) -> str:
     """Why the record does not suffice to decide again; "": it does."""
     decision, inputs = job.decision, job.inputs
     if inputs is None or not inputs.block_size:
-        return EARLIER
+        return UNRECORDED
     if decision.mode != "kv":
         return f"in mode {decision.mode}"
-    if decision.route and not inputs.links:
-        return WITHOUT_LINKS
     return ""
 
 

@@ -23,7 +23,6 @@ from router.cluster.cluster_listener import ClusterListener
 from router.cluster.disconnects import DisconnectWatch
 from router.cluster.lease_losses import LeaseLosses
 from router.cluster.registration_removal import BROKE, ENDED, RegistrationRemoval
-from router.cluster.return_reader import ReturnReader
 from router.cluster.sent import read_sent
 from router.cluster.snapshots import Snapshot, Snapshots
 from router.cluster.unowned import Unfolded, UnownedRequests
@@ -33,10 +32,10 @@ from router.job_message import Positions
 from router.loads.load import ENCODE, ActiveRequest, LoadState
 from router.loads.load_tracker import LoadTracker
 from router.recovery.suspects import ReturnedAttempts
-from schemas import fleet, kv
+from schemas import done, fleet, kv
 from schemas.jobs import LoadHeader, Stage
 from schemas.streams import LONGEST_DEADLINE_S
-from schemas.subjects import request_of
+from schemas.subjects import HEADER_CRASHED, HEADER_GONE, HEADER_RETURNED, request_of
 
 log = structlog.get_logger("router")
 
@@ -79,10 +78,9 @@ class ClusterState:
         self.disconnects = DisconnectWatch(self._is_worker_connection)
         self._work = self._tail("WORK", "work", self._on_work)
         self._done = self._tail("DONE", "done", self._on_done)
-        self._returns = ReturnReader(bus, self._on_returned, self._removal.remove_ended)
         self.returned = ReturnedAttempts()
         self.losses = LeaseLosses()
-        self._returned = self._tail("DONE", "returned", self._returns.on_entry)
+        self._returned = self._tail("DONE", "returned", self._on_returned)
         self._following = AsyncExitStack()
         self.stalled: frozenset[str] = frozenset()  # workers whose engines make no steps; set by the watchdog
         self.late: frozenset[str] = frozenset()  # workers whose requests are placed again; set by ``resteer``
@@ -131,7 +129,6 @@ class ClusterState:
             await self.disconnects.start(self._settings.sys_nats_url)
 
     async def stop(self) -> None:
-        await self._returns.stop()
         await self.caches.stop()
         await self._following.aclose()
         await self.disconnects.stop()
@@ -319,10 +316,19 @@ class ClusterState:
         if self.tracker.finish(request, self._bus.clock.now_ns()) is not None or not kept:
             self._listener.capacity_changed()
 
-    def _on_returned(self, request: str, attempt: int, reason: str, crashed: str) -> None:
+    def _on_returned(self, entry: Entry) -> None:
+        """An attempt was given back: by its worker, or for one whose process has ended."""
+        request = request_of(entry.headers)
+        try:
+            attempt, reason = done.read_returned_header(entry.headers.get(HEADER_RETURNED, ""))
+        except ValueError as error:
+            log.warning("return_unreadable", seq=entry.seq, error=str(error))
+            return
         if not self.tracker.ended(request):
-            self.returned.add(request, attempt, crashed)
+            self.returned.add(request, attempt, entry.headers.get(HEADER_CRASHED, ""))
         self._listener.attempt_returned(request, attempt, reason)
+        if worker := entry.headers.get(HEADER_GONE):
+            self._removal.remove_ended(worker)
 
     def _on_kv(self, batch: kv.KvBatch) -> None:
         target_id, computed = (batch.worker, batch.rank), False

@@ -9,7 +9,7 @@ A lost router is noticed within milliseconds by the broker's event that its conn
 its last renewal, by this process's clock. One that stops in order removes its key.
 
 The broker's own election, a pull consumer with ``priority_policy: pinned_client``, is per consumer and not per model,
-refuses earlier releases (a pull without its group gets status 400), and took 1.95 s after a kill (nats-server 2.15.1).
+refuses pulls without its group (status 400), and took 1.95 s after a kill (nats-server 2.15.1).
 """
 
 import asyncio
@@ -70,7 +70,7 @@ class Membership:
         lost: called when this router owns or places less.
 
     Attributes:
-        shared: the bucket exists; without it every router works for itself, as in earlier releases.
+        shared: the bucket exists; without it every router works for itself.
     """
 
     def __init__(

@@ -30,7 +30,7 @@ class Watchdog:
     """Which requests are stalled. Pure.
 
     A request is stalled once no step of its worker's engine was seen for ``after_s``, all of which it was there.
-    Workers that count no steps (an older build, diffusion) are not watched.
+    Workers that count no steps (of diffusion) are not watched.
     """
 
     def __init__(self, after_s: float) -> None:

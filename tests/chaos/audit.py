@@ -92,12 +92,10 @@ class Circumstances(NamedTuple):
 
     Attributes:
         hits: what was done, in the order of time.
-        mixed: processes of another build were there, which may not serve every option.
         rpm: requests that a limited client's key has in any minute.
     """
 
     hits: Sequence[Hit] = ()
-    mixed: bool = False
     rpm: int = 0
 
     def hit(self, names: Sequence[str], since: float, until: float, acts: Sequence[Act] = tuple(Act)) -> bool:
@@ -172,8 +170,6 @@ def judge(
         row["ok"] += not found
     known = {request for request, _ in log.accepted}
     deleted = {client.request for client in seen if client.outcome == "deleted"}
-    if around.mixed:
-        deleted |= {client.request for client in seen if client.kind in NO_STORE}
     problems += [
         Problem("extra", f"a terminal event ({end.code or 'ok'}) of a request that nobody made", request)
         for request, each in ends.items()
@@ -189,8 +185,8 @@ def judge(
 
 
 # Ends of a client that are neither an answer nor a failure, and are counted.
-OUTCOMES = ("cancelled", "deleted", "limited", "denied", "declined", "unknown")
-KINDS_OF = {"deleted": ("delete",), "limited": ("limited",), "denied": ("denied",), "declined": NO_STORE}
+OUTCOMES = ("cancelled", "deleted", "limited", "denied", "unknown")
+KINDS_OF = {"deleted": ("delete",), "limited": ("limited",), "denied": ("denied",)}
 
 
 def client_problems(seen: Seen, expected: Expected) -> Iterable[Problem]:
@@ -218,16 +214,12 @@ def outcome_problems(
     seen: Seen, log: Log, ends: Mapping[str, Sequence[End]], around: Circumstances
 ) -> Iterable[Problem]:
     """What is wrong with how it ended for one client: each exception needs its cause."""
-    # A gateway of an earlier build that has just started knows models of vectors and images from their workers only.
-    unknown = around.mixed and seen.kind in ("embed", "picture") and seen.code == "model_not_found"
-    if seen.outcome == "failed" and not (unknown or _may_be_lost(seen, ends, around)):
+    if seen.outcome == "failed" and not _may_be_lost(seen, ends, around):
         yield Problem("failed", f"{seen.code}: {seen.message}; {_so_far(seen)}", seen.request)
     if seen.kind not in KINDS_OF.get(seen.outcome, (seen.kind,)):
         yield Problem("failed", f"{seen.outcome}, as which this client must never end", seen.request)
     if seen.kind == "denied" and seen.outcome not in ("denied", "unknown"):
         yield Problem("admitted", f"without a valid key, it was {seen.outcome}", seen.request)
-    if seen.outcome == "declined" and not around.mixed:
-        yield Problem("failed", "no_store was declined, and every process is of this build", seen.request)
     # Its connection broke, which only a gateway's fault excuses; or its acceptance was not confirmed, the broker's.
     causes = CELL if seen.left else ("gateway", "all")
     if seen.outcome == "unknown" and not around.hit(causes, seen.ended - REFUSED_S - BEFORE_S, seen.ended):
@@ -272,12 +264,11 @@ def record_problems(
         return
     # Whoever was told an id, or got an answer, was accepted: also a client that left, and one that cannot know.
     told = [client for client in clients if client.request or client.outcome in ("answered", "hung")]
-    erased = kind in NO_STORE and around.mixed  # by a router of an earlier build
-    if told and not requests and not erased:
+    if told and not requests:
         yield Problem(
             "missing", f"a client was {told[0].outcome or 'asking'}, and the log has no request", told[0].request
         )
-    if requests and outcomes <= {"denied", "limited", "declined"}:
+    if requests and outcomes <= {"denied", "limited"}:
         yield Problem("extra", f"{'+'.join(outcomes)}, and accepted all the same", requests[0])
     if once and len(requests) > 1:
         yield Problem("duplicated", f"accepted {len(requests)} times: {', '.join(requests)}", requests[0])

@@ -13,7 +13,6 @@ import msgspec
 ROOT = Path(__file__).resolve().parents[2]
 VARIABLE = "CHAOS_STARTS"
 ROLES = ("gateway", "router", "worker")
-RENAMED = {"--max-pending": "--waiting-room", "--default-logits-processors": "--apply-logits-processors"}
 START_S = 60.0
 STOP_S = 30.0
 
@@ -37,11 +36,10 @@ class OtherBuild(msgspec.Struct, frozen=True):
         return role in self.flags and (int(number[0] or 0 if number else 0) + earlier) % 2 == 1
 
     def adapted(self, role: str, argv: Sequence[str]) -> list[str]:
-        """Flags of this build, without those the other one does not have, and under its names."""
+        """Flags of this build, without those the other one does not have."""
         known, found = self.flags[role], []
         for word in argv:
             flag, equals, value = word.partition("=")
-            flag = flag if flag in known else RENAMED.get(flag, flag)
             if flag in known or flag.replace("--no-", "--", 1) in known:
                 found.append(flag + equals + value)
         return found

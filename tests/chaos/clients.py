@@ -10,7 +10,7 @@ from typing import Any
 from uuid import uuid4
 
 from tests.chaos.http import Answer, Broken, opened
-from tests.chaos.recipes import NO_STORE, RESPONSE, Recipe
+from tests.chaos.recipes import RESPONSE, Recipe
 from tests.chaos.seen import Seen, last_event
 
 DEADLINE_S = 150.0  # of a request: several stops of 30 s may hit one
@@ -248,8 +248,6 @@ class _Conversation:
             seen.refusal_s = max(seen.refusal_s, time.monotonic() - self._posted)
         if (kind, code) in REFUSED:
             raise Settled(REFUSED[kind, code])
-        if kind in NO_STORE and code == "unsupported" and "no_store" in message:
-            raise Settled("declined")
         if code not in LATER:
             seen.request = answer.request
             raise Failed(code, f"status {answer.status}: {message}")

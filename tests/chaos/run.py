@@ -86,8 +86,8 @@ class Report(msgspec.Struct):
 async def run(home: Path, options: Options, say: Callable[[str], None]) -> Report:
     """A whole run on a deployment of its own below ``home``."""
     topology = TOPOLOGIES[options.topology]
-    if options.clock_s is not None or options.other is not None:  # earlier builds need clocks that agree
-        topology = topology._replace(clock_s=options.clock_s or 0.0)
+    if options.clock_s is not None:
+        topology = topology._replace(clock_s=options.clock_s)
     system = await System.started(home, topology, say, options.other, options.share, options.seed)
     try:
         return await run_on(system, options, say)
@@ -155,7 +155,7 @@ class Run:
         found = await log.whole(self._bus, since_ns, self._system.urls, within_s=QUIET_S, gone=gone)
         after = self._system.footprints()
         found.on_disk = await self._kept()
-        around = Circumstances(self._system.hits, self._options.other is not None, self._most_a_minute())
+        around = Circumstances(self._system.hits, self._most_a_minute())
         judgement = audit.judge(self._seen, found, self._expected, once=self._http.keys, around=around)
         judgement.problems += audit.memory_problems(before, after)
         judgement.problems += await self._asked_again()
@@ -245,14 +245,10 @@ class Run:
 
         async def one(recipe: Recipe) -> list[Seen]:
             async with room:
-                kind, body = recipe.kind, recipe.body
-                declined = kind in NO_STORE and self._options.other is not None
-                if declined:  # while processes of an earlier build are there
-                    body = {name: value for name, value in body.items() if name not in ("no_store", "store")}
-                if kind in PATIENT or kind == "limited" or declined:
+                kind = recipe.kind
+                if kind in PATIENT or kind == "limited":
                     kind = "nats-repeat" if kind in recipes.NATS_KINDS else "stream"
-                asked = recipe._replace(kind=kind, body=body)
-                return await self.ask(asked, f"{tag}-{recipe.name}", random.Random(0))
+                return await self.ask(recipe._replace(kind=kind), f"{tag}-{recipe.name}", random.Random(0))
 
         asked_all = await asyncio.gather(*map(one, asked))
         found = {seen.recipe: seen for several in asked_all for seen in several[::-1]}

@@ -21,9 +21,8 @@ class Seen:
     Attributes:
         tag: names the request in the log (its "user"); copies of a repeated request share it.
         outcome: "answered", "failed", "cancelled" (by this client), "deleted" (by this client, after its end),
-            "limited" (its API key's limit is reached), "denied" (its API key is none), "declined" (an option is not
-            served at the moment), "unknown" (the connection broke before it got an id, and there is no way to ask), or
-            "hung"; "" while it runs.
+            "limited" (its API key's limit is reached), "denied" (its API key is none), "unknown" (the connection
+            broke before it got an id, and there is no way to ask), or "hung"; "" while it runs.
         ended: Unix time of the outcome.
         refusal_s: the longest wait for a refusal of the broker's.
         url: where the last connection went.

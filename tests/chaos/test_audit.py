@@ -164,29 +164,21 @@ def test_tokens_that_came_in_time_are_not_counted_as_late() -> None:
     assert judge([case.seen], case.log, EXPECTED, once=True).rows["stream"]["late"] == 0
 
 
-@pytest.mark.parametrize(("outcome", "kind"), [("denied", "denied"), ("limited", "limited"), ("declined", "no-store")])
+@pytest.mark.parametrize(("outcome", "kind"), [("denied", "denied"), ("limited", "limited")])
 def test_only_the_client_that_expects_it_is_refused_and_nothing_of_it_is_accepted(outcome: str, kind: str) -> None:
-    mixed = Circumstances(mixed=True)
     case = kept(kind)
     case.seen.outcome, case.seen.choices[0], case.seen.request = outcome, Shown(), ""
-    assert "extra" in kinds(case, mixed), "accepted all the same"
+    assert "extra" in kinds(case), "accepted all the same"
     case.log.accepted, case.log.ends = [], []
-    assert kinds(case, mixed) == set()
+    assert kinds(case) == set()
     other = kept("stream")
     other.seen.outcome, other.seen.choices[0], other.seen.request = outcome, Shown(), ""
     other.log.accepted, other.log.ends = [], []
-    assert kinds(other, mixed) == {"failed"}
+    assert kinds(other) == {"failed"}
 
 
 def test_a_client_without_a_valid_key_that_is_answered_was_admitted() -> None:
     assert kinds(kept("denied")) == {"admitted"}
-
-
-def test_no_store_is_declined_only_among_processes_of_another_build() -> None:
-    case = kept("no-store")
-    case.seen.outcome, case.seen.choices[0], case.seen.request = "declined", Shown(), ""
-    case.log.accepted, case.log.ends = [], []
-    assert kinds(case) == {"failed"}
 
 
 @pytest.mark.parametrize("spacing_s", [1.9, 2.1])

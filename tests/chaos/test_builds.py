@@ -24,9 +24,9 @@ def test_a_role_that_does_not_take_part_stays_with_this_build() -> None:
     assert not any(OTHER.takes_turn("worker", f"worker-{n}", earlier) for n in range(3) for earlier in range(3))
 
 
-def test_flags_that_the_other_build_lacks_are_left_out_and_renamed_ones_have_its_names() -> None:
+def test_flags_that_the_other_build_lacks_are_left_out() -> None:
     argv = ["--name=router-0", "--max-pending=9", "--revision-wait-s=3", "--no-trace"]
-    assert OTHER.adapted("router", argv) == ["--name=router-0", "--waiting-room=9", "--no-trace"]
+    assert OTHER.adapted("router", argv) == ["--name=router-0", "--no-trace"]
     assert OTHER.adapted("gateway", argv) == ["--name=router-0"]
 
 

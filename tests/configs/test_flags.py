@@ -216,7 +216,6 @@ def test_penstock_yaml_in_the_working_directory_is_read_unless_another_file_is_n
     [
         ("http-prt: 1", "unknown setting http-prt: did you mean http-port?"),
         ("config: x", "unknown setting config"),
-        ("apply-logits-processors: x", "it is now default-logits-processors"),
         ("http-port: 70000", "http-port: must be at most 65535, not 70000"),
         ("engine: mok", "did you mean mock?"),
         ("- workers", "expected settings such as `http-port: 8000`"),
@@ -238,12 +237,6 @@ def test_a_missing_file_is_an_error_only_if_it_was_named(capsys: pytest.CaptureF
     with pytest.raises(SystemExit):
         parse(UpSettings, ["--config", "/no/such.yaml"], prog="p", environ={})
     assert "/no/such.yaml: No such file" in capsys.readouterr().err
-
-
-def test_a_variable_of_a_renamed_flag_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        parse(RouterSettings, [], prog="p", environ={"PENSTOCK_WAITING_ROOM": "3"})
-    assert "PENSTOCK_WAITING_ROOM is now PENSTOCK_MAX_PENDING" in capsys.readouterr().err
 
 
 # -- what would be ignored ----------------------------------------------------------------------------------------

@@ -68,7 +68,7 @@ def test_without_a_command_it_lists_the_commands(capsys: pytest.CaptureFixture[s
     assert main([]) == main(["--help"]) == 0
     assert capsys.readouterr().out == (usage() + "\n") * 2
     lines = [line.strip() for line in usage().splitlines()]
-    for name in COMMANDS.keys() - {"explain"}:  # the earlier name of inspect works, and is not advertised
+    for name in COMMANDS:
         assert sum(line.startswith(f"{name}  ") for line in lines) == 1, name
 
 
@@ -85,13 +85,10 @@ TYPOS = [
     (["up", "--http-prt", "1"], "--http-prt: did you mean --http-port?"),
     (["up", "--engine", "mok"], "did you mean mock?"),
     (["tenants", "add", "x", "--max-pendng=1"], "--max-pendng: did you mean --max-pending?"),
-    (["router", "--waiting-room", "3"], "--waiting-room: it is now --max-pending"),
-    (["worker", "--apply-logits-processors=[]"], "it is now --default-logits-processors"),
-    (["trace", "--patience-s=3"], "it is now --export-timeout-s"),
-    (["explain", "--data-dri", "x", "id"], "--data-dri: did you mean --data-dir?"),
+    (["inspect", "--data-dri", "x", "id"], "--data-dri: did you mean --data-dir?"),
     (["leases", "--al"], "--al: did you mean --all?"),
     (["recipe", "list", "--al"], "unknown flag --al"),
-    (["bench", "http", "--duration", "3"], "--duration: it is now --duration-s"),
+    (["bench", "http", "--duration", "3"], "--duration: did you mean --duration-s?"),
 ]
 
 
@@ -105,7 +102,7 @@ def test_a_typo_is_answered_with_what_was_probably_meant(tmp_path: Path) -> None
 
 def test_outside_a_data_folder_a_command_says_so_and_makes_none(tmp_path: Path) -> None:
     commands = [
-        ["explain", "01a20273-22e3-76da-9cd2-f4ab7803fedc"],
+        ["inspect", "01a20273-22e3-76da-9cd2-f4ab7803fedc"],
         ["leases"],
         ["trace", "--request=01a20273-22e3-76da-9cd2-f4ab7803fedc"],
         ["tenants", "list"],

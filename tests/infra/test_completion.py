@@ -41,7 +41,7 @@ def offered(text: str, *words: str) -> set[str]:
         (["up", "--engine", "="], {"auto", "native", "mock", "trtllm", "vllm", "sglang"}),
         (["bench", "http", "--url", "x", "--conc"], {"--concurrency"}),
         (["worker", "--model", ""], set()),  # a file: left to the shell
-        (["explain", ""], set()),
+        (["inspect", ""], set()),
         (["completion", ""], {"bash", "fish", "zsh"}),
         (["tenants", "r"], {"rotate", "remove", "restore"}),
         (["tenants", "add", ""], set()),

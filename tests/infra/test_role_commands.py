@@ -173,10 +173,6 @@ async def test_a_command_on_a_data_folder_connects_with_the_least_role(
     assert running(Source(server.data_dir), server.data_dir, "viewer") == (server.url("viewer"), "ps")
     assert await run("top", "--once", "--json", "--interval", "200ms", "--data-dir", str(server.data_dir)) == 0
     assert json.loads(capsys.readouterr().out)["namespace"] == "ps"
-    # The broker of an earlier build has no such users.
-    conf = server.data_dir / "nats.conf"
-    conf.write_text(conf.read_text().replace('user: "viewer"', 'user: "somebody"'))
-    assert running(Source(server.data_dir), server.data_dir, "viewer") == (server.url("operator"), "ps")
 
 
 async def test_a_viewer_sees_how_requests_end_and_not_what_is_in_them(
@@ -243,17 +239,3 @@ async def test_an_exporter_of_traces_keeps_its_position_with_the_role_of_readers
         assert await store.load() == Position(7, 8)
         assert (await begin(own, None)).done_seq == 0
     assert not refusals
-
-
-async def test_a_worker_of_an_earlier_build_is_drained_by_the_operator(bus: Bus) -> None:
-    """It does not know the subject that is for draining alone."""
-    await register(bus, "w-1")
-    orders: list[object] = []
-
-    async def obey(message: object) -> None:
-        orders.append(control.decode_worker(message.data))  # type: ignore[attr-defined]
-        await bus.nc.publish(message.reply, wire.encode(control.Ok()))  # type: ignore[attr-defined]
-
-    await bus.nc.subscribe(S.control("w-1"), cb=obey)
-    assert await run("drain", "w-1", "--force", "--timeout", "1s", "--nats-url", url(bus, "operator")) == 1
-    assert orders == [control.Drain(stay_down=True)]

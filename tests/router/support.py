@@ -179,20 +179,17 @@ class Stub:
         attempt: int = 1,
         reason: str = "draining",
         *,
-        header: bool = True,
         crashed: str = "",
         gone: bool = False,
     ) -> None:
-        """Without its ``header`` as workers of releases up to 0.1 do.
-
+        """
         Args:
             crashed: as whoever reports its death.
             gone: as whoever saw that its process ended.
         """
         event = done.Returned(asked.id, asked.model, attempt, self.id, reason, crashed=crashed)
         headers = {HEADER_MSG_ID: f"{asked.id}:{attempt}:returned"}
-        if header:
-            headers |= done.returned_headers(event) | ({HEADER_GONE: self.id} if gone else {})
+        headers |= done.returned_headers(event) | ({HEADER_GONE: self.id} if gone else {})
         await self.bus.js.publish(self.bus.subjects.returned(asked.model), wire.encode(event), headers=headers)
 
     async def hand_off(self, job: Job, resume: tuple[bytes, ...] = ()) -> int:

@@ -9,7 +9,6 @@ from nats.js.errors import Error as JetStreamError
 
 from infra.bus.connection import Bus
 from infra.bus.direct_get import get_last
-from infra.bus.object_store import get
 from schemas import wire
 from schemas.errors import Code, ServingError
 from schemas.subjects import token
@@ -61,17 +60,14 @@ class PositionStore:
 
     def __init__(self, bus: Bus, name: str) -> None:
         self._bus = bus
-        self._name = f"trace-{name or 'trace'}"
         self._stream = f"KV_{bus.subjects.bucket('exporters')}"
-        self._subject = f"$KV.{bus.subjects.bucket('exporters')}.{token(self._name)}"
+        key = token(f"trace-{name or 'trace'}")
+        self._subject = f"$KV.{bus.subjects.bucket('exporters')}.{key}"
 
     async def load(self) -> Position | None:
         try:
             entry = await get_last(self._bus, self._stream, self._subject, newest=True, within_s=KEPT_S)
-            if entry is not None:
-                return _decode(entry.data)
-            # An earlier build kept it among the objects.
-            return _decode(await get(self._bus, "snapshots", self._name, limit=1024, newest=True, timeout=KEPT_S))
+            return _decode(entry.data) if entry is not None else None
         except (ServingError, msgspec.MsgspecError) as error:
             log.info("no_position", reason=repr(error)[:200])
             return None

@@ -86,7 +86,7 @@ async def test_what_consumers_have_acknowledged_is_not_read_again(bus: Bus) -> N
         (("--model", "other"), [1]),
         (("--worker", "w-2"), [2]),
         (("--state", "failed"), [3]),
-        (("--state", "finished"), [2, 1, 0]),  # the earlier word for "done"
+        (("--state", "done"), [2, 1, 0]),
         (("--code", "any"), [3]),
         (("--code", "deadline_exceeded"), [3]),
         (("--code", "internal"), []),

@@ -4,7 +4,7 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infra.whatif.decided_again import WITHOUT_LINKS, candidates_of, decide_again, insufficient
+from infra.whatif.decided_again import UNRECORDED, candidates_of, decide_again, insufficient
 from router.index.depths import TargetId
 from router.loads.load_tracker import LoadTracker
 from router.placement.decisions import Decisions, array_decisions
@@ -183,7 +183,7 @@ def test_pairs_are_decided_again_as_the_policy_decides_them(
             assert abs(score - line.score) <= 1e-6 * max(1.0, abs(score))
 
 
-def test_a_record_of_a_pair_without_links_is_of_an_earlier_release() -> None:
+def test_a_pair_without_its_prefill_worker_is_decided_as_its_decode_worker_alone() -> None:
     tracker = LoadTracker()
     endpoint = Endpoint("a", "nixl", pools={"kv": Memory("l", 1, 9)})
     for name, role in (("p", "prefill"), ("d", "decode")):
@@ -191,11 +191,18 @@ def test_a_record_of_a_pair_without_links_is_of_an_earlier_release() -> None:
     request = RoutingRequest("m", 30 * BLOCK, 5, prompt_blocks=30)
     decision = Decisions(tracker, None, "kv", Weights()).decide(request, range(30), {}, now_ns=1, seed=1)
     assert [stage.role for stage in decision.route] == ["prefill", "decode"]
-    older = job(decision, 30, DecisionInputs(1, block_size=BLOCK))
-    assert insufficient(older) == WITHOUT_LINKS
-    assert decide_again(older) is None
     known = links(tracker.worker(each.worker) for each in decision.candidates)
-    newer = job(decision, 30, DecisionInputs(1, block_size=BLOCK, links=known))
-    whole = decide_again(newer, without={"p"})
+    recorded = job(decision, 30, DecisionInputs(1, block_size=BLOCK, links=known))
+    whole = decide_again(recorded, without={"p"})
     assert (whole.route if whole is not None else None) == (("d", 0),)
-    assert decide_again(newer, without={"p", "d"}) is None
+    assert decide_again(recorded, without={"p", "d"}) is None
+
+
+def test_a_job_without_the_inputs_of_its_decision_is_left_out_with_the_reason() -> None:
+    tracker = LoadTracker()
+    tracker.put_worker(Registration("w", "m", "aggregated", "mock", 1, BLOCK, 60, 3, 1 << 20))
+    request = RoutingRequest("m", BLOCK, 5, prompt_blocks=1)
+    decision = Decisions(tracker, None, "kv", Weights()).decide(request, range(1), {}, now_ns=1, seed=1)
+    without = msgspec.structs.replace(job(decision, 1, DecisionInputs(1, block_size=BLOCK)), inputs=None)
+    assert insufficient(without) == UNRECORDED
+    assert decide_again(without) is None

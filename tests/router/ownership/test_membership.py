@@ -552,7 +552,7 @@ async def test_a_key_that_was_left_behind_does_not_hold_up_a_router_that_starts(
 async def test_without_the_bucket_every_router_works_for_itself_until_it_is_there(
     broker: EmbeddedNats, pipeline: Subjects, clients: Clients, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A broker whose streams an earlier release made, and then ``penstock streams apply``."""
+    """Somebody deleted it, and then ran ``penstock streams apply``."""
     monkeypatch.setattr(membership, "JOIN_S", 0.1)
     name = f"KV_{pipeline.bucket('routers')}"
     config = (await clients.bus.js.stream_info(name)).config

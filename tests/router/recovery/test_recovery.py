@@ -160,16 +160,14 @@ async def test_a_request_that_outlives_too_many_workers_ends(
         assert [job.attempt for _, job in await clients.work()] == [1, 2]
 
 
-@pytest.mark.parametrize("header", [True, False])
-async def test_a_returned_request_is_requeued(log: LogClient, clients: Clients, one: Routing, header: bool) -> None:
-    """Also by a worker of a release whose returned jobs are recognised by their bodies alone."""
+async def test_a_returned_request_is_requeued(log: LogClient, clients: Clients, one: Routing) -> None:
     asked = request()
     stub = await on(clients, one, "w1", asked)
     await streamed(log, asked, answer(asked, 2))
     await stub.change(state="draining")
     await clients.stub("w2")
     await one.knows("w2")
-    await stub.hand_back(asked, header=header)
+    await stub.hand_back(asked)
     worker, job = await clients.placed(asked, 2)
     assert (worker, job.decision.reason, ids(job.resume[0])) == ("w2", "returned: draining", answer(asked, 2))
     assert one.unfinished == {asked.id: (2, "w2")}
