@@ -2,7 +2,6 @@
 
 import ast
 import graphlib
-import statistics
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -62,13 +61,6 @@ def sources(folder: str) -> list[Path]:
     return sorted((ROOT / folder).rglob("*.py"))
 
 
-class Function(NamedTuple):
-    name: str
-    lines: int
-    positional: list[str]
-    is_kernel: bool
-
-
 class Module(NamedTuple):
     """What the tests ask of a module. ``imports``: line, module ("" of ``import a``), names behind ``import``.
 
@@ -76,19 +68,16 @@ class Module(NamedTuple):
     """
 
     docstring: bool
-    lines: int
     imports: list[tuple[int, str, list[str]]]
-    functions: list[Function]
     hidden_types: list[tuple[str, set[str]]]
 
 
 @cache
 def module(path: Path) -> Module:
     """Parsed once: there are hundreds, and their trees are large."""
-    text = path.read_text(encoding="utf-8")
-    tree = ast.parse(text)
+    tree = ast.parse(path.read_text(encoding="utf-8"))
     package = path.relative_to(ROOT).parent.parts
-    found = Module(ast.get_docstring(tree) is not None, text.count("\n"), [], [], [])
+    found = Module(ast.get_docstring(tree) is not None, [], [])
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             found.imports.append((node.lineno, "", [alias.name for alias in node.names]))
@@ -96,9 +85,6 @@ def module(path: Path) -> Module:
             base = package[: len(package) - node.level + 1] if node.level else ()
             name = ".".join([*base, *([node.module] if node.module else [])])
             found.imports.append((node.lineno, name, [alias.name for alias in node.names]))
-        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            lines = (node.end_lineno or 0) - node.lineno + 1
-            found.functions.append(Function(node.name, lines, positional(node), is_kernel(node)))
         elif isinstance(node, ast.ClassDef) and (hidden := hidden_types(node)):
             found.hidden_types.append((node.name, hidden))
     return found
@@ -192,27 +178,6 @@ def test_every_folder_is_a_package_and_says_what_it_is_for() -> None:
     assert [str(path.relative_to(ROOT)) for path in paths if path.stat().st_size and not module(path).docstring] == []
 
 
-def test_modules_and_functions_are_short_and_take_few_parameters() -> None:
-    """At most 600 lines a module, 60 lines and 8 positional parameters a function.
-
-    Kernels are exempt: Triton compiles each as one function, and passes tensors and their strides by position.
-    """
-    too_large: list[str] = []
-    lengths: list[int] = []
-    for path in (path for folder in sorted(OURS) for path in sources(folder)):
-        name, made = path.relative_to(ROOT), module(path)
-        lengths += [made.lines] if path.stat().st_size else []
-        if made.lines > 600:
-            too_large.append(f"{name}: {made.lines} lines")
-        for function in made.functions:
-            if function.lines > 60 and not function.is_kernel:
-                too_large.append(f"{name}: {function.name} has {function.lines} lines")
-            if len(function.positional) > 8 and not function.is_kernel:
-                too_large.append(f"{name}: {function.name} has {len(function.positional)} positional parameters")
-    assert too_large == []
-    assert 80 <= statistics.median(lengths) <= 140
-
-
 def test_no_field_or_method_hides_a_type_of_the_fields_of_its_class() -> None:
     """Python 3.14 evaluates annotations when they are asked for: ``bytes`` is the class' own ``bytes`` by then."""
     hidden = {
@@ -222,16 +187,6 @@ def test_no_field_or_method_hides_a_type_of_the_fields_of_its_class() -> None:
         for name, types in module(path).hidden_types
     }
     assert hidden == {}
-
-
-def is_kernel(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
-    return any("triton" in ast.unparse(decorator) for decorator in function.decorator_list)
-
-
-def positional(function: ast.FunctionDef | ast.AsyncFunctionDef) -> list[str]:
-    """The names of the parameters that can be passed by position, without ``self`` and ``cls``."""
-    names = [argument.arg for argument in (*function.args.posonlyargs, *function.args.args)]
-    return names[1:] if names[:1] in (["self"], ["cls"]) else names
 
 
 def test_no_modules_import_each_other_in_a_circle() -> None:
