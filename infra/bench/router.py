@@ -25,9 +25,7 @@ from router.policy.routing import Weights
 _REQUESTS_PER_WORKER = 500
 _SWEEP_REQUESTS = 200
 
-PolicyName = Literal[
-    "kv", "kv_predicted", "kv_groups", "dynamo", "searched", "round_robin", "random", "least_loaded", "least_blocks"
-]
+PolicyName = Literal["kv", "kv_predicted", "dynamo", "round_robin", "random", "least_loaded", "least_blocks"]
 WorkloadName = Literal["chat", "agents", "documents", "unique", "bursts", "hot", "mixed", "images"]
 Positive = Annotated[float, Meta(gt=0)]
 
@@ -67,9 +65,6 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     replica_delay_ms: Annotated[
         float, Meta(ge=0, description="from a router's decision until the others know of it")
     ] = DELAY_NS / 1e6
-    groups: Annotated[
-        int, Meta(ge=1, description="of policy kv_groups: parts of the workers, each with a router of its own")
-    ] = 2
     blocks: Annotated[int, Meta(ge=1, description="KV blocks per rank")] = 16384
     block_size: Annotated[int, Meta(ge=2, description="tokens per block")] = 64
     local_prefill_tokens: Annotated[
@@ -123,16 +118,11 @@ def run(settings: Settings) -> int:
 def fleet(settings: Settings) -> Fleet:
     """
     Raises:
-        BadBench: there are prefill workers without decode workers, or a policy has no rule for such workers.
+        BadBench: there are prefill workers without decode workers, or more slow workers than workers.
     """
     if bool(settings.prefill) != bool(settings.decode):
         raise BadBench("--prefill and --decode go together")
-    if "searched" in settings.policies and (settings.prefill or settings.encode):
-        raise BadBench("policy searched is for aggregated workers alone")
     roles = ["prefill"] * settings.prefill + ["decode"] * settings.decode or ["aggregated"] * settings.workers
-    fewest = min(settings.prefill, settings.decode) or settings.workers
-    if "kv_groups" in settings.policies and settings.groups > fewest:
-        raise BadBench(f"--groups {settings.groups}: there are {fewest} workers of a kind")
     for flag, count in (("--slow-workers", settings.slow_workers), ("--slow-decode", settings.slow_decode)):
         if count > len(roles):
             raise BadBench(f"{flag} {count}: there are {len(roles)} workers")
@@ -157,7 +147,6 @@ def _cells(settings: Settings) -> list[Cell]:
         engines,
         replicas=settings.replicas,
         replica_delay_ns=round(settings.replica_delay_ms * 1e6),
-        groups=settings.groups,
         weights=weights,
     )
     if settings.trace:

@@ -14,10 +14,8 @@ from infra.bench.simulation import rules
 from infra.bench.simulation.dynamo import DynamoPolicy
 from infra.bench.simulation.figures import Figures, figures
 from infra.bench.simulation.fleet import simulate
-from infra.bench.simulation.groups import GroupedPolicy
 from infra.bench.simulation.placement import DELAY_NS, PlacementPolicy
 from infra.bench.simulation.policy import Fleet, Policy
-from infra.bench.simulation.searched import SearchedPolicy
 from infra.bench.simulation.trace import Trace
 from infra.bench.simulation.workloads import WORKLOADS, generate
 from router.policy.routing import Weights
@@ -25,9 +23,7 @@ from router.policy.routing import Weights
 POLICIES: Mapping[str, Callable[[int], Policy]] = {
     "kv": PlacementPolicy,
     "kv_predicted": partial(PlacementPolicy, kv_events=False),
-    "kv_groups": lambda seed: GroupedPolicy(2, partial(PlacementPolicy, seed)),
     "dynamo": DynamoPolicy,
-    "searched": SearchedPolicy,
     "round_robin": partial(rules.RulePolicy, rules.round_robin),
     "random": partial(rules.RulePolicy, rules.uniform),
     "least_loaded": partial(rules.RulePolicy, rules.least_requests),
@@ -53,7 +49,6 @@ class Cell:
     requests: int = 0
     replicas: int = 1  # of the routers of policy "kv"
     replica_delay_ns: int = DELAY_NS  # until they have folded each other's decisions
-    groups: int = 2  # of the workers, of policy "kv_groups"
     weights: Weights = Weights()  # noqa: RUF009  # frozen; of policy "kv"
 
     def arrivals(self, seed: int) -> tuple[Trace, float]:
@@ -76,10 +71,8 @@ def run(cell: Cell, policy: str, seed: int) -> Run:
     """Simulate one policy under one seed."""
     trace, speed = cell.arrivals(seed)
     requests = trace.requests(cell.fleet.block_size, speed)
-    if policy == "kv_groups":
-        made: Policy = GroupedPolicy(cell.groups, lambda: PlacementPolicy(seed, weights=cell.weights))
-    elif policy.startswith("kv"):
-        made = PlacementPolicy(
+    if policy.startswith("kv"):
+        made: Policy = PlacementPolicy(
             seed, cell.replicas, cell.weights, kv_events=policy == "kv", delay_ns=cell.replica_delay_ns
         )
     else:

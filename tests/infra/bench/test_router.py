@@ -41,7 +41,6 @@ def test_a_trace_is_replayed_with_multipliers(tmp_path: Path) -> None:
     ("settings", "error"),
     [
         (Settings(prefill=2), "--prefill and --decode go together"),
-        (Settings(policies=("kv", "searched"), encode=1), "policy searched is for aggregated workers alone"),
         (Settings(workers=2, slow_workers=3), "there are 2 workers"),
         (Settings(trace="/nowhere/x.jsonl"), "No such file"),
         (Settings(block_size=48, trace="one"), "cannot be cut into blocks of 48"),

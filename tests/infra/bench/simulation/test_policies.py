@@ -7,11 +7,8 @@ import pytest
 from infra.bench.simulation.comparison import POLICIES, Cell, run, runs, summaries
 from infra.bench.simulation.dynamo import DynamoPolicy
 from infra.bench.simulation.fleet import simulate
-from infra.bench.simulation.groups import GroupedPolicy
-from infra.bench.simulation.placement import PlacementPolicy
 from infra.bench.simulation.policy import Fleet, Placement, WorkerSpec
 from infra.bench.simulation.rules import RulePolicy, least_requests, round_robin
-from infra.bench.simulation.searched import SearchedPolicy
 from infra.bench.simulation.trace import Request
 from infra.bench.simulation.workloads import WORKLOADS, generate
 from router.policy.routing import Weights
@@ -64,10 +61,9 @@ FLEETS = {
     "pairs": Fleet((WorkerSpec("prefill", 4096),) * 2 + (WorkerSpec("decode", 4096),) * 2),
     "encoders": Fleet((WorkerSpec(blocks=4096),) * 2, encoders=2),
 }
-AGGREGATED_ONLY = {("searched", "pairs"), ("searched", "encoders")}  # `bench router` refuses these
 
 
-@pytest.mark.parametrize(("policy", "fleet"), sorted({*product(POLICIES, FLEETS)} - AGGREGATED_ONLY))
+@pytest.mark.parametrize(("policy", "fleet"), sorted(product(POLICIES, FLEETS)))
 def test_a_policy_serves_every_request_of_a_workload(policy: str, fleet: str) -> None:
     for name in ("images", "hot"):
         found = run(Cell(FLEETS[fleet], 1.0, name, None, 60), policy, 1)
@@ -96,17 +92,6 @@ def test_decode_workers_that_compute_no_prompts_keep_their_sequences_faster() ->
         for tokens in (1000, 0)
     ]
     assert gaps[1] < gaps[0]
-
-
-def test_the_searched_policy_holds_what_has_no_room_and_lets_short_prompts_go_first() -> None:
-    policy = SearchedPolicy()
-    long, short = request(1, 6400), request(2, 640)
-    policy.start(Fleet((WorkerSpec(blocks=100),)), [request(0, 6000), long, short])
-    assert policy.arrive(request(0, 6000), 0) == Placement((0, 0))
-    assert policy.arrive(long, 1) is policy.arrive(short, 2) is None
-    assert list(policy.pump(3)) == []
-    policy.finished(request(0, 6000), 4)
-    assert list(policy.pump(5)) == [(short, Placement((0, 0)))]
 
 
 def test_equal_seeds_give_equal_runs() -> None:
@@ -158,21 +143,6 @@ def test_replicas_that_know_of_each_other_late_decide_worse() -> None:
         for ms in (0, 1000)
     )
     assert late.ttft_mean > 1.1 * soon.ttft_mean
-
-
-def test_the_dispatcher_keeps_prefixes_in_their_group_and_balances_the_rest() -> None:
-    policy = GroupedPolicy(2, PlacementPolicy)
-    turns = [request(n, 6400, [*range(50), *range(n * 1000, n * 1000 + 50)]) for n in (0, 1)]
-    others = [request(n, 6400) for n in range(2, 8)]
-    policy.start(FOUR, [*turns, *others])
-
-    def group(asked: Request) -> int:
-        placed = policy.arrive(asked, 0)
-        assert placed is not None
-        return placed.target[0] % 2
-
-    assert group(turns[0]) == group(turns[1])
-    assert sorted(map(group, others)) == [0, 0, 1, 1, 1, 1]  # group 0 has the two turns
 
 
 def test_a_held_request_is_placed_once_there_is_room() -> None:
