@@ -16,7 +16,6 @@ import pytest
 import yaml
 
 from gateway.metrics import Metrics
-from infra.deploy.monitoring import pictures
 from infra.deploy.monitoring.dashboards import DASHBOARDS
 from infra.deploy.monitoring.main import ALERTS, LATE, run, targets_of, wrong_url
 from infra.deploy.monitoring.panels import Panel
@@ -24,6 +23,7 @@ from infra.docs import dashboards
 from infra.docs.metrics import scopes
 from infra.launch.state import Running, State
 from infra.metrics.scope import MetricScope
+from tests.perf import pictures
 
 NAME = re.compile(r"\b(?:penstock|process|user)_[a-z_]+\b")
 PANELS = [pytest.param(panel, id=f"{board.name}: {panel.title}") for board in DASHBOARDS for panel in board.panels]

@@ -1,6 +1,6 @@
 """Draws our Grafana dashboards from a Prometheus, without Grafana: a picture for each dashboard.
 
-    python -m infra.deploy.monitoring.pictures --prometheus http://127.0.0.1:9090 --minutes 5 --out pictures
+    python -m tests.perf.pictures --prometheus http://127.0.0.1:9090 --minutes 5 --out pictures
 
 It reads the same JSON files, queries and units as Grafana does. The look is its own. Needs ``penstock[bench]``.
 """
@@ -50,7 +50,7 @@ class Span(NamedTuple):
 
 def run(argv: Sequence[str]) -> int:
     """Write the pictures; 1 if Prometheus does not answer."""
-    parser = Parser(prog="python -m infra.deploy.monitoring.pictures", description="draw the dashboards' panels")
+    parser = Parser(prog="python -m tests.perf.pictures", description="draw the dashboards' panels")
     parser.add_argument("--prometheus", default="http://127.0.0.1:9090", help="(default: %(default)s)")
     parser.add_argument("--minutes", type=float, default=5.0, help="until now (default: %(default)s)")
     parser.add_argument("--rate", default="30s", help="window of rates (default: %(default)s)")

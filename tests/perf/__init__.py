@@ -1,0 +1,1 @@
+"""Tools that measure or draw, run by hand."""
