@@ -1,5 +1,6 @@
 """``penstock profile sla``: the deployment that serves most per GPU within given latencies, and how to start it."""
 
+import itertools
 import re
 import shlex
 import sys
@@ -15,7 +16,7 @@ from infra.bench.pareto.cost import BadPrices, Prices, gpu_of
 from infra.bench.pareto.cost import read as read_prices
 from infra.bench.profile.data import FILE, BadProfile
 from infra.bench.profile.search import answer, sources
-from infra.bench.profile.search.candidates import Candidate, Scope, Sla, candidates
+from infra.bench.profile.search.candidates import Candidate, PoolSize, Scope, Sla, candidates
 from infra.bench.profile.search.show import lines, table
 from infra.bench.profile.search.simulated import Load, Percentile, search
 from infra.bench.profile.search.sources import Choices
@@ -23,8 +24,10 @@ from infra.counts import counted
 from infra.deploy.helm.values import Engine
 from infra.engine_args.model_shape import UnknownShape
 from infra.engine_args.tree import BadArguments
+from infra.model.modeldir import DEMO, TINY
 from infra.recipes.model_shape import shape_at
 from infra.terminal import stdout
+from schemas.plans import Role
 
 _BASES = {
     "measured": "from measured profiles",
@@ -45,7 +48,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         tuple[str, ...], Meta(description="measured: folders of `penstock profile endpoint`, a configuration each")
     ] = ("profile",)
     model: Annotated[
-        str, Meta(description="roofline: directory with a config.json, or the model of a recipe; else its name")
+        str,
+        Meta(
+            description="roofline: directory with a config.json, or the model of a recipe; measured: what workers "
+            "load, instead of what the profile says"
+        ),
     ] = ""
     gpu: Annotated[
         Literal["", "A100", "H100", "H200", "B200", "L40S"],
@@ -109,21 +116,25 @@ def run(settings: Settings) -> int:
         if settings.percentile != "mean":
             load = Load(sla=sla, scope=scope, percentile=settings.percentile, sigma=settings.spread, seed=settings.seed)
             found = search(found, choices.configurations, load, settings.show, _tell)
-        _print(settings, sla, choices, found, prices)
+        _print_found(settings, sla, choices, found, prices)
         if not found:
             return 1
-        files = _files(settings, sla, choices, found)
+        texts = _recipes(settings, sla, choices, found[0]) if settings.out and settings.source == "roofline" else {}
+        values, helm = _values(settings, choices, found[0], texts) if settings.out else ("", [])
+        commands = _commands(settings, choices, found[0], helm)
+        _print_best(settings, sla, found[0], commands)
+        files = _files(settings, sla, choices, found, commands, {"values.yaml": values} | texts)
     except BadSettings as error:
         return _explain(error, 2)
     except (BadProfile, BadPrices, UnknownShape) as error:
         return _explain(error, 1)
     except BadArguments as error:
         return _explain("; ".join(error.problems), 1)
-    for name, text in files.items():
+    for name, text in files.items() if settings.out else ():
         path = Path(settings.out) / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
-    if files:
+    if settings.out:
         print(f"\n{', '.join(files)} in {settings.out}")
     return 0
 
@@ -195,7 +206,9 @@ def _prices(settings: Settings) -> Prices | None:
     return prices
 
 
-def _print(settings: Settings, sla: Sla, choices: Choices, found: Sequence[Candidate], prices: Prices | None) -> None:
+def _print_found(
+    settings: Settings, sla: Sla, choices: Choices, found: Sequence[Candidate], prices: Prices | None
+) -> None:
     console = stdout()
     if found:
         shown = list(found[: settings.show])
@@ -213,65 +226,98 @@ def _print(settings: Settings, sla: Sla, choices: Choices, found: Sequence[Candi
         wanted = f"{settings.rate:g} requests/s with " if settings.rate else ""
         reason = f"no deployment serves {wanted}at most {settings.total_gpus} GPUs (--total-gpus) within the SLA"
         _explain(reason, 1)
-        return
+
+
+def _print_best(settings: Settings, sla: Sla, best: Candidate, commands: Sequence[str]) -> None:
     basis = _BASES[settings.source].format(gpu=settings.gpu)
-    commands = [f"  {each}" for each in _commands(settings, choices, found[0])]
-    about = lines(found[0], sla, basis, settings.utilization, settings.percentile)
-    print("", *about, *commands, sep="\n")
+    about = lines(best, sla, basis, settings.utilization, settings.percentile)
+    print("", *about, *(f"  {each}" for each in commands), sep="\n")
 
 
-def _commands(settings: Settings, choices: Choices, best: Candidate) -> tuple[str, ...]:
-    if best.gpus > settings.gpus_per_node:
-        return _by_host(settings, choices, best)
-    if settings.source == "roofline":
-        return (answer.trtllm_command(best, settings.model, _name(settings), settings.out or "."),)
-    return answer.commands(best, choices.up)
+def _commands(settings: Settings, choices: Choices, best: Candidate, helm: Sequence[str]) -> tuple[str, ...]:
+    """The lines for a shell that start it.
 
-
-def _by_host(settings: Settings, choices: Choices, best: Candidate) -> tuple[str, ...]:
-    """Of a deployment that is larger than a machine."""
-    folder = settings.out or "."
-    values = f"helm upgrade --install llm ./penstock-chart -f {shlex.quote(f'{folder}/values.yaml')}"
-    kubernetes = (f"# on Kubernetes, with the values of --out: {values}",)
+    Args:
+        helm: those for the chart's values; none without ``--out``.
+    """
+    flags = {pool.role: _flags(settings, choices, pool) for pool in best.pools}
+    files = [answer.file_of(pool, _name(settings)) for pool in best.pools] if settings.source == "roofline" else []
+    notes = [f"# --out {_folder(settings)} writes {' and '.join(files)}"] if files and not settings.out else []
+    if best.gpus <= settings.gpus_per_node:
+        return (*notes, *answer.commands(best, flags))
     wide = [pool for pool in best.pools if pool.gpus > pool.workers * settings.gpus_per_node]
     if wide:
-        return (f"# a worker of {wide[0].configuration} spans machines of {settings.gpus_per_node} GPUs", *kubernetes)
-    engine = f"--engine trtllm --model {shlex.quote(settings.model)} " if settings.source == "roofline" else ""
-    files: dict[str, str] = {
-        pool.role: f" {answer.engine_file(pool, _name(settings), folder)}" if settings.source == "roofline" else ""
-        for pool in best.pools
-    }
-    flags: dict[str, str] = {pool.role: choices.up[pool.configuration] + files[pool.role] for pool in best.pools}
+        notes.append(f"# a worker of {wide[0].configuration} spans machines of {settings.gpus_per_node} GPUs")
+    else:
+        notes += _by_host(settings, best, flags, files)
+    if not helm:
+        return (*notes, "# on Kubernetes: --out FOLDER writes the chart's values, and prints the commands")
+    return (*notes, "# on Kubernetes:", *helm)
+
+
+def _by_host(settings: Settings, best: Candidate, flags: dict[Role, answer.Flags], files: Sequence[str]) -> list[str]:
+    """Of a deployment that is larger than a machine."""
     machines = answer.hosts(best, settings.gpus_per_node)
     count = sum(number for number, _ in machines)
     lines = [
-        f"# {count} machines of {settings.gpus_per_node} GPUs (--gpus-per-node) and a broker that all reach, see "
-        "docs/operations.md; URL: the operator's; each machine has a gateway and a router, too"
+        f"# {count} machines of {settings.gpus_per_node} GPUs (--gpus-per-node), each with a gateway and a router; "
+        "docs/several-machines.md makes a broker that all reach, and operator.env",
+        *([f"# each needs {' and '.join(files)} in {_folder(settings)}"] if files else []),
+        "# on each, first:",
+        "set -a; . ./operator.env; set +a",
     ]
-    for number, counts in machines:
-        own = " ".join(f"--{answer.FLAGS[role]} {workers}" for role, workers in counts.items())
-        given = " ".join(dict.fromkeys(flags[role].strip() for role in counts))
+    common = f'--nats-url "{answer.URL}" --http-host 0.0.0.0 --require-keys'
+    for number, workers in machines:
         lines.append(f"# on {counted(number, 'machine')}:")
-        lines.append(f"penstock up --nats-url URL {engine}{own} {given}".rstrip())
-    return (*lines, *kubernetes)
+        lines += answer.machine(workers, best, flags, common, answer.URL)
+    lines.append("# once, on any: gateways refuse everyone until there is a key")
+    lines.append(f'penstock keys create --nats-url "{answer.URL}"')
+    return lines
+
+
+def _folder(settings: Settings) -> str:
+    return settings.out or "."
+
+
+def _flags(settings: Settings, choices: Choices, pool: PoolSize) -> answer.Flags:
+    """Flags of `penstock up` for a pool's workers, model and engine among them."""
+    if settings.source == "roofline":
+        file = answer.engine_file(pool, _name(settings), _folder(settings))
+        return answer.Flags(f"--engine trtllm --model {shlex.quote(settings.model)}", file)
+    given = choices.up[pool.configuration]
+    words = {word.partition("=")[0] for word in shlex.split(given)}
+    if "--engine" not in words and "--recipe" not in words:
+        given = f"--engine native {given}".strip()
+    if model := "" if words & {"--model", "--recipe"} else _model(settings, choices, pool.configuration):
+        given = f"{given} --model {shlex.quote(model)}"
+    return answer.Flags(given)
+
+
+def _model(settings: Settings, choices: Choices, configuration: str) -> str:
+    """What workers load; "": what `penstock up` serves by itself."""
+    up = shlex.split(choices.up[configuration])
+    named = [word for flag, word in itertools.pairwise(up) if flag == "--model"]
+    named += [word.partition("=")[2] for word in up if word.startswith("--model=")]
+    if settings.source != "measured" or named or settings.model:
+        return (named or [settings.model])[0]
+    measured = next(each for each in choices.configurations if each.name == configuration).timing.profile.setup.model
+    return "" if measured in (DEMO.name, TINY.name) else measured
 
 
 def _name(settings: Settings) -> str:
     return _SLUG.sub("-", Path(settings.model).name.lower()).strip("-") or "model"
 
 
-def _files(settings: Settings, sla: Sla, choices: Choices, found: Sequence[Candidate]) -> dict[str, str]:
-    """The texts to write, by file name; none without ``--out``.
-
-    Raises:
-        BadArguments: the rules of engine arguments refuse the best one.
-    """
-    if not settings.out:
-        return {}
+def _files(
+    settings: Settings,
+    sla: Sla,
+    choices: Choices,
+    found: Sequence[Candidate],
+    commands: Sequence[str],
+    texts: dict[str, str],
+) -> dict[str, str]:
+    """The suggestion, other texts, and the profiles of its pools, by file name."""
     best = found[0]
-    texts: dict[str, str] = {}
-    if settings.source == "roofline":
-        texts = _recipes(settings, sla, choices, best)
     profiles = {
         f"{_SLUG.sub('-', each.name)}/{FILE}": msgspec.json.format(msgspec.json.encode(each.timing.profile)).decode()
         for each in choices.configurations
@@ -281,24 +327,30 @@ def _files(settings: Settings, sla: Sla, choices: Choices, found: Sequence[Candi
         "sla": msgspec.to_builtins(sla),
         "source": settings.source,
         "best": msgspec.to_builtins(best),
-        "commands": list(_commands(settings, choices, best)),
+        "commands": list(commands),
         "others": [msgspec.to_builtins(each) for each in found[1 : settings.show]],
         "left_out": choices.left_out,
     }
-    return {
-        "suggestion.yaml": yaml.safe_dump(told, sort_keys=False, allow_unicode=True),
-        "values.yaml": _values(settings, choices, best, texts),
-        **texts,
-        **profiles,
-    }
+    return {"suggestion.yaml": yaml.safe_dump(told, sort_keys=False, allow_unicode=True)} | texts | profiles
 
 
-def _values(settings: Settings, choices: Choices, best: Candidate, texts: dict[str, str]) -> str:
-    """For the Helm chart."""
+def _values(settings: Settings, choices: Choices, best: Candidate, texts: dict[str, str]) -> tuple[str, list[str]]:
+    """For the Helm chart, and the lines that use them.
+
+    Raises:
+        BadArguments: the profile's flags are none of `penstock up`.
+    """
     engine: Engine = {"mock": "mock", "roofline": "trtllm"}.get(settings.source, "native")  # type: ignore[assignment]
-    flags = choices.up[best.pools[0].configuration].split()
+    configuration = best.pools[0].configuration
+    flags = choices.up[configuration].split()
     if settings.source == "measured" and "--engine" in flags[:-1]:
         engine = msgspec.convert(flags[flags.index("--engine") + 1], Engine)
     return answer.helm_values(
-        best, engine=engine, model=settings.model, texts=texts, name=_name(settings), flags=choices.up
+        best,
+        engine=engine,
+        model=_model(settings, choices, configuration),
+        texts=texts,
+        name=_name(settings),
+        flags=choices.up,
+        file=f"{_folder(settings)}/values.yaml",
     )

@@ -124,8 +124,12 @@ def to_yaml(wanted: Wanted, values: Tree) -> str:
     return f"# Values for the Helm chart of Penstock. Save them as values.yaml, and then:\n{comments}{body}"
 
 
-def commands(wanted: Wanted, values: Tree) -> list[str]:
-    """The command lines from the values to a deployment."""
+def commands(wanted: Wanted, values: Tree, file: str = "values.yaml") -> list[str]:
+    """The command lines from the values to a deployment.
+
+    Args:
+        file: of the values, as a word of the shell.
+    """
     release, at = shlex.quote(wanted.release), "./penstock-chart"
     lines = []
     if wanted.hub_secret:
@@ -151,8 +155,8 @@ def commands(wanted: Wanted, values: Tree) -> list[str]:
         lines.append(f"penstock kubernetes chart {at}")
         lines.append(f"helm repo add nats {NATS_CHARTS}")
         lines.append(f"helm dependency build {at}  # fetches the NATS chart, once")
-    lines.append(f"helm template {release} {at} -f values.yaml  # to look at the manifests")
-    lines.append(f"helm upgrade --install {release} {at} -f values.yaml")
+    lines.append(f"helm template {release} {at} -f {file}  # to look at the manifests")
+    lines.append(f"helm upgrade --install {release} {at} -f {file}")
     return lines
 
 

@@ -2,7 +2,7 @@
 
 import shlex
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from configs.flags import BadFlags, flag_name, read
 from configs.settings import WorkerSettings
@@ -10,15 +10,17 @@ from configs.up_settings import UpSettings
 from infra.bench.profile.roofline.estimate import Engine as Estimated
 from infra.bench.profile.search.candidates import Candidate, PoolSize, Sla
 from infra.deploy.helm.render import Wanted, to_yaml, values_of
+from infra.deploy.helm.render import commands as helm_commands
 from infra.deploy.helm.values import SETTLED, Engine
 from infra.engine_args.generate import EngineSpec
 from infra.engine_args.memory_estimate import GIB
-from infra.engine_args.rules import Role
+from infra.engine_args.rules import Role as EngineRole
 from infra.engine_args.tree import BadArguments
 from infra.launch.groups import EXTERNAL
 from infra.launch.plan import passed
 from infra.recipes.catalogue import GPUS, RecipeEntry, entry_of
 from infra.recipes.generate import texts_of
+from schemas.plans import Role
 
 ENGINE_IMAGE = "registry.example.com/penstock-{engine}:0.1.0"  # as the chart's own image: a name to be replaced
 _SUFFIXES = {"aggregated": "agg", "prefill": "prefill", "decode": "decode"}
@@ -39,7 +41,7 @@ def recipes(
         BadArguments: the rules refuse an engine that was chosen; the problems say why.
     """
     memory, blackwell = GPUS[gpu]
-    specs: dict[Role, EngineSpec] = {}
+    specs: dict[EngineRole, EngineSpec] = {}
     shape = next(iter(engines.values())).shape
     for pool in candidate.pools:
         mapping = engines[pool.configuration].mapping
@@ -64,21 +66,55 @@ def file_of(pool: PoolSize, name: str) -> str:
     return f"{name}-{_SUFFIXES[pool.role]}.yaml"
 
 
-def commands(candidate: Candidate, flags: Mapping[str, str]) -> tuple[str, ...]:
-    """One `penstock up`, or one `penstock worker` a worker where pools need different flags.
+URL = "$PENSTOCK_NATS_URL"
+# The URL of the broker that a `penstock up` in this folder has started.
+_OWN_URL = """$(python3 -c 'import json; print(json.load(open(".penstock/state.json"))["nats_url"])')"""
+
+
+class Flags(NamedTuple):
+    """Flags of `penstock up` for the workers of a pool; ``file`` names its engine arguments, or is empty."""
+
+    engine: str
+    file: str = ""
+
+
+def commands(candidate: Candidate, flags: Mapping[Role, Flags]) -> tuple[str, ...]:
+    """The lines for a shell that start it on one machine with a broker of its own."""
+    return machine({pool.role: pool.workers for pool in candidate.pools}, candidate, flags, "", _OWN_URL)
+
+
+def machine(
+    workers: Mapping[Role, int], candidate: Candidate, flags: Mapping[Role, Flags], common: str, url: str
+) -> tuple[str, ...]:
+    """The lines for one machine: a `penstock up`, and a `penstock worker` for each worker where pools differ.
 
     Args:
-        flags: of `penstock up`, by configuration.
+        workers: of the machine, by role.
+        common: further flags of `penstock up`.
+        url: of the broker, for workers beside `penstock up`.
     """
-    counts = " ".join(f"--{FLAGS[pool.role]} {pool.workers}" for pool in candidate.pools)
-    texts = {flags[pool.configuration] for pool in candidate.pools}
-    if len(texts) == 1:
-        return (f"penstock up {counts} {texts.pop()}".rstrip(),)
-    return tuple(
-        f"penstock worker --role {pool.role} {flags[pool.configuration]}".rstrip()
-        for pool in candidate.pools
-        for _ in range(pool.workers)
-    )
+    engines = list(dict.fromkeys(flags[role].engine for role in workers))
+    if len(engines) == 1:
+        counts = [f"--{FLAGS[role]} {number}" for role, number in workers.items()]
+        return (_joined("penstock up", common, engines[0], *counts, *(flags[role].file for role in workers)),)
+    lines = [
+        _joined("penstock up", common, engines[0], "--workers 0"),
+        "# then, in a second shell, its workers, whose flags differ:",
+        f'URL="{url}"',
+    ]
+    each = {pool.role: pool.gpus // pool.workers for pool in candidate.pools}
+    first = 0
+    for role, number in workers.items():
+        for _ in range(number):
+            gpus = ",".join(str(gpu) for gpu in range(first, first + each[role]))
+            first += each[role]
+            worker = f'penstock worker --nats-url "$URL" --role {role} {flags[role].engine}'
+            lines.append(f"CUDA_VISIBLE_DEVICES={gpus} {worker} &")
+    return tuple(lines)
+
+
+def _joined(*parts: str) -> str:
+    return " ".join(part for part in parts if part)
 
 
 def engine_file(pool: PoolSize, name: str, folder: str) -> str:
@@ -86,21 +122,21 @@ def engine_file(pool: PoolSize, name: str, folder: str) -> str:
     return f"{_FILES[pool.role]} {shlex.quote(f'{folder}/{file_of(pool, name)}')}"
 
 
-def hosts(candidate: Candidate, per_host: int) -> list[tuple[int, dict[str, int]]]:
+def hosts(candidate: Candidate, per_host: int) -> list[tuple[int, dict[Role, int]]]:
     """How many machines have which workers, by role: each role fills machines, and what is left over shares them.
 
     Args:
         per_host: GPUs of a machine; no worker has more.
     """
-    found: list[tuple[int, dict[str, int]]] = []
-    rest: list[tuple[str, int]] = []  # role and GPUs of each worker that fills no machine with its like
+    found: list[tuple[int, dict[Role, int]]] = []
+    rest: list[tuple[Role, int]] = []  # role and GPUs of each worker that fills no machine with its like
     for pool in candidate.pools:
         gpus = pool.gpus // pool.workers
         whole, left = divmod(pool.workers, per_host // gpus)
         if whole:
             found.append((whole, {pool.role: per_host // gpus}))
         rest += [(pool.role, gpus)] * left
-    machines: list[tuple[int, dict[str, int]]] = []  # free GPUs, and workers
+    machines: list[tuple[int, dict[Role, int]]] = []  # free GPUs, and workers
     for role, gpus in sorted(rest, key=lambda each: -each[1]):
         at = next((at for at, (free, _) in enumerate(machines) if free >= gpus), None)
         if at is None:
@@ -111,22 +147,22 @@ def hosts(candidate: Candidate, per_host: int) -> list[tuple[int, dict[str, int]
     return found + [(1, workers) for _, workers in machines]
 
 
-def trtllm_command(candidate: Candidate, model: str, name: str, folder: str) -> str:
-    """The `penstock up` that starts the recipes in a folder."""
-    parts = ["penstock up --engine trtllm --model", shlex.quote(model)]
-    parts += [f"--{FLAGS[pool.role]} {pool.workers}" for pool in candidate.pools]
-    parts += [engine_file(pool, name, folder) for pool in candidate.pools]
-    return " ".join(parts)
-
-
 def helm_values(
-    candidate: Candidate, *, engine: Engine, model: str, texts: Mapping[str, str], name: str, flags: Mapping[str, str]
-) -> str:
-    """Values of the Helm chart, as `penstock kubernetes render` makes them of a recipe.
+    candidate: Candidate,
+    *,
+    engine: Engine,
+    model: str,
+    texts: Mapping[str, str],
+    name: str,
+    flags: Mapping[str, str],
+    file: str,
+) -> tuple[str, list[str]]:
+    """Values of the Helm chart, as `penstock kubernetes render` makes them of a recipe, and the lines that use them.
 
     Args:
         texts: of engine arguments by file name; none of engines without such files.
         flags: of `penstock up`, by configuration.
+        file: of the values, as the lines name it.
 
     Raises:
         BadArguments: `penstock up` does not take the flags.
@@ -137,14 +173,17 @@ def helm_values(
     members: dict[str, RecipeEntry] = {}
     own: dict[str, str] = {}
     for pool in candidate.pools:
-        file = file_of(pool, name)
-        if (text := texts.get(file)) and (entry := entry_of(file.removesuffix(".yaml"), file, text)):
+        recipe = file_of(pool, name)
+        if (text := texts.get(recipe)) and (entry := entry_of(recipe.removesuffix(".yaml"), recipe, text)):
             members[pool.role], own[pool.role] = entry, text
     values = values_of(wanted, members, own)
     for pool in candidate.pools:
         if settings := worker_settings(flags.get(pool.configuration, "")):
             values["workers"][pool.role].setdefault("settings", {}).update(settings)
-    return to_yaml(wanted, values)
+    lines = helm_commands(wanted, values, shlex.quote(file))
+    if image:
+        lines.insert(0, f"# engineImage in {file} is a name to replace: see docs/containers.md")
+    return to_yaml(wanted, values), lines
 
 
 def worker_settings(flags: str) -> dict[str, Any]:

@@ -94,29 +94,61 @@ def test_a_percentile_needs_more_than_a_mean_and_is_named(tmp_path: Path, capsys
     assert gpus[0] < gpus[1]
 
 
+ON_EACH = ["--nats-url", "$PENSTOCK_NATS_URL", "--http-host", "0.0.0.0", "--require-keys"]
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"source": "mock", "rate": 15.0, "gpus_per_node": 2},
+        {"source": "roofline", "model": LLAMA, "gpu": "H100", "rate": 15.0, "gpus_per_node": 2, "max_gpus": 2},
+        # Both roles on one of the machines, each with a file of its own.
+        {
+            "source": "roofline",
+            "model": LLAMA,
+            "gpu": "H200",
+            "ttft": 500.0,
+            "itl": 8.0,
+            "rate": 40.0,
+            "gpus_per_node": 8,
+        },
+    ],
+)
 def test_a_deployment_larger_than_a_machine_has_commands_by_machine(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    flags: dict[str, object], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    limits = {"ttft": 300.0, "itl": 15.0, "rate": 15.0, "gpus_per_node": 2, "out": str(tmp_path), "total_gpus": 32}
-    for more in ({"source": "mock"}, {"source": "roofline", "model": LLAMA, "gpu": "H100", "max_gpus": 2}):
-        assert run(Settings(**limits, **more)) == 0  # type: ignore[arg-type]
-        told = yaml.safe_load((tmp_path / "suggestion.yaml").read_text())
-        counts: dict[str, int] = {}
-        machines = 0
-        for line in told["commands"]:
-            if line.startswith("# on ") and line.endswith(":"):
-                machines = int(line.split()[2])
-            elif not line.startswith("#"):
-                up = flags_of(line)
-                assert up.nats_url == "URL"
-                groups = fleet_of(msgspec.structs.replace(up, nats_url=""), read=read_args).groups
-                assert sum(group.number * (group.gpus or 1) for group in groups) <= 2
-                for group in groups:
-                    counts[group.role] = counts.get(group.role, 0) + machines * group.number
-        assert counts == {pool["role"]: pool["workers"] for pool in told["best"]["pools"]}
-        assert sum(counts.values()) > 2
-        assert f"helm upgrade --install llm ./penstock-chart -f {tmp_path}/values.yaml" in told["commands"][-1]
-        capsys.readouterr()
+    limits: dict[str, object] = {"ttft": 300.0, "itl": 15.0, "out": str(tmp_path), "total_gpus": 32}
+    assert run(Settings(**limits | flags)) == 0  # type: ignore[arg-type]
+    said = capsys.readouterr().out
+    told = yaml.safe_load((tmp_path / "suggestion.yaml").read_text())
+    counts: dict[str, int] = {}
+    machines = 0
+    for line in told["commands"]:
+        assert f"  {line}\n" in said
+        if line.startswith("# on ") and line.endswith(":"):
+            machines = int(line.split()[2]) if line.split()[2].isdigit() else 0
+        elif line.startswith("penstock up"):
+            up = flags_of(line)
+            assert shlex.split(line)[2:7] == ON_EACH
+            assert (up.engine, up.model) == (("mock", ()) if flags["source"] == "mock" else ("trtllm", (LLAMA,)))
+            groups = fleet_of(msgspec.structs.replace(up, nats_url=""), read=read_args).groups
+            assert sum(group.number * (group.gpus or 1) for group in groups) <= flags["gpus_per_node"]  # type: ignore[operator]
+            for group in groups:
+                counts[group.role] = counts.get(group.role, 0) + machines * group.number
+    assert counts == {pool["role"]: pool["workers"] for pool in told["best"]["pools"]}
+    assert 'penstock keys create --nats-url "$PENSTOCK_NATS_URL"' in told["commands"]
+    # Those of the chart are the ones in its values.
+    listed = [line[4:] for line in (tmp_path / "values.yaml").read_text().splitlines() if line.startswith("#   ")]
+    where = told["commands"].index("# on Kubernetes:") + 1 + (flags["source"] == "roofline")
+    assert told["commands"][where:] == [line.replace("values.yaml", f"{tmp_path}/values.yaml") for line in listed]
+    assert listed[-1].startswith("helm upgrade --install penstock ./penstock-chart")
+
+
+def test_without_a_folder_the_files_that_commands_name_are_said_to_be_missing(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert run(Settings(source="roofline", gpu="H200", model=LLAMA)) == 0
+    assert "# --out . writes llama-3-1-8b-instruct-agg.yaml\n  penstock up" in capsys.readouterr().out
 
 
 def test_measured_profiles_keep_their_flags_and_prices_are_shown(
@@ -130,7 +162,31 @@ def test_measured_profiles_keep_their_flags_and_prices_are_shown(
     assert run(asked) == 0
     said = capsys.readouterr().out
     assert "USD per 10⁶ tokens" in said
-    assert "--tensor-parallel-size 2" in said.splitlines()[-1]
+    assert (
+        "penstock up --engine native --tensor-parallel-size 2 --model m --prefill 2 --decode 1" in said.splitlines()[-1]
+    )
+
+
+def test_commands_and_values_load_the_model_that_was_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    profile = engine().profile
+    for served, up, flag, loads in (
+        ("org/llama", "--engine vllm", "", "org/llama"),
+        ("org/llama", "--engine vllm", "/srv/llama", "/srv/llama"),
+        ("llama", "--engine vllm --model=/srv/own", "", "/srv/own"),
+        ("tiny", "--engine mock", "", ""),
+    ):
+        setup = msgspec.structs.replace(profile.setup, model=served, up=up)
+        save(tmp_path / "p", msgspec.structs.replace(profile, setup=setup))
+        asked = Settings(
+            data=(str(tmp_path / "p"),), isl=2000, osl=200, ttft=500.0, model=flag, out=str(tmp_path / "o")
+        )
+        assert run(asked) == 0
+        (command,) = yaml.safe_load((tmp_path / "o/suggestion.yaml").read_text())["commands"]
+        assert flags_of(command).model == ((loads,) if loads else ())
+        assert yaml.safe_load((tmp_path / "o/values.yaml").read_text()).get("model", "") == loads
+    capsys.readouterr()
 
 
 def test_what_cannot_be_answered_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
