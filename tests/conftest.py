@@ -7,6 +7,7 @@ server that the test may kill.
 
 import asyncio
 import gc
+import logging
 import os
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
+import structlog
 from nats.aio.client import Client
 
 from infra.broker.apply import apply
@@ -99,6 +101,17 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 def pytest_collection_finish(session: pytest.Session) -> None:
     gc.freeze()
     gc.enable()
+
+
+@pytest.fixture(autouse=True)
+def own_logging() -> Iterator[None]:
+    """Logging that a test sets up, or has a command set up, ends with it."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)
+    structlog.reset_defaults()
 
 
 @pytest.fixture(scope="session")

@@ -3,27 +3,24 @@
 import io
 import json
 import logging
-from collections.abc import Iterator
 
-import pytest
 import structlog
 
 from configs.logs import setup
 
 
-@pytest.fixture(autouse=True)
-def restored() -> Iterator[None]:
-    """The process's logging as it was."""
-    root = logging.getLogger()
-    handlers, level = root.handlers[:], root.level
-    yield
-    root.handlers[:] = handlers
-    root.setLevel(level)
-    structlog.reset_defaults()
-
-
 def lines(out: io.StringIO) -> list[dict[str, object]]:
     return [json.loads(line) for line in out.getvalue().splitlines()]
+
+
+def test_loggers_that_wrote_in_one_test_follow_the_set_up_of_the_next() -> None:
+    """Of tests, in one process; a program sets up its logging once, and its loggers are cached."""
+    log, first, second = structlog.get_logger("x"), io.StringIO(), io.StringIO()
+    setup("json", "error", stream=first)
+    log.error("one")
+    setup("json", "info", stream=second)
+    log.info("two")
+    assert [line["event"] for line in lines(first) + lines(second)] == ["one", "two"]
 
 
 def test_json_lines_carry_event_fields_and_the_process_name() -> None:

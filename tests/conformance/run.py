@@ -133,8 +133,12 @@ def _placed(found: list[tuple[int, int, int]], ids: Sequence[int], special: set[
                     return [False] * (index - mark) + [True, *rest]
         return None
 
+    before = sys.getrecursionlimit()  # of the whole process: others count on theirs
     sys.setrecursionlimit(10_000)
-    solved = solve(0, 0, 0)
+    try:
+        solved = solve(0, 0, 0)
+    finally:
+        sys.setrecursionlimit(before)
     return solved if solved is not None else [True] * len(found)
 
 
