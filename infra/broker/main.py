@@ -185,7 +185,7 @@ async def apply_at(
         size = int(store_size * GIB)
         done = await apply(nc, topology(subjects, record=record), replicas, size_bytes=size)
         if done:
-            async with recorded(nc, subjects, "streams apply", f"namespace {subjects.namespace}", "; ".join(done)):
+            async with recorded(nc, subjects, "streams apply", f"namespace {subjects.namespace}", _told(done)):
                 pass
         return done
 
@@ -209,6 +209,13 @@ async def as_operator(url: str, command: str) -> AsyncIterator[Client]:
         raise BrokerProblem(error.message) from None
     finally:
         await nc.close()
+
+
+def _told(done: Sequence[str]) -> str:
+    """What was done, for the audit log: what was created as one list."""
+    created = [each.removeprefix("created ") for each in done if each.startswith("created ")]
+    parts = [f"created {', '.join(created)}"] if created else []
+    return "; ".join([*parts, *(each for each in done if not each.startswith("created "))])
 
 
 async def connect_operator(url: str, on_refused: Sequence[Refused] = ()) -> Client:

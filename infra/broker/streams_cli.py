@@ -22,6 +22,7 @@ from infra.timeline.moments import duration_ns, show_duration
 from infra.timeline.open_log import Log, Source, add_flags, open_log, run_command
 from schemas.streams import topology
 
+NONE = "none"
 FULL = 0.8  # shown in yellow from here on
 
 
@@ -124,13 +125,22 @@ async def _set(args: argparse.Namespace, console: Console) -> None:
         if lost and not args.yes and not confirmed(f"{_what(lost, use)} Continue?"):
             raise ValueError("nothing was changed; --yes deletes without asking")
         try:
-            detail = f"--max-age {args.max_age or '-'} --max-bytes {args.max_bytes or '-'}"
-            async with recorded(log.bus.nc, log.bus.subjects, "streams set", name, detail):
+            async with recorded(log.bus.nc, log.bus.subjects, "streams set", name, _changes(use, max_age_s, max_bytes)):
                 await retention.set_limits(log.bus.nc, name, max_age_s, max_bytes)
         except BrokerProblem as error:
             raise ValueError(str(error)) from error
     age = show_duration(max_age_s if max_age_s is not None else use.max_age_s)
     console.print(f"{name} keeps messages for {age}, at most {show_size(max_bytes or use.max_bytes)}", highlight=False)
+
+
+def _changes(use: StreamUse, max_age_s: float | None, max_bytes: int | None) -> str:
+    """As in "max-age: 1h → 2h", for the audit log."""
+    parts = []
+    if max_age_s is not None:
+        parts.append(f"max-age: {show_duration(use.max_age_s) if use.max_age_s else NONE} → {show_duration(max_age_s)}")
+    if max_bytes is not None:
+        parts.append(f"max-bytes: {show_size(use.max_bytes) if use.max_bytes else NONE} → {show_size(max_bytes)}")
+    return ", ".join(parts)
 
 
 def _what(lost: Loss, use: StreamUse) -> str:

@@ -211,7 +211,7 @@ async def _asked(nc: Client, place: Place, name: str, args: argparse.Namespace) 
                     f"the broker does not know {name!r}, and {place.data_dir} has its password: `penstock tenants "
                     f"restore {name}` keeps that, --new-password makes another one"
                 )
-            async with recorded(nc, place.subjects, f"tenants {args.verb}", name, _detail(args)):
+            async with recorded(nc, place.subjects, f"tenants {args.verb}", name, _detail(existing.get(name), args)):
                 await _change(nc, place, accounts, existing, name, args)
 
 
@@ -278,8 +278,23 @@ async def _restore(
             _write_login(place, name, accounts.tenants[name])
 
 
-def _detail(args: argparse.Namespace) -> str:
-    return ", ".join(f"{name}: {value}" for name, value in _named_limits(args).items())
+def _detail(old: Tenant | None, args: argparse.Namespace) -> str:
+    """What is changed, for the audit log, as in "weight: 1 → 3"; of a new tenant without the values before."""
+    if args.verb == "rotate":
+        return "the old password ends" if args.end_old else "both passwords are valid" if args.keep_old else ""
+    parts = []
+    for field, value in _named_limits(args).items():
+        before = "" if old is None else f"{_shown(getattr(old, field))} → "
+        parts.append(f"{field.replace('_', '-')}: {before}{_shown(value)}")
+    return ", ".join(parts)
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, tuple):
+        return ",".join(value) or "all"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 async def _change(

@@ -31,7 +31,7 @@ WITHIN_S = 5.0
 MOST_WAITING = 256  # entries of a process that are not stored yet
 EVERY_S = 1.0  # what happens more often within is one entry
 MOST_KINDS = 200  # of such entries
-TEXT = 500  # characters of a detail or an error
+TEXT = 1000  # characters of a detail or an error
 ADVISORIES = "$JS.EVENT.ADVISORY.API"
 QUEUE = "audit"  # each event is written by one router
 BUCKETS = ("keys", "tenants")  # whose entries are written by people
@@ -93,7 +93,7 @@ async def recorded(nc: Client, subjects: Subjects, action: str, what: str, detai
         ServingError: it cannot be noted; nothing was done.
     """
     user = await broker_user(nc)
-    entry = AuditEntry(action, what, detail[:TEXT], person())
+    entry = AuditEntry(action, what, detail if len(detail) <= TEXT else f"{detail[:TEXT]}…", person())
     await write(nc, subjects, user, entry)
     try:
         yield

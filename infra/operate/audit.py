@@ -15,6 +15,7 @@ from infra.terminal import escape, print_hanging, stdout
 from infra.timeline.moments import clock, moment_ns
 from infra.timeline.open_log import Source, add_flags, open_log, run_command
 from schemas.audit import AuditEntry, decode
+from schemas.keys import PREFIX
 
 log = structlog.get_logger("audit")
 
@@ -91,7 +92,7 @@ def _explains(noted: Line, seen: Line) -> bool:
         return False
     if seen.entry.action == "stored":
         bucket, _, name = seen.entry.what.partition(".")
-        return noted.entry.action.startswith(f"{bucket} ") and noted.entry.what.removeprefix("pst-") == name
+        return noted.entry.action.startswith(f"{bucket} ") and noted.entry.what.removeprefix(PREFIX) == name
     return noted.user == seen.user and seen.entry.detail in _MAKES.get(noted.entry.action, ())
 
 
@@ -104,13 +105,38 @@ def _fields(line: Line) -> dict[str, object]:
 def _print(line: Line, console: Console) -> None:
     entry = line.entry
     who = f"{line.user}{'*' if line.seen_by and line.user != '*' else ''}" + (f" {entry.key}" if entry.key else "")
+    action, what, detail = told(entry)
     parts: Iterable[str] = (
-        entry.what,
-        entry.detail,
+        what,
+        detail,
         f"{entry.count} times" if entry.count > 1 else "",
         f"by {entry.by}" if entry.by else "",
         f"({entry.connection})" if entry.connection else "",
         f"failed: {entry.error}" if entry.error else "",
     )
-    head = f"{clock(line.at_ns, time.time_ns())}  {escape(who)}  [bold]{escape(entry.action)}[/]  "
+    head = f"{clock(line.at_ns, time.time_ns())}  {escape(who)}  [bold]{escape(action)}[/]  "
     print_hanging(console, head, escape("  ".join(part for part in parts if part)))
+
+
+def told(entry: AuditEntry) -> tuple[str, str, str]:
+    """Action, subject and detail as other commands name them: those that the broker says are in its own words."""
+    if entry.action == "stored":  # in a bucket, by no command
+        bucket, _, name = entry.what.partition(".")
+        key = bucket == "keys"
+        verb = "deleted" if entry.detail.endswith(", deleted") else "stored"
+        return f"{'key' if key else 'tenant'} {verb}", f"{PREFIX if key else ''}{name}", ""
+    if entry.action != "api":
+        return entry.action, entry.what, entry.detail
+    stream, _, rest = entry.what.partition(".")
+    if rest and entry.detail.startswith("consumer"):
+        consumer, _, subject = rest.partition(".")
+        return entry.detail, _stream(stream), f"{consumer}{f' reads {subject}' if subject else ''}"
+    return entry.detail or entry.action, _stream(stream), rest
+
+
+def _stream(name: str) -> str:
+    """Of a bucket, what it is."""
+    for prefix, kind in (("KV_", "bucket"), ("OBJ_", "files")):
+        if name.startswith(prefix):
+            return f"{kind} {name.removeprefix(prefix)}"
+    return name

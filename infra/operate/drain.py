@@ -57,12 +57,17 @@ async def _run(args: argparse.Namespace, console: Console) -> None:
                 "for another one; start one first, or use --force"
             )
         for each in leaving:
-            async with recorded(log.bus.nc, log.bus.subjects, "drain", each.name or each.worker, each.worker):
+            async with recorded(log.bus.nc, log.bus.subjects, "drain", each.name or each.worker, change_of(each)):
                 await ask(log.bus, each, control.Drain(stay_down=True))
         waits = (gone(log.bus, each, timeout_s, console) for each in leaving)
         failures = [each for each in await asyncio.gather(*waits, return_exceptions=True) if each is not None]
         if failures:  # of each that is late a line
             raise DrainFailed("; ".join(map(str, failures)))
+
+
+def change_of(worker: Registration) -> str:
+    """What a drain changes, for the audit log."""
+    return f"{worker.state.value} → {State.draining.value}, id {worker.worker}"
 
 
 async def ask(bus: Bus, worker: Registration, order: control.Drain) -> None:

@@ -1,5 +1,6 @@
 """The keys of a deployment as an operator changes them: entries of the ``keys`` bucket, each by compare-and-set."""
 
+import datetime
 import time
 from collections.abc import Callable, Iterable
 
@@ -16,6 +17,7 @@ from schemas.wire import encode
 
 WITHIN_S = 5.0
 TRIES = 5
+NONE = "none"
 
 
 class KeyProblem(ValueError):
@@ -86,14 +88,11 @@ async def add(bus: Bus, key: ApiKey) -> None:
     Raises:
         KeyProblem: the broker does not store it.
     """
-    async with recorded(bus.nc, bus.subjects, "keys create", key.prefix, f"of tenant {key.tenant}" + rights(key)):
+    limits = changes(ApiKey(key.id, key.digest, tenant=key.tenant), key, time.time_ns(), of_new=True)
+    detail = ", ".join(filter(None, (f"of tenant {key.tenant}", limits)))
+    async with recorded(bus.nc, bus.subjects, "keys create", key.prefix, detail):
         if not await _write(bus, key, 0):
             raise KeyProblem("a key with this id exists; try again")
-
-
-def rights(key: ApiKey) -> str:
-    """What makes a key more than one of many."""
-    return ", sees all tenants" if key.operator else ""
 
 
 async def find(bus: Bus, key_id: str) -> tuple[ApiKey, int]:
@@ -143,7 +142,7 @@ async def change(bus: Bus, key_id: str, **fields: object) -> tuple[ApiKey, ApiKe
         if before.revoked_ns:
             raise KeyProblem(f"{before.prefix} was revoked, for good: make another key")
         after = msgspec.structs.replace(before, **fields, changed_ns=time.time_ns(), changed_by=person())
-        detail = ", ".join(f"{name}: {value}" for name, value in fields.items())
+        detail = changes(before, after, time.time_ns())
         async with recorded(bus.nc, bus.subjects, "keys set", before.prefix, detail):
             if await _write(bus, after, revision):
                 return before, after
@@ -156,8 +155,9 @@ async def replace(bus: Bus, key: ApiKey) -> None:
     Raises:
         KeyProblem: there is none, or the broker does not store it.
     """
-    _, revision = await find(bus, key.id)
-    async with recorded(bus.nc, bus.subjects, "keys import", key.prefix, f"of tenant {key.tenant}"):
+    before, revision = await find(bus, key.id)
+    detail = changes(before, key, time.time_ns())
+    async with recorded(bus.nc, bus.subjects, "keys import", key.prefix, detail):
         if not await _write(bus, key, revision):
             raise KeyProblem("others change this key at the same time; try again")
 
@@ -181,3 +181,54 @@ async def _write(bus: Bus, key: ApiKey, revision: int) -> bool:
 
 def _subject(bus: Bus, key_id: str) -> str:
     return f"$KV.{bus.subjects.bucket('keys')}.{key_id}"
+
+
+def state(key: ApiKey, now_ns: int) -> str:
+    """ "valid", "expired" or "revoked"."""
+    if key.revoked_ns:
+        return "revoked"
+    return "expired" if key.expires_ns and now_ns >= key.expires_ns else "valid"
+
+
+def public(key: ApiKey, now_ns: int) -> dict[str, object]:
+    """What may be shown of a key."""
+    return {
+        "key": key.prefix,
+        "state": state(key, now_ns),
+        "tenant": key.tenant,
+        "operator": key.operator,
+        "models": ",".join(key.models) or "all",
+        "rpm": key.requests_per_minute or None,
+        "tpm": key.tokens_per_minute or None,
+        "max_concurrent": key.max_concurrent or None,
+        "priority": key.priority.value if key.priority else None,
+        "created": day(key.created_ns),
+        "created_by": key.created_by,
+        "changed": day(key.changed_ns) or None,
+        "changed_by": key.changed_by or None,
+        "expires": day(key.expires_ns) or None,
+        "revoked": day(key.revoked_ns) or None,
+        "revoked_by": key.revoked_by or None,
+        "about": key.about,
+    }
+
+
+def day(at_ns: int) -> str:
+    return f"{datetime.datetime.fromtimestamp(at_ns / 1e9):%Y-%m-%d %H:%M:%S}" if at_ns else ""
+
+
+def changes(before: ApiKey, after: ApiKey, now_ns: int, *, of_new: bool = False) -> str:
+    """What differs of what may be shown, as in "rpm: 60 → 120, expires: none → 2027-01-31 00:00:00".
+
+    Args:
+        of_new: there was no key before, so without its values.
+    """
+    old, new = public(before, now_ns), public(after, now_ns)
+    names = [name for name in new if old[name] != new[name] and not name.startswith(("changed", "created"))]
+    return ", ".join(f"{name}: {'' if of_new else f'{_shown(old[name])} → '}{_shown(new[name])}" for name in names)
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return NONE if value in (None, "") else str(value)

@@ -29,7 +29,7 @@ from schemas.tenants import check_name
 VERBS = ("create", "list", "show", "set", "revoke", "export", "import")
 USAGE = f"usage: penstock keys {{{','.join(VERBS)}}} [FLAGS]"
 MAX_ABOUT = 200  # characters
-NONE, NEVER = "none", "never"
+NEVER = "never"
 
 
 def run(argv: Sequence[str]) -> int:
@@ -138,7 +138,7 @@ def _set_flags(change: argparse.ArgumentParser) -> None:
     )
     change.add_argument(
         "--priority",
-        choices=[*(each.value for each in Priority), NONE],
+        choices=[*(each.value for each in Priority), key_store.NONE],
         help="class of requests that name none, and the highest they may name; none: standard, and any",
     )
     change.add_argument("--expires", metavar="WHEN", help="12h, 90d, or 2027-01-31; never")
@@ -154,7 +154,7 @@ def _or_none(number: Callable[[str], int]) -> Callable[[str], int]:
     """ "none" is 0, which stands for no limit."""
 
     def read(text: str) -> int:
-        return 0 if text == NONE else number(text)
+        return 0 if text == key_store.NONE else number(text)
 
     return read
 
@@ -247,7 +247,7 @@ def _named(args: argparse.Namespace, now_ns: int) -> dict[str, object]:
     }
     fields = {name: value for name, value in fields.items() if value is not None}
     if args.priority is not None:
-        fields["priority"] = None if args.priority == NONE else Priority(args.priority)
+        fields["priority"] = None if args.priority == key_store.NONE else Priority(args.priority)
     if args.expires is not None:
         fields["expires_ns"] = 0 if args.expires == NEVER else expires_ns(args.expires, now_ns)
     if not fields:
@@ -266,7 +266,7 @@ async def _set(args: argparse.Namespace, console: Console) -> None:
     fields = _named(args, now_ns)
     async with open_log(_source(args), name="keys", role="keys", streams=()) as log:
         before, after = await key_store.change(_running(log.stopped, log.bus), key_id, **fields)
-    old, new = _public(before, now_ns), _public(after, now_ns)
+    old, new = key_store.public(before, now_ns), key_store.public(after, now_ns)
     changes = [
         f"{name}: {_shown(old[name])} → {_shown(new[name])}"
         for name in new
@@ -293,7 +293,7 @@ async def _warn_of(args: argparse.Namespace, models: Sequence[str]) -> None:
 def _shown(value: object) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
-    return NONE if value in (None, "") else str(value)
+    return key_store.NONE if value in (None, "") else str(value)
 
 
 def _check_about(text: str | None) -> None:
@@ -313,10 +313,10 @@ async def _keys(args: argparse.Namespace, *, whole: bool = False) -> list[ApiKey
 
 async def _list(args: argparse.Namespace, console: Console) -> None:
     now_ns = time.time_ns()
-    keys = [key for key in await _keys(args) if args.all or state(key, now_ns) == "valid"]
+    keys = [key for key in await _keys(args) if args.all or key_store.state(key, now_ns) == "valid"]
     if args.json:
         for key in keys:
-            console.file.write(msgspec.json.encode(_public(key, now_ns)).decode() + "\n")
+            console.file.write(msgspec.json.encode(key_store.public(key, now_ns)).decode() + "\n")
         return
     if not keys:
         console.print("no key is valid" if not args.all else "there are no keys")
@@ -331,8 +331,8 @@ async def _list(args: argparse.Namespace, console: Console) -> None:
             escape(",".join(key.models) or "all"),
             *(str(limit or "–") for limit in (key.requests_per_minute, key.tokens_per_minute, key.max_concurrent)),
             key.priority.value if key.priority else "–",
-            _day(key.expires_ns) or "never",
-            state(key, now_ns),
+            key_store.day(key.expires_ns) or "never",
+            key_store.state(key, now_ns),
             escape(key.about),
         )
     console.print(table)
@@ -342,7 +342,7 @@ async def _show(args: argparse.Namespace, console: Console) -> None:
     key_id, now_ns = check_id(args.key), time.time_ns()
     async with open_log(_source(args), name="keys", role="keys", streams=()) as log:
         key, _ = await key_store.find(_running(log.stopped, log.bus), key_id)
-    for name, value in _public(key, now_ns).items():
+    for name, value in key_store.public(key, now_ns).items():
         shown = "–" if value is None else ("no", "yes")[value] if isinstance(value, bool) else value
         console.print(f"{name:<20} {escape(str(shown))}", highlight=False, soft_wrap=True)
 
@@ -351,7 +351,7 @@ async def _revoke(args: argparse.Namespace, console: Console) -> None:
     key_id = check_id(args.key)
     async with open_log(_source(args), name="keys", role="keys", streams=()) as log:
         key, was_valid = await key_store.revoke(_running(log.stopped, log.bus), key_id)
-    when = "revoked" if was_valid else f"was revoked already, {_day(key.revoked_ns)}"
+    when = "revoked" if was_valid else f"was revoked already, {key_store.day(key.revoked_ns)}"
     console.print(f"{key.prefix} of tenant {key.tenant}: {when}", highlight=False)
 
 
@@ -371,37 +371,3 @@ def _running(stopped: bool, bus: Bus) -> Bus:
     if stopped:
         raise ValueError("the deployment is stopped: start it first")
     return bus
-
-
-def state(key: ApiKey, now_ns: int) -> str:
-    """ "valid", "expired" or "revoked"."""
-    if key.revoked_ns:
-        return "revoked"
-    return "expired" if key.expires_ns and now_ns >= key.expires_ns else "valid"
-
-
-def _public(key: ApiKey, now_ns: int) -> dict[str, object]:
-    """What may be shown of a key."""
-    return {
-        "key": key.prefix,
-        "state": state(key, now_ns),
-        "tenant": key.tenant,
-        "operator": key.operator,
-        "models": ",".join(key.models) or "all",
-        "rpm": key.requests_per_minute or None,
-        "tpm": key.tokens_per_minute or None,
-        "max_concurrent": key.max_concurrent or None,
-        "priority": key.priority.value if key.priority else None,
-        "created": _day(key.created_ns),
-        "created_by": key.created_by,
-        "changed": _day(key.changed_ns) or None,
-        "changed_by": key.changed_by or None,
-        "expires": _day(key.expires_ns) or None,
-        "revoked": _day(key.revoked_ns) or None,
-        "revoked_by": key.revoked_by or None,
-        "about": key.about,
-    }
-
-
-def _day(at_ns: int) -> str:
-    return f"{datetime.datetime.fromtimestamp(at_ns / 1e9):%Y-%m-%d %H:%M:%S}" if at_ns else ""

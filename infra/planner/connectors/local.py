@@ -18,7 +18,7 @@ from infra.bus.audit import recorded
 from infra.bus.connection import Bus
 from infra.launch.signals import RESUME
 from infra.launch.state import Running, read_state, write_resume
-from infra.operate.drain import DrainFailed, ask
+from infra.operate.drain import DrainFailed, ask, change_of
 from infra.operate.workers import registrations
 from infra.planner.connectors.base import ConnectorFailed
 from schemas import control
@@ -71,7 +71,8 @@ class LocalWorkers:
         if worker is None:
             raise ConnectorFailed(f"{name} is not registered, so it cannot be drained yet")
         try:
-            async with recorded(self._bus.nc, self._bus.subjects, "drain", name, f"{worker.worker}, by a planner"):
+            detail = f"{change_of(worker)}, by a planner"
+            async with recorded(self._bus.nc, self._bus.subjects, "drain", name, detail):
                 await ask(self._bus, worker, control.Drain(stay_down=True))
         except (DrainFailed, ServingError) as error:
             raise ConnectorFailed(str(error)) from error

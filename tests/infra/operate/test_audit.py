@@ -8,12 +8,13 @@ from typing import Any
 import nats
 import pytest
 
+from configs.logs import setup
 from infra import cli
 from infra.broker.jetstream_api import BrokerProblem, request
 from infra.broker.server import EmbeddedNats
 from infra.bus.audit import Auditor, Watch, broker_user, of_advisory
 from infra.bus.connection import Bus, connect
-from infra.operate.audit import Line, unexplained
+from infra.operate.audit import Line, told, unexplained
 from schemas.audit import AuditEntry
 from schemas.subjects import Subjects
 from schemas.wire import encode
@@ -41,7 +42,8 @@ async def bus(server: EmbeddedNats) -> AsyncIterator[Bus]:
 
 @pytest.fixture
 async def watch(server: EmbeddedNats, bus: Bus) -> AsyncIterator[Watch]:
-    """As a router runs it, with a router's rights."""
+    """As a router runs it, with a router's rights. Its log lines are not what commands print meanwhile."""
+    setup("json", "error")
     refusals: list[str] = []
     async with await connect(server.url("router"), role="router", name="router:r-0") as own:
         own.on_refused.append(refusals.append)
@@ -81,11 +83,16 @@ async def test_what_commands_change_is_listed_with_the_user_of_their_connection(
     assert await run("keys", "create", "--quiet", "--nats-url", keys) == 0
     prefix = capsys.readouterr().out.rpartition("-")[0]
     assert await run("keys", "set", prefix, "--rpm", "7", "--nats-url", keys) == 0
+    night = ("--rpm", "9", "--models", "tiny", "--about", "of the night")
+    assert await run("keys", "set", prefix, *night, "--nats-url", keys) == 0
     assert await run("keys", "revoke", prefix, "--nats-url", operator) == 0
     await register(bus, "w-1")
     assert await run("drain", "w-1", "--force", "--nats-url", planner) == 1
     assert await run("tenants", "add", "acme", "--weight", "2", "--data-dir", str(server.data_dir)) == 0
-    assert await run("streams", "set", "KV", "--max-age", "2h", "--yes", "--nats-url", operator) == 0
+    changed = ("--models", "tiny", "--weight", "3", "--data-dir", str(server.data_dir))
+    assert await run("tenants", "add", "acme", *changed) == 0
+    limits = ("--max-age", "2h", "--max-bytes", "2GiB", "--yes")
+    assert await run("streams", "set", "KV", *limits, "--nats-url", operator) == 0
     asked = await accept(bus)
     await end(bus, asked, 1)
     assert await run("forget", asked.id, "--yes", "--nats-url", operator) == 0
@@ -93,20 +100,22 @@ async def test_what_commands_change_is_listed_with_the_user_of_their_connection(
     seen = [(each["user"], each["action"], each["what"], each["detail"]) for each in found]
     assert seen == [
         ("keys", "keys create", prefix, "of tenant default"),
-        ("keys", "keys set", prefix, "requests_per_minute: 7"),
+        ("keys", "keys set", prefix, "rpm: none → 7"),
+        ("keys", "keys set", prefix, "models: all → tiny, rpm: 7 → 9, about: none → of the night"),
         ("operator", "keys revoke", prefix, "of tenant default"),
-        ("planner", "drain", "w-1", "w-1"),
-        ("planner", "drain", "w-1", "w-1"),
-        ("operator", "tenants add", "acme", "weight: 2.0"),
-        ("operator", "streams set", "ps_KV", "--max-age 2h --max-bytes -"),
+        ("planner", "drain", "w-1", "ready → draining, id w-1"),
+        ("planner", "drain", "w-1", "ready → draining, id w-1"),
+        ("operator", "tenants add", "acme", "weight: 2"),
+        ("operator", "tenants add", "acme", "models: all → tiny, weight: 2 → 3"),
+        ("operator", "streams set", "ps_KV", "max-age: 60 min → 2 h, max-bytes: 1.0 GiB → 2.0 GiB"),
         ("operator", "forget", asked.id, "1 request"),
     ]
     assert all("@" in each["by"] and not each["seen_by"] for each in found)
-    assert "does not answer" in found[4]["error"], "what fails says so"
+    assert "does not answer" in found[5]["error"], "what fails says so"
     assert [each["user"] for each in await listed(server, capsys, "--user", "planner")] == ["planner"] * 2
     assert await run("audit", "--data-dir", str(server.data_dir)) == 0
     printed = capsys.readouterr().out
-    assert f"keys set  {prefix}  requests_per_minute: 7  by " in printed
+    assert f"keys set  {prefix}  rpm: none → 7  by " in printed
 
 
 async def test_what_is_done_past_the_commands_is_seen_by_a_router(
@@ -214,6 +223,32 @@ def test_questions_other_namespaces_and_the_pipeline_itself_are_not_written() ->
     ):
         assert of_advisory(advisory(subject, user), S) is None
     assert of_advisory(b"{", S) is None
+
+
+@pytest.mark.parametrize(
+    ("entry", "shown"),
+    [
+        (AuditEntry("api", "ps_DONE", "stream purge"), ("stream purge", "ps_DONE", "")),
+        (AuditEntry("api", "KV_ps_accounts", "stream create"), ("stream create", "bucket ps_accounts", "")),
+        (
+            AuditEntry("api", "ps_DONE.spy.ps.done.>", "consumer create"),
+            ("consumer create", "ps_DONE", "spy reads ps.done.>"),
+        ),
+        (
+            AuditEntry("stored", "keys.0a1b2c3d4e5f", "revision 3"),
+            ("key stored", "pst-0a1b2c3d4e5f", ""),
+        ),
+        (
+            AuditEntry("stored", "tenants.acme", "revision 3, deleted"),
+            ("tenant deleted", "acme", ""),
+        ),
+        (AuditEntry("keys set", "pst-0a", "rpm: 1 → 2"), ("keys set", "pst-0a", "rpm: 1 → 2")),
+    ],
+)
+def test_what_the_broker_says_is_shown_in_the_words_of_other_commands(
+    entry: AuditEntry, shown: tuple[str, str, str]
+) -> None:
+    assert told(entry) == shown
 
 
 def test_only_what_is_near_and_of_the_same_user_explains_what_the_broker_says() -> None:
