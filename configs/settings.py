@@ -536,6 +536,9 @@ class NatsSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     ] = "127.0.0.1"
     nats_port: Annotated[int, Meta(ge=0, le=65535, description="port to listen on; 0: any free port")] = 4222
     monitor_port: Annotated[int, Meta(ge=0, le=65535, description="port of HTTP monitoring; 0: none")] = 0
+    monitor_host: Annotated[
+        str, about("address of HTTP monitoring, which asks for no password and shows users and connections")
+    ] = "127.0.0.1"
     durability: Annotated[
         Durability,
         about("what stored messages survive; process: the end of any process; power: also a power cut, but slower"),

@@ -74,6 +74,7 @@ class ServerConfig:
     secrets: Mapping[str, str]
     subjects: Subjects
     monitor_port: int = 0
+    monitor_host: str = "127.0.0.1"  # whatever ``host`` is: it asks for no password
     jetstream: bool = True
     host: str = "127.0.0.1"
     passwords_from_environment: bool = False
@@ -113,7 +114,7 @@ def second_tenant_user(tenant: str) -> str:
 
 def render(config: ServerConfig) -> str:
     """The configuration file's text. It holds the passwords: keep it readable by its owner only."""
-    monitor = f'http: "{config.host}:{config.monitor_port}"\n' if config.monitor_port else ""
+    monitor = f'http: "{config.monitor_host}:{config.monitor_port}"\n' if config.monitor_port else ""
     lame_duck = ""
     if config.lame_duck_s:  # the server's own is two minutes, for thousands of clients
         lame_duck = f'lame_duck_duration: "{config.lame_duck_s}s"\nlame_duck_grace_period: "{LAME_DUCK_GRACE_S}s"\n'

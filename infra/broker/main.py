@@ -114,6 +114,7 @@ def own_config(settings: NatsSettings, secrets: Mapping[str, str]) -> str:
         secrets=secrets,
         subjects=Subjects(settings.namespace),
         monitor_port=settings.monitor_port,
+        monitor_host=settings.monitor_host,
         sync_always=settings.durability == "power",
         cluster=cluster,
         tenants_file=settings.tenants_file,
@@ -136,6 +137,7 @@ async def _serve(settings: NatsSettings) -> int:
         settings.namespace,
         settings.nats_port,
         settings.monitor_port,
+        settings.monitor_host,
         durability=settings.durability,
         host=settings.nats_host,
     )

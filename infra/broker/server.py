@@ -45,6 +45,7 @@ class EmbeddedNats:
         namespace: str = "ps",
         port: int = 0,
         monitor_port: int = 0,
+        monitor_host: str = LOOPBACK,
         *,
         jetstream: bool = True,
         durability: Durability = "process",
@@ -56,7 +57,7 @@ class EmbeddedNats:
         self.log_path = self.data_dir / "nats.log"
         self._wanted_port = port
         self._port = 0
-        self._monitor_port = monitor_port
+        self._monitor = monitor_host, monitor_port
         self._jetstream = jetstream
         self._durability = durability
         self._cluster = cluster
@@ -167,7 +168,8 @@ class EmbeddedNats:
                 store_dir=str(self.data_dir / "nats"),
                 secrets=self._secrets,
                 subjects=self.subjects,
-                monitor_port=self._monitor_port,
+                monitor_host=self._monitor[0],
+                monitor_port=self._monitor[1],
                 jetstream=self._jetstream,
                 sync_always=self._durability == "power",
                 cluster=self._cluster,

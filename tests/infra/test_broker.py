@@ -12,12 +12,14 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 from nats.aio.client import Client
 from nats.errors import Error as NatsError
 from nats.js.api import AckPolicy, ConsumerConfig
 from nats.js.errors import NotFoundError
 
+from configs.settings import NatsSettings
 from infra.broker import server
 from infra.broker.apply import apply, stream_configs, widened
 from infra.broker.binary import find_server, parse_version
@@ -25,7 +27,7 @@ from infra.broker.config import USERS, ServerConfig, render
 from infra.broker.datadir import DataDirBusy, Lock, load_secrets
 from infra.broker.failures import ServerFailed
 from infra.broker.jetstream_api import BrokerProblem
-from infra.broker.main import apply_at
+from infra.broker.main import apply_at, own_config
 from infra.broker.roles import ROLES, permissions
 from infra.broker.server import EmbeddedNats, memory_bytes, was_started_with, with_memory_limit
 from infra.bus import object_store
@@ -72,10 +74,22 @@ def test_the_server_listens_on_loopback_only_and_admits_large_messages() -> None
     assert "default_max_consumers: -1" in text
     assert 'ping_interval: "1s"' in text
     assert "http:" not in text
-    assert 'http: "127.0.0.1:8222"' in config_text(monitor_port=8222)
+    for host in ("127.0.0.1", "0.0.0.0"):  # monitoring asks for no password
+        assert 'http: "127.0.0.1:8222"' in config_text(monitor_port=8222, host=host)
+    assert 'http: "10.0.0.7:8222"' in config_text(monitor_port=8222, monitor_host="10.0.0.7")
     assert 'sync_interval: "120s"' in text
     assert "sync_interval: always" in config_text(sync_always=True)
     assert "cluster {" not in text
+
+
+def test_a_printed_configuration_for_other_machines_keeps_monitoring_on_loopback() -> None:
+    secrets = {user: f"pw-{user}" for user in USERS}
+    cluster = NatsSettings(cluster=("a", "b", "c"), node="a", monitor_port=8222)
+    text = own_config(cluster, secrets)
+    assert 'host: "0.0.0.0"' in text
+    assert 'http: "127.0.0.1:8222"' in text
+    asked = own_config(msgspec.structs.replace(cluster, monitor_host="0.0.0.0"), secrets)
+    assert 'http: "0.0.0.0:8222"' in asked
 
 
 def test_the_server_listens_where_it_is_told_to_and_is_reached_on_loopback(tmp_path: Path) -> None:

@@ -190,7 +190,7 @@ async def test_the_command_lines_serve_a_request_over_three_servers(tmp_path: Pa
         for name in names:
             own = {
                 "port: 4222": f"port: {clients[name]}", "0.0.0.0:6222": f"127.0.0.1:{routes[name]}",
-                "0.0.0.0:8222": f"127.0.0.1:{monitors[name]}", '"0.0.0.0"': '"127.0.0.1"',
+                "127.0.0.1:8222": f"127.0.0.1:{monitors[name]}", '"0.0.0.0"': '"127.0.0.1"',
             }  # fmt: skip
             await stack.enter_async_context(broker(ours[name], tmp_path / name, own | addresses))
         for name in names:
