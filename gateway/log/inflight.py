@@ -106,7 +106,10 @@ class InflightRequest:
     @property
     def ended(self) -> bool:
         """The log has the end of every choice, whether or not it was taken."""
-        return not self.fold.open or len(self._ended) >= self.request.n
+        if not self.fold.open:
+            return True
+        # Once it is live again, only the fold counts: an end behind a fence that it has read since then is void.
+        return self.behind and self._attempt >= self.fold.attempt and len(self._ended) >= self.request.n
 
     @property
     def paused(self) -> bool:
@@ -137,8 +140,8 @@ class InflightRequest:
         if not self.behind:
             self._push(item, seq)
             return
-        if item.finish is not None:
-            self._note_end(item)
+        if item.finish is not None or item.attempt > self._attempt:
+            self._note_behind(item)
         if self._held is not None:
             self._held.append(item)
             if len(self._held) > self._limit:
@@ -181,13 +184,14 @@ class InflightRequest:
             on_poisoned, self.on_poisoned = self.on_poisoned, None
             on_poisoned(self.request)
 
-    def _note_end(self, item: TokenItem) -> None:
+    def _note_behind(self, item: TokenItem) -> None:
+        """Note the attempt of an item that is not folded yet, and what ends with it."""
         if item.finish is not None and item.finish.code:
             self._note_failure(item.finish)
         if item.attempt > self._attempt:
             self._attempt = item.attempt
             self._ended.clear()
-        if item.attempt == self._attempt:
+        if item.finish is not None and item.attempt == self._attempt:
             self._ended.update(range(self.request.n) if item.choice == WHOLE_REQUEST else (item.choice,))
 
     # --- behind the live stream ---

@@ -113,6 +113,36 @@ async def test_an_end_of_an_attempt_that_was_fenced_off_is_none() -> None:
     assert inflight.ended
 
 
+def fence(attempt: int) -> TokenItem:
+    return TokenItem("r", attempt, WHOLE_REQUEST, 0)
+
+
+async def test_a_late_end_behind_a_fence_is_none_while_a_client_does_not_read() -> None:
+    inflight = InflightRequest(request_of())
+    inflight.fall_behind()
+    inflight.feed(fence(2), 1)
+    inflight.feed(item(5, end=True), 2)
+    assert not inflight.ended
+
+
+async def test_a_late_end_that_comes_before_its_fence_is_read_leaves_the_rest_to_the_record() -> None:
+    """A client attaches while the tokens of a fenced attempt arrive live, and its request ended with that attempt."""
+    inflight = InflightRequest(request_of())
+    inflight.fall_behind()
+    inflight.feed(item(3, 2, end=True), 9)
+    for seq, past in enumerate((item(0, 3), fence(2), item(3, attempt=2)), 1):
+        assert inflight.feed_past(past, seq)
+    assert not inflight.ended
+    inflight.seq = 8
+    inflight.hold()
+    inflight.feed(item(4, end=True), 9)
+    assert inflight.join()
+    assert not inflight.ended, "it waits for the record, which is looked up for those that have not ended"
+    inflight.complete([item(0, 5, end=True)])
+    assert inflight.ended
+    assert tokens_of(await taken(inflight)) == pack_tokens(range(5))
+
+
 @pytest.mark.parametrize("seed", range(20))
 async def test_pauses_and_reading_again_lose_nothing_and_repeat_nothing(seed: int) -> None:
     """A client that reads in fits and starts, against a log; the reader pauses and resumes as the request says."""
