@@ -16,6 +16,8 @@ from schemas.subjects import DEFAULT_TENANT, Subjects
 
 USERS = tuple(f"{role}{second}" for role in (*ROLES, "sys") for second in ("", SECOND))
 
+ROUTE, ROUTE_BEFORE = "route", "route_before"  # keys of secrets.json, once ``sys`` or ``route`` was changed
+
 # Each stream has its own max_bytes; the limits of both kinds of storage only must not be below their sums, for any
 # number of namespaces. The server's own default for memory storage is three quarters of the machine's memory.
 STORE_BYTES = 1 << 50
@@ -100,6 +102,12 @@ def variable(user: str) -> str:
 def passwords(secrets: Mapping[str, str]) -> str:
     """The variables with all passwords, to be included at the beginning of a configuration."""
     return "".join(f"{variable(user)}: {_quote(secrets[user])}\n" for user in USERS if role_of(user) != "client")
+
+
+def route_passwords(secrets: Mapping[str, str]) -> tuple[str, ...]:
+    """With which the servers of a cluster log in to each other; the second one was valid before, and is tried, too."""
+    before = secrets.get(ROUTE_BEFORE, "")
+    return (secrets.get(ROUTE) or secrets["sys"], *([before] if before else []))  # until it is changed, that of sys
 
 
 def tenant_user(tenant: str) -> str:
@@ -194,12 +202,14 @@ def _server_name(config: ServerConfig) -> str:
 def _cluster(config: ServerConfig) -> str:
     if config.cluster is None:
         return ""
-    # Servers log in to each other with one password, of one user: it changes with a restart of all of them.
-    cluster, password = config.cluster, config.password("sys")
+    cluster = config.cluster
     if config.passwords_from_environment:
-        routes = ", ".join(cluster.routes)
+        password, routes = config.password("sys"), ", ".join(cluster.routes)
     else:
-        routes = ", ".join(_quote(f"nats-route://route:{config.secrets['sys']}@{at}") for at in cluster.routes)
+        # A server takes one password, and tries several: so it reaches those whose password is still the one before.
+        valid = route_passwords(config.secrets)
+        password = _quote(valid[0])
+        routes = ", ".join(_quote(f"nats-route://route:{each}@{at}") for each in valid for at in cluster.routes)
     tls = f"  {config.tls.block()}\n" if config.tls else ""
     return f"""
 cluster {{

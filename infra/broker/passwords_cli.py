@@ -17,7 +17,7 @@ import nats
 from nats.errors import Error as NatsError
 
 from configs.flags import Parser
-from infra.broker.config import USERS
+from infra.broker.config import ROUTE, ROUTE_BEFORE, USERS, route_passwords
 from infra.broker.datadir import load_secrets
 from infra.broker.jetstream_api import BrokerProblem
 from infra.broker.passwords import SECOND_IN_USE, other_user, store, user_in_use, write_passwords
@@ -27,6 +27,11 @@ from infra.broker.tenants import held, new_password
 from schemas.subjects import Subjects
 
 EVERY = (*ROLES, "sys")
+NAMED = ("client", ROUTE)  # what is changed only if it is named
+RESTART = (
+    "`penstock nats --print-config` for each server of the cluster; put it there and restart that, one server after "
+    "the other, each when the one before has caught up (docs/several-machines.md)"
+)
 SHOWN = 10  # connections that an error names
 ASK_S = 3.0
 
@@ -53,6 +58,7 @@ def run(argv: Sequence[str]) -> int:
 def _parser() -> Parser:
     parser = Parser(prog="penstock passwords", description="change the passwords of the broker's users without a gap")
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="{list,rotate,retire}")
+    about_roles = f"{', '.join(EVERY)}, or {ROUTE}, among the servers of a cluster; default: all but client and {ROUTE}"
     for verb, about in (
         ("list", "show as which of its two users each role logs in, and how many connections each has"),
         ("rotate", "give the user that is not in use a new password; what starts from now on logs in as that"),
@@ -60,7 +66,7 @@ def _parser() -> Parser:
     ):
         one = verbs.add_parser(verb, help=about, description=about)
         if verb != "list":
-            one.add_argument("roles", nargs="*", metavar="ROLE", help=f"{', '.join(EVERY)}; default: all but client")
+            one.add_argument("roles", nargs="*", metavar="ROLE", help=about_roles)
         if verb == "retire":
             one.add_argument("--force", action="store_true", help="also while connections use it")
         one.add_argument(
@@ -73,9 +79,11 @@ def _parser() -> Parser:
 
 
 def _roles(named: Sequence[str]) -> tuple[str, ...]:
-    if unknown := [role for role in named if role not in EVERY]:
-        raise ValueError(f"no role {unknown[0]!r}: there are {', '.join(EVERY)}")
-    return tuple(named) or tuple(role for role in EVERY if role != "client")
+    if unknown := [role for role in named if role not in (*EVERY, ROUTE)]:
+        raise ValueError(f"no role {unknown[0]!r}: there are {', '.join(EVERY)}, {ROUTE}")
+    if ROUTE in named and len(named) > 1:
+        raise ValueError(f"{ROUTE}: name it alone, for servers are restarted, and for the others reloaded")
+    return tuple(named) or tuple(role for role in EVERY if role not in NAMED)
 
 
 def _runs(data_dir: Path) -> bool:
@@ -88,8 +96,18 @@ def _runs(data_dir: Path) -> bool:
 
 
 def _rotate(data_dir: Path, roles: Sequence[str], args: argparse.Namespace) -> None:
-    secrets = load_secrets(data_dir / "secrets.json", USERS)
+    secrets = _with_route(load_secrets(data_dir / "secrets.json", USERS))
     running = _runs(data_dir)
+    if ROUTE in roles:
+        if running:
+            raise ValueError(f"{ROUTE}: the broker of a data folder is one server; it is for those of a cluster")
+        if ROUTE_BEFORE in secrets:
+            raise ValueError(f"{ROUTE}: the password before is still tried; `penstock passwords retire {ROUTE}` first")
+        store(data_dir, secrets | {ROUTE: new_password(), ROUTE_BEFORE: secrets[ROUTE]})
+        print(f"a new password among the servers is in {data_dir / 'secrets.json'}; the one before is tried, too")
+        print(f"1. {RESTART}")
+        print(f"2. `penstock passwords retire {ROUTE}`, and 1. once more")
+        return
     in_use = set(secrets.get(SECOND_IN_USE, "").split())
     for role in roles:
         secrets[other_user(secrets, role)] = new_password()
@@ -113,8 +131,16 @@ def _retire(data_dir: Path, roles: Sequence[str], args: argparse.Namespace) -> N
     Raises:
         ValueError: a connection still uses a password that would end.
     """
-    secrets = load_secrets(data_dir / "secrets.json", USERS)
+    secrets = _with_route(load_secrets(data_dir / "secrets.json", USERS))
     running = _runs(data_dir)
+    if ROUTE in roles:
+        if not secrets.pop(ROUTE_BEFORE, ""):
+            raise ValueError(
+                f"{ROUTE}: no password is there from before; `penstock passwords rotate {ROUTE}` makes a new one"
+            )
+        store(data_dir, secrets)
+        print(f"the password before is no longer tried: {RESTART}")
+        return
     ending = [other_user(secrets, role) for role in roles]
     if running and not args.force:
         used = [each for each in asyncio.run(connections(data_dir, secrets)) if each["authorized_user"] in ending]
@@ -133,6 +159,11 @@ def _retire(data_dir: Path, roles: Sequence[str], args: argparse.Namespace) -> N
         print(f"the earlier passwords have ended: {', '.join(ending)}")
     else:
         print(f"{', '.join(ending)}: put `penstock nats --print-config` on each server again, and reload it")
+
+
+def _with_route(secrets: dict[str, str]) -> dict[str, str]:
+    """With the password among servers as an entry of its own, so that it stays as it is when that of ``sys`` ends."""
+    return secrets | {ROUTE: route_passwords(secrets)[0]}
 
 
 def _list(data_dir: Path) -> None:

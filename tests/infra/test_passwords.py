@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import signal
+import socket
 import subprocess
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -202,6 +203,154 @@ async def test_a_tenants_password_is_changed_while_its_clients_are_connected(
     assert ["tenant2-acme" in each for each in urls] == [False, True, False]
     assert await ran("tenants", "rotate", "acme", *place) == 0
     assert (await valid(urls[-1]), await valid(url())) == (False, True)
+
+
+class Cluster:
+    """Three servers of an administrator's, each with the file that was printed for it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder / "operator"
+        self.folder.mkdir()
+        self.clients, self.routes = ([free_port(0) for _ in range(3)] for _ in range(2))
+        self.logs = [folder / f"{index}.log" for index in range(3)]
+        self._configs = [folder / f"{index}.conf" for index in range(3)]
+        self._stores = [folder / f"store-{index}" for index in range(3)]
+        self._running: dict[int, subprocess.Popen[bytes]] = {}
+
+    def secrets(self) -> dict[str, str]:
+        return load_secrets(self.folder / "secrets.json", USERS)
+
+    def print(self, index: int) -> None:
+        nodes = tuple(f"127.0.0.1:{port}" for port in self.routes)
+        place = {"cluster": nodes, "node": nodes[index], "nats_port": self.clients[index]}
+        settings = NatsSettings(print_config=True, store_dir=str(self._stores[index]), **place)  # type: ignore[arg-type]
+        self._configs[index].write_text(own_config(settings, self.secrets()))
+
+    def url(self, user: str) -> str:
+        return ",".join(f"nats://{user}:{self.secrets()[user]}@127.0.0.1:{port}" for port in self.clients)
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        try:
+            for index in range(3):
+                self.start(index)
+            yield
+        finally:
+            for index in list(self._running):
+                self.stop(index)
+
+    def start(self, index: int) -> None:
+        """With what the passwords are now."""
+        self.print(index)
+        command = [str(find_server()), "-c", str(self._configs[index])]
+        with self.logs[index].open("ab") as log:
+            self._running[index] = subprocess.Popen(command, stdout=log, stderr=log, preexec_fn=die_with_parent())
+
+    def stop(self, index: int) -> None:
+        process = self._running.pop(index)
+        process.terminate()
+        process.wait(30)
+
+    async def reload(self, index: int) -> None:
+        self.print(index)
+        seen = self.logs[index].read_text().count("Reloaded server configuration")
+        self._running[index].send_signal(signal.SIGHUP)
+        async with asyncio.timeout(20):
+            while self.logs[index].read_text().count("Reloaded server configuration") == seen:  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+
+    async def whole(self) -> None:
+        """Wait until each server has routes to both others."""
+        async with asyncio.timeout(30):
+            for port in self.clients:
+                user = user_in_use(self.secrets(), "sys")
+                sys = await nats.connect(f"nats://127.0.0.1:{port}", user=user, password=self.secrets()[user])
+                while not all(len(names) == 2 for names in await self._routes(sys)):  # noqa: ASYNC110
+                    await asyncio.sleep(0.05)
+                await sys.close()
+
+    async def _routes(self, sys: Client) -> list[set[str]]:
+        """The servers to which each server has a route."""
+        inbox = sys.new_inbox()
+        found: list[set[str]] = []
+        replies = await sys.subscribe(inbox)
+        await sys.publish("$SYS.REQ.SERVER.PING.ROUTEZ", reply=inbox)
+        try:
+            while len(found) < 3:
+                routes = json.loads((await replies.next_msg(timeout=1)).data)["data"]["routes"] or []
+                found.append({route["remote_name"] for route in routes})
+        except nats.errors.TimeoutError:
+            return [set()]
+        finally:
+            await replies.unsubscribe()
+        return found
+
+
+def lets_in(port: int, password: str) -> bool:
+    """Whether a server takes this password of another server's."""
+    with socket.create_connection(("127.0.0.1", port), timeout=10) as link, link.makefile("rwb") as lines:
+        assert lines.readline().startswith(b"INFO ")
+        login = {"user": "route", "pass": password, "verbose": False, "name": "test", "cluster": "penstock-ps"}
+        lines.write(b"CONNECT " + json.dumps(login).encode() + b"\r\nPING\r\n")
+        lines.flush()
+        return not any(
+            line.startswith(b"-ERR 'Auth") for line in iter(lines.readline, b"") if not line.startswith(b"I")
+        )
+
+
+@pytest.mark.timeout(180)
+async def test_servers_of_a_cluster_stay_together_while_their_password_changes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It was that of sys: `retire` cut each server off that was reloaded, until all were."""
+    cluster = Cluster(tmp_path)
+    place = ("--data-dir", str(cluster.folder))
+    async with cluster.running():
+        await cluster_is_there(cluster)
+        first = cluster.secrets()["sys"]
+        for verb in ("rotate", "retire"):
+            assert await ran("passwords", verb, "sys", *place) == 0
+            for index in range(3):
+                await cluster.reload(index)
+                await cluster.whole()
+        assert cluster.secrets()["route"] == first != cluster.secrets()["sys"]
+        capsys.readouterr()
+        for verb in ("rotate", "retire"):
+            assert await ran("passwords", verb, "route", *place) == 0
+            assert "restart" in capsys.readouterr().out
+            for index in range(3):
+                cluster.stop(index)
+                cluster.start(index)
+                await cluster_is_there(cluster)
+        second = cluster.secrets()["route"]
+        for port in cluster.routes:
+            assert (lets_in(port, first), lets_in(port, second)) == (False, True)
+        assert await ran("passwords", "retire", "route", *place) == 1
+        assert "no password is there from before" in capsys.readouterr().err
+
+
+async def cluster_is_there(cluster: Cluster) -> None:
+    async with asyncio.timeout(60):
+        for port in cluster.clients:
+            while True:
+                try:
+                    _, writer = await asyncio.open_connection("127.0.0.1", port)
+                    writer.close()
+                    break
+                except OSError:
+                    await asyncio.sleep(0.05)
+    await cluster.whole()
+
+
+async def test_what_is_no_cluster_has_no_password_among_servers(
+    make_broker: MakeBroker, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server = make_broker()
+    await server.start()
+    assert await ran("passwords", "rotate", "route", "--data-dir", str(server.data_dir)) == 1
+    assert "route: the broker of a data folder is one server" in capsys.readouterr().err
+    assert await ran("passwords", "rotate", "route", "sys", "--data-dir", str(server.data_dir)) == 1
+    assert "route: name it alone" in capsys.readouterr().err
 
 
 def test_a_new_password_without_a_time_for_both_ends_every_earlier_one() -> None:
