@@ -43,4 +43,4 @@ def test_without_an_exif_block_nothing_is_turned() -> None:
 def test_a_damaged_block_is_no_error(at: int, byte: int, cut: int) -> None:
     data = bytearray(jpeg(6))
     data[at % len(data)] = byte
-    assert lies_on_its_side(bytes(data[:cut])) in (False, True)
+    lies_on_its_side(bytes(data[:cut]))  # raises nothing
