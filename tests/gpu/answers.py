@@ -3,6 +3,7 @@
 python -m tests.gpu.answers
 """
 
+import argparse
 from random import Random
 
 from infra.demo_model import vision
@@ -54,6 +55,7 @@ def demo(device: str, kv_dtype: str = "auto") -> ScheduledEngine:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__).parse_args()
     prompt = [(7 * i) % 1000 + 20 for i in range(700)]  # scored in two steps
     here, there = (scores(demo(device), prompt) for device in ("cpu", "cuda"))
     apart = max(abs(one - other) for one, other in zip(here, there, strict=True))

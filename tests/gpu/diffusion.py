@@ -6,6 +6,7 @@ Small random pipelines: float32 pictures equal the CPU's within rounding, in bfl
 picture too large for the memory fails alone, and the next one is made. A Stable-Diffusion-shaped pipeline is timed.
 """
 
+import argparse
 import tempfile
 import time
 from pathlib import Path
@@ -48,6 +49,7 @@ def timed(engine: DiffusersEngine, ask: Diffusion) -> float:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__).parse_args()
     print(torch.cuda.get_device_name(), torch.__version__, "diffusers", diffusers.__version__)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

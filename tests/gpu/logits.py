@@ -7,6 +7,7 @@ written afterwards. Shown with a stream that is held up, once rightly and once i
 native engine with a forced text, on the GPU and on the CPU.
 """
 
+import argparse
 from collections.abc import Sequence
 from typing import Literal
 
@@ -60,6 +61,7 @@ def native(device: Literal["cpu", "cuda"]) -> list[int]:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__).parse_args()
     drawn(in_its_stream=True)  # loads the kernels, which waits for the device
     right, wrong = drawn(in_its_stream=True), drawn(in_its_stream=False)
     assert (right, wrong) == (7, 3), (right, wrong)
