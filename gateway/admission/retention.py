@@ -67,7 +67,7 @@ class Retention:
                 days=round(kept_s / DAY, 2),
                 promised_days=round(max_age_s / DAY, 2),
                 max_bytes=max_bytes,
-                action=f"enlarge it: nats stream edit {stream} --max-bytes (a record takes about 260 bytes of the "
+                action=f"enlarge it: nats stream edit {stream} --max-bytes (a record takes about 110 bytes of the "
                 "broker's memory besides)",
             )
         self._warned = short
