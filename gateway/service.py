@@ -123,7 +123,7 @@ class Gateway:
             records=self.records,
             tasks=self.tasks,
         )
-        self._completion = Completion(self.records, self._read_again, self.tasks)
+        self._completion = Completion(self.records, self.read_again, self.tasks)
         self._lookup = RequestLookup(bus, self.records, finder, settings.no_store_grace_s)
         self.conversations = Conversations(
             self._lookup, self._answered, self.fleet.detokenizer, settings.max_body_bytes
@@ -420,7 +420,13 @@ class Gateway:
         return await self._lookup.find(request_id, tenant, deleted=deleted)
 
     async def attach(
-        self, request: GenerateRequest, record: done.Done | None = None, *, whole: bool = False, ordered: bool = True
+        self,
+        request: GenerateRequest,
+        record: done.Done | None = None,
+        *,
+        whole: bool = False,
+        ordered: bool = True,
+        last_attempt: int | None = None,
     ) -> InflightRequest:
         """Follow an accepted request from its first token on. It fails if the log cannot be read.
 
@@ -429,10 +435,11 @@ class Gateway:
             whole: keep all items, and return when everything in the log has been read.
             ordered: the reader wants the tokens of several choices in the order in which they were computed, which a
                 record does not have.
+            last_attempt: as for ``TokenReassembler``.
         Raises:
             ServingError: the log cannot be read.
         """
-        inflight = InflightRequest(request, bounded=not whole)
+        inflight = InflightRequest(request, bounded=not whole, last_attempt=last_attempt)
         inflight.turns = self.turns
         if record is not None and is_whole(record) and (request.n == 1 or not ordered):
             inflight.complete(done.items(record))
@@ -462,15 +469,17 @@ class Gateway:
         Raises:
             ServingError: it cannot be read.
         """
-        return (await self._read_again(request)).answered
+        return (await self.read_again(request)).answered
 
-    async def _read_again(self, request: GenerateRequest) -> InflightRequest:
+    async def read_again(self, request: GenerateRequest, last_attempt: int | None = None) -> InflightRequest:
         """Everything that the token stream has of a request.
 
+        Args:
+            last_attempt: as for ``TokenReassembler``.
         Raises:
             ServingError: it cannot be read.
         """
-        again = await self.attach(request, whole=True)
+        again = await self.attach(request, whole=True, last_attempt=last_attempt)
         self.release(again)
         return again
 

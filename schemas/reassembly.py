@@ -25,14 +25,17 @@ class _ChoiceCursor:
 class TokenReassembler:
     """The reassembly state of one request with ``n`` choices.
 
+    Args:
+        last_attempt: that the request has ended with, by its terminal event: what came of it after a fence counts.
     Attributes:
         attempt: the highest seen; items of lower attempts are void.
         open: choices that have not ended.
     """
 
-    def __init__(self, n: int = 1) -> None:
+    def __init__(self, n: int = 1, *, last_attempt: int | None = None) -> None:
         self.attempt = -1
         self.open = n
+        self._last_attempt = last_attempt
         self._choices = [_ChoiceCursor() for _ in range(n)]
         self._prompt: _ChoiceCursor | None = None
 
@@ -80,7 +83,7 @@ class TokenReassembler:
         ``WHOLE_REQUEST`` items are returned as one item per open choice.
         """
         if item.attempt != self.attempt:
-            if item.attempt < self.attempt:
+            if item.attempt < self.attempt or (self._last_attempt is not None and item.attempt > self._last_attempt):
                 return ()
             self.attempt = item.attempt
             for choice in self._choices:

@@ -2,7 +2,8 @@
 
 Tokens are published without acknowledgement: the last of them can be lost with a broker's leader or with their worker's
 lease, and are not sent again once the terminal event is stored. That event has the whole output. The one of a request
-with ``no_store`` has none: its tokens are read from memory storage again, where they may be although they came late.
+with ``no_store`` has none: its tokens are read from memory storage again, where they may be although they came late,
+and behind the fence of the attempt that it names: that one was given up, and ended the request all the same.
 """
 
 import asyncio
@@ -27,14 +28,14 @@ AT_ONCE = 256
 AGAIN_S = 0.5
 LATE_S = 10.0  # after the terminal event, for tokens that come late
 
-ReadAgain = Callable[[GenerateRequest], Awaitable[InflightRequest]]
+ReadAgain = Callable[[GenerateRequest, int], Awaitable[InflightRequest]]
 
 
 class Completion:
     """Call ``complete_idle`` often; it looks up open answers that got no items since its last check.
 
     Args:
-        read_again: returns everything that the token stream has of a request.
+        read_again: returns everything that the token stream has of a request up to an attempt, its last.
     """
 
     def __init__(self, records: Records, read_again: ReadAgain, tasks: Tasks) -> None:
@@ -92,7 +93,7 @@ class Completion:
     async def _complete_from_tokens(self, inflight: InflightRequest, record: done.Done) -> None:
         until = time.monotonic() + LATE_S
         while not inflight.ended:
-            again = await self._read_again(inflight.request)
+            again = await self._read_again(inflight.request, record.attempt)
             items = again.available()
             if inflight.ended:
                 return
@@ -101,12 +102,12 @@ class Completion:
                 inflight.complete(items)
             elif time.monotonic() > until:
                 log.error("answer_lost", request=record.request, tokens=record.usage.completion, code=record.code)
-                inflight.complete([*items, _last_item(record)])
+                inflight.complete([*items, last_item(record)])
             else:
                 await asyncio.sleep(AGAIN_S)
 
 
-def _last_item(record: done.Done) -> TokenItem:
+def last_item(record: done.Done) -> TokenItem:
     """How a request ends whose last tokens nobody has."""
     if record.code:
         reason = "cancelled" if record.code == Code.cancelled else "error"

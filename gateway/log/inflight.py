@@ -71,13 +71,14 @@ class InflightRequest:
         "turns",
     )
 
-    def __init__(self, request: GenerateRequest, *, bounded: bool = True) -> None:
+    def __init__(self, request: GenerateRequest, *, bounded: bool = True, last_attempt: int | None = None) -> None:
         """
         Args:
             bounded: False: all items are kept, even if they are not taken.
+            last_attempt: as for ``TokenReassembler``.
         """
         self.request = request
-        self.fold = TokenReassembler(request.n)
+        self.fold = TokenReassembler(request.n, last_attempt=last_attempt)
         self.cancelling = False
         self.behind = False
         self.seq = 0

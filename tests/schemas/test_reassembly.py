@@ -57,6 +57,21 @@ def cut(draw: st.DrawFn, *, attempt: int, choice: int, start: int, end: int, fin
     return items
 
 
+def test_the_attempt_that_ended_a_request_goes_on_behind_a_fence() -> None:
+    items = [
+        item(0, [0, 10]),
+        fence(2),
+        item(2, [21], attempt=2),
+        item(2, [20, 30]),
+        item(3, [31], attempt=2, finish="stop"),
+        item(4, [], finish="length"),
+    ]
+    fold = TokenReassembler(last_attempt=1)
+    assert read(fold, items) == {0: [0, 10, 20, 30]}
+    assert not fold.open
+    assert read(TokenReassembler(last_attempt=2), items) == read(TokenReassembler(), items) == {0: [0, 10, 21, 31]}
+
+
 @given(st.data())
 def test_each_token_comes_out_once_and_in_order_however_an_attempts_items_are_mixed(data: st.DataObject) -> None:
     lengths = data.draw(st.lists(st.integers(0, 12), min_size=1, max_size=3))

@@ -19,9 +19,9 @@ from infra.bus.tasks import Tasks
 from schemas import done, wire
 from schemas.requests import GenerateRequest
 from schemas.subjects import MEMORY, Subjects
-from schemas.tokens import Finish, TokenBatch, TokenItem
+from schemas.tokens import WHOLE_REQUEST, Finish, TokenBatch, TokenItem
 from schemas.wire import pack_tokens
-from tests.gateway.log.test_inflight import request_of
+from tests.gateway.log.test_inflight import request_of, tokens_of
 from tests.infra.bus.support import opened
 
 GATEWAY = "mine"
@@ -54,9 +54,9 @@ class Ended:
     async def close(self) -> None:
         await self._subscription.close()
 
-    async def read_again(self, request: GenerateRequest) -> InflightRequest:
+    async def read_again(self, request: GenerateRequest, last_attempt: int) -> InflightRequest:
         self.reads += 1
-        again = InflightRequest(request, bounded=False)
+        again = InflightRequest(request, bounded=False, last_attempt=last_attempt)
         self._subscription.subscribe_from_start(again)
         await again.caught_up()
         self._subscription.unsubscribe(again)
@@ -71,9 +71,12 @@ class Ended:
         await self._publisher.publish(subject, wire.encode(done.without_content(event)), self.request.id)
 
     async def stream(self) -> None:
-        item = TokenItem(self.request.id, 1, 0, 0, TOKENS, Finish("length"))
-        batch = wire.encode(TokenBatch("w", 1, 1, (item,)))
-        await self._publisher.publish(self._bus.subjects.tokens(self.request.token_address), batch, "w:1")
+        await self.store(TokenItem(self.request.id, 1, 0, 0, TOKENS, Finish("length")))
+
+    async def store(self, *items: TokenItem) -> None:
+        for number, item in enumerate(items, 1):
+            batch = wire.encode(TokenBatch("w", 1, number, (item,)))
+            await self._publisher.publish(self._bus.subjects.tokens(self.request.token_address), batch, f"w:{number}")
 
 
 @pytest.fixture
@@ -102,6 +105,26 @@ async def test_tokens_that_came_late_are_read_from_memory_storage(bus: Bus, ende
     items = await asyncio.wait_for(ended.inflight.take(), 10)
     assert b"".join(item.tokens for item in items) == TOKENS
     assert ended.inflight.ended
+    await tasks.aclose()
+
+
+async def test_what_its_worker_streamed_behind_a_fence_counts_if_that_attempt_has_ended_the_request(
+    bus: Bus, ended: Ended
+) -> None:
+    tasks = Tasks("test")
+    request_id = ended.request.id
+    begun, fence = TokenItem(request_id, 1, 0, 0, TOKENS[:8]), TokenItem(request_id, 2, WHOLE_REQUEST, 0)
+    other = TokenItem(request_id, 2, 0, 2, pack_tokens([77]))
+    late = TokenItem(request_id, 1, 0, 2, TOKENS[8:], Finish("length"))
+    await ended.store(begun, fence, other, late)
+    for seq, item in enumerate((begun, fence), 1):
+        ended.inflight.feed(item, seq)
+    assert tokens_of(ended.inflight.available()) == TOKENS[:8]
+    await ended.record()
+    await look(ended, bus, tasks)
+    items = await asyncio.wait_for(ended.inflight.take(), 10)
+    assert tokens_of(items) == TOKENS[8:]
+    assert items[-1].finish == Finish("length")
     await tasks.aclose()
 
 
