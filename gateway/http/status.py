@@ -7,8 +7,10 @@ import msgspec
 from gateway.answer_shapes import Aggregator, aggregator_for
 from gateway.http.answers import encode_answer
 from gateway.images.responses import ImageAggregator
+from gateway.log.completion import LATE_S, last_item
 from gateway.log.find import erased
 from gateway.log.lookup import StoredRequest
+from gateway.log.progress import progress_of
 from gateway.log.records import has_output, is_whole
 from gateway.openai.responses import Status, error_body
 from gateway.service import Gateway
@@ -29,7 +31,7 @@ async def status_of(gateway: Gateway, stored: StoredRequest, base_url: str) -> S
     collector = await _collector(gateway, request, late=not is_whole(record))
     if is_whole(record) or not await _collected(gateway, request, collector):
         if request.no_store and not is_whole(record):
-            raise erased(request.id)
+            return await _incomplete(gateway, request, record, base_url)
         collector = await _collector(gateway, request, late=not is_whole(record))
         collector.push(done.items(record))
     status = await _ended(request, collector, base_url)
@@ -53,6 +55,29 @@ async def _running(gateway: Gateway, request: GenerateRequest, base_url: str) ->
     return msgspec.structs.replace(
         _status(request, state), attempt=max(progress.attempt, 0), output_tokens=progress.tokens
     )
+
+
+async def _incomplete(gateway: Gateway, request: GenerateRequest, record: done.Done, base_url: str) -> Status:
+    """Of a request with ``no_store`` that has ended, while its tokens are late, void to those who follow them, or gone.
+
+    Raises:
+        ServingError: request_erased: its grace period is over.
+    """
+    again = await gateway.read_again(request, record.attempt)
+    if again.fold.open:
+        ended_s = (gateway.bus.clock.now_ns() - await gateway.records.ended_ns(request.id)) / 1e9
+        if ended_s >= gateway.settings.no_store_grace_s:
+            raise erased(request.id)
+        if ended_s < LATE_S:
+            tokens = progress_of(again).tokens
+            return msgspec.structs.replace(
+                _status(request, "running"), worker=record.worker, attempt=record.attempt, output_tokens=tokens
+            )
+        again.complete([last_item(record)])
+    collector = await _collector(gateway, request, late=True)
+    collector.push(again.available())
+    status = await _ended(request, collector, base_url)
+    return msgspec.structs.replace(status, worker=record.worker, attempt=record.attempt)
 
 
 async def running_progress(
