@@ -72,8 +72,11 @@ def token(name: str) -> str:
     return "".join(out) or "_"
 
 
-class _TlsTransport(TcpTransport):  # type: ignore[misc]  # untyped
-    """nats-py waits for the end of a link before it tries the next server; a link whose TLS never began has none."""
+class _Transport(TcpTransport):  # type: ignore[misc]  # untyped
+    """nats-py waits for the end of a link before it tries the next server, and again when it is closed.
+
+    A link whose TLS never began has no end. Where the first wait is cancelled, asyncio cancels the second, too.
+    """
 
     def __bool__(self) -> bool:
         return True  # nats-py replaces one that is not connected by its own
@@ -82,7 +85,7 @@ class _TlsTransport(TcpTransport):  # type: ignore[misc]  # untyped
         if self._io_writer is None:
             return
         closed: asyncio.Future[None] = self._io_writer._protocol._get_close_waiter(self._io_writer)
-        await asyncio.wait([closed], timeout=CLOSED_S)
+        await asyncio.wait([closed], timeout=CLOSED_S)  # which cancels nothing
         if not closed.done():
             self._io_writer.transport.abort()
         elif not closed.cancelled():
@@ -136,8 +139,8 @@ async def connect(url: str, namespace: str, **options: Any) -> Connection:
     try:
         async with asyncio.timeout(CONNECT_S):
             nc = NatsClient()
-            if url.startswith("tls://"):
-                nc._transport = _TlsTransport()
+            if not url.startswith(("ws://", "wss://")):
+                nc._transport = _Transport()
             await nc.connect(url.split(","), **nats_options | _login(url) | options)
     except (NatsError, OSError, TimeoutError) as problem:
         where = ", ".join(part.rpartition("@")[2] for part in url.split(","))

@@ -335,3 +335,14 @@ async def test_a_server_that_ends_before_tls_began_is_left_for_the_next_one(
     assert len(tried) == 2
     for server in servers:
         server.close()
+
+
+async def test_closing_survives_that_another_wait_for_the_end_of_the_link_was_cancelled(broker: EmbeddedNats) -> None:
+    """As nats-py does when it is closed while it reconnects. A client's end raised CancelledError."""
+    made = await connection.connect(broker.url("operator"), "ps", inbox_prefix="_INBOX_operator")
+    waiting = asyncio.create_task(made.nc._transport.wait_closed())
+    await asyncio.sleep(0)
+    waiting.cancel()
+    await asyncio.wait([waiting])
+    await made.close()
+    assert made.closed
