@@ -48,7 +48,7 @@ def commands_of(line: str) -> Iterator[list[str]]:
     for word in lexer:
         if skip:  # the file of a redirection
             skip = False
-        elif set(word) <= OPERATORS:
+        elif word and set(word) <= OPERATORS:
             skip = word.strip("&") in ("<", ">", ">>")
             if not skip:
                 found.append(words)

@@ -340,7 +340,8 @@ class Thresholds(Section, frozen=True, kw_only=True):
         str,
         Meta(
             pattern='^[^"$]+$',
-            description="mount points of brokers' disks on hosts with node_exporter, as a regular expression",
+            description="mount points of brokers' disks on hosts with node_exporter, as a regular expression; / if "
+            "they have no file system of their own",
         ),
     ] = "/var/lib/(nats|penstock).*"
     slow_worker: Annotated[float, Meta(gt=1, description="times slower than its peers that a worker may be")] = 4.0

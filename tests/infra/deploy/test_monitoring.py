@@ -5,6 +5,7 @@ tests/pipeline/pairs/test_prometheus.py.
 import io
 import json
 import re
+import shlex
 import shutil
 import subprocess
 from pathlib import Path
@@ -24,6 +25,7 @@ from infra.docs.metrics import scopes
 from infra.launch.state import Running, State
 from infra.metrics.scope import MetricScope
 from tests.perf import pictures
+from tests.pipeline.support import ROOT
 
 NAME = re.compile(r"\b(?:penstock|process|user)_[a-z_]+\b")
 PANELS = [pytest.param(panel, id=f"{board.name}: {panel.title}") for board in DASHBOARDS for panel in board.panels]
@@ -137,6 +139,26 @@ def test_thresholds_of_the_alerts_are_flags(tmp_path: Path, capsys: pytest.Captu
     ):
         assert run([*out, *flags]) == 1
         assert says in capsys.readouterr().err
+
+
+def test_the_hosts_of_the_page_have_the_alert_of_their_brokers_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their store is in a folder of the root file system; an own one is the default."""
+    page = (ROOT / "docs/several-machines.md").read_text()
+    (command,) = re.findall(r"^penstock monitoring (.*)$", page, re.M)
+    monkeypatch.chdir(tmp_path)
+    for flags, mount in ((shlex.split(command), "/"), (["--state", ""], "/var/lib/nats")):
+        assert run(flags) == 0
+        groups = yaml.safe_load((tmp_path / "monitoring/alerts.yml").read_text())["groups"]
+        rules = {rule["alert"]: rule["expr"] for group in groups for rule in group["rules"]}
+        for name in ("PenstockBrokerDiskFilling", "PenstockBrokerDiskAlmostFull"):
+            (pattern,) = re.findall(r'mountpoint=~"([^"]+)"', rules[name])
+            assert re.fullmatch(pattern, mount)
+    (written,) = re.findall(r"```yaml\n(.*?)```", page, re.S)
+    assert yaml.safe_load(written)["rule_files"] == ["alerts.yml"]
+    nodes = next(job for job in yaml.safe_load(written)["scrape_configs"] if job["job_name"] == "node")
+    assert len(nodes["static_configs"][0]["targets"]) == 3
 
 
 def test_late_first_tokens_are_counted_by_a_bucket_that_gateways_have() -> None:

@@ -1,7 +1,8 @@
 """The page on several machines, command by command as printed, on three hosts: network namespaces of this machine.
+Then that on upgrades, there and back again.
 
 Each host has an address, /etc, /var/lib and /opt of its own. `systemctl` is a stand-in, `scp` copies into the other
-host's folder, and what the block *Install* fetches is there already; all else is real.
+host's folder, and what the blocks for installing fetch is there already; all else is real.
 """
 
 import asyncio
@@ -35,8 +36,20 @@ TOKENS = 24
 PROMPT = "a long question " * 240  # a decode worker without a GPU computes up to 256 tokens itself
 EMPTY_S = 0.05  # between two requests of a client
 
-BLOCKS = [(found[1], found[2]) for found in re.finditer(r"```(\w+)\n(.*?)```", PAGE, re.S)]
-SHELL = [text for kind, text in BLOCKS if kind == "sh" and text.startswith("# On ")]
+UPGRADES = (ROOT / "docs/upgrades.md").read_text()
+
+
+def blocks(page: str) -> list[tuple[str, str]]:
+    """Language and text of each."""
+    return [(found[1], found[2]) for found in re.finditer(r"```(\w+)\n(.*?)```", page, re.S)]
+
+
+def typed(page: str) -> list[str]:
+    """Those that say on which machine they are typed."""
+    return [text for kind, text in blocks(page) if kind == "sh" and text.startswith("# On ")]
+
+
+SHELL, UPGRADE = typed(PAGE), typed(UPGRADES)
 
 
 def possible() -> bool:
@@ -55,6 +68,17 @@ pytestmark = [
 ]
 
 
+# As pip makes it, and it says of which installation it is.
+PROGRAM = """#!{python} -P
+import os, sys
+os.environ |= {{"PYTHONPATH": "{root}", "PYTHONSAFEPATH": "1"}}
+sys.path.insert(0, "{root}")
+print("installation {number}", file=sys.stderr, flush=True)
+from infra.cli import main
+sys.exit(main())
+"""
+
+
 def sh(command: str) -> None:
     subprocess.run(command, shell=True, check=True, capture_output=True, timeout=30)
 
@@ -68,8 +92,9 @@ class Host:
         self.root = folder / name.replace(" ", "-")
         self.state = self.root / "run"
         self._space = f"{net}-{place}"
-        for each in ("var", "opt/penstock/bin", "home", "bin"):
+        for each in ("var", "opt/penstock-1/bin", "opt/penstock-2/bin", "home", "bin"):
             (self.root / each).mkdir(parents=True)
+        (self.root / "opt/penstock").symlink_to("penstock-1")
         subprocess.run(["cp", "-a", "/etc", self.root / "etc"], check=True, capture_output=True)
         (self.root / "etc/systemd/system").mkdir(parents=True, exist_ok=True)
         hosts = [f"{NET}.{number} {each}" for number, each in enumerate(HOSTS, 1)]
@@ -85,17 +110,17 @@ class Host:
         )  # fmt: skip
 
     def _programs(self, folder: Path) -> None:
-        installed = self.root / "opt/penstock/bin"
-        python = f"PYTHONPATH={ROOT} PYTHONSAFEPATH=1 exec {sys.executable}"
-        (installed / "penstock").write_text(f'#!/bin/sh\n{python} -m infra.cli "$@"\n')
-        (installed / "nats-server").symlink_to(find_server())
+        for number in (1, 2):
+            installed = self.root / f"opt/penstock-{number}/bin"
+            (installed / "penstock").write_text(PROGRAM.format(python=sys.executable, root=str(ROOT), number=number))
+            (installed / "penstock").chmod(0o755)
+            (installed / "nats-server").symlink_to(find_server())
         systemd.install(self.root / "bin")
         copies = (
             f'last=${{!#}}; host=${{last%%:*}}; host=${{host#root@}}\ncp "${{@:2:$#-2}}" {folder}/$host"${{last#*:}}"\n'
         )
         (self.root / "bin/scp").write_text(f"#!/bin/bash\nset -e\n[[ $1 == -q ]]\n{copies}")
-        for each in (installed / "penstock", self.root / "bin/scp"):
-            each.chmod(0o755)
+        (self.root / "bin/scp").chmod(0o755)
 
     def _environ(self) -> dict[str, str]:
         own = {
@@ -155,13 +180,21 @@ class Site:
     def admin(self) -> Host:
         return self.hosts[ADMIN]
 
-    def run(self, block: str) -> list[str]:
-        """Run a block where its first line says."""
+    def chosen(self, block: str) -> list[Host]:
+        """Where a block is typed, as its first line says."""
         where = block.partition("\n")[0].removeprefix("# On ")
         every = where.startswith("each host")
         chosen = [each for each in (*HOSTS, ADMIN) if each in where or (every and each != ADMIN)]
         assert chosen, where
-        return [self.hosts[name].run(block) for name in chosen]
+        return [self.hosts[name] for name in chosen]
+
+    def run(self, block: str) -> list[str]:
+        return [host.run(block) for host in self.chosen(block)]
+
+    def installations(self, unit: str) -> list[int]:
+        """Which one each start of a unit was of, host by host."""
+        logs = [(self.hosts[name].state / f"{unit}.log").read_text() for name in HOSTS]
+        return [int(re.findall(r"^installation (\d)", log, re.M)[-1]) for log in logs]
 
     def close(self) -> None:
         for host in self.hosts.values():
@@ -179,9 +212,14 @@ def site(tmp_path: Path) -> Iterator[Site]:
 
 
 class Load:
-    """Clients of both tenants at all gateways, over HTTPS: one request after the other."""
+    """Clients of both tenants at all gateways, over HTTPS: one request after the other.
 
-    def __init__(self, site: Site) -> None:
+    Args:
+        gateways_restart: a connection that is refused is tried again, and each request has its own.
+    """
+
+    def __init__(self, site: Site, *, gateways_restart: bool = False) -> None:
+        self._again = gateways_restart
         home = site.admin.root / "home"
         self._context = ssl.create_default_context(cafile=home / "ca.crt")
         self._keys = {tenant: (home / f"{tenant}.key").read_text().split()[-1] for tenant in ("acme", "blue")}
@@ -192,17 +230,26 @@ class Load:
     async def client(self, host: str, tenant: str) -> None:
         base = f"https://{self._site.hosts[host].address}:8000"
         body = {"model": "demo", "max_tokens": TOKENS, "ignore_eos": True}
-        async with httpx.AsyncClient(base_url=base, verify=self._context, trust_env=False, timeout=120) as http:
+        kept = httpx.Limits(max_keepalive_connections=0) if self._again else httpx.Limits()
+        async with httpx.AsyncClient(
+            base_url=base, verify=self._context, trust_env=False, timeout=120, limits=kept
+        ) as http:
             number = 0
             while not self._stop.is_set():
                 number += 1
                 asked = body | {"messages": [{"role": "user", "content": f"{host} {tenant} {number}: {PROMPT}"}]}
-                answer = await http.post(
-                    "/v1/chat/completions",
-                    json=asked,
-                    headers={"Authorization": f"Bearer {self._keys[tenant]}", "Host": host},
-                    extensions={"sni_hostname": host},
-                )
+                try:
+                    answer = await http.post(
+                        "/v1/chat/completions",
+                        json=asked,
+                        headers={"Authorization": f"Bearer {self._keys[tenant]}", "Host": host},
+                        extensions={"sni_hostname": host},
+                    )
+                except httpx.ConnectError:
+                    if not self._again:
+                        raise
+                    await asyncio.sleep(EMPTY_S)
+                    continue
                 self.answers.append((host, tenant, answer.status_code, answer.text))
                 await asyncio.sleep(EMPTY_S)
 
@@ -266,12 +313,39 @@ async def test_the_page_makes_a_deployment_whose_brokers_restart_under_load(site
             float(value) for value in re.findall(r"^penstock_handoff_read_bytes_total\{.*\} (\S+)$", page, re.M)
         )
     assert read > 0
+    await upgrade_and_go_back(site)
+
+
+UNITS = ("penstock-router", "penstock-worker@9201", "penstock-gateway")
+
+
+async def upgraded(site: Site, work: list[str]) -> None:
+    """Type blocks on one host after the other, under load; nothing may be refused."""
+    load = Load(site, gateways_restart=True)
+    await load.during([(host, block) for block in work for host in site.chosen(block)])
+    bad = [answer for answer in load.answers if answer[2] != 200]
+    assert not bad, f"{len(bad)} of {len(load.answers)}: {bad[0]}"
+    assert {json.loads(text)["usage"]["completion_tokens"] for *_, text in load.answers} == {TOKENS}
+
+
+async def upgrade_and_go_back(site: Site) -> None:
+    *forth, back = UPGRADE
+    _, _, routers, _, workers, gateways, _ = forth
+    await upgraded(site, forth)
+    for unit in UNITS:
+        assert site.installations(unit) == [2, 2, 2], unit
+    again = [block.replace("ln -sfn penstock-2 /opt/penstock\n", "") for block in (gateways, workers, routers)]
+    await upgraded(site, [back, *again])
+    for unit in UNITS:
+        assert site.installations(unit) == [1, 1, 1], unit
 
 
 def every_target_answers(site: Site) -> None:
     """The Prometheus configuration of the page names pages that are there."""
-    (text,) = [text for kind, text in BLOCKS if kind == "yaml"]
-    for job in yaml.safe_load(text)["scrape_configs"]:
+    (text,) = [text for kind, text in blocks(PAGE) if kind == "yaml"]
+    ours = [job for job in yaml.safe_load(text)["scrape_configs"] if job["job_name"] != "node"]
+    assert len(ours) == 2
+    for job in ours:
         for target in (each for group in job["static_configs"] for each in group["targets"]):
             url = f"{job.get('scheme', 'http')}://{target}/metrics"
             assert "penstock_" in site.admin.run(f"curl -fsS --cacert ca.crt {url} | grep -m 1 ^penstock_")

@@ -13,6 +13,7 @@ import pytest
 from configs.flags import read
 from configs.settings import WorkerSettings
 from infra.deploy.systemd import GRACE_S, USER_ROLES, run
+from tests.infra.deploy.test_several_machines import UNITS, UPGRADE
 from workers.stopping import GRACE_S as WORKER_GRACE_S
 
 FLAGS = {
@@ -142,3 +143,14 @@ def test_each_role_gets_the_password_of_its_user_only(tmp_path: Path, capsys: py
     plain = made(capsys, "env", "worker", "--data-dir", str(tmp_path), "--cluster", "a", "--namespace", "blue")
     assert "nats://worker:" in plain
     assert "PENSTOCK_NAMESPACE=blue" in plain
+
+
+def test_the_page_on_upgrades_begins_with_routers_and_ends_with_brokers() -> None:
+    *_, config, nats, routers, streams, workers, gateways, brokers, back = UPGRADE
+    assert len(UPGRADE) == 8
+    assert "nats --print-config" in config
+    assert nats == brokers
+    wanted = zip((routers, workers, gateways), UNITS, strict=True)
+    assert all(f"systemctl restart {unit}\n" in block for block, unit in wanted)
+    assert "streams apply" in streams
+    assert back.endswith("ln -sfn penstock-1 /opt/penstock\n")
