@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import structlog
 import uvicorn
@@ -29,6 +30,7 @@ WARN_S = 10.0
 BACKLOG = 2048
 ACCEPT_S = 0.05  # after the end was asked for, for connections that the kernel has accepted
 LINGER_S = 1.0  # idle connections may ask once more, and are answered with "Connection: close"
+HANDSHAKE_LINGER_S = 2.0  # connections whose TLS handshake has begun have no more time than this at the end
 LOOK_S = 0.05
 FLUSH_S = 1.0
 
@@ -74,6 +76,8 @@ class HttpServer:
         self._listeners = listeners
         self._tasks = tasks.group("http")
         self._by_address: Counter[str] = Counter()
+        # When each was accepted whose TLS handshake is not done. asyncio does not tell of one that fails, so weakly.
+        self._handshakes: WeakKeyDictionary[Connection, float] = WeakKeyDictionary()
         self._servers: list[asyncio.Server] = []
 
     async def start(self) -> None:
@@ -83,10 +87,14 @@ class HttpServer:
             secured = {"ssl": self._tls.context, "ssl_handshake_timeout": HANDSHAKE_S}
             self._tasks.spawn(self._tls.watch(), name="certificate")
         for listener in self._listeners:
-            self._servers.append(
-                await loop.create_server(lambda: Connection(self), sock=listener, backlog=BACKLOG, **secured)
-            )
+            self._servers.append(await loop.create_server(self._accepted, sock=listener, backlog=BACKLOG, **secured))
         self._tasks.spawn(self._check(), name="connections")
+
+    def _accepted(self) -> Connection:
+        connection = Connection(self)
+        if self._tls is not None:
+            self._handshakes[connection] = asyncio.get_running_loop().time()
+        return connection
 
     @property
     def connections(self) -> list[Connection]:
@@ -95,6 +103,7 @@ class HttpServer:
     # --- bounds ---
 
     def opened(self, connection: Connection) -> ServingError | None:
+        self._handshakes.pop(connection, None)
         limits, count = self.limits, len(self.state.connections)
         if limits.per_address and not (self._proxies and self._proxies.trusts(connection.address)):
             self._by_address[connection.address] += 1
@@ -149,7 +158,7 @@ class HttpServer:
         await asyncio.sleep(min(ACCEPT_S, within_s))
         self._stop_listening()
         linger_s = min(LINGER_S, within_s / 3)
-        while connections := self.connections:
+        while (connections := self.connections) or self._in_handshake(loop.time()):
             now = loop.time()
             for connection in connections:
                 connection.drain(now, linger_s)
@@ -157,6 +166,10 @@ class HttpServer:
                 return False
             await asyncio.sleep(LOOK_S)
         return True
+
+    def _in_handshake(self, now: float) -> bool:
+        """Whether clients will ask that have a connection by now, as they see it."""
+        return any(now - since < HANDSHAKE_LINGER_S for since in list(self._handshakes.values()))
 
     def _stop_listening(self) -> None:
         for server in self._servers:

@@ -93,6 +93,27 @@ async def test_a_replaced_certificate_is_shown_to_new_connections_and_open_ones_
         await closed(connection[1])
 
 
+async def test_a_client_whose_handshake_began_before_a_drain_is_answered(pair: tuple[Path, Path]) -> None:
+    listener, tasks = listen("127.0.0.1", 0), Tasks("test")
+    server = HttpServer(Application(), [listener], Limits(), tasks, tls=Certificate(*map(str, pair)))
+    await server.start()
+    try:
+        async with asyncio.timeout(20):
+            reader, writer = await asyncio.open_connection("127.0.0.1", listener.getsockname()[1])
+            while not server._handshakes:  # noqa: ASYNC110 - the server accepts it in one of the next turns
+                await asyncio.sleep(0)
+            draining = asyncio.create_task(server.drain(5.0))
+            done, _ = await asyncio.wait({draining}, timeout=0.3)
+            assert not done, "the client has a connection, and will ask"
+            await writer.start_tls(ssl.create_default_context(cafile=str(pair[0])), server_hostname="127.0.0.1")
+            assert await answer(reader, writer) == b"HTTP/1.1 200 OK"
+            await closed(writer)
+            assert await draining
+    finally:
+        await server.close()
+        await tasks.aclose()
+
+
 async def test_half_a_replacement_changes_nothing(
     served: tuple[int, Certificate], pair: tuple[Path, Path], made: dict[str, tuple[Path, Path]]
 ) -> None:
