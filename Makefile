@@ -14,7 +14,7 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 PIP   := $(BIN)/python -m pip --disable-pip-version-check --quiet
 TORCH := $(shell sed -n 's/^ *"\(torch[^"]*\)",.*/\1/p' pyproject.toml)
 
-.PHONY: help up test test-long test-slow types pytest test-hosts test-trtllm test-llguidance test-vllm test-sglang test-clients conformance docs bench chaos growth chaos-mixed sbom lint clean
+.PHONY: help up test test-long test-slow types pytest test-install test-hosts test-trtllm test-llguidance test-vllm test-sglang test-clients conformance docs bench chaos growth chaos-mixed sbom lint clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -63,7 +63,7 @@ test-llguidance: $(VENV)/.installed-dev  ## constraints and the engines' contrac
 
 # Not on the stamp: tensorrt_llm comes from NVIDIA's index or container, so BIN may be any environment that has it.
 test-trtllm:  ## what differs in the real TensorRT-LLM, then the engines' contract on it, with a GPU (VENV=where it is installed)
-	$(BIN)/python -m infra.cli doctor --engine trtllm || echo "the doctor found problems; the contract is run all the same"
+	$(BIN)/python -m penstock doctor --engine trtllm || echo "the doctor found problems; the contract is run all the same"
 	PENSTOCK_CONTRACT_REAL=tensorrt_llm PENSTOCK_CONTRACT_BOUND_S=300 \
 	  $(BIN)/python -m pytest tests/workers/engines/test_contract.py -k trtllm --timeout 1800 $(ARGS)
 
@@ -79,6 +79,9 @@ test-sglang:  ## the same on the real SGLang, with a GPU (VENV=where it is insta
 	PENSTOCK_CONTRACT_REAL=sglang PENSTOCK_CONTRACT_BOUND_S=120 \
 	  $(BIN)/python -m pytest tests/workers/engines/test_contract.py tests/standins/test_sglang.py -k sglang \
 	  -W default --timeout 900 $(ARGS)
+
+test-install: $(VENV)/.installed-dev  ## wheel, source distribution, editable and bare checkout, each in an environment of its own
+	$(BIN)/python -m pytest tests/test_install.py $(ARGS)
 
 test-hosts: $(VENV)/.installed-dev  ## the page on several machines, as printed, on three hosts in network namespaces (needs root)
 	PENSTOCK_TEST_HOSTS=1 $(BIN)/python -m pytest tests/infra/deploy/test_several_machines.py $(ARGS)

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, NamedTuple, NoReturn, TypeVar, get_a
 
 import msgspec
 
-from configs.settings import CONFIG_FILE, SameAs
+from penstock.configs.settings import CONFIG_FILE, SameAs
 
 S = TypeVar("S", bound=msgspec.Struct)
 

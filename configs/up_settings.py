@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
-from configs.settings import (
+from penstock.configs.settings import (
     CONFIG_FILE,
     Common,
     Durability,

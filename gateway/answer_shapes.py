@@ -3,20 +3,20 @@
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
-from gateway.anthropic.render import MessageRenderer, message
-from gateway.embeddings.answer import EmbeddingAggregator
-from gateway.openai.aggregator import AnswerAggregator
-from gateway.openai.common import COMPACTION, MESSAGE, RESPONSE
-from gateway.openai.errors import unsupported
-from gateway.openai.responses import UsageBody
-from gateway.openai.responses_api.compaction import compacted
-from gateway.openai.responses_api.render import ResponseRenderer, response
-from gateway.openai.segments import SegmentedAnswer, WholeAnswer
-from gateway.openai.stream_renderer import StreamRenderer
-from infra.model.detokenizer import Detokenizer
-from schemas.errors import ServingError
-from schemas.requests import GenerateRequest
-from schemas.tokens import TokenItem
+from penstock.gateway.anthropic.render import MessageRenderer, message
+from penstock.gateway.embeddings.answer import EmbeddingAggregator
+from penstock.gateway.openai.aggregator import AnswerAggregator
+from penstock.gateway.openai.common import COMPACTION, MESSAGE, RESPONSE
+from penstock.gateway.openai.errors import unsupported
+from penstock.gateway.openai.responses import UsageBody
+from penstock.gateway.openai.responses_api.compaction import compacted
+from penstock.gateway.openai.responses_api.render import ResponseRenderer, response
+from penstock.gateway.openai.segments import SegmentedAnswer, WholeAnswer
+from penstock.gateway.openai.stream_renderer import StreamRenderer
+from penstock.infra.model.detokenizer import Detokenizer
+from penstock.schemas.errors import ServingError
+from penstock.schemas.requests import GenerateRequest
+from penstock.schemas.tokens import TokenItem
 
 # Of APIs whose answers are segments.
 _BODIES: dict[str, Callable[[GenerateRequest, SegmentedAnswer], Any]] = {
@@ -35,7 +35,7 @@ class _Answer(Protocol):
 
 
 class Aggregator(_Answer, Protocol):
-    """Collects items into one JSON body; see ``gateway.openai.aggregator``."""
+    """Collects items into one JSON body; see ``penstock.gateway.openai.aggregator``."""
 
     @property
     def large(self) -> bool: ...
@@ -48,7 +48,7 @@ class Aggregator(_Answer, Protocol):
 
 
 class Renderer(_Answer, Protocol):
-    """Renders items as server-sent events; see ``gateway.openai.stream_renderer``."""
+    """Renders items as server-sent events; see ``penstock.gateway.openai.stream_renderer``."""
 
     @property
     def done(self) -> bool: ...

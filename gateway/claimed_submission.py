@@ -2,11 +2,11 @@
 
 import msgspec
 
-from gateway.admission.idempotency import Claim, reclaim
-from gateway.log.inflight import InflightRequest
-from gateway.service import Gateway
-from schemas.errors import Code, ServingError
-from schemas.requests import GenerateRequest
+from penstock.gateway.admission.idempotency import Claim, reclaim
+from penstock.gateway.log.inflight import InflightRequest
+from penstock.gateway.service import Gateway
+from penstock.schemas.errors import Code, ServingError
+from penstock.schemas.requests import GenerateRequest
 
 
 async def submit_claimed(

@@ -3,15 +3,15 @@
 from collections.abc import Iterator
 from typing import Any
 
-from gateway.grammars.calls import Tool
-from gateway.grammars.writer import CannotExpress, GrammarWriter
-from gateway.openai.answer_grammar import STRUCTURAL_TAG
-from gateway.openai.constraint import Wanted
-from infra.model import constraints
-from infra.model.byte_cache import ByteCache
-from infra.model.constraint_trials import ConstraintTrials, Trial, TrialsBusy, digest_of
-from schemas.errors import Code, ServingError
-from schemas.requests import Constraint
+from penstock.gateway.grammars.calls import Tool
+from penstock.gateway.grammars.writer import CannotExpress, GrammarWriter
+from penstock.gateway.openai.answer_grammar import STRUCTURAL_TAG
+from penstock.gateway.openai.constraint import Wanted
+from penstock.infra.model import constraints
+from penstock.infra.model.byte_cache import ByteCache
+from penstock.infra.model.constraint_trials import ConstraintTrials, Trial, TrialsBusy, digest_of
+from penstock.schemas.errors import Code, ServingError
+from penstock.schemas.requests import Constraint
 
 REMEMBERED_BYTES = 1 << 20  # about 4,000 verdicts
 MOST_TRIALS = 256  # of parts of a request's schemas, to find those that cannot be compiled

@@ -5,16 +5,16 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import NamedTuple
 
-from gateway.log.lookup import RequestLookup, StoredRequest
-from gateway.log.records import has_output
-from gateway.openai.common import RESPONSE
-from gateway.openai.errors import invalid
-from gateway.openai.responses_api.chat import Turn
-from gateway.openai.responses_api.record import PREFIX, check_turns, read_stored, turn_of
-from infra.model.detokenizer import Detokenizer
-from schemas import done
-from schemas.errors import Code, ServingError
-from schemas.requests import GenerateRequest
+from penstock.gateway.log.lookup import RequestLookup, StoredRequest
+from penstock.gateway.log.records import has_output
+from penstock.gateway.openai.common import RESPONSE
+from penstock.gateway.openai.errors import invalid
+from penstock.gateway.openai.responses_api.chat import Turn
+from penstock.gateway.openai.responses_api.record import PREFIX, check_turns, read_stored, turn_of
+from penstock.infra.model.detokenizer import Detokenizer
+from penstock.schemas import done
+from penstock.schemas.errors import Code, ServingError
+from penstock.schemas.requests import GenerateRequest
 
 AT_ONCE = 16  # look-ups under way for one conversation
 FIELD = "previous_response_id"

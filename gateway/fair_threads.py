@@ -7,8 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
-from infra.model.fair_queue import FairQueue, QueueLimits
-from schemas.errors import Code, ServingError
+from penstock.infra.model.fair_queue import FairQueue, QueueLimits
+from penstock.schemas.errors import Code, ServingError
 
 T = TypeVar("T")
 

@@ -12,27 +12,27 @@ from contextlib import AsyncExitStack
 import msgspec
 import structlog
 
-from configs.settings import GatewaySettings
-from gateway.access.caller import ANYONE, Caller
-from gateway.embeddings.prepare import PATH as EMBEDDINGS
-from gateway.images.prepare import PATHS as IMAGE_PATHS
-from gateway.metrics import Metrics
-from gateway.model_store import ModelStore, Source
-from gateway.openai.common import BOM
-from gateway.openai.errors import decode_body, model_missing, model_not_found
-from gateway.openai.prepare_context import PrepareContext
-from gateway.role_models import RoleModels
-from gateway.text_model import TextModel
-from infra.bus.connection import Bus
-from infra.bus.registry import RegisteredWorker, WorkerRegistry
-from infra.bus.revisions import NO_TOKENS, reads
-from infra.bus.tasks import Tasks
-from infra.model.detokenizer import Detokenizer
-from infra.model.modeldir import ModelDir
-from schemas.errors import Code, ServingError
-from schemas.fleet import APART, DIFFUSION, EMBED, Registration, State
-from schemas.requests import GenerateRequest
-from schemas.subjects import token
+from penstock.configs.settings import GatewaySettings
+from penstock.gateway.access.caller import ANYONE, Caller
+from penstock.gateway.embeddings.prepare import PATH as EMBEDDINGS
+from penstock.gateway.images.prepare import PATHS as IMAGE_PATHS
+from penstock.gateway.metrics import Metrics
+from penstock.gateway.model_store import ModelStore, Source
+from penstock.gateway.openai.common import BOM
+from penstock.gateway.openai.errors import decode_body, model_missing, model_not_found
+from penstock.gateway.openai.prepare_context import PrepareContext
+from penstock.gateway.role_models import RoleModels
+from penstock.gateway.text_model import TextModel
+from penstock.infra.bus.connection import Bus
+from penstock.infra.bus.registry import RegisteredWorker, WorkerRegistry
+from penstock.infra.bus.revisions import NO_TOKENS, reads
+from penstock.infra.bus.tasks import Tasks
+from penstock.infra.model.detokenizer import Detokenizer
+from penstock.infra.model.modeldir import ModelDir
+from penstock.schemas.errors import Code, ServingError
+from penstock.schemas.fleet import APART, DIFFUSION, EMBED, Registration, State
+from penstock.schemas.requests import GenerateRequest
+from penstock.schemas.subjects import token
 
 log = structlog.get_logger("gateway")
 

@@ -12,26 +12,26 @@ from typing import Any, NamedTuple
 
 import structlog
 
-from configs import logs
-from configs.settings import GatewaySettings, served_names
-from gateway.http.access_log import with_access_log
-from gateway.http.app import application
-from gateway.http.connections import Limits
-from gateway.http.cors import check_origins, with_cors
-from gateway.http.proxies import TrustedProxies, with_proxies
-from gateway.http.server import HttpServer
-from gateway.http.tls import BadCertificate, Certificate
-from gateway.metrics import Metrics
-from gateway.model_store import report_ignored
-from gateway.nats.api import NatsApi
-from gateway.service import Gateway
-from infra.bus import loop_lag
-from infra.bus.connection import connect
-from infra.bus.publisher import Publisher
-from infra.bus.tasks import Stop, count_tasks
-from infra.metrics.scope import process_scope
-from infra.model import modeldir, parser_detection
-from schemas.errors import ServingError
+from penstock.configs import logs
+from penstock.configs.settings import GatewaySettings, served_names
+from penstock.gateway.http.access_log import with_access_log
+from penstock.gateway.http.app import application
+from penstock.gateway.http.connections import Limits
+from penstock.gateway.http.cors import check_origins, with_cors
+from penstock.gateway.http.proxies import TrustedProxies, with_proxies
+from penstock.gateway.http.server import HttpServer
+from penstock.gateway.http.tls import BadCertificate, Certificate
+from penstock.gateway.metrics import Metrics
+from penstock.gateway.model_store import report_ignored
+from penstock.gateway.nats.api import NatsApi
+from penstock.gateway.service import Gateway
+from penstock.infra.bus import loop_lag
+from penstock.infra.bus.connection import connect
+from penstock.infra.bus.publisher import Publisher
+from penstock.infra.bus.tasks import Stop, count_tasks
+from penstock.infra.metrics.scope import process_scope
+from penstock.infra.model import modeldir, parser_detection
+from penstock.schemas.errors import ServingError
 
 log = structlog.get_logger("gateway")
 

@@ -14,12 +14,12 @@ from typing import NamedTuple
 
 import structlog
 
-from infra.bus.tasks import Tasks
-from infra.model import modeldir
-from infra.model.detokenizer import Detokenizer
-from infra.model.modeldir import ModelDir, ModelError
-from infra.model.parsers.registry import forget_marks
-from schemas.errors import Code, ServingError
+from penstock.infra.bus.tasks import Tasks
+from penstock.infra.model import modeldir
+from penstock.infra.model.detokenizer import Detokenizer
+from penstock.infra.model.modeldir import ModelDir, ModelError
+from penstock.infra.model.parsers.registry import forget_marks
+from penstock.schemas.errors import Code, ServingError
 
 log = structlog.get_logger("gateway")
 

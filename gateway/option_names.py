@@ -6,16 +6,16 @@ from typing import Any, Literal, get_args, get_origin
 
 import msgspec
 
-from gateway.anthropic.requests import MessagesRequest
-from gateway.embeddings.requests import EmbeddingRequest
-from gateway.images.prepare import IMAGE, VIDEO
-from gateway.images.requests import ImageGenerationRequest, VideoGenerationRequest
-from gateway.openai.common import CHAT, COMPACTION, COMPLETION, MESSAGE, RESPONSE
-from gateway.openai.errors import invalid
-from gateway.openai.requests import ChatCompletionRequest, CompletionRequest
-from gateway.openai.responses_api.requests import CompactionRequest, ResponsesRequest
-from gateway.openai.responses_api.tools import left_out
-from schemas.requests import EMBEDDING
+from penstock.gateway.anthropic.requests import MessagesRequest
+from penstock.gateway.embeddings.requests import EmbeddingRequest
+from penstock.gateway.images.prepare import IMAGE, VIDEO
+from penstock.gateway.images.requests import ImageGenerationRequest, VideoGenerationRequest
+from penstock.gateway.openai.common import CHAT, COMPACTION, COMPLETION, MESSAGE, RESPONSE
+from penstock.gateway.openai.errors import invalid
+from penstock.gateway.openai.requests import ChatCompletionRequest, CompletionRequest
+from penstock.gateway.openai.responses_api.requests import CompactionRequest, ResponsesRequest
+from penstock.gateway.openai.responses_api.tools import left_out
+from penstock.schemas.requests import EMBEDDING
 
 # Clients send these to describe a request; they change no answer.
 HARMLESS = frozenset(

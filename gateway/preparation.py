@@ -11,40 +11,40 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar
 
-from configs.settings import GatewaySettings
-from gateway.access.caller import ANYONE, Caller
-from gateway.anthropic import chat as anthropic_chat
-from gateway.anthropic.prepare import prepare_message
-from gateway.constraint_check import ConstraintCheck
-from gateway.conversations import Conversations
-from gateway.embeddings.prepare import prepare_embedding
-from gateway.embeddings.requests import MAX_VALUES
-from gateway.fair_threads import FairThreads
-from gateway.fleet import FleetView, named_in
-from gateway.images.prepare import PATHS, prepare_images
-from gateway.media.loader import MediaLoader
-from gateway.openai.common import CHAT, COMPACTION, MESSAGE, RESPONSE
-from gateway.openai.errors import invalid
-from gateway.openai.places import rename
-from gateway.openai.prepare import (
+from penstock.configs.settings import GatewaySettings
+from penstock.gateway.access.caller import ANYONE, Caller
+from penstock.gateway.anthropic import chat as anthropic_chat
+from penstock.gateway.anthropic.prepare import prepare_message
+from penstock.gateway.constraint_check import ConstraintCheck
+from penstock.gateway.conversations import Conversations
+from penstock.gateway.embeddings.prepare import prepare_embedding
+from penstock.gateway.embeddings.requests import MAX_VALUES
+from penstock.gateway.fair_threads import FairThreads
+from penstock.gateway.fleet import FleetView, named_in
+from penstock.gateway.images.prepare import PATHS, prepare_images
+from penstock.gateway.media.loader import MediaLoader
+from penstock.gateway.openai.common import CHAT, COMPACTION, MESSAGE, RESPONSE
+from penstock.gateway.openai.errors import invalid
+from penstock.gateway.openai.places import rename
+from penstock.gateway.openai.prepare import (
     PendingMediaRequest,
     PreparedRequest,
     attach_media,
     prepare_chat,
     prepare_completion,
 )
-from gateway.openai.prepare_context import PrepareContext
-from gateway.openai.responses_api import chat as responses_api_chat
-from gateway.openai.responses_api.compaction import encode_kept
-from gateway.openai.responses_api.prepare import count_prompt_of, prepare_response, with_body
-from gateway.openai.responses_api.record import encode_stored
-from gateway.openai.responses_api.requests import parse_compaction, parse_response
-from gateway.option_names import check_options
-from infra.model.template_sandbox import cpu_budget
-from schemas.errors import Code, ServingError
-from schemas.ids import new_request_id
-from schemas.requests import EMBEDDING
-from schemas.subjects import DEFAULT_TENANT
+from penstock.gateway.openai.prepare_context import PrepareContext
+from penstock.gateway.openai.responses_api import chat as responses_api_chat
+from penstock.gateway.openai.responses_api.compaction import encode_kept
+from penstock.gateway.openai.responses_api.prepare import count_prompt_of, prepare_response, with_body
+from penstock.gateway.openai.responses_api.record import encode_stored
+from penstock.gateway.openai.responses_api.requests import parse_compaction, parse_response
+from penstock.gateway.option_names import check_options
+from penstock.infra.model.template_sandbox import cpu_budget
+from penstock.schemas.errors import Code, ServingError
+from penstock.schemas.ids import new_request_id
+from penstock.schemas.requests import EMBEDDING
+from penstock.schemas.subjects import DEFAULT_TENANT
 
 LARGE_BODY = 8_192  # bytes; larger ones are prepared in a thread: to tokenise 1 KB takes 0.3 ms
 LARGE_PROMPT = 8_192  # tokens; longer ones with images get their block names in a thread

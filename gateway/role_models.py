@@ -12,12 +12,12 @@ from typing import Generic, TypeVar
 
 import msgspec
 
-from infra.bus.connection import Bus
-from infra.bus.direct_get import get_last
-from schemas import requests
-from schemas.errors import Code, ServingError
-from schemas.fleet import Registration, State
-from schemas.subjects import token
+from penstock.infra.bus.connection import Bus
+from penstock.infra.bus.direct_get import get_last
+from penstock.schemas import requests
+from penstock.schemas.errors import Code, ServingError
+from penstock.schemas.fleet import Registration, State
+from penstock.schemas.subjects import token
 
 MAX_MODELS = 256
 LATELY_NS = 3_600_000_000_000  # a model whose last request is older counts as removed

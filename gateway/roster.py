@@ -1,8 +1,8 @@
 """The workers of a gateway's model: which it uses, which stand by, and which it refuses with a logged error.
 
-A worker is used if it has the gateway's own tokenizer and runs the serving revision (``infra.bus.revisions``). Workers
-of another revision stand by until the serving one has no worker left. A worker with another tokenizer is never used:
-the same token ids mean different text to it.
+A worker is used if it has the gateway's own tokenizer and runs the serving revision (``penstock.infra.bus.revisions``).
+Workers of another revision stand by until the serving one has no worker left. A worker with another tokenizer is never
+used: the same token ids mean different text to it.
 """
 
 from collections.abc import Iterable
@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 import structlog
 
-from gateway.metrics import ModelMetrics
-from infra.bus.revisions import NO_TOKENS, reads, revisions
-from schemas.fleet import Registration, State
+from penstock.gateway.metrics import ModelMetrics
+from penstock.infra.bus.revisions import NO_TOKENS, reads, revisions
+from penstock.schemas.fleet import Registration, State
 
 log = structlog.get_logger("gateway")
 

@@ -12,49 +12,49 @@ from typing import Any, TypeVar
 import structlog
 from nats.errors import Error as NatsError
 
-from configs.settings import GatewaySettings, served_names
-from gateway.access.caller import ANYONE, Caller
-from gateway.access.guard import Guard, noted_in
-from gateway.access.limiter import Limiter
-from gateway.access.payments import Payments
-from gateway.admission.memory import MemoryCheck
-from gateway.admission.queue_monitor import QueueMonitor
-from gateway.admission.retention import Retention
-from gateway.conversations import Conversations
-from gateway.fleet import FleetView, named_in
-from gateway.images.prepare import PATHS
-from gateway.log.completion import Completion
-from gateway.log.find import RequestFinder
-from gateway.log.inflight import InflightRequest
-from gateway.log.listing import RequestListing
-from gateway.log.lookup import RequestLookup, StoredRequest
-from gateway.log.progress import Progress, progress_of
-from gateway.log.records import Records, is_whole
-from gateway.log.store_check import QUIET_S, StoreCheck, unstored
-from gateway.log.subscription import TokenSubscription
-from gateway.log.subscriptions import TokenSubscriptions
-from gateway.log.unstored import UnstoredRequests
-from gateway.media.loader import MediaLoader
-from gateway.metrics import Metrics
-from gateway.openai.common import BOM
-from gateway.openai.prepare import PreparedRequest
-from gateway.openai.prepare_context import PrepareContext
-from gateway.openai.responses import stopping
-from gateway.openai.responses_api.objects import InputTokens
-from gateway.preparation import RequestPreparer
-from gateway.role_models import ServedLately
-from gateway.tenants import TenantTable
-from gateway.verdicts import Verdicts
-from infra.bus.audit import Auditor
-from infra.bus.connection import Bus
-from infra.bus.erase import check_stores
-from infra.bus.loop_lag import TurnBudget
-from infra.bus.publisher import Ack, Publisher, Refused
-from infra.bus.tasks import Tasks
-from infra.model.modeldir import ModelDir, split_name
-from schemas import control, done, wire
-from schemas.errors import Code, ServingError
-from schemas.requests import EMBEDDING, GenerateRequest, Priority
+from penstock.configs.settings import GatewaySettings, served_names
+from penstock.gateway.access.caller import ANYONE, Caller
+from penstock.gateway.access.guard import Guard, noted_in
+from penstock.gateway.access.limiter import Limiter
+from penstock.gateway.access.payments import Payments
+from penstock.gateway.admission.memory import MemoryCheck
+from penstock.gateway.admission.queue_monitor import QueueMonitor
+from penstock.gateway.admission.retention import Retention
+from penstock.gateway.conversations import Conversations
+from penstock.gateway.fleet import FleetView, named_in
+from penstock.gateway.images.prepare import PATHS
+from penstock.gateway.log.completion import Completion
+from penstock.gateway.log.find import RequestFinder
+from penstock.gateway.log.inflight import InflightRequest
+from penstock.gateway.log.listing import RequestListing
+from penstock.gateway.log.lookup import RequestLookup, StoredRequest
+from penstock.gateway.log.progress import Progress, progress_of
+from penstock.gateway.log.records import Records, is_whole
+from penstock.gateway.log.store_check import QUIET_S, StoreCheck, unstored
+from penstock.gateway.log.subscription import TokenSubscription
+from penstock.gateway.log.subscriptions import TokenSubscriptions
+from penstock.gateway.log.unstored import UnstoredRequests
+from penstock.gateway.media.loader import MediaLoader
+from penstock.gateway.metrics import Metrics
+from penstock.gateway.openai.common import BOM
+from penstock.gateway.openai.prepare import PreparedRequest
+from penstock.gateway.openai.prepare_context import PrepareContext
+from penstock.gateway.openai.responses import stopping
+from penstock.gateway.openai.responses_api.objects import InputTokens
+from penstock.gateway.preparation import RequestPreparer
+from penstock.gateway.role_models import ServedLately
+from penstock.gateway.tenants import TenantTable
+from penstock.gateway.verdicts import Verdicts
+from penstock.infra.bus.audit import Auditor
+from penstock.infra.bus.connection import Bus
+from penstock.infra.bus.erase import check_stores
+from penstock.infra.bus.loop_lag import TurnBudget
+from penstock.infra.bus.publisher import Ack, Publisher, Refused
+from penstock.infra.bus.tasks import Tasks
+from penstock.infra.model.modeldir import ModelDir, split_name
+from penstock.schemas import control, done, wire
+from penstock.schemas.errors import Code, ServingError
+from penstock.schemas.requests import EMBEDDING, GenerateRequest, Priority
 
 log = structlog.get_logger("gateway")
 

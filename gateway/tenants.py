@@ -6,13 +6,13 @@ from contextlib import AsyncExitStack
 import msgspec
 import structlog
 
-from gateway.access.caller import Caller
-from infra.bus.connection import Bus
-from infra.bus.direct_get import Entry
-from infra.bus.log_tail import LogTail
-from schemas.errors import Code, ServingError
-from schemas.subjects import DEFAULT_TENANT
-from schemas.tenants import Limits, decode
+from penstock.gateway.access.caller import Caller
+from penstock.infra.bus.connection import Bus
+from penstock.infra.bus.direct_get import Entry
+from penstock.infra.bus.log_tail import LogTail
+from penstock.schemas.errors import Code, ServingError
+from penstock.schemas.subjects import DEFAULT_TENANT
+from penstock.schemas.tenants import Limits, decode
 
 log = structlog.get_logger("gateway")
 

@@ -4,19 +4,19 @@ from collections.abc import Callable, Mapping
 
 import structlog
 
-from configs.settings import GatewaySettings
-from gateway.metrics import ModelMetrics
-from gateway.model_store import Loaded, ModelStore, Source
-from gateway.openai.prepare_context import PrepareContext
-from gateway.roster import Roster, WorkerSelection
-from infra.bus.revisions import NO_TOKENS
-from infra.model.modeldir import ModelDir
-from infra.model.parser_detection import reasoning_parser, tool_call_parser
-from infra.model.parsers.families import TABLE
-from infra.model.parsers.registry import ParserNames, agreed_parsers
-from schemas.errors import Code, ServingError
-from schemas.fleet import Registration, State
-from schemas.parser_names import AUTO
+from penstock.configs.settings import GatewaySettings
+from penstock.gateway.metrics import ModelMetrics
+from penstock.gateway.model_store import Loaded, ModelStore, Source
+from penstock.gateway.openai.prepare_context import PrepareContext
+from penstock.gateway.roster import Roster, WorkerSelection
+from penstock.infra.bus.revisions import NO_TOKENS
+from penstock.infra.model.modeldir import ModelDir
+from penstock.infra.model.parser_detection import reasoning_parser, tool_call_parser
+from penstock.infra.model.parsers.families import TABLE
+from penstock.infra.model.parsers.registry import ParserNames, agreed_parsers
+from penstock.schemas.errors import Code, ServingError
+from penstock.schemas.fleet import Registration, State
+from penstock.schemas.parser_names import AUTO
 
 log = structlog.get_logger("gateway")
 

@@ -4,8 +4,8 @@ from collections.abc import Iterable, Mapping
 
 import msgspec
 
-from gateway.openai.prepare import PreparedRequest
-from schemas.trace import Trace, asked
+from penstock.gateway.openai.prepare import PreparedRequest
+from penstock.schemas.trace import Trace, asked
 
 PARENT, STATE = "traceparent", "tracestate"
 _PARENT, _STATE = PARENT.encode(), STATE.encode()

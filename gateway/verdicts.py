@@ -15,17 +15,17 @@ import msgspec
 import structlog
 from nats.errors import Error as NatsError
 
-from gateway.log.inflight import InflightRequest
-from infra.bus.compare_and_set import compare_and_set
-from infra.bus.connection import Bus
-from infra.bus.direct_get import Entry, get_last
-from infra.bus.log_tail import LogTail
-from infra.bus.tasks import Tasks
-from schemas.errors import Code, ServingError
-from schemas.requests import GenerateRequest
-from schemas.subjects import DEFAULT_TENANT
-from schemas.verdicts import HOLDS_S, SECRET, Announced, Verdict, decode, decode_announced, key_of
-from schemas.wire import encode
+from penstock.gateway.log.inflight import InflightRequest
+from penstock.infra.bus.compare_and_set import compare_and_set
+from penstock.infra.bus.connection import Bus
+from penstock.infra.bus.direct_get import Entry, get_last
+from penstock.infra.bus.log_tail import LogTail
+from penstock.infra.bus.tasks import Tasks
+from penstock.schemas.errors import Code, ServingError
+from penstock.schemas.requests import GenerateRequest
+from penstock.schemas.subjects import DEFAULT_TENANT
+from penstock.schemas.verdicts import HOLDS_S, SECRET, Announced, Verdict, decode, decode_announced, key_of
+from penstock.schemas.wire import encode
 
 log = structlog.get_logger("gateway")
 

@@ -15,10 +15,10 @@ from typing import Annotated, Any, NamedTuple
 
 import msgspec
 
-from schemas.subjects import Namespace
+from penstock.schemas.subjects import Namespace
 
 ARGV = "argv"  # instead of settings: the function is called with the arguments as they are
-SOURCE_TREE_ONLY = ("infra.eval", "infra.demo_model")
+SOURCE_TREE_ONLY = ("penstock.infra.eval", "penstock.infra.demo_model")
 START_OBJECTS = 50_000  # new ones between two garbage collections while a command starts
 INTERRUPTED = 130
 SILENT = ("completion", "version")  # commands that log nothing
@@ -44,168 +44,188 @@ class Command(NamedTuple):
 COMMANDS = {
     "up": Command(
         "run a whole deployment on this machine: broker, router, workers, gateway",
-        "infra.launch.main:run",
-        "configs.up_settings:UpSettings",
+        "penstock.infra.launch.main:run",
+        "penstock.configs.up_settings:UpSettings",
     ),
-    "nats": Command("run the embedded broker alone", "infra.broker.main:run", "NatsSettings"),
+    "nats": Command("run the embedded broker alone", "penstock.infra.broker.main:run", "NatsSettings"),
     "streams apply": Command(
         "create the streams on a broker; safe to repeat, never deletes",
-        "infra.broker.main:run_apply",
-        "infra.cli:StreamsSettings",
+        "penstock.infra.broker.main:run_apply",
+        "penstock.infra.cli:StreamsSettings",
     ),
-    "streams list": Command("show what each stream holds, and for how long", "infra.broker.streams_cli:run_list"),
-    "streams set": Command("set how long a stream keeps its messages", "infra.broker.streams_cli:run_set"),
+    "streams list": Command(
+        "show what each stream holds, and for how long", "penstock.infra.broker.streams_cli:run_list"
+    ),
+    "streams set": Command("set how long a stream keeps its messages", "penstock.infra.broker.streams_cli:run_set"),
     "tenants": Command(
         "manage tenants of the NATS API: add, list, rotate, remove, restore, conf",
-        "infra.broker.tenants_cli:run",
+        "penstock.infra.broker.tenants_cli:run",
         choices=("add", "list", "rotate", "remove", "restore", "conf"),
     ),
     "passwords": Command(
         "change passwords of the broker's users without a gap: list, rotate, retire",
-        "infra.broker.passwords_cli:run",
+        "penstock.infra.broker.passwords_cli:run",
         choices=("list", "rotate", "retire"),
     ),
     "keys": Command(
         "manage API keys of the HTTP API: create, list, show, set, revoke, export, import",
-        "infra.operate.keys:run",
+        "penstock.infra.operate.keys:run",
         choices=("create", "list", "show", "set", "revoke", "export", "import"),
     ),
-    "gateway": Command("run a gateway (OpenAI API)", "gateway.main:run", "GatewaySettings"),
-    "router": Command("run a router", "router.main:run", "RouterSettings"),
-    "worker": Command("run a worker", "workers.main:run", "WorkerSettings"),
+    "gateway": Command("run a gateway (OpenAI API)", "penstock.gateway.main:run", "GatewaySettings"),
+    "router": Command("run a router", "penstock.router.main:run", "RouterSettings"),
+    "worker": Command("run a worker", "penstock.workers.main:run", "WorkerSettings"),
     "rank-metrics": Command(
         "serve the metrics of an engine's ranks on a machine that has no worker",
-        "workers.metrics.ranks:run",
-        "workers.metrics.ranks:RankMetricsSettings",
+        "penstock.workers.metrics.ranks:run",
+        "penstock.workers.metrics.ranks:RankMetricsSettings",
     ),
-    "chat": Command("talk to a model in the terminal", "infra.chat.command:run"),
-    "run": Command("serve a model for one conversation: start, answer, stop", "infra.chat.run_command:run"),
-    "requests": Command("list and search requests, running and ended", "infra.timeline.list_requests:run"),
-    "tail": Command("print the last messages of the log, decoded", "infra.timeline.tail:run"),
-    "decode": Command("decode Penstock messages in the output of the `nats` command", "infra.timeline.decode:run"),
-    "inspect": Command("show everything that happened to a request, and why", "infra.timeline.inspect:run"),
+    "chat": Command("talk to a model in the terminal", "penstock.infra.chat.command:run"),
+    "run": Command("serve a model for one conversation: start, answer, stop", "penstock.infra.chat.run_command:run"),
+    "requests": Command("list and search requests, running and ended", "penstock.infra.timeline.list_requests:run"),
+    "tail": Command("print the last messages of the log, decoded", "penstock.infra.timeline.tail:run"),
+    "decode": Command(
+        "decode Penstock messages in the output of the `nats` command", "penstock.infra.timeline.decode:run"
+    ),
+    "inspect": Command("show everything that happened to a request, and why", "penstock.infra.timeline.inspect:run"),
     "trace": Command(
         "show a request as an OpenTelemetry trace, or send all traces to a collector",
-        "infra.timeline.tracing.main:run",
+        "penstock.infra.timeline.tracing.main:run",
         "TraceSettings",
     ),
-    "export": Command("write recorded requests to a file", "infra.replay.export:run"),
-    "import": Command("read an export into a data folder or a running broker", "infra.replay.import_log:run"),
-    "replay": Command("run recorded requests again and compare", "infra.replay.replay:run"),
-    "leases": Command("list KV blocks that workers hold for each other", "infra.timeline.leases:run"),
+    "export": Command("write recorded requests to a file", "penstock.infra.replay.export:run"),
+    "import": Command("read an export into a data folder or a running broker", "penstock.infra.replay.import_log:run"),
+    "replay": Command("run recorded requests again and compare", "penstock.infra.replay.replay:run"),
+    "leases": Command("list KV blocks that workers hold for each other", "penstock.infra.timeline.leases:run"),
     "index": Command(
-        "show what each worker's cache held at a given time, from the log", "infra.whatif.index_command:run"
+        "show what each worker's cache held at a given time, from the log", "penstock.infra.whatif.index_command:run"
     ),
     "whatif": Command(
-        "repeat recorded routing decisions with other weights, modes or workers", "infra.whatif.main:run"
+        "repeat recorded routing decisions with other weights, modes or workers", "penstock.infra.whatif.main:run"
     ),
-    "top": Command("watch a running deployment in the terminal", "infra.operate.top:run"),
-    "dashboard": Command("show a deployment in the browser", "infra.dashboard.main:run"),
-    "doctor": Command("find problems, and how to fix them", "infra.operate.doctor.main:run"),
-    "models check": Command("say what a model folder is, and show a prompt of it", "infra.operate.check_model:run"),
-    "health": Command("check that a process of this machine is healthy, for containers", "infra.operate.health:run"),
-    "drain": Command("take workers out of service without failing a request", "infra.operate.drain:run"),
-    "restart": Command("restart processes of `penstock up`, one after the other", "infra.operate.restart:run"),
+    "top": Command("watch a running deployment in the terminal", "penstock.infra.operate.top:run"),
+    "dashboard": Command("show a deployment in the browser", "penstock.infra.dashboard.main:run"),
+    "doctor": Command("find problems, and how to fix them", "penstock.infra.operate.doctor.main:run"),
+    "models check": Command(
+        "say what a model folder is, and show a prompt of it", "penstock.infra.operate.check_model:run"
+    ),
+    "health": Command(
+        "check that a process of this machine is healthy, for containers", "penstock.infra.operate.health:run"
+    ),
+    "drain": Command("take workers out of service without failing a request", "penstock.infra.operate.drain:run"),
+    "restart": Command("restart processes of `penstock up`, one after the other", "penstock.infra.operate.restart:run"),
     "dead": Command(
         "list, show and retry requests that lost their worker in every attempt",
-        "infra.operate.dead:run",
+        "penstock.infra.operate.dead:run",
         choices=("list", "show", "retry"),
     ),
-    "audit": Command("list who changed what, or read what of others", "infra.operate.audit:run"),
-    "forget": Command("delete ended requests from the log", "infra.operate.forget:run"),
-    "recipe list": Command("list the recipes that come with penstock", "infra.recipes.cli:run_list"),
-    "recipe show": Command("show a recipe and the commands that run it", "infra.recipes.cli:run_show"),
-    "recipe check": Command("check engine arguments for errors and slow settings", "infra.recipes.cli:run_check"),
-    "recipe generate": Command(
-        "generate engine arguments for a model, GPUs and a load", "infra.recipes.generate:run_generate"
+    "audit": Command("list who changed what, or read what of others", "penstock.infra.operate.audit:run"),
+    "forget": Command("delete ended requests from the log", "penstock.infra.operate.forget:run"),
+    "recipe list": Command("list the recipes that come with penstock", "penstock.infra.recipes.cli:run_list"),
+    "recipe show": Command("show a recipe and the commands that run it", "penstock.infra.recipes.cli:run_show"),
+    "recipe check": Command(
+        "check engine arguments for errors and slow settings", "penstock.infra.recipes.cli:run_check"
     ),
-    "recipe matrix": Command("show what each engine supports", "infra.recipes.cli:run_matrix"),
-    "kubernetes render": Command("make values for the Helm chart", "infra.deploy.helm.cli:run_render"),
-    "kubernetes chart": Command("write the Helm chart to a folder", "infra.deploy.helm.cli:run_chart"),
+    "recipe generate": Command(
+        "generate engine arguments for a model, GPUs and a load", "penstock.infra.recipes.generate:run_generate"
+    ),
+    "recipe matrix": Command("show what each engine supports", "penstock.infra.recipes.cli:run_matrix"),
+    "kubernetes render": Command("make values for the Helm chart", "penstock.infra.deploy.helm.cli:run_render"),
+    "kubernetes chart": Command("write the Helm chart to a folder", "penstock.infra.deploy.helm.cli:run_chart"),
     "systemd": Command(
         "print units of systemd for processes on several machines",
-        "infra.deploy.systemd:run",
+        "penstock.infra.deploy.systemd:run",
         choices=("router", "gateway", "worker", "nats", "env"),
     ),
-    "monitoring": Command("write Prometheus and Grafana files for a deployment", "infra.deploy.monitoring.main:run"),
+    "monitoring": Command(
+        "write Prometheus and Grafana files for a deployment", "penstock.infra.deploy.monitoring.main:run"
+    ),
     "bench http": Command(
-        "load an OpenAI-compatible server and measure it", "infra.bench.http:run", "infra.bench.http:Settings"
+        "load an OpenAI-compatible server and measure it",
+        "penstock.infra.bench.http:run",
+        "penstock.infra.bench.http:Settings",
     ),
     "bench sweep": Command(
         "measure OpenAI-compatible servers at several levels of load",
-        "infra.bench.sweep.command:run",
-        "infra.bench.sweep.command:Settings",
+        "penstock.infra.bench.sweep.command:run",
+        "penstock.infra.bench.sweep.command:Settings",
     ),
-    "bench plot": Command("plot what bench sweep has measured", "infra.bench.sweep.plot_command:run"),
+    "bench plot": Command("plot what bench sweep has measured", "penstock.infra.bench.sweep.plot_command:run"),
     "bench pareto": Command(
-        "compare measured deployments by throughput per GPU and by cost", "infra.bench.pareto.command:run"
+        "compare measured deployments by throughput per GPU and by cost", "penstock.infra.bench.pareto.command:run"
     ),
     "bench convert": Command(
         "take over results of aiperf or guidellm",
-        "infra.bench.sweep.convert_command:run",
+        "penstock.infra.bench.sweep.convert_command:run",
         choices=("aiperf", "guidellm"),
     ),
     "bench compare": Command(
-        "say which of two sweeps is faster, and how sure that is", "infra.bench.sweep.compare_command:run"
+        "say which of two sweeps is faster, and how sure that is", "penstock.infra.bench.sweep.compare_command:run"
     ),
     "bench handoff": Command(
         "measure the transport of KV blocks against bare NIXL",
-        "infra.bench.handoff:run",
-        "infra.bench.handoff:Settings",
+        "penstock.infra.bench.handoff:run",
+        "penstock.infra.bench.handoff:Settings",
     ),
     "bench split": Command(
-        "measure what a handoff between workers costs", "infra.bench.split:run", "infra.bench.split:Settings"
+        "measure what a handoff between workers costs",
+        "penstock.infra.bench.split:run",
+        "penstock.infra.bench.split:Settings",
     ),
     "bench router": Command(
         "compare routing policies in simulated time",
-        "infra.bench.router:run",
-        "infra.bench.router:Settings",
+        "penstock.infra.bench.router:run",
+        "penstock.infra.bench.router:Settings",
     ),
     "bench replay": Command(
         "replay a trace, or prompts with common prefixes, on running deployments",
-        "infra.bench.replay:run",
-        "infra.bench.replay:Settings",
+        "penstock.infra.bench.replay:run",
+        "penstock.infra.bench.replay:Settings",
     ),
     "slurm": Command(
         "measure deployments on a Slurm cluster: submit, status, collect, cancel",
-        "infra.bench.slurm.command:run",
+        "penstock.infra.bench.slurm.command:run",
         choices=("cancel", "collect", "status", "submit"),
     ),
     "slurm layout": Command(
-        "within a job: show on which nodes and GPUs its workers run", "infra.bench.slurm.layout_command:run"
+        "within a job: show on which nodes and GPUs its workers run", "penstock.infra.bench.slurm.layout_command:run"
     ),
     "profile endpoint": Command(
         "measure prefill and decode of a live engine, each alone",
-        "infra.bench.profile.command:run",
-        "infra.bench.profile.command:Settings",
+        "penstock.infra.bench.profile.command:run",
+        "penstock.infra.bench.profile.command:Settings",
     ),
     "profile sla": Command(
         "choose the configuration that serves most per GPU within given latencies",
-        "infra.bench.profile.sla_command:run",
-        "infra.bench.profile.sla_command:Settings",
+        "penstock.infra.bench.profile.sla_command:run",
+        "penstock.infra.bench.profile.sla_command:Settings",
     ),
     "profile kernels": Command(
         "shares of attention and dense layers in a trace of torch's profiler",
-        "infra.bench.profile.kernels_command:run",
+        "penstock.infra.bench.profile.kernels_command:run",
     ),
     "plan": Command(
         "watch load and latencies, and start and drain workers",
-        "infra.planner.command:run",
-        "infra.planner.command:Settings",
+        "penstock.infra.planner.command:run",
+        "penstock.infra.planner.command:Settings",
     ),
     "plan simulate": Command(
         "try the planner on a load in simulated time, beside fleets of a fixed size",
-        "infra.planner.simulation.command:run",
-        "infra.planner.simulation.command:Settings",
+        "penstock.infra.planner.simulation.command:run",
+        "penstock.infra.planner.simulation.command:Settings",
     ),
-    "bench index": Command("measure the routing index", "infra.bench.index:main", NOTHING),
+    "bench index": Command("measure the routing index", "penstock.infra.bench.index:main", NOTHING),
     "eval demo": Command(
-        "measure how often the demo model answers correctly", "infra.eval.demo:run", "infra.eval.demo:Settings"
+        "measure how often the demo model answers correctly",
+        "penstock.infra.eval.demo:run",
+        "penstock.infra.eval.demo:Settings",
     ),
     "completion": Command(
-        "print a completion script for bash, zsh or fish", "infra.completion:run", choices=("bash", "fish", "zsh")
+        "print a completion script for bash, zsh or fish",
+        "penstock.infra.completion:run",
+        choices=("bash", "fish", "zsh"),
     ),
-    "version": Command("print the versions of penstock and its dependencies", "infra.cli:version"),
+    "version": Command("print the versions of penstock and its dependencies", "penstock.infra.cli:version"),
 }
 
 
@@ -299,7 +319,7 @@ def _run(args: list[str]) -> int:
     if command.settings == NOTHING:
         sys.argv = [f"penstock {name}", *arguments]
         return run() or 0
-    from configs.flags import parse
+    from penstock.configs.flags import parse
 
     for variable, near in unknown_variables(os.environ).items():
         hint = f": did you mean {near}?" if near else ""
@@ -310,7 +330,7 @@ def _run(args: list[str]) -> int:
 
 def unknown_variables(environ: Mapping[str, str]) -> dict[str, str]:
     """Variables that no command takes as a setting: the most similar one, or ""."""
-    from configs import flags
+    from penstock.configs import flags
 
     if not any(name.startswith(flags.PREFIX) for name in environ):
         return {}
@@ -328,7 +348,7 @@ def unknown_variables(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _settings_of(command: Command) -> Any:
-    return load(command.settings if ":" in command.settings else f"configs.settings:{command.settings}")
+    return load(command.settings if ":" in command.settings else f"penstock.configs.settings:{command.settings}")
 
 
 def import_structlog() -> None:
@@ -355,7 +375,7 @@ def split(args: Sequence[str]) -> tuple[str | None, list[str]]:
 
 def no_command(args: Sequence[str]) -> str:
     """The error for a command line that names no command, with the most similar one."""
-    from configs.flags import closest
+    from penstock.configs.flags import closest
 
     if args[0].startswith("-"):
         return f"no command before {args[0]!r} (see `penstock --help`)"
@@ -412,13 +432,9 @@ def load(path: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name in SOURCE_TREE_ONLY:
             sys.exit("penstock: this command is not part of the installed package; run it in a clone of the repository")
-        from workers.extras import EXTRAS
+        from penstock.workers.extras import EXTRAS
 
         package = (error.name or "").partition(".")[0]
         if package not in EXTRAS:
             raise
         sys.exit(f"penstock: this command needs {package}: pip install 'penstock[{EXTRAS[package]}]'")
-
-
-if __name__ == "__main__":
-    sys.exit(main())

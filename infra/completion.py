@@ -4,8 +4,8 @@ import argparse
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from configs.flags import Flag, Parser, flags_of
-from infra.cli import ARGV, COMMANDS, NOTHING, load
+from penstock.configs.flags import Flag, Parser, flags_of
+from penstock.infra.cli import ARGV, COMMANDS, NOTHING, load
 
 HOW = """\
 bash:  eval "$(penstock completion bash)"      in ~/.bashrc
@@ -42,7 +42,7 @@ def completed() -> list[Completed]:
     for name, command in COMMANDS.items():
         flags: Sequence[Flag] = ()
         if command.settings not in (ARGV, NOTHING):
-            path = command.settings if ":" in command.settings else f"configs.settings:{command.settings}"
+            path = command.settings if ":" in command.settings else f"penstock.configs.settings:{command.settings}"
             flags = flags_of(load(path))
         candidates.append(Completed(tuple(name.split()), command.about, tuple(flags), command.choices))
     return candidates

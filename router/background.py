@@ -8,8 +8,8 @@ from typing import Any
 
 import structlog
 
-from infra.bus.connection import Bus
-from infra.bus.tasks import Tasks
+from penstock.infra.bus.connection import Bus
+from penstock.infra.bus.tasks import Tasks
 
 log = structlog.get_logger("router")
 

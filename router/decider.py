@@ -6,18 +6,18 @@ from collections.abc import Sequence
 import msgspec
 import structlog
 
-from configs.settings import RouterSettings
-from router.cluster.cluster_state import ClusterState
-from router.loads.load import ENCODE
-from router.metrics import Metrics
-from router.pending import PendingRequest, required_revision, routing_request
-from router.placement.decisions import Decisions, array_decisions
-from router.placement.sessions import SessionId
-from router.policy.pairs import with_pairs
-from router.policy.routing import ALONE, ModelPart, RoutingDecision, RoutingRequest, Weights
-from router.recovery.suspects import crowded
-from schemas.jobs import DecisionInputs, Stage
-from schemas.requests import GenerateRequest
+from penstock.configs.settings import RouterSettings
+from penstock.router.cluster.cluster_state import ClusterState
+from penstock.router.loads.load import ENCODE
+from penstock.router.metrics import Metrics
+from penstock.router.pending import PendingRequest, required_revision, routing_request
+from penstock.router.placement.decisions import Decisions, array_decisions
+from penstock.router.placement.sessions import SessionId
+from penstock.router.policy.pairs import with_pairs
+from penstock.router.policy.routing import ALONE, ModelPart, RoutingDecision, RoutingRequest, Weights
+from penstock.router.recovery.suspects import crowded
+from penstock.schemas.jobs import DecisionInputs, Stage
+from penstock.schemas.requests import GenerateRequest
 
 MANY = 12  # targets, above which the array operations take less than half as long
 

@@ -15,16 +15,16 @@ from typing import Any
 import structlog
 from nats.errors import Error as NatsError
 
-from infra.bus.connection import Bus
-from infra.bus.direct_get import get, get_last
-from infra.bus.erase import Eraser
-from infra.bus.forget import DeletedRequests, find_ended, forget_messages
-from infra.bus.tasks import Tasks
-from schemas import control
-from schemas.deletions import Deletion as Note
-from schemas.errors import ServingError
-from schemas.subjects import request_of
-from schemas.wire import encode
+from penstock.infra.bus.connection import Bus
+from penstock.infra.bus.direct_get import get, get_last
+from penstock.infra.bus.erase import Eraser
+from penstock.infra.bus.forget import DeletedRequests, find_ended, forget_messages
+from penstock.infra.bus.tasks import Tasks
+from penstock.schemas import control
+from penstock.schemas.deletions import Deletion as Note
+from penstock.schemas.errors import ServingError
+from penstock.schemas.subjects import request_of
+from penstock.schemas.wire import encode
 
 log = structlog.get_logger("router")
 

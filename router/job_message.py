@@ -4,15 +4,15 @@ from typing import NamedTuple
 
 import msgspec
 
-from router.pending import PendingRequest
-from router.policy.routing import RoutingDecision
-from schemas.fleet import Registration
-from schemas.jobs import Decision, DecisionInputs, Job, LoadHeader
+from penstock.router.pending import PendingRequest
+from penstock.router.policy.routing import RoutingDecision
+from penstock.schemas.fleet import Registration
+from penstock.schemas.jobs import Decision, DecisionInputs, Job, LoadHeader
 
 # Shorter prompts are computed before it matters to other routers which blocks they have.
 KEYS_FROM_TOKENS = 256
 MOST_KEYS = 4096  # the server takes headers of 64 KiB in all
-KEY_BYTES = 11  # as text (``schemas.blocks.keys_text``)
+KEY_BYTES = 11  # as text (``penstock.schemas.blocks.keys_text``)
 
 
 class Positions(NamedTuple):

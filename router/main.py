@@ -8,21 +8,21 @@ import structlog
 from faststream import FastStream
 from faststream.nats import NatsMessage
 
-from configs import logs
-from configs.settings import RouterSettings
-from infra.bus import loop_lag
-from infra.bus.audit import Auditor, Watch
-from infra.bus.connection import Bus, connect
-from infra.bus.faststream_app import OwnConnection, raw
-from infra.bus.publisher import Publisher
-from infra.bus.stream_metrics import StreamMetrics
-from infra.bus.tasks import Stop, count_tasks
-from infra.metrics.page import PortTaken, check_port, serve_page
-from infra.metrics.scope import process_scope
-from router.metrics import Metrics
-from router.service import Router
-from schemas import control
-from schemas.errors import ServingError
+from penstock.configs import logs
+from penstock.configs.settings import RouterSettings
+from penstock.infra.bus import loop_lag
+from penstock.infra.bus.audit import Auditor, Watch
+from penstock.infra.bus.connection import Bus, connect
+from penstock.infra.bus.faststream_app import OwnConnection, raw
+from penstock.infra.bus.publisher import Publisher
+from penstock.infra.bus.stream_metrics import StreamMetrics
+from penstock.infra.bus.tasks import Stop, count_tasks
+from penstock.infra.metrics.page import PortTaken, check_port, serve_page
+from penstock.infra.metrics.scope import process_scope
+from penstock.router.metrics import Metrics
+from penstock.router.service import Router
+from penstock.schemas import control
+from penstock.schemas.errors import ServingError
 
 log = structlog.get_logger("router")
 

@@ -7,22 +7,22 @@ from collections.abc import Awaitable, Callable
 import structlog
 from nats.errors import Error as NatsError
 
-from configs.settings import RouterSettings
-from infra.bus.connection import Bus
-from infra.bus.loop_lag import TimeSlice
-from infra.bus.publisher import Publisher
-from infra.bus.puller import ACK, IN_PROGRESS
-from infra.bus.tasks import Tasks
-from router.background import BackgroundTasks
-from router.cluster.cluster_state import ClusterState
-from router.held.held_requests import HeldRequests
-from router.metrics import Metrics
-from router.pending import PendingRequest
-from router.retention.job_retention import JobRetention
-from router.retention.request_retention import RequestRetention
-from router.terminal_publisher import TerminalPublisher
-from schemas.errors import Code, ServingError
-from schemas.streams import ROUTER_ACK_WAIT_S
+from penstock.configs.settings import RouterSettings
+from penstock.infra.bus.connection import Bus
+from penstock.infra.bus.loop_lag import TimeSlice
+from penstock.infra.bus.publisher import Publisher
+from penstock.infra.bus.puller import ACK, IN_PROGRESS
+from penstock.infra.bus.tasks import Tasks
+from penstock.router.background import BackgroundTasks
+from penstock.router.cluster.cluster_state import ClusterState
+from penstock.router.held.held_requests import HeldRequests
+from penstock.router.metrics import Metrics
+from penstock.router.pending import PendingRequest
+from penstock.router.retention.job_retention import JobRetention
+from penstock.router.retention.request_retention import RequestRetention
+from penstock.router.terminal_publisher import TerminalPublisher
+from penstock.schemas.errors import Code, ServingError
+from penstock.schemas.streams import ROUTER_ACK_WAIT_S
 
 log = structlog.get_logger("router")
 

@@ -2,11 +2,11 @@
 
 from collections.abc import Iterable
 
-from infra.metrics.scope import MetricScope
-from schemas.fleet import Registration
-from schemas.pace import compare
-from schemas.routers import LostLeases
-from schemas.streams import LONGEST_DEADLINE_S as LONGEST
+from penstock.infra.metrics.scope import MetricScope
+from penstock.schemas.fleet import Registration
+from penstock.schemas.pace import compare
+from penstock.schemas.routers import LostLeases
+from penstock.schemas.streams import LONGEST_DEADLINE_S as LONGEST
 
 STAGES = ("aggregated", "encode", "prefill", "decode")
 DECISION_BUCKETS = (0.00001, 0.00002, 0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.1)

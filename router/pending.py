@@ -4,11 +4,11 @@ from collections.abc import Sequence
 
 import msgspec
 
-from infra.bus.revisions import Revisions
-from router.policy.routing import RoutingRequest
-from router.recovery.suspects import Standing
-from schemas.requests import GenerateRequest
-from schemas.tokens import Finish, Logprob
+from penstock.infra.bus.revisions import Revisions
+from penstock.router.policy.routing import RoutingRequest
+from penstock.router.recovery.suspects import Standing
+from penstock.schemas.requests import GenerateRequest
+from penstock.schemas.tokens import Finish, Logprob
 
 _NONE: frozenset[str] = frozenset()
 

@@ -17,42 +17,42 @@ import msgspec
 import structlog
 from nats.errors import Error as NatsError
 
-from configs.settings import RouterSettings
-from infra.bus import memory
-from infra.bus.connection import Bus
-from infra.bus.loop_lag import TimeSlice
-from infra.bus.memory import MemoryStreams
-from infra.bus.publisher import Ack, Publisher
-from infra.bus.puller import ACK, NAK, TERM, sequence, stored_ns
-from router.background import BackgroundTasks
-from router.cluster.cluster_listener import ClusterListener
-from router.cluster.cluster_state import ClusterState
-from router.decider import Decider
-from router.deletion import Deletion
-from router.held.held_order import HeldOrder
-from router.held.held_requests import HeldRequests
-from router.held.tenant_weights import TenantWeights
-from router.index.holders import keys_view
-from router.job_message import build_job, build_load, sends_keys
-from router.loads.load import ENCODE
-from router.maintenance import Maintenance
-from router.metrics import Metrics
-from router.ownership.intake import Intake
-from router.pending import PendingRequest
-from router.policy.filters import describe
-from router.policy.routing import LOCAL_PREFILL_TOKENS, RoutingDecision
-from router.recovery.recovery import Recovery
-from router.recovery.resteering import resteer
-from router.recovery.suspects import Standing, standing
-from router.recovery.watchdog import watch
-from router.terminal_publisher import TerminalPublisher
-from schemas import contents, jobs, requests, wire
-from schemas.blocks import keys_text
-from schemas.errors import Code, ServingError
-from schemas.ids import time_of
-from schemas.jobs import DecisionInputs
-from schemas.requests import GenerateRequest, Priority
-from schemas.streams import CLOCK_SKEW_NS
+from penstock.configs.settings import RouterSettings
+from penstock.infra.bus import memory
+from penstock.infra.bus.connection import Bus
+from penstock.infra.bus.loop_lag import TimeSlice
+from penstock.infra.bus.memory import MemoryStreams
+from penstock.infra.bus.publisher import Ack, Publisher
+from penstock.infra.bus.puller import ACK, NAK, TERM, sequence, stored_ns
+from penstock.router.background import BackgroundTasks
+from penstock.router.cluster.cluster_listener import ClusterListener
+from penstock.router.cluster.cluster_state import ClusterState
+from penstock.router.decider import Decider
+from penstock.router.deletion import Deletion
+from penstock.router.held.held_order import HeldOrder
+from penstock.router.held.held_requests import HeldRequests
+from penstock.router.held.tenant_weights import TenantWeights
+from penstock.router.index.holders import keys_view
+from penstock.router.job_message import build_job, build_load, sends_keys
+from penstock.router.loads.load import ENCODE
+from penstock.router.maintenance import Maintenance
+from penstock.router.metrics import Metrics
+from penstock.router.ownership.intake import Intake
+from penstock.router.pending import PendingRequest
+from penstock.router.policy.filters import describe
+from penstock.router.policy.routing import LOCAL_PREFILL_TOKENS, RoutingDecision
+from penstock.router.recovery.recovery import Recovery
+from penstock.router.recovery.resteering import resteer
+from penstock.router.recovery.suspects import Standing, standing
+from penstock.router.recovery.watchdog import watch
+from penstock.router.terminal_publisher import TerminalPublisher
+from penstock.schemas import contents, jobs, requests, wire
+from penstock.schemas.blocks import keys_text
+from penstock.schemas.errors import Code, ServingError
+from penstock.schemas.ids import time_of
+from penstock.schemas.jobs import DecisionInputs
+from penstock.schemas.requests import GenerateRequest, Priority
+from penstock.schemas.streams import CLOCK_SKEW_NS
 
 log = structlog.get_logger("router")
 

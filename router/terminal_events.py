@@ -2,11 +2,11 @@
 
 from collections.abc import Sequence
 
-from schemas import done
-from schemas.errors import Code
-from schemas.reassembly import Progress
-from schemas.requests import GenerateRequest
-from schemas.tokens import WHOLE_REQUEST, Finish, Logprob, TokenItem
+from penstock.schemas import done
+from penstock.schemas.errors import Code
+from penstock.schemas.reassembly import Progress
+from penstock.schemas.requests import GenerateRequest
+from penstock.schemas.tokens import WHOLE_REQUEST, Finish, Logprob, TokenItem
 
 _FAILED = ("error", "cancelled")
 

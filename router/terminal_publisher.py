@@ -5,21 +5,21 @@ import time
 
 import structlog
 
-from infra.bus.connection import Bus
-from infra.bus.direct_get import get_last
-from infra.bus.publisher import Publisher
-from infra.bus.puller import ACK
-from router import terminal_events
-from router.background import BackgroundTasks
-from router.cluster.cluster_state import ClusterState
-from router.metrics import Metrics
-from router.pending import PendingRequest
-from router.recovery.fencing import InterruptedAttempt
-from schemas import done, summary, wire
-from schemas.errors import Code
-from schemas.requests import GenerateRequest
-from schemas.subjects import HEADER_NO_STORE, HEADER_SUMMARY
-from schemas.tokens import TokenBatch
+from penstock.infra.bus.connection import Bus
+from penstock.infra.bus.direct_get import get_last
+from penstock.infra.bus.publisher import Publisher
+from penstock.infra.bus.puller import ACK
+from penstock.router import terminal_events
+from penstock.router.background import BackgroundTasks
+from penstock.router.cluster.cluster_state import ClusterState
+from penstock.router.metrics import Metrics
+from penstock.router.pending import PendingRequest
+from penstock.router.recovery.fencing import InterruptedAttempt
+from penstock.schemas import done, summary, wire
+from penstock.schemas.errors import Code
+from penstock.schemas.requests import GenerateRequest
+from penstock.schemas.subjects import HEADER_NO_STORE, HEADER_SUMMARY
+from penstock.schemas.tokens import TokenBatch
 
 log = structlog.get_logger("router")
 

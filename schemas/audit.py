@@ -6,7 +6,7 @@ the broker tells them of others: such an entry has a ``user`` of its own.
 
 import msgspec
 
-from schemas.wire import decoder
+from penstock.schemas.wire import decoder
 
 
 class AuditEntry(msgspec.Struct, frozen=True, omit_defaults=True):

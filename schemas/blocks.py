@@ -13,7 +13,7 @@ from struct import Struct
 
 from blake3 import blake3
 
-from schemas.subjects import DEFAULT_TENANT
+from penstock.schemas.subjects import DEFAULT_TENANT
 
 DIGEST_BYTES = 16
 DEFAULT_BLOCK_SIZE = 32

@@ -2,7 +2,7 @@
 
 import msgspec
 
-from schemas.wire import decoder
+from penstock.schemas.wire import decoder
 
 
 class Holder(msgspec.Struct, frozen=True):

@@ -12,10 +12,10 @@ Whoever can read the log can tell from block names whether a prompt that he gues
 import msgspec
 from blake3 import blake3
 
-from schemas import jobs
-from schemas.jobs import Encoded, Job, Prefilled
-from schemas.requests import GenerateRequest, LogitsProcessor
-from schemas.wire import encode
+from penstock.schemas import jobs
+from penstock.schemas.jobs import Encoded, Job, Prefilled
+from penstock.schemas.requests import GenerateRequest, LogitsProcessor
+from penstock.schemas.wire import encode
 
 REQUEST = "request"  # name of the part with the whole request
 

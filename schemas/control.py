@@ -4,8 +4,8 @@ import signal
 
 import msgspec
 
-from schemas.transfer import Endpoint
-from schemas.wire import decoder
+from penstock.schemas.transfer import Endpoint
+from penstock.schemas.wire import decoder
 
 
 class Cancel(msgspec.Struct, frozen=True, omit_defaults=True):

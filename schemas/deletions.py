@@ -7,7 +7,7 @@ the id erases them once more.
 
 import msgspec
 
-from schemas.wire import decoder
+from penstock.schemas.wire import decoder
 
 TTL_S = 1800  # longer than anybody repeats a publish, and than a broker takes to be there again
 

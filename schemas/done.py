@@ -1,9 +1,9 @@
 """How requests and attempts end: worker or router → all.
 
 ``Done`` is the one terminal event of a request, and its record: request, output, usage and timings. It is stored under
-a subject of its own, only if nothing is stored there (``once`` in ``infra.bus.publisher``), so that the log holds one
-per request. ``Returned`` ends an attempt only: the worker returns the request unstarted or unfinished, and a router
-places it again. Both are republished without their bodies: followers read the headers.
+a subject of its own, only if nothing is stored there (``once`` in ``penstock.infra.bus.publisher``), so that the log
+holds one per request. ``Returned`` ends an attempt only: the worker returns the request unstarted or unfinished, and a
+router places it again. Both are republished without their bodies: followers read the headers.
 """
 
 from collections.abc import Sequence
@@ -11,12 +11,12 @@ from typing import NamedTuple
 
 import msgspec
 
-from schemas import requests
-from schemas.requests import Embedding, GenerateRequest
-from schemas.subjects import HEADER_CRASHED, HEADER_RETURNED
-from schemas.tokens import FAILURES, PROMPT, WHOLE_REQUEST, File, Finish, Logprob, TokenItem
-from schemas.trace import Stamps
-from schemas.wire import decoder, encode
+from penstock.schemas import requests
+from penstock.schemas.requests import Embedding, GenerateRequest
+from penstock.schemas.subjects import HEADER_CRASHED, HEADER_RETURNED
+from penstock.schemas.tokens import FAILURES, PROMPT, WHOLE_REQUEST, File, Finish, Logprob, TokenItem
+from penstock.schemas.trace import Stamps
+from penstock.schemas.wire import decoder, encode
 
 _HEADER_TEXT = 200  # characters of a reason in a header
 

@@ -4,9 +4,9 @@ import enum
 
 import msgspec
 
-from schemas.requests import EMBEDDING
-from schemas.transfer import Endpoint
-from schemas.wire import decoder
+from penstock.schemas.requests import EMBEDDING
+from penstock.schemas.transfer import Endpoint
+from penstock.schemas.wire import decoder
 
 LEASE_S = 3.0
 RENEW_S = 0.75

@@ -4,11 +4,11 @@ from typing import NamedTuple
 
 import msgspec
 
-from schemas.requests import GenerateRequest
-from schemas.subjects import HEADER_KEYS, HEADER_LOAD, HEADER_NO_STORE, HEADER_PART, HEADER_SUSPECT
-from schemas.tokens import Finish, Logprob
-from schemas.transfer import Encoded, Prefilled
-from schemas.wire import decoder
+from penstock.schemas.requests import GenerateRequest
+from penstock.schemas.subjects import HEADER_KEYS, HEADER_LOAD, HEADER_NO_STORE, HEADER_PART, HEADER_SUSPECT
+from penstock.schemas.tokens import Finish, Logprob
+from penstock.schemas.transfer import Encoded, Prefilled
+from penstock.schemas.wire import decoder
 
 SUSPECT = "suspect"  # a worker that ran it crashed
 ALONE = "alone"  # two did: its worker runs nothing else meanwhile
@@ -157,7 +157,7 @@ def headers_of(load: str, *, no_store: bool, keys: str = "", suspect: str = "", 
 
     Args:
         load: its load header.
-        keys: of the full blocks of its prompt (``schemas.blocks.keys_text``); "": no router needs them.
+        keys: of the full blocks of its prompt (``penstock.schemas.blocks.keys_text``); "": no router needs them.
         suspect: as in ``Job``.
         part: of the request's contents, which has the message whole; "": this is the whole message.
     """

@@ -15,9 +15,9 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from schemas.requests import Priority
-from schemas.subjects import DEFAULT_TENANT
-from schemas.wire import decoder
+from penstock.schemas.requests import Priority
+from penstock.schemas.subjects import DEFAULT_TENANT
+from penstock.schemas.wire import decoder
 
 PREFIX = "pst-"
 ID_CHARACTERS, SECRET_CHARACTERS = 12, 40

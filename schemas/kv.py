@@ -7,7 +7,7 @@ Events report names that enter or leave the cache, not block operations.
 
 import msgspec
 
-from schemas.wire import decoder
+from penstock.schemas.wire import decoder
 
 
 class Stored(msgspec.Struct, frozen=True, omit_defaults=True, tag="s"):

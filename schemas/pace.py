@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from schemas.fleet import Registration
+from penstock.schemas.fleet import Registration
 
 SLOW = 4.0  # times
 FLOOR_US = 5_000  # shorter waits are no one's trouble, and noise of the machine is large beside them

@@ -7,7 +7,7 @@ from typing import Literal
 
 import msgspec
 
-from schemas.wire import decoder
+from penstock.schemas.wire import decoder
 
 Role = Literal["aggregated", "prefill", "decode"]
 ROLES: tuple[Role, ...] = ("aggregated", "prefill", "decode")

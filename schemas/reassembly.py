@@ -1,7 +1,7 @@
 """Reassembles one request's token items: de-duplicated and in order. Used by every reader of the token stream.
 
-Push items in stream order: the attempt rule of ``schemas.tokens`` is defined on that order. Within an attempt, items
-may be repeated, overlap or overtake each other. Each token is returned once, each choice ends once.
+Push items in stream order: the attempt rule of ``penstock.schemas.tokens`` is defined on that order. Within an attempt,
+items may be repeated, overlap or overtake each other. Each token is returned once, each choice ends once.
 
 The prompt's log-probabilities are positions of one more choice, ``PROMPT``, which starts at 1 and has no end.
 """
@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from schemas.tokens import PROMPT, WHOLE_REQUEST, Finish, Logprob, TokenItem
+from penstock.schemas.tokens import PROMPT, WHOLE_REQUEST, Finish, Logprob, TokenItem
 
 
 class _ChoiceCursor:
@@ -45,7 +45,7 @@ class TokenReassembler:
         return self.attempt - self.open + self.scored + sum([choice.position for choice in self._choices])
 
     def conclude(self, items: Sequence[TokenItem]) -> Sequence[TokenItem]:
-        """Push the items of a terminal event (``schemas.done.items``), of whatever attempt.
+        """Push the items of a terminal event (``penstock.schemas.done.items``), of whatever attempt.
 
         They contain each choice from its beginning, so this returns everything that is still missing. Nothing is due
         after it.

@@ -4,9 +4,9 @@ import enum
 
 import msgspec
 
-from schemas.subjects import MEMORY
-from schemas.trace import Trace
-from schemas.wire import TOKEN_BYTES, decoder
+from penstock.schemas.subjects import MEMORY
+from penstock.schemas.trace import Trace
+from penstock.schemas.wire import TOKEN_BYTES, decoder
 
 
 class Priority(enum.StrEnum):
@@ -79,7 +79,7 @@ class Constraint(msgspec.Struct, frozen=True, omit_defaults=True):
     """
 
     kind: str  # "json_schema", "regex", "choice", "grammar" (a client's) or "lark" (made by the gateway)
-    text: str  # a JSON schema, a regular expression, a JSON array of texts, or a grammar (see infra.model.constraints)
+    text: str  # JSON schema, regular expression, JSON array of texts, or grammar (see penstock.infra.model.constraints)
 
 
 class Media(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -199,7 +199,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     embedding: Embedding | None = None  # a request for vectors: stop and sampling are ignored
     repeats_poison: bool = False  # the first repeat of a request that crashed every worker: it runs alone
     shown: Shown = TEXT_ONLY
-    prompt_length: int = 0  # tokens of the prompt, where that is left out (``schemas.contents.without_content``)
+    prompt_length: int = 0  # tokens of the prompt, where it is left out (``penstock.schemas.contents.without_content``)
     watched: bool = False  # others of its tenant crashed every worker within an hour: after one crash it runs alone
 
     @property

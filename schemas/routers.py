@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from schemas.wire import decoder
+from penstock.schemas.wire import decoder
 
 LEASE_S = 0.9  # by the clock of each reader
 RENEW_S = 0.25

@@ -8,8 +8,8 @@ Clients publish to SUBMIT directly, so it is a queue: the server refuses message
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from schemas.subjects import DEFAULT_TENANT, MEMORY, Subjects
-from schemas.tenants import MAX_PENDING
+from penstock.schemas.subjects import DEFAULT_TENANT, MEMORY, Subjects
+from penstock.schemas.tenants import MAX_PENDING
 
 MINUTE = 60.0
 HOUR = 60 * MINUTE

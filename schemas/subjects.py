@@ -148,7 +148,7 @@ class Subjects:
 
         Args:
             gateway: that accepted it.
-            part: "request", or the message of an attempt (``schemas.contents``).
+            part: "request", or the message of an attempt (``penstock.schemas.contents``).
         """
         return f"{self.namespace}.{MEMORY}.contents.{gateway}.{request}.{part}"
 

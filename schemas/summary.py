@@ -10,11 +10,11 @@ from urllib.parse import quote, unquote
 
 import msgspec
 
-from schemas.done import Done, Outcome, Timings, Usage, request_of
-from schemas.requests import GenerateRequest, Priority
-from schemas.subjects import HEADER_MSG_ID, HEADER_SUMMARY
-from schemas.tokens import FAILURES
-from schemas.wire import decoder
+from penstock.schemas.done import Done, Outcome, Timings, Usage, request_of
+from penstock.schemas.requests import GenerateRequest, Priority
+from penstock.schemas.subjects import HEADER_MSG_ID, HEADER_SUMMARY
+from penstock.schemas.tokens import FAILURES
+from penstock.schemas.wire import decoder
 
 State = Literal["queued", "running", "done", "failed", "cancelled"]
 QUEUED: Final = "queued"

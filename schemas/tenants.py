@@ -9,7 +9,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from schemas.wire import decoder
+from penstock.schemas.wire import decoder
 
 MAX_PENDING = 20_000  # default; as many as one consumer may have outstanding
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from schemas.wire import decoder
+from penstock.schemas.wire import decoder
 
 WHOLE_REQUEST = -1  # as ``choice``: the item is about all choices
 PROMPT = -2  # as ``choice``: ``logprobs`` of the prompt's tokens ``first`` (at least 1) ..; ``tokens`` is empty
@@ -56,7 +56,7 @@ class Finish(msgspec.Struct, frozen=True, array_like=True):
     reason: str  # "stop", "length", "cancelled", "error"
     stop: str | int | None = None  # the stop string or stop token that ended it
     cached_tokens: int = 0  # prompt tokens taken from the prefix cache
-    code: str = ""  # schemas.errors.Code, when reason is "error" or "cancelled"
+    code: str = ""  # penstock.schemas.errors.Code, when reason is "error" or "cancelled"
     message: str = ""
     files: tuple[File, ...] = ()  # of an image or video request
 

@@ -6,8 +6,8 @@ backend (NIXL) and releases the ticket. Everything that happens to a ticket is a
 
 import msgspec
 
-from schemas.trace import Stamps
-from schemas.wire import decoder
+from penstock.schemas.trace import Stamps
+from penstock.schemas.wire import decoder
 
 
 class Memory(msgspec.Struct, frozen=True, omit_defaults=True):

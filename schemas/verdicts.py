@@ -7,8 +7,8 @@ in memory.
 import msgspec
 from blake3 import blake3
 
-from schemas.requests import GenerateRequest
-from schemas.wire import decoder, encode
+from penstock.schemas.requests import GenerateRequest
+from penstock.schemas.wire import decoder, encode
 
 HOLDS_S = 3600
 SECRET = "secret"  # the bucket's key whose value keys the digests

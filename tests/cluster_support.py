@@ -19,10 +19,10 @@ from typing import Any
 import nats
 from nats.aio.client import Client
 
-from infra.broker.config import USERS, Cluster
-from infra.broker.datadir import load_secrets
-from infra.broker.server import EmbeddedNats
-from schemas.subjects import Subjects, inbox_prefix
+from penstock.infra.broker.config import USERS, Cluster
+from penstock.infra.broker.datadir import load_secrets
+from penstock.infra.broker.server import EmbeddedNats
+from penstock.schemas.subjects import Subjects, inbox_prefix
 from tests.pipeline.support import free_port
 
 NODES = 3

@@ -18,11 +18,11 @@ import pytest
 import structlog
 from nats.aio.client import Client
 
-from infra.broker.apply import apply
-from infra.broker.server import EmbeddedNats
-from infra.bus.client import BusClient
-from schemas.streams import topology
-from schemas.subjects import Subjects, inbox_prefix
+from penstock.infra.broker.apply import apply
+from penstock.infra.broker.server import EmbeddedNats
+from penstock.infra.bus.client import BusClient
+from penstock.schemas.streams import topology
+from penstock.schemas.subjects import Subjects, inbox_prefix
 from tests import properties
 
 properties.register()

@@ -2,6 +2,7 @@
 
 import ast
 import graphlib
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 OURS = {"schemas", "gateway", "router", "workers", "configs", "infra"}
+PROGRAMS = sorted((ROOT / "penstock").glob("*.py"))
 # What each part may import; a prefix allows what lies below it. The longest prefix of a module's name is its part.
 COMMON = ("schemas", "configs", "infra.bus", "infra.metrics", "infra.model")
 ALLOWED = {
@@ -43,6 +45,13 @@ CONFINED = {
         "infra/bench/",
         "infra/replay/checksums",
     ),
+}
+# Texts that would be names of modules, but are not.
+BY_CHANCE = {
+    "gateway/http/access_log.py: gateway.access",  # the name of a logger
+    "tests/chaos/builds.py: infra.cli",  # of older builds
+    "tests/chaos/test_builds.py: infra.cli",
+    *(f"tests/test_structure.py: {part}" for part in ALLOWED),
 }
 MAKES_MODELS = (
     "infra/demo_model/tiny.py",
@@ -76,18 +85,25 @@ class Module(NamedTuple):
 def module(path: Path) -> Module:
     """Parsed once: there are hundreds, and their trees are large."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
-    package = path.relative_to(ROOT).parent.parts
+    package = ("penstock", *path.relative_to(ROOT).parent.parts)
     found = Module(ast.get_docstring(tree) is not None, [], [])
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            found.imports.append((node.lineno, "", [alias.name for alias in node.names]))
+            found.imports.append((node.lineno, "", [within(alias.name) for alias in node.names]))
         elif isinstance(node, ast.ImportFrom):
             base = package[: len(package) - node.level + 1] if node.level else ()
-            name = ".".join([*base, *([node.module] if node.module else [])])
-            found.imports.append((node.lineno, name, [alias.name for alias in node.names]))
+            name = within(".".join([*base, *([node.module] if node.module else [])]))
+            found.imports.append(
+                (node.lineno, "" if name == "penstock" else name, [alias.name for alias in node.names])
+            )
         elif isinstance(node, ast.ClassDef) and (hidden := hidden_types(node)):
             found.hidden_types.append((node.name, hidden))
     return found
+
+
+def within(name: str) -> str:
+    """A module's name within the package, as the tables above have it."""
+    return name.removeprefix("penstock.")
 
 
 def hidden_types(made: ast.ClassDef) -> set[str]:
@@ -129,6 +145,39 @@ def test_a_part_imports_only_what_it_may(part: str) -> None:
     assert forbidden == []
 
 
+def test_a_part_is_imported_as_one_of_the_package_and_by_no_other_name() -> None:
+    """In a checkout, the folders can be found at the top, too: a module would be loaded twice, and each class made
+    twice.
+    """
+    parts = "|".join(sorted(OURS))
+    bare = re.compile(rf"(?:{parts})\b")
+    name_of_module = re.compile(rf"({parts})((?:\.[a-z_]\w*)+)(?::\w*)?")
+    suspicious = re.compile(rf"(?:from|import) {bare.pattern}|[\"'](?:{parts})\.[a-z_]")
+    wrong = []
+    for path in (*sources("tests"), *(path for folder in OURS for path in sources(folder)), *PROGRAMS):
+        text_of_file = path.read_text(encoding="utf-8")
+        if not suspicious.search(text_of_file):
+            continue
+        for node in ast.walk(ast.parse(text_of_file)):
+            names: list[str] = []
+            match node:
+                case ast.Import():
+                    names = [alias.name for alias in node.names if bare.match(alias.name)]
+                case ast.ImportFrom(level=0, module=str(name)) if bare.match(name):
+                    names = [name]
+                case ast.Constant(value=str(text)):
+                    names = re.findall(rf"(?:^|[\n;] *)(?:from|import) {bare.pattern}", text)
+                    if (whole := name_of_module.fullmatch(text)) and is_module(whole[1] + whole[2]):
+                        names.append(text)
+            wrong += [f"{path.relative_to(ROOT)}: {name}" for name in names]
+    assert sorted(set(wrong) - BY_CHANCE) == []
+
+
+def is_module(name: str) -> bool:
+    path = ROOT / name.replace(".", "/")
+    return path.is_dir() or path.with_suffix(".py").is_file() or path.parent.with_suffix(".py").is_file()
+
+
 @pytest.mark.parametrize("library", sorted(CONFINED))
 def test_a_heavy_library_is_named_only_where_it_belongs(library: str) -> None:
     wrong = []
@@ -152,24 +201,29 @@ def test_cores_and_schemas_touch_neither_broker_nor_clock() -> None:
 @pytest.mark.parametrize(
     "code",
     [
-        "cli.import_structlog(); import router.main",
-        "cli.import_structlog(); import gateway.main; from infra.model import modeldir; modeldir.load(modeldir.TINY)",
-        "import infra.launch.main; sys.modules.pop('rich', None)",
+        "cli.import_structlog(); import penstock.router.main",
+        "cli.import_structlog(); import penstock.gateway.main; from penstock.infra.model import modeldir; "
+        "modeldir.load(modeldir.TINY)",
+        "import penstock.infra.launch.main; sys.modules.pop('rich', None)",
     ],
 )
 def test_a_front_process_starts_without_torch_and_those_that_serve_without_rich(code: str) -> None:
     heavy = ("torch", "vllm", "sglang", "tensorrt_llm", "rich")
-    code = f"import sys; from infra import cli; {code}; print([name for name in {heavy} if name in sys.modules])"
+    code = (
+        f"import sys; from penstock.infra import cli; {code}; print([name for name in {heavy} if name in sys.modules])"
+    )
     run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert (run.returncode, run.stdout.strip()) == (0, "[]"), run.stderr
 
 
 def test_the_command_line_itself_imports_nothing_heavy() -> None:
-    code = "import infra.cli, configs.flags, configs.settings, sys; print(sorted(sys.modules))"
+    code = (
+        "import penstock.infra.cli, penstock.configs.flags, penstock.configs.settings, sys; print(sorted(sys.modules))"
+    )
     run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     loaded = set(ast.literal_eval(run.stdout))
     assert loaded.isdisjoint(
-        {"torch", "nats", "asyncio", "rich", "structlog", "uvicorn", "infra.launch", "infra.broker"}
+        {"torch", "nats", "asyncio", "rich", "structlog", "uvicorn", "penstock.infra.launch", "penstock.infra.broker"}
     )
 
 

@@ -5,7 +5,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from infra.broker.server import EmbeddedNats
+from penstock.infra.broker.server import EmbeddedNats
 
 DAYS = 2  # for which certificates are valid
 Pair = tuple[Path, Path]  # files of a certificate and its key

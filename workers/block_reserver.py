@@ -5,11 +5,11 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from workers.block_waits import BlockWait
-from workers.engine_loop import EngineLoop
-from workers.engines.base import Engine
-from workers.request_table import RequestTable
-from workers.requests import RunningRequest
+from penstock.workers.block_waits import BlockWait
+from penstock.workers.engine_loop import EngineLoop
+from penstock.workers.engines.base import Engine
+from penstock.workers.request_table import RequestTable
+from penstock.workers.requests import RunningRequest
 
 T = TypeVar("T")
 

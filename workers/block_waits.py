@@ -9,7 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, Generic, TypeVar
 
-from workers.engines.base import Engine, RequestError
+from penstock.workers.engines.base import Engine, RequestError
 
 T = TypeVar("T")
 

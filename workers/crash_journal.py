@@ -17,10 +17,10 @@ from typing import NamedTuple, TextIO
 import msgspec
 import structlog
 
-from configs.settings import WorkerSettings
-from schemas import done, wire
-from schemas.subjects import HEADER_GONE, Subjects
-from workers.requests import RunningRequest
+from penstock.configs.settings import WorkerSettings
+from penstock.schemas import done, wire
+from penstock.schemas.subjects import HEADER_GONE, Subjects
+from penstock.workers.requests import RunningRequest
 
 log = structlog.get_logger("worker")
 

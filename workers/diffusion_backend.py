@@ -5,13 +5,13 @@ from pathlib import Path
 
 import structlog
 
-from configs.settings import WorkerSettings, served_names
-from workers.engines.diffusion.base import DiffusionEngine
-from workers.metrics.worker import Metrics
-from workers.pipeline_runner import PipelineRunner
-from workers.pipeline_thread import PipelineThread
-from workers.process import ProcessEvents
-from workers.request_runner import ServedModel, SessionContext
+from penstock.configs.settings import WorkerSettings, served_names
+from penstock.workers.engines.diffusion.base import DiffusionEngine
+from penstock.workers.metrics.worker import Metrics
+from penstock.workers.pipeline_runner import PipelineRunner
+from penstock.workers.pipeline_thread import PipelineThread
+from penstock.workers.process import ProcessEvents
+from penstock.workers.request_runner import ServedModel, SessionContext
 
 log = structlog.get_logger("worker")
 
@@ -69,11 +69,11 @@ def build_engine(settings: WorkerSettings) -> DiffusionEngine:
     """
     engine: DiffusionEngine
     if settings.engine == "native":
-        from workers.engines.diffusion import diffusers_engine
+        from penstock.workers.engines.diffusion import diffusers_engine
 
         engine = diffusers_engine.from_settings(settings, diffusers_engine.resolve(settings.model))
     elif settings.engine == "trtllm":
-        from workers.engines.trtllm import visual_gen
+        from penstock.workers.engines.trtllm import visual_gen
 
         engine = visual_gen.from_settings(settings)
     else:

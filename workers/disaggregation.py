@@ -13,24 +13,24 @@ from typing import Protocol
 import msgspec
 import structlog
 
-from infra.bus import memory
-from infra.bus.puller import ACK
-from schemas import contents, jobs, wire
-from schemas.control import Ok, Push, Pushed, Release
-from schemas.errors import Code, ServingError
-from schemas.subjects import HEADER_LOAD
-from schemas.transfer import Encoded, Prefilled, Ticket
-from workers.block_reserver import BlockReserver
-from workers.embedding_stage import EmbeddingStage
-from workers.engine_loop import EngineLoop
-from workers.engines.base import Engine, EngineInfo, Reservation, VisionEngine, kv_transfer_of
-from workers.kv_transfer.base import TransferError, Transport
-from workers.kv_transfer.handoff.ledger import Ledger
-from workers.kv_transfer.handoff.owner import Owner
-from workers.kv_transfer.handoff.peer_watcher import PeerWatcher
-from workers.kv_transfer.handoff.reader import Reader
-from workers.request_runner import SessionContext, StageInput
-from workers.requests import RunningRequest, next_job, prompt_digests, stamps, ticket_id
+from penstock.infra.bus import memory
+from penstock.infra.bus.puller import ACK
+from penstock.schemas import contents, jobs, wire
+from penstock.schemas.control import Ok, Push, Pushed, Release
+from penstock.schemas.errors import Code, ServingError
+from penstock.schemas.subjects import HEADER_LOAD
+from penstock.schemas.transfer import Encoded, Prefilled, Ticket
+from penstock.workers.block_reserver import BlockReserver
+from penstock.workers.embedding_stage import EmbeddingStage
+from penstock.workers.engine_loop import EngineLoop
+from penstock.workers.engines.base import Engine, EngineInfo, Reservation, VisionEngine, kv_transfer_of
+from penstock.workers.kv_transfer.base import TransferError, Transport
+from penstock.workers.kv_transfer.handoff.ledger import Ledger
+from penstock.workers.kv_transfer.handoff.owner import Owner
+from penstock.workers.kv_transfer.handoff.peer_watcher import PeerWatcher
+from penstock.workers.kv_transfer.handoff.reader import Reader
+from penstock.workers.request_runner import SessionContext, StageInput
+from penstock.workers.requests import RunningRequest, next_job, prompt_digests, stamps, ticket_id
 
 log = structlog.get_logger("worker")
 

@@ -4,14 +4,14 @@ import asyncio
 
 import structlog
 
-from configs.settings import WorkerSettings, served_names
-from infra.model import modeldir, servable
-from workers.embedding_runner import EmbeddingRunner
-from workers.engines.embed.base import EmbeddingEngine
-from workers.metrics.worker import Metrics
-from workers.pipeline_thread import PipelineThread
-from workers.process import ProcessEvents
-from workers.request_runner import ServedModel, SessionContext
+from penstock.configs.settings import WorkerSettings, served_names
+from penstock.infra.model import modeldir, servable
+from penstock.workers.embedding_runner import EmbeddingRunner
+from penstock.workers.engines.embed.base import EmbeddingEngine
+from penstock.workers.metrics.worker import Metrics
+from penstock.workers.pipeline_thread import PipelineThread
+from penstock.workers.process import ProcessEvents
+from penstock.workers.request_runner import ServedModel, SessionContext
 
 log = structlog.get_logger("worker")
 
@@ -69,17 +69,17 @@ def build_engine(settings: WorkerSettings) -> EmbeddingEngine:
     """
     engine: EmbeddingEngine
     if settings.engine == "native":
-        from workers.engines.cpu_budget import wait_passively
+        from penstock.workers.engines.cpu_budget import wait_passively
 
         path = modeldir.resolve(settings.model, weights=True)
         if reason := servable.problem(path, "native"):  # before what takes seconds to import
             raise modeldir.ModelError(reason)
         wait_passively()
-        from workers.engines.embed import native
+        from penstock.workers.engines.embed import native
 
         engine = native.from_settings(settings, path)
     elif settings.engine == "mock":
-        from workers.engines.embed import mock
+        from penstock.workers.engines.embed import mock
 
         engine = mock.from_settings(settings, modeldir.resolve(settings.model or str(modeldir.TINY)))
     else:

@@ -14,20 +14,20 @@ from typing import Any, NamedTuple
 
 import structlog
 
-from infra.bus.tasks import end
-from schemas import done, fleet, jobs, requests
-from schemas.control import Ok, Push, Pushed, Release
-from schemas.errors import Code
-from schemas.kv import KvDump
-from schemas.requests import Embedding
-from schemas.tokens import Finish, TokenItem
-from schemas.wire import pack_tokens, unpack_tokens
-from workers.engines.base import RequestError
-from workers.engines.embed.base import EmbeddingEngine, finite, shortened, window
-from workers.engines.embed.inputs import Input, InputQueue
-from workers.pipeline_thread import PipelineThread
-from workers.request_runner import SessionContext, StageInput
-from workers.requests import RunningRequest, admit
+from penstock.infra.bus.tasks import end
+from penstock.schemas import done, fleet, jobs, requests
+from penstock.schemas.control import Ok, Push, Pushed, Release
+from penstock.schemas.errors import Code
+from penstock.schemas.kv import KvDump
+from penstock.schemas.requests import Embedding
+from penstock.schemas.tokens import Finish, TokenItem
+from penstock.schemas.wire import pack_tokens, unpack_tokens
+from penstock.workers.engines.base import RequestError
+from penstock.workers.engines.embed.base import EmbeddingEngine, finite, shortened, window
+from penstock.workers.engines.embed.inputs import Input, InputQueue
+from penstock.workers.pipeline_thread import PipelineThread
+from penstock.workers.request_runner import SessionContext, StageInput
+from penstock.workers.requests import RunningRequest, admit
 
 log = structlog.get_logger("worker")
 
@@ -57,7 +57,7 @@ class _Vectors:
         return not self.missing
 
     def output(self) -> bytes:
-        """As ``schemas.requests.Embedding`` says."""
+        """As ``penstock.schemas.requests.Embedding`` says."""
         return pack_tokens([self.prompt_tokens]) + b"".join(self.vectors)
 
 

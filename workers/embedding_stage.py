@@ -9,18 +9,18 @@ from collections.abc import Callable
 
 import msgspec
 
-from schemas import wire
-from schemas.errors import Code, ServingError
-from schemas.transfer import Encoded, Ticket
-from workers.block_reserver import BlockReserver
-from workers.engine_loop import EngineLoop
-from workers.engines.base import Engine, MediaReservation, RequestError, VisionEngine, vision_of
-from workers.kv_transfer.base import TransferError
-from workers.kv_transfer.handoff.owner import Owner
-from workers.kv_transfer.handoff.reader import Reader
-from workers.media import MediaLoader
-from workers.request_runner import SessionContext
-from workers.requests import RunningRequest, next_job, stamps, ticket_id
+from penstock.schemas import wire
+from penstock.schemas.errors import Code, ServingError
+from penstock.schemas.transfer import Encoded, Ticket
+from penstock.workers.block_reserver import BlockReserver
+from penstock.workers.engine_loop import EngineLoop
+from penstock.workers.engines.base import Engine, MediaReservation, RequestError, VisionEngine, vision_of
+from penstock.workers.kv_transfer.base import TransferError
+from penstock.workers.kv_transfer.handoff.owner import Owner
+from penstock.workers.kv_transfer.handoff.reader import Reader
+from penstock.workers.media import MediaLoader
+from penstock.workers.request_runner import SessionContext
+from penstock.workers.requests import RunningRequest, next_job, stamps, ticket_id
 
 
 class EmbeddingStage:

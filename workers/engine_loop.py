@@ -14,10 +14,10 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from workers.block_waits import BlockWait, BlockWaitQueue
-from workers.engines.base import Engine, EngineError, RequestError, SequenceRequest
-from workers.sequence_state import CacheSnapshot, Flush, SequenceState
-from workers.step_output import StepOutput
+from penstock.workers.block_waits import BlockWait, BlockWaitQueue
+from penstock.workers.engines.base import Engine, EngineError, RequestError, SequenceRequest
+from penstock.workers.sequence_state import CacheSnapshot, Flush, SequenceState
+from penstock.workers.step_output import StepOutput
 
 T = TypeVar("T")
 

@@ -11,8 +11,8 @@ from collections.abc import Callable
 
 import structlog
 
-from workers.engine_loop import EngineLoop
-from workers.engines.base import Engine
+from penstock.workers.engine_loop import EngineLoop
+from penstock.workers.engines.base import Engine
 
 log = structlog.get_logger("engine")
 

@@ -7,11 +7,11 @@ from collections.abc import Callable
 
 import structlog
 
-from schemas import done
-from workers.engine_loop import EngineLoop
-from workers.request_runner import SessionContext
-from workers.requests import RunningRequest
-from workers.sequence_state import Flush, SequenceState
+from penstock.schemas import done
+from penstock.workers.engine_loop import EngineLoop
+from penstock.workers.request_runner import SessionContext
+from penstock.workers.requests import RunningRequest
+from penstock.workers.sequence_state import Flush, SequenceState
 
 log = structlog.get_logger("worker")
 

@@ -7,12 +7,12 @@ from collections.abc import Callable
 
 from nats.errors import Error as NatsError
 
-from infra.bus.connection import Bus
-from infra.bus.puller import IN_PROGRESS
-from schemas.errors import Code
-from workers.outbox import Outbox
-from workers.request_table import RequestTable
-from workers.requests import RunningRequest
+from penstock.infra.bus.connection import Bus
+from penstock.infra.bus.puller import IN_PROGRESS
+from penstock.schemas.errors import Code
+from penstock.workers.outbox import Outbox
+from penstock.workers.request_table import RequestTable
+from penstock.workers.requests import RunningRequest
 
 ACK_WAIT_S = 30.0  # of the session's consumer
 INTERVAL_S = 0.1

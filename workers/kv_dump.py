@@ -3,9 +3,9 @@
 import asyncio
 from typing import Any, NamedTuple
 
-from schemas import kv
-from workers.engine_loop import EngineLoop
-from workers.sequence_state import CacheSnapshot
+from penstock.schemas import kv
+from penstock.workers.engine_loop import EngineLoop
+from penstock.workers.sequence_state import CacheSnapshot
 
 ANSWER_S = 5.0
 EVENT_BYTES = 64  # of an event without its digests

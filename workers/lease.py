@@ -14,11 +14,11 @@ import msgspec
 import structlog
 from nats.errors import Error as NatsError
 
-from infra.bus.connection import Bus
-from infra.bus.direct_get import get_last
-from infra.bus.jetstream import WRONG_LAST_SEQUENCE, PublishReply, decode_publish_reply
-from schemas import fleet, wire
-from schemas.errors import Code, ServingError
+from penstock.infra.bus.connection import Bus
+from penstock.infra.bus.direct_get import get_last
+from penstock.infra.bus.jetstream import WRONG_LAST_SEQUENCE, PublishReply, decode_publish_reply
+from penstock.schemas import fleet, wire
+from penstock.schemas.errors import Code, ServingError
 
 log = structlog.get_logger("lease")
 

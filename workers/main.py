@@ -5,17 +5,17 @@ import sys
 
 import structlog
 
-from configs import logs
-from configs.settings import WorkerSettings
-from infra.metrics.page import PortTaken, check_port
-from infra.model import modeldir, parser_detection
-from schemas.errors import ServingError
-from workers.engines.base import EngineError, NodeLost
-from workers.engines.support import SUPPORT, able
-from workers.extras import install_hint
-from workers.kv_transfer.base import TransportUnavailable
-from workers.metrics.multiprocess import own_directory
-from workers.process import EXIT_CONFIG, EXIT_START, MakeBackend, WorkerProcess
+from penstock.configs import logs
+from penstock.configs.settings import WorkerSettings
+from penstock.infra.metrics.page import PortTaken, check_port
+from penstock.infra.model import modeldir, parser_detection
+from penstock.schemas.errors import ServingError
+from penstock.workers.engines.base import EngineError, NodeLost
+from penstock.workers.engines.support import SUPPORT, able
+from penstock.workers.extras import install_hint
+from penstock.workers.kv_transfer.base import TransportUnavailable
+from penstock.workers.metrics.multiprocess import own_directory
+from penstock.workers.process import EXIT_CONFIG, EXIT_START, MakeBackend, WorkerProcess
 
 log = structlog.get_logger("worker")
 
@@ -31,7 +31,7 @@ def run(settings: WorkerSettings) -> int:
         with own_directory():
             check_nodes(settings)
             if settings.node_rank:
-                from workers import node
+                from penstock.workers import node
 
                 check_settings(settings)
                 return node.run(settings)
@@ -60,15 +60,15 @@ async def _serve(settings: WorkerSettings) -> int:
         check_port(settings.metrics_host, settings.metrics_port)  # before a model is loaded
     make_backend: MakeBackend
     if settings.role == "diffusion":
-        from workers.diffusion_backend import DiffusionBackend
+        from penstock.workers.diffusion_backend import DiffusionBackend
 
         make_backend = DiffusionBackend
     elif settings.role == "embed":
-        from workers.embedding_backend import EmbeddingBackend
+        from penstock.workers.embedding_backend import EmbeddingBackend
 
         make_backend = EmbeddingBackend
     else:
-        from workers.token_backend import TokenBackend
+        from penstock.workers.token_backend import TokenBackend
 
         check_settings(settings)
         parser_detection.prepare(settings.parser_families, settings.reasoning_parser, settings.tool_call_parser)

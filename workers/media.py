@@ -6,12 +6,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 from blake3 import blake3
 
-from infra.bus import object_store
-from infra.bus.connection import Bus
-from infra.bus.memory import MemoryStreams, fetch_medium
-from schemas.errors import Code
-from schemas.requests import GenerateRequest, Media
-from workers.engines.base import RequestError, VisionEngine
+from penstock.infra.bus import object_store
+from penstock.infra.bus.connection import Bus
+from penstock.infra.bus.memory import MemoryStreams, fetch_medium
+from penstock.schemas.errors import Code
+from penstock.schemas.requests import GenerateRequest, Media
+from penstock.workers.engines.base import RequestError, VisionEngine
 
 DECODERS = 2  # one decoded image can take 160 MB (40 M pixels)
 

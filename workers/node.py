@@ -16,17 +16,17 @@ from typing import Any, Protocol, TypeVar
 import structlog
 from prometheus_client import CollectorRegistry
 
-from configs.settings import WorkerSettings
-from infra.engine_args.tree import Tree
-from infra.metrics.page import check_port, serve_page
-from infra.model import modeldir
-from workers.engines.base import EngineError, NodeLost
-from workers.engines.external.guard import Guard, children
-from workers.engines.external.nodes import Follower, Member, place_of
-from workers.metrics.multiprocess import VARIABLE, Merged
-from workers.process import EXIT_CONFIG, EXIT_ENGINE, EXIT_OK, EXIT_START
-from workers.stopping import GRACE_S
-from workers.token_backend import model_path
+from penstock.configs.settings import WorkerSettings
+from penstock.infra.engine_args.tree import Tree
+from penstock.infra.metrics.page import check_port, serve_page
+from penstock.infra.model import modeldir
+from penstock.workers.engines.base import EngineError, NodeLost
+from penstock.workers.engines.external.guard import Guard, children
+from penstock.workers.engines.external.nodes import Follower, Member, place_of
+from penstock.workers.metrics.multiprocess import VARIABLE, Merged
+from penstock.workers.process import EXIT_CONFIG, EXIT_ENGINE, EXIT_OK, EXIT_START
+from penstock.workers.stopping import GRACE_S
+from penstock.workers.token_backend import model_path
 
 log = structlog.get_logger("worker")
 
@@ -71,10 +71,10 @@ def run(settings: WorkerSettings) -> int:
 
 def _node(settings: WorkerSettings, path: Path) -> Node:
     if settings.engine == "vllm":
-        from workers.engines.vllm.node import Node as VllmNode
+        from penstock.workers.engines.vllm.node import Node as VllmNode
 
         return VllmNode(settings, path)
-    from workers.engines.sglang.node import Node as SglangNode
+    from penstock.workers.engines.sglang.node import Node as SglangNode
 
     return SglangNode(settings, path)
 

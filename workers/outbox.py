@@ -14,10 +14,10 @@ from collections.abc import Callable
 
 import msgspec
 
-from infra.bus.connection import Bus
-from schemas.errors import Code, ServingError
-from schemas.subjects import HEADER_MSG_ID
-from workers.unconfirmed import Unconfirmed
+from penstock.infra.bus.connection import Bus
+from penstock.schemas.errors import Code, ServingError
+from penstock.schemas.subjects import HEADER_MSG_ID
+from penstock.workers.unconfirmed import Unconfirmed
 
 KEEP_S = 5.0
 LIMIT_BYTES = 64 << 20

@@ -16,22 +16,22 @@ from typing import Any, NamedTuple
 
 import structlog
 
-from infra.bus.memory import put_file
-from infra.bus.object_store import put
-from infra.bus.tasks import end
-from schemas import done, fleet, jobs, requests
-from schemas.control import Ok, Push, Pushed, Release
-from schemas.errors import Code, ServingError
-from schemas.kv import KvDump
-from schemas.requests import Diffusion
-from schemas.tokens import File, Finish, TokenItem
-from workers.engines.base import RequestError
-from workers.engines.diffusion.base import DiffusionEngine, Interrupted
-from workers.engines.diffusion.encode import encode, media_type
-from workers.pipeline_thread import PipelineThread
-from workers.request_runner import SessionContext, StageInput
-from workers.requests import RunningRequest, admit
-from workers.sequence_state import SequenceState
+from penstock.infra.bus.memory import put_file
+from penstock.infra.bus.object_store import put
+from penstock.infra.bus.tasks import end
+from penstock.schemas import done, fleet, jobs, requests
+from penstock.schemas.control import Ok, Push, Pushed, Release
+from penstock.schemas.errors import Code, ServingError
+from penstock.schemas.kv import KvDump
+from penstock.schemas.requests import Diffusion
+from penstock.schemas.tokens import File, Finish, TokenItem
+from penstock.workers.engines.base import RequestError
+from penstock.workers.engines.diffusion.base import DiffusionEngine, Interrupted
+from penstock.workers.engines.diffusion.encode import encode, media_type
+from penstock.workers.pipeline_thread import PipelineThread
+from penstock.workers.request_runner import SessionContext, StageInput
+from penstock.workers.requests import RunningRequest, admit
+from penstock.workers.sequence_state import SequenceState
 
 log = structlog.get_logger("worker")
 

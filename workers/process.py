@@ -15,25 +15,25 @@ import structlog
 from faststream import FastStream
 from faststream.nats import NatsMessage
 
-from configs.settings import WorkerSettings
-from infra.bus import loop_lag
-from infra.bus.connection import Bus, connect
-from infra.bus.faststream_app import OwnConnection, raw
-from infra.bus.publisher import Publisher
-from infra.bus.tasks import count_tasks
-from infra.metrics.page import serve_page
-from infra.metrics.scope import process_scope
-from schemas import control, wire
-from schemas.subjects import Subjects
-from workers.crash_journal import CrashJournal, End, returns, state_folder
-from workers.engines.base import NodeLost
-from workers.engines.external.metrics import NativeSeries
-from workers.metrics import user
-from workers.metrics.multiprocess import VARIABLE, Merged
-from workers.metrics.worker import Metrics
-from workers.request_runner import RequestRunner, ServedModel, SessionContext
-from workers.session import WorkerSession
-from workers.stopping import EndProcess, StoppedEarly, Stopping
+from penstock.configs.settings import WorkerSettings
+from penstock.infra.bus import loop_lag
+from penstock.infra.bus.connection import Bus, connect
+from penstock.infra.bus.faststream_app import OwnConnection, raw
+from penstock.infra.bus.publisher import Publisher
+from penstock.infra.bus.tasks import count_tasks
+from penstock.infra.metrics.page import serve_page
+from penstock.infra.metrics.scope import process_scope
+from penstock.schemas import control, wire
+from penstock.schemas.subjects import Subjects
+from penstock.workers.crash_journal import CrashJournal, End, returns, state_folder
+from penstock.workers.engines.base import NodeLost
+from penstock.workers.engines.external.metrics import NativeSeries
+from penstock.workers.metrics import user
+from penstock.workers.metrics.multiprocess import VARIABLE, Merged
+from penstock.workers.metrics.worker import Metrics
+from penstock.workers.request_runner import RequestRunner, ServedModel, SessionContext
+from penstock.workers.session import WorkerSession
+from penstock.workers.stopping import EndProcess, StoppedEarly, Stopping
 
 log = structlog.get_logger("worker")
 

@@ -4,14 +4,14 @@ import time
 
 import structlog
 
-from infra.bus.connection import Bus
-from infra.bus.publisher import Publisher
-from schemas import done, kv, summary, wire
-from schemas.subjects import HEADER_NO_STORE, HEADER_SUMMARY
-from schemas.tokens import TokenBatch, TokenItem
-from workers.metrics.worker import Metrics
-from workers.outbox import Outbox
-from workers.requests import RunningRequest, terminal
+from penstock.infra.bus.connection import Bus
+from penstock.infra.bus.publisher import Publisher
+from penstock.schemas import done, kv, summary, wire
+from penstock.schemas.subjects import HEADER_NO_STORE, HEADER_SUMMARY
+from penstock.schemas.tokens import TokenBatch, TokenItem
+from penstock.workers.metrics.worker import Metrics
+from penstock.workers.outbox import Outbox
+from penstock.workers.requests import RunningRequest, terminal
 
 log = structlog.get_logger("worker")
 

@@ -8,23 +8,23 @@ from typing import Any, Protocol
 
 import msgspec
 
-from configs.settings import WorkerSettings
-from infra.bus.connection import Bus
-from infra.bus.memory import MemoryStreams
-from infra.bus.publisher import Publisher
-from infra.bus.tasks import Tasks
-from infra.model.detokenizer import Detokenizer
-from schemas import fleet, jobs, requests
-from schemas.control import Ok, Push, Pushed, Release
-from schemas.kv import KvDump
-from schemas.transfer import Encoded, Prefilled
-from workers.lease import Lease
-from workers.metrics.worker import Metrics
-from workers.outbox import Outbox
-from workers.reporter import Reporter
-from workers.request_table import RequestTable
-from workers.requests import RunningRequest
-from workers.terminal_events import TerminalEvents
+from penstock.configs.settings import WorkerSettings
+from penstock.infra.bus.connection import Bus
+from penstock.infra.bus.memory import MemoryStreams
+from penstock.infra.bus.publisher import Publisher
+from penstock.infra.bus.tasks import Tasks
+from penstock.infra.model.detokenizer import Detokenizer
+from penstock.schemas import fleet, jobs, requests
+from penstock.schemas.control import Ok, Push, Pushed, Release
+from penstock.schemas.kv import KvDump
+from penstock.schemas.transfer import Encoded, Prefilled
+from penstock.workers.lease import Lease
+from penstock.workers.metrics.worker import Metrics
+from penstock.workers.outbox import Outbox
+from penstock.workers.reporter import Reporter
+from penstock.workers.request_table import RequestTable
+from penstock.workers.requests import RunningRequest
+from penstock.workers.terminal_events import TerminalEvents
 
 StageInput = Prefilled | Encoded
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from enum import Enum, auto
 from typing import Any
 
-from workers.requests import RunningRequest
+from penstock.workers.requests import RunningRequest
 
 LONGEST_REASON = 200  # characters of why a request was cancelled
 REMEMBERED = 20_000  # ended and cancelled requests each

@@ -5,17 +5,17 @@ from typing import Any
 
 import msgspec
 
-from infra.model.detokenizer import Detokenizer
-from infra.model.parsers.registry import stop_search
-from schemas import blocks, done, wire
-from schemas.errors import Code
-from schemas.jobs import ALONE, Job, Stage, rank_of
-from schemas.requests import CONSTRAINT_MARKS, GenerateRequest, Sampling, Stop
-from schemas.tokens import Finish, Logprob, carried
-from schemas.trace import Stamps, headers, stage_name
-from schemas.transfer import Ticket
-from workers.engines.base import HeldPrompt, MediaReservation, MediaSpan, Reservation, SequenceRequest
-from workers.sequence_state import SequenceState
+from penstock.infra.model.detokenizer import Detokenizer
+from penstock.infra.model.parsers.registry import stop_search
+from penstock.schemas import blocks, done, wire
+from penstock.schemas.errors import Code
+from penstock.schemas.jobs import ALONE, Job, Stage, rank_of
+from penstock.schemas.requests import CONSTRAINT_MARKS, GenerateRequest, Sampling, Stop
+from penstock.schemas.tokens import Finish, Logprob, carried
+from penstock.schemas.trace import Stamps, headers, stage_name
+from penstock.schemas.transfer import Ticket
+from penstock.workers.engines.base import HeldPrompt, MediaReservation, MediaSpan, Reservation, SequenceRequest
+from penstock.workers.sequence_state import SequenceState
 
 
 class RunningRequest(msgspec.Struct, eq=False):

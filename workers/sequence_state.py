@@ -4,10 +4,10 @@ from array import array
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from infra.model.detokenizer import StopSearch
-from schemas import kv, wire
-from schemas.tokens import PROMPT, Finish, Logprob, TokenItem
-from workers.engines.base import HeldPrompt, Measured
+from penstock.infra.model.detokenizer import StopSearch
+from penstock.schemas import kv, wire
+from penstock.schemas.tokens import PROMPT, Finish, Logprob, TokenItem
+from penstock.workers.engines.base import HeldPrompt, Measured
 
 PROMPT_ITEM_BYTES = 32_768  # of one item with prompt logprobs; below any broker's message limit
 

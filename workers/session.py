@@ -17,30 +17,30 @@ import structlog
 from nats.errors import Error as NatsError
 from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy
 
-from configs.settings import WorkerSettings
-from infra.bus.connection import Bus
-from infra.bus.consumers import make_again
-from infra.bus.loop_lag import TimeSlice
-from infra.bus.memory import ContentReader, MemoryStreams, fetch
-from infra.bus.publisher import Publisher
-from infra.bus.puller import ACK, TERM, Puller
-from schemas import contents, fleet, jobs, requests
-from schemas.control import Ok, Push, Pushed, Release
-from schemas.errors import Code, ServingError
-from schemas.kv import KvDump
-from schemas.subjects import HEADER_PART
-from schemas.trace import wanted
-from workers import housekeeping
-from workers.crash_journal import CrashJournal
-from workers.housekeeping import Housekeeping
-from workers.lease import Lease
-from workers.metrics.worker import Metrics
-from workers.outbox import Outbox
-from workers.reporter import Reporter
-from workers.request_runner import RequestRunner, ServedModel, SessionContext, StageInput
-from workers.request_table import Admission, RequestTable
-from workers.requests import RunningRequest
-from workers.terminal_events import SETTLE_S, TerminalEvents
+from penstock.configs.settings import WorkerSettings
+from penstock.infra.bus.connection import Bus
+from penstock.infra.bus.consumers import make_again
+from penstock.infra.bus.loop_lag import TimeSlice
+from penstock.infra.bus.memory import ContentReader, MemoryStreams, fetch
+from penstock.infra.bus.publisher import Publisher
+from penstock.infra.bus.puller import ACK, TERM, Puller
+from penstock.schemas import contents, fleet, jobs, requests
+from penstock.schemas.control import Ok, Push, Pushed, Release
+from penstock.schemas.errors import Code, ServingError
+from penstock.schemas.kv import KvDump
+from penstock.schemas.subjects import HEADER_PART
+from penstock.schemas.trace import wanted
+from penstock.workers import housekeeping
+from penstock.workers.crash_journal import CrashJournal
+from penstock.workers.housekeeping import Housekeeping
+from penstock.workers.lease import Lease
+from penstock.workers.metrics.worker import Metrics
+from penstock.workers.outbox import Outbox
+from penstock.workers.reporter import Reporter
+from penstock.workers.request_runner import RequestRunner, ServedModel, SessionContext, StageInput
+from penstock.workers.request_table import Admission, RequestTable
+from penstock.workers.requests import RunningRequest
+from penstock.workers.terminal_events import SETTLE_S, TerminalEvents
 
 log = structlog.get_logger("worker")
 

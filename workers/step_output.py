@@ -2,11 +2,11 @@
 
 from typing import Any
 
-from schemas import kv
-from schemas.errors import Code
-from schemas.tokens import Finish
-from workers.engines.base import Engine, HeldPrompt, Scored, StepResult
-from workers.sequence_state import Flush, RankEvents, SequenceState, prompt_items, token_item
+from penstock.schemas import kv
+from penstock.schemas.errors import Code
+from penstock.schemas.tokens import Finish
+from penstock.workers.engines.base import Engine, HeldPrompt, Scored, StepResult
+from penstock.workers.sequence_state import Flush, RankEvents, SequenceState, prompt_items, token_item
 
 
 class StepOutput:

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import structlog
 
-from schemas.control import HURRY
+from penstock.schemas.control import HURRY
 
 log = structlog.get_logger("worker")
 

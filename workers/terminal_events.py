@@ -10,15 +10,15 @@ from typing import Any
 
 import structlog
 
-from infra.bus.connection import Bus
-from infra.bus.loop_lag import TurnBudget
-from infra.bus.puller import ACK
-from infra.bus.tasks import Tasks, as_serving_error
-from schemas.errors import Code
-from schemas.tokens import WHOLE_REQUEST, Finish, TokenItem
-from workers.reporter import Reporter
-from workers.request_table import RequestTable
-from workers.requests import RunningRequest
+from penstock.infra.bus.connection import Bus
+from penstock.infra.bus.loop_lag import TurnBudget
+from penstock.infra.bus.puller import ACK
+from penstock.infra.bus.tasks import Tasks, as_serving_error
+from penstock.schemas.errors import Code
+from penstock.schemas.tokens import WHOLE_REQUEST, Finish, TokenItem
+from penstock.workers.reporter import Reporter
+from penstock.workers.request_table import RequestTable
+from penstock.workers.requests import RunningRequest
 
 log = structlog.get_logger("worker")
 

@@ -9,21 +9,21 @@ from pathlib import Path
 
 import structlog
 
-from configs.settings import WorkerSettings, served_names
-from infra.bus import loop_lag
-from infra.model import modeldir, parser_detection, servable
-from infra.model.embedding_model import is_encoder
-from infra.model.weight_files import elsewhere
-from schemas import blocks
-from schemas.transfer import Endpoint
-from workers.engine_loop import EngineLoop
-from workers.engine_thread import EngineThread
-from workers.engines.base import Engine, EngineError, EngineInfo, Grammars, VisionEngine
-from workers.kv_transfer.base import Transport, TransportUnavailable
-from workers.metrics.worker import Metrics
-from workers.process import ProcessEvents
-from workers.request_runner import ServedModel, SessionContext
-from workers.token_runner import TokenRunner
+from penstock.configs.settings import WorkerSettings, served_names
+from penstock.infra.bus import loop_lag
+from penstock.infra.model import modeldir, parser_detection, servable
+from penstock.infra.model.embedding_model import is_encoder
+from penstock.infra.model.weight_files import elsewhere
+from penstock.schemas import blocks
+from penstock.schemas.transfer import Endpoint
+from penstock.workers.engine_loop import EngineLoop
+from penstock.workers.engine_thread import EngineThread
+from penstock.workers.engines.base import Engine, EngineError, EngineInfo, Grammars, VisionEngine
+from penstock.workers.kv_transfer.base import Transport, TransportUnavailable
+from penstock.workers.metrics.worker import Metrics
+from penstock.workers.process import ProcessEvents
+from penstock.workers.request_runner import ServedModel, SessionContext
+from penstock.workers.token_runner import TokenRunner
 
 log = structlog.get_logger("worker")
 
@@ -65,7 +65,7 @@ class TokenBackend:
             engine = build_engine(settings, path, asked)
             if settings.event_plane == "nats":
                 return engine
-            from workers.engines.events.relay import start_relay
+            from penstock.workers.engines.events.relay import start_relay
 
             return start_relay(engine, settings, blocks.root(described.revision), self._engine_loop.wake)
 
@@ -134,7 +134,7 @@ class TokenBackend:
             log.warning("transfer_agent_renewed", agent=endpoint.agent)
             asyncio.run_coroutine_threadsafe(self._events.registration_changed(), self._loop)
 
-        from workers.kv_transfer.opening import open_transport
+        from penstock.workers.kv_transfer.opening import open_transport
 
         pools = await asyncio.wrap_future(self._engine_loop.call(lambda engine: engine.memory()))
         try:
@@ -173,7 +173,7 @@ def model_path(settings: WorkerSettings) -> Path:
     if settings.engine in ("trtllm", "vllm", "sglang") and (unreadable := elsewhere(path)):
         raise modeldir.ModelError(
             f"{path} has weights in {min(unreadable)}, which only --engine native reads; write a copy that has all of "
-            f"them: python -m infra.demo_model.shared_weights join {path} COPY"
+            f"them: python -m penstock.infra.demo_model.shared_weights join {path} COPY"
         )
     if settings.engine != "mock" and (reason := servable.problem(path, settings.engine)):
         raise modeldir.ModelError(reason)
@@ -189,29 +189,29 @@ def build_engine(settings: WorkerSettings, path: Path, asked: Callable[[], None]
     began = time.monotonic()
     engine: Engine
     if settings.engine == "mock":
-        from workers.engines import mock
+        from penstock.workers.engines import mock
 
         build = mock.encoder_from_settings if settings.role == "encode" else mock.from_settings
         engine = build(settings, path)
     elif settings.engine == "trtllm":
-        from workers.engines import trtllm
+        from penstock.workers.engines import trtllm
 
         if settings.role == "encode":
             engine = trtllm.encoder_from_settings(settings, path)
         else:
-            from workers.engines.logits import trtllm_processors
+            from penstock.workers.engines.logits import trtllm_processors
 
             engine = trtllm.from_settings(settings, path, trtllm_processors.from_settings(settings, path))
     elif settings.engine == "vllm":
-        from workers.engines import vllm
+        from penstock.workers.engines import vllm
 
         engine = vllm.from_settings(settings, path, asked)
     elif settings.engine == "sglang":
-        from workers.engines import sglang
+        from penstock.workers.engines import sglang
 
         engine = sglang.from_settings(settings, path, asked)
     else:
-        from workers.engines import native
+        from penstock.workers.engines import native
 
         make = native.encoder_from_settings if settings.role == "encode" else native.from_settings
         engine = make(settings, path)

@@ -1,4 +1,4 @@
-"""How fast a worker's tokens come, and what its engine spends on them: what ``schemas.pace`` compares. Pure.
+"""How fast a worker's tokens come, and what its engine spends on them: what ``penstock.schemas.pace`` compares. Pure.
 
 Requests that run are looked at about once a second, and when they end, so that nothing is added to a token's way, and a
 worker that is slow is known before its first answer ends.
@@ -6,9 +6,9 @@ worker that is slow is known before its first answer ends.
 
 from collections.abc import Iterable
 
-from schemas.pace import PREFILL
-from workers.requests import RunningRequest
-from workers.sequence_state import SequenceState
+from penstock.schemas.pace import PREFILL
+from penstock.workers.requests import RunningRequest
+from penstock.workers.sequence_state import SequenceState
 
 LOOK_S = 1.0
 WINDOW_S = 30.0  # the measure is of this window and of the one before it

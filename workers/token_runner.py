@@ -14,17 +14,17 @@ from typing import Any
 
 import msgspec
 
-from infra.bus.tasks import end
-from infra.model.constraint_trials import CPU_S, ConstraintTrials, Trial, TrialsBusy
-from infra.model.fair_queue import QueueLimits
-from schemas import done, fleet, jobs, kv, requests
-from schemas.control import Ok, Push, Pushed, Release
-from schemas.errors import Code
-from schemas.tokens import Finish, TokenItem
-from schemas.transfer import Endpoint, Memory, Prefilled
-from workers.disaggregation import DisaggCoordinator
-from workers.engine_loop import EngineLoop
-from workers.engines.base import (
+from penstock.infra.bus.tasks import end
+from penstock.infra.model.constraint_trials import CPU_S, ConstraintTrials, Trial, TrialsBusy
+from penstock.infra.model.fair_queue import QueueLimits
+from penstock.schemas import done, fleet, jobs, kv, requests
+from penstock.schemas.control import Ok, Push, Pushed, Release
+from penstock.schemas.errors import Code
+from penstock.schemas.tokens import Finish, TokenItem
+from penstock.schemas.transfer import Endpoint, Memory, Prefilled
+from penstock.workers.disaggregation import DisaggCoordinator
+from penstock.workers.engine_loop import EngineLoop
+from penstock.workers.engines.base import (
     Engine,
     EngineError,
     EngineInfo,
@@ -37,14 +37,14 @@ from workers.engines.base import (
     kv_transfer_of,
     vision_of,
 )
-from workers.flush_publisher import FlushPublisher
-from workers.kv_dump import Dumper
-from workers.kv_transfer.base import Transport
-from workers.request_runner import SessionContext, StageInput
-from workers.requests import RunningRequest, admit, already_over, sequence_requests
-from workers.sequence_state import SequenceState
-from workers.terminal_events import SETTLE_S
-from workers.token_pace import TokenPace
+from penstock.workers.flush_publisher import FlushPublisher
+from penstock.workers.kv_dump import Dumper
+from penstock.workers.kv_transfer.base import Transport
+from penstock.workers.request_runner import SessionContext, StageInput
+from penstock.workers.requests import RunningRequest, admit, already_over, sequence_requests
+from penstock.workers.sequence_state import SequenceState
+from penstock.workers.terminal_events import SETTLE_S
+from penstock.workers.token_pace import TokenPace
 
 QUEUE_SHARE = 0.25  # jobs taken beyond the slots, so that a freed slot has work at once
 IDLE_STATS_S = 0.5  # between two looks at an engine that makes no steps; registrations are renewed less often

@@ -7,9 +7,9 @@ during an election (4 to 9 s) is lost silently. So each message asks for an ackn
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from infra.bus.connection import Bus
-from infra.bus.jetstream import decode_publish_reply
-from schemas.subjects import HEADER_MSG_ID
+from penstock.infra.bus.connection import Bus
+from penstock.infra.bus.jetstream import decode_publish_reply
+from penstock.schemas.subjects import HEADER_MSG_ID
 
 RESEND_S = 0.5
 

@@ -7,8 +7,8 @@ that those which lie idle at other gateways are few.
 
 from typing import NamedTuple
 
-from gateway.access.ledger import CHARGED_S, HOLD_NS, SPEND_S, Amount, charged, free, holding
-from schemas.budgets import Ledger
+from penstock.gateway.access.ledger import CHARGED_S, HOLD_NS, SPEND_S, Amount, charged, free, holding
+from penstock.schemas.budgets import Ledger
 
 SPARE = 16
 RENEW_NS = HOLD_NS // 3

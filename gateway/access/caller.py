@@ -5,10 +5,10 @@ from typing import Any
 
 import msgspec
 
-from gateway.openai.prepare_context import PrepareContext
-from schemas.keys import ApiKey
-from schemas.requests import GenerateRequest
-from schemas.subjects import DEFAULT_TENANT
+from penstock.gateway.openai.prepare_context import PrepareContext
+from penstock.schemas.keys import ApiKey
+from penstock.schemas.requests import GenerateRequest
+from penstock.schemas.subjects import DEFAULT_TENANT
 
 CALLER = "penstock.caller"  # in the ASGI scope of a request
 

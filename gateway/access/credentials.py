@@ -6,7 +6,7 @@ this gateway might each believe another one.
 
 from collections.abc import Iterable
 
-from schemas.errors import Code, ServingError
+from penstock.schemas.errors import Code, ServingError
 
 AUTHORIZATION, API_KEY = b"authorization", b"x-api-key"
 _SCHEME = b"bearer "

@@ -2,13 +2,13 @@
 
 from collections.abc import Mapping
 
-from gateway.access.caller import ANYONE, Caller
-from gateway.access.credentials import refused
-from schemas.audit import AuditEntry
-from schemas.errors import ServingError
-from schemas.keys import ApiKey, digest_of, id_of, matches
-from schemas.subjects import DEFAULT_TENANT
-from schemas.tenants import Limits
+from penstock.gateway.access.caller import ANYONE, Caller
+from penstock.gateway.access.credentials import refused
+from penstock.schemas.audit import AuditEntry
+from penstock.schemas.errors import ServingError
+from penstock.schemas.keys import ApiKey, digest_of, id_of, matches
+from penstock.schemas.subjects import DEFAULT_TENANT
+from penstock.schemas.tenants import Limits
 
 _LIST, _STORED = "/v1/requests", ("/v1/requests/", "/v1/responses/", "/v1/files/")
 _AUDITED_PATH = 200  # characters

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import structlog
 
-from gateway.access.caller import ANYONE, OPERATOR, Caller
-from gateway.access.credentials import presented
-from gateway.access.decision import caller_with, check_valid, find_key
-from gateway.access.table import STALE_S, KeyTable
-from infra.bus.connection import Bus
-from infra.bus.tasks import Tasks
-from schemas.errors import Code, ServingError
-from schemas.tenants import Limits
+from penstock.gateway.access.caller import ANYONE, OPERATOR, Caller
+from penstock.gateway.access.credentials import presented
+from penstock.gateway.access.decision import caller_with, check_valid, find_key
+from penstock.gateway.access.table import STALE_S, KeyTable
+from penstock.infra.bus.connection import Bus
+from penstock.infra.bus.tasks import Tasks
+from penstock.schemas.errors import Code, ServingError
+from penstock.schemas.tenants import Limits
 
 log = structlog.get_logger("gateway")
 

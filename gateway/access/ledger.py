@@ -10,8 +10,8 @@ from collections.abc import Mapping
 
 import msgspec
 
-from schemas.budgets import Holder, Ledger
-from schemas.keys import ApiKey
+from penstock.schemas.budgets import Holder, Ledger
+from penstock.schemas.keys import ApiKey
 
 MINUTE_S = 60
 SPEND_S = 2

@@ -14,18 +14,18 @@ import msgspec
 import structlog
 from nats.errors import Error as NatsError
 
-from gateway.access.account import Account, Reservation
-from gateway.access.ledger import EMPTY, Amount, free, limits_of, seconds_until, seconds_until_reset, taken
-from infra.bus.compare_and_set import compare_and_set
-from infra.bus.connection import Bus
-from infra.bus.direct_get import Entry, get_last
-from infra.bus.jetstream import WRONG_LAST_SEQUENCE
-from infra.bus.log_tail import LogTail
-from infra.bus.tasks import Tasks
-from schemas.budgets import Ledger, decode
-from schemas.errors import Code, ServingError
-from schemas.keys import ApiKey
-from schemas.wire import encode
+from penstock.gateway.access.account import Account, Reservation
+from penstock.gateway.access.ledger import EMPTY, Amount, free, limits_of, seconds_until, seconds_until_reset, taken
+from penstock.infra.bus.compare_and_set import compare_and_set
+from penstock.infra.bus.connection import Bus
+from penstock.infra.bus.direct_get import Entry, get_last
+from penstock.infra.bus.jetstream import WRONG_LAST_SEQUENCE
+from penstock.infra.bus.log_tail import LogTail
+from penstock.infra.bus.tasks import Tasks
+from penstock.schemas.budgets import Ledger, decode
+from penstock.schemas.errors import Code, ServingError
+from penstock.schemas.keys import ApiKey
+from penstock.schemas.wire import encode
 
 log = structlog.get_logger("gateway")
 

@@ -6,16 +6,16 @@ It holds one of the requests at a time until it has ended, whether or not its cl
 
 import asyncio
 
-from gateway.access.caller import Caller
-from gateway.access.limiter import Limiter, Paid
-from gateway.log.find import RequestFinder
-from gateway.log.inflight import InflightRequest
-from gateway.log.records import Records
-from gateway.openai.prepare import PreparedRequest
-from infra.bus.clock import BrokerClock
-from infra.bus.tasks import Tasks
-from schemas.errors import Code, ServingError
-from schemas.requests import GenerateRequest
+from penstock.gateway.access.caller import Caller
+from penstock.gateway.access.limiter import Limiter, Paid
+from penstock.gateway.log.find import RequestFinder
+from penstock.gateway.log.inflight import InflightRequest
+from penstock.gateway.log.records import Records
+from penstock.gateway.openai.prepare import PreparedRequest
+from penstock.infra.bus.clock import BrokerClock
+from penstock.infra.bus.tasks import Tasks
+from penstock.schemas.errors import Code, ServingError
+from penstock.schemas.requests import GenerateRequest
 
 LOOK_S = 1.0
 MISSED = 3  # times that the log has neither a request nor its record: it was deleted, or never stored

@@ -13,13 +13,13 @@ from contextlib import AsyncExitStack
 import msgspec
 import structlog
 
-from infra.bus.connection import Bus
-from infra.bus.direct_get import Entry, get_last
-from infra.bus.log_tail import LogTail
-from infra.bus.tasks import Tasks
-from schemas.errors import ServingError
-from schemas.keys import ApiKey, decode
-from schemas.tenants import check_name
+from penstock.infra.bus.connection import Bus
+from penstock.infra.bus.direct_get import Entry, get_last
+from penstock.infra.bus.log_tail import LogTail
+from penstock.infra.bus.tasks import Tasks
+from penstock.schemas.errors import ServingError
+from penstock.schemas.keys import ApiKey, decode
+from penstock.schemas.tenants import check_name
 
 log = structlog.get_logger("gateway")
 

@@ -11,13 +11,13 @@ import msgspec
 from blake3 import blake3
 from nats.errors import Error as NatsError
 
-from infra.bus.compare_and_set import compare_and_set
-from infra.bus.connection import Bus
-from infra.bus.direct_get import get_last
-from infra.bus.jetstream import WRONG_LAST_SEQUENCE
-from schemas.errors import Code, ServingError
-from schemas.ids import time_of
-from schemas.wire import decoder, encode
+from penstock.infra.bus.compare_and_set import compare_and_set
+from penstock.infra.bus.connection import Bus
+from penstock.infra.bus.direct_get import get_last
+from penstock.infra.bus.jetstream import WRONG_LAST_SEQUENCE
+from penstock.schemas.errors import Code, ServingError
+from penstock.schemas.ids import time_of
+from penstock.schemas.wire import decoder, encode
 
 KEEP_S = 86_400
 STALE_NS = 60_000_000_000  # a request is stored, or given up, long before its claim is this old

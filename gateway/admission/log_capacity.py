@@ -10,12 +10,12 @@ from typing import Any
 import structlog
 from nats.errors import Error as NatsError
 
-from gateway.metrics import Metrics
-from infra.bus.connection import Bus
-from infra.bus.direct_get import get_next
-from infra.bus.stream_fill import FAIR, FULL, WARN, beyond_share
-from infra.bus.stream_watch import StreamWatch
-from schemas.errors import Code, ServingError
+from penstock.gateway.metrics import Metrics
+from penstock.infra.bus.connection import Bus
+from penstock.infra.bus.direct_get import get_next
+from penstock.infra.bus.stream_fill import FAIR, FULL, WARN, beyond_share
+from penstock.infra.bus.stream_watch import StreamWatch
+from penstock.schemas.errors import Code, ServingError
 
 log = structlog.get_logger("gateway")
 

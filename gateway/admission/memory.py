@@ -6,11 +6,11 @@ import time
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from gateway.log.inflight import InflightRequest
-from infra.bus.connection import Bus
-from infra.bus.memory import Fill, MemoryStreams
-from schemas.errors import Code, ServingError
-from schemas.requests import GenerateRequest
+from penstock.gateway.log.inflight import InflightRequest
+from penstock.infra.bus.connection import Bus
+from penstock.infra.bus.memory import Fill, MemoryStreams
+from penstock.schemas.errors import Code, ServingError
+from penstock.schemas.requests import GenerateRequest
 
 LOOK_S = 0.5  # how old sizes may be before some request looks again
 TRUST_S = 1.0  # and while it looks, for the others

@@ -9,15 +9,15 @@ import msgspec
 import structlog
 from nats.js.errors import NotFoundError
 
-from gateway.admission.log_capacity import LogCapacity
-from gateway.admission.queues import QueueLimits, by_model, class_of
-from gateway.log.inflight import InflightRequest
-from gateway.metrics import Metrics
-from infra.bus.connection import Bus
-from infra.bus.direct_get import read
-from schemas.errors import ServingError
-from schemas.requests import Priority
-from schemas.routers import LEASE_S, decode
+from penstock.gateway.admission.log_capacity import LogCapacity
+from penstock.gateway.admission.queues import QueueLimits, by_model, class_of
+from penstock.gateway.log.inflight import InflightRequest
+from penstock.gateway.metrics import Metrics
+from penstock.infra.bus.connection import Bus
+from penstock.infra.bus.direct_get import read
+from penstock.schemas.errors import ServingError
+from penstock.schemas.requests import Priority
+from penstock.schemas.routers import LEASE_S, decode
 
 log = structlog.get_logger("gateway")
 

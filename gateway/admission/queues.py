@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping
 
 import msgspec
 
-from gateway.openai.common import resolve_priority
-from schemas.errors import Code, ServingError
-from schemas.requests import Priority
+from penstock.gateway.openai.common import resolve_priority
+from penstock.schemas.errors import Code, ServingError
+from penstock.schemas.requests import Priority
 
 
 class _Class(msgspec.Struct):

@@ -9,11 +9,11 @@ import time
 import structlog
 from nats.errors import Error as NatsError
 
-from gateway.metrics import Metrics
-from infra.bus.connection import Bus
-from infra.bus.direct_get import get
-from infra.bus.stream_fill import WARN
-from schemas.errors import ServingError
+from penstock.gateway.metrics import Metrics
+from penstock.infra.bus.connection import Bus
+from penstock.infra.bus.direct_get import get
+from penstock.infra.bus.stream_fill import WARN
+from penstock.schemas.errors import ServingError
 
 log = structlog.get_logger("gateway")
 

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 import msgspec
 
-from gateway.anthropic.requests import ContentBlock, ImageSource, InputMessage
-from gateway.openai.errors import invalid, unsupported
-from gateway.openai.requests import ChatMessage, ContentPart, FunctionCall, ToolCall
+from penstock.gateway.anthropic.requests import ContentBlock, ImageSource, InputMessage
+from penstock.gateway.openai.errors import invalid, unsupported
+from penstock.gateway.openai.requests import ChatMessage, ContentPart, FunctionCall, ToolCall
 
 _json = msgspec.json.encode
 

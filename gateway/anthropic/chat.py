@@ -3,16 +3,16 @@
 from collections.abc import Iterable, Sequence, Set
 from typing import Any, NamedTuple
 
-from gateway.anthropic.blocks import Conversation
-from gateway.anthropic.requests import (
+from penstock.gateway.anthropic.blocks import Conversation
+from penstock.gateway.anthropic.requests import (
     CountTokensRequest,
     MessagesRequest,
     MessageTool,
     MessageToolChoice,
     ThinkingConfig,
 )
-from gateway.openai.errors import invalid, unsupported
-from gateway.openai.requests import ChatCompletionRequest, ChatMessage, ResponseFormat, SchemaFormat
+from penstock.gateway.openai.errors import invalid, unsupported
+from penstock.gateway.openai.requests import ChatCompletionRequest, ChatMessage, ResponseFormat, SchemaFormat
 
 NAMES = {
     "stop": "stop_sequences",

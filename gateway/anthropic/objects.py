@@ -4,8 +4,8 @@ from typing import Any, Literal
 
 from msgspec import UNSET, Struct, UnsetType
 
-from gateway.anthropic.requests import THREAD
-from schemas.errors import Code, ServingError
+from penstock.gateway.anthropic.requests import THREAD
+from penstock.schemas.errors import Code, ServingError
 
 StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"]
 
@@ -98,7 +98,7 @@ class ErrorDetails(Struct, frozen=True):
 
 
 class MessageErrorDetail(Struct, frozen=True):
-    """``code`` is a schemas.errors.Code, ``param`` the field with the error."""
+    """``code`` is a penstock.schemas.errors.Code, ``param`` the field with the error."""
 
     type: str
     message: str

@@ -4,15 +4,15 @@ from typing import NamedTuple
 
 import msgspec
 
-from gateway.anthropic.chat import chat_of, counted_chat
-from gateway.anthropic.objects import TokenCount
-from gateway.anthropic.render import ClientBody
-from gateway.anthropic.requests import parse_count, parse_message
-from gateway.openai.places import rename, renamed
-from gateway.openai.prepare import PendingMediaRequest, PreparedRequest, count_prompt, prepare_chat_body
-from gateway.openai.prepare_context import PrepareContext
-from gateway.openai.requests import check_chat
-from schemas.errors import ServingError
+from penstock.gateway.anthropic.chat import chat_of, counted_chat
+from penstock.gateway.anthropic.objects import TokenCount
+from penstock.gateway.anthropic.render import ClientBody
+from penstock.gateway.anthropic.requests import parse_count, parse_message
+from penstock.gateway.openai.places import rename, renamed
+from penstock.gateway.openai.prepare import PendingMediaRequest, PreparedRequest, count_prompt, prepare_chat_body
+from penstock.gateway.openai.prepare_context import PrepareContext
+from penstock.gateway.openai.requests import check_chat
+from penstock.schemas.errors import ServingError
 
 
 class PreparedMessage(NamedTuple):

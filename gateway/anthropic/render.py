@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from gateway.anthropic.objects import (
+from penstock.gateway.anthropic.objects import (
     Block,
     InputDelta,
     Message,
@@ -21,13 +21,13 @@ from gateway.anthropic.objects import (
     ToolUseBlock,
     message_error,
 )
-from gateway.openai.event_writer import EventWriter
-from gateway.openai.responses import UsageBody
-from gateway.openai.segments import Change, Segment, SegmentedAnswer
-from infra.model.detokenizer import Detokenizer
-from schemas.errors import ServingError
-from schemas.requests import GenerateRequest
-from schemas.tokens import TokenItem
+from penstock.gateway.openai.event_writer import EventWriter
+from penstock.gateway.openai.responses import UsageBody
+from penstock.gateway.openai.segments import Change, Segment, SegmentedAnswer
+from penstock.infra.model.detokenizer import Detokenizer
+from penstock.schemas.errors import ServingError
+from penstock.schemas.requests import GenerateRequest
+from penstock.schemas.tokens import TokenItem
 
 PREFIX = "msg_"
 PING = b'event: ping\ndata: {"type":"ping"}\n\n'

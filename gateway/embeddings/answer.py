@@ -1,6 +1,6 @@
 """Token items of an embeddings request become its JSON answer. Pure.
 
-The "tokens" are a count and then float32 values (``schemas.requests.Embedding``).
+The "tokens" are a count and then float32 values (``penstock.schemas.requests.Embedding``).
 """
 
 import base64
@@ -11,10 +11,10 @@ from collections.abc import Iterable, Iterator, Sequence
 import msgspec
 from msgspec import Struct
 
-from gateway.openai.responses import UsageBody, serving_error
-from schemas.errors import Code, ServingError
-from schemas.requests import GenerateRequest
-from schemas.tokens import FAILURES, TokenItem
+from penstock.gateway.openai.responses import UsageBody, serving_error
+from penstock.schemas.errors import Code, ServingError
+from penstock.schemas.requests import GenerateRequest
+from penstock.schemas.tokens import FAILURES, TokenItem
 
 FLOAT_BYTES = 4
 LARGE_BYTES = 65_536  # of vectors; so many are written as JSON in about 1 ms
@@ -47,7 +47,7 @@ class EmbeddingResponse(Struct, frozen=True):
 
 
 class EmbeddingAggregator:
-    """Collects the vectors of one request; see ``gateway.answer_shapes.Aggregator``."""
+    """Collects the vectors of one request; see ``penstock.gateway.answer_shapes.Aggregator``."""
 
     def __init__(self, request: GenerateRequest) -> None:
         assert request.embedding is not None

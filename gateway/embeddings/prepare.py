@@ -7,14 +7,14 @@ text is too long; lists of token ids are checked here.
 from collections.abc import Collection, Mapping, Sequence
 from itertools import chain
 
-from gateway.embeddings.requests import EmbeddingRequest, Inputs, TokenIds, parse_embedding
-from gateway.openai.common import resolve_deadline_s, resolve_priority
-from gateway.openai.errors import invalid, unsupported
-from gateway.openai.prepare import PreparedRequest
-from schemas.errors import Code, ServingError
-from schemas.fleet import Embedder
-from schemas.requests import EMBEDDING, Embedding, GenerateRequest, Stop
-from schemas.wire import pack_tokens
+from penstock.gateway.embeddings.requests import EmbeddingRequest, Inputs, TokenIds, parse_embedding
+from penstock.gateway.openai.common import resolve_deadline_s, resolve_priority
+from penstock.gateway.openai.errors import invalid, unsupported
+from penstock.gateway.openai.prepare import PreparedRequest
+from penstock.schemas.errors import Code, ServingError
+from penstock.schemas.fleet import Embedder
+from penstock.schemas.requests import EMBEDDING, Embedding, GenerateRequest, Stop
+from penstock.schemas.wire import pack_tokens
 
 PATH = "/v1/embeddings"
 _DOCUMENT = ("document", "passage", "corpus")

@@ -6,8 +6,8 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta, Struct
 
-from gateway.openai.common import CommonOptions
-from gateway.openai.errors import decode_body, invalid, unsupported
+from penstock.gateway.openai.common import CommonOptions
+from penstock.gateway.openai.errors import decode_body, invalid, unsupported
 
 MAX_INPUTS = 2048  # as in OpenAI's API
 MAX_TOKENS = 300_000  # of all inputs that are given as token ids, as in OpenAI's API

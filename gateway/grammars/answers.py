@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from gateway.grammars.calls import CallGrammar, Tool
-from gateway.grammars.writer import ANY_TEXT, CannotExpress, GrammarWriter, escaped
-from infra.model.parsers.families import Thoughts
+from penstock.gateway.grammars.calls import CallGrammar, Tool
+from penstock.gateway.grammars.writer import ANY_TEXT, CannotExpress, GrammarWriter, escaped
+from penstock.infra.model.parsers.families import Thoughts
 
 LAYOUT = r"/\n{0,2}/"  # between reasoning and what follows
 ANYTHING = "<[*]>*"

@@ -4,10 +4,10 @@ import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from gateway.grammars.writer import ANY_TEXT, CannotExpress, GrammarWriter
-from infra.model.constraints import quoted
-from infra.model.llguidance_releases import ESCAPES
-from infra.model.schema_kinds import kinds, texts
+from penstock.gateway.grammars.writer import ANY_TEXT, CannotExpress, GrammarWriter
+from penstock.infra.model.constraints import quoted
+from penstock.infra.model.llguidance_releases import ESCAPES
+from penstock.infra.model.schema_kinds import kinds, texts
 
 _TEXT_KEYWORDS = {"type", "enum", "const", "title", "description", "default", "examples", "minLength", "maxLength"}
 _KEY = re.compile(r"[^<>\n=,()\[\]{}\"']{1,128}")

@@ -1,13 +1,13 @@
-"""The grammar of tool calls of each row of the table that ``infra.model.parsers`` reads by."""
+"""The grammar of tool calls of each row of the table that ``penstock.infra.model.parsers`` reads by."""
 
 import html
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from gateway.grammars.arguments import Pieces, by_property
-from gateway.grammars.notation import notation_object
-from gateway.grammars.writer import CannotExpress, GrammarWriter
-from infra.model.parsers.families import CHANNELS, TABLE, Calls
+from penstock.gateway.grammars.arguments import Pieces, by_property
+from penstock.gateway.grammars.notation import notation_object
+from penstock.gateway.grammars.writer import CannotExpress, GrammarWriter
+from penstock.infra.model.parsers.families import CHANNELS, TABLE, Calls
 
 NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 

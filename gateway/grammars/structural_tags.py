@@ -7,8 +7,8 @@ https://xgrammar.mlc.ai/docs/structural_tag/structural_tag_format.html
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from gateway.grammars.writer import ANY_TEXT, CannotExpress, GrammarWriter
-from infra.model.constraints import quoted
+from penstock.gateway.grammars.writer import ANY_TEXT, CannotExpress, GrammarWriter
+from penstock.infra.model.constraints import quoted
 
 MOST_PARTS = 512
 ANY = f"/{ANY_TEXT}/"

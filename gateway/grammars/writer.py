@@ -9,9 +9,9 @@ from typing import Any
 
 import msgspec
 
-from infra.model.constraints import quoted
-from infra.model.llguidance_releases import WHITESPACE
-from infra.model.schema_rewriting import rewritten
+from penstock.infra.model.constraints import quoted
+from penstock.infra.model.llguidance_releases import WHITESPACE
+from penstock.infra.model.schema_rewriting import rewritten
 
 ANY_TEXT = r"(.|\n)*"
 _MALFORMED = (TypeError, ValueError, AttributeError, KeyError, RecursionError)  # what a schema of another form raises

@@ -7,8 +7,8 @@ from typing import Any
 
 import structlog
 
-from gateway.access.caller import ANYONE, CALLER, Caller
-from gateway.http.answers import REQUEST_ID, App, Receive, Scope, Send
+from penstock.gateway.access.caller import ANYONE, CALLER, Caller
+from penstock.gateway.http.answers import REQUEST_ID, App, Receive, Scope, Send
 
 log = structlog.get_logger("gateway.access")
 

@@ -14,29 +14,29 @@ from typing import NamedTuple
 import msgspec
 import structlog
 
-from gateway.access.caller import caller_of
-from gateway.answer_shapes import Aggregator, Renderer, aggregator_for, renderer_for
-from gateway.http.bodies import ClientDisconnected, read_body
-from gateway.http.connections import SCOPE, Connection
-from gateway.http.headers import REQUEST_ID as REQUEST_ID
-from gateway.http.headers import Receive as Receive
-from gateway.http.headers import Scope as Scope
-from gateway.http.headers import Send as Send
-from gateway.http.headers import show_limits, with_header, with_status_of_full
-from gateway.http.idempotency import ClientIds, read_client_ids, submit_once, with_client_id
-from gateway.log.inflight import GOES_ON, InflightRequest
-from gateway.metrics import ModelMetrics
-from gateway.openai.common import MESSAGE
-from gateway.openai.prepare import PreparedRequest
-from gateway.openai.responses import UsageBody, error_body, stopping
-from gateway.option_names import ignored_options, listed
-from gateway.service import Gateway
-from gateway.tracing import from_http_headers, with_trace
-from schemas.errors import Code, ServingError
-from schemas.ids import new_request_id, request_of_answer
-from schemas.requests import GenerateRequest
-from schemas.tokens import TokenItem
-from schemas.wire import TOKEN_BYTES
+from penstock.gateway.access.caller import caller_of
+from penstock.gateway.answer_shapes import Aggregator, Renderer, aggregator_for, renderer_for
+from penstock.gateway.http.bodies import ClientDisconnected, read_body
+from penstock.gateway.http.connections import SCOPE, Connection
+from penstock.gateway.http.headers import REQUEST_ID as REQUEST_ID
+from penstock.gateway.http.headers import Receive as Receive
+from penstock.gateway.http.headers import Scope as Scope
+from penstock.gateway.http.headers import Send as Send
+from penstock.gateway.http.headers import show_limits, with_header, with_status_of_full
+from penstock.gateway.http.idempotency import ClientIds, read_client_ids, submit_once, with_client_id
+from penstock.gateway.log.inflight import GOES_ON, InflightRequest
+from penstock.gateway.metrics import ModelMetrics
+from penstock.gateway.openai.common import MESSAGE
+from penstock.gateway.openai.prepare import PreparedRequest
+from penstock.gateway.openai.responses import UsageBody, error_body, stopping
+from penstock.gateway.option_names import ignored_options, listed
+from penstock.gateway.service import Gateway
+from penstock.gateway.tracing import from_http_headers, with_trace
+from penstock.schemas.errors import Code, ServingError
+from penstock.schemas.ids import new_request_id, request_of_answer
+from penstock.schemas.requests import GenerateRequest
+from penstock.schemas.tokens import TokenItem
+from penstock.schemas.wire import TOKEN_BYTES
 
 log = structlog.get_logger("gateway")
 

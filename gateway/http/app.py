@@ -16,12 +16,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from gateway.access.caller import ANYONE, CALLER, Caller, caller_of
-from gateway.access.decision import audited
-from gateway.anthropic.prepare import count_message
-from gateway.embeddings.prepare import PATH as EMBEDDINGS
-from gateway.http import request_list
-from gateway.http.answers import (
+from penstock.gateway.access.caller import ANYONE, CALLER, Caller, caller_of
+from penstock.gateway.access.decision import audited
+from penstock.gateway.anthropic.prepare import count_message
+from penstock.gateway.embeddings.prepare import PATH as EMBEDDINGS
+from penstock.gateway.http import request_list
+from penstock.gateway.http.answers import (
     INTERNAL,
     App,
     Generations,
@@ -32,28 +32,28 @@ from gateway.http.answers import (
     answer_text,
     send_error,
 )
-from gateway.http.computed import Computed
-from gateway.http.connections import SCOPE, Connection
-from gateway.http.headers import CLIENT_ID, client_id_of, with_header, with_request_id
-from gateway.http.health import health_of
-from gateway.http.home import Home
-from gateway.http.messages import send_message_error
-from gateway.http.prompt_batch import answer_prompts
-from gateway.http.responses import StoredResponses, answer_response
-from gateway.http.status import final_state, status_of
-from gateway.images.endpoints import ImageReattach, answer_images, base_url
-from gateway.images.files import GeneratedFiles
-from gateway.images.prepare import PATHS
-from gateway.openai.common import CHAT, COMPACTION, COMPLETION, MESSAGE, RESPONSE
-from gateway.openai.openapi import document
-from gateway.openai.responses import CancelResponse, error_body, stopping
-from gateway.openai.tokenization import detokenize, tokenize
-from gateway.service import Gateway
-from gateway.text_model import TextModel
-from schemas.errors import Code, ServingError
-from schemas.fleet import Diffuser, Embedder
-from schemas.ids import request_of_answer
-from schemas.requests import EMBEDDING
+from penstock.gateway.http.computed import Computed
+from penstock.gateway.http.connections import SCOPE, Connection
+from penstock.gateway.http.headers import CLIENT_ID, client_id_of, with_header, with_request_id
+from penstock.gateway.http.health import health_of
+from penstock.gateway.http.home import Home
+from penstock.gateway.http.messages import send_message_error
+from penstock.gateway.http.prompt_batch import answer_prompts
+from penstock.gateway.http.responses import StoredResponses, answer_response
+from penstock.gateway.http.status import final_state, status_of
+from penstock.gateway.images.endpoints import ImageReattach, answer_images, base_url
+from penstock.gateway.images.files import GeneratedFiles
+from penstock.gateway.images.prepare import PATHS
+from penstock.gateway.openai.common import CHAT, COMPACTION, COMPLETION, MESSAGE, RESPONSE
+from penstock.gateway.openai.openapi import document
+from penstock.gateway.openai.responses import CancelResponse, error_body, stopping
+from penstock.gateway.openai.tokenization import detokenize, tokenize
+from penstock.gateway.service import Gateway
+from penstock.gateway.text_model import TextModel
+from penstock.schemas.errors import Code, ServingError
+from penstock.schemas.fleet import Diffuser, Embedder
+from penstock.schemas.ids import request_of_answer
+from penstock.schemas.requests import EMBEDDING
 
 log = structlog.get_logger("gateway")
 

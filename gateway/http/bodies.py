@@ -4,9 +4,9 @@ import asyncio
 import contextlib
 import zlib
 
-from gateway.http.headers import Receive, Scope
-from gateway.openai.common import BOM
-from schemas.errors import Code, ServingError
+from penstock.gateway.http.headers import Receive, Scope
+from penstock.gateway.openai.common import BOM
+from penstock.schemas.errors import Code, ServingError
 
 ENCODINGS = ("gzip", "x-gzip", "deflate")
 MOST_MEMBERS = 4_096

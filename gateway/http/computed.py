@@ -6,8 +6,8 @@ from collections.abc import Awaitable, Callable
 import msgspec
 import structlog
 
-from gateway.access.caller import Caller, caller_of
-from gateway.http.answers import (
+from penstock.gateway.access.caller import Caller, caller_of
+from penstock.gateway.http.answers import (
     INTERNAL,
     JSON,
     Receive,
@@ -15,11 +15,11 @@ from gateway.http.answers import (
     Send,
     send_error,
 )
-from gateway.http.bodies import ClientDisconnected, read_body
-from gateway.http.headers import REQUEST_ID
-from gateway.service import Gateway
-from schemas.errors import ServingError
-from schemas.ids import new_request_id
+from penstock.gateway.http.bodies import ClientDisconnected, read_body
+from penstock.gateway.http.headers import REQUEST_ID
+from penstock.gateway.service import Gateway
+from penstock.schemas.errors import ServingError
+from penstock.schemas.ids import new_request_id
 
 log = structlog.get_logger("gateway")
 

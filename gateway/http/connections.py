@@ -18,9 +18,9 @@ from uvicorn import Config
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
-from gateway.openai.responses import error_body
-from infra.bus.loop_lag import TurnBudget
-from schemas.errors import Code, ServingError
+from penstock.gateway.openai.responses import error_body
+from penstock.infra.bus.loop_lag import TurnBudget
+from penstock.schemas.errors import Code, ServingError
 
 SCOPE = "penstock.connection"  # the connection, in the ASGI scope of each of its requests
 LINGER_S = 2.0  # for a client that is refused while it still sends, to read why

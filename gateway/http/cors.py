@@ -7,7 +7,7 @@ import re
 from collections.abc import MutableMapping, Sequence
 from typing import Any
 
-from gateway.http.answers import App, Receive, Scope, Send
+from penstock.gateway.http.answers import App, Receive, Scope, Send
 
 ANY = "*"
 MAX_AGE_S = 600

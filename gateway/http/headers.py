@@ -3,11 +3,11 @@
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from typing import Any
 
-from gateway.access.limiter import Limiter
-from gateway.http.connections import SCOPE, Connection
-from schemas.errors import Code
-from schemas.ids import new_request_id
-from schemas.keys import ApiKey
+from penstock.gateway.access.limiter import Limiter
+from penstock.gateway.http.connections import SCOPE, Connection
+from penstock.schemas.errors import Code
+from penstock.schemas.ids import new_request_id
+from penstock.schemas.keys import ApiKey
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]

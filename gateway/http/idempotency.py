@@ -10,19 +10,19 @@ from typing import NamedTuple
 
 import msgspec
 
-from gateway.admission.idempotency import Claim, claim, digest_of, find_claim
-from gateway.claimed_submission import submit_claimed
-from gateway.http.canonical_json import canonical_json
-from gateway.http.headers import client_id_of
-from gateway.log.inflight import InflightRequest
-from gateway.log.lookup import StoredRequest
-from gateway.openai.common import read_switch
-from gateway.openai.errors import decode_body, unsupported
-from gateway.openai.prepare import PreparedRequest
-from gateway.openai.requests import StreamOptions
-from gateway.service import Gateway
-from schemas.errors import Code, ServingError
-from schemas.ids import time_of
+from penstock.gateway.admission.idempotency import Claim, claim, digest_of, find_claim
+from penstock.gateway.claimed_submission import submit_claimed
+from penstock.gateway.http.canonical_json import canonical_json
+from penstock.gateway.http.headers import client_id_of
+from penstock.gateway.log.inflight import InflightRequest
+from penstock.gateway.log.lookup import StoredRequest
+from penstock.gateway.openai.common import read_switch
+from penstock.gateway.openai.errors import decode_body, unsupported
+from penstock.gateway.openai.prepare import PreparedRequest
+from penstock.gateway.openai.requests import StreamOptions
+from penstock.gateway.service import Gateway
+from penstock.schemas.errors import Code, ServingError
+from penstock.schemas.ids import time_of
 
 KEY, NO_STORE = b"idempotency-key", b"x-penstock-no-store"
 SESSION_IDS = (b"x-session-id", b"x-dynamo-session-id")  # the latter is what agents send that know Dynamo

@@ -2,10 +2,10 @@
 
 import msgspec
 
-from gateway.anthropic.objects import message_error, status_of
-from gateway.http.answers import DISCONNECTED, JSON, REQUEST_ID, Send
-from schemas.errors import ServingError
-from schemas.ids import new_request_id
+from penstock.gateway.anthropic.objects import message_error, status_of
+from penstock.gateway.http.answers import DISCONNECTED, JSON, REQUEST_ID, Send
+from penstock.schemas.errors import ServingError
+from penstock.schemas.ids import new_request_id
 
 _json = msgspec.json.encode
 

@@ -4,8 +4,8 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 
-from gateway.answer_shapes import Aggregator, aggregator_for
-from gateway.http.answers import (
+from penstock.gateway.answer_shapes import Aggregator, aggregator_for
+from penstock.gateway.http.answers import (
     DISCONNECTED,
     HEAD_S,
     JSON,
@@ -18,17 +18,17 @@ from gateway.http.answers import (
     encode_answer,
     id_headers,
 )
-from gateway.http.connections import SCOPE, Connection
-from gateway.http.idempotency import ClientIds
-from gateway.log.inflight import GOES_ON, InflightRequest
-from gateway.openai.errors import unsupported
-from gateway.openai.prepare import PreparedRequest
-from gateway.openai.prompt_batch import BatchRenderer, merge_answers, split_prompts
-from gateway.openai.sse import COMMENT, error_event
-from gateway.service import Gateway
-from infra.model.detokenizer import Detokenizer
-from schemas.errors import ServingError
-from schemas.tokens import TokenItem
+from penstock.gateway.http.connections import SCOPE, Connection
+from penstock.gateway.http.idempotency import ClientIds
+from penstock.gateway.log.inflight import GOES_ON, InflightRequest
+from penstock.gateway.openai.errors import unsupported
+from penstock.gateway.openai.prepare import PreparedRequest
+from penstock.gateway.openai.prompt_batch import BatchRenderer, merge_answers, split_prompts
+from penstock.gateway.openai.sse import COMMENT, error_event
+from penstock.gateway.service import Gateway
+from penstock.infra.model.detokenizer import Detokenizer
+from penstock.schemas.errors import ServingError
+from penstock.schemas.tokens import TokenItem
 
 
 async def answer_prompts(

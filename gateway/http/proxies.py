@@ -7,7 +7,7 @@ trusted proxies have written, from the right.
 import ipaddress
 from collections.abc import Iterable, Sequence
 
-from gateway.http.answers import App, Receive, Scope, Send
+from penstock.gateway.http.answers import App, Receive, Scope, Send
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 FORWARDED_FOR, FORWARDED_PROTO = b"x-forwarded-for", b"x-forwarded-proto"

@@ -6,9 +6,9 @@ from typing import Literal
 
 from msgspec import Struct
 
-from gateway.log.listing import Page
-from schemas.errors import Code, ServingError
-from schemas.summary import STATES, Criteria, RequestSummary, State
+from penstock.gateway.log.listing import Page
+from penstock.schemas.errors import Code, ServingError
+from penstock.schemas.summary import STATES, Criteria, RequestSummary, State
 
 DEFAULT_LIMIT, MAX_LIMIT = 20, 100
 PARAMETERS = ("limit", "after", "model", "state", "since", "until", "tenant", "user", "worker", "code")

@@ -8,8 +8,8 @@ import structlog
 from starlette.requests import Request
 from starlette.responses import Response
 
-from gateway.access.caller import caller_of
-from gateway.http.answers import (
+from penstock.gateway.access.caller import caller_of
+from penstock.gateway.http.answers import (
     JSON,
     AcceptedRequest,
     Receive,
@@ -20,24 +20,24 @@ from gateway.http.answers import (
     id_headers,
     send_error,
 )
-from gateway.http.status import running_progress
-from gateway.log.lookup import StoredRequest
-from gateway.openai.common import RESPONSE
-from gateway.openai.errors import invalid
-from gateway.openai.responses_api.answer import ResponseBuilder
-from gateway.openai.responses_api.objects import DeletedResponse, InputItemList
-from gateway.openai.responses_api.objects import Response as ResponseObject
-from gateway.openai.responses_api.record import PREFIX, input_items, read_stored
-from gateway.openai.responses_api.render import ResponseRenderer, response
-from gateway.openai.responses_api.requests import InputItem
-from gateway.openai.segments import WholeAnswer
-from gateway.service import Gateway
-from infra.model.detokenizer import Detokenizer
-from schemas import done
-from schemas.errors import Code, ServingError
-from schemas.requests import GenerateRequest
-from schemas.tokens import WHOLE_REQUEST
-from schemas.wire import TOKEN_BYTES
+from penstock.gateway.http.status import running_progress
+from penstock.gateway.log.lookup import StoredRequest
+from penstock.gateway.openai.common import RESPONSE
+from penstock.gateway.openai.errors import invalid
+from penstock.gateway.openai.responses_api.answer import ResponseBuilder
+from penstock.gateway.openai.responses_api.objects import DeletedResponse, InputItemList
+from penstock.gateway.openai.responses_api.objects import Response as ResponseObject
+from penstock.gateway.openai.responses_api.record import PREFIX, input_items, read_stored
+from penstock.gateway.openai.responses_api.render import ResponseRenderer, response
+from penstock.gateway.openai.responses_api.requests import InputItem
+from penstock.gateway.openai.segments import WholeAnswer
+from penstock.gateway.service import Gateway
+from penstock.infra.model.detokenizer import Detokenizer
+from penstock.schemas import done
+from penstock.schemas.errors import Code, ServingError
+from penstock.schemas.requests import GenerateRequest
+from penstock.schemas.tokens import WHOLE_REQUEST
+from penstock.schemas.wire import TOKEN_BYTES
 
 log = structlog.get_logger("gateway")
 

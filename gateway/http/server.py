@@ -15,12 +15,12 @@ import structlog
 import uvicorn
 from uvicorn.server import ServerState
 
-from gateway.http.connections import Connection, Limits
-from gateway.http.proxies import TrustedProxies
-from gateway.http.tls import HANDSHAKE_S, Certificate
-from infra.bus.loop_lag import TurnBudget
-from infra.bus.tasks import Tasks, end
-from schemas.errors import Code, ServingError
+from penstock.gateway.http.connections import Connection, Limits
+from penstock.gateway.http.proxies import TrustedProxies
+from penstock.gateway.http.tls import HANDSHAKE_S, Certificate
+from penstock.infra.bus.loop_lag import TurnBudget
+from penstock.infra.bus.tasks import Tasks, end
+from penstock.schemas.errors import Code, ServingError
 
 log = structlog.get_logger("gateway")
 

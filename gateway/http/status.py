@@ -4,21 +4,21 @@ from typing import Literal
 
 import msgspec
 
-from gateway.answer_shapes import Aggregator, aggregator_for
-from gateway.http.answers import encode_answer
-from gateway.images.responses import ImageAggregator
-from gateway.log.completion import LATE_S, last_item
-from gateway.log.find import erased
-from gateway.log.lookup import StoredRequest
-from gateway.log.progress import progress_of
-from gateway.log.records import has_output, is_whole
-from gateway.openai.responses import Status, error_body
-from gateway.service import Gateway
-from schemas import done
-from schemas.control import Progress
-from schemas.errors import Code, ServingError
-from schemas.requests import GenerateRequest
-from schemas.summary import State
+from penstock.gateway.answer_shapes import Aggregator, aggregator_for
+from penstock.gateway.http.answers import encode_answer
+from penstock.gateway.images.responses import ImageAggregator
+from penstock.gateway.log.completion import LATE_S, last_item
+from penstock.gateway.log.find import erased
+from penstock.gateway.log.lookup import StoredRequest
+from penstock.gateway.log.progress import progress_of
+from penstock.gateway.log.records import has_output, is_whole
+from penstock.gateway.openai.responses import Status, error_body
+from penstock.gateway.service import Gateway
+from penstock.schemas import done
+from penstock.schemas.control import Progress
+from penstock.schemas.errors import Code, ServingError
+from penstock.schemas.requests import GenerateRequest
+from penstock.schemas.summary import State
 
 _json = msgspec.json.encode
 

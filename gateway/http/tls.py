@@ -11,7 +11,7 @@ from pathlib import Path
 
 import structlog
 
-from gateway.http.certificate_dates import date_problem
+from penstock.gateway.http.certificate_dates import date_problem
 
 log = structlog.get_logger("gateway")
 

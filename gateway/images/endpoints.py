@@ -3,11 +3,11 @@
 import re
 import time
 
-from gateway.http.answers import AcceptedRequest, Receive, Responder, Scope, Send
-from gateway.images.responder import ImageResponder
-from gateway.images.responses import ImageStreamRenderer
-from gateway.service import Gateway
-from schemas.requests import GenerateRequest
+from penstock.gateway.http.answers import AcceptedRequest, Receive, Responder, Scope, Send
+from penstock.gateway.images.responder import ImageResponder
+from penstock.gateway.images.responses import ImageStreamRenderer
+from penstock.gateway.service import Gateway
+from penstock.schemas.requests import GenerateRequest
 
 _HOST = re.compile(r"[A-Za-z0-9._:\[\]-]{1,255}")
 

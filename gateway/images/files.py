@@ -5,12 +5,12 @@ import re
 from starlette.requests import Request
 from starlette.responses import Response
 
-from gateway.access.caller import caller_of
-from gateway.service import Gateway
-from infra.bus import object_store
-from infra.bus.memory import get_file
-from schemas.errors import Code, ServingError
-from schemas.requests import GenerateRequest
+from penstock.gateway.access.caller import caller_of
+from penstock.gateway.service import Gateway
+from penstock.infra.bus import object_store
+from penstock.infra.bus.memory import get_file
+from penstock.schemas.errors import Code, ServingError
+from penstock.schemas.requests import GenerateRequest
 
 BUCKET = "results"
 MAX_FILE_BYTES = 512 << 20  # held in memory while it is sent

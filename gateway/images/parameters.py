@@ -3,10 +3,10 @@
 import math
 import re
 
-from gateway.images.requests import DiffusionOptions, VideoGenerationRequest
-from gateway.openai.errors import invalid, unsupported
-from schemas.fleet import Diffuser
-from schemas.requests import Diffusion
+from penstock.gateway.images.requests import DiffusionOptions, VideoGenerationRequest
+from penstock.gateway.openai.errors import invalid, unsupported
+from penstock.schemas.fleet import Diffuser
+from penstock.schemas.requests import Diffusion
 
 # format -> longest side in pixels that its files can hold
 MAX_SIDES = {"jpeg": 65_500, "webp": 16_383, "gif": 65_535, "mp4": 16_384}

@@ -5,14 +5,14 @@ Pure but for random numbers. Options that the client leaves open take the pipeli
 
 from collections.abc import Callable, Mapping
 
-from gateway.images.parameters import resolve_parameters
-from gateway.images.requests import parse_image, parse_video
-from gateway.openai.common import random_seed, resolve_deadline_s, resolve_priority, resolve_seed
-from gateway.openai.errors import invalid
-from gateway.openai.prepare import PreparedRequest
-from schemas.errors import Code, ServingError
-from schemas.fleet import Diffuser
-from schemas.requests import GenerateRequest, Stop
+from penstock.gateway.images.parameters import resolve_parameters
+from penstock.gateway.images.requests import parse_image, parse_video
+from penstock.gateway.openai.common import random_seed, resolve_deadline_s, resolve_priority, resolve_seed
+from penstock.gateway.openai.errors import invalid
+from penstock.gateway.openai.prepare import PreparedRequest
+from penstock.schemas.errors import Code, ServingError
+from penstock.schemas.fleet import Diffuser
+from penstock.schemas.requests import GenerateRequest, Stop
 
 IMAGE = "image"  # values of GenerateRequest.endpoint
 VIDEO = "video"

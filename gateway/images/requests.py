@@ -5,8 +5,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, Struct
 
-from gateway.openai.common import CommonOptions
-from gateway.openai.errors import decode_body, unsupported
+from penstock.gateway.openai.common import CommonOptions
+from penstock.gateway.openai.errors import decode_body, unsupported
 
 MAX_PROMPT_CHARS = 32_000  # as in OpenAI's API
 

@@ -2,13 +2,13 @@
 
 import msgspec
 
-from gateway.http.answers import HEAD_S, JSON, REQUEST_ID, IdleTimer, Responder, Send
-from gateway.images.files import read_file
-from gateway.images.responses import ImageAggregator, ImagesResponse, ImageStreamRenderer
-from gateway.log.inflight import GOES_ON, InflightRequest
-from gateway.openai.sse import COMMENT
-from gateway.service import Gateway
-from schemas.errors import ServingError
+from penstock.gateway.http.answers import HEAD_S, JSON, REQUEST_ID, IdleTimer, Responder, Send
+from penstock.gateway.images.files import read_file
+from penstock.gateway.images.responses import ImageAggregator, ImagesResponse, ImageStreamRenderer
+from penstock.gateway.log.inflight import GOES_ON, InflightRequest
+from penstock.gateway.openai.sse import COMMENT
+from penstock.gateway.service import Gateway
+from penstock.schemas.errors import ServingError
 
 _json = msgspec.json.encode
 

@@ -11,11 +11,11 @@ from typing import Literal
 import msgspec
 from msgspec import Struct
 
-from gateway.openai.responses import PromptTokensDetails, UsageBody, serving_error
-from gateway.openai.sse import DONE, error_event, parse_position
-from schemas.errors import ServingError
-from schemas.requests import Diffusion, GenerateRequest
-from schemas.tokens import FAILURES, File, TokenItem
+from penstock.gateway.openai.responses import PromptTokensDetails, UsageBody, serving_error
+from penstock.gateway.openai.sse import DONE, error_event, parse_position
+from penstock.schemas.errors import ServingError
+from penstock.schemas.requests import Diffusion, GenerateRequest
+from penstock.schemas.tokens import FAILURES, File, TokenItem
 
 _json = msgspec.json.encode
 

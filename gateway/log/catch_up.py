@@ -13,13 +13,13 @@ from contextlib import aclosing
 
 import structlog
 
-from gateway.log.inflight import InflightRequest
-from infra.bus.connection import Bus
-from infra.bus.direct_get import Entry, read
-from infra.bus.tasks import Tasks, as_serving_error
-from schemas import tokens
-from schemas.errors import ServingError
-from schemas.streams import CLOCK_SKEW_NS
+from penstock.gateway.log.inflight import InflightRequest
+from penstock.infra.bus.connection import Bus
+from penstock.infra.bus.direct_get import Entry, read
+from penstock.infra.bus.tasks import Tasks, as_serving_error
+from penstock.schemas import tokens
+from penstock.schemas.errors import ServingError
+from penstock.schemas.streams import CLOCK_SKEW_NS
 
 log = structlog.get_logger("gateway")
 

@@ -12,14 +12,14 @@ from collections.abc import Awaitable, Callable, Iterable
 
 import structlog
 
-from gateway.log.inflight import InflightRequest
-from gateway.log.records import Records, has_output
-from infra.bus.memory import lost
-from infra.bus.tasks import Tasks
-from schemas import done
-from schemas.errors import Code, ServingError
-from schemas.requests import GenerateRequest
-from schemas.tokens import WHOLE_REQUEST, Finish, TokenItem
+from penstock.gateway.log.inflight import InflightRequest
+from penstock.gateway.log.records import Records, has_output
+from penstock.infra.bus.memory import lost
+from penstock.infra.bus.tasks import Tasks
+from penstock.schemas import done
+from penstock.schemas.errors import Code, ServingError
+from penstock.schemas.requests import GenerateRequest
+from penstock.schemas.tokens import WHOLE_REQUEST, Finish, TokenItem
 
 log = structlog.get_logger("gateway")
 

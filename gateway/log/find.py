@@ -10,14 +10,14 @@ from contextlib import aclosing
 
 import msgspec
 
-from infra.bus.connection import Bus
-from infra.bus.direct_get import Entry, read
-from schemas import requests
-from schemas.errors import Code, ServingError
-from schemas.ids import time_of
-from schemas.requests import GenerateRequest
-from schemas.streams import CLOCK_SKEW_NS
-from schemas.subjects import request_of
+from penstock.infra.bus.connection import Bus
+from penstock.infra.bus.direct_get import Entry, read
+from penstock.schemas import requests
+from penstock.schemas.errors import Code, ServingError
+from penstock.schemas.ids import time_of
+from penstock.schemas.requests import GenerateRequest
+from penstock.schemas.streams import CLOCK_SKEW_NS
+from penstock.schemas.subjects import request_of
 
 WINDOW_NS = 16_000_000_000  # behind an id's time: by then its request is stored, or was given up
 FAR_NS = 1_200_000_000_000  # either side of it, if the clock that made the id is wrong by minutes

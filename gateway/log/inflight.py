@@ -3,18 +3,18 @@
 An ``InflightRequest`` is filled from the log and drained by the code that answers the client. It owns no task: waiting
 uses a future, and the gateway's periodic sweep ends overdue requests. While its client does not read, a full buffer
 takes no further items: they are in the log, and are read from there once the client continues
-(``gateway.log.catch_up``).
+(``penstock.gateway.log.catch_up``).
 """
 
 import asyncio
 from collections.abc import Callable, Iterable, Iterator
 
-from gateway.access.limiter import Paid
-from infra.bus.loop_lag import TurnBudget
-from schemas.errors import Code, ServingError
-from schemas.reassembly import TokenReassembler
-from schemas.requests import GenerateRequest
-from schemas.tokens import WHOLE_REQUEST, Finish, TokenItem
+from penstock.gateway.access.limiter import Paid
+from penstock.infra.bus.loop_lag import TurnBudget
+from penstock.schemas.errors import Code, ServingError
+from penstock.schemas.reassembly import TokenReassembler
+from penstock.schemas.requests import GenerateRequest
+from penstock.schemas.tokens import WHOLE_REQUEST, Finish, TokenItem
 
 MAX_ITEMS = 2_048  # kept for a client that does not read, of a request with one choice and no log-probabilities
 FEW_ITEMS = 16
@@ -230,7 +230,7 @@ class InflightRequest:
             raise self._error.with_traceback(None)
 
     def complete(self, items: Iterable[TokenItem]) -> None:
-        """Add the missing items from the request's record (``schemas.done.items``)."""
+        """Add the missing items from the request's record (``penstock.schemas.done.items``)."""
         parts = [part for item in items for part in _parts(item)]
         for part in parts:
             if part.finish is not None and part.finish.code:

@@ -11,15 +11,15 @@ from typing import NamedTuple
 
 import msgspec
 
-from gateway.log.progress import Progress
-from gateway.log.records import Records
-from infra.bus.connection import Bus
-from infra.bus.direct_get import Entry, get_next, read, read_backwards
-from schemas import control, done, requests
-from schemas.errors import Code, ServingError
-from schemas.requests import GenerateRequest
-from schemas.streams import CLOCK_SKEW_NS, LONGEST_DEADLINE_S
-from schemas.summary import QUEUED, RUNNING, Criteria, RequestSummary, of_done, of_request
+from penstock.gateway.log.progress import Progress
+from penstock.gateway.log.records import Records
+from penstock.infra.bus.connection import Bus
+from penstock.infra.bus.direct_get import Entry, get_next, read, read_backwards
+from penstock.schemas import control, done, requests
+from penstock.schemas.errors import Code, ServingError
+from penstock.schemas.requests import GenerateRequest
+from penstock.schemas.streams import CLOCK_SKEW_NS, LONGEST_DEADLINE_S
+from penstock.schemas.summary import QUEUED, RUNNING, Criteria, RequestSummary, of_done, of_request
 
 FromLog = Callable[[GenerateRequest], Awaitable[control.Progress]]
 

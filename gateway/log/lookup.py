@@ -7,15 +7,15 @@ from typing import NamedTuple
 
 import msgspec
 
-from gateway.log.find import RequestFinder, erased, unknown
-from gateway.log.records import Records, is_whole, request_of
-from infra.bus.connection import Bus
-from infra.bus.forget import DeletedRequests
-from infra.bus.memory import find_request, lost
-from schemas import done
-from schemas.errors import Code, ServingError
-from schemas.ids import time_of
-from schemas.requests import GenerateRequest
+from penstock.gateway.log.find import RequestFinder, erased, unknown
+from penstock.gateway.log.records import Records, is_whole, request_of
+from penstock.infra.bus.connection import Bus
+from penstock.infra.bus.forget import DeletedRequests
+from penstock.infra.bus.memory import find_request, lost
+from penstock.schemas import done
+from penstock.schemas.errors import Code, ServingError
+from penstock.schemas.ids import time_of
+from penstock.schemas.requests import GenerateRequest
 
 
 class StoredRequest(NamedTuple):

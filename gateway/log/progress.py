@@ -6,10 +6,10 @@ from typing import Any
 import structlog
 from nats.errors import Error as NatsError
 
-from gateway.log.inflight import InflightRequest
-from infra.bus.connection import Bus
-from schemas import control
-from schemas.wire import encode
+from penstock.gateway.log.inflight import InflightRequest
+from penstock.infra.bus.connection import Bus
+from penstock.schemas import control
+from penstock.schemas.wire import encode
 
 log = structlog.get_logger("gateway")
 

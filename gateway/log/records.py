@@ -8,10 +8,10 @@ from collections.abc import Sequence
 import msgspec
 import structlog
 
-from infra.bus.connection import Bus
-from infra.bus.direct_get import get_last, get_last_of
-from schemas import done
-from schemas.requests import GenerateRequest
+from penstock.infra.bus.connection import Bus
+from penstock.infra.bus.direct_get import get_last, get_last_of
+from penstock.schemas import done
+from penstock.schemas.requests import GenerateRequest
 
 log = structlog.get_logger("gateway")
 

@@ -10,10 +10,10 @@ import asyncio
 import msgspec
 from nats.errors import Error as NatsError
 
-from infra.bus.connection import Bus
-from infra.bus.erase import stores
-from infra.bus.tasks import Tasks
-from schemas.errors import Code, ServingError
+from penstock.infra.bus.connection import Bus
+from penstock.infra.bus.erase import stores
+from penstock.infra.bus.tasks import Tasks
+from penstock.schemas.errors import Code, ServingError
 
 QUIET_S = 2.5  # without a new item of a request, before it is asked whether items can be stored
 EVERY_S = 1.0  # between two entries

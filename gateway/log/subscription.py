@@ -3,13 +3,13 @@
 import contextlib
 from collections.abc import Callable, Sequence
 
-from gateway.log.catch_up import CatchUp
-from gateway.log.inflight import InflightRequest
-from infra.bus.connection import Bus
-from infra.bus.direct_get import Entry, get_last
-from infra.bus.log_tail import LogTail
-from infra.bus.tasks import Tasks
-from schemas import tokens
+from penstock.gateway.log.catch_up import CatchUp
+from penstock.gateway.log.inflight import InflightRequest
+from penstock.infra.bus.connection import Bus
+from penstock.infra.bus.direct_get import Entry, get_last
+from penstock.infra.bus.log_tail import LogTail
+from penstock.infra.bus.tasks import Tasks
+from penstock.schemas import tokens
 
 
 class TokenSubscription:

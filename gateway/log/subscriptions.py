@@ -7,11 +7,11 @@ each gateway, this one's too.
 import asyncio
 from collections.abc import Iterable, Sequence
 
-from gateway.log.inflight import InflightRequest
-from gateway.log.subscription import TokenSubscription
-from infra.bus.connection import Bus
-from infra.bus.tasks import Tasks
-from schemas.subjects import MEMORY
+from penstock.gateway.log.inflight import InflightRequest
+from penstock.gateway.log.subscription import TokenSubscription
+from penstock.infra.bus.connection import Bus
+from penstock.infra.bus.tasks import Tasks
+from penstock.schemas.subjects import MEMORY
 
 
 class TokenSubscriptions:

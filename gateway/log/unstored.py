@@ -16,23 +16,23 @@ import msgspec
 import structlog
 from nats.errors import Error as NatsError
 
-from gateway.log.inflight import ITEM_BYTES, InflightRequest
-from gateway.log.memory_ledger import Fronts, MemoryLedger
-from gateway.log.records import Records
-from gateway.log.subscription import TokenSubscription
-from gateway.log.subscriptions import TokenSubscriptions
-from infra.bus import memory
-from infra.bus.connection import Bus
-from infra.bus.jetstream import ApiError
-from infra.bus.memory import MemoryStreams
-from infra.bus.publisher import Ack, Publisher
-from infra.bus.tasks import Tasks
-from schemas import contents
-from schemas.errors import Code, ServingError
-from schemas.requests import GenerateRequest
-from schemas.subjects import MEMORY
-from schemas.tokens import Logprob, TokenBatch, TokenItem
-from schemas.wire import encode
+from penstock.gateway.log.inflight import ITEM_BYTES, InflightRequest
+from penstock.gateway.log.memory_ledger import Fronts, MemoryLedger
+from penstock.gateway.log.records import Records
+from penstock.gateway.log.subscription import TokenSubscription
+from penstock.gateway.log.subscriptions import TokenSubscriptions
+from penstock.infra.bus import memory
+from penstock.infra.bus.connection import Bus
+from penstock.infra.bus.jetstream import ApiError
+from penstock.infra.bus.memory import MemoryStreams
+from penstock.infra.bus.publisher import Ack, Publisher
+from penstock.infra.bus.tasks import Tasks
+from penstock.schemas import contents
+from penstock.schemas.errors import Code, ServingError
+from penstock.schemas.requests import GenerateRequest
+from penstock.schemas.subjects import MEMORY
+from penstock.schemas.tokens import Logprob, TokenBatch, TokenItem
+from penstock.schemas.wire import encode
 
 log = structlog.get_logger("gateway")
 

@@ -2,7 +2,7 @@
 
 import ipaddress
 
-from gateway.media.limits import MediaLimits, MediaRejected
+from penstock.gateway.media.limits import MediaLimits, MediaRejected
 
 _GLOBAL6 = ipaddress.ip_network("2000::/3")
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")

@@ -4,10 +4,10 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from gateway.media.image_header import NotAnImage, kind_of, size_of
-from gateway.media.limits import MediaLimits, MediaRejected
-from gateway.media.orientation import lies_on_its_side
-from schemas.errors import Code
+from penstock.gateway.media.image_header import NotAnImage, kind_of, size_of
+from penstock.gateway.media.limits import MediaLimits, MediaRejected
+from penstock.gateway.media.orientation import lies_on_its_side
+from penstock.schemas.errors import Code
 
 EMBEDDING = "embedding"
 MAX_HEADER = 64 * 1024  # bytes; of a safetensors file with one tensor

@@ -12,9 +12,9 @@ from typing import Any
 
 import httpcore2
 
-from gateway.media.addresses import check_address
-from gateway.media.limits import MediaLimits, MediaRejected, too_large
-from gateway.media.sources import RemoteSource, parse_redirect
+from penstock.gateway.media.addresses import check_address
+from penstock.gateway.media.limits import MediaLimits, MediaRejected, too_large
+from penstock.gateway.media.sources import RemoteSource, parse_redirect
 
 MAX_REDIRECTS = 3
 MAX_ADDRESSES = 4  # of one name that are tried

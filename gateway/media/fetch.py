@@ -9,11 +9,11 @@ import os
 import stat
 from typing import TYPE_CHECKING
 
-from gateway.media.limits import MediaLimits, MediaRejected, too_large
-from gateway.media.sources import InlineSource, LocalSource, decode_inline, parse_source, path_below
+from penstock.gateway.media.limits import MediaLimits, MediaRejected, too_large
+from penstock.gateway.media.sources import InlineSource, LocalSource, decode_inline, parse_source, path_below
 
 if TYPE_CHECKING:
-    from gateway.media.download import Downloader
+    from penstock.gateway.media.download import Downloader
 
 LARGE = 64 * 1024  # characters of base64 from which decoding leaves the event loop
 
@@ -46,7 +46,7 @@ class Fetcher:
 
 def _downloader(limits: MediaLimits) -> "Downloader":
     """Imported when first needed: the HTTP client is an eighth of what a gateway takes to start."""
-    from gateway.media.download import Downloader
+    from penstock.gateway.media.download import Downloader
 
     return Downloader(limits)
 

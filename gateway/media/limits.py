@@ -2,8 +2,8 @@
 
 from typing import NamedTuple
 
-from configs.settings import GatewaySettings
-from schemas.errors import Code, ServingError
+from penstock.configs.settings import GatewaySettings
+from penstock.schemas.errors import Code, ServingError
 
 _MAX_MESSAGE = 600  # characters; a message may quote the client's URL
 

@@ -11,16 +11,16 @@ from collections.abc import Awaitable, Callable, Sequence
 import msgspec
 from blake3 import blake3
 
-from configs.settings import GatewaySettings
-from gateway.media.contents import EMBEDDING, check_image, embedding_tokens
-from gateway.media.fetch import Fetcher
-from gateway.media.limits import MediaLimits, MediaRejected
-from gateway.media.sources import MediaPart
-from gateway.metrics import Metrics
-from infra.bus.connection import Bus
-from infra.bus.object_store import put
-from infra.model.modeldir import Vision
-from schemas.requests import Media
+from penstock.configs.settings import GatewaySettings
+from penstock.gateway.media.contents import EMBEDDING, check_image, embedding_tokens
+from penstock.gateway.media.fetch import Fetcher
+from penstock.gateway.media.limits import MediaLimits, MediaRejected
+from penstock.gateway.media.sources import MediaPart
+from penstock.gateway.metrics import Metrics
+from penstock.infra.bus.connection import Bus
+from penstock.infra.bus.object_store import put
+from penstock.infra.model.modeldir import Vision
+from penstock.schemas.requests import Media
 
 BUCKET = "media"
 SLOTS = 8

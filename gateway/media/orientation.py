@@ -6,7 +6,7 @@ Cameras store an image as their sensor read it, and which way is up beside it.
 from struct import error as _StructError
 from struct import unpack_from
 
-from gateway.media.image_header import MAX_STEPS
+from penstock.gateway.media.image_header import MAX_STEPS
 
 _ORIENTATION = 0x0112
 _SHORT = 3

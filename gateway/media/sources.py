@@ -1,6 +1,6 @@
 """Where a medium is, from the URL that a client writes: inline, in a local folder, or on a host. Pure.
 
-Files and the network are left to ``gateway.media.fetch``, which checks each step with this module.
+Files and the network are left to ``penstock.gateway.media.fetch``, which checks each step with this module.
 """
 
 import binascii
@@ -10,7 +10,7 @@ from pathlib import PurePosixPath
 from typing import NamedTuple
 from urllib.parse import quote, unquote, urljoin, urlsplit
 
-from gateway.media.limits import MediaLimits, MediaRejected, too_large
+from penstock.gateway.media.limits import MediaLimits, MediaRejected, too_large
 
 MAX_URL = 8192  # characters, except of data: URLs
 SLICE = 256 * 1024  # characters of base64

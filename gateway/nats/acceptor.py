@@ -4,17 +4,17 @@ from typing import Any
 
 import msgspec
 
-from gateway.admission.idempotency import claim, digest_of, find_claim
-from gateway.claimed_submission import submit_claimed
-from gateway.nats.delivery import AcceptedRequest, AnswerDelivery
-from gateway.nats.protocol import Origin, parse_headers, shape_of
-from gateway.openai.prepare import PreparedRequest
-from gateway.option_names import ignored_options, listed
-from gateway.service import Gateway
-from gateway.tenants import TenantTable
-from gateway.tracing import from_nats_headers, with_trace
-from schemas.errors import Code, ServingError
-from schemas.requests import GenerateRequest
+from penstock.gateway.admission.idempotency import claim, digest_of, find_claim
+from penstock.gateway.claimed_submission import submit_claimed
+from penstock.gateway.nats.delivery import AcceptedRequest, AnswerDelivery
+from penstock.gateway.nats.protocol import Origin, parse_headers, shape_of
+from penstock.gateway.openai.prepare import PreparedRequest
+from penstock.gateway.option_names import ignored_options, listed
+from penstock.gateway.service import Gateway
+from penstock.gateway.tenants import TenantTable
+from penstock.gateway.tracing import from_nats_headers, with_trace
+from penstock.schemas.errors import Code, ServingError
+from penstock.schemas.requests import GenerateRequest
 
 VALUE_BYTES = 24  # of a float32 as JSON, its comma included, at most
 

@@ -2,12 +2,12 @@
 
 import asyncio
 
-from gateway.nats.acceptor import RequestAcceptor
-from gateway.nats.delivery import AnswerDelivery
-from gateway.nats.services import Services
-from gateway.nats.submissions import Submissions
-from gateway.service import Gateway
-from infra.bus.tasks import Tasks
+from penstock.gateway.nats.acceptor import RequestAcceptor
+from penstock.gateway.nats.delivery import AnswerDelivery
+from penstock.gateway.nats.services import Services
+from penstock.gateway.nats.submissions import Submissions
+from penstock.gateway.service import Gateway
+from penstock.infra.bus.tasks import Tasks
 
 
 class NatsApi:

@@ -4,16 +4,16 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import NamedTuple
 
-from gateway.answer_shapes import aggregator_for
-from gateway.http.answers import account, encode_answer
-from gateway.log.inflight import InflightRequest
-from gateway.log.records import has_output, is_whole
-from gateway.nats.messages import AnswerMessage, StreamMessages, failure
-from gateway.nats.reply_publisher import ReplyPublisher
-from gateway.service import Gateway
-from schemas.done import Done, items
-from schemas.errors import Code, ServingError
-from schemas.requests import GenerateRequest
+from penstock.gateway.answer_shapes import aggregator_for
+from penstock.gateway.http.answers import account, encode_answer
+from penstock.gateway.log.inflight import InflightRequest
+from penstock.gateway.log.records import has_output, is_whole
+from penstock.gateway.nats.messages import AnswerMessage, StreamMessages, failure
+from penstock.gateway.nats.reply_publisher import ReplyPublisher
+from penstock.gateway.service import Gateway
+from penstock.schemas.done import Done, items
+from penstock.schemas.errors import Code, ServingError
+from penstock.schemas.requests import GenerateRequest
 
 RECONNECT_POLL_S = 0.05
 MAX_FINISHED = 4  # finished answers rendered at once: each takes 2 ms in every turn of the event loop

@@ -7,7 +7,7 @@ whenever a choice is preempted or another worker continues it, and the record ha
 from collections import deque
 from collections.abc import Callable, Iterable
 
-from schemas.tokens import PROMPT, Finish, TokenItem
+from penstock.schemas.tokens import PROMPT, Finish, TokenItem
 
 
 class ChoiceInterleaver:

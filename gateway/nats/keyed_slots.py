@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator, Hashable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from schemas.errors import Code, ServingError
+from penstock.schemas.errors import Code, ServingError
 
 
 @dataclass(slots=True)

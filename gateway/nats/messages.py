@@ -1,7 +1,7 @@
 """An answer as numbered messages: 0, 1, 2 … without gaps, the same from every gateway. Pure.
 
 A streamed answer has one message per event that the HTTP API would write, several choices in one fixed order
-(``gateway.nats.interleave``); any other answer is one message.
+(``penstock.gateway.nats.interleave``); any other answer is one message.
 """
 
 from collections.abc import Iterable
@@ -9,16 +9,16 @@ from typing import NamedTuple
 
 import msgspec
 
-from gateway.nats.interleave import ChoiceInterleaver
-from gateway.nats.protocol import STREAM_USAGE
-from gateway.openai.responses import UsageBody, error_body
-from gateway.openai.sse import DONE
-from gateway.openai.stream_renderer import StreamRenderer
-from infra.model.detokenizer import Detokenizer
-from schemas.errors import ServingError
-from schemas.requests import GenerateRequest
-from schemas.subjects import HEADER_ERROR, HEADER_EVENT_ID, HEADER_FINAL, HEADER_RECORD, HEADER_SEQ
-from schemas.tokens import TokenItem
+from penstock.gateway.nats.interleave import ChoiceInterleaver
+from penstock.gateway.nats.protocol import STREAM_USAGE
+from penstock.gateway.openai.responses import UsageBody, error_body
+from penstock.gateway.openai.sse import DONE
+from penstock.gateway.openai.stream_renderer import StreamRenderer
+from penstock.infra.model.detokenizer import Detokenizer
+from penstock.schemas.errors import ServingError
+from penstock.schemas.requests import GenerateRequest
+from penstock.schemas.subjects import HEADER_ERROR, HEADER_EVENT_ID, HEADER_FINAL, HEADER_RECORD, HEADER_SEQ
+from penstock.schemas.tokens import TokenItem
 
 _json = msgspec.json.encode
 

@@ -6,11 +6,11 @@ from typing import NamedTuple
 
 import msgspec
 
-from gateway.openai.common import BOM, CHAT, COMPLETION, read_switch
-from schemas import control
-from schemas.errors import Code, ServingError
-from schemas.requests import EMBEDDING
-from schemas.subjects import DEFAULT_TENANT, HEADER_FROM, HEADER_MSG_ID, HEADER_NO_STORE, HEADER_REPLY_TO
+from penstock.gateway.openai.common import BOM, CHAT, COMPLETION, read_switch
+from penstock.schemas import control
+from penstock.schemas.errors import Code, ServingError
+from penstock.schemas.requests import EMBEDDING
+from penstock.schemas.subjects import DEFAULT_TENANT, HEADER_FROM, HEADER_MSG_ID, HEADER_NO_STORE, HEADER_REPLY_TO
 
 STREAM = "stream"
 STREAM_USAGE = "stream+usage"

@@ -13,9 +13,9 @@ from typing import Any
 
 import msgspec
 
-from gateway.nats.messages import AnswerMessage
-from infra.bus.connection import Bus
-from schemas.subjects import HEADER_IGNORED, HEADER_REQUEST
+from penstock.gateway.nats.messages import AnswerMessage
+from penstock.infra.bus.connection import Bus
+from penstock.schemas.subjects import HEADER_IGNORED, HEADER_REQUEST
 
 INTEREST_S = 5.0  # nats-py's clients reconnect within 2 s of the broker's return
 PROBE_S = 0.1

@@ -11,18 +11,18 @@ import msgspec
 import structlog
 from nats.errors import Error as NatsError
 
-from gateway.admission.idempotency import find_claim
-from gateway.nats.acceptor import RequestAcceptor
-from gateway.nats.delivery import AcceptedRequest, AnswerDelivery
-from gateway.nats.keyed_slots import KeyedSlots
-from gateway.nats.messages import failure
-from gateway.nats.protocol import AnswerQuery, Origin, origin_of, parse_headers, parse_query
-from gateway.nats.reply_publisher import ReplyPublisher
-from gateway.service import Gateway
-from gateway.tenants import TenantTable
-from infra.bus.tasks import Tasks, as_serving_error
-from schemas.errors import Code, ServingError
-from schemas.subjects import DEFAULT_TENANT, token
+from penstock.gateway.admission.idempotency import find_claim
+from penstock.gateway.nats.acceptor import RequestAcceptor
+from penstock.gateway.nats.delivery import AcceptedRequest, AnswerDelivery
+from penstock.gateway.nats.keyed_slots import KeyedSlots
+from penstock.gateway.nats.messages import failure
+from penstock.gateway.nats.protocol import AnswerQuery, Origin, origin_of, parse_headers, parse_query
+from penstock.gateway.nats.reply_publisher import ReplyPublisher
+from penstock.gateway.service import Gateway
+from penstock.gateway.tenants import TenantTable
+from penstock.infra.bus.tasks import Tasks, as_serving_error
+from penstock.schemas.errors import Code, ServingError
+from penstock.schemas.subjects import DEFAULT_TENANT, token
 
 log = structlog.get_logger("gateway")
 

@@ -13,14 +13,14 @@ from typing import Any, NamedTuple
 import structlog
 from nats.errors import Error as NatsError
 
-from gateway.admission.idempotency import Conflict, digest_of
-from gateway.admission.queues import class_of
-from gateway.log.find import unknown
-from gateway.nats.acceptor import RequestAcceptor
-from gateway.nats.delivery import AcceptedRequest, AnswerDelivery
-from gateway.nats.keyed_slots import KeyedSlots
-from gateway.nats.messages import AnswerMessage, failure
-from gateway.nats.protocol import (
+from penstock.gateway.admission.idempotency import Conflict, digest_of
+from penstock.gateway.admission.queues import class_of
+from penstock.gateway.log.find import unknown
+from penstock.gateway.nats.acceptor import RequestAcceptor
+from penstock.gateway.nats.delivery import AcceptedRequest, AnswerDelivery
+from penstock.gateway.nats.keyed_slots import KeyedSlots
+from penstock.gateway.nats.messages import AnswerMessage, failure
+from penstock.gateway.nats.protocol import (
     MAX_MESSAGE_ID,
     Origin,
     SubmitHeaders,
@@ -30,19 +30,19 @@ from gateway.nats.protocol import (
     parse_headers,
     usable_reply_to,
 )
-from gateway.nats.reply_publisher import ReplyPublisher
-from gateway.nats.waiting_line import WaitingLine
-from gateway.openai.responses import stopping
-from gateway.service import Gateway
-from infra.bus.consumers import config_of, make_again
-from infra.bus.erase import Eraser
-from infra.bus.puller import ACK, IN_PROGRESS, NAK, Puller
-from infra.bus.tasks import Tasks, as_serving_error
-from schemas.errors import Code, ServingError
-from schemas.ids import new_request_id
-from schemas.requests import Priority
-from schemas.streams import submissions
-from schemas.subjects import HEADER_MSG_ID
+from penstock.gateway.nats.reply_publisher import ReplyPublisher
+from penstock.gateway.nats.waiting_line import WaitingLine
+from penstock.gateway.openai.responses import stopping
+from penstock.gateway.service import Gateway
+from penstock.infra.bus.consumers import config_of, make_again
+from penstock.infra.bus.erase import Eraser
+from penstock.infra.bus.puller import ACK, IN_PROGRESS, NAK, Puller
+from penstock.infra.bus.tasks import Tasks, as_serving_error
+from penstock.schemas.errors import Code, ServingError
+from penstock.schemas.ids import new_request_id
+from penstock.schemas.requests import Priority
+from penstock.schemas.streams import submissions
+from penstock.schemas.subjects import HEADER_MSG_ID
 
 log = structlog.get_logger("gateway")
 

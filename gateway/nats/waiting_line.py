@@ -7,7 +7,7 @@ that were free meanwhile: with a short queue, most places would stay empty. So s
 import asyncio
 from collections import OrderedDict, deque
 
-from schemas.requests import Priority
+from penstock.schemas.requests import Priority
 
 OF_TENANT = 32  # of each class
 

@@ -6,11 +6,11 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, Struct
 
-from gateway.openai.answer_state import AnswerState, ChoiceState, reasoning_names
-from gateway.openai.json_slices import PLACEHOLDER, encode_fields, encode_list, fill
-from gateway.openai.logprobs import LARGE, LogprobFormatter
-from gateway.openai.prompt_logprobs import PromptEcho
-from gateway.openai.responses import (
+from penstock.gateway.openai.answer_state import AnswerState, ChoiceState, reasoning_names
+from penstock.gateway.openai.json_slices import PLACEHOLDER, encode_fields, encode_list, fill
+from penstock.gateway.openai.logprobs import LARGE, LogprobFormatter
+from penstock.gateway.openai.prompt_logprobs import PromptEcho
+from penstock.gateway.openai.responses import (
     AnswerMessage,
     ChatChoice,
     ChatCompletionResponse,
@@ -19,12 +19,12 @@ from gateway.openai.responses import (
     UsageBody,
     message_of,
 )
-from infra.model.detokenizer import Detokenizer
-from infra.model.parsers.delta_builder import Delta
-from schemas.errors import ServingError
-from schemas.requests import GenerateRequest
-from schemas.tokens import PROMPT, Logprob, TokenItem
-from schemas.wire import unpack_tokens
+from penstock.infra.model.detokenizer import Detokenizer
+from penstock.infra.model.parsers.delta_builder import Delta
+from penstock.schemas.errors import ServingError
+from penstock.schemas.requests import GenerateRequest
+from penstock.schemas.tokens import PROMPT, Logprob, TokenItem
+from penstock.schemas.wire import unpack_tokens
 
 _json = msgspec.json.Encoder().encode
 

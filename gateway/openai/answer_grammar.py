@@ -4,18 +4,18 @@ import re
 
 import msgspec
 
-from gateway.grammars.answers import Calls, Reasoning, write_answer
-from gateway.grammars.calls import Tool, call_grammar
-from gateway.grammars.structural_tags import BadTag, write_tags
-from gateway.grammars.writer import CannotExpress, GrammarWriter
-from gateway.openai.errors import invalid, unsupported
-from gateway.openai.prepare_context import PrepareContext
-from gateway.openai.requests import ChatCompletionRequest
-from gateway.openai.tool_choice import ToolChoice, resolve_tool_choice
-from infra.model.constraints import CHOICE, GRAMMAR, JSON_SCHEMA, LARK, around, quoted
-from infra.model.parsers.families import TABLE
-from infra.model.parsers.registry import format_tokens
-from schemas.requests import CONSTRAINT_LARK, Constraint, Parsing
+from penstock.gateway.grammars.answers import Calls, Reasoning, write_answer
+from penstock.gateway.grammars.calls import Tool, call_grammar
+from penstock.gateway.grammars.structural_tags import BadTag, write_tags
+from penstock.gateway.grammars.writer import CannotExpress, GrammarWriter
+from penstock.gateway.openai.errors import invalid, unsupported
+from penstock.gateway.openai.prepare_context import PrepareContext
+from penstock.gateway.openai.requests import ChatCompletionRequest
+from penstock.gateway.openai.tool_choice import ToolChoice, resolve_tool_choice
+from penstock.infra.model.constraints import CHOICE, GRAMMAR, JSON_SCHEMA, LARK, around, quoted
+from penstock.infra.model.parsers.families import TABLE
+from penstock.infra.model.parsers.registry import format_tokens
+from penstock.schemas.requests import CONSTRAINT_LARK, Constraint, Parsing
 
 STRUCTURAL_TAG = "structural_tag"  # a kind that becomes a grammar here, and never leaves the gateway
 

@@ -6,14 +6,14 @@ from importlib.metadata import version
 from blake3 import blake3
 from msgspec import UNSET
 
-from gateway.openai.common import CHAT
-from gateway.openai.responses import CompletionTokensDetails, PromptTokensDetails, UsageBody, serving_error
-from infra.model.detokenizer import Detokenizer
-from infra.model.parsers.delta_builder import CONTENT
-from infra.model.parsers.registry import answer_marks, parser_for, text_stream
-from schemas.errors import ServingError
-from schemas.requests import GenerateRequest, Parsing
-from schemas.tokens import FAILURES, Finish, Logprob
+from penstock.gateway.openai.common import CHAT
+from penstock.gateway.openai.responses import CompletionTokensDetails, PromptTokensDetails, UsageBody, serving_error
+from penstock.infra.model.detokenizer import Detokenizer
+from penstock.infra.model.parsers.delta_builder import CONTENT
+from penstock.infra.model.parsers.registry import answer_marks, parser_for, text_stream
+from penstock.schemas.errors import ServingError
+from penstock.schemas.requests import GenerateRequest, Parsing
+from penstock.schemas.tokens import FAILURES, Finish, Logprob
 
 Scored = tuple[int, Logprob]  # a token and its log-probability
 

@@ -6,9 +6,9 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
-from schemas.errors import Code, ServingError
-from schemas.requests import Priority
-from schemas.streams import LONGEST_DEADLINE_S
+from penstock.schemas.errors import Code, ServingError
+from penstock.schemas.requests import Priority
+from penstock.schemas.streams import LONGEST_DEADLINE_S
 
 BOM = b"\xef\xbb\xbf"  # which some clients write in front of UTF-8
 CHAT = "chat"  # values of GenerateRequest.endpoint

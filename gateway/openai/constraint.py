@@ -5,14 +5,14 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from gateway.grammars.calls import Tool
-from gateway.openai.answer_grammar import STRUCTURAL_TAG, Asked, tags_alone, whole_answer
-from gateway.openai.errors import invalid, unsupported
-from gateway.openai.prepare_context import PrepareContext
-from gateway.openai.requests import ChatCompletionRequest, CompletionRequest
-from infra.model.constraints import CHOICE, GRAMMAR, JSON_SCHEMA, LARK, REGEX
-from infra.model.schema_rewriting import texts_of
-from schemas.requests import CONSTRAINT, CONSTRAINT_LARK, CONSTRAINT_SPELLED, Constraint, Parsing
+from penstock.gateway.grammars.calls import Tool
+from penstock.gateway.openai.answer_grammar import STRUCTURAL_TAG, Asked, tags_alone, whole_answer
+from penstock.gateway.openai.errors import invalid, unsupported
+from penstock.gateway.openai.prepare_context import PrepareContext
+from penstock.gateway.openai.requests import ChatCompletionRequest, CompletionRequest
+from penstock.infra.model.constraints import CHOICE, GRAMMAR, JSON_SCHEMA, LARK, REGEX
+from penstock.infra.model.schema_rewriting import texts_of
+from penstock.schemas.requests import CONSTRAINT, CONSTRAINT_LARK, CONSTRAINT_SPELLED, Constraint, Parsing
 
 MAX_BYTES = 196_608  # of a constraint's text
 MAX_DEPTH = 64  # of a schema

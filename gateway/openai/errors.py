@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from schemas.errors import Code, ServingError
+from penstock.schemas.errors import Code, ServingError
 
 _FIELD = re.compile(r" - at `(?:key` in `)?\$\.?([^`]*)`$")
 _MISSING = re.compile(r"missing required field `(\w+)`")

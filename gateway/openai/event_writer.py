@@ -1,6 +1,6 @@
 """Writes numbered server-sent events, and leaves out those that a client has seen. Pure."""
 
-from gateway.openai.sse import invalid_event_id, parse_position
+from penstock.gateway.openai.sse import invalid_event_id, parse_position
 
 
 class EventWriter:

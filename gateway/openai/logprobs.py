@@ -2,9 +2,9 @@
 
 from collections.abc import Iterable
 
-from gateway.openai.responses import ChatLogprob, TextLogprobs, TopLogprob
-from infra.model.detokenizer import Detokenizer
-from schemas.tokens import Logprob
+from penstock.gateway.openai.responses import ChatLogprob, TextLogprobs, TopLogprob
+from penstock.infra.model.detokenizer import Detokenizer
+from penstock.schemas.tokens import Logprob
 
 LOWEST = -9999.0  # in the place of -inf, which JSON does not have
 LARGE = 1024  # values; a response with more is encoded in a thread

@@ -5,9 +5,9 @@ from collections.abc import Set
 from itertools import groupby
 from typing import Any
 
-from gateway.media.sources import MediaPart
-from gateway.openai.errors import invalid, unsupported
-from gateway.openai.requests import ChatMessage, ContentPart, MediaUrl, ToolCall
+from penstock.gateway.media.sources import MediaPart
+from penstock.gateway.openai.errors import invalid, unsupported
+from penstock.gateway.openai.requests import ChatMessage, ContentPart, MediaUrl, ToolCall
 
 # type of content part -> field with the URL
 _MEDIA_FIELDS = {"image_url": "image_url", "input_image": "image_url", "image_embeds": "image_embeds"}

@@ -6,15 +6,15 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from gateway.anthropic.objects import Message, MessageEvent, TokenCount
-from gateway.anthropic.requests import CountTokensRequest, MessagesRequest
-from gateway.embeddings.answer import EmbeddingResponse
-from gateway.embeddings.requests import EmbeddingRequest
-from gateway.http.request_list import RequestList
-from gateway.images.requests import ImageGenerationRequest, VideoGenerationRequest
-from gateway.images.responses import ImageProgressEvent, ImagesResponse
-from gateway.openai.requests import ChatCompletionRequest, CompletionRequest
-from gateway.openai.responses import (
+from penstock.gateway.anthropic.objects import Message, MessageEvent, TokenCount
+from penstock.gateway.anthropic.requests import CountTokensRequest, MessagesRequest
+from penstock.gateway.embeddings.answer import EmbeddingResponse
+from penstock.gateway.embeddings.requests import EmbeddingRequest
+from penstock.gateway.http.request_list import RequestList
+from penstock.gateway.images.requests import ImageGenerationRequest, VideoGenerationRequest
+from penstock.gateway.images.responses import ImageProgressEvent, ImagesResponse
+from penstock.gateway.openai.requests import ChatCompletionRequest, CompletionRequest
+from penstock.gateway.openai.responses import (
     CancelResponse,
     ChatCompletionChunk,
     ChatCompletionResponse,
@@ -24,7 +24,7 @@ from gateway.openai.responses import (
     ModelList,
     Status,
 )
-from gateway.openai.responses_api.objects import (
+from penstock.gateway.openai.responses_api.objects import (
     CompactedResponse,
     DeletedResponse,
     InputItemList,
@@ -32,9 +32,9 @@ from gateway.openai.responses_api.objects import (
     Response,
     ResponseEvent,
 )
-from gateway.openai.responses_api.requests import CompactionRequest, ResponsesRequest
-from gateway.openai.tokenization import Detokenized, DetokenizeRequest, Tokenized, TokenizeRequest
-from schemas.errors import Code
+from penstock.gateway.openai.responses_api.requests import CompactionRequest, ResponsesRequest
+from penstock.gateway.openai.tokenization import Detokenized, DetokenizeRequest, Tokenized, TokenizeRequest
+from penstock.schemas.errors import Code
 
 _REF = "#/components/schemas/{name}"
 

@@ -5,17 +5,17 @@ from typing import NamedTuple, TypeVar
 
 import msgspec
 
-from gateway.openai.common import resolve_seed
-from gateway.openai.constraint import Wanted, resolve_constraint
-from gateway.openai.errors import invalid, prompt_too_long, unsupported
-from gateway.openai.prepare_context import PrepareContext
-from gateway.openai.requests import ChatCompletionRequest, ChatMessage, CompletionRequest, TextOptions
-from infra.model.generation_defaults import BARRED
-from infra.model.modeldir import ModelDir
-from infra.model.parsers.families import TABLE
-from infra.model.parsers.registry import answer_parsing
-from schemas.errors import Code, ServingError
-from schemas.requests import CONSTRAINT_MARKS, LogitsProcessor, Parsing, Sampling, Stop
+from penstock.gateway.openai.common import resolve_seed
+from penstock.gateway.openai.constraint import Wanted, resolve_constraint
+from penstock.gateway.openai.errors import invalid, prompt_too_long, unsupported
+from penstock.gateway.openai.prepare_context import PrepareContext
+from penstock.gateway.openai.requests import ChatCompletionRequest, ChatMessage, CompletionRequest, TextOptions
+from penstock.infra.model.generation_defaults import BARRED
+from penstock.infra.model.modeldir import ModelDir
+from penstock.infra.model.parsers.families import TABLE
+from penstock.infra.model.parsers.registry import answer_parsing
+from penstock.schemas.errors import Code, ServingError
+from penstock.schemas.requests import CONSTRAINT_MARKS, LogitsProcessor, Parsing, Sampling, Stop
 
 T = TypeVar("T")
 

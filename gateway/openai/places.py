@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from schemas.errors import ServingError
+from penstock.schemas.errors import ServingError
 
 
 def rename(field: str, places: Mapping[str, str]) -> str:

@@ -8,15 +8,15 @@ that names the media, and ``attach_media`` completes it once they are stored.
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from gateway.openai.common import CHAT, COMPLETION, random_seed, resolve_deadline_s, resolve_priority
-from gateway.openai.constraint import Wanted
-from gateway.openai.options import GenerationOptions, resolve_options
-from gateway.openai.prepare_context import PrepareContext
-from gateway.openai.prompt import Prompt, chat_prompt, completion_prompt, expand_media, truncated
-from gateway.openai.requests import ChatCompletionRequest, CompletionRequest, parse_chat, parse_completion
-from schemas.blocks import chain, media_extra, root
-from schemas.requests import TEXT_ONLY, GenerateRequest, Media, Shown
-from schemas.wire import pack_tokens
+from penstock.gateway.openai.common import CHAT, COMPLETION, random_seed, resolve_deadline_s, resolve_priority
+from penstock.gateway.openai.constraint import Wanted
+from penstock.gateway.openai.options import GenerationOptions, resolve_options
+from penstock.gateway.openai.prepare_context import PrepareContext
+from penstock.gateway.openai.prompt import Prompt, chat_prompt, completion_prompt, expand_media, truncated
+from penstock.gateway.openai.requests import ChatCompletionRequest, CompletionRequest, parse_chat, parse_completion
+from penstock.schemas.blocks import chain, media_extra, root
+from penstock.schemas.requests import TEXT_ONLY, GenerateRequest, Media, Shown
+from penstock.schemas.wire import pack_tokens
 
 
 class PreparedRequest(NamedTuple):

@@ -3,12 +3,12 @@
 from collections.abc import Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
-from gateway.openai.errors import model_not_found
-from infra.model.modeldir import ModelDir
-from infra.model.parsers.registry import ParserNames
-from schemas.blocks import tenant_salt
-from schemas.requests import Priority
-from schemas.subjects import DEFAULT_TENANT
+from penstock.gateway.openai.errors import model_not_found
+from penstock.infra.model.modeldir import ModelDir
+from penstock.infra.model.parsers.registry import ParserNames
+from penstock.schemas.blocks import tenant_salt
+from penstock.schemas.requests import Priority
+from penstock.schemas.subjects import DEFAULT_TENANT
 
 
 class PrepareContext(NamedTuple):

@@ -6,15 +6,15 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from gateway.media.sources import MediaPart
-from gateway.openai.errors import invalid, prompt_too_long, unsupported
-from gateway.openai.messages import as_objects, media_parts, template_messages
-from gateway.openai.prepare_context import PrepareContext
-from gateway.openai.requests import ROLES, ChatCompletionRequest, CompletionRequest
-from infra.model.chat_template import ChatTemplate, PromptEnd, TemplateBudgetError, TemplateError
-from infra.model.modeldir import ModelDir
-from schemas.errors import ServingError
-from schemas.requests import Media
+from penstock.gateway.media.sources import MediaPart
+from penstock.gateway.openai.errors import invalid, prompt_too_long, unsupported
+from penstock.gateway.openai.messages import as_objects, media_parts, template_messages
+from penstock.gateway.openai.prepare_context import PrepareContext
+from penstock.gateway.openai.requests import ROLES, ChatCompletionRequest, CompletionRequest
+from penstock.infra.model.chat_template import ChatTemplate, PromptEnd, TemplateBudgetError, TemplateError
+from penstock.infra.model.modeldir import ModelDir
+from penstock.schemas.errors import ServingError
+from penstock.schemas.requests import Media
 
 _FEW_MESSAGES = 64  # that many are rendered before their length is known
 _PROBE_CHARS_PER_TOKEN = 16  # longer texts are first checked by tokenising this many characters per token that fits

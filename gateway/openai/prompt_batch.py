@@ -7,13 +7,13 @@ from itertools import chain
 import msgspec
 from msgspec import Raw, Struct
 
-from gateway.openai.errors import invalid
-from gateway.openai.responses import PromptTokensDetails, UsageBody
-from gateway.openai.sse import DONE
-from gateway.openai.stream_renderer import StreamRenderer
-from infra.model.detokenizer import Detokenizer
-from schemas.requests import GenerateRequest
-from schemas.tokens import TokenItem
+from penstock.gateway.openai.errors import invalid
+from penstock.gateway.openai.responses import PromptTokensDetails, UsageBody
+from penstock.gateway.openai.sse import DONE
+from penstock.gateway.openai.stream_renderer import StreamRenderer
+from penstock.infra.model.detokenizer import Detokenizer
+from penstock.schemas.requests import GenerateRequest
+from penstock.schemas.tokens import TokenItem
 
 MAX_PROMPTS = 256
 

@@ -4,14 +4,14 @@ from collections.abc import Sequence
 from functools import cached_property
 from itertools import chain
 
-from gateway.openai.json_slices import encode_list
-from gateway.openai.logprobs import LARGE, LOWEST, LogprobFormatter
-from gateway.openai.responses import PromptLogprob, TextLogprobs
-from infra.model.detokenizer import Detokenizer
-from schemas.errors import Code, ServingError
-from schemas.requests import GenerateRequest
-from schemas.tokens import Logprob, TokenItem
-from schemas.wire import unpack_tokens
+from penstock.gateway.openai.json_slices import encode_list
+from penstock.gateway.openai.logprobs import LARGE, LOWEST, LogprobFormatter
+from penstock.gateway.openai.responses import PromptLogprob, TextLogprobs
+from penstock.infra.model.detokenizer import Detokenizer
+from penstock.schemas.errors import Code, ServingError
+from penstock.schemas.requests import GenerateRequest
+from penstock.schemas.tokens import Logprob, TokenItem
+from penstock.schemas.wire import unpack_tokens
 
 
 class PromptEcho:

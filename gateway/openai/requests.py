@@ -10,10 +10,10 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, Struct
 
-from gateway.openai.common import CommonOptions, Name
-from gateway.openai.errors import decode_body, invalid, unsupported
-from gateway.openai.tool_choice import resolve_tool_choice
-from infra.model.parsers.tool_formats import FUNCTION_NAME
+from penstock.gateway.openai.common import CommonOptions, Name
+from penstock.gateway.openai.errors import decode_body, invalid, unsupported
+from penstock.gateway.openai.tool_choice import resolve_tool_choice
+from penstock.infra.model.parsers.tool_formats import FUNCTION_NAME
 
 MAX_CHOICES = 128
 MAX_STOPS = 16

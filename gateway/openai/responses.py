@@ -1,13 +1,15 @@
-"""Responses of the OpenAI API. Streamed chunks are assembled as bytes in ``gateway.openai.stream_renderer``."""
+"""Responses of the OpenAI API. Streamed chunks are assembled as bytes in
+``penstock.gateway.openai.stream_renderer``.
+"""
 
 from collections.abc import Sequence
 from typing import Any, Literal
 
 from msgspec import UNSET, Struct, UnsetType
 
-from infra.model.parsers.delta_builder import Delta
-from schemas.errors import Code, ServingError
-from schemas.summary import State
+from penstock.infra.model.parsers.delta_builder import Delta
+from penstock.schemas.errors import Code, ServingError
+from penstock.schemas.summary import State
 
 
 class PromptTokensDetails(Struct, frozen=True):
@@ -171,7 +173,7 @@ class ChatCompletionChunk(Struct, frozen=True):
 
 
 class ErrorDetail(Struct, frozen=True):
-    """``code`` is a schemas.errors.Code, ``param`` the field with the error."""
+    """``code`` is a penstock.schemas.errors.Code, ``param`` the field with the error."""
 
     message: str
     type: str

@@ -9,14 +9,14 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from gateway.openai.answer_state import AnswerState, Scored
-from gateway.openai.responses import UsageBody
-from infra.model.detokenizer import Detokenizer
-from infra.model.parsers.delta_builder import Delta
-from schemas.errors import ServingError
-from schemas.requests import GenerateRequest
-from schemas.tokens import PROMPT, Finish, TokenItem
-from schemas.wire import unpack_tokens
+from penstock.gateway.openai.answer_state import AnswerState, Scored
+from penstock.gateway.openai.responses import UsageBody
+from penstock.infra.model.detokenizer import Detokenizer
+from penstock.infra.model.parsers.delta_builder import Delta
+from penstock.schemas.errors import ServingError
+from penstock.schemas.requests import GenerateRequest
+from penstock.schemas.tokens import PROMPT, Finish, TokenItem
+from penstock.schemas.wire import unpack_tokens
 
 Kind = Literal["reasoning", "text", "call"]
 

@@ -2,8 +2,8 @@
 
 import msgspec
 
-from gateway.openai.responses import error_body
-from schemas.errors import Code, ServingError
+from penstock.gateway.openai.responses import error_body
+from penstock.schemas.errors import Code, ServingError
 
 DONE = b"data: [DONE]\n\n"
 COMMENT = b": still working\n\n"  # no event, and without an id: for proxies, which cut streams that send nothing

@@ -1,8 +1,8 @@
 """Renders token items as server-sent events. Pure.
 
 Everything shown is a function of each choice's tokens, so another gateway that is given the same items writes the same
-events and can continue after any of them. Items come from ``schemas.reassembly.TokenReassembler``: in order, each token
-once.
+events and can continue after any of them. Items come from ``penstock.schemas.reassembly.TokenReassembler``: in order,
+each token once.
 """
 
 from collections.abc import Callable, Iterable
@@ -10,17 +10,17 @@ from itertools import compress
 
 import msgspec
 
-from gateway.openai.answer_state import AnswerState, ChoiceState, reasoning_names
-from gateway.openai.logprobs import LogprobFormatter
-from gateway.openai.prompt_logprobs import PromptEcho
-from gateway.openai.responses import ChatLogprobs, TextLogprobs, UsageBody
-from gateway.openai.sse import COMMENT, DONE, error_event, invalid_event_id, parse_position
-from infra.model.detokenizer import Detokenizer
-from infra.model.parsers.delta_builder import Delta
-from schemas.errors import ServingError
-from schemas.requests import GenerateRequest
-from schemas.tokens import PROMPT, Finish, TokenItem
-from schemas.wire import TOKEN_BYTES, unpack_tokens
+from penstock.gateway.openai.answer_state import AnswerState, ChoiceState, reasoning_names
+from penstock.gateway.openai.logprobs import LogprobFormatter
+from penstock.gateway.openai.prompt_logprobs import PromptEcho
+from penstock.gateway.openai.responses import ChatLogprobs, TextLogprobs, UsageBody
+from penstock.gateway.openai.sse import COMMENT, DONE, error_event, invalid_event_id, parse_position
+from penstock.infra.model.detokenizer import Detokenizer
+from penstock.infra.model.parsers.delta_builder import Delta
+from penstock.schemas.errors import ServingError
+from penstock.schemas.requests import GenerateRequest
+from penstock.schemas.tokens import PROMPT, Finish, TokenItem
+from penstock.schemas.wire import TOKEN_BYTES, unpack_tokens
 
 _json = msgspec.json.Encoder().encode
 _IDS = [b"id: %d" % position for position in range(4_096)]  # formatting them would be a third of an event's cost

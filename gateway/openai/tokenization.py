@@ -5,10 +5,10 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta, Struct
 
-from gateway.openai.errors import decode_body, invalid
-from gateway.openai.prepare_context import PrepareContext
-from gateway.openai.prompt import chat_prompt, encode
-from gateway.openai.requests import MAX_MESSAGES, ChatCompletionRequest, ChatMessage, TokenId, check_chat
+from penstock.gateway.openai.errors import decode_body, invalid
+from penstock.gateway.openai.prepare_context import PrepareContext
+from penstock.gateway.openai.prompt import chat_prompt, encode
+from penstock.gateway.openai.requests import MAX_MESSAGES, ChatCompletionRequest, ChatMessage, TokenId, check_chat
 
 MAX_TOKENS = 1 << 20  # of one body of /detokenize
 ModelName = Annotated[str, Meta(min_length=1, max_length=512)]

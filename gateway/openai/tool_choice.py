@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from gateway.grammars.calls import NO_PARAMETERS, Tool
-from gateway.openai.errors import invalid, unsupported
+from penstock.gateway.grammars.calls import NO_PARAMETERS, Tool
+from penstock.gateway.openai.errors import invalid, unsupported
 
 AUTO, NONE, REQUIRED = "auto", "none", "required"
 CHOICES = "'none', 'auto', 'required', a function or allowed_tools"

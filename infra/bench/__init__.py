@@ -1,1 +1,1 @@
-"""Benchmarks, each a module: ``python -m infra.bench.<name>``."""
+"""Benchmarks, each a module: ``python -m penstock.infra.bench.<name>``."""

@@ -1,6 +1,6 @@
 """How many requests per second one broker can store: the upper limit for any number of gateways and workers.
 
-python -m infra.bench.broker                                     # 1, 2, 4, 8 publishers: < 1 min
+python -m penstock.infra.bench.broker                            # 1, 2, 4, 8 publishers: < 1 min
 
 Each publisher is a process that sends the stored messages of a request, encoded in advance, and reads the
 acknowledgements: one in REQUESTS, WORK, KV and DONE, and three in TOKENS, in the sizes of 200 words → 64 tokens.
@@ -22,10 +22,10 @@ from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
-from infra.bench.cpu import cpu_seconds
-from infra.broker.main import apply_at
-from infra.broker.server import EmbeddedNats
-from schemas.subjects import HEADER_MSG_ID, Subjects
+from penstock.infra.bench.cpu import cpu_seconds
+from penstock.infra.broker.main import apply_at
+from penstock.infra.broker.server import EmbeddedNats
+from penstock.schemas.subjects import HEADER_MSG_ID, Subjects
 
 # Kind and bytes of what one request stores.
 MESSAGES = (
@@ -70,7 +70,7 @@ async def _measure(folder: Path, publishers: int, seconds: float) -> BrokerFigur
                     [
                         sys.executable,
                         "-m",
-                        "infra.bench.broker",
+                        "penstock.infra.bench.broker",
                         "--publish",
                         broker.url("operator"),
                         "--number",
@@ -161,7 +161,9 @@ def _read_acks(answers: BufferedReader, count: int) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m infra.bench.broker", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m penstock.infra.bench.broker",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--publishers", default="1,2,4,8", metavar="N,N", help="processes (default: 1,2,4,8)")
     parser.add_argument("--seconds", type=float, default=4.0, metavar="S", help="for each (default: 4)")

@@ -4,19 +4,19 @@ import os
 import random
 from collections.abc import Callable, Iterator
 
-from router.index.holders import keys_view
-from router.index.prefix_index import PrefixIndex
-from router.job_message import Positions, build_job
-from router.loads.load_tracker import LoadTracker
-from router.pending import PendingRequest, routing_request
-from router.placement.decisions import Decisions, array_decisions
-from router.policy.routing import Weights
-from schemas import wire
-from schemas.blocks import DEFAULT_BLOCK_SIZE
-from schemas.fleet import Registration
-from schemas.jobs import DecisionInputs, LoadHeader
-from schemas.kv import KvBatch, Stored
-from schemas.requests import GenerateRequest, Stop
+from penstock.router.index.holders import keys_view
+from penstock.router.index.prefix_index import PrefixIndex
+from penstock.router.job_message import Positions, build_job
+from penstock.router.loads.load_tracker import LoadTracker
+from penstock.router.pending import PendingRequest, routing_request
+from penstock.router.placement.decisions import Decisions, array_decisions
+from penstock.router.policy.routing import Weights
+from penstock.schemas import wire
+from penstock.schemas.blocks import DEFAULT_BLOCK_SIZE
+from penstock.schemas.fleet import Registration
+from penstock.schemas.jobs import DecisionInputs, LoadHeader
+from penstock.schemas.kv import KvBatch, Stored
+from penstock.schemas.requests import GenerateRequest, Stop
 
 WORKERS = (2, 8, 64, 512)
 PROMPT_TOKENS = 2_000

@@ -50,7 +50,7 @@ def penstock(*arguments: str, log: Path) -> "subprocess.Popen[bytes]":
     """Start one of our commands, with its output in ``log``."""
     with log.open("wb") as output:
         return subprocess.Popen(
-            [sys.executable, "-m", "infra.cli", *arguments],
+            [sys.executable, "-m", "penstock", *arguments],
             stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=dict(os.environ),
         )  # fmt: skip
 

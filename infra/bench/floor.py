@@ -1,6 +1,6 @@
 """What a request costs at one connection before anything is computed: its messages, and nothing else.
 
-python -m infra.bench.floor                      # 10 s
+python -m penstock.infra.bench.floor             # 10 s
 
 Three processes in place of gateway, router and worker pass the messages of a request, in their sizes, through the
 streams of a real broker: the request, its job, the first token, the other tokens with KV events and the end, and all
@@ -24,14 +24,14 @@ from urllib.parse import urlsplit
 
 from nats.js.api import AckPolicy, ConsumerConfig
 
-from infra.bench.cpu import cpu_of
-from infra.bench.event_loop import loop_factory
-from infra.broker.main import apply_at, connect_operator
-from infra.broker.server import EmbeddedNats
-from infra.bus.pull_window import pull_request
-from infra.bus.puller import ACK
-from infra.bus.wire_protocol import Frame, FrameReader, publish_command
-from schemas.subjects import HEADER_MSG_ID, Subjects
+from penstock.infra.bench.cpu import cpu_of
+from penstock.infra.bench.event_loop import loop_factory
+from penstock.infra.broker.main import apply_at, connect_operator
+from penstock.infra.broker.server import EmbeddedNats
+from penstock.infra.bus.pull_window import pull_request
+from penstock.infra.bus.puller import ACK
+from penstock.infra.bus.wire_protocol import Frame, FrameReader, publish_command
+from penstock.schemas.subjects import HEADER_MSG_ID, Subjects
 
 REQUEST, JOB, FIRST, REST, KV, DONE = (os.urandom(size) for size in (1500, 2600, 120, 400, 350, 1600))
 HTTP_REQUEST, HTTP_BEGIN, HTTP_REST = (b"." * size for size in (1_600, 500, 14_000))
@@ -227,7 +227,7 @@ async def _measure(requests: int, folder: Path) -> Floor:
         await nc.jetstream().add_consumer(SUBJECTS.stream("WORK"), durable)
         await nc.close()
         for role in ROLES:
-            command = [sys.executable, "-m", "infra.bench.floor", "--role", role, "--url", url]
+            command = [sys.executable, "-m", "penstock.infra.bench.floor", "--role", role, "--url", url]
             processes[role] = subprocess.Popen(command, stdout=subprocess.PIPE)  # noqa: ASYNC220 - a few ms
         ports = [await asyncio.to_thread(process.stdout.readline) for process in processes.values()]  # type: ignore[union-attr]
         pids = {"broker": broker.pid or 0} | {role: process.pid for role, process in processes.items()}
@@ -248,7 +248,9 @@ async def _measure(requests: int, folder: Path) -> Floor:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m infra.bench.floor", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m penstock.infra.bench.floor",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--requests", type=int, default=3_000, metavar="N", help="to send (default: 3000)")
     parser.add_argument("--role", default="", help=argparse.SUPPRESS)

@@ -21,14 +21,14 @@ import msgspec
 import numpy as np
 from msgspec import Meta, Struct
 
-from schemas.transfer import Endpoint, Memory
-from schemas.wire import decoder, encode
-from workers.kv_transfer.base import Transport, TransportUnavailable
-from workers.kv_transfer.blocks import CopyOp, copy_ops
-from workers.kv_transfer.nixl import KINDS
-from workers.kv_transfer.nixl_library import Library, load
-from workers.kv_transfer.opening import open_transport
-from workers.kv_transfer.path import path_between
+from penstock.schemas.transfer import Endpoint, Memory
+from penstock.schemas.wire import decoder, encode
+from penstock.workers.kv_transfer.base import Transport, TransportUnavailable
+from penstock.workers.kv_transfer.blocks import CopyOp, copy_ops
+from penstock.workers.kv_transfer.nixl import KINDS
+from penstock.workers.kv_transfer.nixl_library import Library, load
+from penstock.workers.kv_transfer.opening import open_transport
+from penstock.workers.kv_transfer.path import path_between
 
 POOL = "kv"
 START_S = 60.0

@@ -17,15 +17,15 @@ from msgspec import Meta, Struct
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from infra.bench.cpu import cpu_of, own_seconds
-from infra.bench.event_loop import loop_factory
-from infra.bench.generator.exchange import Exchange
-from infra.bench.generator.pool import ClosedLoop, Pool
-from infra.bench.generator.target import BadTarget, Target, ask, parse_target
-from infra.bench.http_report import Stage, figures, report
-from infra.bench.tally import Tally
-from infra.bench.words import WORDS
-from infra.launch.state import read_state
+from penstock.infra.bench.cpu import cpu_of, own_seconds
+from penstock.infra.bench.event_loop import loop_factory
+from penstock.infra.bench.generator.exchange import Exchange
+from penstock.infra.bench.generator.pool import ClosedLoop, Pool
+from penstock.infra.bench.generator.target import BadTarget, Target, ask, parse_target
+from penstock.infra.bench.http_report import Stage, figures, report
+from penstock.infra.bench.tally import Tally
+from penstock.infra.bench.words import WORDS
+from penstock.infra.launch.state import read_state
 
 _STUCK_S = 60.0
 _SHOW_S = 0.25

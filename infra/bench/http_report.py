@@ -5,9 +5,9 @@ from collections.abc import Mapping
 from msgspec import Struct
 from rich.table import Table
 
-from infra.bench.tally import Tally
-from infra.quantile import quantile
-from infra.terminal import stdout
+from penstock.infra.bench.tally import Tally
+from penstock.infra.quantile import quantile
+from penstock.infra.terminal import stdout
 
 _BUSY = 0.85  # share of a core from which the generator is itself the limit
 

@@ -9,14 +9,14 @@ import time
 import tracemalloc
 from collections.abc import Callable, Iterator
 
-from infra.bench.decision import PROMPT_TOKENS, decisions
-from infra.bus.loop_lag import freeze_loaded
-from router.cluster.caches import SWEEP_BLOCKS
-from router.index.encoding import encoding, read_head, restoring
-from router.index.holders import keys_view
-from router.index.prefix_index import PrefixIndex
-from schemas.blocks import split
-from schemas.kv import KvBatch, Removed, Stored
+from penstock.infra.bench.decision import PROMPT_TOKENS, decisions
+from penstock.infra.bus.loop_lag import freeze_loaded
+from penstock.router.cluster.caches import SWEEP_BLOCKS
+from penstock.router.index.encoding import encoding, read_head, restoring
+from penstock.router.index.holders import keys_view
+from penstock.router.index.prefix_index import PrefixIndex
+from penstock.schemas.blocks import split
+from penstock.schemas.kv import KvBatch, Removed, Stored
 
 MAX_BLOCKS = 16_000_000
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from infra.bench.simulation.comparison import Summary
+from penstock.infra.bench.simulation.comparison import Summary
 
 
 class PlotsMissing(Exception):

@@ -1,6 +1,6 @@
 """Writes a synthetic log of many requests, as gateways, routers and workers would have stored it.
 
-    python -m infra.bench.recording --data-dir /tmp/recording --requests 100000
+    python -m penstock.infra.bench.recording --data-dir /tmp/recording --requests 100000
 
 No process of a deployment runs: this one publishes the messages itself (requests, jobs with score tables, handoffs,
 ledger lines, token batches, records), with the structs that the processes use, in the order and with the times in which
@@ -21,19 +21,19 @@ from typing import NamedTuple
 import msgspec
 from nats.js.api import StreamInfo
 
-from infra.broker.apply import apply
-from infra.broker.server import EmbeddedNats
-from infra.bus.connection import Bus, connect
-from infra.model.modeldir import TINY, load_tokenizer
-from schemas import blocks, jobs, wire
-from schemas.done import Done, Outcome, Returned, Timings, Usage, encode_within, returned_header
-from schemas.ids import new_request_id
-from schemas.jobs import Candidate, Decision, Job, Stage
-from schemas.requests import GenerateRequest, Priority, Stop
-from schemas.streams import topology
-from schemas.subjects import HEADER_LOAD, HEADER_MSG_ID, HEADER_RETURNED, Subjects
-from schemas.tokens import WHOLE_REQUEST, Finish, TokenBatch, TokenItem
-from schemas.transfer import Endpoint, Handoff, Handoffs, Memory, Prefilled, Ticket
+from penstock.infra.broker.apply import apply
+from penstock.infra.broker.server import EmbeddedNats
+from penstock.infra.bus.connection import Bus, connect
+from penstock.infra.model.modeldir import TINY, load_tokenizer
+from penstock.schemas import blocks, jobs, wire
+from penstock.schemas.done import Done, Outcome, Returned, Timings, Usage, encode_within, returned_header
+from penstock.schemas.ids import new_request_id
+from penstock.schemas.jobs import Candidate, Decision, Job, Stage
+from penstock.schemas.requests import GenerateRequest, Priority, Stop
+from penstock.schemas.streams import topology
+from penstock.schemas.subjects import HEADER_LOAD, HEADER_MSG_ID, HEADER_RETURNED, Subjects
+from penstock.schemas.tokens import WHOLE_REQUEST, Finish, TokenBatch, TokenItem
+from penstock.schemas.transfer import Endpoint, Handoff, Handoffs, Memory, Prefilled, Ticket
 
 MODEL, GATEWAY, ROUTER, BLOCK = "tiny", "gateway-0-1a2b3c4d", "router-0-5e6f7a8b", 32
 AGGREGATED = tuple(f"aggregated-{n}-{n:08x}" for n in range(4))

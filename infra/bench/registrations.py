@@ -1,7 +1,7 @@
 """What a large fleet costs the processes that follow it: CPU, event-loop lag and time of decisions.
 
-python -m infra.bench.registrations                              # 1,000 workers, 5,000 open streams: four minutes
-python -m infra.bench.registrations --arrival-s 10               # the streams arrive over ten seconds, not all at once
+python -m penstock.infra.bench.registrations                     # 1,000 workers, 5,000 open streams: four minutes
+python -m penstock.infra.bench.registrations --arrival-s 10      # the streams arrive over ten seconds, not all at once
 
 The workers are simulated: registrations under real leases, renewed over one connection as their owners would, of a
 model of their own, so that no request goes to them. Routers that ask what they cache are answered: nothing. The streams
@@ -25,16 +25,16 @@ from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from infra.bench.cpu import cpu_seconds
-from infra.bench.deployment import end_of, penstock, running
-from infra.bus.connection import Bus, connect
-from infra.bus.loop_lag import EVERY_S, WINDOW_S
-from infra.bus.wire_protocol import Frame
-from infra.launch.state import State, read_state
-from infra.model.modeldir import TINY
-from schemas import kv, wire
-from schemas.fleet import Registration
-from workers.lease import Lease
+from penstock.infra.bench.cpu import cpu_seconds
+from penstock.infra.bench.deployment import end_of, penstock, running
+from penstock.infra.bus.connection import Bus, connect
+from penstock.infra.bus.loop_lag import EVERY_S, WINDOW_S
+from penstock.infra.bus.wire_protocol import Frame
+from penstock.infra.launch.state import State, read_state
+from penstock.infra.model.modeldir import TINY
+from penstock.schemas import kv, wire
+from penstock.schemas.fleet import Registration
+from penstock.workers.lease import Lease
 
 GENERATORS = 2
 OPEN_S = 90.0  # until all streams are open, beyond the time over which they arrive
@@ -56,7 +56,7 @@ def main(arguments: list[str] | None = None) -> int:
             ):  # fmt: skip
                 asyncio.run(_measure(base, args))
         except (OSError, RuntimeError, TimeoutError) as error:
-            print(f"infra.bench.registrations: {error}", file=sys.stderr)
+            print(f"penstock.infra.bench.registrations: {error}", file=sys.stderr)
             return 1
     return 0
 
@@ -220,7 +220,7 @@ def _values(state: State, role: str, name: str) -> list[float]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m infra.bench.registrations",
+        prog="python -m penstock.infra.bench.registrations",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

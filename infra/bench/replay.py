@@ -19,13 +19,13 @@ import msgspec
 from msgspec import Meta, Struct
 from rich.table import Table
 
-from gateway.client import Client, PenstockError
-from infra.bench.plots import PlotsMissing, plot_prefix_ratios
-from infra.bench.simulation.trace import Multipliers, Row, Trace, TraceError, multiplied, read
-from infra.bench.simulation.workloads import WORKLOADS, generate
-from infra.launch.state import State, read_state
-from infra.quantile import quantile
-from infra.terminal import stdout
+from penstock.gateway.client import Client, PenstockError
+from penstock.infra.bench.plots import PlotsMissing, plot_prefix_ratios
+from penstock.infra.bench.simulation.trace import Multipliers, Row, Trace, TraceError, multiplied, read
+from penstock.infra.bench.simulation.workloads import WORKLOADS, generate
+from penstock.infra.launch.state import State, read_state
+from penstock.infra.quantile import quantile
+from penstock.infra.terminal import stdout
 
 _FIRST_TOKEN = 16  # ids below may be special
 _CACHED_UNITS = 50_000

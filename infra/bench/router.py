@@ -11,16 +11,16 @@ import msgspec
 from msgspec import Meta, Struct
 from rich.table import Table
 
-from infra.bench.intervals import Interval
-from infra.bench.plots import PlotsMissing, plot_loads, plot_prefix_ratios
-from infra.bench.simulation.comparison import Cell, Run, Summary, runs, summaries
-from infra.bench.simulation.placement import DELAY_NS
-from infra.bench.simulation.policy import Fleet, WorkerSpec
-from infra.bench.simulation.prefix_sweep import PrefixSweep, series
-from infra.bench.simulation.trace import TraceError, read_multiplied
-from infra.bench.simulation.workloads import WORKLOADS
-from infra.terminal import stdout
-from router.policy.routing import Weights
+from penstock.infra.bench.intervals import Interval
+from penstock.infra.bench.plots import PlotsMissing, plot_loads, plot_prefix_ratios
+from penstock.infra.bench.simulation.comparison import Cell, Run, Summary, runs, summaries
+from penstock.infra.bench.simulation.placement import DELAY_NS
+from penstock.infra.bench.simulation.policy import Fleet, WorkerSpec
+from penstock.infra.bench.simulation.prefix_sweep import PrefixSweep, series
+from penstock.infra.bench.simulation.trace import TraceError, read_multiplied
+from penstock.infra.bench.simulation.workloads import WORKLOADS
+from penstock.infra.terminal import stdout
+from penstock.router.policy.routing import Weights
 
 _REQUESTS_PER_WORKER = 500
 _SWEEP_REQUESTS = 200

@@ -1,9 +1,9 @@
 """Requests, tokens and CPU per request as gateways, routers and workers are added, on one machine.
 
-python -m infra.bench.scale                                      # 1, 2, 4, 8 gateways; 2, 4, 8, 16 workers: < 5 min
-python -m infra.bench.scale --points 4:2:8,6:2:8 --words 32 --tokens 512
-python -m infra.bench.scale --points 2:1:2x4,2:1:2x4/2           # four cells on one broker, and on two
-python -m infra.bench.scale --all --limit-s 280 --out scale      # short and long answers, and the broker's own limit
+python -m penstock.infra.bench.scale                             # 1, 2, 4, 8 gateways; 2, 4, 8, 16 workers: < 5 min
+python -m penstock.infra.bench.scale --points 4:2:8,6:2:8 --words 32 --tokens 512
+python -m penstock.infra.bench.scale --points 2:1:2x4,2:1:2x4/2  # four cells on one broker, and on two
+python -m penstock.infra.bench.scale --all --limit-s 280 --out scale  # short and long answers, and the broker alone
 
 Each point is a deployment of its own (mock engine without step times), loaded by one `penstock bench http` per
 gateway, each on that gateway's own port: connections would otherwise be spread unevenly by the kernel. The generators
@@ -25,10 +25,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from infra.bench import broker
-from infra.bench.deployment import READY_S, end_of, penstock, running
-from infra.bench.scale_report import ROLES, Figures, Point, Series, report, write
-from infra.launch.state import State, read_state
+from penstock.infra.bench import broker
+from penstock.infra.bench.deployment import READY_S, end_of, penstock, running
+from penstock.infra.bench.scale_report import ROLES, Figures, Point, Series, report, write
+from penstock.infra.launch.state import State, read_state
 
 WARM_UP_S = 1.5
 START_S = 6.5  # that a point takes beside its duration and warm-up, about
@@ -69,7 +69,7 @@ def main(arguments: list[str] | None = None) -> int:
             )
             series = [Series("", args.words, args.tokens, tuple(points))]
     except ValueError as error:
-        print(f"infra.bench.scale: {error}", file=sys.stderr)
+        print(f"penstock.infra.bench.scale: {error}", file=sys.stderr)
         return 2
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     results: list[tuple[Series, Point, Figures | str]] = []
@@ -192,7 +192,9 @@ def _numbers(text: str) -> list[int]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m infra.bench.scale", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m penstock.infra.bench.scale",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
     add("--gateways", default="1,2,4,8", metavar="N,N", help="with the first of --workers (default: 1,2,4,8)")

@@ -1,4 +1,4 @@
-"""The points and figures of ``infra.bench.scale``, and their tables."""
+"""The points and figures of ``penstock.infra.bench.scale``, and their tables."""
 
 import json
 import os
@@ -10,8 +10,8 @@ from typing import NamedTuple
 from rich.console import Console
 from rich.table import Table
 
-from infra.bench.broker import MESSAGES, BrokerFigures
-from infra.terminal import stdout
+from penstock.infra.bench.broker import MESSAGES, BrokerFigures
+from penstock.infra.terminal import stdout
 
 ROLES = ("gateway", "router", "worker", "nats")
 WIDTH = 150

@@ -4,7 +4,7 @@ from array import array
 from collections import Counter
 from dataclasses import dataclass, field, replace
 
-from infra.bench.generator.exchange import Exchange
+from penstock.infra.bench.generator.exchange import Exchange
 
 _MOST_REASONS = 20
 

@@ -7,7 +7,7 @@ account, with the tenant's name inserted, and back; no other subjects do.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from schemas.subjects import Subjects
+from penstock.schemas.subjects import Subjects
 
 # An answer may take as long as a request's deadline; the reply subject expires when it has been silent for this long.
 REPLY_S = "2h"

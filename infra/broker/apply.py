@@ -10,11 +10,11 @@ from dataclasses import replace
 
 from nats.aio.client import Client
 
-from infra.broker.binary import MINIMUM, dotted, parse_version
-from infra.broker.jetstream_api import BrokerProblem, Config, existing_config, request
-from infra.bus.consumers import config_of
-from infra.bus.jetstream import CONSUMER_NOT_FOUND, STREAM_NOT_FOUND
-from schemas.streams import (
+from penstock.infra.broker.binary import MINIMUM, dotted, parse_version
+from penstock.infra.broker.jetstream_api import BrokerProblem, Config, existing_config, request
+from penstock.infra.bus.consumers import config_of
+from penstock.infra.bus.jetstream import CONSUMER_NOT_FOUND, STREAM_NOT_FOUND
+from penstock.schemas.streams import (
     HEADROOM,
     MAX_PAYLOAD,
     BucketSpec,
@@ -27,7 +27,7 @@ from schemas.streams import (
     stream_config,
     submissions,
 )
-from schemas.subjects import Subjects
+from penstock.schemas.subjects import Subjects
 
 _NS = 1_000_000_000
 _MIB, _GIB = 1 << 20, 1 << 30
@@ -46,7 +46,8 @@ async def apply(nc: Client, topology: Topology, replicas: int = 1, *, size_bytes
     Safe to repeat and to run on several machines at once.
 
     Args:
-        size_bytes: of all streams together that are created now, as of ``schemas.streams.scaled``; 0: their own sizes.
+        size_bytes: of all streams together that are created now, as of ``penstock.schemas.streams.scaled``; 0: their
+            own sizes.
     Raises:
         BrokerProblem: JetStream is off, a limit is too low, a permission is missing, or an existing stream
             differs in a way that cannot be changed in place.

@@ -9,7 +9,7 @@ from functools import cache
 from importlib import metadata
 from pathlib import Path
 
-from infra.broker.failures import NoServerBinary
+from penstock.infra.broker.failures import NoServerBinary
 
 # Everything that names a version of nats-server follows these two: checks of a broker, images of Compose and of the
 # chart, and the docs (tests/infra/deploy/test_broker_version.py).

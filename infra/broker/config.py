@@ -9,10 +9,10 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from infra.broker.accounts import Login, account, exports
-from infra.broker.roles import ROLES, SECOND, Permissions, permissions, role_of
-from schemas.streams import MAX_PAYLOAD
-from schemas.subjects import DEFAULT_TENANT, Subjects
+from penstock.infra.broker.accounts import Login, account, exports
+from penstock.infra.broker.roles import ROLES, SECOND, Permissions, permissions, role_of
+from penstock.schemas.streams import MAX_PAYLOAD
+from penstock.schemas.subjects import DEFAULT_TENANT, Subjects
 
 USERS = tuple(f"{role}{second}" for role in (*ROLES, "sys") for second in ("", SECOND))
 

@@ -14,7 +14,7 @@ from nats.aio.client import Client
 from nats.errors import Error as NatsError
 from nats.errors import NoRespondersError
 
-from infra.bus.jetstream import BUSY, ApiError
+from penstock.infra.bus.jetstream import BUSY, ApiError
 
 Config = dict[str, Any]
 

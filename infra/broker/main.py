@@ -11,27 +11,27 @@ from urllib.parse import urlsplit
 from nats.aio.client import Client
 from nats.errors import Error as NatsError
 
-from configs.logs import setup
-from configs.settings import NatsSettings
-from infra.broker.apply import apply
-from infra.broker.binary import MINIMUM, dotted
-from infra.broker.config import LAME_DUCK_S, USERS, Cluster, ServerConfig, Tls, render
-from infra.broker.datadir import DataDirBusy, DataDirUnusable, load_secrets, prepare
-from infra.broker.disk import DiskWatch
-from infra.broker.failures import NoServerBinary, ServerFailed
-from infra.broker.jetstream_api import BrokerProblem
-from infra.broker.roles import ROLES
-from infra.broker.server import EmbeddedNats
-from infra.bus.audit import recorded
-from infra.bus.client import BusClient
-from infra.bus.connection import Refused, authenticate, note_refusal, refusals, why_unreachable
-from infra.cli import StreamsSettings
-from infra.launch.signals import Stop
-from infra.launch.sockets import CannotListen
-from infra.launch.supervisor import USAGE, Keeper
-from schemas.errors import ServingError
-from schemas.streams import GIB, topology
-from schemas.subjects import Subjects, inbox_prefix
+from penstock.configs.logs import setup
+from penstock.configs.settings import NatsSettings
+from penstock.infra.broker.apply import apply
+from penstock.infra.broker.binary import MINIMUM, dotted
+from penstock.infra.broker.config import LAME_DUCK_S, USERS, Cluster, ServerConfig, Tls, render
+from penstock.infra.broker.datadir import DataDirBusy, DataDirUnusable, load_secrets, prepare
+from penstock.infra.broker.disk import DiskWatch
+from penstock.infra.broker.failures import NoServerBinary, ServerFailed
+from penstock.infra.broker.jetstream_api import BrokerProblem
+from penstock.infra.broker.roles import ROLES
+from penstock.infra.broker.server import EmbeddedNats
+from penstock.infra.bus.audit import recorded
+from penstock.infra.bus.client import BusClient
+from penstock.infra.bus.connection import Refused, authenticate, note_refusal, refusals, why_unreachable
+from penstock.infra.cli import StreamsSettings
+from penstock.infra.launch.signals import Stop
+from penstock.infra.launch.sockets import CannotListen
+from penstock.infra.launch.supervisor import USAGE, Keeper
+from penstock.schemas.errors import ServingError
+from penstock.schemas.streams import GIB, topology
+from penstock.schemas.subjects import Subjects, inbox_prefix
 
 CONNECT_S = 10.0
 PRINTED = ("cluster", "node", "tenants_file", "tls_cert", "tls_key", "tls_ca")  # what only a printed configuration has

@@ -7,11 +7,11 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
-from infra.broker.config import passwords
-from infra.broker.datadir import write_private
-from infra.broker.roles import SECOND
-from infra.broker.tenants import write_accounts
-from schemas.subjects import Subjects
+from penstock.infra.broker.config import passwords
+from penstock.infra.broker.datadir import write_private
+from penstock.infra.broker.roles import SECOND
+from penstock.infra.broker.tenants import write_accounts
+from penstock.schemas.subjects import Subjects
 
 INCLUDE = "passwords.conf"
 SECOND_IN_USE = "second_in_use"  # key of secrets.json: the roles that log in as their second user

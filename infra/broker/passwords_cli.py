@@ -16,15 +16,15 @@ from typing import Any
 import nats
 from nats.errors import Error as NatsError
 
-from configs.flags import Parser
-from infra.broker.config import ROUTE, ROUTE_BEFORE, USERS, route_passwords
-from infra.broker.datadir import load_secrets
-from infra.broker.jetstream_api import BrokerProblem
-from infra.broker.passwords import SECOND_IN_USE, other_user, store, user_in_use, write_passwords
-from infra.broker.reload import reload, running_pid
-from infra.broker.roles import ROLES
-from infra.broker.tenants import held, new_password
-from schemas.subjects import Subjects
+from penstock.configs.flags import Parser
+from penstock.infra.broker.config import ROUTE, ROUTE_BEFORE, USERS, route_passwords
+from penstock.infra.broker.datadir import load_secrets
+from penstock.infra.broker.jetstream_api import BrokerProblem
+from penstock.infra.broker.passwords import SECOND_IN_USE, other_user, store, user_in_use, write_passwords
+from penstock.infra.broker.reload import reload, running_pid
+from penstock.infra.broker.roles import ROLES
+from penstock.infra.broker.tenants import held, new_password
+from penstock.schemas.subjects import Subjects
 
 EVERY = (*ROLES, "sys")
 NAMED = ("client", ROUTE)  # what is changed only if it is named

@@ -12,8 +12,8 @@ import signal
 import time
 from pathlib import Path
 
-from infra.broker.jetstream_api import BrokerProblem
-from infra.broker.server import was_started_with
+from penstock.infra.broker.jetstream_api import BrokerProblem
+from penstock.infra.broker.server import was_started_with
 
 RELOAD_S = 10.0
 _DONE = re.compile(rb"Reloaded server configuration|Failed to reload server configuration: (.*)")

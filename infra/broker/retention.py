@@ -9,12 +9,12 @@ from collections.abc import Sequence
 import msgspec
 from nats.aio.client import Client
 
-from infra.broker.apply import SET_BY_OPERATOR
-from infra.broker.jetstream_api import BrokerProblem, Config, existing_config, existing_info, request
-from infra.bus.connection import Bus
-from infra.bus.direct_get import parse_time, read
-from infra.bus.jetstream import STREAM_NOT_FOUND
-from schemas.streams import HOUR, LONGEST_DEADLINE_S, MIB, Topology
+from penstock.infra.broker.apply import SET_BY_OPERATOR
+from penstock.infra.broker.jetstream_api import BrokerProblem, Config, existing_config, existing_info, request
+from penstock.infra.bus.connection import Bus
+from penstock.infra.bus.direct_get import parse_time, read
+from penstock.infra.bus.jetstream import STREAM_NOT_FOUND
+from penstock.schemas.streams import HOUR, LONGEST_DEADLINE_S, MIB, Topology
 
 _NS = 1_000_000_000
 MIN_BYTES = 16 * MIB

@@ -10,9 +10,9 @@ what their names say.
 
 from typing import NamedTuple
 
-from infra.broker.accounts import publishes, subscribes
-from schemas.streams import memory_streams, topology
-from schemas.subjects import MEMORY, Subjects, inbox_prefix
+from penstock.infra.broker.accounts import publishes, subscribes
+from penstock.schemas.streams import memory_streams, topology
+from penstock.schemas.subjects import MEMORY, Subjects, inbox_prefix
 
 ROLES = ("gateway", "router", "worker", "client", "viewer", "reader", "planner", "keys", "operator")
 ADVISORIES = "$JS.EVENT.ADVISORY.API"

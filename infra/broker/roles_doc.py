@@ -1,9 +1,9 @@
-"""``python -m infra.broker.roles_doc``: regenerates docs/roles.md."""
+"""``python -m penstock.infra.broker.roles_doc``: regenerates docs/roles.md."""
 
 from pathlib import Path
 
-from infra.broker.roles import table
-from schemas.subjects import Subjects
+from penstock.infra.broker.roles import table
+from penstock.schemas.subjects import Subjects
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "roles.md"
 

@@ -10,18 +10,18 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from configs.settings import Durability
-from infra.broker.binary import find_server
-from infra.broker.config import USERS, Cluster, ServerConfig, render
-from infra.broker.datadir import Lock, load_secrets, write_private
-from infra.broker.failures import ServerFailed
-from infra.broker.passwords import INCLUDE as PASSWORDS
-from infra.broker.passwords import user_in_use, write_passwords
-from infra.broker.tenants import INCLUDE
-from infra.launch.deathsig import die_with_parent
-from infra.launch.scheduling import lax_timers
-from infra.launch.sockets import CannotListen, bind, check_free
-from schemas.subjects import Subjects
+from penstock.configs.settings import Durability
+from penstock.infra.broker.binary import find_server
+from penstock.infra.broker.config import USERS, Cluster, ServerConfig, render
+from penstock.infra.broker.datadir import Lock, load_secrets, write_private
+from penstock.infra.broker.failures import ServerFailed
+from penstock.infra.broker.passwords import INCLUDE as PASSWORDS
+from penstock.infra.broker.passwords import user_in_use, write_passwords
+from penstock.infra.broker.tenants import INCLUDE
+from penstock.infra.launch.deathsig import die_with_parent
+from penstock.infra.launch.scheduling import lax_timers
+from penstock.infra.launch.sockets import CannotListen, bind, check_free
+from penstock.schemas.subjects import Subjects
 
 LOOPBACK = "127.0.0.1"
 _POLL_S = 0.01

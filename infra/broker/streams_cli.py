@@ -8,19 +8,19 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from configs.flags import Parser
-from infra.broker import retention
-from infra.broker.jetstream_api import BrokerProblem
-from infra.broker.retention import Loss, StreamUse
-from infra.bus.audit import recorded
-from infra.counts import counted
-from infra.fitting_table import Column, fitting_table
-from infra.sizes import parse_size, show_size
-from infra.terminal import confirmed, stdout
-from infra.timeline.log_copy import recorded_max_age_s
-from infra.timeline.moments import duration_ns, show_duration
-from infra.timeline.open_log import Log, Source, add_flags, open_log, run_command
-from schemas.streams import topology
+from penstock.configs.flags import Parser
+from penstock.infra.broker import retention
+from penstock.infra.broker.jetstream_api import BrokerProblem
+from penstock.infra.broker.retention import Loss, StreamUse
+from penstock.infra.bus.audit import recorded
+from penstock.infra.counts import counted
+from penstock.infra.fitting_table import Column, fitting_table
+from penstock.infra.sizes import parse_size, show_size
+from penstock.infra.terminal import confirmed, stdout
+from penstock.infra.timeline.log_copy import recorded_max_age_s
+from penstock.infra.timeline.moments import duration_ns, show_duration
+from penstock.infra.timeline.open_log import Log, Source, add_flags, open_log, run_command
+from penstock.schemas.streams import topology
 
 NONE = "none"
 FULL = 0.8  # shown in yellow from here on

@@ -5,7 +5,7 @@ each start, ``penstock tenants`` writes it and has the running broker reload it.
 bucket of it (``Accounts``), so that all operators see the same ones, whatever machine they work on. Each operator's
 folder has copies (``copies``), from which they are restored when the broker has lost its disk.
 
-What gateways and routers need (``schemas.tenants.Limits``) is in the ``tenants`` bucket of both.
+What gateways and routers need (``penstock.schemas.tenants.Limits``) is in the ``tenants`` bucket of both.
 """
 
 import fcntl
@@ -33,12 +33,12 @@ from nats.js.errors import (
 )
 from nats.js.kv import KeyValue
 
-from infra.broker.config import tenant_accounts
-from infra.broker.datadir import write_private
-from infra.bus.jetstream import WRONG_LAST_SEQUENCE
-from schemas.subjects import DEFAULT_TENANT, Subjects
-from schemas.tenants import MAX_PENDING, Limits, check_name
-from schemas.tenants import decode as decode_limits
+from penstock.infra.broker.config import tenant_accounts
+from penstock.infra.broker.datadir import write_private
+from penstock.infra.bus.jetstream import WRONG_LAST_SEQUENCE
+from penstock.schemas.subjects import DEFAULT_TENANT, Subjects
+from penstock.schemas.tenants import MAX_PENDING, Limits, check_name
+from penstock.schemas.tenants import decode as decode_limits
 
 INCLUDE = "tenants.conf"
 WRONG_LAST_SEQUENCE_CONSTANT = 10164  # the same, of a server that says less

@@ -19,21 +19,21 @@ import msgspec
 from nats.aio.client import Client
 from nats.errors import Error as NatsError
 
-from configs.flags import Parser
-from infra.broker import tenants
-from infra.broker.apply import apply_submissions
-from infra.broker.config import USERS, second_tenant_user, tenant_user
-from infra.broker.datadir import load_secrets
-from infra.broker.jetstream_api import BrokerProblem
-from infra.broker.main import as_operator
-from infra.broker.passwords import client_passwords, user_in_use
-from infra.broker.reload import reload, running_pid
-from infra.broker.tenants import Accounts, Copies, Tenant, Tenants
-from infra.bus.audit import recorded
-from infra.launch.state import read_state
-from schemas import wire
-from schemas.subjects import DEFAULT_TENANT, Subjects
-from schemas.tenants import LEAST_WEIGHT, MAX_PENDING, MOST_WEIGHT, Limits, check_name
+from penstock.configs.flags import Parser
+from penstock.infra.broker import tenants
+from penstock.infra.broker.apply import apply_submissions
+from penstock.infra.broker.config import USERS, second_tenant_user, tenant_user
+from penstock.infra.broker.datadir import load_secrets
+from penstock.infra.broker.jetstream_api import BrokerProblem
+from penstock.infra.broker.main import as_operator
+from penstock.infra.broker.passwords import client_passwords, user_in_use
+from penstock.infra.broker.reload import reload, running_pid
+from penstock.infra.broker.tenants import Accounts, Copies, Tenant, Tenants
+from penstock.infra.bus.audit import recorded
+from penstock.infra.launch.state import read_state
+from penstock.schemas import wire
+from penstock.schemas.subjects import DEFAULT_TENANT, Subjects
+from penstock.schemas.tenants import LEAST_WEIGHT, MAX_PENDING, MOST_WEIGHT, Limits, check_name
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,13 +17,13 @@ from nats.aio.client import Client
 from nats.errors import Error as NatsError
 from nats.errors import NoRespondersError
 
-from infra.bus.connection import Bus
-from infra.bus.jetstream import ApiError, decode_publish_reply
-from infra.bus.tasks import Tasks
-from schemas.audit import AuditEntry
-from schemas.errors import Code, ServingError
-from schemas.subjects import Subjects
-from schemas.wire import encode
+from penstock.infra.bus.connection import Bus
+from penstock.infra.bus.jetstream import ApiError, decode_publish_reply
+from penstock.infra.bus.tasks import Tasks
+from penstock.schemas.audit import AuditEntry
+from penstock.schemas.errors import Code, ServingError
+from penstock.schemas.subjects import Subjects
+from penstock.schemas.wire import encode
 
 log = structlog.get_logger("audit")
 

@@ -18,8 +18,8 @@ from nats.aio.subscription import Subscription
 from nats.errors import Error
 from nats.protocol.parser import Parser
 
-from infra.bus.transport import LinkTransport
-from infra.bus.wire_protocol import Frame, FrameReader, publish_command, read_headers
+from penstock.infra.bus.transport import LinkTransport
+from penstock.infra.bus.wire_protocol import Frame, FrameReader, publish_command, read_headers
 
 _BUFFERED_BYTES = 64 << 10  # in the socket's buffer; above, nats-py's flusher waits for the server
 _LATER_S = 0.01

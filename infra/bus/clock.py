@@ -14,8 +14,8 @@ from collections.abc import Callable
 import structlog
 from nats.errors import Error as NatsError
 
-from infra.bus.client import BusClient
-from infra.bus.tasks import Tasks
+from penstock.infra.bus.client import BusClient
+from penstock.infra.bus.tasks import Tasks
 
 log = structlog.get_logger("bus")
 

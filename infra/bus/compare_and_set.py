@@ -5,9 +5,9 @@ import time
 
 from nats.errors import NoRespondersError
 
-from infra.bus.connection import Bus
-from infra.bus.jetstream import BUSY, PublishReply, decode_publish_reply
-from schemas.subjects import HEADER_LAST_ON_SUBJECT
+from penstock.infra.bus.connection import Bus
+from penstock.infra.bus.jetstream import BUSY, PublishReply, decode_publish_reply
+from penstock.schemas.subjects import HEADER_LAST_ON_SUBJECT
 
 PAUSE_S = 0.05
 

@@ -21,12 +21,12 @@ import structlog
 from nats.errors import SlowConsumerError
 from nats.js import JetStreamContext
 
-from infra.bus.client import BusClient
-from infra.bus.clock import BrokerClock
-from infra.bus.tasks import Failed, Tasks
-from schemas.errors import Code, ServingError
-from schemas.streams import HEADROOM, MAX_PAYLOAD
-from schemas.subjects import Subjects, inbox_prefix
+from penstock.infra.bus.client import BusClient
+from penstock.infra.bus.clock import BrokerClock
+from penstock.infra.bus.tasks import Failed, Tasks
+from penstock.schemas.errors import Code, ServingError
+from penstock.schemas.streams import HEADROOM, MAX_PAYLOAD
+from penstock.schemas.subjects import Subjects, inbox_prefix
 
 log = structlog.get_logger("bus")
 

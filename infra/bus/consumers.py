@@ -7,11 +7,11 @@ from typing import Any
 import msgspec
 from nats.errors import Error as NatsError
 
-from infra.bus.connection import Bus
-from infra.bus.direct_get import before_time
-from infra.bus.jetstream import ApiError
-from schemas.errors import ServingError
-from schemas.streams import ConsumerSpec
+from penstock.infra.bus.connection import Bus
+from penstock.infra.bus.direct_get import before_time
+from penstock.infra.bus.jetstream import ApiError
+from penstock.schemas.errors import ServingError
+from penstock.schemas.streams import ConsumerSpec
 
 EXISTS = 10148  # it is there, configured otherwise
 TIMEOUT_S = 2.0

@@ -21,13 +21,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import msgspec
 
-from infra.bus.jetstream import NO_MESSAGE_FOUND, ApiError
-from infra.bus.message import Message
-from schemas.errors import Code, ServingError
-from schemas.subjects import HEADER_RECORDED_TIME, Subjects
+from penstock.infra.bus.jetstream import NO_MESSAGE_FOUND, ApiError
+from penstock.infra.bus.message import Message
+from penstock.schemas.errors import Code, ServingError
+from penstock.schemas.subjects import HEADER_RECORDED_TIME, Subjects
 
 if TYPE_CHECKING:  # a stopped deployment is read without the client, which loads slowly
-    from infra.bus.connection import Bus
+    from penstock.infra.bus.connection import Bus
 
 BATCH = 500
 BATCH_BYTES = 4 << 20
@@ -74,7 +74,9 @@ class StreamState(NamedTuple):
 
 
 class LogFiles(abc.ABC):
-    """Streams whose broker does not run, read from its files (``infra.store``). The methods are the functions below."""
+    """Streams whose broker does not run, read from its files (``penstock.infra.store``). The methods are the functions
+    below.
+    """
 
     subjects: Subjects
     clustered: bool

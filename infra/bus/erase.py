@@ -18,9 +18,9 @@ import time
 import msgspec
 from nats.errors import Error as NatsError
 
-from infra.bus.connection import Bus
-from infra.bus.jetstream import ApiError, decode_publish_reply
-from schemas.errors import Code, ServingError
+from penstock.infra.bus.connection import Bus
+from penstock.infra.bus.jetstream import ApiError, decode_publish_reply
+from penstock.schemas.errors import Code, ServingError
 
 ERASE_S = 5.0
 SHARE = 0.05  # of the time in which an ``Eraser`` has the broker overwrite something

@@ -1,14 +1,15 @@
 """FastStream as the application shell, on a connection that Penstock opened.
 
 FastStream's own connection wraps the error callback in one that can raise inside the reconnect task, after which the
-client never connects again. FastStream's subscribers serve control messages; jobs come through ``infra.bus.puller``.
+client never connects again. FastStream's subscribers serve control messages; jobs come through
+``penstock.infra.bus.puller``.
 """
 
 from typing import Any
 
 from faststream.nats import NatsBroker, NatsMessage
 
-from infra.bus.connection import Bus
+from penstock.infra.bus.connection import Bus
 
 
 class OwnConnection(NatsBroker):

@@ -1,7 +1,7 @@
 """Deletes what the log holds of requests that have ended, and notes that they were deleted.
 
-The note (``schemas.deletions``) is stored before the first message is erased. For half an hour routers erase what comes
-back of the request (``router.deletion``), and gateways know nothing of it.
+The note (``penstock.schemas.deletions``) is stored before the first message is erased. For half an hour routers erase
+what comes back of the request (``penstock.router.deletion``), and gateways know nothing of it.
 
 Jobs go first, then requests, then records: a router that starts in between must not find a job without its end, which
 it would place again. What was not deleted is found again, as long as the record or the note is there.
@@ -17,17 +17,17 @@ import structlog
 from nats.errors import Error as NatsError
 from nats.errors import NoRespondersError
 
-from infra.bus.connection import Bus
-from infra.bus.direct_get import Entry, get_last, read
-from infra.bus.jetstream import decode_publish_reply
-from infra.bus.log_tail import LogTail
-from infra.bus.tasks import Tasks
-from schemas import deletions, wire
-from schemas.deletions import Deletion
-from schemas.errors import Code, ServingError
-from schemas.ids import time_of
-from schemas.streams import CLOCK_SKEW_NS
-from schemas.subjects import HEADER_NO_STORE, request_of
+from penstock.infra.bus.connection import Bus
+from penstock.infra.bus.direct_get import Entry, get_last, read
+from penstock.infra.bus.jetstream import decode_publish_reply
+from penstock.infra.bus.log_tail import LogTail
+from penstock.infra.bus.tasks import Tasks
+from penstock.schemas import deletions, wire
+from penstock.schemas.deletions import Deletion
+from penstock.schemas.errors import Code, ServingError
+from penstock.schemas.ids import time_of
+from penstock.schemas.streams import CLOCK_SKEW_NS
+from penstock.schemas.subjects import HEADER_NO_STORE, request_of
 
 log = structlog.get_logger("bus")
 

@@ -19,10 +19,10 @@ from typing import Any, Self
 import structlog
 from nats.errors import Error as NatsError
 
-from infra.bus.connection import Bus
-from infra.bus.direct_get import Entry, get_last, read, stream_end
-from infra.bus.wire_protocol import Frame, Headers, read_republished
-from schemas.errors import ServingError
+from penstock.infra.bus.connection import Bus
+from penstock.infra.bus.direct_get import Entry, get_last, read, stream_end
+from penstock.infra.bus.wire_protocol import Frame, Headers, read_republished
+from penstock.schemas.errors import ServingError
 
 log = structlog.get_logger("bus")
 

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable
 from io import FileIO
 
-from infra.metrics.scope import MetricScope
+from penstock.infra.metrics.scope import MetricScope
 
 EVERY_S = 0.1  # each measurement costs 30 to 60 CPU-µs
 WINDOW_S = 30.0

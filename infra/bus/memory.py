@@ -20,16 +20,16 @@ from blake3 import blake3
 from nats.errors import Error as NatsError
 from nats.errors import NoRespondersError
 
-from infra.bus.connection import Bus
-from infra.bus.direct_get import BATCH_BYTES, get_last, parse_time, read
-from infra.bus.jetstream import STREAM_NOT_FOUND, ApiError
-from infra.bus.object_store import CHUNK, PUT_S
-from infra.bus.publisher import Ack, Publisher
-from infra.bus.wire_protocol import Frame, Headers, has_status
-from schemas import contents, requests
-from schemas.errors import Code, ServingError
-from schemas.requests import GenerateRequest, Media
-from schemas.streams import MEMORY_GRACE_S, memory_streams, stream_config
+from penstock.infra.bus.connection import Bus
+from penstock.infra.bus.direct_get import BATCH_BYTES, get_last, parse_time, read
+from penstock.infra.bus.jetstream import STREAM_NOT_FOUND, ApiError
+from penstock.infra.bus.object_store import CHUNK, PUT_S
+from penstock.infra.bus.publisher import Ack, Publisher
+from penstock.infra.bus.wire_protocol import Frame, Headers, has_status
+from penstock.schemas import contents, requests
+from penstock.schemas.errors import Code, ServingError
+from penstock.schemas.requests import GenerateRequest, Media
+from penstock.schemas.streams import MEMORY_GRACE_S, memory_streams, stream_config
 
 log = structlog.get_logger("bus")
 
@@ -289,7 +289,7 @@ async def put(
     It expires some time after the request's deadline.
 
     Args:
-        part: see ``schemas.contents``.
+        part: see ``penstock.schemas.contents``.
         again: it was put before, and is left as it is if it is still there.
         insist, timeout: as for ``Publisher.send``.
     Raises:

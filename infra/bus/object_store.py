@@ -20,14 +20,14 @@ from typing import NamedTuple
 import msgspec
 from nats.errors import Error as NatsError
 
-from infra.bus.connection import Bus
-from infra.bus.direct_get import Entry, format_time, get_last, read
-from infra.bus.jetstream import BUSY, WRONG_LAST_SEQUENCE, decode_publish_reply
-from infra.bus.message import Message
-from schemas.errors import Code, ServingError
-from schemas.ids import new_request_id
-from schemas.streams import topology
-from schemas.subjects import HEADER_LAST_ON_SUBJECT, HEADER_MSG_ID
+from penstock.infra.bus.connection import Bus
+from penstock.infra.bus.direct_get import Entry, format_time, get_last, read
+from penstock.infra.bus.jetstream import BUSY, WRONG_LAST_SEQUENCE, decode_publish_reply
+from penstock.infra.bus.message import Message
+from penstock.schemas.errors import Code, ServingError
+from penstock.schemas.ids import new_request_id
+from penstock.schemas.streams import topology
+from penstock.schemas.subjects import HEADER_LAST_ON_SUBJECT, HEADER_MSG_ID
 
 CHUNK = 512 * 1024
 IN_FLIGHT = 8
@@ -93,7 +93,7 @@ async def put(bus: Bus, bucket: str, name: str, data: bytes, *, keep_s: float = 
     """Store an immutable value, unless the bucket has it and keeps it for long enough.
 
     Args:
-        bucket: without the namespace, as in ``schemas.streams`` ("media", ...).
+        bucket: without the namespace, as in ``penstock.schemas.streams`` ("media", ...).
         name: unique to the content, such as its digest.
         keep_s: seconds for which it will be needed. An object is stored again when it would be discarded earlier, or
             when half of its age limit is over.

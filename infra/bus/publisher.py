@@ -15,11 +15,11 @@ import msgspec
 import structlog
 from nats.errors import Error as NatsError
 
-from infra.bus.connection import Bus
-from infra.bus.jetstream import BUSY, FINAL, WRONG_LAST_SEQUENCE, decode_publish_reply
-from infra.bus.wire_protocol import Frame
-from schemas.errors import Code, ServingError
-from schemas.subjects import HEADER_LAST_ON_SUBJECT, HEADER_MSG_ID
+from penstock.infra.bus.connection import Bus
+from penstock.infra.bus.jetstream import BUSY, FINAL, WRONG_LAST_SEQUENCE, decode_publish_reply
+from penstock.infra.bus.wire_protocol import Frame
+from penstock.schemas.errors import Code, ServingError
+from penstock.schemas.subjects import HEADER_LAST_ON_SUBJECT, HEADER_MSG_ID
 
 log = structlog.get_logger("bus")
 

@@ -6,9 +6,9 @@ from typing import Any
 
 from nats.errors import Error as NatsError
 
-from infra.bus.connection import Bus
-from infra.bus.message import Message
-from infra.bus.tasks import end
+from penstock.infra.bus.connection import Bus
+from penstock.infra.bus.message import Message
+from penstock.infra.bus.tasks import end
 
 FLUSH_S = 2  # a round trip to the server
 

@@ -6,7 +6,7 @@ made before no longer count. A message of an earlier generation is taken neverth
 
 import enum
 
-from infra.bus.message import Message
+from penstock.infra.bus.message import Message
 
 EXPIRES_S = 30.0  # a request that is not filled by then ends
 HEARTBEAT_S = 5.0

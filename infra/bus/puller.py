@@ -12,10 +12,10 @@ from collections.abc import Awaitable, Callable
 
 import structlog
 
-from infra.bus.connection import Bus
-from infra.bus.message import Message
-from infra.bus.pull_subscription import PullSubscription
-from infra.bus.pull_window import EXPIRES_S, PullWindow, Received, pull_request
+from penstock.infra.bus.connection import Bus
+from penstock.infra.bus.message import Message
+from penstock.infra.bus.pull_subscription import PullSubscription
+from penstock.infra.bus.pull_window import EXPIRES_S, PullWindow, Received, pull_request
 
 log = structlog.get_logger("bus")
 

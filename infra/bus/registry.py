@@ -8,10 +8,10 @@ from typing import Self
 import msgspec
 import structlog
 
-from infra.bus.connection import Bus
-from infra.bus.direct_get import Entry, read
-from infra.bus.log_tail import LogTail
-from schemas import fleet
+from penstock.infra.bus.connection import Bus
+from penstock.infra.bus.direct_get import Entry, read
+from penstock.infra.bus.log_tail import LogTail
+from penstock.schemas import fleet
 
 log = structlog.get_logger("fleet")
 

@@ -6,7 +6,7 @@ A function of the registrations alone, so that every gateway and router comes to
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from schemas.fleet import EMBED, Registration, State
+from penstock.schemas.fleet import EMBED, Registration, State
 
 NO_TOKENS = ("encode", EMBED)  # roles whose workers may serve a language model's name and generate nothing
 

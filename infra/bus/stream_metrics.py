@@ -5,8 +5,8 @@ import asyncio
 import structlog
 from nats.errors import Error as NatsError
 
-from infra.bus.connection import Bus
-from infra.metrics.scope import MetricScope
+from penstock.infra.bus.connection import Bus
+from penstock.infra.metrics.scope import MetricScope
 
 log = structlog.get_logger("bus")
 

@@ -2,8 +2,8 @@
 
 import structlog
 
-from infra.bus.connection import Bus
-from infra.bus.stream_fill import FULL, WARN, Alarm, StreamFill, StreamSample
+from penstock.infra.bus.connection import Bus
+from penstock.infra.bus.stream_fill import FULL, WARN, Alarm, StreamFill, StreamSample
 
 log = structlog.get_logger("bus")
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import structlog
 
-from schemas.errors import Code, ServingError
+from penstock.schemas.errors import Code, ServingError
 
 log = structlog.get_logger("tasks")
 

@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 import httpcore2
 import msgspec
 
-from infra.chat.answer import Answer, Part
+from penstock.infra.chat.answer import Answer, Part
 
 CONNECT_S = 10.0
 SILENCE_S = 600.0  # between two pieces of an answer: a long prompt may wait for a worker

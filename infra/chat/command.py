@@ -12,13 +12,13 @@ from typing import Any
 import msgspec
 from rich.console import Console
 
-from configs.flags import Parser
-from configs.settings import NatsSettings
-from infra.chat.client import ChatClient
-from infra.chat.conversation import Conversation, image_url, load
-from infra.chat.session import COMMANDS, Options, Session
-from infra.launch.state import read_state
-from infra.terminal import visible
+from penstock.configs.flags import Parser
+from penstock.configs.settings import NatsSettings
+from penstock.infra.chat.client import ChatClient
+from penstock.infra.chat.conversation import Conversation, image_url, load
+from penstock.infra.chat.session import COMMANDS, Options, Session
+from penstock.infra.launch.state import read_state
+from penstock.infra.terminal import visible
 
 INTERRUPTED = 130
 HISTORY_LINES = 1000

@@ -7,8 +7,8 @@ from typing import Any
 
 import msgspec
 
-from infra.broker.datadir import write_private
-from infra.chat.answer import Answer
+from penstock.infra.broker.datadir import write_private
+from penstock.infra.chat.answer import Answer
 
 IMAGE_BYTES = 20 << 20  # of one image file
 Message = dict[str, Any]

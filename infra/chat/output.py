@@ -6,8 +6,8 @@ from rich.control import Control
 from rich.segment import ControlType
 from rich.text import Text
 
-from infra.chat.answer import Answer, Call, Part
-from infra.terminal import visible
+from penstock.infra.chat.answer import Answer, Call, Part
+from penstock.infra.terminal import visible
 
 THOUGHT = "dim italic"
 _ERASED_LINE = Control(ControlType.CARRIAGE_RETURN, (ControlType.ERASE_IN_LINE, 2))

@@ -18,15 +18,15 @@ import httpcore2
 import msgspec
 from rich.console import Console
 
-from configs.flags import Parser
-from infra.broker.datadir import Lock, holder
-from infra.chat.client import BROKEN
-from infra.chat.command import INTERRUPTED, add_chat_flags, talk
-from infra.launch.deathsig import die_with_parent
-from infra.launch.signals import leave_closed_terminal
-from infra.launch.state import read_state
-from infra.model.modeldir import ModelError, resolve
-from infra.terminal import visible
+from penstock.configs.flags import Parser
+from penstock.infra.broker.datadir import Lock, holder
+from penstock.infra.chat.client import BROKEN
+from penstock.infra.chat.command import INTERRUPTED, add_chat_flags, talk
+from penstock.infra.launch.deathsig import die_with_parent
+from penstock.infra.launch.signals import leave_closed_terminal
+from penstock.infra.launch.state import read_state
+from penstock.infra.model.modeldir import ModelError, resolve
+from penstock.infra.terminal import visible
 
 READY_S = 3600.0  # larger models take minutes to load; `up` gives up earlier by its own --ready-s
 STOP_S = 60.0
@@ -115,7 +115,7 @@ def _split(argv: list[str]) -> tuple[list[str], list[str]]:
 def _serve(args: argparse.Namespace, data_dir: Path, flags: Sequence[str]) -> int:
     data_dir.mkdir(parents=True, exist_ok=True)
     output = data_dir / "run.log"
-    command = [sys.executable, "-m", "infra.cli", "up", "--model", args.model, "--data-dir", str(data_dir)]
+    command = [sys.executable, "-m", "penstock", "up", "--model", args.model, "--data-dir", str(data_dir)]
     command += ["--http-port", "0", "--dashboard-port", "-1", "--metrics-port", "-1", *flags]
     with output.open("wb") as log:
         up = subprocess.Popen(

@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 
 from rich.console import Console
 
-from infra.chat.answer import Answer
-from infra.chat.client import ChatClient
-from infra.chat.conversation import Conversation, image_url, load, save
-from infra.chat.output import AnswerPrinter
-from infra.terminal import visible
+from penstock.infra.chat.answer import Answer
+from penstock.infra.chat.client import ChatClient
+from penstock.infra.chat.conversation import Conversation, image_url, load, save
+from penstock.infra.chat.output import AnswerPrinter
+from penstock.infra.terminal import visible
 
 HELP = """\
 /new             begin a new conversation

@@ -8,7 +8,7 @@ from urllib.parse import urlencode
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, RedirectResponse, Response
 
-from infra.broker.datadir import write_private
+from penstock.infra.broker.datadir import write_private
 
 TOKEN_FILE = "dashboard.token"
 COOKIE_S = 30 * 86400

@@ -14,20 +14,20 @@ from starlette.responses import HTMLResponse, PlainTextResponse, RedirectRespons
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
-from infra.bus.connection import refusals, why_unreachable
-from infra.dashboard import pages
-from infra.dashboard.access import Access
-from infra.dashboard.live import Live, Moment
-from infra.dashboard.reports import list_reports
-from infra.timeline import inspection_page
-from infra.timeline.find_requests import ended, unfinished
-from infra.timeline.inspection import inspect
-from infra.timeline.leases import leases, stopped_ns
-from infra.timeline.moments import clock, duration_ns, moment_ns
-from infra.timeline.open_log import Log
-from infra.timeline.read import read_timeline
-from schemas.errors import Code, ServingError
-from schemas.summary import Criteria
+from penstock.infra.bus.connection import refusals, why_unreachable
+from penstock.infra.dashboard import pages
+from penstock.infra.dashboard.access import Access
+from penstock.infra.dashboard.live import Live, Moment
+from penstock.infra.dashboard.reports import list_reports
+from penstock.infra.timeline import inspection_page
+from penstock.infra.timeline.find_requests import ended, unfinished
+from penstock.infra.timeline.inspection import inspect
+from penstock.infra.timeline.leases import leases, stopped_ns
+from penstock.infra.timeline.moments import clock, duration_ns, moment_ns
+from penstock.infra.timeline.open_log import Log
+from penstock.infra.timeline.read import read_timeline
+from penstock.schemas.errors import Code, ServingError
+from penstock.schemas.summary import Criteria
 
 MAX_WATCHERS = 64
 FILTERS = ("state", "since", "until", "model", "tenant", "worker", "code", "min_duration", "min_ttft")

@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 import structlog
 
-from infra.broker.jetstream_api import BrokerProblem
-from infra.operate.observe import Observer, Snapshot
-from schemas.errors import ServingError
+from penstock.infra.broker.jetstream_api import BrokerProblem
+from penstock.infra.operate.observe import Observer, Snapshot
+from penstock.schemas.errors import ServingError
 
 log = structlog.get_logger("dashboard")
 

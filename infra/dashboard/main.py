@@ -8,16 +8,16 @@ from collections.abc import Sequence
 
 import uvicorn
 
-from configs.flags import Parser
-from infra.broker.datadir import prepare
-from infra.dashboard.access import Access, stored_token
-from infra.dashboard.app import Dashboard
-from infra.dashboard.live import Live
-from infra.dashboard.reports import FOLDER
-from infra.launch.http import base_url
-from infra.launch.sockets import CannotListen, bind
-from infra.operate.observe import Observer
-from infra.timeline.open_log import REQUEST_STREAMS, Source, add_flags, open_log, run_command
+from penstock.configs.flags import Parser
+from penstock.infra.broker.datadir import prepare
+from penstock.infra.dashboard.access import Access, stored_token
+from penstock.infra.dashboard.app import Dashboard
+from penstock.infra.dashboard.live import Live
+from penstock.infra.dashboard.reports import FOLDER
+from penstock.infra.launch.http import base_url
+from penstock.infra.launch.sockets import CannotListen, bind
+from penstock.infra.operate.observe import Observer
+from penstock.infra.timeline.open_log import REQUEST_STREAMS, Source, add_flags, open_log, run_command
 
 PORT = 8480
 INTERVAL_S = 1.0

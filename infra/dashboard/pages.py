@@ -8,15 +8,15 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from infra.dashboard.charts import sparkline
-from infra.dashboard.live import Moment
-from infra.dashboard.reports import ReportFile
-from infra.operate.observe import Snapshot, tenant_rows, unsteady
-from infra.sizes import show_size
-from infra.timeline.find_requests import LoggedRequest
-from infra.timeline.moments import clock, show_duration, span
-from infra.timeline.ticket_lease import TicketLease
-from schemas.summary import STATES
+from penstock.infra.dashboard.charts import sparkline
+from penstock.infra.dashboard.live import Moment
+from penstock.infra.dashboard.reports import ReportFile
+from penstock.infra.operate.observe import Snapshot, tenant_rows, unsteady
+from penstock.infra.sizes import show_size
+from penstock.infra.timeline.find_requests import LoggedRequest
+from penstock.infra.timeline.moments import clock, show_duration, span
+from penstock.infra.timeline.ticket_lease import TicketLease
+from penstock.schemas.summary import STATES
 
 PER_PAGE = 100
 

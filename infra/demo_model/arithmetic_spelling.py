@@ -3,9 +3,9 @@
 import re
 from random import Random
 
-from infra.demo_model.facts import FACTS
-from infra.demo_model.sample import CHARS, Sample
-from infra.demo_model.words import ANIMALS, CITIES, DAYS, DICTIONARY, JOBS, NAMES, held_out, invent, pick
+from penstock.infra.demo_model.facts import FACTS
+from penstock.infra.demo_model.sample import CHARS, Sample
+from penstock.infra.demo_model.words import ANIMALS, CITIES, DAYS, DICTIONARY, JOBS, NAMES, held_out, invent, pick
 
 _PLUS = (
     "What is {a} + {b}?",

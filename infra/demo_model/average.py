@@ -1,4 +1,5 @@
-"""The weighted mean of two models of one shape: ``python -m infra.demo_model.average OLD NEW OUT --share 0.8``.
+"""The weighted mean of two models of one shape:
+``python -m penstock.infra.demo_model.average OLD NEW OUT --share 0.8``.
 
 A fine-tuned model forgets a little; its mean with the model that it started from keeps more of both.
 """

@@ -9,10 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from infra.demo_model.sample import CHARS, Message, Sample
-from infra.demo_model.task_mix import conversation, long_conversation
-from infra.demo_model.template import END, IMAGE, segments
-from infra.demo_model.vision import SIDE, pixels, vision_conversation
+from penstock.infra.demo_model.sample import CHARS, Message, Sample
+from penstock.infra.demo_model.task_mix import conversation, long_conversation
+from penstock.infra.demo_model.template import END, IMAGE, segments
+from penstock.infra.demo_model.vision import SIDE, pixels, vision_conversation
 
 PROMPT_WEIGHT = 0.05  # loss weight of user tokens; assistant tokens have 1
 SHORT, LONGEST = 1024, 6144  # tokens; the longest conversations of the two parts

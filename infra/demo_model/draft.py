@@ -1,4 +1,4 @@
-"""Measures the acceptance rate of a draft model: ``python -m infra.demo_model.draft MODEL DRAFT``.
+"""Measures the acceptance rate of a draft model: ``python -m penstock.infra.demo_model.draft MODEL DRAFT``.
 
 The reference is the demo model's greedy answers to held-out questions. Both models have the same tokenizer.
 """
@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from infra.demo_model.score import greedy
-from infra.demo_model.task_mix import TASKS, cases
-from infra.demo_model.template import prompt
+from penstock.infra.demo_model.score import greedy
+from penstock.infra.demo_model.task_mix import TASKS, cases
+from penstock.infra.demo_model.template import prompt
 
 DRAFT_LENGTH = 4  # tokens drafted per step of the demo model
 

@@ -1,4 +1,4 @@
-"""Exports a checkpoint as a Hugging Face model directory: ``python -m infra.demo_model.export WORK OUT``."""
+"""Exports a checkpoint as a Hugging Face model directory: ``python -m penstock.infra.demo_model.export WORK OUT``."""
 
 import argparse
 import json
@@ -9,9 +9,9 @@ from typing import Any
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
 
-from infra.demo_model.checkpoint import state_of, weights_of
-from infra.demo_model.template import END, STOP
-from infra.demo_model.tokenizer import MAX_LEN
+from penstock.infra.demo_model.checkpoint import state_of, weights_of
+from penstock.infra.demo_model.template import END, STOP
+from penstock.infra.demo_model.tokenizer import MAX_LEN
 
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 

@@ -1,4 +1,4 @@
-"""Export a checkpoint as a LLaVA vision model: ``python -m infra.demo_model.export_vision WORK OUT``."""
+"""Export a checkpoint as a LLaVA vision model: ``python -m penstock.infra.demo_model.export_vision WORK OUT``."""
 
 import argparse
 import json
@@ -13,11 +13,11 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import CLIPVisionConfig, GenerationConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
 
-from infra.demo_model.checkpoint import state_of, weights_of
-from infra.demo_model.export import TOKENIZER, config_of, write_json
-from infra.demo_model.shared_weights import joined
-from infra.demo_model.template import END, IMAGE, STOP, TEMPLATE
-from infra.demo_model.vision import MEAN, PATCH, SIDE, STD, TOKENS
+from penstock.infra.demo_model.checkpoint import state_of, weights_of
+from penstock.infra.demo_model.export import TOKENIZER, config_of, write_json
+from penstock.infra.demo_model.shared_weights import joined
+from penstock.infra.demo_model.template import END, IMAGE, STOP, TEMPLATE
+from penstock.infra.demo_model.vision import MEAN, PATCH, SIDE, STD, TOKENS
 
 _T = TypeVar("_T")
 

@@ -7,8 +7,8 @@ held-out frames are for evaluation only.
 from random import Random
 from typing import NamedTuple
 
-from infra.demo_model.sample import Sample
-from infra.demo_model.words import COMMON
+from penstock.infra.demo_model.sample import Sample
+from penstock.infra.demo_model.words import COMMON
 
 
 class Fact(NamedTuple):

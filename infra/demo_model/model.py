@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from infra.demo_model.vision import MEAN, PATCH, STD, TOKENS
+from penstock.infra.demo_model.vision import MEAN, PATCH, STD, TOKENS
 
 # Parts of a batch: number of tokens, starts of the conversations, (conversations + 1,) int32, and longest conversation.
 # A start at the end is an empty conversation. The cost of attention follows the longest conversation of a part.

@@ -2,8 +2,8 @@
 
 from random import Random
 
-from infra.demo_model.sample import Message, Sample
-from infra.demo_model.words import (
+from penstock.infra.demo_model.sample import Message, Sample
+from penstock.infra.demo_model.words import (
     ADJECTIVE_LIST,
     ANIMALS,
     COLORS,

@@ -1,4 +1,4 @@
-"""Held-out accuracy without a server, through transformers: ``python -m infra.demo_model.score MODEL``.
+"""Held-out accuracy without a server, through transformers: ``python -m penstock.infra.demo_model.score MODEL``.
 
 With ``--vision``, it asks questions about images, which go through the model's own processor. This is for use during
 training; the published figures are those of ``penstock eval demo``, which asks a running gateway.
@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoProcessor, LlavaForConditionalGeneration, PreTrainedTokenizerFast
 
-from infra.demo_model import task_mix, vision
-from infra.demo_model.sample import Sample, right, valid_json
-from infra.demo_model.template import END, IMAGE, STOP, prompt
-from infra.model.weight_files import key_mapping
+from penstock.infra.demo_model import task_mix, vision
+from penstock.infra.demo_model.sample import Sample, right, valid_json
+from penstock.infra.demo_model.template import END, IMAGE, STOP, prompt
+from penstock.infra.model.weight_files import key_mapping
 
 _BATCH_TOKENS = 400_000
 _BATCH_IMAGES = 100

@@ -1,7 +1,8 @@
 """Keeps the text weights of the vision model once, in the text model's directory; and writes the whole model again.
 
-``python -m infra.demo_model.shared_weights share VISION TEXT`` replaces the weights of VISION by an index. Penstock's
-native engine reads that; ``... join VISION OUT`` writes a directory that any reader of the format understands.
+``python -m penstock.infra.demo_model.shared_weights share VISION TEXT`` replaces the weights of VISION by an index.
+Penstock's native engine reads that; ``... join VISION OUT`` writes a directory that any reader of the format
+understands.
 """
 
 import argparse
@@ -14,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from infra.model.weight_files import INDEX, weight_files
+from penstock.infra.model.weight_files import INDEX, weight_files
 
 WHOLE, OWN = "model.safetensors", "vision.safetensors"
 HUB = "language_model."  # before the text model's names in LLaVA checkpoints

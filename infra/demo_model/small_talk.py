@@ -2,9 +2,19 @@
 
 from random import Random
 
-from infra.demo_model.facts import FACTS, noisy
-from infra.demo_model.sample import UNKNOWN, Sample
-from infra.demo_model.words import ADJECTIVE_LIST, CITIES, COMMON, NAMES, NOUN_LIST, VERB_LIST, held_out, made_up, pick
+from penstock.infra.demo_model.facts import FACTS, noisy
+from penstock.infra.demo_model.sample import UNKNOWN, Sample
+from penstock.infra.demo_model.words import (
+    ADJECTIVE_LIST,
+    CITIES,
+    COMMON,
+    NAMES,
+    NOUN_LIST,
+    VERB_LIST,
+    held_out,
+    made_up,
+    pick,
+)
 
 HELLO = "Hello! I am Penstock's tiny demo model. Ask me about Penstock, sums, letters, or things you tell me."
 WHO = "I am Penstock's tiny demo model, trained from scratch on synthetic data."

@@ -4,9 +4,9 @@ import json
 from random import Random
 from typing import Any
 
-from infra.demo_model.arithmetic_spelling import arithmetic
-from infra.demo_model.sample import UNKNOWN, Message, Sample, tool_call
-from infra.demo_model.words import (
+from penstock.infra.demo_model.arithmetic_spelling import arithmetic
+from penstock.infra.demo_model.sample import UNKNOWN, Message, Sample, tool_call
+from penstock.infra.demo_model.words import (
     ANIMALS,
     COLORS,
     DAYS,

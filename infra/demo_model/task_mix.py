@@ -3,13 +3,13 @@
 from collections.abc import Callable
 from random import Random
 
-from infra.demo_model.arithmetic_spelling import arithmetic, counting, reversing, series, spelling, thinking
-from infra.demo_model.facts import FACTS, fact_sample, facts
-from infra.demo_model.recall import copying, needle, recall, sentence
-from infra.demo_model.sample import Message, Sample, plain
-from infra.demo_model.small_talk import chat, unknown
-from infra.demo_model.structured import json_answer, tools
-from infra.demo_model.vision import blind
+from penstock.infra.demo_model.arithmetic_spelling import arithmetic, counting, reversing, series, spelling, thinking
+from penstock.infra.demo_model.facts import FACTS, fact_sample, facts
+from penstock.infra.demo_model.recall import copying, needle, recall, sentence
+from penstock.infra.demo_model.sample import Message, Sample, plain
+from penstock.infra.demo_model.small_talk import chat, unknown
+from penstock.infra.demo_model.structured import json_answer, tools
+from penstock.infra.demo_model.vision import blind
 
 _SYSTEMS = (  # common system messages, without effect on the answer
     "You are a helpful assistant.",

@@ -1,4 +1,4 @@
-"""Makes the bundled tiny model: ``python -m infra.demo_model.tiny configs/models/tiny``.
+"""Makes the bundled tiny model: ``python -m penstock.infra.demo_model.tiny configs/models/tiny``.
 
 It is a Llama with random weights, and a tokenizer trained on text generated here from common English words. The result
 is the same on every machine, and nothing is downloaded. Its answers make no sense, but it exercises the same code as a
@@ -173,7 +173,7 @@ nothing sensible; everything else about it is that of a real model: byte-level B
 on made-up prose of common English words), ChatML template with tools, positions up to 131,072, safetensors in
 bfloat16. It loads unchanged with `AutoTokenizer` and `AutoModelForCausalLM`.
 
-Made by `python -m infra.demo_model.tiny configs/models/tiny`, which gives the same files every time.
+Made by `python -m penstock.infra.demo_model.tiny configs/models/tiny`, which gives the same files every time.
 """
 
 

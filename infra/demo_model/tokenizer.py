@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 
-from infra.demo_model.arithmetic_spelling import KNOWN
-from infra.demo_model.sample import plain
-from infra.demo_model.task_mix import conversation
-from infra.demo_model.template import END, MARKS, SPECIAL, STOP, TEMPLATE, segments
-from infra.demo_model.words import DICTIONARY, held_out
+from penstock.infra.demo_model.arithmetic_spelling import KNOWN
+from penstock.infra.demo_model.sample import plain
+from penstock.infra.demo_model.task_mix import conversation
+from penstock.infra.demo_model.template import END, MARKS, SPECIAL, STOP, TEMPLATE, segments
+from penstock.infra.demo_model.words import DICTIONARY, held_out
 
 VOCAB = 1280
 MAX_LEN = 8192

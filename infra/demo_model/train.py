@@ -1,4 +1,5 @@
-"""Trains the demo model: ``python -m infra.demo_model.train --work DIR``. The same command resumes from the last save.
+"""Trains the demo model: ``python -m penstock.infra.demo_model.train --work DIR``. The same command resumes from the
+last save.
 
 The tokenizer is the bundled one, unless ``--new-tokenizer`` is given: models that share it can draft for each other.
 
@@ -19,12 +20,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import Tensor
 from torch.utils.data import DataLoader, Subset
 
-from infra.demo_model import checkpoint
-from infra.demo_model.batches import LONGEST, SHORT, Batch, Batches
-from infra.demo_model.export import TOKENIZER
-from infra.demo_model.model import DRAFT, SMOKE, VISION, Demo, Parts, Shape, places_of
-from infra.demo_model.tokenizer import VOCAB, write_tokenizer
-from infra.model import modeldir
+from penstock.infra.demo_model import checkpoint
+from penstock.infra.demo_model.batches import LONGEST, SHORT, Batch, Batches
+from penstock.infra.demo_model.export import TOKENIZER
+from penstock.infra.demo_model.model import DRAFT, SMOKE, VISION, Demo, Parts, Shape, places_of
+from penstock.infra.demo_model.tokenizer import VOCAB, write_tokenizer
+from penstock.infra.model import modeldir
 
 WARM_UP = 300
 BUNDLED = modeldir.MODELS / "demo"
@@ -104,7 +105,7 @@ def starting_weights(start: Path, names: list[str]) -> dict[str, Tensor]:
     """Of a checkpoint, or of an exported model: one with a vision tower, if the model to train has it."""
     if (start / "state.json").exists():
         return checkpoint.weights_of(start)
-    from infra.demo_model.export_vision import exported_weights
+    from penstock.infra.demo_model.export_vision import exported_weights
 
     return exported_weights(start, names)
 

@@ -5,9 +5,9 @@ import math
 from random import Random
 from typing import Any, NamedTuple
 
-from infra.demo_model.sample import UNKNOWN, Message, Sample
-from infra.demo_model.template import IMAGE
-from infra.demo_model.words import held_out
+from penstock.infra.demo_model.sample import UNKNOWN, Message, Sample
+from penstock.infra.demo_model.template import IMAGE
+from penstock.infra.demo_model.words import held_out
 
 SIDE = 96  # pixels; width and height of the model's input
 PATCH = 12

@@ -6,7 +6,7 @@ A word, name or number is held out by its own hash, so that every generator and 
 from hashlib import blake2b
 from random import Random
 
-from infra.demo_model.tiny import ADJECTIVES, ADVERBS, NOUNS, SMALL, VERBS
+from penstock.infra.demo_model.tiny import ADJECTIVES, ADVERBS, NOUNS, SMALL, VERBS
 
 HELD_OUT_SHARE = 10  # one in so many
 

@@ -11,14 +11,14 @@ from urllib.parse import quote, urlsplit
 
 from msgspec import Meta, Struct
 
-from configs.flags import BadFlags, Parser, read
-from configs.settings import Common, GatewaySettings, RouterSettings, WorkerSettings, about
-from infra.broker.config import USERS
-from infra.broker.datadir import load_secrets
-from infra.broker.passwords import user_in_use
-from infra.broker.roles import ROLES as BROKER_ROLES
-from schemas.control import DRAINED
-from schemas.subjects import Namespace
+from penstock.configs.flags import BadFlags, Parser, read
+from penstock.configs.settings import Common, GatewaySettings, RouterSettings, WorkerSettings, about
+from penstock.infra.broker.config import USERS
+from penstock.infra.broker.datadir import load_secrets
+from penstock.infra.broker.passwords import user_in_use
+from penstock.infra.broker.roles import ROLES as BROKER_ROLES
+from penstock.schemas.control import DRAINED
+from penstock.schemas.subjects import Namespace
 
 OK, USAGE = 0, 2
 GRACE_S = 15  # from the end of a drain to SIGKILL; processes end 4.5 s after it by themselves

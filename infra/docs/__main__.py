@@ -1,8 +1,10 @@
-"""``python -m infra.docs``: write what comes from the code: pages of docs/, Grafana dashboards, the chart's values."""
+"""``python -m penstock.infra.docs``: write what comes from the code: pages of docs/, Grafana dashboards, the chart's
+values.
+"""
 
-from infra.deploy.compose import generate as compose
-from infra.deploy.helm import generate as helm
-from infra.docs import dashboards, engines, log_events, metrics, parsers, settings, wire
+from penstock.infra.deploy.compose import generate as compose
+from penstock.infra.deploy.helm import generate as helm
+from penstock.infra.docs import dashboards, engines, log_events, metrics, parsers, settings, wire
 
 for page in (engines, log_events, metrics, parsers, settings, wire):
     page.PAGE.write_text(page.page(), encoding="utf-8")

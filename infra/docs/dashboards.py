@@ -3,10 +3,10 @@
 import json
 from pathlib import Path
 
-from infra.deploy.helm.values import Thresholds
-from infra.deploy.monitoring.dashboards import DASHBOARDS
-from infra.deploy.monitoring.main import ALERTS, GRAFANA, alert_rules
-from infra.deploy.monitoring.panels import to_grafana
+from penstock.infra.deploy.helm.values import Thresholds
+from penstock.infra.deploy.monitoring.dashboards import DASHBOARDS
+from penstock.infra.deploy.monitoring.main import ALERTS, GRAFANA, alert_rules
+from penstock.infra.deploy.monitoring.panels import to_grafana
 
 
 def files() -> dict[Path, str]:

@@ -2,11 +2,11 @@
 
 from pathlib import Path
 
-from infra.recipes.tables import markdown
-from workers.engines.support import sampling_notes, sampling_table
+from penstock.infra.recipes.tables import markdown
+from penstock.workers.engines.support import sampling_notes, sampling_table
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "engines.md"
-BEGIN, END = "<!-- made by `python -m infra.docs`: sampling options -->", "<!-- end -->"
+BEGIN, END = "<!-- made by `python -m penstock.infra.docs`: sampling options -->", "<!-- end -->"
 
 
 def page() -> str:

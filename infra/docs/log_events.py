@@ -45,7 +45,7 @@ jq -c 'select(.level == "error")' .penstock/logs/*.log
 ```
 
 Events of level `debug` are left out, and those of libraries (uvicorn, engines). This page is generated from the code
-(`python -m infra.docs`).
+(`python -m penstock.infra.docs`).
 """
 HEADINGS = {"error": "Errors", "warning": "Warnings", "info": "Information"}
 

@@ -5,11 +5,11 @@ from pathlib import Path
 
 from prometheus_client.registry import Collector
 
-import gateway.metrics
-import router.metrics
-import workers.metrics.worker
-from infra.bus import loop_lag
-from infra.metrics.scope import MetricScope
+import penstock.gateway.metrics
+import penstock.router.metrics
+import penstock.workers.metrics.worker
+from penstock.infra.bus import loop_lag
+from penstock.infra.metrics.scope import MetricScope
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "metrics.md"
 
@@ -34,7 +34,7 @@ What to watch first: `penstock_gateway_ttft_seconds` and `penstock_gateway_reque
 `penstock_gateway_requests_total` by `code` (errors), `penstock_gateway_queued_requests` (too few workers),
 `penstock_worker_kv_free_blocks` (KV cache), `penstock_gateway_stream_unfinished_ratio` (streams that fill).
 
-This page is generated from the code (`python -m infra.docs`).
+This page is generated from the code (`python -m penstock.infra.docs`).
 """
 
 
@@ -47,9 +47,9 @@ def scopes() -> dict[str, MetricScope]:
     """The metrics of each role, as its processes make them."""
     by_role = {role: MetricScope() for role in ("gateway", "router", "worker")}
     gateway_scope, router_scope = by_role["gateway"].child("gateway"), by_role["router"].child("router")
-    gateway.metrics.Metrics(gateway_scope).of("model")
-    router.metrics.Metrics(router_scope)
-    worker_scope = workers.metrics.worker.Metrics(by_role["worker"]).scope
+    penstock.gateway.metrics.Metrics(gateway_scope).of("model")
+    penstock.router.metrics.Metrics(router_scope)
+    worker_scope = penstock.workers.metrics.worker.Metrics(by_role["worker"]).scope
     for scope in (gateway_scope, router_scope, worker_scope):
         loop_lag.gauge(scope)
     return by_role

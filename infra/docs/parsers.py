@@ -2,11 +2,11 @@
 
 from pathlib import Path
 
-from infra.model.parsers.families import PACKAGED, Calls, Family, read_rows
-from infra.recipes.tables import markdown
+from penstock.infra.model.parsers.families import PACKAGED, Calls, Family, read_rows
+from penstock.infra.recipes.tables import markdown
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "parsers.md"
-BEGIN, END = "<!-- made by `python -m infra.docs`: model families -->", "<!-- end -->"
+BEGIN, END = "<!-- made by `python -m penstock.infra.docs`: model families -->", "<!-- end -->"
 _HEAD = ("name", "models", "reasoning", "tool calls", "aliases", "checked against")
 
 

@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 
 import msgspec
 
-from configs.flags import Flag, flags_of
-from infra.cli import ARGV, COMMANDS, NOTHING
+from penstock.configs.flags import Flag, flags_of
+from penstock.infra.cli import ARGV, COMMANDS, NOTHING
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "settings.md"
 
@@ -27,8 +27,8 @@ A flag wins over its variable, and a variable over the file.
 
 Put secrets, such as a broker URL with a password, into the environment: other users can read command lines.
 
-This page is generated from the code (`python -m infra.docs`). Commands that are not listed here have arguments of
-their own: `penstock COMMAND --help`.
+This page is generated from the code (`python -m penstock.infra.docs`). Commands that are not listed here have
+arguments of their own: `penstock COMMAND --help`.
 """
 
 
@@ -42,7 +42,7 @@ def page() -> str:
 def section(name: str) -> str:
     """A command: what it does, and a table of its settings."""
     module, _, struct = COMMANDS[name].settings.rpartition(":")
-    kind = getattr(import_module(module or "configs.settings"), struct)
+    kind = getattr(import_module(module or "penstock.configs.settings"), struct)
     defaults = {field.name: field.default for field in msgspec.structs.fields(kind)}
     rows = (row(flag, defaults[flag.field]) for flag in flags_of(kind))
     about = COMMANDS[name].about

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, get_type_hints
 
 import msgspec
 
-from schemas import (
+from penstock.schemas import (
     audit,
     budgets,
     deletions,
@@ -34,8 +34,8 @@ from schemas import (
     tokens,
     transfer,
 )
-from schemas.streams import topology
-from schemas.subjects import Subjects
+from penstock.schemas.streams import topology
+from penstock.schemas.subjects import Subjects
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "wire.md"
@@ -112,7 +112,7 @@ The streams, their ages and limits are in `ARCHITECTURE.md`, in the source.
 [asyncapi.json](asyncapi.json) has the same as AsyncAPI 3. The examples are the files of `tests/schemas/golden` in the
 source, decoded; bytes are shown in hexadecimal, and cut where they are long.
 
-This page is generated from the code (`python -m infra.docs`).
+This page is generated from the code (`python -m penstock.infra.docs`).
 """
 
 

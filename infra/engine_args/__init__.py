@@ -5,9 +5,9 @@ one engine and ``compatibility`` several, ``model_shape`` and ``memory_estimate`
 for a load. Target: 1.2.1.
 """
 
-from infra.engine_args.rules import Context, Finding, check
-from infra.engine_args.schema import AutoDeployArgs, EngineArgs
-from infra.engine_args.tree import BadArguments, decode, merge, parse_json, parse_yaml
+from penstock.infra.engine_args.rules import Context, Finding, check
+from penstock.infra.engine_args.schema import AutoDeployArgs, EngineArgs
+from penstock.infra.engine_args.tree import BadArguments, decode, merge, parse_json, parse_yaml
 
 __all__ = [
     "AutoDeployArgs",

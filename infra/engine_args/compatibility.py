@@ -3,8 +3,8 @@
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from infra.engine_args.rules import Finding, Level, Role, up
-from infra.engine_args.schema import EngineArgs
+from penstock.infra.engine_args.rules import Finding, Level, Role, up
+from penstock.infra.engine_args.schema import EngineArgs
 
 
 class EngineConfig(NamedTuple):

@@ -5,7 +5,7 @@ is accepted with probability a, a draft of k tokens yields (1 - a^(k+1)) / (1 - 
 1 + k c, c being the cost of one draft token relative to one step of the target.
 """
 
-from infra.engine_args.schema import Mtp, NGram, Speculation
+from penstock.infra.engine_args.schema import Mtp, NGram, Speculation
 
 MIN_TOKENS = 1000  # proposed; with fewer, the ratio is not reliable
 MAX_LENGTH = 16

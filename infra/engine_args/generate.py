@@ -10,13 +10,13 @@ from typing import Any
 from msgspec import Struct
 from msgspec.structs import replace
 
-from infra.engine_args.memory_estimate import GIB, Memory, estimate
-from infra.engine_args.model_shape import NVFP4_BITS, Shape
-from infra.engine_args.rules import Context, Role, check, up
-from infra.engine_args.rules.batching import DECODE_BATCH, PREFILL_BATCH
-from infra.engine_args.rules.moe import moe_backend
-from infra.engine_args.schema import EngineArgs
-from infra.engine_args.tree import BadArguments, Tree, decode
+from penstock.infra.engine_args.memory_estimate import GIB, Memory, estimate
+from penstock.infra.engine_args.model_shape import NVFP4_BITS, Shape
+from penstock.infra.engine_args.rules import Context, Role, check, up
+from penstock.infra.engine_args.rules.batching import DECODE_BATCH, PREFILL_BATCH
+from penstock.infra.engine_args.rules.moe import moe_backend
+from penstock.infra.engine_args.schema import EngineArgs
+from penstock.infra.engine_args.tree import BadArguments, Tree, decode
 
 BLOCK = 32
 STEP_TOKENS = 8192  # prompt tokens that saturate a GPU in one step

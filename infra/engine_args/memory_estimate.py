@@ -13,8 +13,8 @@ import math
 
 from msgspec import Struct
 
-from infra.engine_args.model_shape import Shape
-from infra.engine_args.schema import Eagle, EngineArgs, Mtp
+from penstock.infra.engine_args.model_shape import Shape
+from penstock.infra.engine_args.schema import Eagle, EngineArgs, Mtp
 
 GIB = 1 << 30
 RESERVE_BYTES = 3 * GIB  # CUDA context, NCCL, graphs, workspaces: a rough value

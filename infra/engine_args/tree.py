@@ -7,8 +7,8 @@ from typing import Any, get_args, get_type_hints
 import msgspec
 import yaml
 
-from infra.engine_args import schema
-from infra.engine_args.schema import AutoDeployArgs, EngineArgs, Speculation
+from penstock.infra.engine_args import schema
+from penstock.infra.engine_args.schema import AutoDeployArgs, EngineArgs, Speculation
 
 Tree = dict[str, Any]
 AUTODEPLOY = "_autodeploy"

@@ -16,11 +16,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from infra.demo_model import task_mix, vision
-from infra.demo_model.sample import Sample, right, tool_call, valid_json
-from infra.demo_model.template import IMAGE
-from infra.launch.state import read_state
-from infra.terminal import reason, stdout
+from penstock.infra.demo_model import task_mix, vision
+from penstock.infra.demo_model.sample import Sample, right, tool_call, valid_json
+from penstock.infra.demo_model.template import IMAGE
+from penstock.infra.launch.state import read_state
+from penstock.infra.terminal import reason, stdout
 
 _TASKS = (*task_mix.TASKS, *vision.TASKS)
 _WRONG_SHOWN = 3

@@ -10,10 +10,19 @@ import msgspec
 import structlog
 from nats.errors import Error as NatsError
 
-from infra.broker.jetstream_api import BrokerProblem
-from infra.broker.main import connect_operator
-from schemas.subjects import Subjects
-from workers.crash_journal import End, LastLife, boot_id, judge, killed_for_memory, paths, read_journal, returns
+from penstock.infra.broker.jetstream_api import BrokerProblem
+from penstock.infra.broker.main import connect_operator
+from penstock.schemas.subjects import Subjects
+from penstock.workers.crash_journal import (
+    End,
+    LastLife,
+    boot_id,
+    judge,
+    killed_for_memory,
+    paths,
+    read_journal,
+    returns,
+)
 
 log = structlog.get_logger("up")
 

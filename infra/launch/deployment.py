@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+import site
 import sys
 import textwrap
 import time
@@ -11,32 +12,33 @@ from pathlib import Path
 
 import structlog
 
-from configs.settings import served_names
-from configs.up_settings import UpSettings
-from infra.broker.datadir import Lock
-from infra.broker.disk import DiskWatch
-from infra.broker.main import apply_at, connect_operator
-from infra.broker.server import EmbeddedNats
-from infra.cli import unknown_variables
-from infra.dashboard.access import stored_token
-from infra.engine_args.tree import BadArguments, Tree, parse_yaml
-from infra.launch.crash_report import report_end
-from infra.launch.groups import PlanError, assign, fleet_of, with_name
-from infra.launch.growth import further
-from infra.launch.listeners import Listeners
-from infra.launch.machine import cores, free_port, free_run, gpus
-from infra.launch.plan import Planned, plan, worker_state
-from infra.launch.process import Process
-from infra.launch.readiness import Readiness, served_models
-from infra.launch.show import Board, readable, welcome
-from infra.launch.signals import Stop
-from infra.launch.sockets import CannotListen
-from infra.launch.state import Running, State, login_of, read_resume, start_of, write_state
-from infra.launch.stopping import stop_in_order
-from infra.launch.supervisor import USAGE, Keeper
-from infra.model.embedding_model import makes_vectors
-from infra.recipes import catalogue
-from schemas.subjects import Subjects
+import penstock
+from penstock.configs.settings import served_names
+from penstock.configs.up_settings import UpSettings
+from penstock.infra.broker.datadir import Lock
+from penstock.infra.broker.disk import DiskWatch
+from penstock.infra.broker.main import apply_at, connect_operator
+from penstock.infra.broker.server import EmbeddedNats
+from penstock.infra.cli import unknown_variables
+from penstock.infra.dashboard.access import stored_token
+from penstock.infra.engine_args.tree import BadArguments, Tree, parse_yaml
+from penstock.infra.launch.crash_report import report_end
+from penstock.infra.launch.groups import PlanError, assign, fleet_of, with_name
+from penstock.infra.launch.growth import further
+from penstock.infra.launch.listeners import Listeners
+from penstock.infra.launch.machine import cores, free_port, free_run, gpus
+from penstock.infra.launch.plan import Planned, plan, worker_state
+from penstock.infra.launch.process import Process
+from penstock.infra.launch.readiness import Readiness, served_models
+from penstock.infra.launch.show import Board, readable, welcome
+from penstock.infra.launch.signals import Stop
+from penstock.infra.launch.sockets import CannotListen
+from penstock.infra.launch.state import Running, State, login_of, read_resume, start_of, write_state
+from penstock.infra.launch.stopping import stop_in_order
+from penstock.infra.launch.supervisor import USAGE, Keeper
+from penstock.infra.model.embedding_model import makes_vectors
+from penstock.infra.recipes import catalogue
+from penstock.schemas.subjects import Subjects
 
 log = structlog.get_logger("up")
 
@@ -80,7 +82,7 @@ def _makes_vectors(model: str) -> bool:
 
 def command(planned: Planned) -> list[str]:
     """The command line of one process."""
-    return [sys.executable, "-m", "infra.cli", *planned.argv]
+    return [sys.executable, "-m", "penstock", *planned.argv]
 
 
 class Deployment:
@@ -195,7 +197,7 @@ class Deployment:
         """Started when everything else is ready: its start takes CPU time, and nothing waits for it."""
         port = free_port(self.settings.dashboard_port)
         self._dashboard_url = f"http://127.0.0.1:{port}/?token={stored_token(self.data_dir)}"
-        argv = [sys.executable, "-m", "infra.cli", "dashboard", "--data-dir", str(self.data_dir), "--port", str(port)]
+        argv = [sys.executable, "-m", "penstock", "dashboard", "--data-dir", str(self.data_dir), "--port", str(port)]
         log_path = self.data_dir / "logs" / "dashboard.log"
         process = Process("dashboard", "dashboard", argv, os.environ | _our_path(os.environ), log_path)
         await self._keep(Keeper(process, self._on_change))
@@ -390,9 +392,14 @@ def _known(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _our_path(inherited: Mapping[str, str]) -> dict[str, str]:
-    """Our own packages come first in a child: the working directory may well hold a folder called configs."""
-    source_root = str(Path(__file__).resolve().parents[2])
-    return {
-        "PYTHONSAFEPATH": "1",
-        "PYTHONPATH": os.pathsep.join(filter(None, [source_root, inherited.get("PYTHONPATH", "")])),
-    }
+    """What a child finds the package by, whatever is in its working directory.
+
+    An installed package is found without help. A source tree is named if it is where this process has the package from.
+    Never the folder ``penstock`` itself: its parts would hide packages of others, and be loaded under two names.
+    """
+    root = Path(penstock.__path__[0]).resolve().parent
+    found = {Path(entry or ".").resolve() for entry in sys.path}
+    by_itself = {Path(entry).resolve() for entry in (*site.getsitepackages(), site.getusersitepackages())}
+    ours = [str(root)] if root in found - by_itself else []
+    path = os.pathsep.join(filter(None, [*ours, inherited.get("PYTHONPATH", "")]))
+    return {"PYTHONSAFEPATH": "1"} | ({"PYTHONPATH": path} if path else {})

@@ -4,8 +4,8 @@ import msgspec
 from nats.aio.client import Client
 from nats.errors import Error as NatsError
 
-from schemas import fleet
-from schemas.subjects import Subjects
+from penstock.schemas import fleet
+from penstock.schemas.subjects import Subjects
 
 
 async def registered(nc: Client, subjects: Subjects) -> set[str]:

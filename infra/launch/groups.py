@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from configs.settings import WorkerSettings, served_names
-from configs.up_settings import UpSettings
-from infra.engine_args import compatibility
-from infra.engine_args.tree import BadArguments, Tree, decode, merge, parse_json
-from infra.model import modeldir, parser_detection
-from infra.model.parsers.families import TABLE, Table
-from infra.recipes.catalogue import RecipeEntry
+from penstock.configs.settings import WorkerSettings, served_names
+from penstock.configs.up_settings import UpSettings
+from penstock.infra.engine_args import compatibility
+from penstock.infra.engine_args.tree import BadArguments, Tree, decode, merge, parse_json
+from penstock.infra.model import modeldir, parser_detection
+from penstock.infra.model.parsers.families import TABLE, Table
+from penstock.infra.recipes.catalogue import RecipeEntry
 
 Roles = Mapping[str, int]
 

@@ -3,10 +3,10 @@
 import re
 from collections.abc import Callable, Sequence
 
-from configs.settings import WorkerSettings
-from configs.up_settings import UpSettings
-from infra.launch.groups import Fleet, Group, PlanError
-from infra.launch.plan import Planned, passed, worker_state, workers
+from penstock.configs.settings import WorkerSettings
+from penstock.configs.up_settings import UpSettings
+from penstock.infra.launch.groups import Fleet, Group, PlanError
+from penstock.infra.launch.plan import Planned, passed, worker_state, workers
 
 _NAME = re.compile(r"([a-z0-9][a-z0-9-]*)-(\d{1,4})")
 

@@ -3,8 +3,8 @@
 import contextlib
 import socket
 
-from infra.launch.http import base_url
-from infra.launch.sockets import CannotListen, listening, own_sockets
+from penstock.infra.launch.http import base_url
+from penstock.infra.launch.sockets import CannotListen, listening, own_sockets
 
 
 class Listeners:

@@ -7,9 +7,9 @@ import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from infra.launch.groups import PlanError
-from infra.launch.sockets import check_free
-from workers.engines.cpu_budget import usable_cores
+from penstock.infra.launch.groups import PlanError
+from penstock.infra.launch.sockets import check_free
+from penstock.workers.engines.cpu_budget import usable_cores
 
 _HOST = "127.0.0.1"
 # Below the ports that Linux gives to outgoing connections (ip_local_port_range): those may be taken before a worker

@@ -4,18 +4,18 @@ import asyncio
 import sys
 from collections.abc import Callable, Sequence
 
-from configs.logs import setup
-from configs.up_settings import UpSettings
-from infra.broker.datadir import DataDirBusy, DataDirUnusable
-from infra.broker.failures import NoServerBinary, ServerFailed
-from infra.broker.jetstream_api import BrokerProblem
-from infra.engine_args.tree import BadArguments
-from infra.launch import scheduling
-from infra.launch.deployment import Deployment, UpFailed, command
-from infra.launch.groups import PlanError
-from infra.launch.plan import Planned
-from infra.launch.sockets import CannotListen
-from infra.launch.supervisor import USAGE
+from penstock.configs.logs import setup
+from penstock.configs.up_settings import UpSettings
+from penstock.infra.broker.datadir import DataDirBusy, DataDirUnusable
+from penstock.infra.broker.failures import NoServerBinary, ServerFailed
+from penstock.infra.broker.jetstream_api import BrokerProblem
+from penstock.infra.engine_args.tree import BadArguments
+from penstock.infra.launch import scheduling
+from penstock.infra.launch.deployment import Deployment, UpFailed, command
+from penstock.infra.launch.groups import PlanError
+from penstock.infra.launch.plan import Planned
+from penstock.infra.launch.sockets import CannotListen
+from penstock.infra.launch.supervisor import USAGE
 
 FAILED = 1
 

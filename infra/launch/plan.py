@@ -7,10 +7,10 @@ from typing import Any
 
 import msgspec
 
-from configs.flags import PREFIX, flags_of, to_argv, to_environ
-from configs.settings import Common, GatewaySettings, RouterSettings, TraceSettings, WorkerSettings
-from configs.up_settings import UpSettings
-from infra.launch.groups import EXTERNAL, Fleet, assign
+from penstock.configs.flags import PREFIX, flags_of, to_argv, to_environ
+from penstock.configs.settings import Common, GatewaySettings, RouterSettings, TraceSettings, WorkerSettings
+from penstock.configs.up_settings import UpSettings
+from penstock.infra.launch.groups import EXTERNAL, Fleet, assign
 
 SECRET = (
     "nats_url",

@@ -7,9 +7,9 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from infra.launch.deathsig import die_with_parent
-from infra.launch.scheduling import ordinary
-from schemas.control import HURRY
+from penstock.infra.launch.deathsig import die_with_parent
+from penstock.infra.launch.scheduling import ordinary
+from penstock.schemas.control import HURRY
 
 _ROTATE_BYTES = 32 << 20
 _LINE_BYTES = 1 << 20

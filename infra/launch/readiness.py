@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 import msgspec
 from nats.aio.client import Client
 
-from infra.launch.fleet import registered
-from infra.launch.http import get_url
-from schemas.subjects import Subjects
+from penstock.infra.launch.fleet import registered
+from penstock.infra.launch.http import get_url
+from penstock.schemas.subjects import Subjects
 
 
 class Readiness:

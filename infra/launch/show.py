@@ -10,7 +10,7 @@ from types import TracebackType
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
-from infra.launch.state import State
+from penstock.infra.launch.state import State
 
 _EVERYWHERE = {"timestamp", "level", "process", "logger"}  # in each line of a log
 

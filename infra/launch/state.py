@@ -6,7 +6,7 @@ from urllib.parse import unquote, urlsplit
 
 import msgspec
 
-from infra.broker.datadir import write_private
+from penstock.infra.broker.datadir import write_private
 
 
 class Running(msgspec.Struct, frozen=True, omit_defaults=True):

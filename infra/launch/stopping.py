@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 
-from infra.launch.supervisor import Keeper
+from penstock.infra.launch.supervisor import Keeper
 
 GRACE_S = 5.0  # beyond drain_s, to close connections
 REPORT_S = 5.0  # between two lines about processes that are still awaited

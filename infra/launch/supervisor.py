@@ -10,7 +10,7 @@ from typing import Protocol
 
 import structlog
 
-from schemas.control import DRAINED
+from penstock.schemas.control import DRAINED
 
 log = structlog.get_logger("up")
 

@@ -13,8 +13,8 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
-from infra.metrics.names import label_name, metric_name
-from infra.metrics.thread_metrics import ThreadCounter, ThreadHistogram
+from penstock.infra.metrics.names import label_name, metric_name
+from penstock.infra.metrics.thread_metrics import ThreadCounter, ThreadHistogram
 
 _Made = TypeVar("_Made", bound=Collector)
 

@@ -13,8 +13,8 @@ from typing import Any
 
 from jinja2.exceptions import SecurityError
 
-from infra.model.resumed_rendering import LEAST_MESSAGES, ResumedRendering
-from infra.model.template_sandbox import Compiled, OutOfTime, TooLarge
+from penstock.infra.model.resumed_rendering import LEAST_MESSAGES, ResumedRendering
+from penstock.infra.model.template_sandbox import Compiled, OutOfTime, TooLarge
 
 Message = dict[str, Any]
 

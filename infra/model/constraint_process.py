@@ -13,8 +13,8 @@ from typing import Any
 
 import msgspec
 
-from infra.model import constraints
-from schemas.requests import Constraint
+from penstock.infra.model import constraints
+from penstock.schemas.requests import Constraint
 
 QUICK_S = 0.2  # CPU time in the first lane: an object of 100 properties takes 5 ms, one of 1,000 takes 140
 _WORKING_BYTES = 1 << 30  # of the address space while it is compiled

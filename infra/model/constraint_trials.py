@@ -22,9 +22,9 @@ from typing import Any, NamedTuple
 import msgspec
 from blake3 import blake3
 
-from infra.model.constraint_process import PREFIX, QUICK_S, Answer, Job, framed
-from infra.model.fair_queue import FairQueue, QueueLimits
-from schemas.requests import Constraint
+from penstock.infra.model.constraint_process import PREFIX, QUICK_S, Answer, Job, framed
+from penstock.infra.model.fair_queue import FairQueue, QueueLimits
+from penstock.schemas.requests import Constraint
 
 CPU_S = 5.0  # of a compilation
 WAIT_S = 30.0  # in the queue
@@ -271,7 +271,7 @@ class _Process:
         async with asyncio.timeout(STUCK_S):
             if self._process is None or self._process.returncode is not None:
                 self._process = await asyncio.create_subprocess_exec(
-                    *(sys.executable, "-m", "infra.model.constraint_process"),
+                    *(sys.executable, "-m", "penstock.infra.model.constraint_process"),
                     stdin=asyncio.subprocess.PIPE,
                     stdout=asyncio.subprocess.PIPE,
                     stderr=asyncio.subprocess.DEVNULL,  # of crashes, with parts of clients' texts

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 
-from infra.model import llguidance_releases
-from infra.model.llguidance_releases import WHITESPACE, interface
-from infra.model.llguidance_releases import LibraryError as LibraryError
-from infra.model.schema_rewriting import rewritten
-from schemas.requests import Constraint
+from penstock.infra.model import llguidance_releases
+from penstock.infra.model.llguidance_releases import WHITESPACE, interface
+from penstock.infra.model.llguidance_releases import LibraryError as LibraryError
+from penstock.infra.model.schema_rewriting import rewritten
+from penstock.schemas.requests import Constraint
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer

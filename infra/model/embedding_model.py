@@ -12,8 +12,8 @@ from typing import Any
 import msgspec
 from blake3 import blake3
 
-from infra.model import modeldir
-from infra.model.modeldir import ModelError
+from penstock.infra.model import modeldir
+from penstock.infra.model.modeldir import ModelError
 
 MODULES = "modules.json"
 OPTIONS = "config_sentence_transformers.json"

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from schemas.requests import Sampling
+from penstock.schemas.requests import Sampling
 
 BARRED = -100.0  # a logit bias after which a token is drawn only where a grammar allows no other
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from infra.model import lengths
+from penstock.infra.model import lengths
 
 PARAMS = "params.json"
 WEIGHTS = "consolidated*.safetensors"

@@ -9,18 +9,18 @@ import msgspec
 from blake3 import blake3
 from tokenizers import Tokenizer
 
-import configs
-from infra.model import generation_defaults, lengths, mistral_format, tokenizer_files
-from infra.model.chat_template import ChatTemplate, TemplateError
-from infra.model.detokenizer import Detokenizer
-from infra.model.generation_defaults import BadDefaults, GenerationDefaults
-from infra.model.image_tiles import BadTiles, Tiles, tiles_of
-from infra.model.lengths import Length
-from infra.model.plain_text import PlainText
-from infra.model.template_files import UnreadableTemplate, special_tokens, template_sources, token_text
-from infra.model.text_encoder import TextEncoder
-from infra.model.weight_files import is_pointer, weight_files
-from schemas.requests import Sampling
+from penstock import configs
+from penstock.infra.model import generation_defaults, lengths, mistral_format, tokenizer_files
+from penstock.infra.model.chat_template import ChatTemplate, TemplateError
+from penstock.infra.model.detokenizer import Detokenizer
+from penstock.infra.model.generation_defaults import BadDefaults, GenerationDefaults
+from penstock.infra.model.image_tiles import BadTiles, Tiles, tiles_of
+from penstock.infra.model.lengths import Length
+from penstock.infra.model.plain_text import PlainText
+from penstock.infra.model.template_files import UnreadableTemplate, special_tokens, template_sources, token_text
+from penstock.infra.model.text_encoder import TextEncoder
+from penstock.infra.model.weight_files import is_pointer, weight_files
+from penstock.schemas.requests import Sampling
 
 BUNDLED = ("demo", "demo-vision", "tiny")
 MODELS = Path(configs.__file__).parent / "models"  # bundled models, loaded by name

@@ -3,8 +3,8 @@
 from pathlib import Path
 from typing import Literal
 
-from infra.model.parsers.families import TABLE, Table, UnknownFamily, read_rows
-from schemas.parser_names import AUTO, NONE
+from penstock.infra.model.parsers.families import TABLE, Table, UnknownFamily, read_rows
+from penstock.schemas.parser_names import AUTO, NONE
 
 
 def reasoning_parser(requested: str, template: str) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
 
-from infra.model.longest_match import longest_of
+from penstock.infra.model.longest_match import longest_of
 
 Message = Mapping[str, Any]
 

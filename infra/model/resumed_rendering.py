@@ -18,8 +18,8 @@ from jinja2 import nodes
 from jinja2.compiler import Frame
 from jinja2.runtime import Context, Macro, Undefined
 
-from infra.model.byte_cache import ByteCache
-from infra.model.template_sandbox import Meter, MeteredCode, Sandbox, SandboxNamespace, environment, joined
+from penstock.infra.model.byte_cache import ByteCache
+from penstock.infra.model.template_sandbox import Meter, MeteredCode, Sandbox, SandboxNamespace, environment, joined
 
 CACHED_BYTES = 64 << 20  # of texts, for all tenants of a gateway; a conversation of 2,000 messages has about 1 MB
 LEAST_MESSAGES = 32  # shorter conversations are rendered as a whole

@@ -8,7 +8,7 @@ import re
 from re import _parser as parser  # type: ignore[attr-defined]
 from typing import Any
 
-from infra.model.schema_kinds import texts
+from penstock.infra.model.schema_kinds import texts
 
 Schema = dict[str, Any]
 

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from infra.model import mistral_format
-from infra.model.lengths import ROPE_TYPES, rope_type, ropes
-from infra.model.weight_files import elsewhere, is_pointer, weight_files
+from penstock.infra.model import mistral_format
+from penstock.infra.model.lengths import ROPE_TYPES, rope_type, ropes
+from penstock.infra.model.weight_files import elsewhere, is_pointer, weight_files
 
 _HEADER = 1 << 28  # the most that is read of one
 _READERS = "--engine vllm or sglang"

@@ -12,7 +12,7 @@ from itertools import chain
 
 from tokenizers import Tokenizer
 
-from infra.model.longest_match import longest_of
+from penstock.infra.model.longest_match import longest_of
 
 CACHED_TEXT = 8_192  # characters; longer texts would keep the interpreter for long, and the tokenizer releases it
 CACHED_BYTES = 16 << 20  # of words and their ids; 40,000 words of English text

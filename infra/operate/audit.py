@@ -9,13 +9,13 @@ import msgspec
 import structlog
 from rich.console import Console
 
-from configs.flags import Parser
-from infra.bus.direct_get import read
-from infra.terminal import escape, print_hanging, stdout
-from infra.timeline.moments import clock, moment_ns
-from infra.timeline.open_log import Source, add_flags, open_log, run_command
-from schemas.audit import AuditEntry, decode
-from schemas.keys import PREFIX
+from penstock.configs.flags import Parser
+from penstock.infra.bus.direct_get import read
+from penstock.infra.terminal import escape, print_hanging, stdout
+from penstock.infra.timeline.moments import clock, moment_ns
+from penstock.infra.timeline.open_log import Source, add_flags, open_log, run_command
+from penstock.schemas.audit import AuditEntry, decode
+from penstock.schemas.keys import PREFIX
 
 log = structlog.get_logger("audit")
 

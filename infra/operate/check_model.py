@@ -7,17 +7,17 @@ from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
-from configs.flags import Parser
-from infra.model import lengths, modeldir, servable
-from infra.model.chat_template import ChatTemplate, PromptEnd, TemplateError
-from infra.model.embedding_model import describe, makes_vectors
-from infra.model.generation_defaults import BadDefaults, defaults
-from infra.model.modeldir import ModelError
-from infra.model.parser_detection import prepare, reasoning_parser, tool_call_parser
-from infra.model.template_files import UnreadableTemplate, special_tokens, template_sources, token_text
-from infra.model.weight_files import is_pointer, weight_files
-from infra.terminal import escape, print_hanging, stdout
-from schemas.parser_names import AUTO
+from penstock.configs.flags import Parser
+from penstock.infra.model import lengths, modeldir, servable
+from penstock.infra.model.chat_template import ChatTemplate, PromptEnd, TemplateError
+from penstock.infra.model.embedding_model import describe, makes_vectors
+from penstock.infra.model.generation_defaults import BadDefaults, defaults
+from penstock.infra.model.modeldir import ModelError
+from penstock.infra.model.parser_detection import prepare, reasoning_parser, tool_call_parser
+from penstock.infra.model.template_files import UnreadableTemplate, special_tokens, template_sources, token_text
+from penstock.infra.model.weight_files import is_pointer, weight_files
+from penstock.infra.terminal import escape, print_hanging, stdout
+from penstock.schemas.parser_names import AUTO
 
 OK, PROBLEM = 0, 1
 ENGINES = ("native", "vllm", "sglang", "trtllm")

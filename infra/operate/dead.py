@@ -12,20 +12,20 @@ from collections.abc import Sequence
 import msgspec
 from rich.console import Console
 
-from configs.flags import Parser
-from infra.bus.direct_get import get_last
-from infra.counts import counted
-from infra.replay import replay
-from infra.terminal import confirmed, escape, print_hanging, stdout
-from infra.timeline import inspect
-from infra.timeline.find_requests import ended, of_entry
-from infra.timeline.moments import clock, moment_ns
-from infra.timeline.open_log import REQUEST_STREAMS, Log, Source, add_flags, open_log, run_command
-from infra.timeline.read import read_timeline
-from infra.timeline.request_timeline import RequestTimeline
-from schemas.errors import Code
-from schemas.ids import request_of_answer, time_of
-from schemas.summary import Criteria, RequestSummary
+from penstock.configs.flags import Parser
+from penstock.infra.bus.direct_get import get_last
+from penstock.infra.counts import counted
+from penstock.infra.replay import replay
+from penstock.infra.terminal import confirmed, escape, print_hanging, stdout
+from penstock.infra.timeline import inspect
+from penstock.infra.timeline.find_requests import ended, of_entry
+from penstock.infra.timeline.moments import clock, moment_ns
+from penstock.infra.timeline.open_log import REQUEST_STREAMS, Log, Source, add_flags, open_log, run_command
+from penstock.infra.timeline.read import read_timeline
+from penstock.infra.timeline.request_timeline import RequestTimeline
+from penstock.schemas.errors import Code
+from penstock.schemas.ids import request_of_answer, time_of
+from penstock.schemas.summary import Criteria, RequestSummary
 
 DEAD = (Code.worker_lost, Code.poisoned_request)
 VERBS = ("list", "show", "retry")

@@ -8,15 +8,15 @@ from collections.abc import Sequence
 from nats.errors import Error as NatsError
 from rich.console import Console
 
-from configs.flags import Parser
-from infra.bus.audit import recorded
-from infra.bus.connection import Bus
-from infra.operate.workers import alone, chosen, registrations
-from infra.terminal import stdout
-from infra.timeline.moments import duration_ns
-from infra.timeline.open_log import Source, add_flags, open_log, run_command
-from schemas import control, wire
-from schemas.fleet import Registration, State
+from penstock.configs.flags import Parser
+from penstock.infra.bus.audit import recorded
+from penstock.infra.bus.connection import Bus
+from penstock.infra.operate.workers import alone, chosen, registrations
+from penstock.infra.terminal import stdout
+from penstock.infra.timeline.moments import duration_ns
+from penstock.infra.timeline.open_log import Source, add_flags, open_log, run_command
+from penstock.schemas import control, wire
+from penstock.schemas.fleet import Registration, State
 
 POLL_S = 0.25
 ANSWER_S = 5.0

@@ -5,9 +5,9 @@ The bodies hold prompts and answers. Who may see how a deployment does need not 
 
 from collections import deque
 
-from infra.bus.connection import Bus
-from infra.bus.wire_protocol import Frame, Headers
-from schemas.summary import RequestSummary, of_headers
+from penstock.infra.bus.connection import Bus
+from penstock.infra.bus.wire_protocol import Frame, Headers
+from penstock.schemas.summary import RequestSummary, of_headers
 
 
 class Ended:

@@ -15,20 +15,20 @@ from typing import NamedTuple
 
 from rich.console import Console
 
-from configs.flags import Parser
-from infra.broker.jetstream_api import BrokerProblem, request
-from infra.bus.audit import recorded
-from infra.bus.connection import Bus
-from infra.bus.direct_get import read
-from infra.bus.erase import Eraser, check_stores
-from infra.bus.forget import Ended, find_ended, forget_messages
-from infra.counts import counted
-from infra.terminal import confirmed, stdout
-from infra.timeline.open_log import Source, add_flags, open_log, run_command
-from infra.timeline.summary_cache import cache_folder
-from schemas.errors import ServingError
-from schemas.ids import request_of_answer, time_of
-from schemas.subjects import HEADER_NO_STORE
+from penstock.configs.flags import Parser
+from penstock.infra.broker.jetstream_api import BrokerProblem, request
+from penstock.infra.bus.audit import recorded
+from penstock.infra.bus.connection import Bus
+from penstock.infra.bus.direct_get import read
+from penstock.infra.bus.erase import Eraser, check_stores
+from penstock.infra.bus.forget import Ended, find_ended, forget_messages
+from penstock.infra.counts import counted
+from penstock.infra.terminal import confirmed, stdout
+from penstock.infra.timeline.open_log import Source, add_flags, open_log, run_command
+from penstock.infra.timeline.summary_cache import cache_folder
+from penstock.schemas.errors import ServingError
+from penstock.schemas.ids import request_of_answer, time_of
+from penstock.schemas.subjects import HEADER_NO_STORE
 
 WHAT = 1000  # characters of ids in the audit log
 TOGETHER = 500  # requests: what is noted of them is kept for half an hour, and erasing them takes minutes

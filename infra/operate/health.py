@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from urllib.parse import urlsplit
 
-from configs.flags import PREFIX, Parser
+from penstock.configs.flags import PREFIX, Parser
 
 OK, ILL = 0, 1
 TIMEOUT_S = 4.0

@@ -8,11 +8,11 @@ from typing import NamedTuple
 
 import msgspec
 
-from infra.bus.connection import Bus
-from infra.operate import key_store
-from infra.operate.key_store import KeyProblem
-from schemas.keys import ApiKey, check_fields, check_id
-from schemas.tenants import check_name
+from penstock.infra.bus.connection import Bus
+from penstock.infra.operate import key_store
+from penstock.infra.operate.key_store import KeyProblem
+from penstock.schemas.keys import ApiKey, check_fields, check_id
+from penstock.schemas.tenants import check_name
 
 DIGEST_BYTES = 32
 MAX_LINE = 65_536  # characters

@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterable
 import msgspec
 from nats.errors import Error as NatsError
 
-from infra.bus.audit import person, recorded
-from infra.bus.connection import Bus
-from infra.bus.direct_get import get_last, read
-from infra.bus.jetstream import WRONG_LAST_SEQUENCE, decode_publish_reply
-from schemas.keys import ApiKey, check_fields, decode
-from schemas.subjects import DEFAULT_TENANT, HEADER_LAST_ON_SUBJECT
-from schemas.wire import encode
+from penstock.infra.bus.audit import person, recorded
+from penstock.infra.bus.connection import Bus
+from penstock.infra.bus.direct_get import get_last, read
+from penstock.infra.bus.jetstream import WRONG_LAST_SEQUENCE, decode_publish_reply
+from penstock.schemas.keys import ApiKey, check_fields, decode
+from penstock.schemas.subjects import DEFAULT_TENANT, HEADER_LAST_ON_SUBJECT
+from penstock.schemas.wire import encode
 
 WITHIN_S = 5.0
 TRIES = 5

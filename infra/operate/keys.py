@@ -11,20 +11,20 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from configs.flags import Parser
-from infra.bus.audit import person
-from infra.bus.connection import Bus
-from infra.operate import key_store
-from infra.operate.key_copies import copy_into, line_of, read_keys
-from infra.operate.workers import registrations, unserved
-from infra.terminal import escape, stdout
-from infra.timeline.moments import duration_ns
-from infra.timeline.open_log import Source, open_log, run_command
-from schemas.errors import ServingError
-from schemas.keys import MOST_CONCURRENT, MOST_PER_MINUTE, ApiKey, check_id, digest_of, new_key
-from schemas.requests import Priority
-from schemas.subjects import DEFAULT_TENANT
-from schemas.tenants import check_name
+from penstock.configs.flags import Parser
+from penstock.infra.bus.audit import person
+from penstock.infra.bus.connection import Bus
+from penstock.infra.operate import key_store
+from penstock.infra.operate.key_copies import copy_into, line_of, read_keys
+from penstock.infra.operate.workers import registrations, unserved
+from penstock.infra.terminal import escape, stdout
+from penstock.infra.timeline.moments import duration_ns
+from penstock.infra.timeline.open_log import Source, open_log, run_command
+from penstock.schemas.errors import ServingError
+from penstock.schemas.keys import MOST_CONCURRENT, MOST_PER_MINUTE, ApiKey, check_id, digest_of, new_key
+from penstock.schemas.requests import Priority
+from penstock.schemas.subjects import DEFAULT_TENANT
+from penstock.schemas.tenants import check_name
 
 VERBS = ("create", "list", "show", "set", "revoke", "export", "import")
 USAGE = f"usage: penstock keys {{{','.join(VERBS)}}} [FLAGS]"

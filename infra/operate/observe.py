@@ -12,19 +12,19 @@ from collections.abc import Iterable, Sequence
 import msgspec
 from nats.errors import Error as NatsError
 
-from infra.broker import retention
-from infra.broker.retention import StreamUse
-from infra.bus.connection import Bus
-from infra.operate.ended import Ended
-from infra.operate.routers import routers
-from infra.operate.workers import registrations
-from infra.quantile import quantile
-from schemas.errors import Code, ServingError
-from schemas.fleet import Registration
-from schemas.pace import SLOW, compare
-from schemas.routers import TENANTS, HeldByTenant, LostLeases, Member, held_by_tenant
-from schemas.streams import topology
-from schemas.summary import FAILED, RequestSummary
+from penstock.infra.broker import retention
+from penstock.infra.broker.retention import StreamUse
+from penstock.infra.bus.connection import Bus
+from penstock.infra.operate.ended import Ended
+from penstock.infra.operate.routers import routers
+from penstock.infra.operate.workers import registrations
+from penstock.infra.quantile import quantile
+from penstock.schemas.errors import Code, ServingError
+from penstock.schemas.fleet import Registration
+from penstock.schemas.pace import SLOW, compare
+from penstock.schemas.routers import TENANTS, HeldByTenant, LostLeases, Member, held_by_tenant
+from penstock.schemas.streams import topology
+from penstock.schemas.summary import FAILED, RequestSummary
 
 SAMPLED_PER_LOOK = 50  # records
 SAMPLED = 200  # records of the window that are kept
@@ -48,7 +48,7 @@ class WorkerView(msgspec.Struct, frozen=True):
         slowest_step_ms: of its engine, within a minute; 0: unknown.
         quiet_ms: since its engine did something, while it has something to do.
         latency_ms: from one token of a sequence to the next, at prefill workers the time of a prompt; None: unknown.
-        slowness: how many times slower than its peers it is, as ``schemas.pace`` has it; None: unknown.
+        slowness: how many times slower than its peers it is, as ``penstock.schemas.pace`` has it; None: unknown.
     """
 
     name: str

@@ -12,17 +12,17 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
-from configs.flags import Parser
-from infra.broker.datadir import holder
-from infra.bus.connection import Bus
-from infra.launch.http import get_url
-from infra.launch.signals import RESUME
-from infra.launch.state import Running, State, read_state, start_of, write_resume
-from infra.operate.workers import registrations
-from infra.terminal import stdout
-from infra.timeline.moments import duration_ns
-from infra.timeline.open_log import Source, add_flags, open_log, run_command
-from schemas.fleet import State as WorkerState
+from penstock.configs.flags import Parser
+from penstock.infra.broker.datadir import holder
+from penstock.infra.bus.connection import Bus
+from penstock.infra.launch.http import get_url
+from penstock.infra.launch.signals import RESUME
+from penstock.infra.launch.state import Running, State, read_state, start_of, write_resume
+from penstock.infra.operate.workers import registrations
+from penstock.infra.terminal import stdout
+from penstock.infra.timeline.moments import duration_ns
+from penstock.infra.timeline.open_log import Source, add_flags, open_log, run_command
+from penstock.schemas.fleet import State as WorkerState
 
 POLL_S = 0.1
 ORDER = ("worker", "router", "gateway", "trace", "dashboard")  # each role finds the others ready

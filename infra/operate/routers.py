@@ -4,10 +4,10 @@ import time
 
 import msgspec
 
-from infra.bus.connection import Bus
-from infra.bus.direct_get import read
-from infra.bus.registry import STALE_NS
-from schemas.routers import Member, decode
+from penstock.infra.bus.connection import Bus
+from penstock.infra.bus.direct_get import read
+from penstock.infra.bus.registry import STALE_NS
+from penstock.schemas.routers import Member, decode
 
 
 async def routers(bus: Bus) -> list[Member]:

@@ -10,14 +10,14 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from configs.flags import Parser
-from infra.broker.jetstream_api import BrokerProblem
-from infra.fitting_table import Column, fitting_table
-from infra.operate.observe import Observer, QueueView, Rates, Snapshot, WorkerView, tenant_rows, unsteady
-from infra.sizes import show_size
-from infra.terminal import escape, stdout
-from infra.timeline.moments import clock, duration_ns, show_duration, span
-from infra.timeline.open_log import Source, add_flags, open_log, run_command
+from penstock.configs.flags import Parser
+from penstock.infra.broker.jetstream_api import BrokerProblem
+from penstock.infra.fitting_table import Column, fitting_table
+from penstock.infra.operate.observe import Observer, QueueView, Rates, Snapshot, WorkerView, tenant_rows, unsteady
+from penstock.infra.sizes import show_size
+from penstock.infra.terminal import escape, stdout
+from penstock.infra.timeline.moments import clock, duration_ns, show_duration, span
+from penstock.infra.timeline.open_log import Source, add_flags, open_log, run_command
 
 BAR = 10  # characters
 FULL = 0.8  # shown in yellow from here on

@@ -3,11 +3,11 @@
 import time
 from collections.abc import Iterable, Sequence
 
-from infra.bus.connection import Bus
-from infra.bus.direct_get import read
-from infra.bus.registry import STALE_NS
-from schemas import fleet
-from schemas.fleet import Registration, State
+from penstock.infra.bus.connection import Bus
+from penstock.infra.bus.direct_get import read
+from penstock.infra.bus.registry import STALE_NS
+from penstock.schemas import fleet
+from penstock.schemas.fleet import Registration, State
 
 
 async def registrations(bus: Bus) -> list[Registration]:

@@ -14,8 +14,8 @@ from collections.abc import Callable
 
 from msgspec import Struct
 
-from infra.planner.timing import EngineTiming
-from schemas.plans import Demand, Latency, Role
+from penstock.infra.planner.timing import EngineTiming
+from penstock.schemas.plans import Demand, Latency, Role
 
 SPREAD = 1.64  # 95 % of a normal distribution lie below
 BUSY = 0.95  # share of the time for prompts from which a queue has no mean length worth predicting

@@ -13,24 +13,24 @@ import msgspec
 import structlog
 from msgspec import Meta
 
-from configs.logs import setup
-from configs.settings import NatsSettings
-from infra.bench.profile.data import BadProfile, Profile, load
-from infra.bench.profile.modelled import mock_profile
-from infra.bus.connection import Bus
-from infra.operate.workers import registrations
-from infra.planner import settings as flags
-from infra.planner.connectors.base import Connector, DryRun
-from infra.planner.connectors.kubernetes import Api, BadCluster, Replicas
-from infra.planner.connectors.local import LocalWorkers
-from infra.planner.core import Planner
-from infra.planner.lines import line, show_history
-from infra.planner.loop import PATIENCE, NoDecision, PlannerLoop
-from infra.planner.settings import BadRules, rules_of
-from infra.planner.timing import EngineTiming
-from infra.timeline.moments import clock
-from infra.timeline.open_log import FAILURES, Source, open_log
-from schemas.plans import ROLES, Planned, Role
+from penstock.configs.logs import setup
+from penstock.configs.settings import NatsSettings
+from penstock.infra.bench.profile.data import BadProfile, Profile, load
+from penstock.infra.bench.profile.modelled import mock_profile
+from penstock.infra.bus.connection import Bus
+from penstock.infra.operate.workers import registrations
+from penstock.infra.planner import settings as flags
+from penstock.infra.planner.connectors.base import Connector, DryRun
+from penstock.infra.planner.connectors.kubernetes import Api, BadCluster, Replicas
+from penstock.infra.planner.connectors.local import LocalWorkers
+from penstock.infra.planner.core import Planner
+from penstock.infra.planner.lines import line, show_history
+from penstock.infra.planner.loop import PATIENCE, NoDecision, PlannerLoop
+from penstock.infra.planner.settings import BadRules, rules_of
+from penstock.infra.planner.timing import EngineTiming
+from penstock.infra.timeline.moments import clock
+from penstock.infra.timeline.open_log import FAILURES, Source, open_log
+from penstock.schemas.plans import ROLES, Planned, Role
 
 log = structlog.get_logger("plan")
 

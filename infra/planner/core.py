@@ -19,10 +19,10 @@ from collections.abc import Mapping
 import msgspec
 from msgspec import Struct
 
-from infra.planner import prediction
-from infra.planner.capacity import BUSY, Need, latency, needed
-from infra.planner.timing import EngineTiming
-from schemas.plans import (
+from penstock.infra.planner import prediction
+from penstock.infra.planner.capacity import BUSY, Need, latency, needed
+from penstock.infra.planner.timing import EngineTiming
+from penstock.schemas.plans import (
     Bounds,
     Change,
     Correction,

@@ -10,10 +10,10 @@ import structlog
 from nats.errors import Error as NatsError
 from nats.js.errors import APIError
 
-from infra.bus.connection import Bus
-from infra.bus.direct_get import get_last
-from infra.bus.jetstream import WRONG_LAST_SEQUENCE
-from schemas.subjects import HEADER_LAST_ON_SUBJECT
+from penstock.infra.bus.connection import Bus
+from penstock.infra.bus.direct_get import get_last
+from penstock.infra.bus.jetstream import WRONG_LAST_SEQUENCE
+from penstock.schemas.subjects import HEADER_LAST_ON_SUBJECT
 
 log = structlog.get_logger("plan")
 

@@ -5,12 +5,12 @@ import time
 import msgspec
 from rich.console import Console
 
-from infra.bus.direct_get import read
-from infra.terminal import escape, print_hanging, stdout
-from infra.timeline.moments import clock, duration_ns
-from infra.timeline.open_log import Source, open_log
-from schemas import plans
-from schemas.plans import Change, Planned
+from penstock.infra.bus.direct_get import read
+from penstock.infra.terminal import escape, print_hanging, stdout
+from penstock.infra.timeline.moments import clock, duration_ns
+from penstock.infra.timeline.open_log import Source, open_log
+from penstock.schemas import plans
+from penstock.schemas.plans import Change, Planned
 
 
 def line(planned: Planned) -> str:

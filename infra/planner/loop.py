@@ -9,18 +9,18 @@ import msgspec
 import structlog
 from nats.errors import Error as NatsError
 
-from infra.bus.connection import Bus
-from infra.bus.direct_get import read
-from infra.bus.publisher import Publisher
-from infra.planner.connectors.base import Connector, ConnectorFailed
-from infra.planner.core import Planner, PlannerState
-from infra.planner.lease import RENEW_S, TTL_S, Lease
-from infra.planner.observe import LoadReader
-from infra.planner.prediction import HISTORY
-from schemas import plans
-from schemas.errors import ServingError
-from schemas.plans import Decision, Planned, Role, Rules
-from schemas.wire import encode
+from penstock.infra.bus.connection import Bus
+from penstock.infra.bus.direct_get import read
+from penstock.infra.bus.publisher import Publisher
+from penstock.infra.planner.connectors.base import Connector, ConnectorFailed
+from penstock.infra.planner.core import Planner, PlannerState
+from penstock.infra.planner.lease import RENEW_S, TTL_S, Lease
+from penstock.infra.planner.observe import LoadReader
+from penstock.infra.planner.prediction import HISTORY
+from penstock.schemas import plans
+from penstock.schemas.errors import ServingError
+from penstock.schemas.plans import Decision, Planned, Role, Rules
+from penstock.schemas.wire import encode
 
 log = structlog.get_logger("plan")
 

@@ -1,7 +1,7 @@
 """Percentiles of what was seen in an interval."""
 
-from infra.quantile import quantile
-from schemas.plans import Times
+from penstock.infra.quantile import quantile
+from penstock.schemas.plans import Times
 
 
 def times(values: list[float]) -> Times | None:

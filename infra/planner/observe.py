@@ -7,15 +7,15 @@ its part of the requests that ended.
 import time
 from collections.abc import Mapping
 
-from infra.bus.connection import Bus
-from infra.bus.direct_get import stream_end
-from infra.operate.ended import Ended
-from infra.operate.workers import registrations
-from infra.planner.observation import times
-from schemas.fleet import Registration, State
-from schemas.plans import ROLES, Observation, Pool, Role
-from schemas.requests import Priority
-from schemas.summary import DONE, RequestSummary
+from penstock.infra.bus.connection import Bus
+from penstock.infra.bus.direct_get import stream_end
+from penstock.infra.operate.ended import Ended
+from penstock.infra.operate.workers import registrations
+from penstock.infra.planner.observation import times
+from penstock.schemas.fleet import Registration, State
+from penstock.schemas.plans import ROLES, Observation, Pool, Role
+from penstock.schemas.requests import Priority
+from penstock.schemas.summary import DONE, RequestSummary
 
 MOST = 2000  # ends that are looked at of one interval
 

@@ -7,7 +7,7 @@ others lag behind.
 
 from collections.abc import Sequence
 
-from schemas.plans import Predictor
+from penstock.schemas.plans import Predictor
 
 HISTORY = 60  # intervals that are kept
 AVERAGED = 5

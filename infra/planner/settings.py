@@ -4,8 +4,8 @@ from typing import Annotated, Protocol
 
 from msgspec import Meta
 
-from schemas import plans
-from schemas.plans import Bounds, Predictor, Role, Rules
+from penstock.schemas import plans
+from penstock.schemas.plans import Bounds, Predictor, Role, Rules
 
 Ttft = Annotated[float, Meta(gt=0, description="limit of the time to the first token, ms")]
 Itl = Annotated[float, Meta(gt=0, description="limit of the time per token behind it, ms")]

@@ -4,8 +4,8 @@
 goes on, and a context beyond the longest one counts as more requests of that context with as many tokens in all.
 """
 
-from infra.bench.profile.data import BadProfile, Profile
-from infra.bench.profile.interpolate import DecodeSurface, between
+from penstock.infra.bench.profile.data import BadProfile, Profile
+from penstock.infra.bench.profile.interpolate import DecodeSurface, between
 
 _UNKNOWN = 1 << 30
 

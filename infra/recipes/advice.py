@@ -3,11 +3,11 @@
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from infra.engine_args import memory_estimate as memories
-from infra.engine_args.compatibility import EngineConfig, compare
-from infra.engine_args.memory_estimate import GIB, Memory
-from infra.engine_args.rules import Context, Finding, check
-from infra.recipes.catalogue import Recipe
+from penstock.infra.engine_args import memory_estimate as memories
+from penstock.infra.engine_args.compatibility import EngineConfig, compare
+from penstock.infra.engine_args.memory_estimate import GIB, Memory
+from penstock.infra.engine_args.rules import Context, Finding, check
+from penstock.infra.recipes.catalogue import Recipe
 
 
 class Advice(NamedTuple):

@@ -12,10 +12,10 @@ from typing import Annotated, Any, Literal, NamedTuple
 import msgspec
 from msgspec import Meta, Struct
 
-from infra.engine_args.model_shape import Shape, shape_of
-from infra.engine_args.rules import Context, Role
-from infra.engine_args.schema import EngineArgs
-from infra.engine_args.tree import BadArguments, Tree, decode, parse_yaml
+from penstock.infra.engine_args.model_shape import Shape, shape_of
+from penstock.infra.engine_args.rules import Context, Role
+from penstock.infra.engine_args.schema import EngineArgs
+from penstock.infra.engine_args.tree import BadArguments, Tree, decode, parse_yaml
 
 FOLDER = Path(__file__).resolve().parents[2] / "configs" / "recipes"
 GIB = 1 << 30

@@ -9,19 +9,19 @@ from typing import get_args
 
 import msgspec
 
-from configs.flags import Parser
-from infra.engine_args.memory_estimate import GIB
-from infra.engine_args.model_shape import UnknownShape
-from infra.engine_args.rules import Context, Role
-from infra.engine_args.tree import BadArguments, parse_yaml
-from infra.recipes import other_engines
-from infra.recipes.advice import advise, check_set, failed, finding_lines, lines
-from infra.recipes.catalogue import FOLDER, GPUS, Recipe, context_of, entry_at, members, parse
-from infra.recipes.command import worker_command
-from infra.recipes.model_shape import shape_at
-from infra.recipes.tables import hardware
-from infra.terminal import reason
-from workers.engines.support import matrix, sampling_notes, sampling_table
+from penstock.configs.flags import Parser
+from penstock.infra.engine_args.memory_estimate import GIB
+from penstock.infra.engine_args.model_shape import UnknownShape
+from penstock.infra.engine_args.rules import Context, Role
+from penstock.infra.engine_args.tree import BadArguments, parse_yaml
+from penstock.infra.recipes import other_engines
+from penstock.infra.recipes.advice import advise, check_set, failed, finding_lines, lines
+from penstock.infra.recipes.catalogue import FOLDER, GPUS, Recipe, context_of, entry_at, members, parse
+from penstock.infra.recipes.command import worker_command
+from penstock.infra.recipes.model_shape import shape_at
+from penstock.infra.recipes.tables import hardware
+from penstock.infra.terminal import reason
+from penstock.workers.engines.support import matrix, sampling_notes, sampling_table
 
 OK, REFUSED, USAGE = 0, 1, 2
 

@@ -2,7 +2,7 @@
 
 import shlex
 
-from infra.recipes.catalogue import Header, RecipeEntry
+from penstock.infra.recipes.catalogue import Header, RecipeEntry
 
 LAUNCHER = "trtllm-llmapi-launch"  # runs the worker on rank 0 only; the other ranks compute
 

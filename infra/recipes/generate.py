@@ -9,16 +9,16 @@ from typing import Any, get_args
 
 import yaml
 
-from configs.flags import Parser
-from infra.engine_args.generate import EngineSpec, Generated, generate
-from infra.engine_args.memory_estimate import GIB
-from infra.engine_args.model_shape import Shape, UnknownShape
-from infra.engine_args.rules import Role
-from infra.engine_args.schema import TransceiverBackend
-from infra.engine_args.tree import BadArguments
-from infra.recipes.advice import check_set, failed
-from infra.recipes.catalogue import GPUS, context_of, parse
-from infra.recipes.model_shape import shape_at
+from penstock.configs.flags import Parser
+from penstock.infra.engine_args.generate import EngineSpec, Generated, generate
+from penstock.infra.engine_args.memory_estimate import GIB
+from penstock.infra.engine_args.model_shape import Shape, UnknownShape
+from penstock.infra.engine_args.rules import Role
+from penstock.infra.engine_args.schema import TransceiverBackend
+from penstock.infra.engine_args.tree import BadArguments
+from penstock.infra.recipes.advice import check_set, failed
+from penstock.infra.recipes.catalogue import GPUS, context_of, parse
+from penstock.infra.recipes.model_shape import shape_at
 
 OK, REFUSED, USAGE = 0, 1, 2
 PER_NODE = {"GB200": 4}  # a tray; other nodes have eight

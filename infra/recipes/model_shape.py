@@ -4,8 +4,8 @@ from pathlib import Path
 
 import msgspec
 
-from infra.engine_args.model_shape import Shape, UnknownShape, shape_of
-from infra.recipes.catalogue import known_models, known_shape
+from penstock.infra.engine_args.model_shape import Shape, UnknownShape, shape_of
+from penstock.infra.recipes.catalogue import known_models, known_shape
 
 
 def shape_at(model: str) -> Shape:

@@ -10,12 +10,12 @@ from typing import Literal, get_args
 
 import msgspec
 
-from infra.engine_args.schema import EngineArgs
-from infra.engine_args.tree import Tree, parse_yaml
-from infra.recipes.catalogue import FOLDER, header_of
-from workers.engines.external.arguments import refused
-from workers.engines.sglang import args as sglang
-from workers.engines.vllm import args as vllm
+from penstock.infra.engine_args.schema import EngineArgs
+from penstock.infra.engine_args.tree import Tree, parse_yaml
+from penstock.infra.recipes.catalogue import FOLDER, header_of
+from penstock.workers.engines.external.arguments import refused
+from penstock.workers.engines.sglang import args as sglang
+from penstock.workers.engines.vllm import args as vllm
 
 Engine = Literal["trtllm", "vllm", "sglang"]
 TITLES = {"trtllm": "TensorRT-LLM", "vllm": "vLLM", "sglang": "SGLang"}

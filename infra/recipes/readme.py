@@ -1,7 +1,7 @@
-"""Regenerates the tables of configs/recipes/README.md: ``python -m infra.recipes.readme``."""
+"""Regenerates the tables of configs/recipes/README.md: ``python -m penstock.infra.recipes.readme``."""
 
-from infra.recipes.catalogue import FOLDER, load, members
-from infra.recipes.tables import refreshed
+from penstock.infra.recipes.catalogue import FOLDER, load, members
+from penstock.infra.recipes.tables import refreshed
 
 
 def main() -> None:

@@ -2,12 +2,12 @@
 
 from collections.abc import Iterable, Mapping
 
-from infra.engine_args.memory_estimate import GIB, Memory, estimate
-from infra.engine_args.rules import RULES
-from infra.recipes.catalogue import Header, Recipe, RecipeEntry, context_of
-from workers.engines import support
+from penstock.infra.engine_args.memory_estimate import GIB, Memory, estimate
+from penstock.infra.engine_args.rules import RULES
+from penstock.infra.recipes.catalogue import Header, Recipe, RecipeEntry, context_of
+from penstock.workers.engines import support
 
-BEGIN, END = "<!-- made by `python -m infra.recipes.readme`: {} -->", "<!-- end: {} -->"
+BEGIN, END = "<!-- made by `python -m penstock.infra.recipes.readme`: {} -->", "<!-- end: {} -->"
 MIB = 1 << 20
 
 

@@ -1,7 +1,7 @@
 """Reading a whole stream as fast as one core can: direct get over a plain socket, without a client library.
 
-``infra.bus.direct_get.read`` takes 70 us a message, most of it in the client library's parser and tasks. This takes 4.
-It is for one server without TLS; the caller reads clusters the other way.
+``penstock.infra.bus.direct_get.read`` takes 70 us a message, most of it in the client library's parser and tasks. This
+takes 4. It is for one server without TLS; the caller reads clusters the other way.
 """
 
 import json
@@ -11,9 +11,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 from urllib.parse import unquote, urlsplit
 
-from infra.bus.connection import CONNECT_S
-from schemas.errors import Code, ServingError
-from schemas.subjects import inbox_prefix
+from penstock.infra.bus.connection import CONNECT_S
+from penstock.schemas.errors import Code, ServingError
+from penstock.schemas.subjects import inbox_prefix
 
 BATCH = 5_000
 BATCH_BYTES = 16 << 20
@@ -45,7 +45,7 @@ def read_bulk(url: str, stream: str, subject: str, *, after: int = 0, until_seq:
 
     Raises:
         ServingError: no server answers, or the stream cannot be read.
-        NeedsTls: read with ``infra.bus.direct_get`` instead.
+        NeedsTls: read with ``penstock.infra.bus.direct_get`` instead.
     """
 
     def fetch(start: dict[str, Any]) -> list[StoredMessage]:

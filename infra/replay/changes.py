@@ -5,8 +5,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from schemas import blocks
-from schemas.requests import GenerateRequest, Sampling, Stop
+from penstock.schemas import blocks
+from penstock.schemas.requests import GenerateRequest, Sampling, Stop
 
 _REQUEST = ("n", "priority", "worker", "user", "salt")
 _replace = msgspec.structs.replace

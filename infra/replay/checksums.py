@@ -1,6 +1,6 @@
 """HighwayHash-64 of many messages at once, each under its own key: the checksum nats-server stores with a message.
 
-As ``infra.timeline.highway_hash``, in lockstep over columns: 100 MB/s instead of 1.
+As ``penstock.infra.timeline.highway_hash``, in lockstep over columns: 100 MB/s instead of 1.
 """
 
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from infra.timeline.highway_hash import _INIT0, _INIT1, _MERGED
+from penstock.infra.timeline.highway_hash import _INIT0, _INIT1, _MERGED
 
 Words = npt.NDArray[np.uint64]
 

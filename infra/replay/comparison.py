@@ -5,10 +5,10 @@ from collections.abc import Sequence
 
 import msgspec
 
-from infra.replay.recording import Run
-from schemas.done import Done, Outcome
-from schemas.tokens import FAILURES, Logprob
-from schemas.wire import unpack_tokens
+from penstock.infra.replay.recording import Run
+from penstock.schemas.done import Done, Outcome
+from penstock.schemas.tokens import FAILURES, Logprob
+from penstock.schemas.wire import unpack_tokens
 
 CONTEXT = 12  # tokens shown before and after the first difference
 TEXT = 5  # characters for each, of texts

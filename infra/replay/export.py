@@ -13,13 +13,13 @@ from typing import Any, BinaryIO, NamedTuple
 
 import msgspec
 
-from configs.flags import Parser
-from infra.bus.connection import Bus
-from infra.bus.direct_get import Readable, format_time, get, get_last, read, read_backwards
-from infra.counts import counted
-from infra.replay.files import PACKED, STDIO, new_file, writing
-from infra.replay.line_writer import LineWriter, without_gc
-from infra.replay.log_line import (
+from penstock.configs.flags import Parser
+from penstock.infra.bus.connection import Bus
+from penstock.infra.bus.direct_get import Readable, format_time, get, get_last, read, read_backwards
+from penstock.infra.counts import counted
+from penstock.infra.replay.files import PACKED, STDIO, new_file, writing
+from penstock.infra.replay.line_writer import LineWriter, without_gc
+from penstock.infra.replay.log_line import (
     FORMAT,
     STREAMS,
     VERSION,
@@ -30,21 +30,21 @@ from infra.replay.log_line import (
     encode_line,
     header_line,
 )
-from infra.replay.media import Exported, export_media
-from infra.replay.parallel_export import Blocks, export_blocks, processes_for
-from infra.replay.read_lines import copy_messages, span
-from infra.replay.redaction import VOCABULARY, Redactor
-from infra.replay.selection import Selection
-from infra.sizes import parse_size, show_size
-from infra.store.log import StoredLog
-from infra.timeline.find_requests import of_entry
-from infra.timeline.log_copy import MEDIA
-from infra.timeline.moments import moment_ns
-from infra.timeline.open_log import Log, Source, add_flags, add_verify_flag, open_log, run_command
-from schemas import fleet
-from schemas.errors import ServingError
-from schemas.ids import request_of_answer, time_of
-from schemas.requests import GenerateRequest
+from penstock.infra.replay.media import Exported, export_media
+from penstock.infra.replay.parallel_export import Blocks, export_blocks, processes_for
+from penstock.infra.replay.read_lines import copy_messages, span
+from penstock.infra.replay.redaction import VOCABULARY, Redactor
+from penstock.infra.replay.selection import Selection
+from penstock.infra.sizes import parse_size, show_size
+from penstock.infra.store.log import StoredLog
+from penstock.infra.timeline.find_requests import of_entry
+from penstock.infra.timeline.log_copy import MEDIA
+from penstock.infra.timeline.moments import moment_ns
+from penstock.infra.timeline.open_log import Log, Source, add_flags, add_verify_flag, open_log, run_command
+from penstock.schemas import fleet
+from penstock.schemas.errors import ServingError
+from penstock.schemas.ids import request_of_answer, time_of
+from penstock.schemas.requests import GenerateRequest
 
 SAMPLED = 200  # records from which the models are known
 

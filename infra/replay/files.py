@@ -9,10 +9,10 @@ from typing import BinaryIO
 
 import msgspec
 
-from infra.counts import counted
-from infra.replay.log_line import BadLine, FileHeader, LogLine, decode_line, read_header
-from infra.replay.requests_of_file import ReadRequests
-from infra.terminal import reason
+from penstock.infra.counts import counted
+from penstock.infra.replay.log_line import BadLine, FileHeader, LogLine, decode_line, read_header
+from penstock.infra.replay.requests_of_file import ReadRequests
+from penstock.infra.terminal import reason
 
 STDIO = "-"
 PACKED = ".gz.part"  # how a compressed file's name ends while it is written

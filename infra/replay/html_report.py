@@ -2,11 +2,11 @@
 
 from html import escape
 
-from infra.replay.comparison import RECOVERED, SAME, Comparison, TextDifference
-from infra.replay.files import writing
-from infra.replay.plots import distribution, duration
-from infra.replay.report import Measured, Report, Series, same_routes
-from infra.replay.style import CSS
+from penstock.infra.replay.comparison import RECOVERED, SAME, Comparison, TextDifference
+from penstock.infra.replay.files import writing
+from penstock.infra.replay.plots import distribution, duration
+from penstock.infra.replay.report import Measured, Report, Series, same_routes
+from penstock.infra.replay.style import CSS
 
 CARDS = 40
 LABELS = {

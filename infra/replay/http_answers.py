@@ -4,10 +4,10 @@ from typing import Any
 
 import msgspec
 
-from infra.replay.recording import Run
-from schemas.done import Done, Outcome, Timings, Usage
-from schemas.requests import CONSTRAINT_MARKS, Constraint, GenerateRequest
-from schemas.wire import pack_tokens, unpack_tokens
+from penstock.infra.replay.recording import Run
+from penstock.schemas.done import Done, Outcome, Timings, Usage
+from penstock.schemas.requests import CONSTRAINT_MARKS, Constraint, GenerateRequest
+from penstock.schemas.wire import pack_tokens, unpack_tokens
 
 _STANDARD = ("temperature", "top_p", "seed")  # always sent: servers have other defaults
 _EXTENSIONS = ("top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")

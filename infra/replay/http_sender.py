@@ -8,9 +8,9 @@ from urllib.parse import urlsplit
 
 import httpcore2
 
-from infra.replay.http_answers import HttpAnswer, body_of
-from infra.replay.nats_sender import Planned
-from schemas.requests import GenerateRequest
+from penstock.infra.replay.http_answers import HttpAnswer, body_of
+from penstock.infra.replay.nats_sender import Planned
+from penstock.schemas.requests import GenerateRequest
 
 _FAILURES = (httpcore2.NetworkError, httpcore2.ProtocolError, httpcore2.TimeoutException, OSError, ValueError)
 ERROR_BYTES = 65_536

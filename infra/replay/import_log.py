@@ -10,19 +10,19 @@ from pathlib import Path
 
 from nats.errors import Error as NatsError
 
-from configs.flags import Parser
-from infra.broker.apply import create_streams, stream_configs
-from infra.broker.datadir import Lock
-from infra.broker.jetstream_api import BrokerProblem
-from infra.bus.connection import Bus, connect
-from infra.counts import counted
-from infra.replay.files import ExportFile, open_export
-from infra.replay.log_line import BadLine
-from infra.replay.restore import RESTORED, prefix, restore
-from infra.timeline.log_copy import STREAMS_DIR, stream_name
-from infra.timeline.open_log import CONNECT_S, FAILURES
-from schemas.streams import topology
-from schemas.subjects import HEADER_RECORDED_TIME, Subjects
+from penstock.configs.flags import Parser
+from penstock.infra.broker.apply import create_streams, stream_configs
+from penstock.infra.broker.datadir import Lock
+from penstock.infra.broker.jetstream_api import BrokerProblem
+from penstock.infra.bus.connection import Bus, connect
+from penstock.infra.counts import counted
+from penstock.infra.replay.files import ExportFile, open_export
+from penstock.infra.replay.log_line import BadLine
+from penstock.infra.replay.restore import RESTORED, prefix, restore
+from penstock.infra.timeline.log_copy import STREAMS_DIR, stream_name
+from penstock.infra.timeline.open_log import CONNECT_S, FAILURES
+from penstock.schemas.streams import topology
+from penstock.schemas.subjects import HEADER_RECORDED_TIME, Subjects
 
 PART = ".import-"  # prefix of an incomplete folder
 WHOLE = "whole"  # file in it: its streams are being moved

@@ -5,11 +5,11 @@ import gc
 from collections.abc import Iterator
 from typing import BinaryIO
 
-from infra.replay.log_line import LogLine, SequenceOf, append_line
-from infra.replay.media import media_of
-from infra.replay.redaction import Redactor
-from infra.replay.requests_of_file import WrittenRequests
-from infra.replay.selection import Selection
+from penstock.infra.replay.log_line import LogLine, SequenceOf, append_line
+from penstock.infra.replay.media import media_of
+from penstock.infra.replay.redaction import Redactor
+from penstock.infra.replay.requests_of_file import WrittenRequests
+from penstock.infra.replay.selection import Selection
 
 WRITTEN_BYTES = 256 << 10  # together
 

@@ -8,7 +8,7 @@ digests are base64 of their bytes. The request within a record is in ``request``
 the same bytes (of a newer build, or none of ours) is in ``data``, as base64. The first line is a ``FileHeader``.
 
 A request that the file has as a message of REQUESTS is not repeated in jobs and records: ``request`` is then the
-sequence of that message (``infra.replay.requests_of_file``).
+sequence of that message (``penstock.infra.replay.requests_of_file``).
 """
 
 import re
@@ -17,15 +17,15 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from infra.bus.direct_get import parse_time
-from schemas import done, jobs, kv, requests, tokens, transfer, wire
-from schemas.done import Done, Returned
-from schemas.jobs import Revoke, WorkMessage
-from schemas.kv import KvBatch
-from schemas.requests import GenerateRequest
-from schemas.subjects import HEADER_MSG_ID
-from schemas.tokens import TokenBatch
-from schemas.transfer import Handoffs
+from penstock.infra.bus.direct_get import parse_time
+from penstock.schemas import done, jobs, kv, requests, tokens, transfer, wire
+from penstock.schemas.done import Done, Returned
+from penstock.schemas.jobs import Revoke, WorkMessage
+from penstock.schemas.kv import KvBatch
+from penstock.schemas.requests import GenerateRequest
+from penstock.schemas.subjects import HEADER_MSG_ID
+from penstock.schemas.tokens import TokenBatch
+from penstock.schemas.transfer import Handoffs
 
 FORMAT = "penstock-export"
 VERSION = 2  # 1 repeats the request in each job and record

@@ -10,14 +10,14 @@ from typing import NamedTuple
 import msgspec
 from blake3 import blake3
 
-from infra.bus import object_store
-from infra.bus.connection import Bus
-from infra.replay.log_line import LogLine
-from infra.replay.recording import Run
-from infra.timeline.log_copy import MEDIA
-from schemas import done, requests
-from schemas.errors import Code, ServingError
-from schemas.requests import Media
+from penstock.infra.bus import object_store
+from penstock.infra.bus.connection import Bus
+from penstock.infra.replay.log_line import LogLine
+from penstock.infra.replay.recording import Run
+from penstock.infra.timeline.log_copy import MEDIA
+from penstock.schemas import done, requests
+from penstock.schemas.errors import Code, ServingError
+from penstock.schemas.requests import Media
 
 BUCKET = "media"
 LARGEST = 256 << 20  # bytes of one object

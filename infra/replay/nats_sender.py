@@ -6,15 +6,15 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from infra.bus.connection import Bus
-from infra.bus.direct_get import get_last_of
-from infra.bus.message import Message
-from infra.bus.publisher import Publisher
-from schemas import control, wire
-from schemas.errors import ServingError
-from schemas.ids import new_request_id
-from schemas.requests import GenerateRequest
-from schemas.subjects import HEADER_MSG_ID
+from penstock.infra.bus.connection import Bus
+from penstock.infra.bus.direct_get import get_last_of
+from penstock.infra.bus.message import Message
+from penstock.infra.bus.publisher import Publisher
+from penstock.schemas import control, wire
+from penstock.schemas.errors import ServingError
+from penstock.schemas.ids import new_request_id
+from penstock.schemas.requests import GenerateRequest
+from penstock.schemas.subjects import HEADER_MSG_ID
 
 CHECK_S = 1.0  # an end that was missed live is looked up
 CHECKED = 200

@@ -3,15 +3,15 @@
 import argparse
 from collections.abc import Sequence
 
-from infra.replay.changes import Changes, Target, as_new
-from infra.replay.comparison import compare, compare_texts
-from infra.replay.http_sender import HttpSender
-from infra.replay.nats_sender import MAX_OPEN, Planned
-from infra.replay.recording import Run
-from infra.replay.report import Replayed
-from infra.timeline.texts import Texts
-from schemas.blocks import DEFAULT_BLOCK_SIZE
-from schemas.requests import GenerateRequest
+from penstock.infra.replay.changes import Changes, Target, as_new
+from penstock.infra.replay.comparison import compare, compare_texts
+from penstock.infra.replay.http_sender import HttpSender
+from penstock.infra.replay.nats_sender import MAX_OPEN, Planned
+from penstock.infra.replay.recording import Run
+from penstock.infra.replay.report import Replayed
+from penstock.infra.timeline.texts import Texts
+from penstock.schemas.blocks import DEFAULT_BLOCK_SIZE
+from penstock.schemas.requests import GenerateRequest
 
 
 async def replay_over_http(args: argparse.Namespace, runs: Sequence[Run], changes: Changes, speed: float) -> Replayed:

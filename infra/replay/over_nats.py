@@ -9,21 +9,21 @@ from pathlib import Path
 
 import msgspec
 
-from infra.bus.connection import Bus
-from infra.bus.publisher import Publisher
-from infra.replay.changes import Changes, Target, as_new
-from infra.replay.comparison import Comparison, compare
-from infra.replay.export import limits_of, workers
-from infra.replay.log_line import LogLine
-from infra.replay.media import move_media
-from infra.replay.nats_sender import MAX_OPEN, NatsSender, Planned, Sent
-from infra.replay.read_lines import copy_messages
-from infra.replay.recording import Recording, Run
-from infra.replay.report import Replayed
-from infra.replay.selection import Selection
-from infra.timeline.open_log import Log, Source, open_log, running
-from schemas.fleet import Registration
-from schemas.requests import GenerateRequest
+from penstock.infra.bus.connection import Bus
+from penstock.infra.bus.publisher import Publisher
+from penstock.infra.replay.changes import Changes, Target, as_new
+from penstock.infra.replay.comparison import Comparison, compare
+from penstock.infra.replay.export import limits_of, workers
+from penstock.infra.replay.log_line import LogLine
+from penstock.infra.replay.media import move_media
+from penstock.infra.replay.nats_sender import MAX_OPEN, NatsSender, Planned, Sent
+from penstock.infra.replay.read_lines import copy_messages
+from penstock.infra.replay.recording import Recording, Run
+from penstock.infra.replay.report import Replayed
+from penstock.infra.replay.selection import Selection
+from penstock.infra.timeline.open_log import Log, Source, open_log, running
+from penstock.schemas.fleet import Registration
+from penstock.schemas.requests import GenerateRequest
 
 READ = ("REQUESTS", "WORK", "TOKENS", "DONE")
 

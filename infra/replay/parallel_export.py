@@ -14,15 +14,15 @@ from multiprocessing.context import SpawnContext, SpawnProcess
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from infra.replay.files import PACKED
-from infra.replay.line_writer import LineWriter, without_gc
-from infra.replay.log_line import SequenceOf
-from infra.replay.read_lines import record_of
-from infra.replay.requests_of_file import StoredRequests
-from infra.replay.selection import Selection
-from infra.store.log import StoredLog
-from infra.store.stream import StoredStream
-from schemas.errors import Code, ServingError
+from penstock.infra.replay.files import PACKED
+from penstock.infra.replay.line_writer import LineWriter, without_gc
+from penstock.infra.replay.log_line import SequenceOf
+from penstock.infra.replay.read_lines import record_of
+from penstock.infra.replay.requests_of_file import StoredRequests
+from penstock.infra.replay.selection import Selection
+from penstock.infra.store.log import StoredLog
+from penstock.infra.store.stream import StoredStream
+from penstock.schemas.errors import Code, ServingError
 
 LEAST_BYTES = 64 << 20  # of a log; for less, starting processes takes longer than it saves
 MOST_PROCESSES = 8

@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from html import escape
 
-from infra.replay.report import Series
+from penstock.infra.replay.report import Series
 
 WIDTH, HEIGHT = 400, 230
 LEFT, RIGHT, TOP, BOTTOM = 38, 12, 12, 34

@@ -4,15 +4,15 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Iterator
 
-from infra.bus.direct_get import Entry, before_time, format_time, read
-from infra.replay.bulk_read import NeedsTls, read_bulk
-from infra.replay.log_line import LogLine
-from infra.replay.selection import Selection
-from infra.store.blocks import message, parse_headers
-from infra.store.log import StoredLog
-from infra.timeline.open_log import Log
-from schemas.ids import time_of
-from schemas.streams import CLOCK_SKEW_NS, LONGEST_DEADLINE_S
+from penstock.infra.bus.direct_get import Entry, before_time, format_time, read
+from penstock.infra.replay.bulk_read import NeedsTls, read_bulk
+from penstock.infra.replay.log_line import LogLine
+from penstock.infra.replay.selection import Selection
+from penstock.infra.store.blocks import message, parse_headers
+from penstock.infra.store.log import StoredLog
+from penstock.infra.timeline.open_log import Log
+from penstock.schemas.ids import time_of
+from penstock.schemas.streams import CLOCK_SKEW_NS, LONGEST_DEADLINE_S
 
 NS = 1_000_000_000
 _SERVERS_HEADERS = "Nats-"

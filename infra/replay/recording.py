@@ -5,13 +5,13 @@ from itertools import pairwise
 
 import msgspec
 
-from infra.bus.direct_get import parse_time
-from infra.replay.log_line import LogLine
-from schemas import done, jobs, requests, tokens
-from schemas.done import Done
-from schemas.jobs import Job, Revoke
-from schemas.requests import GenerateRequest
-from schemas.subjects import KEPT
+from penstock.infra.bus.direct_get import parse_time
+from penstock.infra.replay.log_line import LogLine
+from penstock.schemas import done, jobs, requests, tokens
+from penstock.schemas.done import Done
+from penstock.schemas.jobs import Job, Revoke
+from penstock.schemas.requests import GenerateRequest
+from penstock.schemas.subjects import KEPT
 
 MS = 1e6
 

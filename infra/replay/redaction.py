@@ -3,7 +3,7 @@
 A token becomes a keyed hash of itself and of every token before it in its sequence, below ``vocabulary``. So equal
 prefixes stay equal, at the same lengths, and a frequent token has no frequent placeholder. A block's name becomes its
 keyed hash, in prompts and KV events alike, so routing decides as before. The names are therefore not those of the
-placeholder tokens; a replay has to name the blocks again (``infra.replay`` does).
+placeholder tokens; a replay has to name the blocks again (``penstock.infra.replay`` does).
 """
 
 import secrets
@@ -14,15 +14,15 @@ from typing import Any
 import msgspec
 from blake3 import blake3
 
-from infra.replay.log_line import DECODE, LogLine
-from schemas import jobs, kv, requests, wire
-from schemas.blocks import DIGEST_BYTES
-from schemas.done import Done
-from schemas.jobs import Job
-from schemas.requests import GenerateRequest
-from schemas.subjects import DEFAULT_TENANT, HEADER_KEYS, token
-from schemas.tokens import Logprob, TokenBatch, TokenItem
-from schemas.transfer import Encoded, Prefilled, Ticket
+from penstock.infra.replay.log_line import DECODE, LogLine
+from penstock.schemas import jobs, kv, requests, wire
+from penstock.schemas.blocks import DIGEST_BYTES
+from penstock.schemas.done import Done
+from penstock.schemas.jobs import Job
+from penstock.schemas.requests import GenerateRequest
+from penstock.schemas.subjects import DEFAULT_TENANT, HEADER_KEYS, token
+from penstock.schemas.tokens import Logprob, TokenBatch, TokenItem
+from penstock.schemas.transfer import Encoded, Prefilled, Ticket
 
 FIRST_TOKEN = 16  # ids below may be special
 VOCABULARY = 1000

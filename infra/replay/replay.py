@@ -8,24 +8,24 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from configs.flags import Parser
-from infra.counts import counted
-from infra.replay.changes import parse_changes
-from infra.replay.export import add_selection_flags, selection
-from infra.replay.files import write_json
-from infra.replay.html_report import write_html
-from infra.replay.http_answers import unsupported
-from infra.replay.log_line import STREAMS
-from infra.replay.over_http import replay_over_http
-from infra.replay.over_nats import collect, replay_over_nats
-from infra.replay.recording import Recording, Run
-from infra.replay.report import Report, make_report
-from infra.replay.show_report import show
-from infra.replay.texts import with_texts
-from infra.terminal import stdout
-from infra.timeline.log_copy import MEDIA
-from infra.timeline.moments import show_duration
-from infra.timeline.open_log import Source, add_flags, open_log, run_command
+from penstock.configs.flags import Parser
+from penstock.infra.counts import counted
+from penstock.infra.replay.changes import parse_changes
+from penstock.infra.replay.export import add_selection_flags, selection
+from penstock.infra.replay.files import write_json
+from penstock.infra.replay.html_report import write_html
+from penstock.infra.replay.http_answers import unsupported
+from penstock.infra.replay.log_line import STREAMS
+from penstock.infra.replay.over_http import replay_over_http
+from penstock.infra.replay.over_nats import collect, replay_over_nats
+from penstock.infra.replay.recording import Recording, Run
+from penstock.infra.replay.report import Report, make_report
+from penstock.infra.replay.show_report import show
+from penstock.infra.replay.texts import with_texts
+from penstock.infra.terminal import stdout
+from penstock.infra.timeline.log_copy import MEDIA
+from penstock.infra.timeline.moments import show_duration
+from penstock.infra.timeline.open_log import Source, add_flags, open_log, run_command
 
 FAIL_ON = ("tokens", "errors", "never")
 MAX_SPEED = "max"

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from infra.replay.comparison import ERROR, OUTCOMES, RECOVERED, SAME, UNANSWERED, Comparison
-from infra.replay.recording import Run
+from penstock.infra.replay.comparison import ERROR, OUTCOMES, RECOVERED, SAME, UNANSWERED, Comparison
+from penstock.infra.replay.recording import Run
 
 SHOWN = 500  # comparisons in a report, those that differ first
 QUANTILES = (0.5, 0.9, 0.99)

@@ -9,12 +9,12 @@ from bisect import bisect_left
 from collections import OrderedDict
 from typing import NamedTuple
 
-from infra.replay.log_line import no_request
-from infra.replay.selection import Selection
-from infra.store.blocks import body, message_id
-from infra.store.stream import StoredStream
-from infra.terminal import reason
-from schemas.ids import time_of
+from penstock.infra.replay.log_line import no_request
+from penstock.infra.replay.selection import Selection
+from penstock.infra.store.blocks import body, message_id
+from penstock.infra.store.stream import StoredStream
+from penstock.infra.terminal import reason
+from penstock.schemas.ids import time_of
 
 IN_MEMORY_BYTES = 64 << 20
 INDEXED_BLOCKS = 3  # of up to 8 MiB: requests end in nearly the order in which they were accepted

@@ -13,14 +13,14 @@ from typing import Any
 
 import msgspec
 
-from infra.broker.apply import stream_configs
-from infra.bus.direct_get import parse_time
-from infra.replay.checksums import checksums
-from infra.replay.files import ExportFile
-from infra.replay.log_line import STREAMS, BadLine, LogLine
-from infra.timeline.log_copy import MEDIA, STREAMS_DIR, stream_name, without_limits
-from schemas.streams import topology
-from schemas.subjects import Subjects
+from penstock.infra.broker.apply import stream_configs
+from penstock.infra.bus.direct_get import parse_time
+from penstock.infra.replay.checksums import checksums
+from penstock.infra.replay.files import ExportFile
+from penstock.infra.replay.log_line import STREAMS, BadLine, LogLine
+from penstock.infra.timeline.log_copy import MEDIA, STREAMS_DIR, stream_name, without_limits
+from penstock.schemas.streams import topology
+from penstock.schemas.subjects import Subjects
 
 RESTORED = (*STREAMS, MEDIA)
 BLOCK_BYTES = 4 << 20

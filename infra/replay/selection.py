@@ -4,9 +4,9 @@ from typing import NamedTuple
 
 import msgspec
 
-from infra.replay.log_line import LogLine
-from schemas import done, jobs, tokens, transfer, wire
-from schemas.subjects import HEADER_MSG_ID
+from penstock.infra.replay.log_line import LogLine
+from penstock.schemas import done, jobs, tokens, transfer, wire
+from penstock.schemas.subjects import HEADER_MSG_ID
 
 _ID = 36  # characters of a UUID
 

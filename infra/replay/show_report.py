@@ -3,10 +3,10 @@
 from rich.console import Console
 from rich.table import Table
 
-from infra.counts import counted
-from infra.replay.comparison import SAME, Comparison
-from infra.replay.report import Measured, Report, Series
-from infra.terminal import escape
+from penstock.infra.counts import counted
+from penstock.infra.replay.comparison import SAME, Comparison
+from penstock.infra.replay.report import Measured, Report, Series
+from penstock.infra.terminal import escape
 
 DIFFERENCES = 10
 ROUTES = 8

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 import msgspec
 
-from infra.model.modeldir import ModelError, load_tokenizer, resolve
-from infra.replay.report import Report
+from penstock.infra.model.modeldir import ModelError, load_tokenizer, resolve
+from penstock.infra.replay.report import Report
 
 
 def with_texts(report: Report, model: str = "") -> Report:

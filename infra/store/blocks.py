@@ -9,7 +9,8 @@ A block is a row of records (nats-server ``filestore.go``, the same since 2.10):
              subject, [4 bytes: length of the headers, headers,] body
     8        checksum
 
-All numbers are little-endian. ``infra.store.verify`` verifies checksums, which takes longer than everything else.
+All numbers are little-endian. ``penstock.infra.store.verify`` verifies checksums, which takes longer than everything
+else.
 """
 
 import struct

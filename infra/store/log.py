@@ -1,14 +1,14 @@
-"""The streams of one namespace of a data folder, read as ``infra.bus.direct_get`` reads those of a broker."""
+"""The streams of one namespace of a data folder, read as ``penstock.infra.bus.direct_get`` reads those of a broker."""
 
 import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 
-from infra.bus.direct_get import Entry, LogFiles, StreamState
-from infra.store.blocks import body, message, parse_headers
-from infra.store.stream import Raw, StoredStream, subject_pattern
-from schemas.errors import Code, ServingError
-from schemas.subjects import Subjects
+from penstock.infra.bus.direct_get import Entry, LogFiles, StreamState
+from penstock.infra.store.blocks import body, message, parse_headers
+from penstock.infra.store.stream import Raw, StoredStream, subject_pattern
+from penstock.schemas.errors import Code, ServingError
+from penstock.schemas.subjects import Subjects
 
 
 class StoredLog(LogFiles):

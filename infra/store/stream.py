@@ -15,8 +15,17 @@ from typing import NamedTuple
 import msgspec
 import structlog
 
-from infra.store.blocks import CHECKSUM_BYTES, HAS_HEADERS, HEADER, LARGEST_GAP, Place, Records, records, subject_of
-from infra.store.verify import damaged, key_of
+from penstock.infra.store.blocks import (
+    CHECKSUM_BYTES,
+    HAS_HEADERS,
+    HEADER,
+    LARGEST_GAP,
+    Place,
+    Records,
+    records,
+    subject_of,
+)
+from penstock.infra.store.verify import damaged, key_of
 
 log = structlog.get_logger("store")
 
@@ -40,7 +49,7 @@ class Raw(NamedTuple):
 
 class _Config(msgspec.Struct):
     Created: str = ""  # as the server writes it
-    created: str = ""  # as ``infra.replay.restore`` does
+    created: str = ""  # as ``penstock.infra.replay.restore`` does
     compression: str = "none"
     max_age: int = 0  # ns
     max_bytes: int = -1

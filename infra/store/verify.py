@@ -7,8 +7,8 @@ import hashlib
 from collections.abc import Sequence
 from importlib.util import find_spec
 
-from infra.store.blocks import CHECKSUM_BYTES, HAS_HEADERS, HEADER
-from infra.timeline.highway_hash import highway_hash_64
+from penstock.infra.store.blocks import CHECKSUM_BYTES, HAS_HEADERS, HEADER
+from penstock.infra.timeline.highway_hash import highway_hash_64
 
 _FEW_BYTES = 256 << 10
 _LENGTH_BYTES = 4
@@ -28,7 +28,7 @@ def damaged(key: bytes, block: bytes, offsets: Sequence[int]) -> list[int]:
     """The messages at these offsets whose checksums are wrong."""
     covered = [_covered(block, at) for at in offsets]
     if sum(map(len, covered)) > _FEW_BYTES and can_verify_much():
-        from infra.replay.checksums import checksums
+        from penstock.infra.replay.checksums import checksums
 
         sums = checksums([key] * len(covered), covered)
     else:

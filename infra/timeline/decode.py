@@ -8,13 +8,13 @@ from typing import BinaryIO
 import msgspec
 from rich.console import Console
 
-from configs.flags import Parser
-from infra.bus.direct_get import format_time
-from infra.terminal import print_hanging, stdout
-from infra.timeline.describe import plain
-from infra.timeline.moments import clock
-from infra.timeline.nats_output import Message, NatsOutput
-from infra.timeline.tail import markup
+from penstock.configs.flags import Parser
+from penstock.infra.bus.direct_get import format_time
+from penstock.infra.terminal import print_hanging, stdout
+from penstock.infra.timeline.describe import plain
+from penstock.infra.timeline.moments import clock
+from penstock.infra.timeline.nats_output import Message, NatsOutput
+from penstock.infra.timeline.tail import markup
 
 
 def run(argv: Sequence[str]) -> int:

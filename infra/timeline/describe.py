@@ -6,12 +6,12 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from infra.counts import counted
-from schemas import done, fleet, jobs, kv, plans, requests, tokens, transfer
-from schemas.blocks import DIGEST_BYTES
-from schemas.subjects import request_of
-from schemas.tokens import PROMPT, WHOLE_REQUEST
-from schemas.wire import unpack_tokens
+from penstock.infra.counts import counted
+from penstock.schemas import done, fleet, jobs, kv, plans, requests, tokens, transfer
+from penstock.schemas.blocks import DIGEST_BYTES
+from penstock.schemas.subjects import request_of
+from penstock.schemas.tokens import PROMPT, WHOLE_REQUEST
+from penstock.schemas.wire import unpack_tokens
 
 
 class Described(NamedTuple):

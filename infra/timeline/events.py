@@ -1,4 +1,4 @@
-"""The typed events of a request's timeline. Plain data; ``infra.timeline.request_timeline`` makes them.
+"""The typed events of a request's timeline. Plain data; ``penstock.infra.timeline.request_timeline`` makes them.
 
 ``at_ns`` is Unix time. It comes from the clock of the process that caused the event (gateway, router, worker), or from
 the broker that stored the message if that has no time of its own. Each class says which.
@@ -6,11 +6,11 @@ the broker that stored the message if that has no time of its own. Each class sa
 
 import msgspec
 
-from schemas.done import Done
-from schemas.jobs import Decision
-from schemas.requests import GenerateRequest
-from schemas.trace import Stamps
-from schemas.transfer import Handoff
+from penstock.schemas.done import Done
+from penstock.schemas.jobs import Decision
+from penstock.schemas.requests import GenerateRequest
+from penstock.schemas.trace import Stamps
+from penstock.schemas.transfer import Handoff
 
 
 class RequestAccepted(msgspec.Struct, frozen=True, tag="accepted"):
@@ -117,7 +117,7 @@ class TransferReported(msgspec.Struct, frozen=True, tag="transfer"):
 
 
 class TokensStored(msgspec.Struct, frozen=True, tag="tokens"):
-    """One item of a token batch was stored (broker clock). ``choice`` as in ``schemas.tokens``."""
+    """One item of a token batch was stored (broker clock). ``choice`` as in ``penstock.schemas.tokens``."""
 
     at_ns: int
     attempt: int

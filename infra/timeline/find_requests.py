@@ -11,15 +11,15 @@ from pathlib import Path
 import msgspec
 import structlog
 
-from infra.bus.direct_get import Entry, LogFiles, Readable, get_last, get_last_of, read, read_backwards
-from infra.store.log import StoredLog
-from infra.timeline.left_open import left_open
-from schemas import done, jobs, requests
-from schemas.jobs import Job, Revoke
-from schemas.requests import GenerateRequest
-from schemas.streams import LONGEST_DEADLINE_S
-from schemas.subjects import KEPT
-from schemas.summary import QUEUED, RUNNING, Criteria, RequestSummary, of_done, of_request
+from penstock.infra.bus.direct_get import Entry, LogFiles, Readable, get_last, get_last_of, read, read_backwards
+from penstock.infra.store.log import StoredLog
+from penstock.infra.timeline.left_open import left_open
+from penstock.schemas import done, jobs, requests
+from penstock.schemas.jobs import Job, Revoke
+from penstock.schemas.requests import GenerateRequest
+from penstock.schemas.streams import LONGEST_DEADLINE_S
+from penstock.schemas.subjects import KEPT
+from penstock.schemas.summary import QUEUED, RUNNING, Criteria, RequestSummary, of_done, of_request
 
 log = structlog.get_logger("timeline")
 

@@ -9,16 +9,16 @@ from typing import NamedTuple
 import msgspec
 from rich.console import Console
 
-from configs.flags import Parser
-from infra.terminal import reason, stdout
-from infra.timeline.inspection import Content, Inspection, inspect
-from infra.timeline.open_log import REQUEST_STREAMS, Source, add_flags, add_verify_flag, open_log, run_command
-from infra.timeline.read import read_timeline
-from infra.timeline.request_timeline import RequestTimeline
-from infra.timeline.show_inspection import show
-from infra.timeline.texts import Texts
-from schemas.ids import request_of_answer
-from schemas.summary import as_dict
+from penstock.configs.flags import Parser
+from penstock.infra.terminal import reason, stdout
+from penstock.infra.timeline.inspection import Content, Inspection, inspect
+from penstock.infra.timeline.open_log import REQUEST_STREAMS, Source, add_flags, add_verify_flag, open_log, run_command
+from penstock.infra.timeline.read import read_timeline
+from penstock.infra.timeline.request_timeline import RequestTimeline
+from penstock.infra.timeline.show_inspection import show
+from penstock.infra.timeline.texts import Texts
+from penstock.schemas.ids import request_of_answer
+from penstock.schemas.summary import as_dict
 
 
 class Options(NamedTuple):
@@ -66,7 +66,7 @@ async def _run(request_id: str, source: Source, options: Options, console: Conso
     content, missing = _content(timeline, options)
     inspection = msgspec.structs.replace(inspection, content=content, missing=(*inspection.missing, *missing))
     if options.html:
-        from infra.timeline.inspection_page import page
+        from penstock.infra.timeline.inspection_page import page
 
         _write(Path(options.html), page(inspection))
     if options.as_json:

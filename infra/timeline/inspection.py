@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from infra.counts import counted
-from infra.timeline.events import (
+from penstock.infra.counts import counted
+from penstock.infra.timeline.events import (
     AttemptReturned,
     AttemptRevoked,
     BlocksHandedOff,
@@ -24,17 +24,17 @@ from infra.timeline.events import (
     TokensStored,
     TransferReported,
 )
-from infra.timeline.phases import Phase, phases
-from infra.timeline.request_timeline import RequestTimeline
-from infra.timeline.token_lines import token_lines
-from schemas.done import Done
-from schemas.jobs import Candidate
-from schemas.requests import GenerateRequest
-from schemas.summary import QUEUED, RUNNING, RequestSummary, of_done, of_request
+from penstock.infra.timeline.phases import Phase, phases
+from penstock.infra.timeline.request_timeline import RequestTimeline
+from penstock.infra.timeline.token_lines import token_lines
+from penstock.schemas.done import Done
+from penstock.schemas.jobs import Candidate
+from penstock.schemas.requests import GenerateRequest
+from penstock.schemas.summary import QUEUED, RUNNING, RequestSummary, of_done, of_request
 
 
 class InspectedEvent(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One event, as text. ``infra.timeline.events`` says whose clock ``at_ns`` is from.
+    """One event, as text. ``penstock.infra.timeline.events`` says whose clock ``at_ns`` is from.
 
     For a routing decision, ``candidates`` is its score table, and ``decided_at`` the stream sequences it was based on.
     """

@@ -3,10 +3,10 @@
 from collections.abc import Iterator
 from html import escape
 
-from infra.counts import counted
-from infra.timeline.inspection import InspectedEvent, Inspection, line_of
-from infra.timeline.moments import span
-from infra.timeline.phases import Phase
+from penstock.infra.counts import counted
+from penstock.infra.timeline.inspection import InspectedEvent, Inspection, line_of
+from penstock.infra.timeline.moments import span
+from penstock.infra.timeline.phases import Phase
 
 _STYLE = """
 :root { color-scheme: light dark; --line: #d8dbe0; --dim: #5b6470; --wait: #d9a400; --prompt: #2f6fde;

@@ -5,14 +5,14 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
-from configs.flags import Parser
-from infra.bus.direct_get import Readable, format_time, get_last, read
-from infra.counts import counted
-from infra.terminal import stdout
-from infra.timeline.open_log import Source, add_flags, open_log, run_command
-from infra.timeline.request_timeline import RequestTimeline
-from infra.timeline.ticket_lease import TicketLease
-from schemas import transfer
+from penstock.configs.flags import Parser
+from penstock.infra.bus.direct_get import Readable, format_time, get_last, read
+from penstock.infra.counts import counted
+from penstock.infra.terminal import stdout
+from penstock.infra.timeline.open_log import Source, add_flags, open_log, run_command
+from penstock.infra.timeline.request_timeline import RequestTimeline
+from penstock.infra.timeline.ticket_lease import TicketLease
+from penstock.schemas import transfer
 
 LOOK_BACK_S = 3600.0  # as long as the ledger is kept
 

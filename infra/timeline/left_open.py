@@ -14,11 +14,11 @@ from typing import NamedTuple
 import msgspec
 import structlog
 
-from infra.store.blocks import Place, message, message_id, subject_of
-from infra.store.log import StoredLog
-from infra.store.stream import Raw, StoredStream
-from schemas.ids import time_of
-from schemas.streams import CLOCK_SKEW_NS
+from penstock.infra.store.blocks import Place, message, message_id, subject_of
+from penstock.infra.store.log import StoredLog
+from penstock.infra.store.stream import Raw, StoredStream
+from penstock.schemas.ids import time_of
+from penstock.schemas.streams import CLOCK_SKEW_NS
 
 log = structlog.get_logger("timeline")
 

@@ -12,16 +12,16 @@ from typing import NamedTuple
 import msgspec
 from rich.console import Console
 
-from configs.flags import Parser
-from infra.bus.direct_get import Readable, get_last, read
-from infra.terminal import stdout
-from infra.timeline.find_requests import LoggedRequest, ended, of_entry, unfinished
-from infra.timeline.moments import duration_ns, moment_ns
-from infra.timeline.open_log import Log, Source, add_flags, add_verify_flag, open_log, run_command
-from infra.timeline.request_lines import RequestLine, lines
-from infra.timeline.summary_cache import cache_folder, summaries
-from infra.timeline.texts import Texts
-from schemas.summary import QUEUED, RUNNING, STATES, Criteria, as_dict
+from penstock.configs.flags import Parser
+from penstock.infra.bus.direct_get import Readable, get_last, read
+from penstock.infra.terminal import stdout
+from penstock.infra.timeline.find_requests import LoggedRequest, ended, of_entry, unfinished
+from penstock.infra.timeline.moments import duration_ns, moment_ns
+from penstock.infra.timeline.open_log import Log, Source, add_flags, add_verify_flag, open_log, run_command
+from penstock.infra.timeline.request_lines import RequestLine, lines
+from penstock.infra.timeline.summary_cache import cache_folder, summaries
+from penstock.infra.timeline.texts import Texts
+from penstock.schemas.summary import QUEUED, RUNNING, STATES, Criteria, as_dict
 
 POLL_S = 0.5
 WRITTEN_TOGETHER = 500  # lines

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import msgspec
 
-from infra.timeline.highway_hash import highway_hash_64
-from schemas.subjects import Subjects
+from penstock.infra.timeline.highway_hash import highway_hash_64
+from penstock.schemas.subjects import Subjects
 
 MEDIA = "MEDIA"
 STREAMS_DIR = Path("nats", "jetstream", "APP", "streams")

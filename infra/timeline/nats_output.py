@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from infra.bus.direct_get import parse_time
-from infra.timeline.describe import Described, describe, guess, is_known
+from penstock.infra.bus.direct_get import parse_time
+from penstock.infra.timeline.describe import Described, describe, guess, is_known
 
 MAX_BODY = 16 << 20  # bytes of one body; more is passed through
 

@@ -15,19 +15,19 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 import structlog
 
-from infra.broker.datadir import DataDirBusy, DataDirUnusable, Lock, holder
-from infra.broker.failures import NoServerBinary, ServerFailed
-from infra.bus.direct_get import LogFiles, Readable
-from infra.launch.state import State, read_state
-from infra.store.log import StoredLog
-from infra.store.stream import Unsupported
-from infra.store.verify import can_verify_much
-from infra.timeline.log_copy import STREAMS_DIR, CopyFailed, copy_streams, namespaces, stream_name
-from schemas.errors import ServingError
-from schemas.subjects import Subjects
+from penstock.infra.broker.datadir import DataDirBusy, DataDirUnusable, Lock, holder
+from penstock.infra.broker.failures import NoServerBinary, ServerFailed
+from penstock.infra.bus.direct_get import LogFiles, Readable
+from penstock.infra.launch.state import State, read_state
+from penstock.infra.store.log import StoredLog
+from penstock.infra.store.stream import Unsupported
+from penstock.infra.store.verify import can_verify_much
+from penstock.infra.timeline.log_copy import STREAMS_DIR, CopyFailed, copy_streams, namespaces, stream_name
+from penstock.schemas.errors import ServingError
+from penstock.schemas.subjects import Subjects
 
 if TYPE_CHECKING:
-    from infra.bus.connection import Bus
+    from penstock.infra.bus.connection import Bus
 
 CONNECT_S = 3.0  # short, because a person waits at a terminal
 
@@ -124,7 +124,7 @@ class Log(NamedTuple):
     """An open log.
 
     Attributes:
-        reader: what ``infra.bus.direct_get`` reads: the broker, or files.
+        reader: what ``penstock.infra.bus.direct_get`` reads: the broker, or files.
         stopped: of a deployment that does not run, so nothing is added to it.
         url: of the broker; "": there is none.
     """
@@ -169,7 +169,7 @@ async def open_log(
         patient: a refusal of the broker's does not end the context, only what was refused fails.
         streams: what to read, or copy, of a stopped deployment, without the namespace.
         timeout_s: how long the broker may take to answer.
-        files: the caller reads with ``infra.bus.direct_get`` only, so that it needs no broker.
+        files: the caller reads with ``penstock.infra.bus.direct_get`` only, so that it needs no broker.
     Raises:
         ServingError: the broker does not answer, or it refuses something to this user; the text names the role needed.
         ValueError: there is no deployment, or several and no namespace was given; the file is damaged.
@@ -210,7 +210,7 @@ async def open_log(
 
 @contextlib.asynccontextmanager
 async def _asked(url: str, name: str, role: str, namespace: str, timeout_s: float, patient: bool) -> AsyncIterator[Log]:
-    from infra.bus.connection import refusals
+    from penstock.infra.bus.connection import refusals
 
     async with await _connect(url, name, role, namespace, timeout_s) as bus:
         with contextlib.nullcontext() if patient else refusals(bus.on_refused, bus.user, name, role):
@@ -231,8 +231,8 @@ async def _exported(
     source: Source, name: str, role: str, streams: Sequence[str], timeout_s: float, files: bool
 ) -> AsyncIterator[Log]:
     # Modules that no other command which reads the log waits for, such as numpy.
-    from infra.replay.files import open_export
-    from infra.replay.restore import restore
+    from penstock.infra.replay.files import open_export
+    from penstock.infra.replay.restore import restore
 
     with tempfile.TemporaryDirectory(prefix="penstock-log-") as folder:
         with open_export(source.file, skip_bad=source.skip_bad) as exported:
@@ -301,7 +301,7 @@ class NotStarted:
 @contextlib.asynccontextmanager
 async def _served(folder: str, namespace: str, name: str, role: str, timeout_s: float) -> AsyncIterator[Log]:
     """Run a broker on ``folder`` until the context ends."""
-    from infra.broker.server import EmbeddedNats  # few commands need it
+    from penstock.infra.broker.server import EmbeddedNats  # few commands need it
 
     server = EmbeddedNats(folder, namespace)
     await server.start()
@@ -313,7 +313,9 @@ async def _served(folder: str, namespace: str, name: str, role: str, timeout_s: 
 
 
 async def _connect(url: str, name: str, role: str, namespace: str, timeout_s: float) -> "Bus":
-    from infra.bus.connection import connect  # a stopped deployment is read without the client, which loads slowly
+    from penstock.infra.bus.connection import (
+        connect,  # a stopped deployment is read without the client, which loads slowly
+    )
 
     return await connect(url, role=role, name=name, namespace=namespace, timeout=timeout_s)
 
@@ -353,7 +355,7 @@ def running(source: Source, data_dir: Path, role: str = "operator") -> tuple[str
     with contextlib.suppress(OSError, msgspec.DecodeError):
         state = read_state(data_dir / "state.json")
     namespace = source.namespace or (state.namespace if state is not None else "ps")
-    from infra.broker.passwords import user_in_use  # loads slowly, and a stopped deployment is read without it
+    from penstock.infra.broker.passwords import user_in_use  # loads slowly, and a stopped deployment is read without it
 
     with contextlib.suppress(OSError, ValueError, KeyError):
         passwords = json.loads((data_dir / "secrets.json").read_text())

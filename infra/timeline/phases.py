@@ -4,10 +4,10 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from infra.timeline.events import TimelineEvent, TokensStored
-from infra.timeline.request_timeline import RequestTimeline
-from infra.timeline.tracing.span import in_order
-from infra.timeline.tracing.spans import spans
+from penstock.infra.timeline.events import TimelineEvent, TokensStored
+from penstock.infra.timeline.request_timeline import RequestTimeline
+from penstock.infra.timeline.tracing.span import in_order
+from penstock.infra.timeline.tracing.spans import spans
 
 
 class Phase(msgspec.Struct, frozen=True):

@@ -10,16 +10,16 @@ from collections.abc import AsyncGenerator
 
 import msgspec
 
-from infra.bus.direct_get import Entry, LogFiles, Readable, get_last, read
-from infra.store.log import StoredLog
-from infra.timeline.request_timeline import RequestTimeline
-from schemas import done, jobs, requests, tokens
-from schemas.errors import ServingError
-from schemas.ids import time_of
-from schemas.requests import GenerateRequest
-from schemas.streams import CLOCK_SKEW_NS
-from schemas.subjects import HEADER_MSG_ID, KEPT
-from schemas.transfer import Handoff, decode_ledger
+from penstock.infra.bus.direct_get import Entry, LogFiles, Readable, get_last, read
+from penstock.infra.store.log import StoredLog
+from penstock.infra.timeline.request_timeline import RequestTimeline
+from penstock.schemas import done, jobs, requests, tokens
+from penstock.schemas.errors import ServingError
+from penstock.schemas.ids import time_of
+from penstock.schemas.requests import GenerateRequest
+from penstock.schemas.streams import CLOCK_SKEW_NS
+from penstock.schemas.subjects import HEADER_MSG_ID, KEPT
+from penstock.schemas.transfer import Handoff, decode_ledger
 
 NEAR_NS = 100_000_000  # the clocks of a process and of the broker differ by less, or more is read
 LONG_NS = 20_000_000_000  # a window above which the broker filters

@@ -4,8 +4,8 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from infra.timeline.moments import clock, span
-from schemas.summary import RequestSummary
+from penstock.infra.timeline.moments import clock, span
+from penstock.schemas.summary import RequestSummary
 
 _COLOURS = {"done": "32", "failed": "31", "cancelled": "33", "running": "36", "queued": "35"}  # ANSI
 _GAP = "  "

@@ -10,12 +10,12 @@ makes spans of them, ``penstock leases`` lists the leases of their handoffs.
     for event in timeline.events():
         match event: ...
 
-``infra.timeline.read`` fills one from a broker.
+``penstock.infra.timeline.read`` fills one from a broker.
 """
 
 import msgspec
 
-from infra.timeline.events import (
+from penstock.infra.timeline.events import (
     AttemptReturned,
     AttemptRevoked,
     BlocksHandedOff,
@@ -31,13 +31,13 @@ from infra.timeline.events import (
     TokensStored,
     TransferReported,
 )
-from infra.timeline.ticket_lease import TicketLease, ticket_leases
-from schemas.blocks import DIGEST_BYTES
-from schemas.done import Done, Returned
-from schemas.jobs import Decision, Job, Revoke, WorkMessage
-from schemas.requests import GenerateRequest
-from schemas.tokens import PROMPT, TokenItem
-from schemas.transfer import Encoded, Handoff, Prefilled
+from penstock.infra.timeline.ticket_lease import TicketLease, ticket_leases
+from penstock.schemas.blocks import DIGEST_BYTES
+from penstock.schemas.done import Done, Returned
+from penstock.schemas.jobs import Decision, Job, Revoke, WorkMessage
+from penstock.schemas.requests import GenerateRequest
+from penstock.schemas.tokens import PROMPT, TokenItem
+from penstock.schemas.transfer import Encoded, Handoff, Prefilled
 
 
 class StageRun(msgspec.Struct):
@@ -111,7 +111,7 @@ class RequestTimeline:
         self.accepted = RequestAccepted(request.created_ns, kept, prompt, blocks, media)
 
     def add_work(self, role: str, worker: str, stored_ns: int, message: WorkMessage) -> None:
-        """A message in WORK for this worker. Leave out the kept copies of jobs (``schemas.subjects.KEPT``)."""
+        """A message in WORK for this worker. Leave out the kept copies of jobs (``penstock.schemas.subjects.KEPT``)."""
         if isinstance(message, Revoke):
             for stage in self.stages:
                 if stage.attempt <= message.attempt and stage.worker == worker:

@@ -4,13 +4,13 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
 
-from infra.counts import counted
-from infra.fitting_table import Column, fitting_table
-from infra.terminal import escape, print_hanging, visible
-from infra.timeline.bars import bar
-from infra.timeline.inspection import InspectedEvent, Inspection, line_of
-from infra.timeline.moments import clock, span
-from infra.timeline.phases import Phase
+from penstock.infra.counts import counted
+from penstock.infra.fitting_table import Column, fitting_table
+from penstock.infra.terminal import escape, print_hanging, visible
+from penstock.infra.timeline.bars import bar
+from penstock.infra.timeline.inspection import InspectedEvent, Inspection, line_of
+from penstock.infra.timeline.moments import clock, span
+from penstock.infra.timeline.phases import Phase
 
 WIDEST = 64  # columns of the waterfall, at most
 NARROWEST = 12

@@ -16,11 +16,11 @@ from typing import Any
 import msgspec
 import structlog
 
-from infra.bus.direct_get import LogFiles, Readable, StreamState, read, read_backwards
-from infra.bus.jetstream import ApiError
-from infra.store.log import StoredLog
-from schemas.errors import Code, ServingError
-from schemas.summary import STATES, Criteria, RequestSummary, of_encoded_done
+from penstock.infra.bus.direct_get import LogFiles, Readable, StreamState, read, read_backwards
+from penstock.infra.bus.jetstream import ApiError
+from penstock.infra.store.log import StoredLog
+from penstock.schemas.errors import Code, ServingError
+from penstock.schemas.summary import STATES, Criteria, RequestSummary, of_encoded_done
 
 log = structlog.get_logger("timeline")
 

@@ -10,14 +10,14 @@ from typing import NamedTuple
 import msgspec
 from rich.console import Console
 
-from configs.flags import Parser, closest
-from infra.bus.direct_get import Entry, Readable, format_time, get_last, read, read_backwards
-from infra.terminal import escape, print_hanging, stdout
-from infra.timeline.describe import Described, describe, plain
-from infra.timeline.moments import clock, moment_ns
-from infra.timeline.open_log import Source, add_flags, open_log, run_command
-from schemas.ids import request_of_answer, time_of
-from schemas.streams import CLOCK_SKEW_NS
+from penstock.configs.flags import Parser, closest
+from penstock.infra.bus.direct_get import Entry, Readable, format_time, get_last, read, read_backwards
+from penstock.infra.terminal import escape, print_hanging, stdout
+from penstock.infra.timeline.describe import Described, describe, plain
+from penstock.infra.timeline.moments import clock, moment_ns
+from penstock.infra.timeline.open_log import Source, add_flags, open_log, run_command
+from penstock.schemas.ids import request_of_answer, time_of
+from penstock.schemas.streams import CLOCK_SKEW_NS
 
 POLL_S = 0.25
 STREAMS = {

@@ -1,8 +1,8 @@
 """The text of recorded tokens, with the model's own tokenizer."""
 
-from schemas.done import Done
-from schemas.requests import GenerateRequest
-from schemas.wire import unpack_tokens
+from penstock.schemas.done import Done
+from penstock.schemas.requests import GenerateRequest
+from penstock.schemas.wire import unpack_tokens
 
 
 class Texts:
@@ -44,7 +44,7 @@ class Texts:
             return ""
         tokenizer = self._tokenizers.get(model)
         if tokenizer is None:
-            from infra.model.modeldir import ModelError, load_tokenizer, resolve  # 40 ms, only for texts
+            from penstock.infra.model.modeldir import ModelError, load_tokenizer, resolve  # 40 ms, only for texts
 
             try:
                 tokenizer = self._tokenizers[model] = load_tokenizer(resolve(self._path or model))

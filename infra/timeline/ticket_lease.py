@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from schemas.transfer import Handoff
+from penstock.schemas.transfer import Handoff
 
 _OWNER_ENDS = frozenset({"released", "expired"})  # written by the owner of the blocks
 

@@ -3,8 +3,8 @@
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from infra.timeline.events import TokensStored
-from schemas.tokens import PROMPT, WHOLE_REQUEST
+from penstock.infra.timeline.events import TokensStored
+from penstock.schemas.tokens import PROMPT, WHOLE_REQUEST
 
 MOST_LINES = 12  # of one worker in one attempt, besides the first and the ends
 _SPANS_S = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60, 120, 300, 600, 1800)

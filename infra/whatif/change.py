@@ -11,11 +11,11 @@ from typing import Literal
 
 import msgspec
 
-from infra.whatif.decided_again import candidates_of, decide_again, recorded_pools, recorded_route
-from router.index.depths import TargetId
-from router.loads.load import ENCODE
-from router.policy.routing import Weights, draw
-from schemas.jobs import Job
+from penstock.infra.whatif.decided_again import candidates_of, decide_again, recorded_pools, recorded_route
+from penstock.router.index.depths import TargetId
+from penstock.router.loads.load import ENCODE
+from penstock.router.policy.routing import Weights, draw
+from penstock.schemas.jobs import Job
 
 Mode = Literal["kv", "round_robin", "random", "least_loaded"]
 
@@ -78,7 +78,7 @@ def redecide(job: Job, change: Change, number: int) -> Redecided | None:
     Args:
         number: number of the decision, for round robin.
     Returns:
-        None: the record does not suffice (``infra.whatif.decided_again.insufficient`` says why).
+        None: the record does not suffice (``penstock.infra.whatif.decided_again.insufficient`` says why).
     """
     again = decide_again(job)
     if again is None or job.inputs is None:

@@ -7,13 +7,13 @@ the decision depended on. With the router's own weights the outcome is what it c
 from collections.abc import Collection
 from typing import NamedTuple
 
-from infra.whatif.pairs_decided_again import RecordedPools
-from infra.whatif.recorded_costs import recorded_cost, recorded_size
-from router.index.depths import TargetId
-from router.loads.load import ENCODE
-from router.policy.routing import TIE, Weights
-from schemas.jobs import Candidate, Job
-from schemas.requests import decode
+from penstock.infra.whatif.pairs_decided_again import RecordedPools
+from penstock.infra.whatif.recorded_costs import recorded_cost, recorded_size
+from penstock.router.index.depths import TargetId
+from penstock.router.loads.load import ENCODE
+from penstock.router.policy.routing import TIE, Weights
+from penstock.schemas.jobs import Candidate, Job
+from penstock.schemas.requests import decode
 
 UNRECORDED = "without the inputs of its decision"
 

@@ -9,18 +9,18 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from configs.flags import Parser
-from configs.settings import RouterSettings
-from infra.bus.connection import Bus
-from infra.bus.direct_get import Readable, read
-from infra.launch.state import read_state
-from infra.operate.doctor.fleet import metrics
-from infra.operate.workers import registrations
-from infra.terminal import stdout
-from infra.timeline.moments import clock, moment_ns
-from infra.timeline.open_log import Source, add_flags, open_log, run_command
-from router.index.prefix_index import PrefixIndex
-from schemas import kv
+from penstock.configs.flags import Parser
+from penstock.configs.settings import RouterSettings
+from penstock.infra.bus.connection import Bus
+from penstock.infra.bus.direct_get import Readable, read
+from penstock.infra.launch.state import read_state
+from penstock.infra.operate.doctor.fleet import metrics
+from penstock.infra.operate.workers import registrations
+from penstock.infra.terminal import stdout
+from penstock.infra.timeline.moments import clock, moment_ns
+from penstock.infra.timeline.open_log import Source, add_flags, open_log, run_command
+from penstock.router.index.prefix_index import PrefixIndex
+from penstock.schemas import kv
 
 
 class TargetBlocks(msgspec.Struct, frozen=True):

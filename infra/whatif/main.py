@@ -10,21 +10,21 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from configs.flags import Parser
-from infra.bus.direct_get import Readable, read
-from infra.counts import counted
-from infra.terminal import stdout
-from infra.timeline.find_requests import of_entry
-from infra.timeline.moments import clock, moment_ns, span
-from infra.timeline.open_log import Source, add_flags, add_verify_flag, open_log, run_command
-from infra.whatif.change import Change, Redecided, redecide
-from infra.whatif.decided_again import insufficient
-from infra.whatif.report import Distribution, Report, ms_per_token, report
-from router.policy.routing import Weights
-from schemas import jobs
-from schemas.jobs import Job
-from schemas.streams import LONGEST_DEADLINE_S
-from schemas.subjects import KEPT
+from penstock.configs.flags import Parser
+from penstock.infra.bus.direct_get import Readable, read
+from penstock.infra.counts import counted
+from penstock.infra.terminal import stdout
+from penstock.infra.timeline.find_requests import of_entry
+from penstock.infra.timeline.moments import clock, moment_ns, span
+from penstock.infra.timeline.open_log import Source, add_flags, add_verify_flag, open_log, run_command
+from penstock.infra.whatif.change import Change, Redecided, redecide
+from penstock.infra.whatif.decided_again import insufficient
+from penstock.infra.whatif.report import Distribution, Report, ms_per_token, report
+from penstock.router.policy.routing import Weights
+from penstock.schemas import jobs
+from penstock.schemas.jobs import Job
+from penstock.schemas.streams import LONGEST_DEADLINE_S
+from penstock.schemas.subjects import KEPT
 
 DEFAULTS = Weights()
 

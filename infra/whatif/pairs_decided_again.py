@@ -1,20 +1,21 @@
 """A recorded decision among prefill and decode workers, made again from its score table. Pure.
 
-``router.policy.decide`` decides among registrations and loads, this by the same rules among the candidates of a record.
+``penstock.router.policy.decide`` decides among registrations and loads, this by the same rules among the candidates of
+a record.
 """
 
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
-from configs.settings import RouterMode
-from infra.whatif.recorded_costs import recorded_cost, recorded_size
-from router.index.depths import TargetId
-from router.loads.load import ENCODE
-from router.placement.cost import TargetCost
-from router.policy.pairs import FAR, MEDIUM, NEAR
-from router.policy.routing import TIE, Weights, draw
-from schemas.jobs import Candidate, Job, Link
-from schemas.requests import GenerateRequest
+from penstock.configs.settings import RouterMode
+from penstock.infra.whatif.recorded_costs import recorded_cost, recorded_size
+from penstock.router.index.depths import TargetId
+from penstock.router.loads.load import ENCODE
+from penstock.router.placement.cost import TargetCost
+from penstock.router.policy.pairs import FAR, MEDIUM, NEAR
+from penstock.router.policy.routing import TIE, Weights, draw
+from penstock.schemas.jobs import Candidate, Job, Link
+from penstock.schemas.requests import GenerateRequest
 
 
 class _Option(NamedTuple):

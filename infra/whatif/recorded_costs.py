@@ -1,9 +1,9 @@
 """What a recorded request cost at a candidate, from the record in its job alone. Pure."""
 
-from router.placement.cost import RequestSize, TargetCost, favour_tokens, favoured, target_cost
-from router.policy.routing import Weights
-from schemas.jobs import Candidate, DecisionInputs, Job
-from schemas.requests import GenerateRequest
+from penstock.router.placement.cost import RequestSize, TargetCost, favour_tokens, favoured, target_cost
+from penstock.router.policy.routing import Weights
+from penstock.schemas.jobs import Candidate, DecisionInputs, Job
+from penstock.schemas.requests import GenerateRequest
 
 _ANY_NUMBER = float(1 << 60)  # whether there was room is in the table
 

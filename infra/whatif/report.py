@@ -5,8 +5,8 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
-from infra.quantile import quantile
-from infra.whatif.change import ChosenTargets, Redecided
+from penstock.infra.quantile import quantile
+from penstock.infra.whatif.change import ChosenTargets, Redecided
 
 
 class Distribution(msgspec.Struct, frozen=True):

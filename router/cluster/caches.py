@@ -11,18 +11,18 @@ from typing import NamedTuple
 import msgspec
 import structlog
 
-from configs.settings import RouterSettings
-from infra.bus.connection import Bus
-from infra.bus.direct_get import Entry
-from infra.bus.log_tail import LogTail
-from infra.bus.tasks import Tasks
-from router.cluster.snapshots import IndexSnapshots
-from router.index.approximate import ApproximateIndex
-from router.index.depths import TargetId, as_dict
-from router.index.loader import IndexLoader
-from router.index.prefix_index import PrefixIndex
-from schemas import kv
-from schemas.fleet import Registration
+from penstock.configs.settings import RouterSettings
+from penstock.infra.bus.connection import Bus
+from penstock.infra.bus.direct_get import Entry
+from penstock.infra.bus.log_tail import LogTail
+from penstock.infra.bus.tasks import Tasks
+from penstock.router.cluster.snapshots import IndexSnapshots
+from penstock.router.index.approximate import ApproximateIndex
+from penstock.router.index.depths import TargetId, as_dict
+from penstock.router.index.loader import IndexLoader
+from penstock.router.index.prefix_index import PrefixIndex
+from penstock.schemas import kv
+from penstock.schemas.fleet import Registration
 
 log = structlog.get_logger("router")
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import NamedTuple
 
-from router.loads.load import ActiveRequest
+from penstock.router.loads.load import ActiveRequest
 
 
 class ClusterListener(NamedTuple):

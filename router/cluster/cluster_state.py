@@ -13,29 +13,29 @@ from itertools import chain
 
 import structlog
 
-from configs.settings import RouterSettings
-from infra.bus.connection import Bus
-from infra.bus.direct_get import Entry
-from infra.bus.log_tail import LogTail
-from infra.bus.registry import EXPIRED, RegisteredWorker, WorkerRegistry
-from router.cluster.caches import SWEEP_BLOCKS, Caches
-from router.cluster.cluster_listener import ClusterListener
-from router.cluster.disconnects import DisconnectWatch
-from router.cluster.lease_losses import LeaseLosses
-from router.cluster.registration_removal import BROKE, ENDED, RegistrationRemoval
-from router.cluster.sent import read_sent
-from router.cluster.snapshots import Snapshot, Snapshots
-from router.cluster.unowned import Unfolded, UnownedRequests
-from router.index.depths import TargetId
-from router.index.holders import keys_view
-from router.job_message import Positions
-from router.loads.load import ENCODE, ActiveRequest, LoadState
-from router.loads.load_tracker import LoadTracker
-from router.recovery.suspects import ReturnedAttempts
-from schemas import done, fleet, kv
-from schemas.jobs import LoadHeader, Stage
-from schemas.streams import LONGEST_DEADLINE_S
-from schemas.subjects import HEADER_CRASHED, HEADER_GONE, HEADER_RETURNED, request_of
+from penstock.configs.settings import RouterSettings
+from penstock.infra.bus.connection import Bus
+from penstock.infra.bus.direct_get import Entry
+from penstock.infra.bus.log_tail import LogTail
+from penstock.infra.bus.registry import EXPIRED, RegisteredWorker, WorkerRegistry
+from penstock.router.cluster.caches import SWEEP_BLOCKS, Caches
+from penstock.router.cluster.cluster_listener import ClusterListener
+from penstock.router.cluster.disconnects import DisconnectWatch
+from penstock.router.cluster.lease_losses import LeaseLosses
+from penstock.router.cluster.registration_removal import BROKE, ENDED, RegistrationRemoval
+from penstock.router.cluster.sent import read_sent
+from penstock.router.cluster.snapshots import Snapshot, Snapshots
+from penstock.router.cluster.unowned import Unfolded, UnownedRequests
+from penstock.router.index.depths import TargetId
+from penstock.router.index.holders import keys_view
+from penstock.router.job_message import Positions
+from penstock.router.loads.load import ENCODE, ActiveRequest, LoadState
+from penstock.router.loads.load_tracker import LoadTracker
+from penstock.router.recovery.suspects import ReturnedAttempts
+from penstock.schemas import done, fleet, kv
+from penstock.schemas.jobs import LoadHeader, Stage
+from penstock.schemas.streams import LONGEST_DEADLINE_S
+from penstock.schemas.subjects import HEADER_CRASHED, HEADER_GONE, HEADER_RETURNED, request_of
 
 log = structlog.get_logger("router")
 

@@ -10,9 +10,9 @@ from typing import Any
 import msgspec
 import structlog
 
-from infra.bus.connection import Bus, connect
-from router.ownership.membership import Link
-from schemas.errors import ServingError
+from penstock.infra.bus.connection import Bus, connect
+from penstock.router.ownership.membership import Link
+from penstock.schemas.errors import ServingError
 
 log = structlog.get_logger("router")
 

@@ -6,7 +6,7 @@ are counted apart: those of a router whose own link broke just before, and those
 
 from collections.abc import Iterable
 
-from schemas.routers import LostLeases
+from penstock.schemas.routers import LostLeases
 
 WINDOW_NS = 600_000_000_000
 TOGETHER_NS = 3_000_000_000  # within which all workers lose their leases, if it is not theirs: one lease

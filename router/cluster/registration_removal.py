@@ -6,10 +6,10 @@ import asyncio
 import structlog
 from nats.errors import Error as NatsError
 
-from infra.bus.connection import Bus
-from infra.bus.registry import WorkerRegistry
-from infra.bus.tasks import Tasks
-from schemas import fleet
+from penstock.infra.bus.connection import Bus
+from penstock.infra.bus.registry import WorkerRegistry
+from penstock.infra.bus.tasks import Tasks
+from penstock.schemas import fleet
 
 log = structlog.get_logger("router")
 

@@ -4,12 +4,12 @@ from collections.abc import Sequence
 
 import msgspec
 
-from infra.bus.direct_get import Entry
-from router.retention.job_retention import parse_stage
-from schemas import jobs
-from schemas.blocks import read_keys
-from schemas.jobs import LoadHeader
-from schemas.subjects import HEADER_KEYS, HEADER_LOAD, HEADER_MSG_ID, HEADER_SUSPECT
+from penstock.infra.bus.direct_get import Entry
+from penstock.router.retention.job_retention import parse_stage
+from penstock.schemas import jobs
+from penstock.schemas.blocks import read_keys
+from penstock.schemas.jobs import LoadHeader
+from penstock.schemas.subjects import HEADER_KEYS, HEADER_LOAD, HEADER_MSG_ID, HEADER_SUSPECT
 
 
 class Sent(msgspec.Struct, frozen=True):

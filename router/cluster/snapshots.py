@@ -10,14 +10,14 @@ from collections.abc import Iterable, Iterator
 import msgspec
 import structlog
 
-from infra.bus.connection import Bus
-from infra.bus.object_store import get, replace
-from router.index.encoding import encoding, read_head, restoring
-from router.index.loader import run_in_steps
-from router.index.prefix_index import PrefixIndex
-from router.loads.load import LoadState, merge
-from schemas import wire
-from schemas.errors import Code, ServingError
+from penstock.infra.bus.connection import Bus
+from penstock.infra.bus.object_store import get, replace
+from penstock.router.index.encoding import encoding, read_head, restoring
+from penstock.router.index.loader import run_in_steps
+from penstock.router.index.prefix_index import PrefixIndex
+from penstock.router.loads.load import LoadState, merge
+from penstock.schemas import wire
+from penstock.schemas.errors import Code, ServingError
 
 log = structlog.get_logger("router")
 

@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from infra.bus.direct_get import Entry
-from schemas.subjects import HEADER_KEYS
+from penstock.infra.bus.direct_get import Entry
+from penstock.schemas.subjects import HEADER_KEYS
 
 MOST = 10_000  # messages; all are folded in 0.3 s, within the lease of who takes over
 MOST_BYTES = 64 << 20  # of all; one has about 1 kB, and the block names of a long prompt

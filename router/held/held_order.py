@@ -8,15 +8,15 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from router.held.class_queue import QueueEntry
-from router.held.queue import SECOND_NS, SHORTEST_TOKENS, RequestQueue, delay_ns
-from router.index.depths import TargetId
-from router.loads.load_tracker import LoadTracker
-from router.placement.aggregated import HeldRequest, aggregated_pool, is_ready
-from router.policy.routing import RoutingRequest
+from penstock.router.held.class_queue import QueueEntry
+from penstock.router.held.queue import SECOND_NS, SHORTEST_TOKENS, RequestQueue, delay_ns
+from penstock.router.index.depths import TargetId
+from penstock.router.loads.load_tracker import LoadTracker
+from penstock.router.placement.aggregated import HeldRequest, aggregated_pool, is_ready
+from penstock.router.policy.routing import RoutingRequest
 
 if TYPE_CHECKING:
-    from router.placement.arrays.decisions import ArrayDecisions
+    from penstock.router.placement.arrays.decisions import ArrayDecisions
 
 T = TypeVar("T")
 

@@ -3,12 +3,12 @@
 from collections import Counter
 from collections.abc import Iterator
 
-from router.held.class_queue import QueueEntry
-from router.held.held_order import Held, HeldOrder
-from router.index.holders import keys_view
-from router.pending import PendingRequest, lane, routing_request
-from schemas.requests import Priority
-from schemas.routers import HeldByModel, HeldByTenant, held_by_model, held_by_tenant
+from penstock.router.held.class_queue import QueueEntry
+from penstock.router.held.held_order import Held, HeldOrder
+from penstock.router.index.holders import keys_view
+from penstock.router.pending import PendingRequest, lane, routing_request
+from penstock.schemas.requests import Priority
+from penstock.schemas.routers import HeldByModel, HeldByTenant, held_by_model, held_by_tenant
 
 PASSED_ON = 2  # times the space: what other routers pass on comes on top
 

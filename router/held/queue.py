@@ -16,7 +16,7 @@ import heapq
 from collections.abc import Iterator, Mapping
 from typing import Generic, TypeVar
 
-from router.held.class_queue import ClassQueue, QueueEntry
+from penstock.router.held.class_queue import ClassQueue, QueueEntry
 
 T = TypeVar("T")
 

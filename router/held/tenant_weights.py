@@ -6,11 +6,11 @@ from contextlib import AsyncExitStack
 import msgspec
 import structlog
 
-from infra.bus.connection import Bus
-from infra.bus.direct_get import Entry
-from infra.bus.log_tail import LogTail
-from schemas.errors import ServingError
-from schemas.tenants import decode
+from penstock.infra.bus.connection import Bus
+from penstock.infra.bus.direct_get import Entry
+from penstock.infra.bus.log_tail import LogTail
+from penstock.schemas.errors import ServingError
+from penstock.schemas.tenants import decode
 
 log = structlog.get_logger("router")
 

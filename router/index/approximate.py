@@ -9,8 +9,8 @@ from collections import OrderedDict, deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from router.index.depths import TargetId
-from router.index.holders import Holders, Holding
+from penstock.router.index.depths import TargetId
+from penstock.router.index.holders import Holders, Holding
 
 TTL_S = 600.0
 

@@ -10,11 +10,11 @@ from collections.abc import Generator, Iterable, Iterator, Sequence
 
 import msgspec
 
-from router.index.depths import bits_of
-from router.index.holders import Holding
-from router.index.prefix_index import PrefixIndex
-from router.index.radix_tree import Node
-from schemas import wire
+from penstock.router.index.depths import bits_of
+from penstock.router.index.holders import Holding
+from penstock.router.index.prefix_index import PrefixIndex
+from penstock.router.index.radix_tree import Node
+from penstock.schemas import wire
 
 PART_BLOCKS = 8192  # encoded at once, in 1 ms
 _LOADED_BLOCKS = 4096  # at once

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 
 from blake3 import blake3
 
-from router.index.depths import Depths, Levels, TargetBits, TargetId, bits_of
-from router.index.leaf_ages import NOTHING
-from router.index.radix_tree import KEY_MASK, NODE_BLOCKS, SLOT, RadixTree
-from schemas.blocks import DIGEST_BYTES, key_of, keys_of
+from penstock.router.index.depths import Depths, Levels, TargetBits, TargetId, bits_of
+from penstock.router.index.leaf_ages import NOTHING
+from penstock.router.index.radix_tree import KEY_MASK, NODE_BLOCKS, SLOT, RadixTree
+from penstock.schemas.blocks import DIGEST_BYTES, key_of, keys_of
 
 _CHECKSUM = (1 << 48) - 1  # whole numbers that a metric, which is a float, can have
 _LOW_BITS = bytes(byte & 15 for byte in range(256))
@@ -20,7 +20,7 @@ _MOST_REMEMBERED = 1 << 18  # targets, in all masks of the cache
 
 
 def keys_view(digests: bytes) -> Sequence[int]:
-    """``schemas.blocks.keys_of`` without decoding all keys: a match reads about two for each run of blocks."""
+    """``penstock.schemas.blocks.keys_of`` without decoding all keys: a match reads about two for each run of blocks."""
     if sys.byteorder == "big":
         return keys_of(digests)
     if surplus := len(digests) % DIGEST_BYTES:

@@ -7,11 +7,11 @@ import msgspec
 import structlog
 from nats.errors import Error as NatsError
 
-from infra.bus.connection import Bus
-from infra.bus.loop_lag import TurnBudget
-from infra.bus.tasks import Tasks
-from router.index.prefix_index import PrefixIndex
-from schemas import control, kv, wire
+from penstock.infra.bus.connection import Bus
+from penstock.infra.bus.loop_lag import TurnBudget
+from penstock.infra.bus.tasks import Tasks
+from penstock.router.index.prefix_index import PrefixIndex
+from penstock.schemas import control, kv, wire
 
 log = structlog.get_logger("router")
 

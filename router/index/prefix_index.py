@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from router.index.depths import Depths, TargetId
-from router.index.holders import Holders, Holding
-from schemas.blocks import DIGEST_BYTES
-from schemas.kv import Cleared, KvBatch, KvDump, KvEvent, Stored
+from penstock.router.index.depths import Depths, TargetId
+from penstock.router.index.holders import Holders, Holding
+from penstock.schemas.blocks import DIGEST_BYTES
+from penstock.schemas.kv import Cleared, KvBatch, KvDump, KvEvent, Stored
 
 PENDING_BATCHES = 1024  # kept per target while its dump is awaited
 STEP_BYTES = 2048 * DIGEST_BYTES  # of a dump per step: 1 ms

@@ -16,7 +16,7 @@ from array import array
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from router.index.leaf_ages import NOTHING, LeafAges
+from penstock.router.index.leaf_ages import NOTHING, LeafAges
 
 KEY_MASK = (1 << 60) - 1  # ints below 2^60 take 32 bytes, larger ones 48
 NODE_BLOCKS = 1024  # at most, which bounds what a split moves

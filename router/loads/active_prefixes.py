@@ -6,7 +6,7 @@ so: the events of a prompt lag behind by the whole queue in front of it.
 
 from collections.abc import Sequence
 
-from router.index.depths import Depths, Levels, TargetBits, TargetId
+from penstock.router.index.depths import Depths, Levels, TargetBits, TargetId
 
 MAX_BLOCKS = 1 << 22  # different blocks of all active prompts; further ones match nothing
 

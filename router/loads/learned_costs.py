@@ -12,7 +12,7 @@ same for all targets on average; what is left of it is within ``DECODE_NOISE``.
 
 from statistics import median
 
-from router.index.depths import TargetId
+from penstock.router.index.depths import TargetId
 
 MEMORY = 200
 PRIOR = 20

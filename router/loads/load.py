@@ -5,9 +5,9 @@ from typing import NamedTuple
 
 import msgspec
 
-from router.index.depths import TargetId
-from schemas.fleet import Registration
-from schemas.jobs import Stage
+from penstock.router.index.depths import TargetId
+from penstock.schemas.fleet import Registration
+from penstock.schemas.jobs import Stage
 
 ENCODE = "encode"  # the role that computes no part of a prompt
 

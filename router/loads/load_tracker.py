@@ -14,11 +14,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import msgspec
 
-from infra.bus.revisions import Revisions, revisions
-from router.index.depths import TargetId
-from router.loads.ended_attempts import EVERY, EndedAttempts
-from router.loads.load import ENCODE, ActiveRequest, Load, LoadState, RoutingTarget, StageLoad, serves
-from router.loads.target_loads import (
+from penstock.infra.bus.revisions import Revisions, revisions
+from penstock.router.index.depths import TargetId
+from penstock.router.loads.ended_attempts import EVERY, EndedAttempts
+from penstock.router.loads.load import ENCODE, ActiveRequest, Load, LoadState, RoutingTarget, StageLoad, serves
+from penstock.router.loads.target_loads import (
     ACTIVE,
     BACKLOG,
     COMPUTING,
@@ -30,10 +30,10 @@ from router.loads.target_loads import (
     TargetLoads,
     Task,
 )
-from router.loads.target_sums import TargetSums
-from schemas.blocks import DEFAULT_BLOCK_SIZE
-from schemas.fleet import Registration, State
-from schemas.jobs import ALONE, LoadHeader, Stage
+from penstock.router.loads.target_sums import TargetSums
+from penstock.schemas.blocks import DEFAULT_BLOCK_SIZE
+from penstock.schemas.fleet import Registration, State
+from penstock.schemas.jobs import ALONE, LoadHeader, Stage
 
 MODELS_CACHED = 256  # model names whose workers are cached; requests may name any model
 PREFILL_TOKENS_PER_S = 20_000.0
@@ -187,7 +187,7 @@ class LoadTracker:
         """Whether any target accepts another sequence."""
         return any(self.capacity(name, rank) for name, r in self._registrations.items() for rank in range(r.dp_size))
 
-    # Suspects (``router.recovery.suspects``)
+    # Suspects (``penstock.router.recovery.suspects``)
 
     def suspects(self, worker: str) -> int:
         """Requests at a worker, or on their way to it, of which one may be what ends workers."""

@@ -6,9 +6,9 @@ No clock, no NATS. ``arrays.columns`` has the same as arrays.
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from router.index.depths import Depths, TargetId
-from router.loads.active_prefixes import ActivePrefixes
-from router.loads.learned_costs import DECODE_NOISE, LearnedCosts
+from penstock.router.index.depths import Depths, TargetId
+from penstock.router.loads.active_prefixes import ActivePrefixes
+from penstock.router.loads.learned_costs import DECODE_NOISE, LearnedCosts
 
 COLUMNS = 12
 (

@@ -1,7 +1,7 @@
 """The active requests of each target, and its estimated prefill backlog. No clock, no NATS."""
 
-from router.index.depths import TargetId
-from router.loads.target_loads import TargetLoads
+from penstock.router.index.depths import TargetId
+from penstock.router.loads.target_loads import TargetLoads
 
 
 class TargetSum:

@@ -5,7 +5,7 @@ All routers compute it from the same bucket, so they agree without asking each o
 
 from collections.abc import Collection, Iterable
 
-from schemas.routers import Member
+from penstock.schemas.routers import Member
 
 
 def assign(models: Collection[str], members: Iterable[Member]) -> dict[str, str]:

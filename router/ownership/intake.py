@@ -9,23 +9,23 @@ from typing import NamedTuple
 import structlog
 from nats.errors import Error as NatsError
 
-from infra.bus.connection import Bus
-from infra.bus.consumers import config_of, make_again
-from infra.bus.message import Message
-from infra.bus.puller import Puller, sequence
-from infra.bus.tasks import Tasks
-from router.background import BackgroundTasks
-from router.held.held_requests import HeldRequests
-from router.loads.load_tracker import LoadTracker
-from router.ownership.membership import Membership
-from router.ownership.sharing import Sharing
-from router.ownership.takeover import redeliver
-from router.policy.routing import ModelPart
-from schemas import routers
-from schemas.requests import Priority
-from schemas.routers import LostLeases
-from schemas.streams import LONGEST_DEADLINE_S, ConsumerSpec, topology
-from schemas.subjects import token
+from penstock.infra.bus.connection import Bus
+from penstock.infra.bus.consumers import config_of, make_again
+from penstock.infra.bus.message import Message
+from penstock.infra.bus.puller import Puller, sequence
+from penstock.infra.bus.tasks import Tasks
+from penstock.router.background import BackgroundTasks
+from penstock.router.held.held_requests import HeldRequests
+from penstock.router.loads.load_tracker import LoadTracker
+from penstock.router.ownership.membership import Membership
+from penstock.router.ownership.sharing import Sharing
+from penstock.router.ownership.takeover import redeliver
+from penstock.router.policy.routing import ModelPart
+from penstock.schemas import routers
+from penstock.schemas.requests import Priority
+from penstock.schemas.routers import LostLeases
+from penstock.schemas.streams import LONGEST_DEADLINE_S, ConsumerSpec, topology
+from penstock.schemas.subjects import token
 
 log = structlog.get_logger("router")
 

@@ -21,15 +21,15 @@ import msgspec
 import structlog
 from nats.errors import Error as NatsError
 
-from infra.bus.connection import Bus
-from infra.bus.direct_get import Entry
-from infra.bus.log_tail import LogTail
-from infra.bus.tasks import Tasks
-from router.ownership.assignment import assign, default_owner
-from router.policy.routing import ALONE, ModelPart
-from schemas import routers, wire
-from schemas.errors import ServingError
-from schemas.routers import HeldByModel, HeldByTenant, LostLeases, Member
+from penstock.infra.bus.connection import Bus
+from penstock.infra.bus.direct_get import Entry
+from penstock.infra.bus.log_tail import LogTail
+from penstock.infra.bus.tasks import Tasks
+from penstock.router.ownership.assignment import assign, default_owner
+from penstock.router.policy.routing import ALONE, ModelPart
+from penstock.schemas import routers, wire
+from penstock.schemas.errors import ServingError
+from penstock.schemas.routers import HeldByModel, HeldByTenant, LostLeases, Member
 
 log = structlog.get_logger("router")
 

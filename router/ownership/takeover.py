@@ -10,8 +10,8 @@ from collections.abc import Collection
 
 import structlog
 
-from infra.bus.connection import Bus
-from infra.bus.puller import NAK
+from penstock.infra.bus.connection import Bus
+from penstock.infra.bus.puller import NAK
 
 log = structlog.get_logger("router")
 

@@ -3,13 +3,13 @@
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from router.index.depths import TargetId
-from router.loads.load import RoutingTarget
-from router.loads.load_tracker import LoadTracker
-from router.policy.filters import rejection
-from router.policy.routing import PATIENCE_S, RoutingContext, RoutingRequest, Weights
-from router.policy.scoring import target_costs
-from schemas.fleet import Registration
+from penstock.router.index.depths import TargetId
+from penstock.router.loads.load import RoutingTarget
+from penstock.router.loads.load_tracker import LoadTracker
+from penstock.router.policy.filters import rejection
+from penstock.router.policy.routing import PATIENCE_S, RoutingContext, RoutingRequest, Weights
+from penstock.router.policy.scoring import target_costs
+from penstock.schemas.fleet import Registration
 
 
 class HeldRequest(NamedTuple):

@@ -8,16 +8,16 @@ from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from configs.settings import RouterMode
-from router.index.depths import TargetId, as_dict
-from router.loads.load_tracker import MODELS_CACHED, LoadTracker
-from router.placement.sessions import Sessions
-from router.placement.shared_prefixes import SharedPrefixes
-from router.policy.decide import decide
-from router.policy.routing import ALONE, ModelPart, RoutingContext, RoutingDecision, RoutingRequest, Weights
+from penstock.configs.settings import RouterMode
+from penstock.router.index.depths import TargetId, as_dict
+from penstock.router.loads.load_tracker import MODELS_CACHED, LoadTracker
+from penstock.router.placement.sessions import Sessions
+from penstock.router.placement.shared_prefixes import SharedPrefixes
+from penstock.router.policy.decide import decide
+from penstock.router.policy.routing import ALONE, ModelPart, RoutingContext, RoutingDecision, RoutingRequest, Weights
 
 if TYPE_CHECKING:
-    from router.placement.arrays.decisions import ArrayDecisions
+    from penstock.router.placement.arrays.decisions import ArrayDecisions
 
 # Targets, up to which a loop over them is cheaper in a router. Without anything between two decisions, arrays win from
 # one target on. But each request changes rows that they have to copy, so they win from four on, and after code that
@@ -35,7 +35,7 @@ def array_decisions(tracker: LoadTracker, few: int = FEW) -> "ArrayDecisions | N
     """None: numpy is not installed."""
     if find_spec("numpy") is None:
         return None
-    from router.placement.arrays.decisions import ArrayDecisions
+    from penstock.router.placement.arrays.decisions import ArrayDecisions
 
     return ArrayDecisions(tracker, few)
 

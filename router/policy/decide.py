@@ -14,14 +14,14 @@ from typing import NamedTuple
 
 import msgspec
 
-from router.index.depths import TargetId
-from router.loads.load import ENCODE, RoutingTarget
-from router.placement.cost import TargetCost
-from router.policy import encoders
-from router.policy.filters import Requirement, rejection
-from router.policy.pairs import PrefillPool, describe_path
-from router.policy.routing import PATIENCE_S, RoutingContext, RoutingDecision
-from router.policy.score_table import (
+from penstock.router.index.depths import TargetId
+from penstock.router.loads.load import ENCODE, RoutingTarget
+from penstock.router.placement.cost import TargetCost
+from penstock.router.policy import encoders
+from penstock.router.policy.filters import Requirement, rejection
+from penstock.router.policy.pairs import PrefillPool, describe_path
+from penstock.router.policy.routing import PATIENCE_S, RoutingContext, RoutingDecision
+from penstock.router.policy.score_table import (
     STORED_CANDIDATES,
     Rejected,
     ScoredTargets,
@@ -30,9 +30,9 @@ from router.policy.score_table import (
     refusal,
     table,
 )
-from router.policy.scoring import target_costs, uncached_tokens, utilization
-from schemas.fleet import Registration
-from schemas.jobs import Stage
+from penstock.router.policy.scoring import target_costs, uncached_tokens, utilization
+from penstock.schemas.fleet import Registration
+from penstock.schemas.jobs import Stage
 
 
 def decide(context: RoutingContext) -> RoutingDecision:

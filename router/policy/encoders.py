@@ -9,7 +9,7 @@ from math import ceil
 
 from blake3 import blake3
 
-from router.loads.load import RoutingTarget
+from penstock.router.loads.load import RoutingTarget
 
 SLACK = 1.25  # a worker takes at most this multiple of its fair share, rounded up
 

@@ -2,12 +2,12 @@
 
 from collections.abc import Callable, Iterable
 
-from infra.bus.revisions import reads
-from router.loads.load import ENCODE, RoutingTarget, serves
-from router.policy.routing import RoutingRequest
-from schemas.errors import Code
-from schemas.fleet import APART, Registration, State
-from schemas.requests import CONSTRAINT_MARKS
+from penstock.infra.bus.revisions import reads
+from penstock.router.loads.load import ENCODE, RoutingTarget, serves
+from penstock.router.policy.routing import RoutingRequest
+from penstock.schemas.errors import Code
+from penstock.schemas.fleet import APART, Registration, State
+from penstock.schemas.requests import CONSTRAINT_MARKS
 
 Requirement = Callable[[Registration], str]  # a further filter: returns a reason, or "" if the worker passes
 

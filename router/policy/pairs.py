@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 import msgspec
 
-from router.loads.load import RoutingTarget
-from schemas.fleet import Registration
-from schemas.jobs import DecisionInputs, Link
+from penstock.router.loads.load import RoutingTarget
+from penstock.schemas.fleet import Registration
+from penstock.schemas.jobs import DecisionInputs, Link
 
 NEAR, MEDIUM, FAR = 0.02, 0.1, 0.5  # cost of moving a token, as a share of computing it
 _PATHS = {NEAR: "on the same host", MEDIUM: "over RDMA", FAR: "over the network"}

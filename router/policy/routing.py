@@ -10,12 +10,12 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from configs.settings import RouterMode
-from router.index.depths import TargetId
-from router.loads.load import ENCODE, RoutingTarget
-from schemas.errors import Code
-from schemas.fleet import Registration
-from schemas.jobs import Candidate, Stage
+from penstock.configs.settings import RouterMode
+from penstock.router.index.depths import TargetId
+from penstock.router.loads.load import ENCODE, RoutingTarget
+from penstock.schemas.errors import Code
+from penstock.schemas.fleet import Registration
+from penstock.schemas.jobs import Candidate, Stage
 
 LOCAL_PREFILL_TOKENS = 256  # of a decode worker without a GPU, unless a limit is set
 TIE = 1e-6  # scores closer than this are equal

@@ -3,14 +3,14 @@
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from router.index.depths import TargetId
-from router.loads.load import RoutingTarget
-from router.loads.target_loads import BACKLOG
-from router.policy.filters import common_reason, error_code
-from router.policy.pairs import PrefillPool
-from router.policy.routing import RoutingContext, RoutingDecision
-from router.policy.scoring import columns_of
-from schemas.jobs import Candidate
+from penstock.router.index.depths import TargetId
+from penstock.router.loads.load import RoutingTarget
+from penstock.router.loads.target_loads import BACKLOG
+from penstock.router.policy.filters import common_reason, error_code
+from penstock.router.policy.pairs import PrefillPool
+from penstock.router.policy.routing import RoutingContext, RoutingDecision
+from penstock.router.policy.scoring import columns_of
+from penstock.schemas.jobs import Candidate
 
 STORED_CANDIDATES = 16
 

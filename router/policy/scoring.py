@@ -3,10 +3,10 @@
 from collections.abc import Mapping
 from typing import Any
 
-from router.index.depths import TargetId
-from router.loads.load import RoutingTarget
-from router.placement.cost import RequestSize, TargetCost, favour_tokens, favoured, target_cost
-from router.policy.routing import RoutingContext, RoutingRequest
+from penstock.router.index.depths import TargetId
+from penstock.router.loads.load import RoutingTarget
+from penstock.router.placement.cost import RequestSize, TargetCost, favour_tokens, favoured, target_cost
+from penstock.router.policy.routing import RoutingContext, RoutingRequest
 
 
 def target_costs(context: RoutingContext) -> Mapping[TargetId, TargetCost]:

@@ -10,16 +10,16 @@ import time
 import msgspec
 import structlog
 
-from infra.bus.connection import Bus
-from infra.bus.direct_get import get, read
-from infra.bus.publisher import Publisher
-from schemas import jobs, requests, tokens, wire
-from schemas.errors import Code, ServingError
-from schemas.reassembly import Progress, replay, scores
-from schemas.requests import GenerateRequest
-from schemas.streams import CLOCK_SKEW_NS
-from schemas.subjects import HEADER_MSG_ID
-from schemas.tokens import WHOLE_REQUEST, Logprob, TokenBatch, TokenItem
+from penstock.infra.bus.connection import Bus
+from penstock.infra.bus.direct_get import get, read
+from penstock.infra.bus.publisher import Publisher
+from penstock.schemas import jobs, requests, tokens, wire
+from penstock.schemas.errors import Code, ServingError
+from penstock.schemas.reassembly import Progress, replay, scores
+from penstock.schemas.requests import GenerateRequest
+from penstock.schemas.streams import CLOCK_SKEW_NS
+from penstock.schemas.subjects import HEADER_MSG_ID
+from penstock.schemas.tokens import WHOLE_REQUEST, Logprob, TokenBatch, TokenItem
 
 log = structlog.get_logger("router")
 

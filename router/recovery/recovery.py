@@ -7,20 +7,20 @@ from collections.abc import Awaitable, Callable
 
 import structlog
 
-from infra.bus.connection import Bus
-from infra.bus.loop_lag import TimeSlice
-from infra.bus.publisher import Publisher
-from router.background import BackgroundTasks
-from router.cluster.cluster_state import ClusterState
-from router.loads.load import ActiveRequest
-from router.metrics import Metrics
-from router.pending import PendingRequest
-from router.recovery.fencing import InterruptedAttempt, fence
-from router.terminal_publisher import TerminalPublisher
-from schemas import jobs, wire
-from schemas.errors import Code, ServingError
-from schemas.subjects import in_memory
-from schemas.tokens import carried
+from penstock.infra.bus.connection import Bus
+from penstock.infra.bus.loop_lag import TimeSlice
+from penstock.infra.bus.publisher import Publisher
+from penstock.router.background import BackgroundTasks
+from penstock.router.cluster.cluster_state import ClusterState
+from penstock.router.loads.load import ActiveRequest
+from penstock.router.metrics import Metrics
+from penstock.router.pending import PendingRequest
+from penstock.router.recovery.fencing import InterruptedAttempt, fence
+from penstock.router.terminal_publisher import TerminalPublisher
+from penstock.schemas import jobs, wire
+from penstock.schemas.errors import Code, ServingError
+from penstock.schemas.subjects import in_memory
+from penstock.schemas.tokens import carried
 
 log = structlog.get_logger("router")
 

@@ -13,13 +13,13 @@ from typing import NamedTuple
 
 import structlog
 
-from infra.bus.connection import Bus
-from router.cluster.cluster_state import ClusterState
-from router.index.depths import TargetId
-from router.loads.load import ActiveRequest
-from router.loads.load_tracker import LoadTracker
-from router.loads.target_loads import Task
-from schemas.fleet import State
+from penstock.infra.bus.connection import Bus
+from penstock.router.cluster.cluster_state import ClusterState
+from penstock.router.index.depths import TargetId
+from penstock.router.loads.load import ActiveRequest
+from penstock.router.loads.load_tracker import LoadTracker
+from penstock.router.loads.target_loads import Task
+from penstock.schemas.fleet import State
 
 log = structlog.get_logger("router")
 

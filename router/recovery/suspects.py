@@ -17,10 +17,10 @@ import enum
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-from router.loads.load_tracker import LoadTracker
-from schemas.done import CRASHES
-from schemas.fleet import State
-from schemas.jobs import ALONE, SUSPECT
+from penstock.router.loads.load_tracker import LoadTracker
+from penstock.schemas.done import CRASHES
+from penstock.schemas.fleet import State
+from penstock.schemas.jobs import ALONE, SUSPECT
 
 EVIDENCE_S = 30.0  # Kubernetes starts a container that crashed a second time again after 20 s
 REMEMBERED = 20_000  # unfinished requests with returned attempts

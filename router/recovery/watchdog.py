@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterable, Mapping
 
 import structlog
 
-from infra.bus.connection import Bus
-from router.cluster.cluster_state import ClusterState
-from router.loads.load import ActiveRequest
-from router.metrics import Metrics
-from schemas import fleet
+from penstock.infra.bus.connection import Bus
+from penstock.router.cluster.cluster_state import ClusterState
+from penstock.router.loads.load import ActiveRequest
+from penstock.router.metrics import Metrics
+from penstock.schemas import fleet
 
 log = structlog.get_logger("router")
 

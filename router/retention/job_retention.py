@@ -10,13 +10,13 @@ from typing import Protocol
 import structlog
 from nats.errors import Error as NatsError
 
-from infra.bus.connection import Bus
-from infra.bus.direct_get import Entry, get
-from infra.bus.publisher import Publisher
-from infra.bus.stream_fill import WARN
-from infra.bus.stream_watch import StreamWatch
-from schemas.jobs import headers_of
-from schemas.subjects import HEADER_LOAD, HEADER_MSG_ID, HEADER_NO_STORE, HEADER_PART, HEADER_SUSPECT, KEPT
+from penstock.infra.bus.connection import Bus
+from penstock.infra.bus.direct_get import Entry, get
+from penstock.infra.bus.publisher import Publisher
+from penstock.infra.bus.stream_fill import WARN
+from penstock.infra.bus.stream_watch import StreamWatch
+from penstock.schemas.jobs import headers_of
+from penstock.schemas.subjects import HEADER_LOAD, HEADER_MSG_ID, HEADER_NO_STORE, HEADER_PART, HEADER_SUSPECT, KEPT
 
 log = structlog.get_logger("router")
 

@@ -11,13 +11,13 @@ from collections.abc import Iterable
 import structlog
 from nats.errors import Error as NatsError
 
-from infra.bus.connection import Bus
-from infra.bus.direct_get import get
-from infra.bus.publisher import Publisher
-from infra.bus.puller import sequence
-from infra.bus.stream_fill import WARN
-from infra.bus.stream_watch import StreamWatch
-from schemas.subjects import KEPT
+from penstock.infra.bus.connection import Bus
+from penstock.infra.bus.direct_get import get
+from penstock.infra.bus.publisher import Publisher
+from penstock.infra.bus.puller import sequence
+from penstock.infra.bus.stream_fill import WARN
+from penstock.infra.bus.stream_watch import StreamWatch
+from penstock.schemas.subjects import KEPT
 
 log = structlog.get_logger("router")
 

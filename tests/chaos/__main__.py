@@ -8,7 +8,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from configs.logs import setup
+from penstock.configs.logs import setup
 from tests.chaos import builds, recipes
 from tests.chaos.plan import Act
 from tests.chaos.run import Options, run

@@ -10,10 +10,10 @@ from functools import partial
 from pathlib import Path
 from typing import Self
 
-from infra.broker.binary import find_server
-from infra.broker.main import apply_at
-from infra.broker.server import EmbeddedNats
-from infra.launch.http import get
+from penstock.infra.broker.binary import find_server
+from penstock.infra.broker.main import apply_at
+from penstock.infra.broker.server import EmbeddedNats
+from penstock.infra.launch.http import get
 from tests.chaos.plan import BROKER
 from tests.cluster_support import NODES, LocalCluster
 from tests.tls_support import Pair, TlsNats

@@ -49,8 +49,13 @@ class OtherBuild(msgspec.Struct, frozen=True):
         return source_of(Path(self.root))
 
 
+def module_of(root: Path) -> str:
+    """What ``python -m`` runs as the ``penstock`` of a source tree: older ones have no package of this name."""
+    return "penstock" if (root / "penstock" / "__main__.py").exists() else "infra.cli"
+
+
 def source_of(root: Path) -> dict[str, str]:
-    """The environment in which ``python -m infra.cli`` is the one below ``root``."""
+    """The environment in which ``python -m`` with ``module_of(root)`` is the ``penstock`` below ``root``."""
     kept = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", VARIABLE)}
     return kept | {"PYTHONPATH": str(root), "PYTHONSAFEPATH": "1"}
 
@@ -76,7 +81,7 @@ def snapshot(name: str, home: Path) -> Path:
     Of other folders the revision is a digest, of other things in other builds: their workers would stand by.
     """
     folder = home / f"models--penstock--{name}" / "snapshots" / "chaos"
-    from infra.demo_model.shared_weights import join  # late: it imports torch
+    from penstock.infra.demo_model.shared_weights import join  # late: it imports torch
 
     join(ROOT / "configs" / "models" / name, folder)  # older builds read no weights of another directory
     return folder
@@ -90,7 +95,7 @@ def begin(other: OtherBuild, data_dir: Path) -> None:
     """
     data_dir.parent.mkdir(parents=True, exist_ok=True)
     log = data_dir.parent / "other-nats.log"
-    command = [sys.executable, "-m", "infra.cli", "nats", f"--data-dir={data_dir}", "--nats-port=0"]
+    command = [sys.executable, "-m", module_of(Path(other.root)), "nats", f"--data-dir={data_dir}", "--nats-port=0"]
     with log.open("wb") as errors:
         broker = subprocess.Popen(command, env=other.environ(), stdout=subprocess.PIPE, stderr=errors)
     assert broker.stdout is not None
@@ -120,7 +125,7 @@ def _unpacked(revision: str, folder: Path) -> Path:
 
 def _flags(root: Path, role: str) -> tuple[str, ...]:
     """What a role's ``--help`` lists."""
-    command = [sys.executable, "-m", "infra.cli", role, "--help"]
+    command = [sys.executable, "-m", module_of(root), role, "--help"]
     shown = subprocess.run(command, env=source_of(root), capture_output=True, text=True, timeout=START_S)
     if shown.returncode:
         raise ValueError(f"{root}: `penstock {role} --help` fails: {shown.stderr.strip()}")

@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from configs.logs import setup
-from infra.bus.connection import Bus, connect
-from infra.launch.http import get_url
+from penstock.configs.logs import setup
+from penstock.infra.bus.connection import Bus, connect
+from penstock.infra.launch.http import get_url
 from tests.chaos import log, recipes
 from tests.chaos.audit import Footprint
 from tests.chaos.brokers import profiled

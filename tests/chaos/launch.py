@@ -14,7 +14,7 @@ from typing import NoReturn
 
 import msgspec
 
-from tests.chaos.builds import ROOT, VARIABLE, OtherBuild, source_of
+from tests.chaos.builds import ROOT, VARIABLE, OtherBuild, module_of, source_of
 
 CLOCKS = ROOT / "tests" / "chaos" / "clocks"
 CLOCK = "CHAOS_CLOCK_S"
@@ -68,21 +68,21 @@ def _become(role: str, flags: list[str]) -> NoReturn:
     shift_s = starts.shift_s(name, earlier)
     with log.open("a") as out:
         out.write(f"{name} {'other' if turn else 'this'} {shift_s:g}\n")
-    environ = source_of(ROOT)
+    environ, root = source_of(ROOT), ROOT
     if turn and other is not None:
-        environ, flags = other.environ(), other.adapted(role, flags)
+        environ, root, flags = other.environ(), Path(other.root), other.adapted(role, flags)
     if port := starts.links.get(name):
         environ = linked(environ, port)
     if shift_s:
         environ |= {"PYTHONPATH": f"{CLOCKS}{os.pathsep}{environ['PYTHONPATH']}", CLOCK: f"{shift_s:g}"}
-    module = "tests.chaos.shared" if starts.share and role == "router" else "infra.cli"
+    module = "tests.chaos.shared" if starts.share and role == "router" else module_of(root)
     os.execve(sys.executable, [sys.executable, "-m", module, role, *flags], environ)
 
 
 def _supervise(flags: Sequence[str]) -> int:
-    from configs.flags import parse
-    from configs.up_settings import UpSettings
-    from infra.launch.main import run
+    from penstock.configs.flags import parse
+    from penstock.configs.up_settings import UpSettings
+    from penstock.infra.launch.main import run
 
     settings = parse(UpSettings, flags, prog="penstock up")
     return run(settings, command=lambda planned: [sys.executable, "-m", "tests.chaos.launch", *planned.argv])

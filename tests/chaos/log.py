@@ -5,12 +5,12 @@ import json
 import time
 from collections.abc import Awaitable, Callable, Sequence
 
-from infra.bus.connection import Bus
-from infra.bus.direct_get import read
-from infra.launch.http import get_url
-from infra.timeline.leases import leases
-from schemas import done, fleet, requests, tokens
-from schemas.tokens import PROMPT, WHOLE_REQUEST, TokenItem
+from penstock.infra.bus.connection import Bus
+from penstock.infra.bus.direct_get import read
+from penstock.infra.launch.http import get_url
+from penstock.infra.timeline.leases import leases
+from penstock.schemas import done, fleet, requests, tokens
+from penstock.schemas.tokens import PROMPT, WHOLE_REQUEST, TokenItem
 from tests.chaos.audit import End, Log, Streamed
 from tests.pipeline.support import samples
 

@@ -13,14 +13,14 @@ from typing import Self
 import msgspec
 from rich.console import Console
 
-from infra.bus.connection import Bus, connect
-from infra.model.modeldir import MODELS, load
-from infra.operate import key_store
-from infra.timeline.inspection import inspect
-from infra.timeline.read import read_timeline
-from infra.timeline.show_inspection import show
-from schemas.keys import ApiKey, digest_of, new_key
-from schemas.wire import pack_tokens
+from penstock.infra.bus.connection import Bus, connect
+from penstock.infra.model.modeldir import MODELS, load
+from penstock.infra.operate import key_store
+from penstock.infra.timeline.inspection import inspect
+from penstock.infra.timeline.read import read_timeline
+from penstock.infra.timeline.show_inspection import show
+from penstock.schemas.keys import ApiKey, digest_of, new_key
+from penstock.schemas.wire import pack_tokens
 from tests.chaos import audit, builds, log, recipes, table
 from tests.chaos.audit import Circumstances, Expected, Judgement, Problem
 from tests.chaos.builds import OtherBuild

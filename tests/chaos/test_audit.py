@@ -7,7 +7,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from schemas.wire import pack_tokens
+from penstock.schemas.wire import pack_tokens
 from tests.chaos.audit import (
     GRACE_S,
     REFUSED_S,

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos.builds import ROOT, OtherBuild, counted, prepare, snapshot
+from tests.chaos.builds import ROOT, OtherBuild, counted, module_of, prepare, snapshot
 
 OTHER = OtherBuild("/other", {"router": ("--name", "--waiting-room", "--trace"), "gateway": ("--name",)})
 
@@ -28,6 +28,13 @@ def test_flags_that_the_other_build_lacks_are_left_out() -> None:
     argv = ["--name=router-0", "--max-pending=9", "--revision-wait-s=3", "--no-trace"]
     assert OTHER.adapted("router", argv) == ["--name=router-0", "--no-trace"]
     assert OTHER.adapted("gateway", argv) == ["--name=router-0"]
+
+
+def test_a_build_is_started_by_the_name_that_its_command_has(tmp_path: Path) -> None:
+    assert module_of(ROOT) == "penstock"
+    (tmp_path / "infra").mkdir()
+    (tmp_path / "infra" / "cli.py").touch()
+    assert module_of(tmp_path) == "infra.cli"
 
 
 def test_a_build_is_prepared_from_a_folder_with_the_flags_of_its_roles(tmp_path: Path) -> None:
@@ -63,6 +70,6 @@ def test_starts_are_counted_by_kind_and_build(tmp_path: Path, text: str, wanted:
 
 
 def test_a_model_as_a_snapshot_has_the_snapshots_name_as_its_revision(tmp_path: Path) -> None:
-    from infra.model.modeldir import revision
+    from penstock.infra.model.modeldir import revision
 
     assert revision(snapshot("tiny", tmp_path)) == "chaos"

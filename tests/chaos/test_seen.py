@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from gateway.log.find import erased
-from infra.bus.memory import lost
-from schemas.ids import new_request_id
-from schemas.tokens import WHOLE_REQUEST, TokenItem
+from penstock.gateway.log.find import erased
+from penstock.infra.bus.memory import lost
+from penstock.schemas.ids import new_request_id
+from penstock.schemas.tokens import WHOLE_REQUEST, TokenItem
 from tests.chaos.log import Fold
 from tests.chaos.nats_clients import named_in
 from tests.chaos.seen import Seen, Shown, goes_on, last_event

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from infra.launch.state import read_state
-from infra.model import modeldir
+from penstock.infra.launch.state import read_state
+from penstock.infra.model import modeldir
 from tests.clients.catalogue import HERE, Client
 from tests.clients.environments import Environments
 
@@ -31,7 +31,7 @@ class Served(NamedTuple):
 def deployment() -> Iterator[Served]:
     """The demo model on the native engine, with its vectors and an API key, on free ports of this machine."""
     with tempfile.TemporaryDirectory(prefix="penstock-clients-") as name:
-        data, root, penstock = Path(name) / "data", HERE.parents[1], [sys.executable, "-m", "infra.cli"]
+        data, root, penstock = Path(name) / "data", HERE.parents[1], [sys.executable, "-m", "penstock"]
         flags = ("--http-port", "0", "--data-dir", str(data), "--dashboard-port", "-1", "--embed", "1")
         variables = {key: value for key, value in os.environ.items() if not key.startswith("PENSTOCK_")}
         with (Path(name) / "up.log").open("wb") as out:

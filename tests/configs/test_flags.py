@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import Meta, Struct
 
-from configs.flags import flags_of, parse, to_argv, to_environ, unknown_variables
-from configs.settings import (
+from penstock.configs.flags import flags_of, parse, to_argv, to_environ, unknown_variables
+from penstock.configs.settings import (
     GatewaySettings,
     NatsSettings,
     RouterSettings,
@@ -18,7 +18,7 @@ from configs.settings import (
     WorkerSettings,
     served_names,
 )
-from configs.up_settings import UpSettings
+from penstock.configs.up_settings import UpSettings
 
 
 class Example(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

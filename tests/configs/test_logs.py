@@ -6,7 +6,7 @@ import logging
 
 import structlog
 
-from configs.logs import setup
+from penstock.configs.logs import setup
 
 
 def lines(out: io.StringIO) -> list[dict[str, object]]:

@@ -3,12 +3,12 @@
 import msgspec
 from hypothesis import strategies as st
 
-from gateway.openai.prepare_context import PrepareContext
-from infra.model import modeldir
-from infra.model.parsers.registry import ParserNames
-from schemas.requests import GenerateRequest, Parsing, Sampling, Stop
-from schemas.tokens import Finish, Logprob, TokenItem
-from schemas.wire import pack_tokens
+from penstock.gateway.openai.prepare_context import PrepareContext
+from penstock.infra.model import modeldir
+from penstock.infra.model.parsers.registry import ParserNames
+from penstock.schemas.requests import GenerateRequest, Parsing, Sampling, Stop
+from penstock.schemas.tokens import Finish, Logprob, TokenItem
+from penstock.schemas.wire import pack_tokens
 
 NOW = 1_700_000_000 * 10**9
 ID = "01932c07-a4b8-7000-8000-0123456789ab"

@@ -3,11 +3,11 @@ from pathlib import Path
 
 import pytest
 
-from gateway.openai.prepare_context import PrepareContext
-from infra.broker.server import EmbeddedNats
-from infra.bus.connection import Bus
-from infra.model.modeldir import ModelDir, load
-from schemas.subjects import Subjects
+from penstock.gateway.openai.prepare_context import PrepareContext
+from penstock.infra.broker.server import EmbeddedNats
+from penstock.infra.bus.connection import Bus
+from penstock.infra.model.modeldir import ModelDir, load
+from penstock.schemas.subjects import Subjects
 from tests.gateway.nats.support import Running, gateway_on
 from tests.infra.bus.support import opened
 from tests.tiny_model import write

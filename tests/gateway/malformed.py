@@ -6,18 +6,18 @@ import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from gateway.anthropic.prepare import count_message, prepare_message
-from gateway.embeddings.prepare import prepare_embedding
-from gateway.openai.prepare import PendingMediaRequest, prepare_chat, prepare_completion
-from gateway.openai.responses_api.compaction import encode_kept
-from gateway.openai.responses_api.items import encode_summary
-from gateway.openai.responses_api.prepare import count_prompt_of, prepare_response
-from gateway.openai.responses_api.record import encode_stored, input_items, read_stored
-from gateway.openai.responses_api.requests import parse_compaction, parse_response
-from gateway.openai.tokenization import detokenize, tokenize
-from infra.model import constraints
-from schemas.errors import Code, ServingError
-from schemas.fleet import Embedder
+from penstock.gateway.anthropic.prepare import count_message, prepare_message
+from penstock.gateway.embeddings.prepare import prepare_embedding
+from penstock.gateway.openai.prepare import PendingMediaRequest, prepare_chat, prepare_completion
+from penstock.gateway.openai.responses_api.compaction import encode_kept
+from penstock.gateway.openai.responses_api.items import encode_summary
+from penstock.gateway.openai.responses_api.prepare import count_prompt_of, prepare_response
+from penstock.gateway.openai.responses_api.record import encode_stored, input_items, read_stored
+from penstock.gateway.openai.responses_api.requests import parse_compaction, parse_response
+from penstock.gateway.openai.tokenization import detokenize, tokenize
+from penstock.infra.model import constraints
+from penstock.schemas.errors import Code, ServingError
+from penstock.schemas.fleet import Embedder
 from tests.gateway.answers import CONTEXT, NOW
 
 JUNK: tuple[Any, ...] = (
@@ -183,7 +183,7 @@ def _generation(data: bytes, prepare: Callable[..., Any]) -> None:
         return
     try:
         constraints.check(prepared.request.constraint)
-    except constraints.ConstraintError as error:  # as gateway.constraint_check, without its thread
+    except constraints.ConstraintError as error:  # as penstock.gateway.constraint_check, without its thread
         raise ServingError(Code.invalid_request, str(error)) from None
 
 

@@ -2,11 +2,11 @@
 
 import pytest
 
-from gateway.constraint_check import REMEMBERED_BYTES, ConstraintCheck
-from gateway.openai.constraint import Wanted
-from infra.model.constraint_trials import TOO_LONG, Trial, TrialsBusy
-from schemas.errors import Code, ServingError
-from schemas.requests import CONSTRAINT, Constraint
+from penstock.gateway.constraint_check import REMEMBERED_BYTES, ConstraintCheck
+from penstock.gateway.openai.constraint import Wanted
+from penstock.infra.model.constraint_trials import TOO_LONG, Trial, TrialsBusy
+from penstock.schemas.errors import Code, ServingError
+from penstock.schemas.requests import CONSTRAINT, Constraint
 
 
 class Trials:

@@ -5,17 +5,17 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
-from gateway import conversations
-from gateway.conversations import Conversations
-from gateway.log.lookup import StoredRequest
-from gateway.openai.common import RESPONSE
-from gateway.openai.responses_api.record import encode_stored
-from gateway.openai.responses_api.requests import ResponsesRequest
-from infra.model.detokenizer import Detokenizer
-from schemas.done import Done, Outcome, Usage
-from schemas.errors import Code, ServingError
-from schemas.requests import GenerateRequest
-from schemas.wire import pack_tokens
+from penstock.gateway import conversations
+from penstock.gateway.conversations import Conversations
+from penstock.gateway.log.lookup import StoredRequest
+from penstock.gateway.openai.common import RESPONSE
+from penstock.gateway.openai.responses_api.record import encode_stored
+from penstock.gateway.openai.responses_api.requests import ResponsesRequest
+from penstock.infra.model.detokenizer import Detokenizer
+from penstock.schemas.done import Done, Outcome, Usage
+from penstock.schemas.errors import Code, ServingError
+from penstock.schemas.requests import GenerateRequest
+from penstock.schemas.wire import pack_tokens
 from tests.gateway.answers import DETOKENIZER
 from tests.gateway.log.test_inflight import request_of
 

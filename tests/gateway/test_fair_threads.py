@@ -6,9 +6,9 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from gateway.fair_threads import FairThreads
-from infra.model.fair_queue import QueueLimits
-from schemas.errors import Code, ServingError
+from penstock.gateway.fair_threads import FairThreads
+from penstock.infra.model.fair_queue import QueueLimits
+from penstock.schemas.errors import Code, ServingError
 
 
 class Gate:

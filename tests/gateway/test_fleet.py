@@ -7,20 +7,20 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from configs.settings import GatewaySettings
-from gateway.access.caller import ANYONE, Caller
-from gateway.fleet import FleetView
-from gateway.metrics import Metrics
-from infra.broker.server import EmbeddedNats
-from infra.bus.connection import connect
-from infra.bus.registry import RegisteredWorker
-from infra.metrics.scope import MetricScope
-from infra.model.modeldir import DEMO, TINY, load
-from infra.model.parsers.registry import ParserNames
-from schemas.errors import Code, ServingError
-from schemas.fleet import Registration, State
-from schemas.requests import GenerateRequest, Stop
-from schemas.subjects import Subjects
+from penstock.configs.settings import GatewaySettings
+from penstock.gateway.access.caller import ANYONE, Caller
+from penstock.gateway.fleet import FleetView
+from penstock.gateway.metrics import Metrics
+from penstock.infra.broker.server import EmbeddedNats
+from penstock.infra.bus.connection import connect
+from penstock.infra.bus.registry import RegisteredWorker
+from penstock.infra.metrics.scope import MetricScope
+from penstock.infra.model.modeldir import DEMO, TINY, load
+from penstock.infra.model.parsers.registry import ParserNames
+from penstock.schemas.errors import Code, ServingError
+from penstock.schemas.fleet import Registration, State
+from penstock.schemas.requests import GenerateRequest, Stop
+from penstock.schemas.subjects import Subjects
 
 MODEL = load(DEMO)
 DETECTED = ParserNames("basic", "hermes")  # what any worker says of this model's template unless a flag names another
@@ -220,7 +220,7 @@ async def test_a_model_without_workers_is_served_until_it_is_forgotten(
     learner._forget()
     assert (await learner.context_for("demo", ANYONE)).names == ("demo",), "its requests wait in the queue"
     assert [name for name, _ in learner.listed()] == ["demo", "small"]
-    monkeypatch.setattr("gateway.fleet.FORGET_S", -1.0)
+    monkeypatch.setattr("penstock.gateway.fleet.FORGET_S", -1.0)
     learner._forget()
     assert (await refused(learner, "demo")).code is Code.model_not_found
     assert [name for name, _ in learner.listed()] == ["small"]
@@ -237,7 +237,7 @@ async def test_a_gateway_that_was_told_of_a_model_serves_no_other_one(view: Flee
 async def test_no_more_models_are_learned_than_the_limit_and_one_without_workers_makes_room(
     learner: FleetView, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gateway.fleet.MAX_LEARNED", 2)
+    monkeypatch.setattr("penstock.gateway.fleet.MAX_LEARNED", 2)
     register(learner, "a", "demo")
     register(learner, "b", "small")
     with capture_logs() as logs:

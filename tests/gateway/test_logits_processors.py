@@ -6,12 +6,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from gateway.openai.options import MAX_PROCESSOR_BYTES
-from gateway.openai.prepare import PreparedRequest, prepare_chat, prepare_completion
-from gateway.openai.prepare_context import PrepareContext
-from gateway.openai.requests import MAX_PROCESSORS
-from schemas.errors import Code, ServingError
-from schemas.requests import LogitsProcessor
+from penstock.gateway.openai.options import MAX_PROCESSOR_BYTES
+from penstock.gateway.openai.prepare import PreparedRequest, prepare_chat, prepare_completion
+from penstock.gateway.openai.prepare_context import PrepareContext
+from penstock.gateway.openai.requests import MAX_PROCESSORS
+from penstock.schemas.errors import Code, ServingError
+from penstock.schemas.requests import LogitsProcessor
 
 NOW = 1_700_000_000 * 10**9
 ANY = {"name": "temperature", "args": {"temperature": 0.5}}
@@ -94,7 +94,7 @@ def test_while_no_worker_is_known_any_name_is_taken(context: PrepareContext) -> 
 
 
 def test_the_field_is_in_the_api_document() -> None:
-    from gateway.openai.requests import ChatCompletionRequest
+    from penstock.gateway.openai.requests import ChatCompletionRequest
 
     _, schemas = msgspec.json.schema_components([ChatCompletionRequest])
     assert schemas["ProcessorOptions"]["additionalProperties"] is False

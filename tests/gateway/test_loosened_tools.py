@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from gateway.openai.common import CHAT, MESSAGE, RESPONSE
-from gateway.openai.prepare_context import PrepareContext
-from gateway.preparation import RequestPreparer
-from infra.model import modeldir
-from infra.model.constraints import check
-from infra.model.parsers.registry import ParserNames
-from schemas.errors import Code, ServingError
+from penstock.gateway.openai.common import CHAT, MESSAGE, RESPONSE
+from penstock.gateway.openai.prepare_context import PrepareContext
+from penstock.gateway.preparation import RequestPreparer
+from penstock.infra.model import modeldir
+from penstock.infra.model.constraints import check
+from penstock.infra.model.parsers.registry import ParserNames
+from penstock.schemas.errors import Code, ServingError
 
 ZOD = {"type": "string", "pattern": r"^(?!\.)[a-z@.]+$"}  # as zod 4 writes it for an e-mail address
 MODEL = modeldir.load(modeldir.DEMO)

@@ -2,8 +2,8 @@
 
 from prometheus_client import generate_latest
 
-from gateway.metrics import MAX_MODELS, Metrics
-from infra.metrics.scope import MetricScope
+from penstock.gateway.metrics import MAX_MODELS, Metrics
+from penstock.infra.metrics.scope import MetricScope
 
 
 def test_what_names_no_model_is_the_only_one_s_and_apart_where_there_are_several() -> None:

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from gateway import model_store
-from gateway.model_store import AGAIN_S, ModelStore, Source
-from infra.bus.tasks import Tasks
-from infra.model.modeldir import DEMO, ModelDir, ModelError, load
-from schemas.errors import Code, ServingError
+from penstock.gateway import model_store
+from penstock.gateway.model_store import AGAIN_S, ModelStore, Source
+from penstock.infra.bus.tasks import Tasks
+from penstock.infra.model.modeldir import DEMO, ModelDir, ModelError, load
+from penstock.schemas.errors import Code, ServingError
 
 MODEL = load(DEMO)
 A, B, C = (Source(name, f"/models/{name}", "") for name in "abc")

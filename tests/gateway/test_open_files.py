@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from infra.operate.doctor.fleet import check_gateways
+from penstock.infra.operate.doctor.fleet import check_gateways
 from tests.pipeline.support import ROOT, samples, until
 
 FILES = 256
@@ -23,7 +23,7 @@ async def test_connections_beyond_the_files_of_a_gateway_are_counted_logged_and_
     flags = f"--engine mock --mock-speedup 0 --http-port 0 --log-format json --drain-s 1 --data-dir {data}"
     with (tmp_path / "up.log").open("wb") as log:
         up = subprocess.Popen(  # noqa: ASYNC220
-            ["bash", "-c", f"ulimit -n {FILES} && exec {sys.executable} -m infra.cli up {flags}"],
+            ["bash", "-c", f"ulimit -n {FILES} && exec {sys.executable} -m penstock up {flags}"],
             stdout=log,
             stderr=log,
             cwd=tmp_path,

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.openai.common import CHAT, MESSAGE, RESPONSE
-from gateway.option_names import MOST, check_options, ignored_options, listed, unknown_options
-from schemas.errors import ServingError
+from penstock.gateway.openai.common import CHAT, MESSAGE, RESPONSE
+from penstock.gateway.option_names import MOST, check_options, ignored_options, listed, unknown_options
+from penstock.schemas.errors import ServingError
 
 
 @pytest.mark.parametrize("endpoint", [CHAT, RESPONSE, MESSAGE])

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from gateway import preparation
-from gateway.access.caller import Caller
-from gateway.openai.prepare_context import PrepareContext
-from gateway.preparation import COUNT_BYTES, LARGE_BODY, RequestPreparer, check_values
-from infra.model.chat_template import ChatTemplate
-from schemas.errors import Code, ServingError
-from schemas.subjects import Subjects
+from penstock.gateway import preparation
+from penstock.gateway.access.caller import Caller
+from penstock.gateway.openai.prepare_context import PrepareContext
+from penstock.gateway.preparation import COUNT_BYTES, LARGE_BODY, RequestPreparer, check_values
+from penstock.infra.model.chat_template import ChatTemplate
+from penstock.schemas.errors import Code, ServingError
+from penstock.schemas.subjects import Subjects
 
 
 class Fleet:

@@ -4,16 +4,16 @@ from typing import Any
 import msgspec
 import pytest
 
-from gateway import role_models
-from gateway.role_models import MAX_MODELS, RoleModels, ServedLately
-from infra.broker.server import EmbeddedNats
-from infra.bus.connection import Bus
-from schemas.errors import Code, ServingError
-from schemas.fleet import DIFFUSION, Diffuser, Registration, State
-from schemas.ids import new_request_id
-from schemas.requests import EMBEDDING
-from schemas.subjects import Subjects
-from schemas.wire import encode
+from penstock.gateway import role_models
+from penstock.gateway.role_models import MAX_MODELS, RoleModels, ServedLately
+from penstock.infra.broker.server import EmbeddedNats
+from penstock.infra.bus.connection import Bus
+from penstock.schemas.errors import Code, ServingError
+from penstock.schemas.fleet import DIFFUSION, Diffuser, Registration, State
+from penstock.schemas.ids import new_request_id
+from penstock.schemas.requests import EMBEDDING
+from penstock.schemas.subjects import Subjects
+from penstock.schemas.wire import encode
 from tests.gateway.log.test_inflight import request_of
 from tests.infra.bus.support import opened
 

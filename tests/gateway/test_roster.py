@@ -2,10 +2,10 @@
 
 import pytest
 
-from gateway.metrics import ModelMetrics
-from gateway.roster import Roster
-from infra.metrics.scope import MetricScope
-from schemas.fleet import Registration, State
+from penstock.gateway.metrics import ModelMetrics
+from penstock.gateway.roster import Roster
+from penstock.infra.metrics.scope import MetricScope
+from penstock.schemas.fleet import Registration, State
 
 
 def worker(role: str, *, pair_only: bool = False, state: State = State.ready) -> Registration:

@@ -5,10 +5,10 @@ import asyncio
 import pytest
 from nats.aio.msg import Msg
 
-from gateway.http.answers import DISCONNECTED
-from gateway.log.store_check import unstored
-from infra.bus.connection import Bus
-from schemas.errors import ServingError
+from penstock.gateway.http.answers import DISCONNECTED
+from penstock.gateway.log.store_check import unstored
+from penstock.infra.bus.connection import Bus
+from penstock.schemas.errors import ServingError
 from tests.gateway.nats.support import Running
 
 BODY = b'{"model": "tiny", "prompt": "a b c", "max_tokens": 4}'

@@ -4,11 +4,11 @@ import json
 
 import pytest
 
-from gateway.openai.prepare import PrepareContext, prepare_completion
-from gateway.tracing import NEW_TRACE, from_http_headers, from_nats_headers, with_trace
-from schemas.requests import decode
-from schemas.trace import Trace
-from schemas.wire import encode
+from penstock.gateway.openai.prepare import PrepareContext, prepare_completion
+from penstock.gateway.tracing import NEW_TRACE, from_http_headers, from_nats_headers, with_trace
+from penstock.schemas.requests import decode
+from penstock.schemas.trace import Trace
+from penstock.schemas.wire import encode
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 UNSAMPLED = PARENT[:-1] + "0"

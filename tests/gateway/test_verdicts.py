@@ -10,20 +10,20 @@ import msgspec
 import pytest
 from nats.aio.client import Client
 
-import gateway.verdicts
-from gateway.log.inflight import InflightRequest
-from gateway.verdicts import REFUSED_FROM, WATCHED_FROM, Verdicts
-from infra.broker.apply import apply
-from infra.broker.server import EmbeddedNats
-from infra.bus.connection import Bus
-from infra.bus.direct_get import get_last
-from schemas.errors import Code, ServingError
-from schemas.ids import new_request_id
-from schemas.requests import Diffusion, GenerateRequest, Sampling
-from schemas.streams import topology
-from schemas.subjects import DEFAULT_TENANT, Subjects
-from schemas.tokens import WHOLE_REQUEST, Finish, TokenItem
-from schemas.verdicts import HOLDS_S, Verdict, key_of
+import penstock.gateway.verdicts
+from penstock.gateway.log.inflight import InflightRequest
+from penstock.gateway.verdicts import REFUSED_FROM, WATCHED_FROM, Verdicts
+from penstock.infra.broker.apply import apply
+from penstock.infra.broker.server import EmbeddedNats
+from penstock.infra.bus.connection import Bus
+from penstock.infra.bus.direct_get import get_last
+from penstock.schemas.errors import Code, ServingError
+from penstock.schemas.ids import new_request_id
+from penstock.schemas.requests import Diffusion, GenerateRequest, Sampling
+from penstock.schemas.streams import topology
+from penstock.schemas.subjects import DEFAULT_TENANT, Subjects
+from penstock.schemas.tokens import WHOLE_REQUEST, Finish, TokenItem
+from penstock.schemas.verdicts import HOLDS_S, Verdict, key_of
 from tests.infra.bus.support import eventually
 from tests.workers.support import dial, request
 
@@ -75,7 +75,7 @@ async def test_a_bucket_that_is_made_after_a_gateway_has_started_is_used(
     broker: EmbeddedNats, pipeline: Subjects, nc: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As when a chart changes all Deployments and makes the streams at the same time."""
-    monkeypatch.setattr(gateway.verdicts, "AGAIN_S", 0.05)
+    monkeypatch.setattr(penstock.gateway.verdicts, "AGAIN_S", 0.05)
     await nc.jetstream().delete_stream(f"KV_{pipeline.bucket('verdicts')}")
     async with dial(broker, pipeline, "gateway-0") as bus:
         verdicts, tasks = Verdicts(bus), bus.tasks.group("gateway")

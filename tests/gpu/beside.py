@@ -53,8 +53,8 @@ def config(shape: str) -> Any:
 
 
 def random_model(shape: str) -> Any:
+    from penstock.workers.engines.native import mxfp4
     from tests.gpu.native import large
-    from workers.engines.native import mxfp4
 
     with mxfp4.as_stored(config(shape)) as loaded:
         return large(loaded)
@@ -68,13 +68,13 @@ def spread(model: Any) -> None:
 
 
 def native(shape: str, fp8: bool, fp8_kv: bool) -> Run:
-    from infra.bus.loop_lag import freeze_loaded
+    from penstock.infra.bus.loop_lag import freeze_loaded
+    from penstock.workers.engines.native.build import assemble
+    from penstock.workers.engines.native.cuda import prepare
+    from penstock.workers.engines.native.loading import describe
+    from penstock.workers.engines.native.options import NativeOptions
+    from penstock.workers.engines.native.quantize import quantize
     from tests.gpu.native import ask, drive
-    from workers.engines.native.build import assemble
-    from workers.engines.native.cuda import prepare
-    from workers.engines.native.loading import describe
-    from workers.engines.native.options import NativeOptions
-    from workers.engines.native.quantize import quantize
 
     made = random_model(shape)
     described = describe(made)

@@ -16,11 +16,11 @@ import diffusers
 import numpy as np
 import torch
 
-from configs.settings import WorkerSettings
-from schemas.requests import Diffusion
+from penstock.configs.settings import WorkerSettings
+from penstock.schemas.requests import Diffusion
+from penstock.workers.engines.base import RequestError
+from penstock.workers.engines.diffusion.diffusers_engine import DiffusersEngine, from_settings
 from tests.workers.engines.diffusion import pipelines
-from workers.engines.base import RequestError
-from workers.engines.diffusion.diffusers_engine import DiffusersEngine, from_settings
 
 SMALL = Diffusion("image", "a red cube on the sea", 32, 32, steps=4, format="png", seed=5)
 CLIP = Diffusion("video", "a blue wave", 32, 32, steps=3, format="gif", frames=5, frame_rate=8.0, seed=5)

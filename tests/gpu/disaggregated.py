@@ -24,10 +24,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from infra.bus.connection import connect
-from infra.bus.direct_get import read
-from infra.launch.state import State, read_state
-from schemas import transfer
+from penstock.infra.bus.connection import connect
+from penstock.infra.bus.direct_get import read
+from penstock.infra.launch.state import State, read_state
+from penstock.schemas import transfer
 from tests.gpu.arrivals import arrive
 from tests.gpu.pipeline import LONGEST, START_S, VLLM, ints, penstock, prompt_tokens, words_for
 

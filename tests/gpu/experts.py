@@ -24,10 +24,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from penstock.workers.engines.native import mxfp4, quantize
+from penstock.workers.engines.native.cuda import expert_kernels, experts, rows
+from penstock.workers.engines.native.cuda.experts import Experts, Router, Routing, Shape, Stored
 from tests.workers.engines.native.models import CONFIGS, mxfp4_blocks
-from workers.engines.native import mxfp4, quantize
-from workers.engines.native.cuda import expert_kernels, experts, rows
-from workers.engines.native.cuda.experts import Experts, Router, Routing, Shape, Stored
 
 BOUND = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 
@@ -418,12 +418,12 @@ def compile_ahead(names: list[str], counts: list[int]) -> None:
 
 def steps(name: str, counts: list[int]) -> None:
     """The kernels of a decode step, from a replayed graph."""
+    from penstock.workers.engines.native.build import assemble
+    from penstock.workers.engines.native.loading import describe
+    from penstock.workers.engines.native.options import NativeOptions
     from tests.gpu.beside import SHAPES, random_model
     from tests.gpu.fusions import step_ms
     from tests.gpu.native import ask, drive
-    from workers.engines.native.build import assemble
-    from workers.engines.native.loading import describe
-    from workers.engines.native.options import NativeOptions
 
     engine = assemble(
         describe(random_model(name)),

@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 
+from penstock.workers.engines.native.build import assemble
+from penstock.workers.engines.native.cuda import modules, paged, prepare
+from penstock.workers.engines.native.cuda.fusions import FUSIONS
+from penstock.workers.engines.native.loading import describe
+from penstock.workers.engines.native.options import NativeOptions
+from penstock.workers.engines.native.quantize import quantize
 from tests.gpu.native import ask, drive, large
-from workers.engines.native.build import assemble
-from workers.engines.native.cuda import modules, paged, prepare
-from workers.engines.native.cuda.fusions import FUSIONS
-from workers.engines.native.loading import describe
-from workers.engines.native.options import NativeOptions
-from workers.engines.native.quantize import quantize
 
 VARIANTS: dict[str, tuple[bool, bool]] = {  # products, dependent
     "none": (False, False),

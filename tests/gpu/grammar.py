@@ -14,13 +14,13 @@ from typing import Any
 
 import jsonschema
 
-from infra.model import modeldir
-from schemas.requests import Constraint, Sampling, Stop
-from workers.engines.base import SequenceRequest
-from workers.engines.constraints.compiler import ConstraintCompiler, ModelTokens
-from workers.engines.core.engine import ScheduledEngine
-from workers.engines.native.build import build
-from workers.engines.native.options import NativeOptions
+from penstock.infra.model import modeldir
+from penstock.schemas.requests import Constraint, Sampling, Stop
+from penstock.workers.engines.base import SequenceRequest
+from penstock.workers.engines.constraints.compiler import ConstraintCompiler, ModelTokens
+from penstock.workers.engines.core.engine import ScheduledEngine
+from penstock.workers.engines.native.build import build
+from penstock.workers.engines.native.options import NativeOptions
 
 SCHEMA: dict[str, Any] = {
     "type": "object",

@@ -24,11 +24,11 @@ import msgspec
 import numpy as np
 import torch
 
-from infra.bench.handoff import Bare, compare, orders, report
-from schemas.transfer import Endpoint, Memory
-from workers.kv_transfer.base import TransferError, Transport
-from workers.kv_transfer.nixl_library import load
-from workers.kv_transfer.opening import open_transport
+from penstock.infra.bench.handoff import Bare, compare, orders, report
+from penstock.schemas.transfer import Endpoint, Memory
+from penstock.workers.kv_transfer.base import TransferError, Transport
+from penstock.workers.kv_transfer.nixl_library import load
+from penstock.workers.kv_transfer.opening import open_transport
 
 KIB, MIB = 1 << 10, 1 << 20
 START_S = 120.0

@@ -10,15 +10,15 @@ from typing import Any
 
 import torch
 
-from schemas.requests import Sampling, Stop
+from penstock.schemas.requests import Sampling, Stop
+from penstock.workers.engines.base import SequenceRequest
+from penstock.workers.engines.core.engine import ScheduledEngine
+from penstock.workers.engines.native.build import assemble
+from penstock.workers.engines.native.cuda import products
+from penstock.workers.engines.native.loading import describe
+from penstock.workers.engines.native.options import NativeOptions
 from tests.gpu.beside import SHAPES, config
 from tests.gpu.native import ask, drive, large
-from workers.engines.base import SequenceRequest
-from workers.engines.core.engine import ScheduledEngine
-from workers.engines.native.build import assemble
-from workers.engines.native.cuda import products
-from workers.engines.native.loading import describe
-from workers.engines.native.options import NativeOptions
 
 DEVICE = "cuda"
 ROWS = ((1, 512, 128), (32, 512, 128), (256, 512, 128), (16, 2048, 1))

@@ -22,9 +22,9 @@ from typing import Any, NamedTuple
 
 import httpx
 
-from infra.bus.connection import Bus, connect
-from infra.launch.state import State, read_state
-from schemas.transfer import Handoff
+from penstock.infra.bus.connection import Bus, connect
+from penstock.infra.launch.state import State, read_state
+from penstock.schemas.transfer import Handoff
 from tests.chaos.log import held, open_leases, registered, residue, until_none
 from tests.gpu.disaggregated import reads, ready, stop
 from tests.gpu.pipeline import penstock

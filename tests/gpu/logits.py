@@ -14,14 +14,14 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from configs.settings import WorkerSettings
-from infra.model import modeldir
-from schemas.requests import LogitsProcessor, Sampling, Stop
-from workers.engines.base import SequenceRequest
-from workers.engines.logits.apply import Chain
-from workers.engines.logits.error_counter import ErrorCounter
-from workers.engines.logits.trtllm_processors import TrtllmProcessor
-from workers.engines.native import from_settings
+from penstock.configs.settings import WorkerSettings
+from penstock.infra.model import modeldir
+from penstock.schemas.requests import LogitsProcessor, Sampling, Stop
+from penstock.workers.engines.base import SequenceRequest
+from penstock.workers.engines.logits.apply import Chain
+from penstock.workers.engines.logits.error_counter import ErrorCounter
+from penstock.workers.engines.logits.trtllm_processors import TrtllmProcessor
+from penstock.workers.engines.native import from_settings
 
 BUSY_CYCLES = 400_000_000  # about a fifth of a second
 VOCABULARY = 1280

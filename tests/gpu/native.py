@@ -20,17 +20,17 @@ from unittest import mock
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from infra.bus.loop_lag import freeze_loaded
-from infra.model import modeldir
-from schemas.requests import Sampling, Stop
+from penstock.infra.bus.loop_lag import freeze_loaded
+from penstock.infra.model import modeldir
+from penstock.schemas.requests import Sampling, Stop
+from penstock.workers.engines.base import SequenceRequest
+from penstock.workers.engines.core.engine import ScheduledEngine
+from penstock.workers.engines.native import attention, executors, speculation_speed
+from penstock.workers.engines.native import build as engine_build
+from penstock.workers.engines.native.build import assemble, build
+from penstock.workers.engines.native.loading import describe
+from penstock.workers.engines.native.options import NativeOptions
 from tests.workers.engines.native import models
-from workers.engines.base import SequenceRequest
-from workers.engines.core.engine import ScheduledEngine
-from workers.engines.native import attention, executors, speculation_speed
-from workers.engines.native import build as engine_build
-from workers.engines.native.build import assemble, build
-from workers.engines.native.loading import describe
-from workers.engines.native.options import NativeOptions
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 LENGTHS = (1, 9, 40) if INTERPRETED else (1, 2, 7, 8, 9, 31, 40, 65, 100, 130, 200)
@@ -232,7 +232,7 @@ def keeping_speculation() -> Any:
 @contextlib.contextmanager
 def interpreted() -> Iterator[None]:
     """The kernels on a CPU, by Triton's interpreter."""
-    from workers.engines.native.cuda.prepare import prepare
+    from penstock.workers.engines.native.cuda.prepare import prepare
 
     def prepared(model: Any, reload: Any, *, invariant: bool = False) -> executors.Prepared:
         return executors.Prepared(model, prepare(model, invariant=invariant))

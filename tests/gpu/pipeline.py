@@ -26,9 +26,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from infra.bench.words import WORDS
-from infra.launch.state import State, read_state
-from infra.model import modeldir
+from penstock.infra.bench.words import WORDS
+from penstock.infra.launch.state import State, read_state
+from penstock.infra.model import modeldir
 
 _SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
           "num_key_value_heads")  # fmt: skip
@@ -90,11 +90,11 @@ def make(folder: Path, shape: str) -> Any:
 
 def alone(asked: argparse.Namespace, folder: Path) -> None:
     """In a process of its own: make the model, run the engine, write its figures."""
-    from infra.bus.loop_lag import freeze_loaded
+    from penstock.infra.bus.loop_lag import freeze_loaded
+    from penstock.workers.engines.native.build import assemble
+    from penstock.workers.engines.native.loading import describe
+    from penstock.workers.engines.native.options import NativeOptions
     from tests.gpu import native
-    from workers.engines.native.build import assemble
-    from workers.engines.native.loading import describe
-    from workers.engines.native.options import NativeOptions
 
     made = make(folder, asked.shape)
     if asked.write:
@@ -154,7 +154,7 @@ def of(seconds: list[float], share: float) -> float:
 
 
 def penstock(*arguments: object) -> list[str]:
-    return [sys.executable, "-m", "infra.cli", *map(str, arguments)]
+    return [sys.executable, "-m", "penstock", *map(str, arguments)]
 
 
 def words_for(folder: Path, tokens: int) -> int:

@@ -16,12 +16,12 @@ from unittest import mock
 
 import torch
 
+from penstock.workers.engines.native.attention import AttentionParams
+from penstock.workers.engines.native.cuda import chunks, dense, prompt_graphs
+from penstock.workers.engines.native.cuda.modules import Rotation
+from penstock.workers.engines.native.cuda.paged import PagedAttention
 from tests.gpu.kernels import Case
 from tests.gpu.times import DEVICE
-from workers.engines.native.attention import AttentionParams
-from workers.engines.native.cuda import chunks, dense, prompt_graphs
-from workers.engines.native.cuda.modules import Rotation
-from workers.engines.native.cuda.paged import PagedAttention
 
 NEVER, LEAST = 1 << 60, 1024  # tokens from which on a chunk is computed by cuDNN
 LAYERS = 4
@@ -88,11 +88,11 @@ def plans() -> None:
 
 
 def whole() -> None:
+    from penstock.workers.engines.native.build import assemble
+    from penstock.workers.engines.native.loading import describe
+    from penstock.workers.engines.native.options import NativeOptions
     from tests.gpu.beside import config
     from tests.gpu.native import ask, drive, large
-    from workers.engines.native.build import assemble
-    from workers.engines.native.loading import describe
-    from workers.engines.native.options import NativeOptions
 
     shape = config("8b")
     shape.max_position_embeddings = 36_000
@@ -118,11 +118,11 @@ def whole() -> None:
 
 def short() -> None:
     """Milliseconds of short prompts with CUDA graphs and without, alone and beside running answers."""
+    from penstock.workers.engines.native.build import assemble
+    from penstock.workers.engines.native.loading import describe
+    from penstock.workers.engines.native.options import NativeOptions
     from tests.gpu.beside import config
     from tests.gpu.native import ask, drive, large
-    from workers.engines.native.build import assemble
-    from workers.engines.native.loading import describe
-    from workers.engines.native.options import NativeOptions
 
     options = NativeOptions(max_running=64, max_batched_tokens=8192, max_model_len=4096, warm=True)
     for name, sizes in (("graphs", prompt_graphs.ROWS), ("launched one by one", ())):

@@ -24,9 +24,9 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from infra.bus.connection import connect
-from infra.launch.state import State
-from schemas import tokens
+from penstock.infra.bus.connection import connect
+from penstock.infra.launch.state import State
+from penstock.schemas import tokens
 from tests.gpu.disaggregated import logs, stop, up
 from tests.gpu.pipeline import ints, of
 

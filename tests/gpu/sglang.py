@@ -21,10 +21,10 @@ from typing import Any
 
 import httpx
 
-from infra.bus.connection import Bus, connect
-from infra.launch.state import read_state
-from infra.model import modeldir
-from schemas.wire import unpack_tokens
+from penstock.infra.bus.connection import Bus, connect
+from penstock.infra.launch.state import read_state
+from penstock.infra.model import modeldir
+from penstock.schemas.wire import unpack_tokens
 from tests.chaos.log import held, open_leases, until_none
 from tests.gpu.answers import QUESTIONS
 from tests.gpu.disaggregated import ready, stop

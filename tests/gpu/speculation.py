@@ -15,15 +15,15 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from infra.demo_model import task_mix
-from infra.demo_model.template import prompt
-from infra.model import modeldir
-from schemas.requests import Sampling, Stop
+from penstock.infra.demo_model import task_mix
+from penstock.infra.demo_model.template import prompt
+from penstock.infra.model import modeldir
+from penstock.schemas.requests import Sampling, Stop
+from penstock.workers.engines.base import SequenceRequest
+from penstock.workers.engines.native.build import assemble, build
+from penstock.workers.engines.native.loading import describe
+from penstock.workers.engines.native.options import NativeOptions
 from tests.gpu.native import keeping_speculation
-from workers.engines.base import SequenceRequest
-from workers.engines.native.build import assemble, build
-from workers.engines.native.loading import describe
-from workers.engines.native.options import NativeOptions
 
 TASKS = ("copying", "counting", "facts", "json", "needle", "thinking")
 DRAFT = str(modeldir.DEMO.parent / "demo-draft")

@@ -22,15 +22,15 @@ from unittest import mock
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from schemas.blocks import chain, root, split
-from schemas.requests import Sampling, Stop
-from schemas.wire import pack_tokens
-from workers.engines.base import SequenceRequest, StepResult
-from workers.engines.core.engine import ScheduledEngine
-from workers.engines.native import attention
-from workers.engines.native.build import build
-from workers.engines.native.options import NativeOptions
-from workers.kv_transfer.opening import open_transport
+from penstock.schemas.blocks import chain, root, split
+from penstock.schemas.requests import Sampling, Stop
+from penstock.schemas.wire import pack_tokens
+from penstock.workers.engines.base import SequenceRequest, StepResult
+from penstock.workers.engines.core.engine import ScheduledEngine
+from penstock.workers.engines.native import attention
+from penstock.workers.engines.native.build import build
+from penstock.workers.engines.native.options import NativeOptions
+from penstock.workers.kv_transfer.opening import open_transport
 
 PROMPT, BLOCK, NEW = 4096, 32, 16
 ROOT = root("gpu")

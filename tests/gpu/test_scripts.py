@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from penstock.workers.engines.base import Output, StepResult
 from tests.gpu.split import first_result
-from workers.engines.base import Output, StepResult
 
 TESTS = Path(__file__).parents[1]
 SCRIPTS = sorted(

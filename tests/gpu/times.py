@@ -16,11 +16,11 @@ from typing import Any
 import torch
 import triton
 
+from penstock.workers.engines.native.attention import AttentionParams
+from penstock.workers.engines.native.cuda import attend, few_rows, fp8, modules, paged
+from penstock.workers.engines.native.pool import Pool
+from penstock.workers.engines.native.quantize import FP8, narrowed
 from tests.gpu.kernels import Case
-from workers.engines.native.attention import AttentionParams
-from workers.engines.native.cuda import attend, few_rows, fp8, modules, paged
-from workers.engines.native.pool import Pool
-from workers.engines.native.quantize import FP8, narrowed
 
 SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
 DEVICE = torch.device("cuda")

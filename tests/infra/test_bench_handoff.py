@@ -12,13 +12,22 @@ from pathlib import Path
 
 import pytest
 
-from infra.bench.handoff import MAX_POOL_BYTES, Settings, across, host_and_port, measure, rdma_bytes, rdma_line, report
-from workers.kv_transfer.base import TransportUnavailable
+from penstock.infra.bench.handoff import (
+    MAX_POOL_BYTES,
+    Settings,
+    across,
+    host_and_port,
+    measure,
+    rdma_bytes,
+    rdma_line,
+    report,
+)
+from penstock.workers.kv_transfer.base import TransportUnavailable
 
 with_nixl = pytest.mark.skipif(
     not (find_spec("nixl_cu12") or find_spec("nixl_cu13")), reason="NIXL is not installed (pip install nixl-cu12)"
 )
-COMMAND = [sys.executable, "-m", "infra.cli", "bench", "handoff"]
+COMMAND = [sys.executable, "-m", "penstock", "bench", "handoff"]
 
 
 @pytest.fixture(params=["all", "tcp"])

@@ -5,9 +5,9 @@ from array import array
 
 import pytest
 
-from infra.engine_args import Context, check, decode
-from schemas.blocks import chain
-from workers.engines.core.blocks import BlockManager
+from penstock.infra.engine_args import Context, check, decode
+from penstock.schemas.blocks import chain
+from penstock.workers.engines.core.blocks import BlockManager
 
 ROOT = b"\0" * 16
 TOKEN_S = 1 / 20_000  # to compute one prompt token anew

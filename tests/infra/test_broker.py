@@ -19,22 +19,22 @@ from nats.errors import Error as NatsError
 from nats.js.api import AckPolicy, ConsumerConfig
 from nats.js.errors import NotFoundError
 
-from configs.settings import NatsSettings
-from infra.broker import server
-from infra.broker.apply import apply, stream_configs, widened
-from infra.broker.binary import find_server, parse_version
-from infra.broker.config import USERS, ServerConfig, render
-from infra.broker.datadir import DataDirBusy, Lock, load_secrets
-from infra.broker.failures import ServerFailed
-from infra.broker.jetstream_api import BrokerProblem
-from infra.broker.main import apply_at, own_config
-from infra.broker.roles import ROLES, permissions
-from infra.broker.server import EmbeddedNats, memory_bytes, was_started_with, with_memory_limit
-from infra.bus import object_store
-from infra.bus.connection import connect as open_bus
-from infra.launch.sockets import CannotListen
-from schemas.streams import topology
-from schemas.subjects import Subjects
+from penstock.configs.settings import NatsSettings
+from penstock.infra.broker import server
+from penstock.infra.broker.apply import apply, stream_configs, widened
+from penstock.infra.broker.binary import find_server, parse_version
+from penstock.infra.broker.config import USERS, ServerConfig, render
+from penstock.infra.broker.datadir import DataDirBusy, Lock, load_secrets
+from penstock.infra.broker.failures import ServerFailed
+from penstock.infra.broker.jetstream_api import BrokerProblem
+from penstock.infra.broker.main import apply_at, own_config
+from penstock.infra.broker.roles import ROLES, permissions
+from penstock.infra.broker.server import EmbeddedNats, memory_bytes, was_started_with, with_memory_limit
+from penstock.infra.bus import object_store
+from penstock.infra.bus.connection import connect as open_bus
+from penstock.infra.launch.sockets import CannotListen
+from penstock.schemas.streams import topology
+from penstock.schemas.subjects import Subjects
 from tests.cluster_support import NODES, three_nodes
 from tests.conftest import Connect, round_trip
 from tests.pipeline.support import until as eventually
@@ -412,7 +412,7 @@ async def test_a_role_that_may_not_create_streams_gets_an_error_that_says_so(
 async def test_a_small_max_payload_is_named_with_the_fix(
     make_broker: MakeBroker, monkeypatch: pytest.MonkeyPatch, connect: Connect
 ) -> None:
-    monkeypatch.setattr("infra.broker.config.MAX_PAYLOAD", 1 << 20)
+    monkeypatch.setattr("penstock.infra.broker.config.MAX_PAYLOAD", 1 << 20)
     server = make_broker()
     await server.start()
     client = await connect(server)

@@ -12,25 +12,25 @@ from pathlib import Path
 
 import pytest
 
-from configs import settings
-from infra import cli
-from infra.broker.server import EmbeddedNats
-from infra.cli import ARGV, COMMANDS, NOTHING, main, split, usage
-from schemas.subjects import Subjects
+from penstock.configs import settings
+from penstock.infra import cli
+from penstock.infra.broker.server import EmbeddedNats
+from penstock.infra.cli import ARGV, COMMANDS, NOTHING, main, split, usage
+from penstock.schemas.subjects import Subjects
 
 ROOT = Path(__file__).parents[2]
 
 
 def penstock(*argv: str, **environ: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(
-        [sys.executable, "-m", "infra.cli", *argv],
+        [sys.executable, "-m", "penstock", *argv],
         capture_output=True, text=True, timeout=60, check=False, env=os.environ | environ,
     )  # fmt: skip
 
 
 _EACH = """
 import contextlib, io, json, sys
-from infra.cli import main
+from penstock.infra.cli import main
 runs = []
 for argv in json.load(sys.stdin):
     out, err = io.StringIO(), io.StringIO()
@@ -220,7 +220,7 @@ def test_output_that_nobody_reads_ends_a_command_without_a_traceback() -> None:
     os.close(read)
     try:
         run = subprocess.run(
-            [sys.executable, "-m", "infra.cli", "--help"], stdout=write, stderr=subprocess.PIPE, check=False, timeout=60
+            [sys.executable, "-m", "penstock", "--help"], stdout=write, stderr=subprocess.PIPE, check=False, timeout=60
         )
     finally:
         os.close(write)
@@ -264,7 +264,7 @@ def test_streams_apply_explains_why_it_cannot(broker: EmbeddedNats) -> None:
 
 
 def test_the_broker_runs_in_the_foreground_until_sigterm(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "infra.cli", "nats", "--data-dir", str(tmp_path), "--nats-port", "0"]
+    command = [sys.executable, "-m", "penstock", "nats", "--data-dir", str(tmp_path), "--nats-port", "0"]
     environ = {key: value for key, value in os.environ.items() if key != "PYTHONUNBUFFERED"}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environ) as process:
         try:

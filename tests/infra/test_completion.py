@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from infra.cli import COMMANDS, main
-from infra.completion import SHELLS, completed
+from penstock.infra.cli import COMMANDS, main
+from penstock.infra.completion import SHELLS, completed
 
 
 def script(shell: str, capsys: pytest.CaptureFixture[str]) -> str:

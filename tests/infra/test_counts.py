@@ -1,4 +1,4 @@
-from infra.counts import counted
+from penstock.infra.counts import counted
 
 
 def test_one_is_singular_and_all_others_are_not() -> None:

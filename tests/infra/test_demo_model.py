@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from infra.demo_model import arithmetic_spelling, facts, recall, small_talk, task_mix
-from infra.demo_model.sample import Sample, plain, right, valid_json
-from infra.demo_model.template import IMAGE, STOP, prompt, segments
-from infra.demo_model.words import held_out
-from infra.model import modeldir
+from penstock.infra.demo_model import arithmetic_spelling, facts, recall, small_talk, task_mix
+from penstock.infra.demo_model.sample import Sample, plain, right, valid_json
+from penstock.infra.demo_model.template import IMAGE, STOP, prompt, segments
+from penstock.infra.demo_model.words import held_out
+from penstock.infra.model import modeldir
 from tests.properties import examples
 
 DEMO = modeldir.MODELS / "demo"
@@ -144,7 +144,7 @@ def test_pieces_of_a_conversation_tokenise_apart_as_they_do_joined(seed: int) ->
 
 
 def test_no_held_out_word_is_a_token_of_its_own(tokenizer: Tokenizer) -> None:
-    from infra.demo_model.words import DICTIONARY
+    from penstock.infra.demo_model.words import DICTIONARY
 
     words = {*DICTIONARY, *arithmetic_spelling.KNOWN}
     whole = [word for word in words if held_out("word", word) and len(tokenizer.encode(f" {word}").ids) == 1]
@@ -182,7 +182,7 @@ def test_a_tool_call_is_right_only_whole_and_in_its_marks(answer: str, is_right:
 
 
 def test_a_batch_is_full_repeats_and_weighs_answers_only_fully(tokenizer: Tokenizer) -> None:
-    from infra.demo_model.batches import LONGEST, Batches
+    from penstock.infra.demo_model.batches import LONGEST, Batches
 
     batches = Batches(str(DEMO / "tokenizer.json"), 3, 16_384, 5, pictures=False)
     first, again = batches[2], batches[2]
@@ -202,7 +202,7 @@ BATCH = ("--smoke", "--batch-tokens", "3072")
 def short_contexts() -> Iterator[None]:
     """The longest conversations have 1024 tokens instead of 6144, and training takes one thread."""
     torch = pytest.importorskip("torch")
-    from infra.demo_model import batches, train
+    from penstock.infra.demo_model import batches, train
 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -216,7 +216,7 @@ def short_contexts() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def trained(short_contexts: None, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     """A tiny training run that stopped once and went on."""
-    from infra.demo_model import train
+    from penstock.infra.demo_model import train
 
     work = tmp_path_factory.mktemp("work")
     for name in ("tokenizer.json", "tokenizer_config.json"):
@@ -240,7 +240,7 @@ def test_an_interrupted_save_leaves_the_one_before(
 ) -> None:
     import shutil
 
-    from infra.demo_model import checkpoint, train
+    from penstock.infra.demo_model import checkpoint, train
 
     work = shutil.copytree(trained[0], tmp_path / "work")
     before = checkpoint.weights_of(work)
@@ -265,7 +265,7 @@ def test_an_interrupted_save_leaves_the_one_before(
 
 
 def test_a_new_training_begins_with_anothers_weights(trained: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
-    from infra.demo_model import checkpoint, train
+    from penstock.infra.demo_model import checkpoint, train
 
     flags = ["--work", str(tmp_path), *BATCH, "--steps", "1", "--rate", "0"]
     assert train.run(train.options_of([*flags, "--start", str(trained[0])]))["step"] == 1
@@ -276,10 +276,10 @@ def test_a_new_training_begins_with_anothers_weights(trained: tuple[Path, dict[s
 def test_the_bundled_models_are_one_and_a_training_can_begin_with_their_weights() -> None:
     import torch
 
-    from infra.demo_model import train
-    from infra.demo_model.model import VISION, Demo, Shape
-    from infra.demo_model.tokenizer import VOCAB
-    from infra.model import modeldir
+    from penstock.infra.demo_model import train
+    from penstock.infra.demo_model.model import VISION, Demo, Shape
+    from penstock.infra.demo_model.tokenizer import VOCAB
+    from penstock.infra.model import modeldir
 
     names = list(Demo(Shape(VOCAB, **VISION)).state_dict())
     seeing = train.starting_weights(modeldir.MODELS / "demo-vision", names)
@@ -294,8 +294,8 @@ def test_a_vision_model_whose_text_weights_are_stored_elsewhere_is_joined_again(
     import torch
     from safetensors.torch import load_file, save_file
 
-    from infra.demo_model.shared_weights import join, share
-    from infra.model import modeldir
+    from penstock.infra.demo_model.shared_weights import join, share
+    from penstock.infra.model import modeldir
 
     join(modeldir.MODELS / "demo-vision", tmp_path / "seeing")
     join(modeldir.MODELS / "demo", tmp_path / "text")
@@ -318,7 +318,7 @@ def test_models_are_averaged_weight_by_weight(tmp_path: Path) -> None:
     import torch
     from safetensors.torch import load_file, save_file
 
-    from infra.demo_model.average import average
+    from penstock.infra.demo_model.average import average
 
     for name, value in (("old", 1.0), ("new", 2.0)):
         (tmp_path / name).mkdir()
@@ -331,7 +331,7 @@ def test_models_are_averaged_weight_by_weight(tmp_path: Path) -> None:
 
 
 def test_training_saves_while_it_runs(short_contexts: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from infra.demo_model import checkpoint, train
+    from penstock.infra.demo_model import checkpoint, train
 
     saved: list[int] = []
     monkeypatch.setattr(checkpoint, "save", lambda directory, model, optimizer, state: saved.append(state["step"]))
@@ -347,8 +347,8 @@ def test_what_is_exported_computes_the_same_in_transformers(
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from infra.demo_model.export import export
-    from infra.demo_model.model import Demo, Shape, places_of
+    from penstock.infra.demo_model.export import export
+    from penstock.infra.demo_model.model import Demo, Shape, places_of
 
     work, state = trained
     export(work, tmp_path)
@@ -379,7 +379,7 @@ def test_the_bundled_model_is_small_and_answers(tokenizer: Tokenizer) -> None:
 
 
 def test_an_evaluation_asks_over_http_and_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    from infra.eval import demo
+    from penstock.infra.eval import demo
 
     sample = Sample("tools", (("user", "?"),), "", {"name": "f", "arguments": {"a": 1}})
     call = {"function": {"name": "f", "arguments": '{"a": 1}'}}
@@ -393,7 +393,7 @@ def test_an_evaluation_asks_over_http_and_counts(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_checkpoint_with_the_earlier_names_of_its_shape_is_read(tmp_path: Path) -> None:
-    from infra.demo_model import checkpoint
+    from penstock.infra.demo_model import checkpoint
 
     shape = {"hidden": 256, "eyes": 192, "eye_layers": 4, "eye_heads": 4}
     (tmp_path / "state.json").write_text(json.dumps({"step": 3, "shape": shape}), encoding="utf-8")

@@ -19,8 +19,8 @@ import nats
 import pytest
 import structlog.testing
 
-from infra.broker import disk
-from infra.broker.disk import DiskWatch
+from penstock.infra.broker import disk
+from penstock.infra.broker.disk import DiskWatch
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -162,7 +162,7 @@ class Up:
         always = ("--engine", "mock", "--http-port", "0", "--log-format", "json", "--drain-s", "1")
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "infra.cli", "up", *always, *flags, "--data-dir", str(self.data)],
+                [sys.executable, "-m", "penstock", "up", *always, *flags, "--data-dir", str(self.data)],
                 stdout=log,
                 stderr=log,
                 cwd=folder,

@@ -4,8 +4,8 @@ import ast
 
 import pytest
 
-from infra.docs import log_events
-from infra.docs.log_events import Call, calls_of
+from penstock.infra.docs import log_events
+from penstock.infra.docs.log_events import Call, calls_of
 
 MODULE = """
 def plain(error):

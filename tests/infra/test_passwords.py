@@ -14,17 +14,17 @@ import nats
 import pytest
 from nats.aio.client import Client
 
-from configs.settings import NatsSettings
-from infra.broker.binary import find_server
-from infra.broker.config import USERS
-from infra.broker.datadir import load_secrets
-from infra.broker.main import own_config
-from infra.broker.passwords import other_user, user_in_use
-from infra.broker.server import EmbeddedNats
-from infra.broker.tenants import Tenant
-from infra.cli import main
-from infra.launch.deathsig import die_with_parent
-from infra.launch.machine import free_port
+from penstock.configs.settings import NatsSettings
+from penstock.infra.broker.binary import find_server
+from penstock.infra.broker.config import USERS
+from penstock.infra.broker.datadir import load_secrets
+from penstock.infra.broker.main import own_config
+from penstock.infra.broker.passwords import other_user, user_in_use
+from penstock.infra.broker.server import EmbeddedNats
+from penstock.infra.broker.tenants import Tenant
+from penstock.infra.cli import main
+from penstock.infra.launch.deathsig import die_with_parent
+from penstock.infra.launch.machine import free_port
 
 MakeBroker = Callable[..., EmbeddedNats]
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from configs import flags
-from infra.cli import ARGV, COMMANDS, NOTHING, load, split
+from penstock.configs import flags
+from penstock.infra.cli import ARGV, COMMANDS, NOTHING, load, split
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
@@ -85,8 +85,8 @@ def refusal(words: Sequence[str], monkeypatch: pytest.MonkeyPatch, capsys: pytes
             with monkeypatch.context() as patch:
                 patch.setattr(flags.Parser, "parse_args", parse_only)
                 run(list(arguments))
-            return f"`penstock {name}` does not read its arguments by configs.flags.Parser"
-        kind = load(command.settings if ":" in command.settings else f"configs.settings:{command.settings}")
+            return f"`penstock {name}` does not read its arguments by penstock.configs.flags.Parser"
+        kind = load(command.settings if ":" in command.settings else f"penstock.configs.settings:{command.settings}")
         flags.parse(kind, list(arguments), environ={}, prog=f"penstock {name}")
     except Accepted:
         pass

@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infra.engine_args import BadArguments, check, decode
-from infra.engine_args.generate import EngineSpec, context_of, generate, sizes
-from infra.engine_args.memory_estimate import GIB
-from infra.recipes.catalogue import GPUS, known_shape, load, parse
-from infra.recipes.catalogue import context_of as context_of_recipe
-from infra.recipes.cli import run_check
-from infra.recipes.generate import PER_NODE, run_generate
+from penstock.infra.engine_args import BadArguments, check, decode
+from penstock.infra.engine_args.generate import EngineSpec, context_of, generate, sizes
+from penstock.infra.engine_args.memory_estimate import GIB
+from penstock.infra.recipes.catalogue import GPUS, known_shape, load, parse
+from penstock.infra.recipes.catalogue import context_of as context_of_recipe
+from penstock.infra.recipes.cli import run_check
+from penstock.infra.recipes.generate import PER_NODE, run_generate
 
 GOLDEN = Path(__file__).parent / "golden"
 MODELS = sorted({recipe.header.model for recipe in load().values() if recipe.header})

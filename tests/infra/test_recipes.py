@@ -12,21 +12,21 @@ import msgspec
 import pytest
 import yaml
 
-from configs.flags import parse as parse_flags
-from configs.settings import GatewaySettings, RouterSettings, TraceSettings, WorkerSettings
-from infra.deploy.helm.cli import run_render
-from infra.engine_args import BadArguments, check
-from infra.engine_args.memory_estimate import GIB, estimate, kv_bytes
-from infra.engine_args.tree import parse_yaml
-from infra.recipes.advice import check_set
-from infra.recipes.catalogue import FOLDER, GPUS, Recipe, context_of, load, members, parse
-from infra.recipes.cli import run_check, run_list, run_matrix, run_show
-from infra.recipes.command import worker_command
-from infra.recipes.model_shape import shape_at
-from infra.recipes.other_engines import known
-from infra.recipes.tables import memory_of, refreshed
+from penstock.configs.flags import parse as parse_flags
+from penstock.configs.settings import GatewaySettings, RouterSettings, TraceSettings, WorkerSettings
+from penstock.infra.deploy.helm.cli import run_render
+from penstock.infra.engine_args import BadArguments, check
+from penstock.infra.engine_args.memory_estimate import GIB, estimate, kv_bytes
+from penstock.infra.engine_args.tree import parse_yaml
+from penstock.infra.recipes.advice import check_set
+from penstock.infra.recipes.catalogue import FOLDER, GPUS, Recipe, context_of, load, members, parse
+from penstock.infra.recipes.cli import run_check, run_list, run_matrix, run_show
+from penstock.infra.recipes.command import worker_command
+from penstock.infra.recipes.model_shape import shape_at
+from penstock.infra.recipes.other_engines import known
+from penstock.infra.recipes.tables import memory_of, refreshed
+from penstock.workers.engines import support
 from tests.standins import installed
-from workers.engines import support
 
 RECIPES = load()  # of TensorRT-LLM
 MEMBERS = members()  # of every engine
@@ -100,7 +100,7 @@ def shown(name: str) -> WorkerSettings:
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_the_worker_takes_the_recipe_and_the_command_that_is_shown(name: str) -> None:
-    args = pytest.importorskip("workers.engines.trtllm.args")
+    args = pytest.importorskip("penstock.workers.engines.trtllm.args")
     recipe, settings = of(name), shown(name)
     path = str(FOLDER / f"{name}.yaml")
     assert (settings.role, settings.engine, settings.extra_engine_args) == (recipe.role, "trtllm", path)
@@ -114,7 +114,7 @@ def test_the_worker_takes_the_recipe_and_the_command_that_is_shown(name: str) ->
 
 
 def test_vllm_takes_its_recipe_and_its_draft() -> None:
-    args = pytest.importorskip("workers.engines.vllm.args")
+    args = pytest.importorskip("penstock.workers.engines.vllm.args")
     settings = shown("llama3-eagle3-vllm")
     assert (settings.engine, settings.role, settings.block_size) == ("vllm", "aggregated", 32)
     wanted = args.EngineSettings(
@@ -226,7 +226,7 @@ def test_a_window_of_its_own_would_cost_gemma_five_times_the_cache() -> None:
 
 def test_the_readme_s_tables_are_those_that_the_code_makes() -> None:
     text = (FOLDER / "README.md").read_text(encoding="utf-8")
-    assert refreshed(text, RECIPES, MEMBERS) == text, "run `python -m infra.recipes.readme`"
+    assert refreshed(text, RECIPES, MEMBERS) == text, "run `python -m penstock.infra.recipes.readme`"
 
 
 @pytest.mark.parametrize("key", ["role", "model", "gpu", "set"])

@@ -9,19 +9,19 @@ from pathlib import Path
 import httpx
 import pytest
 
-from infra import cli
-from infra.broker import roles
-from infra.broker.server import EmbeddedNats
-from infra.bus.connection import Bus, connect
-from infra.operate.doctor.finding import Status
-from infra.operate.doctor.main import examine
-from infra.planner.core import Planner
-from infra.planner.loop import PlannerLoop
-from infra.timeline.open_log import Source, running
-from infra.timeline.tracing.position import Position, PositionStore, begin
-from schemas import control, wire
-from schemas.plans import Planned
-from schemas.subjects import Subjects
+from penstock.infra import cli
+from penstock.infra.broker import roles
+from penstock.infra.broker.server import EmbeddedNats
+from penstock.infra.bus.connection import Bus, connect
+from penstock.infra.operate.doctor.finding import Status
+from penstock.infra.operate.doctor.main import examine
+from penstock.infra.planner.core import Planner
+from penstock.infra.planner.loop import PlannerLoop
+from penstock.infra.timeline.open_log import Source, running
+from penstock.infra.timeline.tracing.position import Position, PositionStore, begin
+from penstock.schemas import control, wire
+from penstock.schemas.plans import Planned
+from penstock.schemas.subjects import Subjects
 from tests.infra.bus.support import opened
 from tests.infra.dashboard.test_dashboard import serving
 from tests.infra.planner.test_loop import RULES, TIMINGS, Workers, keep_serving, register

@@ -5,12 +5,12 @@ from collections.abc import Callable
 
 import pytest
 
-from infra.broker.apply import apply
-from infra.broker.roles import ROLES, permissions
-from infra.broker.roles_doc import PAGE, page
-from infra.broker.server import EmbeddedNats
-from schemas.streams import topology
-from schemas.subjects import Subjects
+from penstock.infra.broker.apply import apply
+from penstock.infra.broker.roles import ROLES, permissions
+from penstock.infra.broker.roles_doc import PAGE, page
+from penstock.infra.broker.server import EmbeddedNats
+from penstock.schemas.streams import topology
+from penstock.schemas.subjects import Subjects
 from tests.conftest import Connect, round_trip
 
 MakeBroker = Callable[..., EmbeddedNats]
@@ -171,6 +171,6 @@ def covers(allowed: str, wanted: str) -> bool:
 
 
 def test_the_page_about_roles_is_up_to_date() -> None:
-    """Else: python -m infra.broker.roles_doc."""
+    """Else: python -m penstock.infra.broker.roles_doc."""
     text = PAGE.read_text(encoding="utf-8")
     assert page(text) == text

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infra.sizes import parse_size, show_size
+from penstock.infra.sizes import parse_size, show_size
 
 
 @pytest.mark.parametrize(

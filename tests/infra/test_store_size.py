@@ -12,17 +12,17 @@ import nats
 import pytest
 from nats.aio.client import Client
 
-from gateway.client import connection as client_connection
-from infra.broker import apply as apply_module
-from infra.broker import jetstream_api
-from infra.broker.apply import apply_submissions
-from infra.broker.binary import find_server
-from infra.broker.jetstream_api import BrokerProblem
-from infra.broker.main import apply_at, connect_operator
-from infra.broker.server import EmbeddedNats
-from infra.bus.connection import connect
-from schemas.streams import GIB, topology
-from schemas.subjects import Subjects
+from penstock.gateway.client import connection as client_connection
+from penstock.infra.broker import apply as apply_module
+from penstock.infra.broker import jetstream_api
+from penstock.infra.broker.apply import apply_submissions
+from penstock.infra.broker.binary import find_server
+from penstock.infra.broker.jetstream_api import BrokerProblem
+from penstock.infra.broker.main import apply_at, connect_operator
+from penstock.infra.broker.server import EmbeddedNats
+from penstock.infra.bus.connection import connect
+from penstock.schemas.streams import GIB, topology
+from penstock.schemas.subjects import Subjects
 from tests.pipeline.support import ROOT, free_port, until
 
 PASSWORD = "p@ss:w/rd%41 #?"
@@ -130,7 +130,7 @@ async def test_a_password_with_escaped_characters_is_taken_everywhere(make: type
     broker = make()
     await broker.ready()
     applied = subprocess.run(  # noqa: ASYNC221
-        [sys.executable, "-m", "infra.cli", "streams", "apply", "--nats-url", broker.url],
+        [sys.executable, "-m", "penstock", "streams", "apply", "--nats-url", broker.url],
         cwd=ROOT,
         capture_output=True,
         text=True,

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from infra.broker.apply import apply
-from infra.broker.jetstream_api import request
-from infra.broker.server import EmbeddedNats
-from infra.broker.streams_cli import run_list, run_set
-from infra.bus.connection import Bus
-from schemas.streams import DAY, GIB, HOUR, MIB, topology
-from schemas.subjects import Subjects
+from penstock.infra.broker.apply import apply
+from penstock.infra.broker.jetstream_api import request
+from penstock.infra.broker.server import EmbeddedNats
+from penstock.infra.broker.streams_cli import run_list, run_set
+from penstock.infra.bus.connection import Bus
+from penstock.schemas.streams import DAY, GIB, HOUR, MIB, topology
+from penstock.schemas.subjects import Subjects
 from tests.infra.bus.support import opened
 from tests.infra.timeline.support import accept
 

@@ -5,9 +5,9 @@ import dataclasses
 from nats.aio.client import Client
 from nats.js.errors import APIError
 
-from infra.broker.apply import apply, stream_configs
-from schemas.streams import StreamSpec, Topology, topology
-from schemas.subjects import Subjects
+from penstock.infra.broker.apply import apply, stream_configs
+from penstock.schemas.streams import StreamSpec, Topology, topology
+from penstock.schemas.subjects import Subjects
 
 SIZE = 1 << 20
 HONEST = 500

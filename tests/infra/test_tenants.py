@@ -12,16 +12,16 @@ import pytest
 from nats.aio.client import Client
 from nats.errors import TimeoutError as NatsTimeout
 
-from infra.broker import tenants
-from infra.broker.apply import apply
-from infra.broker.reload import reload
-from infra.broker.server import EmbeddedNats
-from infra.broker.tenants import Accounts, Tenant
-from infra.bus.client import BusClient
-from infra.cli import main
-from schemas.streams import topology
-from schemas.subjects import Subjects
-from schemas.tenants import Limits
+from penstock.infra.broker import tenants
+from penstock.infra.broker.apply import apply
+from penstock.infra.broker.reload import reload
+from penstock.infra.broker.server import EmbeddedNats
+from penstock.infra.broker.tenants import Accounts, Tenant
+from penstock.infra.bus.client import BusClient
+from penstock.infra.cli import main
+from penstock.schemas.streams import topology
+from penstock.schemas.subjects import Subjects
+from penstock.schemas.tenants import Limits
 from tests.conftest import Connect
 
 

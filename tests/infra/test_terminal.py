@@ -2,9 +2,9 @@ import io
 
 from rich.console import Console
 
-from infra.terminal import escape, print_hanging, visible
-from infra.timeline.request_lines import RequestLine, lines
-from schemas.summary import RequestSummary
+from penstock.infra.terminal import escape, print_hanging, visible
+from penstock.infra.timeline.request_lines import RequestLine, lines
+from penstock.schemas.summary import RequestSummary
 
 
 def test_what_clients_wrote_moves_no_cursor() -> None:

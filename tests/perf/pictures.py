@@ -16,8 +16,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from configs.flags import Parser
-from infra.deploy.monitoring.main import GRAFANA, wrong_url
+from penstock.configs.flags import Parser
+from penstock.infra.deploy.monitoring.main import GRAFANA, wrong_url
 
 POINTS = 120  # of a line
 TIMEOUT_S = 20.0

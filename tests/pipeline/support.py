@@ -17,20 +17,20 @@ import httpx
 import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
-from infra.bus.connection import Bus
-from infra.bus.direct_get import read
-from infra.launch.deathsig import die_with_parent
-from infra.launch.sockets import bind
-from infra.launch.state import State, read_state
-from infra.model import modeldir
-from infra.timeline.read import read_timeline
-from infra.timeline.request_timeline import RequestTimeline
-from schemas import fleet, requests
-from schemas.done import Done
-from schemas.requests import GenerateRequest, Sampling
-from schemas.tokens import Logprob
-from schemas.wire import pack_tokens
-from workers.engines.mock.executor import GREEDY, Vocabulary, expected_tokens
+from penstock.infra.bus.connection import Bus
+from penstock.infra.bus.direct_get import read
+from penstock.infra.launch.deathsig import die_with_parent
+from penstock.infra.launch.sockets import bind
+from penstock.infra.launch.state import State, read_state
+from penstock.infra.model import modeldir
+from penstock.infra.timeline.read import read_timeline
+from penstock.infra.timeline.request_timeline import RequestTimeline
+from penstock.schemas import fleet, requests
+from penstock.schemas.done import Done
+from penstock.schemas.requests import GenerateRequest, Sampling
+from penstock.schemas.tokens import Logprob
+from penstock.schemas.wire import pack_tokens
+from penstock.workers.engines.mock.executor import GREEDY, Vocabulary, expected_tokens
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = ROOT / "configs" / "models" / "tiny"
@@ -66,7 +66,7 @@ def free_port() -> int:
 class Process:
     """A ``penstock`` command in a process that ends with the tests, whatever happens to them."""
 
-    def __init__(self, log: Path, *argv: str, nats_url: str = "", module: str = "infra.cli", **variables: str) -> None:
+    def __init__(self, log: Path, *argv: str, nats_url: str = "", module: str = "penstock", **variables: str) -> None:
         environ = {key: value for key, value in os.environ.items() if not key.startswith("PENSTOCK_")}
         environ |= {"PYTHONPATH": str(ROOT), "PYTHONSAFEPATH": "1"} | variables
         if nats_url:
@@ -138,7 +138,7 @@ async def stopped(processes: Sequence[Process]) -> list[int]:
 class Deployment:
     """One ``penstock up``, with ports and data of its own; ``variables`` of its environment."""
 
-    def __init__(self, home: Path, *flags: str, module: str = "infra.cli", **variables: str) -> None:
+    def __init__(self, home: Path, *flags: str, module: str = "penstock", **variables: str) -> None:
         self.home = home
         self.data_dir = home / "data"
         self._others: list[Process] = []

@@ -12,10 +12,10 @@ import httpx
 import msgspec
 import pytest
 
-from infra.bus.connection import Bus, connect
-from infra.cli import main
-from infra.operate import key_store
-from schemas.keys import ApiKey, digest_of, new_key
+from penstock.infra.bus.connection import Bus, connect
+from penstock.infra.cli import main
+from penstock.infra.operate import key_store
+from penstock.schemas.keys import ApiKey, digest_of, new_key
 from tests.gateway.access.test_routes import POLICIES
 from tests.pipeline.conftest import NewDeployment
 from tests.pipeline.support import MODEL_NAME, Deployment

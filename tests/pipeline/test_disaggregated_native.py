@@ -16,14 +16,14 @@ import openai
 import pytest
 from PIL import Image
 
-from infra.bus.connection import Bus, connect
-from infra.demo_model import vision
-from infra.model import modeldir
-from infra.timeline.leases import leases
-from schemas.jobs import Stage
+from penstock.infra.bus.connection import Bus, connect
+from penstock.infra.demo_model import vision
+from penstock.infra.model import modeldir
+from penstock.infra.timeline.leases import leases
+from penstock.schemas.jobs import Stage
+from penstock.workers.engines.constraints.compiler import ALL_CONSTRAINTS
 from tests.pipeline.conftest import NewDeployment
 from tests.pipeline.support import Deployment, ending, idle_workers, joined, parse_sse, registrations, until
-from workers.engines.constraints.compiler import ALL_CONSTRAINTS
 
 pytestmark = pytest.mark.timeout(180)
 

@@ -12,10 +12,10 @@ from typing import Any
 import httpx
 import pytest
 
-from infra.bus.connection import Bus, connect
-from infra.demo_model import vision
-from infra.model.modeldir import MODELS
-from infra.timeline.leases import leases
+from penstock.infra.bus.connection import Bus, connect
+from penstock.infra.demo_model import vision
+from penstock.infra.model.modeldir import MODELS
+from penstock.infra.timeline.leases import leases
 from tests.chaos.log import ends_since
 from tests.chaos.plan import BROKER, Act, plan
 from tests.chaos.run import Options, run_on

@@ -8,15 +8,15 @@ from collections.abc import AsyncIterator, Sequence
 import httpx
 import pytest
 
-from infra.bus.connection import Bus, connect
-from infra.bus.direct_get import read
-from infra.launch.state import Running
-from schemas import blocks, kv, wire
-from schemas.jobs import Decision
+from penstock.infra.bus.connection import Bus, connect
+from penstock.infra.bus.direct_get import read
+from penstock.infra.launch.state import Running
+from penstock.schemas import blocks, kv, wire
+from penstock.schemas.jobs import Decision
+from penstock.workers.engines.events.publisher import Publisher
 from tests.pipeline.conftest import NewDeployment
 from tests.pipeline.shared.test_prefix_reuse import BLOCK, ask_and_settle, cached, decision_of, published, text_body
 from tests.pipeline.support import Deployment, Oracle, registrations, stopped, token_prompt, until
-from workers.engines.events.publisher import Publisher
 
 RANKS = 4
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from infra.bus.connection import Bus, connect
+from penstock.infra.bus.connection import Bus, connect
 from tests.pipeline.conftest import NewDeployment
 from tests.pipeline.support import ROOT, Deployment, metrics, registrations, until
 
@@ -33,7 +33,7 @@ async def bus(fleet: Deployment) -> AsyncIterator[Bus]:
 async def command(fleet: Deployment, *argv: str) -> list[dict[str, Any]]:
     """What a command prints as lines of JSON."""
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "infra.cli", *argv, "--json", "--data-dir", str(fleet.data_dir)),
+        *(sys.executable, "-m", "penstock", *argv, "--json", "--data-dir", str(fleet.data_dir)),
         stdout=asyncio.subprocess.PIPE,
         cwd=fleet.home,
         env=os.environ | {"PYTHONPATH": str(ROOT)},

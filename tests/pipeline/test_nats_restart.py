@@ -13,7 +13,7 @@ import pytest
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 
-from schemas.subjects import HEADER_ERROR, HEADER_FINAL, HEADER_MSG_ID, HEADER_REPLY_TO, HEADER_SEQ
+from penstock.schemas.subjects import HEADER_ERROR, HEADER_FINAL, HEADER_MSG_ID, HEADER_REPLY_TO, HEADER_SEQ
 from tests.pipeline.conftest import NewDeployment
 from tests.pipeline.support import Deployment, Oracle, until, words
 

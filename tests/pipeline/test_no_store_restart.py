@@ -9,8 +9,8 @@ from typing import Any
 import httpx
 import pytest
 
-from gateway.openai.sse import COMMENT
-from infra.bus.connection import connect
+from penstock.gateway.openai.sse import COMMENT
+from penstock.infra.bus.connection import connect
 from tests.pipeline.conftest import NewDeployment
 from tests.pipeline.fleet.test_no_store import PATH, body, is_deleted, on_disk, traces
 from tests.pipeline.support import Deployment, Oracle, joined, parse_sse, until
@@ -94,8 +94,8 @@ async def test_a_request_whose_broker_and_gateway_die_ends_with_content_lost(lon
 
 
 async def has_ended(bus: Any, request_id: str) -> bool:
-    from infra.bus.direct_get import get_last
-    from schemas import done
+    from penstock.infra.bus.direct_get import get_last
+    from penstock.schemas import done
 
     entry = await get_last(bus, bus.subjects.stream("DONE"), bus.subjects.done_of(request_id))
     if entry is None:

@@ -9,12 +9,12 @@ from pathlib import Path
 import httpx
 import pytest
 
-from infra.model.modeldir import DEMO, TINY
+from penstock.infra.model.modeldir import DEMO, TINY
+from penstock.workers.engines.external.guard import _children
+from penstock.workers.process import EXIT_CONFIG, EXIT_ENGINE, EXIT_START
 from tests import standins
 from tests.pipeline.conftest import NewDeployment
 from tests.pipeline.support import ROOT, Deployment, Process, free_port
-from workers.engines.external.guard import _children
-from workers.process import EXIT_CONFIG, EXIT_ENGINE, EXIT_START
 
 LEADER = "127.0.0.2"
 WAIT_S = 60.0

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from configs.settings import NatsSettings
-from infra.broker.binary import find_server
-from infra.broker.config import USERS
-from infra.broker.datadir import load_secrets
-from infra.broker.main import own_config, run
-from infra.launch.deathsig import die_with_parent
+from penstock.configs.settings import NatsSettings
+from penstock.infra.broker.binary import find_server
+from penstock.infra.broker.config import USERS
+from penstock.infra.broker.datadir import load_secrets
+from penstock.infra.broker.main import own_config, run
+from penstock.infra.launch.deathsig import die_with_parent
 from tests.binaries import find_oldest_server
 from tests.infra.deploy.running import answers, ask
 from tests.pipeline.support import MODEL, Process, free_port

@@ -8,8 +8,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from infra.bench.profile.data import save
-from infra.launch.state import Running
+from penstock.infra.bench.profile.data import save
+from penstock.infra.launch.state import Running
 from tests.infra.planner.engines import engine
 from tests.pipeline.conftest import NewDeployment
 from tests.pipeline.support import Deployment, Process, until

@@ -10,13 +10,13 @@ import httpx
 import nats
 import pytest
 
-from gateway.verdicts import WATCHED_FROM
-from infra.bus.connection import Bus, connect
-from infra.bus.direct_get import read
-from schemas import jobs
-from schemas.subjects import HEADER_ERROR, HEADER_REPLY_TO, HEADER_SUSPECT
-from schemas.verdicts import Verdict
-from schemas.wire import encode
+from penstock.gateway.verdicts import WATCHED_FROM
+from penstock.infra.bus.connection import Bus, connect
+from penstock.infra.bus.direct_get import read
+from penstock.schemas import jobs
+from penstock.schemas.subjects import HEADER_ERROR, HEADER_REPLY_TO, HEADER_SUSPECT
+from penstock.schemas.verdicts import Verdict
+from penstock.schemas.wire import encode
 from tests.pipeline.conftest import NewDeployment
 from tests.pipeline.support import Deployment, Oracle, ending, registrations, token_prompt, until
 

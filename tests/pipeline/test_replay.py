@@ -11,11 +11,11 @@ from typing import Any
 import httpx
 import pytest
 
-from infra.bus.connection import Bus, connect
-from infra.bus.direct_get import read
-from infra.cli import main
-from schemas.done import Done
-from schemas.subjects import HEADER_MSG_ID
+from penstock.infra.bus.connection import Bus, connect
+from penstock.infra.bus.direct_get import read
+from penstock.infra.cli import main
+from penstock.schemas.done import Done
+from penstock.schemas.subjects import HEADER_MSG_ID
 from tests.pipeline.conftest import NewDeployment
 from tests.pipeline.support import Deployment, Process, ending, registrations, until, words
 

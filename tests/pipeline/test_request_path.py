@@ -6,7 +6,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from infra.broker.server import EmbeddedNats
+from penstock.infra.broker.server import EmbeddedNats
 from tests.conftest import outside
 from tests.pipeline.request_path import FOLDER, Call, read_calls, without
 from tests.pipeline.support import MODEL, MODEL_NAME, Process, free_port

@@ -17,9 +17,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from infra.bus.connection import Bus, connect
-from infra.model.modeldir import DEMO, TINY, revision
-from schemas.fleet import Registration
+from penstock.infra.bus.connection import Bus, connect
+from penstock.infra.model.modeldir import DEMO, TINY, revision
+from penstock.schemas.fleet import Registration
 from tests import standins
 from tests.pipeline.conftest import NewDeployment
 from tests.pipeline.support import ROOT, Deployment, Process, metrics, registrations, stopped, until, words

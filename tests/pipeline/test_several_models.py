@@ -9,9 +9,9 @@ import httpx
 import nats
 import pytest
 
-from infra.cli import main
-from infra.model.modeldir import DEMO, TINY
-from schemas.subjects import HEADER_ERROR
+from penstock.infra.cli import main
+from penstock.infra.model.modeldir import DEMO, TINY
+from penstock.schemas.subjects import HEADER_ERROR
 from tests.pipeline.conftest import NewDeployment
 from tests.pipeline.support import Deployment, Oracle, Process, free_port, parse_sse, until
 

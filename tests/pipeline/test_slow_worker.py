@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from schemas.pace import SLOW
+from penstock.schemas.pace import SLOW
 from tests.pipeline.conftest import NewDeployment
 from tests.pipeline.support import MODEL, MODEL_NAME, ROOT, START_S, Deployment, metrics, token_prompt, until
 
@@ -28,7 +28,7 @@ def fleet(new_deployment: NewDeployment) -> Deployment:
 async def said(fleet: Deployment, *argv: str) -> list[dict[str, Any]]:
     """What a command prints as lines of JSON."""
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "infra.cli", *argv, "--json", "--data-dir", str(fleet.data_dir)),
+        *(sys.executable, "-m", "penstock", *argv, "--json", "--data-dir", str(fleet.data_dir)),
         stdout=asyncio.subprocess.PIPE,
         cwd=fleet.home,
         env=os.environ | {"PYTHONPATH": str(ROOT)},

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 import httpx
 import pytest
 
-from infra.bus.connection import Bus, connect
+from penstock.infra.bus.connection import Bus, connect
 from tests.pipeline.conftest import NewDeployment
 from tests.pipeline.pairs.test_disaggregated import nothing_held, stages
 from tests.pipeline.support import MODEL, Deployment, Oracle, Process, stopped, token_prompt, until

@@ -8,11 +8,11 @@ from pathlib import Path
 import httpx
 import pytest
 
-from infra.bus.connection import Bus, connect
-from infra.model.modeldir import DEMO
-from infra.timeline.leases import leases
-from infra.timeline.request_timeline import RequestTimeline
-from infra.timeline.tracing.spans import spans
+from penstock.infra.bus.connection import Bus, connect
+from penstock.infra.model.modeldir import DEMO
+from penstock.infra.timeline.leases import leases
+from penstock.infra.timeline.request_timeline import RequestTimeline
+from penstock.infra.timeline.tracing.spans import spans
 from tests.pipeline.conftest import NewDeployment
 from tests.pipeline.support import ROOT, Deployment, ending, idle_workers, metrics, until
 from tests.standins import FOLDER, VARIANT

@@ -9,9 +9,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from infra.launch.deathsig import die_with_parent
-from infra.launch.http import get
-from infra.model.modeldir import DEMO
+from penstock.infra.launch.deathsig import die_with_parent
+from penstock.infra.launch.http import get
+from penstock.infra.model.modeldir import DEMO
 from tests.pipeline.support import ROOT, START_S, Process, free_port, until
 from tests.standins import FOLDER, VARIANT, real
 
@@ -37,7 +37,7 @@ def test_an_engine_that_is_not_installed_ends_the_start_with_the_line_that_insta
 
 async def test_the_quick_start_script_of_vllm_with_a_draft_serves(tmp_path: Path) -> None:
     command = tmp_path / "penstock"
-    command.write_text(f'#!/bin/sh\nexec {sys.executable} -m infra.cli "$@"\n')
+    command.write_text(f'#!/bin/sh\nexec {sys.executable} -m penstock "$@"\n')
     command.chmod(0o755)
     port = free_port()
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])

@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from infra.whatif import index_command, main
+from penstock.infra.whatif import index_command, main
 from tests.pipeline.conftest import NewDeployment
 from tests.pipeline.support import Deployment, token_prompt
 

@@ -4,8 +4,8 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from infra.broker.server import EmbeddedNats
-from schemas.subjects import Subjects
+from penstock.infra.broker.server import EmbeddedNats
+from penstock.schemas.subjects import Subjects
 from tests.router.support import Clients, Routing, routing
 from tests.workers.support import LogClient, log_client
 

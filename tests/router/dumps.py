@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from router.index.prefix_index import PrefixIndex
-from schemas.kv import KvDump
+from penstock.router.index.prefix_index import PrefixIndex
+from penstock.schemas.kv import KvDump
 
 
 def load_dump(index: PrefixIndex, pages: Sequence[KvDump]) -> bool:

@@ -8,19 +8,19 @@ from typing import Any
 
 import msgspec
 
-from configs.settings import RouterSettings
-from infra.broker.server import EmbeddedNats
-from infra.bus.connection import Bus
-from infra.bus.direct_get import read
-from infra.bus.publisher import Publisher
-from infra.metrics.scope import MetricScope
-from router.metrics import Metrics
-from router.service import Router
-from schemas import blocks, control, done, fleet, jobs, kv, wire
-from schemas.jobs import Job
-from schemas.requests import GenerateRequest
-from schemas.subjects import HEADER_GONE, HEADER_LOAD, HEADER_MSG_ID, Subjects
-from schemas.transfer import Encoded, Endpoint, Memory, Prefilled, Ticket
+from penstock.configs.settings import RouterSettings
+from penstock.infra.broker.server import EmbeddedNats
+from penstock.infra.bus.connection import Bus
+from penstock.infra.bus.direct_get import read
+from penstock.infra.bus.publisher import Publisher
+from penstock.infra.metrics.scope import MetricScope
+from penstock.router.metrics import Metrics
+from penstock.router.service import Router
+from penstock.schemas import blocks, control, done, fleet, jobs, kv, wire
+from penstock.schemas.jobs import Job
+from penstock.schemas.requests import GenerateRequest
+from penstock.schemas.subjects import HEADER_GONE, HEADER_LOAD, HEADER_MSG_ID, Subjects
+from penstock.schemas.transfer import Encoded, Endpoint, Memory, Prefilled, Ticket
 from tests.infra.bus.support import eventually
 from tests.workers.support import BLOCK, MODEL, LogClient, dial
 

@@ -7,15 +7,15 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from configs.settings import RouterSettings
-from infra.metrics.scope import MetricScope
-from router.decider import Decider
-from router.loads.load_tracker import LoadTracker
-from router.metrics import Metrics
-from router.pending import PendingRequest
-from router.placement.shared_prefixes import USES
-from router.policy.routing import ModelPart
-from schemas.fleet import Registration
+from penstock.configs.settings import RouterSettings
+from penstock.infra.metrics.scope import MetricScope
+from penstock.router.decider import Decider
+from penstock.router.loads.load_tracker import LoadTracker
+from penstock.router.metrics import Metrics
+from penstock.router.pending import PendingRequest
+from penstock.router.placement.shared_prefixes import USES
+from penstock.router.policy.routing import ModelPart
+from penstock.schemas.fleet import Registration
 from tests.workers.support import MODEL, request
 
 

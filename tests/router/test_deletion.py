@@ -12,20 +12,20 @@ from typing import Any
 import pytest
 from nats.errors import NoRespondersError
 
-from infra.broker.apply import apply
-from infra.broker.server import EmbeddedNats
-from infra.bus import forget as forgetting
-from infra.bus.connection import Bus
-from infra.bus.direct_get import read
-from infra.bus.forget import DeletedRequests, Ended
-from infra.operate.forget import forget
-from router import deletion
-from schemas import control, deletions, wire
-from schemas.errors import Code, ServingError
-from schemas.ids import new_request_id
-from schemas.requests import GenerateRequest
-from schemas.streams import topology
-from schemas.subjects import HEADER_MSG_ID, Subjects
+from penstock.infra.broker.apply import apply
+from penstock.infra.broker.server import EmbeddedNats
+from penstock.infra.bus import forget as forgetting
+from penstock.infra.bus.connection import Bus
+from penstock.infra.bus.direct_get import read
+from penstock.infra.bus.forget import DeletedRequests, Ended
+from penstock.infra.operate.forget import forget
+from penstock.router import deletion
+from penstock.schemas import control, deletions, wire
+from penstock.schemas.errors import Code, ServingError
+from penstock.schemas.ids import new_request_id
+from penstock.schemas.requests import GenerateRequest
+from penstock.schemas.streams import topology
+from penstock.schemas.subjects import HEADER_MSG_ID, Subjects
 from tests.infra.bus.support import eventually
 from tests.infra.timeline.support import assign, end
 from tests.infra.timeline.tracing import samples

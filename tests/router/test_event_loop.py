@@ -11,20 +11,20 @@ from collections.abc import Iterator
 
 import pytest
 
-from configs.settings import GatewaySettings
-from gateway.metrics import Metrics
-from gateway.service import Gateway
-from infra.broker.server import EmbeddedNats
-from infra.bus.direct_get import Entry
-from infra.bus.loop_lag import freeze_loaded
-from infra.bus.publisher import Publisher
-from infra.metrics.scope import MetricScope
-from infra.model import modeldir
-from router.cluster.cluster_state import ClusterState
-from router.loads.ended_attempts import REMEMBERED
-from schemas import fleet, jobs, kv, wire
-from schemas.jobs import LoadHeader, Stage
-from schemas.subjects import HEADER_LOAD, HEADER_MSG_ID, Subjects
+from penstock.configs.settings import GatewaySettings
+from penstock.gateway.metrics import Metrics
+from penstock.gateway.service import Gateway
+from penstock.infra.broker.server import EmbeddedNats
+from penstock.infra.bus.direct_get import Entry
+from penstock.infra.bus.loop_lag import freeze_loaded
+from penstock.infra.bus.publisher import Publisher
+from penstock.infra.metrics.scope import MetricScope
+from penstock.infra.model import modeldir
+from penstock.router.cluster.cluster_state import ClusterState
+from penstock.router.loads.ended_attempts import REMEMBERED
+from penstock.schemas import fleet, jobs, kv, wire
+from penstock.schemas.jobs import LoadHeader, Stage
+from penstock.schemas.subjects import HEADER_LOAD, HEADER_MSG_ID, Subjects
 from tests.router.support import Routing, routing
 from tests.workers.support import MODEL, request
 

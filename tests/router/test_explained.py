@@ -5,15 +5,15 @@ import time
 
 from rich.console import Console
 
-from infra.broker.server import EmbeddedNats
-from infra.timeline.inspection import inspect
-from infra.timeline.read import read_timeline
-from infra.timeline.show_inspection import show
-from schemas import jobs, wire
-from schemas.ids import new_request_id
-from schemas.requests import Media
-from schemas.subjects import HEADER_MSG_ID, Subjects
-from schemas.transfer import Handoff, Handoffs, Memory
+from penstock.infra.broker.server import EmbeddedNats
+from penstock.infra.timeline.inspection import inspect
+from penstock.infra.timeline.read import read_timeline
+from penstock.infra.timeline.show_inspection import show
+from penstock.schemas import jobs, wire
+from penstock.schemas.ids import new_request_id
+from penstock.schemas.requests import Media
+from penstock.schemas.subjects import HEADER_MSG_ID, Subjects
+from penstock.schemas.transfer import Handoff, Handoffs, Memory
 from tests.infra.bus.support import eventually
 from tests.router.support import Clients, endpoint, routing
 from tests.workers.support import LogClient, request

@@ -1,7 +1,7 @@
 """The series of a router that name a worker."""
 
-from infra.metrics.scope import MetricScope
-from router.metrics import Metrics
+from penstock.infra.metrics.scope import MetricScope
+from penstock.router.metrics import Metrics
 from tests.schemas.test_pace import worker
 
 

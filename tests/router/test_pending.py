@@ -2,9 +2,9 @@
 
 import pytest
 
-from infra.bus.revisions import Revisions
-from router.pending import PendingRequest, lane, required_revision
-from schemas import wire
+from penstock.infra.bus.revisions import Revisions
+from penstock.router.pending import PendingRequest, lane, required_revision
+from penstock.schemas import wire
 from tests.workers.support import request
 
 BOTH = Revisions("serving", frozenset({"serving", "other"}))

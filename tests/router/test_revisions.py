@@ -1,9 +1,9 @@
 """Requests and the revisions of their model: placed in one, gone on with in the same, or ended with the reason."""
 
-from infra.broker.server import EmbeddedNats
-from schemas.errors import Code
-from schemas.fleet import State
-from schemas.subjects import Subjects
+from penstock.infra.broker.server import EmbeddedNats
+from penstock.schemas.errors import Code
+from penstock.schemas.fleet import State
+from penstock.schemas.subjects import Subjects
 from tests.infra.bus.support import eventually
 from tests.router.recovery.test_recovery import lose, on, streamed
 from tests.router.support import Clients, Routing, routing

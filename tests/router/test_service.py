@@ -9,25 +9,25 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from infra.broker.server import EmbeddedNats
-from infra.bus import memory
-from infra.bus.puller import ACK, NAK
-from router.index.holders import keys_view
-from router.index.prefix_index import PrefixIndex
-from router.maintenance import CLAIM_S
-from router.placement.decisions import Decisions
-from router.policy.routing import RoutingDecision, RoutingRequest
-from router.service import Router
-from schemas import contents, control, fleet, jobs, kv, wire
-from schemas.blocks import keys_of
-from schemas.errors import Code
-from schemas.ids import new_request_id
-from schemas.jobs import Stage
-from schemas.requests import GenerateRequest, Priority
-from schemas.streams import CLOCK_SKEW_NS, ROUTER_ACK_WAIT_S
-from schemas.subjects import HEADER_LOAD, Subjects
-from schemas.tenants import Limits
-from schemas.tokens import WHOLE_REQUEST
+from penstock.infra.broker.server import EmbeddedNats
+from penstock.infra.bus import memory
+from penstock.infra.bus.puller import ACK, NAK
+from penstock.router.index.holders import keys_view
+from penstock.router.index.prefix_index import PrefixIndex
+from penstock.router.maintenance import CLAIM_S
+from penstock.router.placement.decisions import Decisions
+from penstock.router.policy.routing import RoutingDecision, RoutingRequest
+from penstock.router.service import Router
+from penstock.schemas import contents, control, fleet, jobs, kv, wire
+from penstock.schemas.blocks import keys_of
+from penstock.schemas.errors import Code
+from penstock.schemas.ids import new_request_id
+from penstock.schemas.jobs import Stage
+from penstock.schemas.requests import GenerateRequest, Priority
+from penstock.schemas.streams import CLOCK_SKEW_NS, ROUTER_ACK_WAIT_S
+from penstock.schemas.subjects import HEADER_LOAD, Subjects
+from penstock.schemas.tenants import Limits
+from penstock.schemas.tokens import WHOLE_REQUEST
 from tests.infra.bus.support import eventually
 from tests.router.dumps import load_dump
 from tests.router.support import Clients, Routing, routing

@@ -6,17 +6,17 @@ from typing import Any
 import msgspec
 import pytest
 
-from infra.broker.server import EmbeddedNats
-from router.cluster import cluster_state
-from router.loads.load import Load, RoutingTarget
-from router.policy import encoders
-from router.recovery import recovery
-from schemas import jobs, wire
-from schemas.errors import Code
-from schemas.jobs import LoadHeader, Stage
-from schemas.requests import GenerateRequest, Media, Priority
-from schemas.subjects import Subjects
-from schemas.transfer import Memory
+from penstock.infra.broker.server import EmbeddedNats
+from penstock.router.cluster import cluster_state
+from penstock.router.loads.load import Load, RoutingTarget
+from penstock.router.policy import encoders
+from penstock.router.recovery import recovery
+from penstock.schemas import jobs, wire
+from penstock.schemas.errors import Code
+from penstock.schemas.jobs import LoadHeader, Stage
+from penstock.schemas.requests import GenerateRequest, Media, Priority
+from penstock.schemas.subjects import Subjects
+from penstock.schemas.transfer import Memory
 from tests.infra.bus.support import eventually
 from tests.router.support import Clients, Routing, Stub, endpoint, routing
 from tests.workers.support import LogClient, answer, ids, request

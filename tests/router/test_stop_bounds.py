@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from infra.broker.apply import apply
-from infra.broker.server import EmbeddedNats
-from infra.bus.tasks import EXIT_OK, EXIT_STUCK
-from router.main import END_S
-from schemas import wire
-from schemas.streams import topology
-from schemas.subjects import HEADER_MSG_ID, Subjects
+from penstock.infra.broker.apply import apply
+from penstock.infra.broker.server import EmbeddedNats
+from penstock.infra.bus.tasks import EXIT_OK, EXIT_STUCK
+from penstock.router.main import END_S
+from penstock.schemas import wire
+from penstock.schemas.streams import topology
+from penstock.schemas.subjects import HEADER_MSG_ID, Subjects
 from tests.conftest import Connect
 from tests.pipeline.support import Process
 from tests.workers.support import request

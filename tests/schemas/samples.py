@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from schemas import (
+from penstock.schemas import (
     audit,
     budgets,
     contents,
@@ -25,7 +25,7 @@ from schemas import (
     transfer,
     verdicts,
 )
-from schemas.wire import encode, pack_tokens
+from penstock.schemas.wire import encode, pack_tokens
 
 REQUEST = requests.GenerateRequest(
     id="01932c07-a4b8-7000-8000-0123456789ab",

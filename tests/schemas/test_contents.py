@@ -2,9 +2,9 @@
 
 import msgspec
 
-from schemas import contents, jobs
-from schemas.jobs import Decision, Job
-from schemas.requests import (
+from penstock.schemas import contents, jobs
+from penstock.schemas.jobs import Decision, Job
+from penstock.schemas.requests import (
     Constraint,
     Diffusion,
     Embedding,
@@ -15,10 +15,10 @@ from schemas.requests import (
     Sampling,
     Stop,
 )
-from schemas.tokens import Finish, Logprob
-from schemas.trace import Trace
-from schemas.transfer import Encoded, Endpoint, Prefilled, Ticket
-from schemas.wire import encode, pack_tokens
+from penstock.schemas.tokens import Finish, Logprob
+from penstock.schemas.trace import Trace
+from penstock.schemas.transfer import Encoded, Endpoint, Prefilled, Ticket
+from penstock.schemas.wire import encode, pack_tokens
 from tests.infra.timeline.tracing import samples
 from tests.schemas.test_messages import STAYS as RECORDED
 

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
-from schemas import done, jobs, kv, requests, tokens
-from schemas.reassembly import replay
-from schemas.requests import GenerateRequest
-from schemas.wire import unpack_tokens
+from penstock.schemas import done, jobs, kv, requests, tokens
+from penstock.schemas.reassembly import replay
+from penstock.schemas.requests import GenerateRequest
+from penstock.schemas.wire import unpack_tokens
 
 DATA = Path(__file__).parents[1] / "data"
 MODELS = Path(__file__).parents[2] / "configs" / "models"

@@ -9,10 +9,10 @@ from typing import Any
 import msgspec
 import pytest
 
-import schemas
-from schemas import done
-from schemas.fleet import Load, Registration
-from schemas.requests import (
+from penstock import schemas
+from penstock.schemas import done
+from penstock.schemas.fleet import Load, Registration
+from penstock.schemas.requests import (
     Constraint,
     Diffusion,
     Embedding,
@@ -23,10 +23,10 @@ from schemas.requests import (
     Sampling,
     Stop,
 )
-from schemas.summary import RequestSummary, of_done, of_encoded_done
-from schemas.tokens import TokenItem
-from schemas.trace import Trace
-from schemas.wire import encode, pack_tokens
+from penstock.schemas.summary import RequestSummary, of_done, of_encoded_done
+from penstock.schemas.tokens import TokenItem
+from penstock.schemas.trace import Trace
+from penstock.schemas.wire import encode, pack_tokens
 from tests.infra.timeline.tracing import samples
 from tests.schemas.samples import SAMPLES
 
@@ -41,7 +41,7 @@ def message_types() -> set[type[msgspec.Struct]]:
     for name in MODULES:
         if name in ("reassembly", "summary"):
             continue
-        module = importlib.import_module(f"schemas.{name}")
+        module = importlib.import_module(f"penstock.schemas.{name}")
         for value in vars(module).values():
             if isinstance(value, type) and issubclass(value, msgspec.Struct) and value.__module__ == module.__name__:
                 found.add(value)

@@ -11,12 +11,12 @@ from blake3 import blake3
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schemas import blocks, fleet, ids, jobs, subjects
-from schemas.errors import Code, ServingError
-from schemas.requests import Priority
-from schemas.streams import HEADROOM, MAX_PAYLOAD, Topology, topology
-from schemas.subjects import Subjects, token
-from schemas.wire import pack_tokens, unpack_tokens
+from penstock.schemas import blocks, fleet, ids, jobs, subjects
+from penstock.schemas.errors import Code, ServingError
+from penstock.schemas.requests import Priority
+from penstock.schemas.streams import HEADROOM, MAX_PAYLOAD, Topology, topology
+from penstock.schemas.subjects import Subjects, token
+from penstock.schemas.wire import pack_tokens, unpack_tokens
 
 token_lists = st.lists(st.integers(0, 2**32 - 1), max_size=80)
 TOPOLOGY = topology(Subjects("ps"))

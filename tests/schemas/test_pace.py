@@ -4,9 +4,9 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schemas.fleet import Load, Registration
-from schemas.pace import FLOOR_US, SLOW, compare
-from workers.engines.mock.timing import decode_seconds, prefill_seconds
+from penstock.schemas.fleet import Load, Registration
+from penstock.schemas.pace import FLOOR_US, SLOW, compare
+from penstock.workers.engines.mock.timing import decode_seconds, prefill_seconds
 
 CAPACITY = 16_384 * 32  # of a worker's KV pool, tokens
 

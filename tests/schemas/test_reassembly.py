@@ -3,11 +3,11 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schemas import done
-from schemas.done import Done, Outcome
-from schemas.reassembly import TokenReassembler, replay, scores
-from schemas.tokens import PROMPT, WHOLE_REQUEST, Finish, Logprob, TokenItem
-from schemas.wire import pack_tokens, unpack_tokens
+from penstock.schemas import done
+from penstock.schemas.done import Done, Outcome
+from penstock.schemas.reassembly import TokenReassembler, replay, scores
+from penstock.schemas.tokens import PROMPT, WHOLE_REQUEST, Finish, Logprob, TokenItem
+from penstock.schemas.wire import pack_tokens, unpack_tokens
 
 
 def item(first: int, tokens: list[int], *, attempt: int = 1, choice: int = 0, finish: str = "") -> TokenItem:

@@ -4,10 +4,10 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schemas.done import Done, Outcome, Timings, Usage
-from schemas.subjects import HEADER_MSG_ID, HEADER_SUMMARY, Subjects
-from schemas.summary import header_of, of_done, of_headers
-from schemas.wire import encode
+from penstock.schemas.done import Done, Outcome, Timings, Usage
+from penstock.schemas.subjects import HEADER_MSG_ID, HEADER_SUMMARY, Subjects
+from penstock.schemas.summary import header_of, of_done, of_headers
+from penstock.schemas.wire import encode
 from tests.schemas.samples import REQUEST
 
 S = Subjects()

@@ -24,10 +24,10 @@ from typing import Any
 
 import jsonschema
 
-from infra.model import modeldir
-from schemas.requests import Constraint, Sampling, Stop
-from workers.engines.base import RequestError, SequenceRequest
-from workers.engines.constraints.compiler import ConstraintCompiler, ModelTokens
+from penstock.infra.model import modeldir
+from penstock.schemas.requests import Constraint, Sampling, Stop
+from penstock.workers.engines.base import RequestError, SequenceRequest
+from penstock.workers.engines.constraints.compiler import ConstraintCompiler, ModelTokens
 
 GROUPS = {
     "object": ("properties", "additionalProperties", "patternProperties", "required", "minProperties", "maxProperties",
@@ -131,8 +131,8 @@ def _report(group: str, count: Counter[str]) -> None:
 
 
 def speed() -> None:
-    from workers.engines.native.build import build
-    from workers.engines.native.options import NativeOptions
+    from penstock.workers.engines.native.build import build
+    from penstock.workers.engines.native.options import NativeOptions
 
     model = modeldir.load(modeldir.DEMO)
     tokens = ModelTokens(model.tokenizer, model.vocab_size, model.eos_token_ids)

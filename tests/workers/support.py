@@ -12,35 +12,35 @@ from typing import Any
 import msgspec
 from nats.errors import Error as NatsError
 
-from configs.settings import WorkerSettings
-from infra.broker.server import EmbeddedNats
-from infra.bus.connection import Bus, connect
-from infra.bus.direct_get import Entry, read
-from infra.bus.log_tail import LogTail
-from infra.bus.publisher import Publisher
-from infra.bus.tasks import end
-from infra.metrics.scope import MetricScope
-from infra.model.detokenizer import Detokenizer
-from schemas import blocks, control, done, fleet, jobs, kv, tokens, transfer, wire
-from schemas.errors import ServingError
-from schemas.jobs import Decision, Job, Stage
-from schemas.reassembly import Progress, replay
-from schemas.requests import GenerateRequest, Sampling, Stop
-from schemas.subjects import HEADER_LOAD, HEADER_MSG_ID, MEMORY, Subjects
-from schemas.tokens import Finish, TokenBatch, TokenItem
-from schemas.transfer import Handoff
+from penstock.configs.settings import WorkerSettings
+from penstock.infra.broker.server import EmbeddedNats
+from penstock.infra.bus.connection import Bus, connect
+from penstock.infra.bus.direct_get import Entry, read
+from penstock.infra.bus.log_tail import LogTail
+from penstock.infra.bus.publisher import Publisher
+from penstock.infra.bus.tasks import end
+from penstock.infra.metrics.scope import MetricScope
+from penstock.infra.model.detokenizer import Detokenizer
+from penstock.schemas import blocks, control, done, fleet, jobs, kv, tokens, transfer, wire
+from penstock.schemas.errors import ServingError
+from penstock.schemas.jobs import Decision, Job, Stage
+from penstock.schemas.reassembly import Progress, replay
+from penstock.schemas.requests import GenerateRequest, Sampling, Stop
+from penstock.schemas.subjects import HEADER_LOAD, HEADER_MSG_ID, MEMORY, Subjects
+from penstock.schemas.tokens import Finish, TokenBatch, TokenItem
+from penstock.schemas.transfer import Handoff
+from penstock.workers.engine_loop import EngineLoop
+from penstock.workers.engine_thread import EngineThread
+from penstock.workers.engines import mock
+from penstock.workers.engines.base import Engine, StepResult
+from penstock.workers.engines.mock.executor import GREEDY, Vocabulary, expected_tokens
+from penstock.workers.kv_transfer.base import Transport
+from penstock.workers.metrics.worker import Metrics
+from penstock.workers.request_runner import ServedModel
+from penstock.workers.session import WorkerSession
+from penstock.workers.token_runner import TokenRunner
 from tests.infra.bus.support import eventually
 from tests.workers.kv_transfer.loopback import LoopbackNetwork, open_loopback
-from workers.engine_loop import EngineLoop
-from workers.engine_thread import EngineThread
-from workers.engines import mock
-from workers.engines.base import Engine, StepResult
-from workers.engines.mock.executor import GREEDY, Vocabulary, expected_tokens
-from workers.kv_transfer.base import Transport
-from workers.metrics.worker import Metrics
-from workers.request_runner import ServedModel
-from workers.session import WorkerSession
-from workers.token_runner import TokenRunner
 
 MODEL = "m"
 GATEWAY = "gw"

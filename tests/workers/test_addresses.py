@@ -2,10 +2,10 @@
 
 import pytest
 
-from configs.flags import parse
-from configs.settings import WorkerSettings
-from infra.broker.server import EmbeddedNats
-from schemas.subjects import Subjects
+from penstock.configs.flags import parse
+from penstock.configs.settings import WorkerSettings
+from penstock.infra.broker.server import EmbeddedNats
+from penstock.schemas.subjects import Subjects
 from tests.infra.bus.support import eventually
 from tests.workers.kv_transfer.loopback import LoopbackNetwork
 from tests.workers.support import LogClient, engine, run_worker

@@ -5,13 +5,13 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from infra.broker.server import EmbeddedNats
-from infra.model import modeldir
-from schemas.errors import Code
-from schemas.requests import CONSTRAINT, Constraint, GenerateRequest, LogitsProcessor, Sampling
-from schemas.subjects import Subjects
+from penstock.infra.broker.server import EmbeddedNats
+from penstock.infra.model import modeldir
+from penstock.schemas.errors import Code
+from penstock.schemas.requests import CONSTRAINT, Constraint, GenerateRequest, LogitsProcessor, Sampling
+from penstock.schemas.subjects import Subjects
+from penstock.workers import token_runner
 from tests.workers.support import LogClient, WorkerHarness, engine, request, run_worker
-from workers import token_runner
 
 MODEL = modeldir.load(modeldir.DEMO)
 

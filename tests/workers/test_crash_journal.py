@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infra.broker.server import EmbeddedNats
-from schemas import done
-from schemas.subjects import HEADER_CRASHED, Subjects
+from penstock.infra.broker.server import EmbeddedNats
+from penstock.schemas import done
+from penstock.schemas.subjects import HEADER_CRASHED, Subjects
+from penstock.workers.crash_journal import CrashJournal, End, LastLife, Ran, judge, paths, read_journal, returns
+from penstock.workers.requests import RunningRequest
 from tests.infra.bus.support import eventually
 from tests.pipeline.support import Process
 from tests.workers.support import LogClient, WorkerHarness, answer, ids, request, run_worker
-from workers.crash_journal import CrashJournal, End, LastLife, Ran, judge, paths, read_journal, returns
-from workers.requests import RunningRequest
 
 SEGV, KILL, TERM = -signal.SIGSEGV, -signal.SIGKILL, -signal.SIGTERM
 RAN = Ran("r1", 2, "m", "w-1")

@@ -14,29 +14,29 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from configs.settings import WorkerSettings
-from infra.broker.server import EmbeddedNats
-from infra.bus.object_store import get
-from infra.bus.publisher import Publisher
-from infra.metrics.scope import MetricScope
-from infra.model.modeldir import ModelError
-from schemas import control, wire
-from schemas.errors import Code
-from schemas.fleet import Diffuser
-from schemas.requests import Diffusion, GenerateRequest
-from schemas.subjects import Subjects
+from penstock.configs.settings import WorkerSettings
+from penstock.infra.broker.server import EmbeddedNats
+from penstock.infra.bus.object_store import get
+from penstock.infra.bus.publisher import Publisher
+from penstock.infra.metrics.scope import MetricScope
+from penstock.infra.model.modeldir import ModelError
+from penstock.schemas import control, wire
+from penstock.schemas.errors import Code
+from penstock.schemas.fleet import Diffuser
+from penstock.schemas.requests import Diffusion, GenerateRequest
+from penstock.schemas.subjects import Subjects
+from penstock.workers import diffusion_backend as module
+from penstock.workers.engines.base import EngineError, RequestError
+from penstock.workers.engines.diffusion.base import GeneratedMedia, Progress
+from penstock.workers.metrics.worker import Metrics
+from penstock.workers.pipeline_runner import PipelineRunner
+from penstock.workers.pipeline_thread import PipelineThread
+from penstock.workers.process import WorkerProcess
+from penstock.workers.request_runner import ServedModel
+from penstock.workers.session import WorkerSession
 from tests.infra.bus.support import eventually
 from tests.pipeline.support import Process
 from tests.workers.support import LogClient, dial, ids, request
-from workers import diffusion_backend as module
-from workers.engines.base import EngineError, RequestError
-from workers.engines.diffusion.base import GeneratedMedia, Progress
-from workers.metrics.worker import Metrics
-from workers.pipeline_runner import PipelineRunner
-from workers.pipeline_thread import PipelineThread
-from workers.process import WorkerProcess
-from workers.request_runner import ServedModel
-from workers.session import WorkerSession
 
 MADE = Diffuser("image", "TestPipeline", 16, 8, 6, ("png", "webp"), 10_000, 50)
 STEPS = 6

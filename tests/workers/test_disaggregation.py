@@ -16,17 +16,24 @@ import msgspec
 import pytest
 from blake3 import blake3
 
-from infra.broker.server import EmbeddedNats
-from infra.bus import object_store
-from infra.bus.direct_get import read
-from schemas import blocks, control, jobs, wire
-from schemas.errors import Code
-from schemas.jobs import Stage
-from schemas.requests import GenerateRequest, Media, Sampling
-from schemas.subjects import Subjects
-from schemas.tokens import PROMPT as PROMPT_ITEM
-from schemas.trace import Trace
-from schemas.transfer import Prefilled
+from penstock.infra.broker.server import EmbeddedNats
+from penstock.infra.bus import object_store
+from penstock.infra.bus.direct_get import read
+from penstock.schemas import blocks, control, jobs, wire
+from penstock.schemas.errors import Code
+from penstock.schemas.jobs import Stage
+from penstock.schemas.requests import GenerateRequest, Media, Sampling
+from penstock.schemas.subjects import Subjects
+from penstock.schemas.tokens import PROMPT as PROMPT_ITEM
+from penstock.schemas.trace import Trace
+from penstock.schemas.transfer import Prefilled
+from penstock.workers import disaggregation
+from penstock.workers.engines import mock
+from penstock.workers.engines.base import Reservation
+from penstock.workers.engines.mock.executor import expected_tokens
+from penstock.workers.engines.mock.memory import embedding
+from penstock.workers.sequence_state import SequenceState
+from penstock.workers.stopping import GRACE_S
 from tests.infra.bus.support import eventually
 from tests.workers.kv_transfer.loopback import LoopbackNetwork
 from tests.workers.support import (
@@ -43,13 +50,6 @@ from tests.workers.support import (
     request,
     run_worker,
 )
-from workers import disaggregation
-from workers.engines import mock
-from workers.engines.base import Reservation
-from workers.engines.mock.executor import expected_tokens
-from workers.engines.mock.memory import embedding
-from workers.sequence_state import SequenceState
-from workers.stopping import GRACE_S
 
 PROMPT = list(range(1, 31))  # seven full blocks and a rest
 FAST = {"transfer_timeout_s": 0.3, "handoff_lease_s": 2.0, "quarantine_s": 2.0}

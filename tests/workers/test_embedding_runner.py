@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from schemas.errors import Code
-from schemas.requests import Embedding
-from workers.embedding_runner import EmbeddingRunner, _Batch, _Vectors
-from workers.engines.embed.inputs import Input
+from penstock.schemas.errors import Code
+from penstock.schemas.requests import Embedding
+from penstock.workers.embedding_runner import EmbeddingRunner, _Batch, _Vectors
+from penstock.workers.engines.embed.inputs import Input
 
 
 class Terminal:

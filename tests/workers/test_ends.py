@@ -8,11 +8,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from infra.broker.server import EmbeddedNats
-from schemas import done, wire
-from schemas.requests import Sampling
-from schemas.subjects import HEADER_SUMMARY, Subjects
-from schemas.summary import header_of
+from penstock.infra.broker.server import EmbeddedNats
+from penstock.schemas import done, wire
+from penstock.schemas.requests import Sampling
+from penstock.schemas.subjects import HEADER_SUMMARY, Subjects
+from penstock.schemas.summary import header_of
 from tests.infra.bus.support import eventually
 from tests.workers.support import LogClient, WorkerHarness, answer, engine, request, run_worker
 
@@ -52,7 +52,7 @@ async def test_a_terminal_event_that_is_refused_is_stored_once_that_is_possible(
     log: LogClient, worker: WorkerHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its job, delivered again meanwhile, is neither run again nor acknowledged."""
-    monkeypatch.setattr("infra.bus.publisher.RESEND_S", 0.1)
+    monkeypatch.setattr("penstock.infra.bus.publisher.RESEND_S", 0.1)
     asked = request()
     await refuse_ends(log)
     await log.send_job(worker.id, asked)
@@ -77,7 +77,7 @@ async def test_a_terminal_event_that_is_refused_is_stored_once_that_is_possible(
 async def test_a_return_that_is_refused_is_stored_once_that_is_possible(
     log: LogClient, worker: WorkerHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("infra.bus.publisher.RESEND_S", 0.1)
+    monkeypatch.setattr("penstock.infra.bus.publisher.RESEND_S", 0.1)
     worker.engine.hold()
     asked = request()
     await log.send_job(worker.id, asked)

@@ -13,18 +13,18 @@ from zlib import crc32
 
 import pytest
 
-from infra.model.detokenizer import Detokenizer
-from infra.model.modeldir import TINY, load_tokenizer
-from schemas import blocks, kv, wire
-from schemas.requests import Sampling, Stop
-from schemas.tokens import PROMPT, Logprob, TokenItem
-from workers.engine_loop import FAST_STEP_S, MAX_AHEAD, EngineLoop, Pace
-from workers.engine_thread import EngineThread
-from workers.engines import mock
-from workers.engines.base import Engine, EngineError, EngineStats, Failure, Output, SequenceRequest, StepResult
-from workers.engines.mock.executor import GREEDY, Vocabulary, expected_tokens
-from workers.sequence_state import PROMPT_ITEM_BYTES, CacheSnapshot, Flush, SequenceState
-from workers.step_output import StepOutput
+from penstock.infra.model.detokenizer import Detokenizer
+from penstock.infra.model.modeldir import TINY, load_tokenizer
+from penstock.schemas import blocks, kv, wire
+from penstock.schemas.requests import Sampling, Stop
+from penstock.schemas.tokens import PROMPT, Logprob, TokenItem
+from penstock.workers.engine_loop import FAST_STEP_S, MAX_AHEAD, EngineLoop, Pace
+from penstock.workers.engine_thread import EngineThread
+from penstock.workers.engines import mock
+from penstock.workers.engines.base import Engine, EngineError, EngineStats, Failure, Output, SequenceRequest, StepResult
+from penstock.workers.engines.mock.executor import GREEDY, Vocabulary, expected_tokens
+from penstock.workers.sequence_state import PROMPT_ITEM_BYTES, CacheSnapshot, Flush, SequenceState
+from penstock.workers.step_output import StepOutput
 
 VOCABULARY = Vocabulary(1000)
 ROOT = blocks.root("rev")

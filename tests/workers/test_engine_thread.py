@@ -7,14 +7,14 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from penstock.workers import engine_thread
+from penstock.workers.engine_loop import MAX_AHEAD, EngineLoop
+from penstock.workers.engine_thread import EngineThread
+from penstock.workers.engines.base import EngineError
+from penstock.workers.sequence_state import Flush
 from tests.infra.bus.support import eventually
 from tests.workers.support import ControlledEngine, engine
 from tests.workers.test_engine_loop import new_choice, refuse, sequence
-from workers import engine_thread
-from workers.engine_loop import MAX_AHEAD, EngineLoop
-from workers.engine_thread import EngineThread
-from workers.engines.base import EngineError
-from workers.sequence_state import Flush
 
 TOKENS = 2 * MAX_AHEAD
 

@@ -7,20 +7,20 @@ from typing import Any
 
 import pytest
 
-from configs.settings import WorkerSettings
-from infra.broker.server import EmbeddedNats
-from router.index.holders import keys_view
-from router.index.prefix_index import PrefixIndex
-from schemas import blocks, kv
-from schemas.requests import GenerateRequest
-from schemas.subjects import Subjects
+from penstock.configs.settings import WorkerSettings
+from penstock.infra.broker.server import EmbeddedNats
+from penstock.router.index.holders import keys_view
+from penstock.router.index.prefix_index import PrefixIndex
+from penstock.schemas import blocks, kv
+from penstock.schemas.requests import GenerateRequest
+from penstock.schemas.subjects import Subjects
+from penstock.workers.engines import mock
+from penstock.workers.engines.base import StepResult
+from penstock.workers.engines.events.publisher import Publisher
+from penstock.workers.engines.events.relay import start_relay
 from tests.infra.bus.support import eventually
 from tests.router.support import Clients, Routing, routing
 from tests.workers.support import BLOCK, REVISION, ControlledEngine, LogClient, WorkerHarness, request, run_worker
-from workers.engines import mock
-from workers.engines.base import StepResult
-from workers.engines.events.publisher import Publisher
-from workers.engines.events.relay import start_relay
 
 PLANES = ("nats", "zmq")
 RANKS = 2
@@ -175,7 +175,7 @@ async def test_a_router_that_starts_later_learns_all_ranks_by_a_dump_in_pages(
         await early.knows(here.id)
         for number, prompt in enumerate(PROMPTS):
             await run(log, here, prompt, number % RANKS)
-        monkeypatch.setattr("workers.session.WorkerSession.dump", _small_pages)
+        monkeypatch.setattr("penstock.workers.session.WorkerSession.dump", _small_pages)
         async with routing(broker, pipeline) as late:
             both = [index_of(each) for each in (early, late)]
             await eventually(lambda: both[0].checksum() == both[1].checksum())

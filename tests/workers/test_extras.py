@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from infra.broker.server import EmbeddedNats
-from workers.extras import install_hint
+from penstock.infra.broker.server import EmbeddedNats
+from penstock.workers.extras import install_hint
 
 ROOT = Path(__file__).parents[2]
 # What ``penstock[native]`` adds to ``penstock``.
@@ -20,7 +20,7 @@ def worker(broker: EmbeddedNats, *flags: str) -> "subprocess.CompletedProcess[st
     code = (
         "import sys\n"
         f"sys.modules |= dict.fromkeys({ABSENT!r})\n"  # None: an import raises ModuleNotFoundError
-        "from infra.cli import main\n"
+        "from penstock.infra.cli import main\n"
         "sys.exit(main(sys.argv[1:]))"
     )
     return subprocess.run(
@@ -48,10 +48,11 @@ def test_front_processes_and_the_mock_engine_need_none_of_them() -> None:
     code = (
         "import sys\n"
         f"sys.modules |= dict.fromkeys({ABSENT!r})\n"
-        "import gateway.main, router.main, infra.launch.main, workers.main, gateway.client\n"
-        "from configs.settings import WorkerSettings\n"
-        "from infra.model import modeldir\n"
-        "from workers.token_backend import build_engine\n"
+        "import penstock.gateway.main, penstock.router.main, penstock.infra.launch.main, penstock.workers.main\n"
+        "import penstock.gateway.client\n"
+        "from penstock.configs.settings import WorkerSettings\n"
+        "from penstock.infra.model import modeldir\n"
+        "from penstock.workers.token_backend import build_engine\n"
         "modeldir.load(modeldir.TINY)\n"
         "print(type(build_engine(WorkerSettings(engine='mock', kv_blocks=64), modeldir.TINY)).__name__)"
     )
@@ -61,7 +62,7 @@ def test_front_processes_and_the_mock_engine_need_none_of_them() -> None:
 
 
 def test_a_command_without_its_packages_names_the_extra() -> None:
-    code = "import sys; sys.modules['numpy'] = None; from infra.cli import main; main(['bench', 'handoff'])"
+    code = "import sys; sys.modules['numpy'] = None; from penstock.infra.cli import main; main(['bench', 'handoff'])"
     env = os.environ | {"PYTHONPATH": str(ROOT)}
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False, env=env)
     assert (run.returncode, run.stderr) == (1, "penstock: this command needs numpy: pip install 'penstock[native]'\n")

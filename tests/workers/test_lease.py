@@ -7,16 +7,16 @@ from typing import Any
 import pytest
 from nats.js.errors import NotFoundError
 
-from infra.broker.server import EmbeddedNats
-from infra.bus.connection import Bus
-from infra.bus.registry import WorkerRegistry
-from schemas import fleet
-from schemas.errors import ServingError
-from schemas.subjects import Subjects
-from schemas.wire import encode
+from penstock.infra.broker.server import EmbeddedNats
+from penstock.infra.bus.connection import Bus
+from penstock.infra.bus.registry import WorkerRegistry
+from penstock.schemas import fleet
+from penstock.schemas.errors import ServingError
+from penstock.schemas.subjects import Subjects
+from penstock.schemas.wire import encode
+from penstock.workers import lease as module
+from penstock.workers.lease import TRUST_S, Lease
 from tests.infra.bus.support import eventually, opened
-from workers import lease as module
-from workers.lease import TRUST_S, Lease
 
 
 @pytest.fixture

@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 from nats.errors import Error as NatsError
 
-from infra.broker.server import EmbeddedNats
-from infra.bus.direct_get import read
-from schemas.errors import Code, ServingError
-from schemas.subjects import Subjects
+from penstock.infra.broker.server import EmbeddedNats
+from penstock.infra.bus.direct_get import read
+from penstock.schemas.errors import Code, ServingError
+from penstock.schemas.subjects import Subjects
+from penstock.workers import outbox as module
+from penstock.workers.outbox import KEEP_S, Outbox
 from tests.infra.bus.support import eventually, opened
-from workers import outbox as module
-from workers.outbox import KEEP_S, Outbox
 
 
 class FakeBus:

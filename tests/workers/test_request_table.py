@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
+from penstock.workers.request_table import REMEMBERED, Admission, RequestTable
+from penstock.workers.requests import RunningRequest
 from tests.workers.support import request
-from workers.request_table import REMEMBERED, Admission, RequestTable
-from workers.requests import RunningRequest
 
 
 class Table:

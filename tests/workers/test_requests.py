@@ -3,14 +3,14 @@
 import msgspec
 import pytest
 
-from infra.model.detokenizer import Detokenizer
-from infra.model.modeldir import DEMO, TINY, load_tokenizer
-from schemas import blocks, done, jobs, wire
-from schemas.errors import Code
-from schemas.jobs import Decision, Job, Stage
-from schemas.requests import GenerateRequest, Parsing, Sampling, Stop
-from schemas.tokens import Finish
-from workers.requests import RunningRequest, admit, already_over, next_job, sequence_requests, terminal
+from penstock.infra.model.detokenizer import Detokenizer
+from penstock.infra.model.modeldir import DEMO, TINY, load_tokenizer
+from penstock.schemas import blocks, done, jobs, wire
+from penstock.schemas.errors import Code
+from penstock.schemas.jobs import Decision, Job, Stage
+from penstock.schemas.requests import GenerateRequest, Parsing, Sampling, Stop
+from penstock.schemas.tokens import Finish
+from penstock.workers.requests import RunningRequest, admit, already_over, next_job, sequence_requests, terminal
 
 PROMPT = [1, 2, 3, 4]
 DIGESTS = blocks.chain(wire.pack_tokens(PROMPT), 2, blocks.root("rev", "lora", "salt"))

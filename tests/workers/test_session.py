@@ -11,23 +11,23 @@ import msgspec
 import pytest
 from structlog.testing import capture_logs
 
-from infra.broker.server import EmbeddedNats
-from infra.bus.connection import Bus
-from infra.model.detokenizer import Detokenizer
-from infra.model.modeldir import TINY, load_tokenizer
-from schemas import contents, done, fleet, wire
-from schemas.errors import Code
-from schemas.requests import GenerateRequest, Sampling
-from schemas.subjects import Subjects
-from schemas.tokens import Finish
-from schemas.trace import Trace
+from penstock.infra.broker.server import EmbeddedNats
+from penstock.infra.bus.connection import Bus
+from penstock.infra.model.detokenizer import Detokenizer
+from penstock.infra.model.modeldir import TINY, load_tokenizer
+from penstock.schemas import contents, done, fleet, wire
+from penstock.schemas.errors import Code
+from penstock.schemas.requests import GenerateRequest, Sampling
+from penstock.schemas.subjects import Subjects
+from penstock.schemas.tokens import Finish
+from penstock.schemas.trace import Trace
+from penstock.workers import engine_loop, reporter, token_runner
+from penstock.workers import housekeeping as module
+from penstock.workers.engines.mock.executor import Vocabulary
+from penstock.workers.lease import Lease
+from penstock.workers.sequence_state import SequenceState
 from tests.infra.bus.support import eventually
 from tests.workers.support import DRAWN, GATEWAY, LogClient, WorkerHarness, answer, engine, ids, request, run_worker
-from workers import engine_loop, reporter, token_runner
-from workers import housekeeping as module
-from workers.engines.mock.executor import Vocabulary
-from workers.lease import Lease
-from workers.sequence_state import SequenceState
 
 UNSAMPLED = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-00"
 

@@ -10,21 +10,21 @@ from typing import Any
 
 import pytest
 
-from configs.settings import WorkerSettings
-from infra.broker.apply import apply
-from infra.broker.server import EmbeddedNats
-from infra.model.modeldir import TINY
-from schemas import control, wire
-from schemas.jobs import Stage
-from schemas.streams import topology
-from schemas.subjects import Subjects
+from penstock.configs.settings import WorkerSettings
+from penstock.infra.broker.apply import apply
+from penstock.infra.broker.server import EmbeddedNats
+from penstock.infra.model.modeldir import TINY
+from penstock.schemas import control, wire
+from penstock.schemas.jobs import Stage
+from penstock.schemas.streams import topology
+from penstock.schemas.subjects import Subjects
+from penstock.workers import token_backend as module
+from penstock.workers.process import WorkerProcess
+from penstock.workers.stopping import GRACE_S, Stopping
 from tests.conftest import Connect
 from tests.infra.bus.support import eventually
 from tests.pipeline.support import Process
 from tests.workers.support import LogClient, engine, request
-from workers import token_backend as module
-from workers.process import WorkerProcess
-from workers.stopping import GRACE_S, Stopping
 
 DRAIN_S = 1
 BOUND_S = DRAIN_S + GRACE_S + 1.5  # and what the interpreter and a loaded machine take

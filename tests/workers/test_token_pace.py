@@ -2,11 +2,11 @@
 
 from array import array
 
-from schemas.tokens import Finish
+from penstock.schemas.tokens import Finish
+from penstock.workers.requests import RunningRequest
+from penstock.workers.sequence_state import SequenceState, token_item
+from penstock.workers.token_pace import KNOWN_S, LEAST_PROMPTS, LEAST_TOKENS, TokenPace
 from tests.workers.support import request as make_request
-from workers.requests import RunningRequest
-from workers.sequence_state import SequenceState, token_item
-from workers.token_pace import KNOWN_S, LEAST_PROMPTS, LEAST_TOKENS, TokenPace
 
 PROMPT = 100
 

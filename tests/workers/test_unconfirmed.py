@@ -5,9 +5,9 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from workers import outbox as module
-from workers.outbox import Outbox
-from workers.unconfirmed import RESEND_S
+from penstock.workers import outbox as module
+from penstock.workers.outbox import Outbox
+from penstock.workers.unconfirmed import RESEND_S
 
 
 class Answer(NamedTuple):

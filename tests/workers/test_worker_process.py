@@ -7,19 +7,19 @@ from typing import Any
 
 import pytest
 
-from configs.settings import WorkerSettings
-from infra.broker.server import EmbeddedNats
-from infra.model.modeldir import TINY, ModelError
-from schemas import control, fleet, wire
-from schemas.subjects import Subjects
+from penstock.configs.settings import WorkerSettings
+from penstock.infra.broker.server import EmbeddedNats
+from penstock.infra.model.modeldir import TINY, ModelError
+from penstock.schemas import control, fleet, wire
+from penstock.schemas.subjects import Subjects
+from penstock.workers import token_backend as module
+from penstock.workers.engines.base import Engine, NodeLost
+from penstock.workers.main import check_nodes, check_settings
+from penstock.workers.process import EXIT_CONFIG, EXIT_ENGINE, EXIT_OK, WorkerProcess
+from penstock.workers.token_backend import build_engine, model_path
 from tests.infra.bus.support import eventually
 from tests.pipeline.support import Oracle, Process
 from tests.workers.support import ControlledEngine, LogClient, answer, engine, ids, request
-from workers import token_backend as module
-from workers.engines.base import Engine, NodeLost
-from workers.main import check_nodes, check_settings
-from workers.process import EXIT_CONFIG, EXIT_ENGINE, EXIT_OK, WorkerProcess
-from workers.token_backend import build_engine, model_path
 
 MODEL = "tiny"
 

@@ -10,14 +10,16 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
-from schemas.kv import KvEvent
-from schemas.requests import Constraint, Sampling, Stop
-from schemas.tokens import Logprob
-from schemas.transfer import Memory
+from penstock.schemas.kv import KvEvent
+from penstock.schemas.requests import Constraint, Sampling, Stop
+from penstock.schemas.tokens import Logprob
+from penstock.schemas.transfer import Memory
 
 
 class RequestError(Exception):
-    """This sequence cannot be served; its neighbours are not affected. ``code`` is a schemas.errors.Code value."""
+    """This sequence cannot be served; its neighbours are not affected. ``code`` is a penstock.schemas.errors.Code
+    value.
+    """
 
     def __init__(self, code: str, message: str) -> None:
         super().__init__(message)
@@ -51,11 +53,13 @@ class EngineInfo(msgspec.Struct, frozen=True):
     load_seconds: float = 0.0
     dp_size: int = 1
     handoff_layout: str = ""  # of engines that move KV themselves; only engines with the same text can exchange KV
-    handoff_memory: str = "cpu"  # where that KV is: ``schemas.transfer.Memory.kind``
+    handoff_memory: str = "cpu"  # where that KV is: ``penstock.schemas.transfer.Memory.kind``
     logits_processors: tuple[str, ...] = ()  # names that ``Sampling.logits_processors`` may have
     max_batched_tokens: int = 0  # computed per step, on each rank; 0: unknown
     pair_only: bool = False  # of a prefill or decode worker: it cannot compute the other stage
-    constraints: tuple[str, ...] = ()  # marks of the constraints that it applies, see ``schemas.requests.Constraint``
+    constraints: tuple[
+        str, ...
+    ] = ()  # marks of the constraints that it applies, see ``penstock.schemas.requests.Constraint``
     ignored_options: tuple[str, ...] = ()  # of clients, without effect here; gateways name them in answers
 
 
@@ -166,7 +170,7 @@ class Scored(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """Measurements of a sequence, reported before or with its end: see ``schemas.trace.Stamps``."""
+    """Measurements of a sequence, reported before or with its end: see ``penstock.schemas.trace.Stamps``."""
 
     key: object
     values: Mapping[str, float]

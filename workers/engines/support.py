@@ -9,8 +9,8 @@ from typing import NamedTuple
 from msgspec import Struct
 from msgspec.structs import fields
 
-from schemas.requests import Sampling
-from workers.engines.external.served import ALL, TORCH_SAMPLER_1_2, TRTLLM_SAMPLER, Served, problem
+from penstock.schemas.requests import Sampling
+from penstock.workers.engines.external.served import ALL, TORCH_SAMPLER_1_2, TRTLLM_SAMPLER, Served, problem
 
 NO = ""
 

@@ -1,7 +1,7 @@
 """Checks of a request that hold for every engine. Pure."""
 
-from schemas.errors import Code
-from workers.engines.base import RequestError, SequenceRequest
+from penstock.schemas.errors import Code
+from penstock.workers.engines.base import RequestError, SequenceRequest
 
 
 def check_vocabulary(request: SequenceRequest, vocab_size: int) -> None:

@@ -5,8 +5,8 @@ Each library implements these few calls; deadlines, quarantine, checks and renew
 
 from typing import Any, Protocol
 
-from schemas.transfer import Endpoint
-from workers.kv_transfer.blocks import CopyOp
+from penstock.schemas.transfer import Endpoint
+from penstock.workers.kv_transfer.blocks import CopyOp
 
 
 class PeerLost(Exception):

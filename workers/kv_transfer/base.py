@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Literal, NamedTuple, Protocol, TypeAlias
 
-from schemas.transfer import Endpoint
+from penstock.schemas.transfer import Endpoint
 
 Cause: TypeAlias = Literal["peer_lost", "timeout", "stale", "refused", "unavailable"]
 CAUSES: tuple[Cause, ...] = ("peer_lost", "timeout", "stale", "refused", "unavailable")

@@ -6,7 +6,7 @@ Through the driver's C interface, so that no framework is imported.
 import ctypes
 from collections.abc import Collection
 
-from workers.kv_transfer.base import TransportUnavailable
+from penstock.workers.kv_transfer.base import TransportUnavailable
 
 
 def use_device(devices: Collection[int]) -> None:

@@ -14,13 +14,20 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from schemas.transfer import Endpoint
-from workers.kv_transfer import blocks
-from workers.kv_transfer.agent import Agent, PeerLost, TransferRejected
-from workers.kv_transfer.base import CAUSES, Cause, TransferError, TransferResult, TransportStats, completed_future
-from workers.kv_transfer.blocks import CopyOp
-from workers.kv_transfer.loaded_peers import LoadedPeers
-from workers.kv_transfer.scratch import ScratchBuffers
+from penstock.schemas.transfer import Endpoint
+from penstock.workers.kv_transfer import blocks
+from penstock.workers.kv_transfer.agent import Agent, PeerLost, TransferRejected
+from penstock.workers.kv_transfer.base import (
+    CAUSES,
+    Cause,
+    TransferError,
+    TransferResult,
+    TransportStats,
+    completed_future,
+)
+from penstock.workers.kv_transfer.blocks import CopyOp
+from penstock.workers.kv_transfer.loaded_peers import LoadedPeers
+from penstock.workers.kv_transfer.scratch import ScratchBuffers
 
 Op: TypeAlias = Literal["READ", "WRITE", "CONNECT"]
 WARM_BYTES = 4

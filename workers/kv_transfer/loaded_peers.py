@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 from blake3 import blake3
 
-from schemas.transfer import Endpoint
-from workers.kv_transfer.agent import Agent, PeerLost, TransferRejected
-from workers.kv_transfer.base import TransferError
+from penstock.schemas.transfer import Endpoint
+from penstock.workers.kv_transfer.agent import Agent, PeerLost, TransferRejected
+from penstock.workers.kv_transfer.base import TransferError
 
 DIGEST_BYTES = 16
 

@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from schemas.transfer import Endpoint, Memory
-from workers.kv_transfer.agent import PeerLost, TransferRejected
-from workers.kv_transfer.base import TransportUnavailable
-from workers.kv_transfer.blocks import WORD_BYTES, CopyOp, MemoryRanges
-from workers.kv_transfer.cuda import use_device
-from workers.kv_transfer.loaded_peers import digest
-from workers.kv_transfer.nixl_library import Library
-from workers.kv_transfer.path import has_rdma, host_identity
+from penstock.schemas.transfer import Endpoint, Memory
+from penstock.workers.kv_transfer.agent import PeerLost, TransferRejected
+from penstock.workers.kv_transfer.base import TransportUnavailable
+from penstock.workers.kv_transfer.blocks import WORD_BYTES, CopyOp, MemoryRanges
+from penstock.workers.kv_transfer.cuda import use_device
+from penstock.workers.kv_transfer.loaded_peers import digest
+from penstock.workers.kv_transfer.nixl_library import Library
+from penstock.workers.kv_transfer.path import has_rdma, host_identity
 
 KINDS = {"cpu": "DRAM", "cuda": "VRAM"}
 SELF_TEST_BYTES = 4096

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from workers.kv_transfer.base import TransportUnavailable
+from penstock.workers.kv_transfer.base import TransportUnavailable
 
 MODULES = ("nixl_cu12", "nixl_cu13")  # never both in one process: the second import fails
 INSTALL = "install NIXL: pip install nixl-cu12==1.5.1 (CUDA 12, or no GPU) or nixl-cu13==1.5.1 (CUDA 13)"

@@ -4,10 +4,10 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Literal
 
-from schemas.transfer import Endpoint, Memory
-from workers.kv_transfer.agent import Agent
-from workers.kv_transfer.base import QUARANTINE_S, Transport
-from workers.kv_transfer.transport_thread import TransportThread
+from penstock.schemas.transfer import Endpoint, Memory
+from penstock.workers.kv_transfer.agent import Agent
+from penstock.workers.kv_transfer.base import QUARANTINE_S, Transport
+from penstock.workers.kv_transfer.transport_thread import TransportThread
 
 
 def open_transport(
@@ -34,7 +34,7 @@ def open_transport(
 
 
 def _nixl(pools: Mapping[str, Memory], name: str) -> Agent:
-    from workers.kv_transfer.nixl import NixlAgent
-    from workers.kv_transfer.nixl_library import load
+    from penstock.workers.kv_transfer.nixl import NixlAgent
+    from penstock.workers.kv_transfer.nixl_library import load
 
     return NixlAgent(load(), name, pools)

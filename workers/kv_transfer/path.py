@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
-from schemas.transfer import Endpoint
+from penstock.schemas.transfer import Endpoint
 
 SHARED = {"all", "cma", "sm", "shm", "shared_memory"}  # values of UCX_TLS that leave copying between processes on
 RDMA = {"all", "ib", "rc", "rc_x", "rc_v", "rc_mlx5", "rc_verbs", "dc", "dc_x", "dc_mlx5", "ud", "ud_x", "ud_v"}

@@ -5,7 +5,7 @@ from collections import defaultdict
 import numpy as np
 from numpy.typing import NDArray
 
-from workers.kv_transfer.agent import Agent
+from penstock.workers.kv_transfer.agent import Agent
 
 SMALLEST_BYTES = 4096
 

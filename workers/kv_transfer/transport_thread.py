@@ -12,11 +12,11 @@ from concurrent.futures import Future
 
 import structlog
 
-from schemas.transfer import Endpoint
-from workers.kv_transfer.agent import Agent
-from workers.kv_transfer.base import QUARANTINE_S, TIMEOUT_S, TransferError, TransferResult, TransportStats
-from workers.kv_transfer.inflight import InflightTransfers, TransferRequest
-from workers.kv_transfer.waker import Waker
+from penstock.schemas.transfer import Endpoint
+from penstock.workers.kv_transfer.agent import Agent
+from penstock.workers.kv_transfer.base import QUARANTINE_S, TIMEOUT_S, TransferError, TransferResult, TransportStats
+from penstock.workers.kv_transfer.inflight import InflightTransfers, TransferRequest
+from penstock.workers.kv_transfer.waker import Waker
 
 log = structlog.get_logger("transfer")
 

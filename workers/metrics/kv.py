@@ -1,8 +1,8 @@
 """Metrics of a worker's KV blocks, in a registry of their own."""
 
-from infra.metrics.scope import MetricScope
-from workers.engines.base import EngineStats
-from workers.metrics.totals import Total
+from penstock.infra.metrics.scope import MetricScope
+from penstock.workers.engines.base import EngineStats
+from penstock.workers.metrics.totals import Total
 
 
 class KvMetrics:

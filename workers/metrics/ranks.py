@@ -17,8 +17,8 @@ from typing import Annotated
 from msgspec import Meta, Struct
 from prometheus_client import CollectorRegistry, start_http_server
 
-from configs.settings import about
-from workers.metrics.multiprocess import VARIABLE, Merged, remove_dead_files
+from penstock.configs.settings import about
+from penstock.workers.metrics.multiprocess import VARIABLE, Merged, remove_dead_files
 
 
 class RankMetricsSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

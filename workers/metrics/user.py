@@ -1,6 +1,6 @@
 """Metrics of code that users add to a worker, such as a logits processor or an engine's adapter.
 
-    from workers.metrics import user
+    from penstock.workers.metrics import user
 
     _banned = user.counter("banned_tokens", "tokens that were made impossible", ["list"])
 
@@ -16,8 +16,8 @@ from typing import TypeVar
 from prometheus_client import Counter, Gauge, Histogram
 from prometheus_client.metrics import MetricWrapperBase
 
-from infra.metrics.names import label_name, metric_name
-from infra.metrics.scope import MetricConflict
+from penstock.infra.metrics.names import label_name, metric_name
+from penstock.infra.metrics.scope import MetricConflict
 
 PREFIX = "user_"
 AUTOMATIC = ("namespace", "component", "process", "model", "role")

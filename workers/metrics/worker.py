@@ -1,14 +1,14 @@
 """The metrics of a worker. One scope per process; names end in their unit."""
 
-from infra.metrics.scope import MetricScope
-from schemas.done import Done
-from schemas.streams import LONGEST_DEADLINE_S as LONGEST
-from schemas.transfer import Handoff
-from workers.engines.base import EngineInfo, EngineStats, GrammarStats
-from workers.kv_transfer.base import CAUSES
-from workers.metrics.gpu import GpuMetrics, find_library
-from workers.metrics.kv import KvMetrics
-from workers.metrics.totals import Total
+from penstock.infra.metrics.scope import MetricScope
+from penstock.schemas.done import Done
+from penstock.schemas.streams import LONGEST_DEADLINE_S as LONGEST
+from penstock.schemas.transfer import Handoff
+from penstock.workers.engines.base import EngineInfo, EngineStats, GrammarStats
+from penstock.workers.kv_transfer.base import CAUSES
+from penstock.workers.metrics.gpu import GpuMetrics, find_library
+from penstock.workers.metrics.kv import KvMetrics
+from penstock.workers.metrics.totals import Total
 
 TOKEN_SECONDS = (
     0.001,

@@ -5,10 +5,10 @@ from typing import Any
 
 from msgspec import UNSET
 
-from gateway.openai.answer_state import Scored
-from gateway.openai.logprobs import LogprobFormatter
-from gateway.openai.responses import UsageBody
-from gateway.openai.responses_api.objects import (
+from penstock.gateway.openai.answer_state import Scored
+from penstock.gateway.openai.logprobs import LogprobFormatter
+from penstock.gateway.openai.responses import UsageBody
+from penstock.gateway.openai.responses_api.objects import (
     FunctionCallItem,
     IncompleteDetails,
     InputTokensDetails,
@@ -24,13 +24,13 @@ from gateway.openai.responses_api.objects import (
     ResponseUsage,
     Status,
 )
-from gateway.openai.responses_api.record import PREFIX, item_id, read_stored
-from gateway.openai.responses_api.requests import ResponsesRequest
-from gateway.openai.responses_api.tools import ToolNames
-from gateway.openai.segments import Segment, SegmentedAnswer
-from infra.model.detokenizer import Detokenizer
-from schemas.errors import Code, ServingError
-from schemas.requests import GenerateRequest, Priority
+from penstock.gateway.openai.responses_api.record import PREFIX, item_id, read_stored
+from penstock.gateway.openai.responses_api.requests import ResponsesRequest
+from penstock.gateway.openai.responses_api.tools import ToolNames
+from penstock.gateway.openai.segments import Segment, SegmentedAnswer
+from penstock.infra.model.detokenizer import Detokenizer
+from penstock.schemas.errors import Code, ServingError
+from penstock.schemas.requests import GenerateRequest, Priority
 
 _TIERS = {Priority.batch: "flex", Priority.interactive: "priority", Priority.standard: "default"}
 

@@ -3,11 +3,11 @@
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from gateway.openai.errors import invalid
-from gateway.openai.requests import ChatCompletionRequest, ResponseFormat, SchemaFormat
-from gateway.openai.responses_api.items import Conversation
-from gateway.openai.responses_api.requests import InputItem, ResponsesRequest
-from gateway.openai.responses_api.tools import ToolNames, chat_tools
+from penstock.gateway.openai.errors import invalid
+from penstock.gateway.openai.requests import ChatCompletionRequest, ResponseFormat, SchemaFormat
+from penstock.gateway.openai.responses_api.items import Conversation
+from penstock.gateway.openai.responses_api.requests import InputItem, ResponsesRequest
+from penstock.gateway.openai.responses_api.tools import ToolNames, chat_tools
 
 NAMES = {
     "messages": "input",

@@ -4,17 +4,17 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from gateway.openai.errors import decode_body
-from gateway.openai.requests import ChatMessage, ContentPart
-from gateway.openai.responses_api.answer import usage_of
-from gateway.openai.responses_api.chat import Turn
-from gateway.openai.responses_api.items import encode_summary
-from gateway.openai.responses_api.objects import CompactedResponse, CompactionItem
-from gateway.openai.responses_api.record import MAX_BYTES, PREFIX, input_items, too_large
-from gateway.openai.responses_api.requests import InputItem, ResponsesRequest
-from gateway.openai.segments import SegmentedAnswer
-from schemas.errors import Code, ServingError
-from schemas.requests import GenerateRequest
+from penstock.gateway.openai.errors import decode_body
+from penstock.gateway.openai.requests import ChatMessage, ContentPart
+from penstock.gateway.openai.responses_api.answer import usage_of
+from penstock.gateway.openai.responses_api.chat import Turn
+from penstock.gateway.openai.responses_api.items import encode_summary
+from penstock.gateway.openai.responses_api.objects import CompactedResponse, CompactionItem
+from penstock.gateway.openai.responses_api.record import MAX_BYTES, PREFIX, input_items, too_large
+from penstock.gateway.openai.responses_api.requests import InputItem, ResponsesRequest
+from penstock.gateway.openai.segments import SegmentedAnswer
+from penstock.schemas.errors import Code, ServingError
+from penstock.schemas.requests import GenerateRequest
 
 INSTRUCTION = (
     "Summarise this conversation so that another assistant can continue it without having read it. Keep the user's "

@@ -6,10 +6,10 @@ from zlib import crc32
 
 import msgspec
 
-from gateway.openai.errors import invalid, unsupported
-from gateway.openai.requests import ChatMessage, ContentPart, FunctionCall, ToolCall
-from gateway.openai.responses_api.requests import InputItem, InputPart
-from gateway.openai.responses_api.tools import ToolNames
+from penstock.gateway.openai.errors import invalid, unsupported
+from penstock.gateway.openai.requests import ChatMessage, ContentPart, FunctionCall, ToolCall
+from penstock.gateway.openai.responses_api.requests import InputItem, InputPart
+from penstock.gateway.openai.responses_api.tools import ToolNames
 
 ROLES = ("system", "developer", "user", "assistant")
 SUMMARY = "Summary of the conversation so far:\n\n"  # in front of what a compaction item holds

@@ -80,7 +80,7 @@ class ResponseUsage(Struct, frozen=True):
 
 
 class ResponseError(Struct, frozen=True):
-    """``code``: one of OpenAI's; ``penstock_code``: a schemas.errors.Code."""
+    """``code``: one of OpenAI's; ``penstock_code``: a penstock.schemas.errors.Code."""
 
     code: str
     message: str

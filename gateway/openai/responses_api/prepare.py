@@ -5,14 +5,14 @@ from typing import TypeVar
 
 import msgspec
 
-from gateway.openai.places import rename, renamed
-from gateway.openai.prepare import PendingMediaRequest, PreparedRequest, count_prompt, prepare_chat_body
-from gateway.openai.prepare_context import PrepareContext
-from gateway.openai.requests import ChatCompletionRequest, check_chat
-from gateway.openai.responses_api.chat import Turn, chat_of
-from gateway.openai.responses_api.compaction import with_instruction
-from gateway.openai.responses_api.requests import ResponsesRequest
-from schemas.errors import Code, ServingError
+from penstock.gateway.openai.places import rename, renamed
+from penstock.gateway.openai.prepare import PendingMediaRequest, PreparedRequest, count_prompt, prepare_chat_body
+from penstock.gateway.openai.prepare_context import PrepareContext
+from penstock.gateway.openai.requests import ChatCompletionRequest, check_chat
+from penstock.gateway.openai.responses_api.chat import Turn, chat_of
+from penstock.gateway.openai.responses_api.compaction import with_instruction
+from penstock.gateway.openai.responses_api.requests import ResponsesRequest
+from penstock.schemas.errors import Code, ServingError
 
 T = TypeVar("T")
 

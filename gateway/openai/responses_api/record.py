@@ -7,15 +7,15 @@ from collections.abc import Sequence
 
 import msgspec
 
-from gateway.openai.errors import decode_body, invalid
-from gateway.openai.responses_api.chat import Turn
-from gateway.openai.responses_api.requests import InputItem, InputPart, ResponsesRequest
-from gateway.openai.responses_api.tools import ToolNames
-from gateway.openai.segments import SegmentedAnswer
-from infra.model.detokenizer import Detokenizer
-from schemas import done
-from schemas.errors import Code, ServingError
-from schemas.requests import GenerateRequest
+from penstock.gateway.openai.errors import decode_body, invalid
+from penstock.gateway.openai.responses_api.chat import Turn
+from penstock.gateway.openai.responses_api.requests import InputItem, InputPart, ResponsesRequest
+from penstock.gateway.openai.responses_api.tools import ToolNames
+from penstock.gateway.openai.segments import SegmentedAnswer
+from penstock.infra.model.detokenizer import Detokenizer
+from penstock.schemas import done
+from penstock.schemas.errors import Code, ServingError
+from penstock.schemas.requests import GenerateRequest
 
 PREFIX = "resp_"
 MAX_BYTES = 4 << 20  # half of what a message carries; the rest is for the tokens

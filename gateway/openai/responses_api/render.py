@@ -8,10 +8,10 @@ from typing import Any
 
 import msgspec
 
-from gateway.openai.event_writer import EventWriter
-from gateway.openai.responses import UsageBody
-from gateway.openai.responses_api.answer import ResponseBuilder, ended_status, usage_of
-from gateway.openai.responses_api.objects import (
+from penstock.gateway.openai.event_writer import EventWriter
+from penstock.gateway.openai.responses import UsageBody
+from penstock.gateway.openai.responses_api.answer import ResponseBuilder, ended_status, usage_of
+from penstock.gateway.openai.responses_api.objects import (
     ItemStatus,
     OutputText,
     ReasoningText,
@@ -19,12 +19,12 @@ from gateway.openai.responses_api.objects import (
     ResponseEvent,
     Status,
 )
-from gateway.openai.segments import Change, Segment, SegmentedAnswer
-from gateway.openai.sse import COMMENT
-from infra.model.detokenizer import Detokenizer
-from schemas.errors import ServingError
-from schemas.requests import GenerateRequest
-from schemas.tokens import TokenItem
+from penstock.gateway.openai.segments import Change, Segment, SegmentedAnswer
+from penstock.gateway.openai.sse import COMMENT
+from penstock.infra.model.detokenizer import Detokenizer
+from penstock.schemas.errors import ServingError
+from penstock.schemas.requests import GenerateRequest
+from penstock.schemas.tokens import TokenItem
 
 _json = msgspec.json.Encoder().encode
 _ENDS = {"completed": "response.completed", "incomplete": "response.incomplete", "failed": "response.failed"}

@@ -1,7 +1,7 @@
 """Request bodies of the Responses API: their fields and limits. Knows no model and no tokenizer.
 
-As in ``gateway.openai.requests``, unknown fields are ignored, and a known field whose value cannot be honoured is an
-error that names it.
+As in ``penstock.gateway.openai.requests``, unknown fields are ignored, and a known field whose value cannot be honoured
+is an error that names it.
 """
 
 from typing import Annotated, Any, Literal
@@ -9,10 +9,10 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, Struct
 
-from gateway.openai.common import CommonOptions, Name
-from gateway.openai.errors import decode_body, invalid, unsupported
-from gateway.openai.requests import MAX_MESSAGES, Bias, Count, Logprobs, Penalty, StopText, TokenId
-from gateway.openai.responses_api.tools import MAX_TOOLS
+from penstock.gateway.openai.common import CommonOptions, Name
+from penstock.gateway.openai.errors import decode_body, invalid, unsupported
+from penstock.gateway.openai.requests import MAX_MESSAGES, Bias, Count, Logprobs, Penalty, StopText, TokenId
+from penstock.gateway.openai.responses_api.tools import MAX_TOOLS
 
 _WORD = r"^[A-Za-z0-9_-]{1,64}(?![\s\S])"
 

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from gateway.openai.errors import invalid, unsupported
+from penstock.gateway.openai.errors import invalid, unsupported
 
 MAX_TOOLS = 512  # also with those of namespaces
 FUNCTION, NAMESPACE = "function", "namespace"

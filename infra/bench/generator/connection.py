@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from typing import cast
 
-from infra.bench.generator.exchange import Exchange
+from penstock.infra.bench.generator.exchange import Exchange
 
 _EVENT = b"data: {"
 _CHUNKED_END = b"\r\n0\r\n\r\n"

@@ -3,7 +3,7 @@
 import asyncio
 import time
 
-from infra.bench.cpu import own_seconds
+from penstock.infra.bench.cpu import own_seconds
 
 _EVERY_S = 0.02
 

@@ -8,9 +8,9 @@ import time
 from collections.abc import Callable, Iterable
 from functools import partial
 
-from infra.bench.generator.connection import Connection
-from infra.bench.generator.exchange import Exchange
-from infra.bench.generator.target import Target
+from penstock.infra.bench.generator.connection import Connection
+from penstock.infra.bench.generator.exchange import Exchange
+from penstock.infra.bench.generator.target import Target
 
 _CONNECT_S = 30.0
 _RECONNECT_S = 0.05  # between a failed connection and the next

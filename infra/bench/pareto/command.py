@@ -7,15 +7,15 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
-from configs.flags import Parser
-from infra.bench.pareto import deployment, plots, report
-from infra.bench.pareto.cost import BadPrices, Prices, read
-from infra.bench.pareto.deployment import BadDeployment
-from infra.bench.pareto.front import Gain
-from infra.bench.pareto.records import Record, fronts, gains, marked, records
-from infra.bench.plots import PlotsMissing
-from infra.bench.sweep.results import BadResults, Series, read_series
-from infra.terminal import stdout
+from penstock.configs.flags import Parser
+from penstock.infra.bench.pareto import deployment, plots, report
+from penstock.infra.bench.pareto.cost import BadPrices, Prices, read
+from penstock.infra.bench.pareto.deployment import BadDeployment
+from penstock.infra.bench.pareto.front import Gain
+from penstock.infra.bench.pareto.records import Record, fronts, gains, marked, records
+from penstock.infra.bench.plots import PlotsMissing
+from penstock.infra.bench.sweep.results import BadResults, Series, read_series
+from penstock.infra.terminal import stdout
 
 _WIDTH = 160
 

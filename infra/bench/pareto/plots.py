@@ -4,10 +4,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from infra.bench.pareto.front import Gain, front
-from infra.bench.pareto.records import Record, efficiency, fronts, kinds
-from infra.bench.plots import PlotsMissing
-from infra.bench.sweep.plots import COLOURS, STYLE
+from penstock.infra.bench.pareto.front import Gain, front
+from penstock.infra.bench.pareto.records import Record, efficiency, fronts, kinds
+from penstock.infra.bench.plots import PlotsMissing
+from penstock.infra.bench.sweep.plots import COLOURS, STYLE
 
 _MUTED = "#6b7280"
 

@@ -5,10 +5,10 @@ from collections.abc import Iterable, Mapping, Sequence
 import msgspec
 from msgspec import Struct
 
-from infra.bench.pareto import front
-from infra.bench.pareto.cost import BadPrices, Cost, Prices, cost, gpu_of
-from infra.bench.pareto.deployment import BadDeployment, Deployment
-from infra.bench.sweep.results import Result, Series, mean
+from penstock.infra.bench.pareto import front
+from penstock.infra.bench.pareto.cost import BadPrices, Cost, Prices, cost, gpu_of
+from penstock.infra.bench.pareto.deployment import BadDeployment, Deployment
+from penstock.infra.bench.sweep.results import Result, Series, mean
 
 
 class Record(Struct, frozen=True, kw_only=True):

@@ -6,8 +6,8 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from infra.bench.pareto.front import Gain
-from infra.bench.pareto.records import Record, kinds
+from penstock.infra.bench.pareto.front import Gain
+from penstock.infra.bench.pareto.records import Record, kinds
 
 
 def print_report(

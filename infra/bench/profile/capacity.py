@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from msgspec import Struct
 from prometheus_client.parser import text_string_to_metric_families
 
-from infra.bench.generator.target import ask
-from infra.bench.sweep.endpoints import Endpoint
+from penstock.infra.bench.generator.target import ask
+from penstock.infra.bench.sweep.endpoints import Endpoint
 
 _PREFIXES = (
     "penstock_worker_kv_capacity_blocks",

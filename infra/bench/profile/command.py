@@ -9,20 +9,20 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from infra.bench.event_loop import loop_factory
-from infra.bench.generator.target import BadTarget
-from infra.bench.plots import PlotsMissing
-from infra.bench.profile import grid
-from infra.bench.profile.capacity import Capacity, capacity_of
-from infra.bench.profile.data import FILE, BadProfile, Decode, Profile, Setup, load
-from infra.bench.profile.endpoint import Grid, ProfileFailed, Profiler
-from infra.bench.profile.plots import draw
-from infra.bench.sweep.bodies import Bodies, TooLarge
-from infra.bench.sweep.command import text_of
-from infra.bench.sweep.endpoints import BadEndpoint, Endpoint, parse_endpoints
-from infra.bench.sweep.smoke import Api, Smoke, Unhealthy, smoke
-from infra.bench.sweep.token_text import NoShortWord, TokenText
-from infra.model.modeldir import ModelError
+from penstock.infra.bench.event_loop import loop_factory
+from penstock.infra.bench.generator.target import BadTarget
+from penstock.infra.bench.plots import PlotsMissing
+from penstock.infra.bench.profile import grid
+from penstock.infra.bench.profile.capacity import Capacity, capacity_of
+from penstock.infra.bench.profile.data import FILE, BadProfile, Decode, Profile, Setup, load
+from penstock.infra.bench.profile.endpoint import Grid, ProfileFailed, Profiler
+from penstock.infra.bench.profile.plots import draw
+from penstock.infra.bench.sweep.bodies import Bodies, TooLarge
+from penstock.infra.bench.sweep.command import text_of
+from penstock.infra.bench.sweep.endpoints import BadEndpoint, Endpoint, parse_endpoints
+from penstock.infra.bench.sweep.smoke import Api, Smoke, Unhealthy, smoke
+from penstock.infra.bench.sweep.token_text import NoShortWord, TokenText
+from penstock.infra.model.modeldir import ModelError
 
 _CONTEXT = 16_384  # of the largest grid, unless a flag says otherwise
 

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import msgspec
 
-from infra.bench.profile import grid
-from infra.bench.profile.data import DecodePoint, Profile, save
-from infra.bench.sweep.bodies import Bodies
-from infra.bench.sweep.endpoints import Endpoint
-from infra.bench.sweep.figures import Record
-from infra.bench.sweep.level_run import Limits, run_level
-from infra.bench.sweep.workload import Level, Workload
+from penstock.infra.bench.profile import grid
+from penstock.infra.bench.profile.data import DecodePoint, Profile, save
+from penstock.infra.bench.sweep.bodies import Bodies
+from penstock.infra.bench.sweep.endpoints import Endpoint
+from penstock.infra.bench.sweep.figures import Record
+from penstock.infra.bench.sweep.level_run import Limits, run_level
+from penstock.infra.bench.sweep.workload import Level, Workload
 
 _CACHED = 0.05  # share of the prompts from which TTFT is not that of a prefill
 

@@ -4,7 +4,7 @@ import itertools
 import statistics
 from collections.abc import Sequence
 
-from infra.bench.sweep.figures import Record
+from penstock.infra.bench.sweep.figures import Record
 
 SHORTEST = 100  # tokens of the shortest prompt
 RESERVE = 512  # tokens of the context that the longest prompt of prefill leaves

@@ -7,7 +7,7 @@ grows with batch and context together, that is exact.
 from bisect import bisect_left
 from collections.abc import Sequence
 
-from infra.bench.profile.data import Decode, Prefill
+from penstock.infra.bench.profile.data import Decode, Prefill
 
 
 def between(x: float, at: Sequence[float], values: Sequence[float]) -> float | None:

@@ -4,8 +4,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from configs.flags import Parser
-from infra.bench.profile.kernels import BadTrace, read_trace, shares
+from penstock.configs.flags import Parser
+from penstock.infra.bench.profile.kernels import BadTrace, read_trace, shares
 
 
 def run(argv: Sequence[str]) -> int:

@@ -6,10 +6,10 @@ on a real deployment; ``penstock profile endpoint`` measures them.
 
 import msgspec
 
-from infra.bench.profile import grid
-from infra.bench.profile.data import Decode, DecodePoint, Profile, Setup
-from infra.bench.simulation.engine import MAX_SEQUENCES, Engine, EngineSequence
-from infra.bench.simulation.timing import decode_ns
+from penstock.infra.bench.profile import grid
+from penstock.infra.bench.profile.data import Decode, DecodePoint, Profile, Setup
+from penstock.infra.bench.simulation.engine import MAX_SEQUENCES, Engine, EngineSequence
+from penstock.infra.bench.simulation.timing import decode_ns
 
 BLOCKS, BLOCK_SIZE = 16_384, 32  # as a mock worker's
 _POINTS = 12

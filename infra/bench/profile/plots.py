@@ -5,8 +5,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from infra.bench.plots import PlotsMissing
-from infra.bench.profile.data import Decode, Prefill, Profile
+from penstock.infra.bench.plots import PlotsMissing
+from penstock.infra.bench.profile.data import Decode, Prefill, Profile
 
 _LINE = "#0f766e"
 

@@ -12,22 +12,22 @@ import msgspec
 import yaml
 from msgspec import Meta
 
-from infra.bench.pareto.cost import BadPrices, Prices, gpu_of
-from infra.bench.pareto.cost import read as read_prices
-from infra.bench.profile.data import FILE, BadProfile
-from infra.bench.profile.search import answer, sources
-from infra.bench.profile.search.candidates import Candidate, PoolSize, Scope, Sla, candidates
-from infra.bench.profile.search.show import lines, table
-from infra.bench.profile.search.simulated import Load, Percentile, search
-from infra.bench.profile.search.sources import Choices
-from infra.counts import counted
-from infra.deploy.helm.values import Engine
-from infra.engine_args.model_shape import UnknownShape
-from infra.engine_args.tree import BadArguments
-from infra.model.modeldir import DEMO, TINY
-from infra.recipes.model_shape import shape_at
-from infra.terminal import stdout
-from schemas.plans import Role
+from penstock.infra.bench.pareto.cost import BadPrices, Prices, gpu_of
+from penstock.infra.bench.pareto.cost import read as read_prices
+from penstock.infra.bench.profile.data import FILE, BadProfile
+from penstock.infra.bench.profile.search import answer, sources
+from penstock.infra.bench.profile.search.candidates import Candidate, PoolSize, Scope, Sla, candidates
+from penstock.infra.bench.profile.search.show import lines, table
+from penstock.infra.bench.profile.search.simulated import Load, Percentile, search
+from penstock.infra.bench.profile.search.sources import Choices
+from penstock.infra.counts import counted
+from penstock.infra.deploy.helm.values import Engine
+from penstock.infra.engine_args.model_shape import UnknownShape
+from penstock.infra.engine_args.tree import BadArguments
+from penstock.infra.model.modeldir import DEMO, TINY
+from penstock.infra.recipes.model_shape import shape_at
+from penstock.infra.terminal import stdout
+from penstock.schemas.plans import Role
 
 _BASES = {
     "measured": "from measured profiles",

@@ -9,16 +9,16 @@ from random import Random
 import msgspec
 from msgspec import Struct
 
-from infra.bench.intervals import Interval, paired
-from infra.bench.simulation import rules
-from infra.bench.simulation.dynamo import DynamoPolicy
-from infra.bench.simulation.figures import Figures, figures
-from infra.bench.simulation.fleet import simulate
-from infra.bench.simulation.placement import DELAY_NS, PlacementPolicy
-from infra.bench.simulation.policy import Fleet, Policy
-from infra.bench.simulation.trace import Trace
-from infra.bench.simulation.workloads import WORKLOADS, generate
-from router.policy.routing import Weights
+from penstock.infra.bench.intervals import Interval, paired
+from penstock.infra.bench.simulation import rules
+from penstock.infra.bench.simulation.dynamo import DynamoPolicy
+from penstock.infra.bench.simulation.figures import Figures, figures
+from penstock.infra.bench.simulation.fleet import simulate
+from penstock.infra.bench.simulation.placement import DELAY_NS, PlacementPolicy
+from penstock.infra.bench.simulation.policy import Fleet, Policy
+from penstock.infra.bench.simulation.trace import Trace
+from penstock.infra.bench.simulation.workloads import WORKLOADS, generate
+from penstock.router.policy.routing import Weights
 
 POLICIES: Mapping[str, Callable[[int], Policy]] = {
     "kv": PlacementPolicy,

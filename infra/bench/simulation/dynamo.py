@@ -10,10 +10,10 @@ ties are random, nothing is held. In a prefill pool D is left out; a decode pool
 import random
 from collections.abc import Iterable, Sequence
 
-from infra.bench.simulation.cache import StoredRun
-from infra.bench.simulation.key_masks import KeyCounts, KeyMasks
-from infra.bench.simulation.policy import Fleet, Placement, Target
-from infra.bench.simulation.trace import Request
+from penstock.infra.bench.simulation.cache import StoredRun
+from penstock.infra.bench.simulation.key_masks import KeyCounts, KeyMasks
+from penstock.infra.bench.simulation.policy import Fleet, Placement, Target
+from penstock.infra.bench.simulation.trace import Request
 
 
 class DynamoPolicy:

@@ -15,8 +15,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from infra.bench.simulation.cache import BlockCache, StoredRun
-from infra.bench.simulation.timing import MockTimes, PassTimes
+from penstock.infra.bench.simulation.cache import BlockCache, StoredRun
+from penstock.infra.bench.simulation.timing import MockTimes, PassTimes
 
 MAX_SEQUENCES = 256
 MAX_BATCHED_TOKENS = 8192

@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 
 from msgspec import Struct
 
-from infra.bench.simulation.fleet import Result, Served
-from infra.bench.simulation.policy import Fleet, Target
-from infra.quantile import quantile
+from penstock.infra.bench.simulation.fleet import Result, Served
+from penstock.infra.bench.simulation.policy import Fleet, Target
+from penstock.infra.quantile import quantile
 
 
 class Figures(Struct, frozen=True):

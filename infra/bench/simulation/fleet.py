@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, count
 
-from infra.bench.simulation.encoder import Encoder
-from infra.bench.simulation.engine import Engine, EngineSequence
-from infra.bench.simulation.policy import Fleet, Placement, Policy, Target, WorkerSpec
-from infra.bench.simulation.trace import Request
+from penstock.infra.bench.simulation.encoder import Encoder
+from penstock.infra.bench.simulation.engine import Engine, EngineSequence
+from penstock.infra.bench.simulation.policy import Fleet, Placement, Policy, Target, WorkerSpec
+from penstock.infra.bench.simulation.trace import Request
 
 
 class SimulationError(Exception):

@@ -9,19 +9,19 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from infra.bench.simulation.cache import StoredRun
-from infra.bench.simulation.policy import Fleet, Placement, Target
-from infra.bench.simulation.simulated_router import Arrival, Placed, SimulatedRouter
-from infra.bench.simulation.trace import Request
-from router.index.approximate import ApproximateIndex
-from router.index.holders import Holders, Holding
-from router.job_message import sends_keys
-from router.loads.load import ENCODE, Load, RoutingTarget
-from router.policy import encoders
-from router.policy.routing import ModelPart, Weights
-from schemas.fleet import Registration, State
-from schemas.jobs import LoadHeader
-from schemas.transfer import Endpoint, Memory
+from penstock.infra.bench.simulation.cache import StoredRun
+from penstock.infra.bench.simulation.policy import Fleet, Placement, Target
+from penstock.infra.bench.simulation.simulated_router import Arrival, Placed, SimulatedRouter
+from penstock.infra.bench.simulation.trace import Request
+from penstock.router.index.approximate import ApproximateIndex
+from penstock.router.index.holders import Holders, Holding
+from penstock.router.job_message import sends_keys
+from penstock.router.loads.load import ENCODE, Load, RoutingTarget
+from penstock.router.policy import encoders
+from penstock.router.policy.routing import ModelPart, Weights
+from penstock.schemas.fleet import Registration, State
+from penstock.schemas.jobs import LoadHeader
+from penstock.schemas.transfer import Endpoint, Memory
 
 _INDEX_BLOCKS = 1 << 26
 _WAKE_NS = 250_000_000  # between two looks at held requests without an event

@@ -4,10 +4,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from infra.bench.simulation.cache import StoredRun
-from infra.bench.simulation.engine import MAX_SEQUENCES
-from infra.bench.simulation.timing import PassTimes
-from infra.bench.simulation.trace import Request
+from penstock.infra.bench.simulation.cache import StoredRun
+from penstock.infra.bench.simulation.engine import MAX_SEQUENCES
+from penstock.infra.bench.simulation.timing import PassTimes
+from penstock.infra.bench.simulation.trace import Request
 
 Target = tuple[int, int]  # number of the worker in the fleet, rank
 

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from infra.bench.simulation.comparison import Summary
-from infra.bench.simulation.trace import Row, Trace
-from infra.bench.simulation.workloads import UNIT_TOKENS
+from penstock.infra.bench.simulation.comparison import Summary
+from penstock.infra.bench.simulation.trace import Row, Trace
+from penstock.infra.bench.simulation.workloads import UNIT_TOKENS
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,9 +3,9 @@
 import random
 from collections.abc import Callable, Iterable, Sequence
 
-from infra.bench.simulation.cache import StoredRun
-from infra.bench.simulation.policy import Fleet, Placement, Target
-from infra.bench.simulation.trace import Request
+from penstock.infra.bench.simulation.cache import StoredRun
+from penstock.infra.bench.simulation.policy import Fleet, Placement, Target
+from penstock.infra.bench.simulation.trace import Request
 
 Choose = Callable[[Sequence[Target], "Counts"], Target]
 

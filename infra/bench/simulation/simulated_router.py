@@ -17,15 +17,15 @@ from typing import NamedTuple
 
 import msgspec
 
-from configs.settings import RouterMode
-from router.held.held_order import Held, HeldOrder, Overlaps
-from router.index.depths import TargetId
-from router.loads.load_tracker import LoadTracker
-from router.placement.decisions import Decisions, array_decisions
-from router.placement.sessions import SessionId
-from router.policy.routing import ALONE, ModelPart, RoutingDecision, RoutingRequest, Weights
-from schemas.fleet import Registration
-from schemas.jobs import LoadHeader
+from penstock.configs.settings import RouterMode
+from penstock.router.held.held_order import Held, HeldOrder, Overlaps
+from penstock.router.index.depths import TargetId
+from penstock.router.loads.load_tracker import LoadTracker
+from penstock.router.placement.decisions import Decisions, array_decisions
+from penstock.router.placement.sessions import SessionId
+from penstock.router.policy.routing import ALONE, ModelPart, RoutingDecision, RoutingRequest, Weights
+from penstock.schemas.fleet import Registration
+from penstock.schemas.jobs import LoadHeader
 
 
 class Arrival(NamedTuple):

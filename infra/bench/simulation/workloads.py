@@ -9,7 +9,7 @@ from collections.abc import Callable
 from itertools import count
 from typing import NamedTuple
 
-from infra.bench.simulation.trace import Row, Trace
+from penstock.infra.bench.simulation.trace import Row, Trace
 
 UNIT_TOKENS = 64  # of prompt per id
 _MAX_PROMPT = 100_000

@@ -11,12 +11,12 @@ import msgspec
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from configs.flags import Parser, read
-from infra.bench.pareto import command as pareto
-from infra.bench.pareto import deployment
-from infra.bench.slurm import script
-from infra.bench.slurm.engines import Worker, load_of, workers_of
-from infra.bench.slurm.jobs import (
+from penstock.configs.flags import Parser, read
+from penstock.infra.bench.pareto import command as pareto
+from penstock.infra.bench.pareto import deployment
+from penstock.infra.bench.slurm import script
+from penstock.infra.bench.slurm.engines import Worker, load_of, workers_of
+from penstock.infra.bench.slurm.jobs import (
     QUEUED,
     SlurmFailed,
     State,
@@ -28,16 +28,16 @@ from infra.bench.slurm.jobs import (
     scancel,
     states,
 )
-from infra.bench.slurm.placement import BadAllocation, node_count
-from infra.bench.slurm.script import FOLDER
-from infra.bench.slurm.sweep_file import BadSweep, Point, SweepFile, deployment_of, parse, select
-from infra.bench.sweep import plot_command
-from infra.bench.sweep.command import Settings as Load
-from infra.bench.sweep.results import BadResults
-from infra.bench.sweep.workload import Level, levels_of
-from infra.engine_args.tree import Tree, parse_yaml
-from infra.recipes.model_shape import shape_at
-from infra.terminal import reason, stdout
+from penstock.infra.bench.slurm.placement import BadAllocation, node_count
+from penstock.infra.bench.slurm.script import FOLDER
+from penstock.infra.bench.slurm.sweep_file import BadSweep, Point, SweepFile, deployment_of, parse, select
+from penstock.infra.bench.sweep import plot_command
+from penstock.infra.bench.sweep.command import Settings as Load
+from penstock.infra.bench.sweep.results import BadResults
+from penstock.infra.bench.sweep.workload import Level, levels_of
+from penstock.infra.engine_args.tree import Tree, parse_yaml
+from penstock.infra.recipes.model_shape import shape_at
+from penstock.infra.terminal import reason, stdout
 
 _STYLES = {"COMPLETED": "green", "RUNNING": "cyan", "PENDING": "dim", "FAILED": "red", "LOST": "red", "TIMEOUT": "red"}
 _REFUSED = (BadSweep, BadAllocation, BadResults, SlurmFailed, OSError, UnicodeDecodeError)

@@ -6,18 +6,18 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from configs.flags import BadFlags, read
-from configs.settings import WorkerSettings
-from infra.bench.slurm.placement import Group
-from infra.bench.slurm.sweep_file import BadSweep, Flags, Point, Role, SweepFile, argv_of, tree_over
-from infra.bench.sweep.command import Settings as Load
-from infra.bench.sweep.workload import levels_of, workload_of
-from infra.engine_args.generate import BLOCK, EngineSpec, context_of, generate, sizes
-from infra.engine_args.memory_estimate import GIB
-from infra.engine_args.model_shape import Shape, UnknownShape
-from infra.engine_args.rules import check, up
-from infra.engine_args.tree import BadArguments, Tree, decode, merge
-from infra.recipes.catalogue import GPUS
+from penstock.configs.flags import BadFlags, read
+from penstock.configs.settings import WorkerSettings
+from penstock.infra.bench.slurm.placement import Group
+from penstock.infra.bench.slurm.sweep_file import BadSweep, Flags, Point, Role, SweepFile, argv_of, tree_over
+from penstock.infra.bench.sweep.command import Settings as Load
+from penstock.infra.bench.sweep.workload import levels_of, workload_of
+from penstock.infra.engine_args.generate import BLOCK, EngineSpec, context_of, generate, sizes
+from penstock.infra.engine_args.memory_estimate import GIB
+from penstock.infra.engine_args.model_shape import Shape, UnknownShape
+from penstock.infra.engine_args.rules import check, up
+from penstock.infra.engine_args.tree import BadArguments, Tree, decode, merge
+from penstock.infra.recipes.catalogue import GPUS
 
 EXTERNAL = ("trtllm", "vllm")
 _MANY_NODES = ("trtllm", "vllm", "mock")  # engines of which one may be on several nodes

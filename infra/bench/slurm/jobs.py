@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from infra.bench.slurm.script import FOLDER
-from infra.bench.slurm.sweep_file import Point
-from infra.bench.sweep.results import load
-from infra.bench.sweep.workload import Level
+from penstock.infra.bench.slurm.script import FOLDER
+from penstock.infra.bench.slurm.sweep_file import Point
+from penstock.infra.bench.sweep.results import load
+from penstock.infra.bench.sweep.workload import Level
 
 TIMEOUT_S = 60.0
 # States of jobs that Slurm still has.

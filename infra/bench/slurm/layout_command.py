@@ -7,9 +7,9 @@ from pathlib import Path
 
 import msgspec
 
-from configs.flags import Parser
-from infra.bench.slurm.placement import BadAllocation, nodes_of, place
-from infra.bench.slurm.script import JobPoint, instances
+from penstock.configs.flags import Parser
+from penstock.infra.bench.slurm.placement import BadAllocation, nodes_of, place
+from penstock.infra.bench.slurm.script import JobPoint, instances
 
 
 def run(argv: Sequence[str]) -> int:

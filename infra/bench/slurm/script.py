@@ -7,8 +7,8 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from infra.bench.slurm.placement import Group, Instance
-from infra.bench.slurm.sweep_file import Cluster, Container, Point, SweepFile, argv_of
+from penstock.infra.bench.slurm.placement import Group, Instance
+from penstock.infra.bench.slurm.sweep_file import Cluster, Container, Point, SweepFile, argv_of
 
 BODY = Path(__file__).parent / "job.sh"
 NUMA = Path(__file__).parent / "numa.sh"

@@ -8,9 +8,9 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, Struct
 
-from infra.bench.pareto.deployment import Deployment
-from infra.bench.sweep.endpoints import NAME, RESERVED
-from infra.engine_args.tree import BadArguments, Tree, parse_yaml
+from penstock.infra.bench.pareto.deployment import Deployment
+from penstock.infra.bench.sweep.endpoints import NAME, RESERVED
+from penstock.infra.engine_args.tree import BadArguments, Tree, parse_yaml
 
 Count = Annotated[int, Meta(ge=0)]
 Role = Literal["aggregated", "prefill", "decode", "encode"]

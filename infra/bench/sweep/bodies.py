@@ -14,11 +14,11 @@ from functools import lru_cache
 from random import Random
 from typing import Any
 
-from infra.bench.generator.target import Target
-from infra.bench.simulation.trace import Trace
-from infra.bench.sweep.smoke import PATHS, Abilities, Api
-from infra.bench.sweep.token_text import TokenText
-from infra.bench.sweep.workload import Level, Workload
+from penstock.infra.bench.generator.target import Target
+from penstock.infra.bench.simulation.trace import Trace
+from penstock.infra.bench.sweep.smoke import PATHS, Abilities, Api
+from penstock.infra.bench.sweep.token_text import TokenText
+from penstock.infra.bench.sweep.workload import Level, Workload
 
 _MOST_BYTES = 4 << 30  # of one level's requests, in memory
 _CACHED_UNITS = 4096

@@ -8,19 +8,19 @@ from typing import Annotated, Any
 
 from msgspec import Meta
 
-from infra.bench.event_loop import loop_factory
-from infra.bench.generator.target import BadTarget
-from infra.bench.simulation.trace import TraceError, read_multiplied
-from infra.bench.sweep.bodies import TooLarge
-from infra.bench.sweep.endpoints import BadEndpoint, parse_endpoints
-from infra.bench.sweep.level_run import Limits
-from infra.bench.sweep.report import print_report
-from infra.bench.sweep.results import BadResults, read_series
-from infra.bench.sweep.smoke import Api, Unhealthy
-from infra.bench.sweep.sweep import Plan, Sweep, SweepFailed
-from infra.bench.sweep.token_text import NoShortWord, TokenText
-from infra.bench.sweep.workload import PRESETS, WorkloadFlags, levels_of, workload_of
-from infra.model.modeldir import ModelError, load_tokenizer, resolve
+from penstock.infra.bench.event_loop import loop_factory
+from penstock.infra.bench.generator.target import BadTarget
+from penstock.infra.bench.simulation.trace import TraceError, read_multiplied
+from penstock.infra.bench.sweep.bodies import TooLarge
+from penstock.infra.bench.sweep.endpoints import BadEndpoint, parse_endpoints
+from penstock.infra.bench.sweep.level_run import Limits
+from penstock.infra.bench.sweep.report import print_report
+from penstock.infra.bench.sweep.results import BadResults, read_series
+from penstock.infra.bench.sweep.smoke import Api, Unhealthy
+from penstock.infra.bench.sweep.sweep import Plan, Sweep, SweepFailed
+from penstock.infra.bench.sweep.token_text import NoShortWord, TokenText
+from penstock.infra.bench.sweep.workload import PRESETS, WorkloadFlags, levels_of, workload_of
+from penstock.infra.model.modeldir import ModelError, load_tokenizer, resolve
 
 
 class Settings(WorkloadFlags, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -8,11 +8,11 @@ import msgspec
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from configs.flags import Parser
-from infra.bench.intervals import Interval
-from infra.bench.sweep.comparison import Difference, compare
-from infra.bench.sweep.results import BadResults, Series, read_series
-from infra.terminal import stdout
+from penstock.configs.flags import Parser
+from penstock.infra.bench.intervals import Interval
+from penstock.infra.bench.sweep.comparison import Difference, compare
+from penstock.infra.bench.sweep.results import BadResults, Series, read_series
+from penstock.infra.terminal import stdout
 
 SLOWER = 3
 _STYLES = {"faster": "green", "slower": "red", "within noise": "dim", "unknown": "yellow"}

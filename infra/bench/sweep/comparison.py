@@ -5,8 +5,8 @@ from typing import Literal, NamedTuple
 
 from msgspec import Struct
 
-from infra.bench.intervals import Interval, paired, unpaired
-from infra.bench.sweep.results import Result, values_of
+from penstock.infra.bench.intervals import Interval, paired, unpaired
+from penstock.infra.bench.sweep.results import Result, values_of
 
 Verdict = Literal["faster", "slower", "within noise", "unknown"]
 

@@ -4,11 +4,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from configs.flags import Parser
-from infra.bench.sweep import results
-from infra.bench.sweep.endpoints import BadEndpoint, name_of
-from infra.bench.sweep.peers import NotConvertible, aiperf, as_runs, guidellm
-from infra.bench.sweep.report import print_report
+from penstock.configs.flags import Parser
+from penstock.infra.bench.sweep import results
+from penstock.infra.bench.sweep.endpoints import BadEndpoint, name_of
+from penstock.infra.bench.sweep.peers import NotConvertible, aiperf, as_runs, guidellm
+from penstock.infra.bench.sweep.report import print_report
 
 _TOOLS = {"aiperf": aiperf, "guidellm": guidellm}
 

@@ -8,8 +8,8 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from infra.bench.generator.target import BadTarget, Target, parse_target
-from infra.launch.state import State, read_state
+from penstock.infra.bench.generator.target import BadTarget, Target, parse_target
+from penstock.infra.launch.state import State, read_state
 
 NAME = re.compile(r"[a-zA-Z0-9_-]+")
 RESERVED = ("plots",)

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Sequence
 
 from msgspec import Struct
 
-from infra.bench.generator.exchange import Exchange
-from infra.bench.sweep.bodies import Planned
-from infra.quantile import quantile
+from penstock.infra.bench.generator.exchange import Exchange
+from penstock.infra.bench.sweep.bodies import Planned
+from penstock.infra.quantile import quantile
 
 _MOST_REASONS = 20
 

@@ -6,16 +6,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
-from infra.bench.generator.exchange import Exchange
-from infra.bench.generator.lag import LagMeter
-from infra.bench.generator.pool import ClosedLoop, Pool, send_in_time
-from infra.bench.sweep.bodies import Planned
-from infra.bench.sweep.endpoints import Endpoint
-from infra.bench.sweep.figures import Record, figures, record
-from infra.bench.sweep.results import ClientFigures, Run
-from infra.bench.sweep.server_metrics import Scraper
-from infra.bench.sweep.workload import Level
-from infra.quantile import quantile
+from penstock.infra.bench.generator.exchange import Exchange
+from penstock.infra.bench.generator.lag import LagMeter
+from penstock.infra.bench.generator.pool import ClosedLoop, Pool, send_in_time
+from penstock.infra.bench.sweep.bodies import Planned
+from penstock.infra.bench.sweep.endpoints import Endpoint
+from penstock.infra.bench.sweep.figures import Record, figures, record
+from penstock.infra.bench.sweep.results import ClientFigures, Run
+from penstock.infra.bench.sweep.server_metrics import Scraper
+from penstock.infra.bench.sweep.workload import Level
+from penstock.infra.quantile import quantile
 
 _SHOW_S = 0.25
 _BUSY = 0.85  # share of a core from which the generator is itself the limit

@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 
 from jinja2 import Environment
 
-from infra.bench.sweep.plots import COLOURS, Drawn
-from infra.bench.sweep.report import remarks
-from infra.bench.sweep.results import Result, Run, Series, mean
+from penstock.infra.bench.sweep.plots import COLOURS, Drawn
+from penstock.infra.bench.sweep.report import remarks
+from penstock.infra.bench.sweep.results import Result, Run, Series, mean
 
 _TEMPLATE = Path(__file__).with_name("page.html")
 _PARTS = ("mean", "p50", "p95", "p99")

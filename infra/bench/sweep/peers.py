@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from infra.bench.sweep.figures import Record, figures
-from infra.bench.sweep.results import Result, Run
-from infra.bench.sweep.workload import Level, Workload
+from penstock.infra.bench.sweep.figures import Record, figures
+from penstock.infra.bench.sweep.results import Result, Run
+from penstock.infra.bench.sweep.workload import Level, Workload
 
 _AIPERF_SUMMARY, _AIPERF_RECORDS = "profile_export_aiperf.json", "profile_export.jsonl"
 

@@ -8,12 +8,12 @@ from typing import Any
 import msgspec
 from rich.console import Console
 
-from configs.flags import Parser
-from infra.bench.plots import PlotsMissing
-from infra.bench.sweep.page import render
-from infra.bench.sweep.plots import draw
-from infra.bench.sweep.report import knee_of, print_report
-from infra.bench.sweep.results import BadResults, Series, read_series, values_of
+from penstock.configs.flags import Parser
+from penstock.infra.bench.plots import PlotsMissing
+from penstock.infra.bench.sweep.page import render
+from penstock.infra.bench.sweep.plots import draw
+from penstock.infra.bench.sweep.report import knee_of, print_report
+from penstock.infra.bench.sweep.results import BadResults, Series, read_series, values_of
 
 _WIDTH = 220
 _HEADINGS = {"concurrency": "By concurrency", "rate": "By request rate", "speed": "By speed of the trace"}

@@ -6,9 +6,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from infra.bench.plots import PlotsMissing
-from infra.bench.sweep.report import knee_of
-from infra.bench.sweep.results import Result, Series, mean, values_of
+from penstock.infra.bench.plots import PlotsMissing
+from penstock.infra.bench.sweep.report import knee_of
+from penstock.infra.bench.sweep.results import Result, Series, mean, values_of
 
 COLOURS = ("#0f766e", "#c2410c", "#4338ca", "#a16207", "#be185d", "#4d7c0f", "#0369a1", "#6b7280")
 _INK, _MUTED, _GRID = "#1f2937", "#6b7280", "#e5e7eb"

@@ -6,9 +6,9 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from infra.bench.sweep import knee
-from infra.bench.sweep.results import Result, Series, mean, point
-from infra.terminal import stdout
+from penstock.infra.bench.sweep import knee
+from penstock.infra.bench.sweep.results import Result, Series, mean, point
+from penstock.infra.terminal import stdout
 
 _COLUMNS: tuple[tuple[str, str, str, int], ...] = (  # heading, figure, part, decimals
     ("req/s", "requests_per_s", "", 2),

@@ -10,12 +10,12 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from infra.bench.sweep.endpoints import RESERVED
-from infra.bench.sweep.figures import Figures, Record
-from infra.bench.sweep.knee import Point
-from infra.bench.sweep.server_metrics import ServerFigures
-from infra.bench.sweep.smoke import Api
-from infra.bench.sweep.workload import Level, Workload
+from penstock.infra.bench.sweep.endpoints import RESERVED
+from penstock.infra.bench.sweep.figures import Figures, Record
+from penstock.infra.bench.sweep.knee import Point
+from penstock.infra.bench.sweep.server_metrics import ServerFigures
+from penstock.infra.bench.sweep.smoke import Api
+from penstock.infra.bench.sweep.workload import Level, Workload
 
 SCHEMA = 1
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from msgspec import Struct
 from prometheus_client.parser import text_string_to_metric_families
 
-from infra.bench.generator.target import ask
-from infra.bench.sweep.endpoints import Page
+from penstock.infra.bench.generator.target import ask
+from penstock.infra.bench.sweep.endpoints import Page
 
 _MIB = 1 << 20
 _TIMEOUT_S = 5.0

@@ -9,8 +9,8 @@ from typing import Any, Literal
 
 from msgspec import Struct
 
-from infra.bench.generator.target import Target, ask
-from infra.bench.sweep.token_text import TokenText
+from penstock.infra.bench.generator.target import Target, ask
+from penstock.infra.bench.sweep.token_text import TokenText
 
 Api = Literal["chat", "completions"]
 PATHS: dict[Api, str] = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}

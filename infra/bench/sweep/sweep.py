@@ -10,15 +10,15 @@ import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from infra.bench.simulation.trace import Trace
-from infra.bench.sweep import knee, results
-from infra.bench.sweep.bodies import Bodies, Planned
-from infra.bench.sweep.endpoints import Endpoint
-from infra.bench.sweep.level_run import Limits, run_level, warm_up
-from infra.bench.sweep.results import Result, Run
-from infra.bench.sweep.smoke import Api, Smoke, Unhealthy, smoke
-from infra.bench.sweep.token_text import TokenText
-from infra.bench.sweep.workload import Level, Workload, concurrency_level
+from penstock.infra.bench.simulation.trace import Trace
+from penstock.infra.bench.sweep import knee, results
+from penstock.infra.bench.sweep.bodies import Bodies, Planned
+from penstock.infra.bench.sweep.endpoints import Endpoint
+from penstock.infra.bench.sweep.level_run import Limits, run_level, warm_up
+from penstock.infra.bench.sweep.results import Result, Run
+from penstock.infra.bench.sweep.smoke import Api, Smoke, Unhealthy, smoke
+from penstock.infra.bench.sweep.token_text import TokenText
+from penstock.infra.bench.sweep.workload import Level, Workload, concurrency_level
 
 _OFF = 0.02  # share by which the prompts' mean may differ from what was asked for
 

@@ -9,7 +9,7 @@ from random import Random
 
 from tokenizers import Tokenizer
 
-from infra.bench.words import WORDS
+from penstock.infra.bench.words import WORDS
 
 _TRIES = 8
 _TRIED_WORDS = 200

@@ -10,14 +10,14 @@ from typing import get_args
 import msgspec
 import yaml
 
-from configs.flags import Parser
-from infra.deploy.helm.generate import CHART
-from infra.deploy.helm.render import Wanted, to_yaml, values_of
-from infra.deploy.helm.values import Engine, Role
-from infra.engine_args.tree import BadArguments
-from infra.recipes import catalogue
-from infra.recipes.catalogue import RecipeEntry
-from infra.terminal import reason
+from penstock.configs.flags import Parser
+from penstock.infra.deploy.helm.generate import CHART
+from penstock.infra.deploy.helm.render import Wanted, to_yaml, values_of
+from penstock.infra.deploy.helm.values import Engine, Role
+from penstock.infra.engine_args.tree import BadArguments
+from penstock.infra.recipes import catalogue
+from penstock.infra.recipes.catalogue import RecipeEntry
+from penstock.infra.terminal import reason
 
 OK, REFUSED = 0, 1
 CHART_ABOUT = (

@@ -8,12 +8,12 @@ from typing import Annotated, Any, get_origin, get_type_hints
 import msgspec
 import yaml
 
-from configs.flags import flags_of
-from configs.settings import TraceSettings
-from infra.broker import config
-from infra.broker.binary import TESTED, dotted
-from infra.broker.config import USERS, ServerConfig, variable
-from infra.deploy.helm.values import (
+from penstock.configs.flags import flags_of
+from penstock.configs.settings import TraceSettings
+from penstock.infra.broker import config
+from penstock.infra.broker.binary import TESTED, dotted
+from penstock.infra.broker.config import USERS, ServerConfig, variable
+from penstock.infra.deploy.helm.values import (
     KINDS,
     SETTLED,
     SETTLED_OF_PLANNER,
@@ -23,8 +23,8 @@ from infra.deploy.helm.values import (
     WorkerDefaults,
     defaults,
 )
-from infra.planner.command import Settings as PlannerSettings
-from schemas.subjects import Subjects
+from penstock.infra.planner.command import Settings as PlannerSettings
+from penstock.schemas.subjects import Subjects
 
 CHART = Path(__file__).parent / "penstock"
 NAMESPACE = "namespace-of-the-values"  # the chart puts the real one in its place
@@ -100,7 +100,7 @@ def broker_conf() -> str:
             passwords_from_environment=True,
         )
     )
-    return f"# Made by `python -m infra.docs`.\n{made}"
+    return f"# Made by `python -m penstock.infra.docs`.\n{made}"
 
 
 def values_yaml() -> str:
@@ -108,7 +108,7 @@ def values_yaml() -> str:
     ours = "".join(_documented(Values, defaults(), 0))
     passwords = "".join(PASSWORD.format(variable=variable(user), user=user) for user in USERS)
     nats = NATS.replace("PASSWORDS\n", passwords)
-    return f"# Made by `python -m infra.docs` from infra/deploy/helm/values.py.\n{ours}{nats}"
+    return f"# Made by `python -m penstock.infra.docs` from infra/deploy/helm/values.py.\n{ours}{nats}"
 
 
 def _documented(kind: type[Section], tree: Mapping[str, Any], depth: int) -> Iterator[str]:

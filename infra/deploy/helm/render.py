@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from infra.deploy.helm.values import Engine
-from infra.engine_args.tree import BadArguments, parse_yaml
-from infra.launch.groups import EXTERNAL, gpus_of
-from infra.recipes.catalogue import BLOCK_SIZE, RecipeEntry
+from penstock.infra.deploy.helm.values import Engine
+from penstock.infra.engine_args.tree import BadArguments, parse_yaml
+from penstock.infra.launch.groups import EXTERNAL, gpus_of
+from penstock.infra.recipes.catalogue import BLOCK_SIZE, RecipeEntry
 
 Tree = dict[str, Any]
 NATS_CHARTS = "https://nats-io.github.io/k8s/helm/charts/"

@@ -9,10 +9,10 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, Struct, field
 
-from configs.settings import Common, GatewaySettings, RouterSettings, WorkerSettings
-from gateway.metrics import TTFT_BUCKETS
-from schemas.streams import LONGEST_DEADLINE_S
-from schemas.subjects import Namespace
+from penstock.configs.settings import Common, GatewaySettings, RouterSettings, WorkerSettings
+from penstock.gateway.metrics import TTFT_BUCKETS
+from penstock.schemas.streams import LONGEST_DEADLINE_S
+from penstock.schemas.subjects import Namespace
 
 PoolName = Annotated[str, Meta(pattern=r"^[a-z]([-a-z0-9]{0,20}[a-z0-9])?$")]
 Count = Annotated[int, Meta(ge=1)]

@@ -1,7 +1,7 @@
-"""All Grafana dashboards. ``python -m infra.docs`` writes them to ``grafana/``."""
+"""All Grafana dashboards. ``python -m penstock.infra.docs`` writes them to ``grafana/``."""
 
-from infra.deploy.monitoring.platform import BROKER
-from infra.deploy.monitoring.serving import GATEWAYS, HEALTH, ROUTERS
-from infra.deploy.monitoring.workers import DECODES, HANDOFFS, KV, PREFILLS
+from penstock.infra.deploy.monitoring.platform import BROKER
+from penstock.infra.deploy.monitoring.serving import GATEWAYS, HEALTH, ROUTERS
+from penstock.infra.deploy.monitoring.workers import DECODES, HANDOFFS, KV, PREFILLS
 
 DASHBOARDS = (HEALTH, GATEWAYS, ROUTERS, PREFILLS, DECODES, KV, HANDOFFS, BROKER)

@@ -12,12 +12,12 @@ from urllib.parse import urlsplit
 import msgspec
 import yaml
 
-from configs.flags import Parser
-from gateway.metrics import TTFT_BUCKETS
-from infra.deploy.helm.values import Thresholds
-from infra.launch.state import State, read_state
-from infra.terminal import reason
-from schemas.streams import LONGEST_DEADLINE_S
+from penstock.configs.flags import Parser
+from penstock.gateway.metrics import TTFT_BUCKETS
+from penstock.infra.deploy.helm.values import Thresholds
+from penstock.infra.launch.state import State, read_state
+from penstock.infra.terminal import reason
+from penstock.schemas.streams import LONGEST_DEADLINE_S
 
 FOLDER = Path(__file__).parent
 GRAFANA = FOLDER / "grafana"

@@ -1,6 +1,6 @@
 """The dashboard of the broker and the machines."""
 
-from infra.deploy.monitoring.panels import PLACE, Dashboard, Panel, Query, most, rate, total
+from penstock.infra.deploy.monitoring.panels import PLACE, Dashboard, Panel, Query, most, rate, total
 
 NODE = "node_exporter on each machine"
 FILL = f"penstock_broker_stream_bytes{{{PLACE}}} / (penstock_broker_stream_max_bytes{{{PLACE}}} > 0)"

@@ -1,6 +1,6 @@
 """Dashboards of what clients see: health, gateways, routers."""
 
-from infra.deploy.monitoring.panels import (
+from penstock.infra.deploy.monitoring.panels import (
     PLACE,
     SELECT,
     Dashboard,

@@ -1,6 +1,17 @@
 """Dashboards of workers: prefill, decode, KV cache and GPUs, handoff."""
 
-from infra.deploy.monitoring.panels import SELECT, Dashboard, Panel, Query, latency, most, quantile, rate, share, total
+from penstock.infra.deploy.monitoring.panels import (
+    SELECT,
+    Dashboard,
+    Panel,
+    Query,
+    latency,
+    most,
+    quantile,
+    rate,
+    share,
+    total,
+)
 
 DCGM = "NVIDIA's dcgm-exporter on each machine"
 NVML = "the package nvidia-ml-py beside the worker"

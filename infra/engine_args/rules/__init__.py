@@ -9,7 +9,7 @@ Each module answers one question and lists its ``RULES``; ``RULES`` here has all
 
 from collections.abc import Iterable
 
-from infra.engine_args.rules import (
+from penstock.infra.engine_args.rules import (
     batching,
     disaggregation,
     features,
@@ -20,8 +20,8 @@ from infra.engine_args.rules import (
     scheduling,
     speculation,
 )
-from infra.engine_args.rules.base import Context, Finding, Level, Role, Rule, up
-from infra.engine_args.schema import EngineArgs
+from penstock.infra.engine_args.rules.base import Context, Finding, Level, Role, Rule, up
+from penstock.infra.engine_args.schema import EngineArgs
 
 __all__ = ["RULES", "Context", "Finding", "Level", "Role", "Rule", "check", "up"]
 

@@ -6,8 +6,8 @@ from typing import Literal, NamedTuple
 
 from msgspec import Struct
 
-from infra.engine_args.model_shape import Shape
-from infra.engine_args.schema import EngineArgs
+from penstock.infra.engine_args.model_shape import Shape
+from penstock.infra.engine_args.schema import EngineArgs
 
 Role = Literal["aggregated", "prefill", "decode", "encode"]
 Level = Literal["error", "warning"]

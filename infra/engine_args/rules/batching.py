@@ -1,7 +1,7 @@
 """Can a step take the expected requests, and as many as suit its role?"""
 
-from infra.engine_args.rules.base import Context, Details, longest_prompt, rule, up
-from infra.engine_args.schema import EngineArgs
+from penstock.infra.engine_args.rules.base import Context, Details, longest_prompt, rule, up
+from penstock.infra.engine_args.schema import EngineArgs
 
 PREFILL_BATCH, PREFILL_TOKENS, DECODE_BATCH = 64, 2048, 64
 

@@ -1,7 +1,7 @@
 """Can prefill hand off its KV cache to decode without a deadlock?"""
 
-from infra.engine_args.rules.base import Context, Details, longest_prompt, rule, up
-from infra.engine_args.schema import EngineArgs
+from penstock.infra.engine_args.rules.base import Context, Details, longest_prompt, rule, up
+from penstock.infra.engine_args.schema import EngineArgs
 
 
 @rule("A23", "S84")

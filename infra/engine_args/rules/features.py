@@ -1,7 +1,7 @@
 """Which features do not work together, or not in this release?"""
 
-from infra.engine_args.rules.base import Context, Details, rule
-from infra.engine_args.schema import Eagle, EngineArgs, Mtp
+from penstock.infra.engine_args.rules.base import Context, Details, rule
+from penstock.infra.engine_args.schema import Eagle, EngineArgs, Mtp
 
 # Releases with known bugs: of tensorrt_llm, and of NVIDIA's runtime container.
 _VERSIONS = {"1.2.0": "chunked prefill with block reuse gives wrong output (#12770)"}

@@ -1,7 +1,7 @@
 """Do blocks, attention windows and events of the KV cache match the model and the router?"""
 
-from infra.engine_args.rules.base import Context, Details, rule
-from infra.engine_args.schema import EngineArgs
+from penstock.infra.engine_args.rules.base import Context, Details, rule
+from penstock.infra.engine_args.schema import EngineArgs
 
 SMALL_BLOCK, LARGE_BLOCK = 16, 128
 EVENT_BUFFER = 8192  # 1024 overflowed under load

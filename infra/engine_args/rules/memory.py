@@ -1,8 +1,8 @@
 """Do weights, activations and KV cache fit into the GPU's memory?"""
 
-from infra.engine_args.memory_estimate import GIB, estimate
-from infra.engine_args.rules.base import Context, Details, rule
-from infra.engine_args.schema import EngineArgs
+from penstock.infra.engine_args.memory_estimate import GIB, estimate
+from penstock.infra.engine_args.rules.base import Context, Details, rule
+from penstock.infra.engine_args.schema import EngineArgs
 
 FULL_FRACTION, ATTENTION_DP_FRACTION = 0.95, 0.85
 

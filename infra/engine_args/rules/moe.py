@@ -1,8 +1,8 @@
 """Does the backend suit the mixture of experts, and are the experts evenly distributed?"""
 
-from infra.engine_args.model_shape import NVFP4_BITS
-from infra.engine_args.rules.base import Context, Details, rule, up
-from infra.engine_args.schema import EngineArgs
+from penstock.infra.engine_args.model_shape import NVFP4_BITS
+from penstock.infra.engine_args.rules.base import Context, Details, rule, up
+from penstock.infra.engine_args.schema import EngineArgs
 
 WIDE_EP_RANKS = 16  # from here on experts span nodes
 

@@ -2,8 +2,8 @@
 
 import math
 
-from infra.engine_args.rules.base import Context, Details, rule
-from infra.engine_args.schema import AutoDeployArgs, EngineArgs
+from penstock.infra.engine_args.rules.base import Context, Details, rule
+from penstock.infra.engine_args.schema import AutoDeployArgs, EngineArgs
 
 
 @rule("A01", "S132")

@@ -1,7 +1,7 @@
 """Does something delay steps or tokens: eviction, the scheduler, kernel launches, output?"""
 
-from infra.engine_args.rules.base import Context, Details, Level, rule, up
-from infra.engine_args.schema import DraftTarget, Eagle, EngineArgs
+from penstock.infra.engine_args.rules.base import Context, Details, Level, rule, up
+from penstock.infra.engine_args.schema import DraftTarget, Eagle, EngineArgs
 
 
 @rule("A32", "S126")

@@ -1,8 +1,8 @@
 """Does speculation have what it needs, and is it worth its cost?"""
 
-from infra.engine_args import draft_length
-from infra.engine_args.rules.base import Context, Details, rule
-from infra.engine_args.schema import DraftTarget, Eagle, EngineArgs, Lookahead, Medusa, Mtp, NGram
+from penstock.infra.engine_args import draft_length
+from penstock.infra.engine_args.rules.base import Context, Details, rule
+from penstock.infra.engine_args.schema import DraftTarget, Eagle, EngineArgs, Lookahead, Medusa, Mtp, NGram
 
 
 @rule("A50", "S114", "S122")

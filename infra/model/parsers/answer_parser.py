@@ -3,13 +3,13 @@
 from collections.abc import Callable
 from typing import NamedTuple
 
-from infra.model.parsers.delta_builder import REASONING, Delta, DeltaBuilder
-from infra.model.parsers.harmony import HarmonyMarks, read_harmony
-from infra.model.parsers.marks import NONE, Marks
-from infra.model.parsers.reader import SPACE, Reader, Steps
-from infra.model.parsers.reasoning import ThoughtMarks, read_reasoning
-from infra.model.parsers.tool_formats import ContentMarks, Offered, ToolFormat, read_content
-from schemas.requests import Parsing, Stop
+from penstock.infra.model.parsers.delta_builder import REASONING, Delta, DeltaBuilder
+from penstock.infra.model.parsers.harmony import HarmonyMarks, read_harmony
+from penstock.infra.model.parsers.marks import NONE, Marks
+from penstock.infra.model.parsers.reader import SPACE, Reader, Steps
+from penstock.infra.model.parsers.reasoning import ThoughtMarks, read_reasoning
+from penstock.infra.model.parsers.tool_formats import ContentMarks, Offered, ToolFormat, read_content
+from penstock.schemas.requests import Parsing, Stop
 
 
 class AnswerFormat(NamedTuple):

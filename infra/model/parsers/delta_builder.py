@@ -5,9 +5,9 @@ from typing import Literal
 
 from msgspec import Struct
 
-from infra.model.detokenizer import StopMatcher
-from infra.model.parsers.marks import NONE, Marks
-from infra.model.parsers.reader import Reader
+from penstock.infra.model.detokenizer import StopMatcher
+from penstock.infra.model.parsers.marks import NONE, Marks
+from penstock.infra.model.parsers.reader import Reader
 
 _SPACE = " \t\r\n"
 

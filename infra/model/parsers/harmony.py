@@ -7,10 +7,10 @@
 import re
 from collections.abc import Set
 
-from infra.model.parsers.delta_builder import DeltaBuilder
-from infra.model.parsers.marks import Marks
-from infra.model.parsers.reader import Markers, Reader, Steps
-from infra.model.parsers.tool_formats import FUNCTION_NAME, end_call
+from penstock.infra.model.parsers.delta_builder import DeltaBuilder
+from penstock.infra.model.parsers.marks import Marks
+from penstock.infra.model.parsers.reader import Markers, Reader, Steps
+from penstock.infra.model.parsers.tool_formats import FUNCTION_NAME, end_call
 
 _RECIPIENT = re.compile("\\bto=([^\\s<\ud800-\udfff]+)")
 _NOBODY = ("assistant", "user", "all")  # recipients to whom an answer goes in any case

@@ -6,12 +6,12 @@
 import re
 from collections.abc import Callable
 
-from infra.model.parsers.delta_builder import DeltaBuilder
-from infra.model.parsers.families import Calls
-from infra.model.parsers.json_text import string, value
-from infra.model.parsers.marks import TOKEN, Marks
-from infra.model.parsers.reader import EmptySection, MalformedCall, Markers, NotACall, Reader, Steps
-from infra.model.parsers.tool_formats import (
+from penstock.infra.model.parsers.delta_builder import DeltaBuilder
+from penstock.infra.model.parsers.families import Calls
+from penstock.infra.model.parsers.json_text import string, value
+from penstock.infra.model.parsers.marks import TOKEN, Marks
+from penstock.infra.model.parsers.reader import EmptySection, MalformedCall, Markers, NotACall, Reader, Steps
+from penstock.infra.model.parsers.tool_formats import (
     FUNCTION_NAME_CHARS,
     CallReader,
     Offered,

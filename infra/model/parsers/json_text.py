@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from infra.model.parsers.reader import MalformedCall, Reader, Steps
+from penstock.infra.model.parsers.reader import MalformedCall, Reader, Steps
 
 _SCALAR = re.compile("[^\\s,\\]}<\ud800-\udfff]*")
 

@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from infra.model.parsers.delta_builder import DeltaBuilder
-from infra.model.parsers.families import Calls
-from infra.model.parsers.json_text import encode
-from infra.model.parsers.marks import TOKEN, Marks
-from infra.model.parsers.reader import MalformedCall, Markers, NotACall, Reader, Steps
-from infra.model.parsers.tool_formats import CallReader, Offered, end_call, parse_name, read_closing
+from penstock.infra.model.parsers.delta_builder import DeltaBuilder
+from penstock.infra.model.parsers.families import Calls
+from penstock.infra.model.parsers.json_text import encode
+from penstock.infra.model.parsers.marks import TOKEN, Marks
+from penstock.infra.model.parsers.reader import MalformedCall, Markers, NotACall, Reader, Steps
+from penstock.infra.model.parsers.tool_formats import CallReader, Offered, end_call, parse_name, read_closing
 
 _TAG = re.compile("[^<>\n\ud800-\udfff]*")  # a name and attributes
 _MARKS = re.compile(r"[^\s>]+>?|>")

@@ -8,12 +8,12 @@ from typing import Any
 
 import msgspec
 
-from infra.model.parsers.delta_builder import DeltaBuilder
-from infra.model.parsers.families import Calls
-from infra.model.parsers.json_text import encode
-from infra.model.parsers.marks import Marks
-from infra.model.parsers.reader import MalformedCall, Markers, Reader, Steps
-from infra.model.parsers.tool_formats import (
+from penstock.infra.model.parsers.delta_builder import DeltaBuilder
+from penstock.infra.model.parsers.families import Calls
+from penstock.infra.model.parsers.json_text import encode
+from penstock.infra.model.parsers.marks import Marks
+from penstock.infra.model.parsers.reader import MalformedCall, Markers, Reader, Steps
+from penstock.infra.model.parsers.tool_formats import (
     FUNCTION_NAME_CHARS,
     CallReader,
     Offered,

@@ -9,13 +9,13 @@ import re
 import warnings
 from typing import Any
 
-from infra.model.parsers.delta_builder import DeltaBuilder
-from infra.model.parsers.families import Calls
-from infra.model.parsers.json_calls import listed_calls
-from infra.model.parsers.json_text import PYTHON, Nesting, encode
-from infra.model.parsers.marks import Marks
-from infra.model.parsers.reader import MalformedCall, Reader, Steps
-from infra.model.parsers.tool_formats import CallReader, Offered, end_call, parse_name, read_closing
+from penstock.infra.model.parsers.delta_builder import DeltaBuilder
+from penstock.infra.model.parsers.families import Calls
+from penstock.infra.model.parsers.json_calls import listed_calls
+from penstock.infra.model.parsers.json_text import PYTHON, Nesting, encode
+from penstock.infra.model.parsers.marks import Marks
+from penstock.infra.model.parsers.reader import MalformedCall, Reader, Steps
+from penstock.infra.model.parsers.tool_formats import CallReader, Offered, end_call, parse_name, read_closing
 
 _NAME_RUN = re.compile(r"[A-Za-z0-9_.\-]*")
 _WORDS = {"true": True, "false": False, "null": None}

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Generator
 from typing import TypeVar
 
-from infra.model.parsers.marks import TOKEN
+from penstock.infra.model.parsers.marks import TOKEN
 
 T = TypeVar("T")
 Steps = Generator[None, None, T]  # yields when it needs more text

@@ -1,10 +1,10 @@
 """Reasoning at the beginning of an answer, between two marks."""
 
-from infra.model.parsers.delta_builder import DeltaBuilder
-from infra.model.parsers.families import Thoughts
-from infra.model.parsers.marks import Marks
-from infra.model.parsers.reader import Markers, Reader, Steps
-from infra.model.parsers.tool_formats import Offered, ToolFormat, try_calls
+from penstock.infra.model.parsers.delta_builder import DeltaBuilder
+from penstock.infra.model.parsers.families import Thoughts
+from penstock.infra.model.parsers.marks import Marks
+from penstock.infra.model.parsers.reader import Markers, Reader, Steps
+from penstock.infra.model.parsers.tool_formats import Offered, ToolFormat, try_calls
 
 
 class ThoughtMarks:

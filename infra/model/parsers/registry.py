@@ -6,21 +6,21 @@ from typing import Any, NamedTuple
 
 from blake3 import blake3
 
-from infra.model.detokenizer import Detokenizer, StopSearch, TextStream
-from infra.model.parsers import marks as mark_tokens
-from infra.model.parsers.answer_parser import AnswerFormat, AnswerParser
-from infra.model.parsers.families import CHANNELS, TABLE, Calls, Family
-from infra.model.parsers.harmony import HarmonyMarks
-from infra.model.parsers.json_calls import json_calls
-from infra.model.parsers.marks import NONE, Marks
-from infra.model.parsers.markup_calls import markup_calls
-from infra.model.parsers.notation_calls import notation_calls
-from infra.model.parsers.pythonic_calls import pythonic_calls
-from infra.model.parsers.reasoning import ThoughtMarks
-from infra.model.parsers.tool_formats import ContentMarks, TextParameters, ToolFormat
-from infra.model.schema_kinds import kinds
-from schemas.fleet import Registration
-from schemas.requests import GenerateRequest, Parsing
+from penstock.infra.model.detokenizer import Detokenizer, StopSearch, TextStream
+from penstock.infra.model.parsers import marks as mark_tokens
+from penstock.infra.model.parsers.answer_parser import AnswerFormat, AnswerParser
+from penstock.infra.model.parsers.families import CHANNELS, TABLE, Calls, Family
+from penstock.infra.model.parsers.harmony import HarmonyMarks
+from penstock.infra.model.parsers.json_calls import json_calls
+from penstock.infra.model.parsers.marks import NONE, Marks
+from penstock.infra.model.parsers.markup_calls import markup_calls
+from penstock.infra.model.parsers.notation_calls import notation_calls
+from penstock.infra.model.parsers.pythonic_calls import pythonic_calls
+from penstock.infra.model.parsers.reasoning import ThoughtMarks
+from penstock.infra.model.parsers.tool_formats import ContentMarks, TextParameters, ToolFormat
+from penstock.infra.model.schema_kinds import kinds
+from penstock.schemas.fleet import Registration
+from penstock.schemas.requests import GenerateRequest, Parsing
 
 _READERS = {"json": json_calls, "markup": markup_calls, "notation": notation_calls, "pythonic": pythonic_calls}
 _ID_CHARS = {"short": 9}  # of ids that the format does not write; else "call_" and 24

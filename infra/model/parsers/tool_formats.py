@@ -4,8 +4,8 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from infra.model.parsers.delta_builder import DeltaBuilder
-from infra.model.parsers.reader import EmptySection, MalformedCall, Markers, NotACall, Reader, Steps
+from penstock.infra.model.parsers.delta_builder import DeltaBuilder
+from penstock.infra.model.parsers.reader import EmptySection, MalformedCall, Markers, NotACall, Reader, Steps
 
 FUNCTION_NAME = re.compile(r"[A-Za-z0-9_.\-/]{1,256}")
 FUNCTION_NAME_CHARS = re.compile(r"[A-Za-z0-9_.\-/]*")

@@ -5,16 +5,16 @@ import time
 from collections.abc import Collection
 from urllib.parse import urlsplit
 
-from infra.broker.apply import check, stream_configs, widened
-from infra.broker.jetstream_api import BrokerProblem, existing_config, request
-from infra.broker.retention import StreamUse, uses
-from infra.bus.connection import Bus
-from infra.bus.direct_get import parse_time
-from infra.bus.jetstream import CONSUMER_NOT_FOUND, STREAM_NOT_FOUND
-from infra.operate.doctor.certificates import check_broker_certificate
-from infra.operate.doctor.finding import Finding, ok, problem, warning
-from infra.sizes import show_size
-from schemas.streams import topology
+from penstock.infra.broker.apply import check, stream_configs, widened
+from penstock.infra.broker.jetstream_api import BrokerProblem, existing_config, request
+from penstock.infra.broker.retention import StreamUse, uses
+from penstock.infra.bus.connection import Bus
+from penstock.infra.bus.direct_get import parse_time
+from penstock.infra.bus.jetstream import CONSUMER_NOT_FOUND, STREAM_NOT_FOUND
+from penstock.infra.operate.doctor.certificates import check_broker_certificate
+from penstock.infra.operate.doctor.finding import Finding, ok, problem, warning
+from penstock.infra.sizes import show_size
+from penstock.schemas.streams import topology
 
 NEARLY_FULL = 0.8
 SKEW_S = 1.0

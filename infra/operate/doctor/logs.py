@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-from infra.operate.doctor.finding import Finding, Status, ok, skipped
+from penstock.infra.operate.doctor.finding import Finding, Status, ok, skipped
 
 TAIL_BYTES = 512 << 10  # of each log
 

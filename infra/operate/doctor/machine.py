@@ -10,14 +10,14 @@ from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 
-from infra.broker import datadir
-from infra.broker.binary import find_server
-from infra.broker.failures import NoServerBinary
-from infra.launch.state import State
-from infra.operate.doctor.finding import Finding, ok, problem, skipped, warning
-from infra.sizes import show_size
-from schemas.streams import limits_bytes, topology
-from schemas.subjects import Subjects
+from penstock.infra.broker import datadir
+from penstock.infra.broker.binary import find_server
+from penstock.infra.broker.failures import NoServerBinary
+from penstock.infra.launch.state import State
+from penstock.infra.operate.doctor.finding import Finding, ok, problem, skipped, warning
+from penstock.infra.sizes import show_size
+from penstock.schemas.streams import limits_bytes, topology
+from penstock.schemas.subjects import Subjects
 
 GIB = 1 << 30
 LITTLE_DISK = 5 * GIB

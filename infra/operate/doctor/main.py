@@ -10,25 +10,25 @@ from typing import NamedTuple
 import msgspec
 from rich.console import Console
 
-from configs import logs
-from configs.flags import Parser
-from configs.settings import GatewaySettings
-from infra.broker.jetstream_api import BrokerProblem
-from infra.broker.retention import uses
-from infra.bus.connection import Bus
-from infra.counts import counted
-from infra.launch.state import State, read_state
-from infra.operate.doctor.broker import check_address, check_broker
-from infra.operate.doctor.bundle import write_bundle
-from infra.operate.doctor.finding import Finding, Status, problem
-from infra.operate.doctor.fleet import check_fleet, check_gateways, check_processes, count_keys
-from infra.operate.doctor.logs import check_logs
-from infra.operate.doctor.machine import check_machine
-from infra.operate.workers import registrations
-from infra.terminal import escape, stdout
-from infra.timeline.open_log import FAILURES, Source, add_flags, open_log
-from schemas.errors import ServingError
-from schemas.streams import topology
+from penstock.configs import logs
+from penstock.configs.flags import Parser
+from penstock.configs.settings import GatewaySettings
+from penstock.infra.broker.jetstream_api import BrokerProblem
+from penstock.infra.broker.retention import uses
+from penstock.infra.bus.connection import Bus
+from penstock.infra.counts import counted
+from penstock.infra.launch.state import State, read_state
+from penstock.infra.operate.doctor.broker import check_address, check_broker
+from penstock.infra.operate.doctor.bundle import write_bundle
+from penstock.infra.operate.doctor.finding import Finding, Status, problem
+from penstock.infra.operate.doctor.fleet import check_fleet, check_gateways, check_processes, count_keys
+from penstock.infra.operate.doctor.logs import check_logs
+from penstock.infra.operate.doctor.machine import check_machine
+from penstock.infra.operate.workers import registrations
+from penstock.infra.terminal import escape, stdout
+from penstock.infra.timeline.open_log import FAILURES, Source, add_flags, open_log
+from penstock.schemas.errors import ServingError
+from penstock.schemas.streams import topology
 
 _MARKS = {Status.ok: "[green]✓[/]", Status.warning: "[yellow]![/]", Status.problem: "[red]✗[/]",
           Status.skipped: "[dim]–[/]"}  # fmt: skip
@@ -86,7 +86,7 @@ def run(argv: Sequence[str]) -> int:
 
 def _examine_engine(args: argparse.Namespace) -> int:
     """The page comes last and whole: engines write hundreds of lines while they start, which takes minutes."""
-    from infra.operate.doctor import trtllm  # imports torch
+    from penstock.infra.operate.doctor import trtllm  # imports torch
 
     logs.setup(level="error", stream=sys.stderr)
 

@@ -13,18 +13,26 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from configs.settings import WorkerSettings
-from infra.engine_args.tree import BadArguments
-from infra.model import constraints, llguidance_releases, modeldir
-from infra.operate.doctor.finding import Finding, ok, problem, skipped, warning
-from schemas.blocks import root
-from schemas.requests import Constraint, Sampling, Stop
-from workers.engines.base import Engine, EngineError, Failure, HeldPrompt, Output, RequestError, SequenceRequest
-from workers.engines.constraints.compiler import ConstraintCompiler, ModelTokens
-from workers.engines.external.served import Served
-from workers.engines.trtllm import api as apis
-from workers.engines.trtllm import encoder_from_settings, from_settings, interface
-from workers.engines.trtllm.adapter import TrtllmAdapter
+from penstock.configs.settings import WorkerSettings
+from penstock.infra.engine_args.tree import BadArguments
+from penstock.infra.model import constraints, llguidance_releases, modeldir
+from penstock.infra.operate.doctor.finding import Finding, ok, problem, skipped, warning
+from penstock.schemas.blocks import root
+from penstock.schemas.requests import Constraint, Sampling, Stop
+from penstock.workers.engines.base import (
+    Engine,
+    EngineError,
+    Failure,
+    HeldPrompt,
+    Output,
+    RequestError,
+    SequenceRequest,
+)
+from penstock.workers.engines.constraints.compiler import ConstraintCompiler, ModelTokens
+from penstock.workers.engines.external.served import Served
+from penstock.workers.engines.trtllm import api as apis
+from penstock.workers.engines.trtllm import encoder_from_settings, from_settings, interface
+from penstock.workers.engines.trtllm.adapter import TrtllmAdapter
 
 REPORT = "report it with this page, and with the worker's log at --log-level debug"
 REFUSED = (

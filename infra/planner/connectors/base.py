@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import ClassVar, Protocol
 
-from schemas.plans import Role
+from penstock.schemas.plans import Role
 
 
 class ConnectorFailed(Exception):

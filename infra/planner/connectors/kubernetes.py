@@ -13,8 +13,8 @@ from typing import Any, ClassVar
 
 import httpcore2
 
-from infra.planner.connectors.base import ConnectorFailed
-from schemas.plans import Role
+from penstock.infra.planner.connectors.base import ConnectorFailed
+from penstock.schemas.plans import Role
 
 ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 GROUPS = {"deployment": "apps/v1", "statefulset": "apps/v1", "leaderworkerset": "leaderworkerset.x-k8s.io/v1"}

@@ -13,17 +13,17 @@ from typing import ClassVar
 
 import msgspec
 
-from infra.broker.datadir import holder
-from infra.bus.audit import recorded
-from infra.bus.connection import Bus
-from infra.launch.signals import RESUME
-from infra.launch.state import Running, read_state, write_resume
-from infra.operate.drain import DrainFailed, ask, change_of
-from infra.operate.workers import registrations
-from infra.planner.connectors.base import ConnectorFailed
-from schemas import control
-from schemas.errors import ServingError
-from schemas.plans import ROLES, Role
+from penstock.infra.broker.datadir import holder
+from penstock.infra.bus.audit import recorded
+from penstock.infra.bus.connection import Bus
+from penstock.infra.launch.signals import RESUME
+from penstock.infra.launch.state import Running, read_state, write_resume
+from penstock.infra.operate.drain import DrainFailed, ask, change_of
+from penstock.infra.operate.workers import registrations
+from penstock.infra.planner.connectors.base import ConnectorFailed
+from penstock.schemas import control
+from penstock.schemas.errors import ServingError
+from penstock.schemas.plans import ROLES, Role
 
 STEMS: dict[Role, str] = {"aggregated": "worker", "prefill": "prefill", "decode": "decode"}
 LISTED_S = 10.0  # after which a worker that was asked for must be in state.json

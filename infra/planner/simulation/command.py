@@ -9,17 +9,17 @@ import msgspec
 from msgspec import Meta
 from rich.table import Table
 
-from infra.bench.plots import PlotsMissing
-from infra.bench.profile.data import BadProfile, load
-from infra.bench.simulation.trace import Trace, TraceError, read
-from infra.planner import settings as flags
-from infra.planner.settings import BadRules, rules_of
-from infra.planner.simulation.plots import draw
-from infra.planner.simulation.run import Engines, Outcome, Simulated, simulate
-from infra.planner.simulation.shapes import Shape, generate
-from infra.planner.timing import EngineTiming
-from infra.terminal import stdout
-from schemas.plans import Predictor, Role, Rules
+from penstock.infra.bench.plots import PlotsMissing
+from penstock.infra.bench.profile.data import BadProfile, load
+from penstock.infra.bench.simulation.trace import Trace, TraceError, read
+from penstock.infra.planner import settings as flags
+from penstock.infra.planner.settings import BadRules, rules_of
+from penstock.infra.planner.simulation.plots import draw
+from penstock.infra.planner.simulation.run import Engines, Outcome, Simulated, simulate
+from penstock.infra.planner.simulation.shapes import Shape, generate
+from penstock.infra.planner.timing import EngineTiming
+from penstock.infra.terminal import stdout
+from penstock.schemas.plans import Predictor, Role, Rules
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -8,13 +8,13 @@ ends when those it has are over, as ``penstock drain`` does.
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from infra.bench.simulation.cache import StoredRun
-from infra.bench.simulation.fleet import Served
-from infra.bench.simulation.placement import PlacementPolicy
-from infra.bench.simulation.policy import Fleet, Placement, Target
-from infra.bench.simulation.trace import Request
-from infra.planner.observation import times
-from schemas.plans import Decision, Observation, Pool, Role
+from penstock.infra.bench.simulation.cache import StoredRun
+from penstock.infra.bench.simulation.fleet import Served
+from penstock.infra.bench.simulation.placement import PlacementPolicy
+from penstock.infra.bench.simulation.policy import Fleet, Placement, Target
+from penstock.infra.bench.simulation.trace import Request
+from penstock.infra.planner.observation import times
+from penstock.schemas.plans import Decision, Observation, Pool, Role
 
 Decide = Callable[[Observation, float], Decision | None]
 

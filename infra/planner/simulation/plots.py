@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from infra.bench.plots import PlotsMissing
-from infra.planner.simulation.run import Simulated
-from schemas.plans import Role, Rules, Times
+from penstock.infra.bench.plots import PlotsMissing
+from penstock.infra.planner.simulation.run import Simulated
+from penstock.schemas.plans import Role, Rules, Times
 
 _COLOURS: dict[Role, str] = {"aggregated": "#0f766e", "prefill": "#b45309", "decode": "#0f766e"}
 _SEEN, _LIMIT = "#334155", "#b91c1c"

@@ -1,15 +1,15 @@
 """Simulated engines that take as long as a profile says, instead of the mock's formula."""
 
-from infra.bench.simulation.engine import MAX_SEQUENCES
-from infra.bench.simulation.policy import WorkerSpec
-from infra.planner.timing import EngineTiming
-from schemas.plans import Role
+from penstock.infra.bench.simulation.engine import MAX_SEQUENCES
+from penstock.infra.bench.simulation.policy import WorkerSpec
+from penstock.infra.planner.timing import EngineTiming
+from penstock.schemas.plans import Role
 
 _UNKNOWN_TOKENS = 1 << 24  # of KV cache, where a profile does not tell
 
 
 class ProfileTimes:
-    """``infra.bench.simulation.timing.PassTimes`` of one rank of a worker.
+    """``penstock.infra.bench.simulation.timing.PassTimes`` of one rank of a worker.
 
     A pass with prompts takes as long as one prompt of as many tokens would, or, for a later part of a long one, what
     that adds to the earlier parts if it is more. Sequences that decode beside it add a token's time.

@@ -6,16 +6,16 @@ from collections.abc import Mapping, Sequence
 import msgspec
 from msgspec import Struct
 
-from infra.bench.profile.modelled import mock_profile
-from infra.bench.simulation.fleet import Served, Simulation
-from infra.bench.simulation.policy import Fleet, WorkerSpec
-from infra.bench.simulation.trace import Trace
-from infra.planner.core import Planner
-from infra.planner.simulation.elastic import ElasticPolicy, Life, Step
-from infra.planner.simulation.profiled import worker_of
-from infra.planner.timing import EngineTiming
-from infra.quantile import quantile
-from schemas.plans import Decision, Observation, Role, Rules
+from penstock.infra.bench.profile.modelled import mock_profile
+from penstock.infra.bench.simulation.fleet import Served, Simulation
+from penstock.infra.bench.simulation.policy import Fleet, WorkerSpec
+from penstock.infra.bench.simulation.trace import Trace
+from penstock.infra.planner.core import Planner
+from penstock.infra.planner.simulation.elastic import ElasticPolicy, Life, Step
+from penstock.infra.planner.simulation.profiled import worker_of
+from penstock.infra.planner.timing import EngineTiming
+from penstock.infra.quantile import quantile
+from penstock.schemas.plans import Decision, Observation, Role, Rules
 
 BLOCKS, BLOCK_SIZE = 8192, 64  # 524,288 tokens of KV cache, as a mock worker's
 _STARTS = 64  # of each role, besides its largest number

@@ -5,8 +5,8 @@ import random
 from collections.abc import Callable
 from typing import Literal
 
-from infra.bench.simulation.trace import Row, Trace
-from infra.bench.simulation.workloads import UNIT_TOKENS
+from penstock.infra.bench.simulation.trace import Row, Trace
+from penstock.infra.bench.simulation.workloads import UNIT_TOKENS
 
 Shape = Literal["diurnal", "bursts", "flat"]
 

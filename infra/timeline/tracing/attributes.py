@@ -2,12 +2,12 @@
 
 from typing import Any
 
-from infra.timeline.events import RequestAccepted, RequestRouted
-from infra.timeline.tracing.span import Value
-from schemas.done import Done
-from schemas.errors import Code
-from schemas.requests import GenerateRequest
-from schemas.trace import Stamps
+from penstock.infra.timeline.events import RequestAccepted, RequestRouted
+from penstock.infra.timeline.tracing.span import Value
+from penstock.schemas.done import Done
+from penstock.schemas.errors import Code
+from penstock.schemas.requests import GenerateRequest
+from penstock.schemas.trace import Stamps
 
 PROVIDER = "penstock"
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Protocol
 
-from infra.timeline.tracing.span import Span
+from penstock.infra.timeline.tracing.span import Span
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.resources import Resource

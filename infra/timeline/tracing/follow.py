@@ -15,22 +15,22 @@ import msgspec
 import structlog
 from blake3 import blake3
 
-from infra.bus.connection import Bus
-from infra.bus.direct_get import Entry, read
-from infra.timeline.request_timeline import RequestTimeline
-from infra.timeline.tracing.export import Sink
-from infra.timeline.tracing.position import BEFORE_NS, Position, last_seq
-from infra.timeline.tracing.span import Span
-from infra.timeline.tracing.spans import spans
-from schemas import done, jobs, requests
-from schemas.done import Done, Returned
-from schemas.errors import ServingError
-from schemas.jobs import Job
-from schemas.requests import GenerateRequest
-from schemas.streams import CLOCK_SKEW_NS, LONGEST_DEADLINE_S
-from schemas.subjects import HEADER_MSG_ID, KEPT
-from schemas.trace import trace_id, wanted
-from schemas.transfer import decode_ledger
+from penstock.infra.bus.connection import Bus
+from penstock.infra.bus.direct_get import Entry, read
+from penstock.infra.timeline.request_timeline import RequestTimeline
+from penstock.infra.timeline.tracing.export import Sink
+from penstock.infra.timeline.tracing.position import BEFORE_NS, Position, last_seq
+from penstock.infra.timeline.tracing.span import Span
+from penstock.infra.timeline.tracing.spans import spans
+from penstock.schemas import done, jobs, requests
+from penstock.schemas.done import Done, Returned
+from penstock.schemas.errors import ServingError
+from penstock.schemas.jobs import Job
+from penstock.schemas.requests import GenerateRequest
+from penstock.schemas.streams import CLOCK_SKEW_NS, LONGEST_DEADLINE_S
+from penstock.schemas.subjects import HEADER_MSG_ID, KEPT
+from penstock.schemas.trace import trace_id, wanted
+from penstock.schemas.transfer import decode_ledger
 
 log = structlog.get_logger("trace")
 

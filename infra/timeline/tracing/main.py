@@ -11,20 +11,20 @@ from urllib.parse import urlsplit
 import msgspec
 import structlog
 
-from configs import logs
-from configs.settings import TraceSettings
-from infra.terminal import stdout
-from infra.timeline.moments import moment_ns
-from infra.timeline.open_log import FAILURES, Log, Source, open_log
-from infra.timeline.read import read_timeline
-from infra.timeline.tracing.export import Exporter, NoExporter, otlp
-from infra.timeline.tracing.follow import Following
-from infra.timeline.tracing.otlp_json import document
-from infra.timeline.tracing.position import BEFORE_NS, Position, PositionStore, begin
-from infra.timeline.tracing.show import show
-from infra.timeline.tracing.spans import spans
-from schemas.errors import ServingError
-from schemas.ids import request_of_answer
+from penstock.configs import logs
+from penstock.configs.settings import TraceSettings
+from penstock.infra.terminal import stdout
+from penstock.infra.timeline.moments import moment_ns
+from penstock.infra.timeline.open_log import FAILURES, Log, Source, open_log
+from penstock.infra.timeline.read import read_timeline
+from penstock.infra.timeline.tracing.export import Exporter, NoExporter, otlp
+from penstock.infra.timeline.tracing.follow import Following
+from penstock.infra.timeline.tracing.otlp_json import document
+from penstock.infra.timeline.tracing.position import BEFORE_NS, Position, PositionStore, begin
+from penstock.infra.timeline.tracing.show import show
+from penstock.infra.timeline.tracing.spans import spans
+from penstock.schemas.errors import ServingError
+from penstock.schemas.ids import request_of_answer
 
 log = structlog.get_logger("trace")
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from infra.timeline.tracing.span import Span, Value
+from penstock.infra.timeline.tracing.span import Span, Value
 
 _KINDS = {"internal": 1, "server": 2, "client": 3, "producer": 4, "consumer": 5}
 

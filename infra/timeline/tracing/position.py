@@ -7,11 +7,11 @@ import structlog
 from nats.errors import Error as NatsError
 from nats.js.errors import Error as JetStreamError
 
-from infra.bus.connection import Bus
-from infra.bus.direct_get import get_last
-from schemas import wire
-from schemas.errors import Code, ServingError
-from schemas.subjects import token
+from penstock.infra.bus.connection import Bus
+from penstock.infra.bus.direct_get import get_last
+from penstock.schemas import wire
+from penstock.schemas.errors import Code, ServingError
+from penstock.schemas.subjects import token
 
 log = structlog.get_logger("trace")
 

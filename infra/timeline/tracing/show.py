@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
-from infra.terminal import escape
-from infra.timeline.bars import bar
-from infra.timeline.tracing.span import Span, in_order
+from penstock.infra.terminal import escape
+from penstock.infra.timeline.bars import bar
+from penstock.infra.timeline.tracing.span import Span, in_order
 
 WIDTH = 48  # columns of the waterfall, at most
 NARROWEST = 12

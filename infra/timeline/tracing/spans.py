@@ -13,12 +13,12 @@ Stages are siblings: each begins when the one before has handed off, so links, n
 
 from collections.abc import Iterator
 
-from infra.timeline.events import PromptPrefilled, RequestRouted
-from infra.timeline.request_timeline import RequestTimeline, StageRun
-from infra.timeline.tracing import attributes
-from infra.timeline.tracing.span import Event, Link, Span, covered
-from schemas.done import Done
-from schemas.trace import Stamps, read_parent, span_id, stage_name, trace_id
+from penstock.infra.timeline.events import PromptPrefilled, RequestRouted
+from penstock.infra.timeline.request_timeline import RequestTimeline, StageRun
+from penstock.infra.timeline.tracing import attributes
+from penstock.infra.timeline.tracing.span import Event, Link, Span, covered
+from penstock.schemas.done import Done
+from penstock.schemas.trace import Stamps, read_parent, span_id, stage_name, trace_id
 
 WORKER, ROUTER, GATEWAY = "worker", "router", "gateway"
 

@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from router.loads.target_loads import BACKLOG, COLUMNS, TargetLoads
-from router.placement.cost import Scalars, target_terms
+from penstock.router.loads.target_loads import BACKLOG, COLUMNS, TargetLoads
+from penstock.router.placement.cost import Scalars, target_terms
 
 Rows = NDArray[np.intp]
 Column = NDArray[np.float64]

@@ -5,8 +5,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from router.placement.arrays.columns import Column, WholeTerms
-from router.placement.cost import PASS_TOKENS, RequestSize, reuse
+from penstock.router.placement.arrays.columns import Column, WholeTerms
+from penstock.router.placement.cost import PASS_TOKENS, RequestSize, reuse
 
 
 class RequestSizes(NamedTuple):

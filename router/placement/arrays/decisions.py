@@ -8,17 +8,17 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from router.index.depths import TargetId
-from router.loads.load_tracker import LoadTracker
-from router.placement.aggregated import HeldRequest
-from router.placement.arrays.columns import Column, LoadColumns, Rows
-from router.placement.arrays.costs import Costs, RequestSizes, costs
-from router.placement.arrays.pool import Pool, Pools
-from router.placement.cost import favour_tokens
-from router.policy.routing import PATIENCE_S, TIE, RoutingDecision, RoutingRequest, Weights, draw
-from router.policy.score_table import STORED_CANDIDATES, candidate_of
-from router.policy.scoring import size_of
-from schemas.jobs import Candidate, Stage
+from penstock.router.index.depths import TargetId
+from penstock.router.loads.load_tracker import LoadTracker
+from penstock.router.placement.aggregated import HeldRequest
+from penstock.router.placement.arrays.columns import Column, LoadColumns, Rows
+from penstock.router.placement.arrays.costs import Costs, RequestSizes, costs
+from penstock.router.placement.arrays.pool import Pool, Pools
+from penstock.router.placement.cost import favour_tokens
+from penstock.router.policy.routing import PATIENCE_S, TIE, RoutingDecision, RoutingRequest, Weights, draw
+from penstock.router.policy.score_table import STORED_CANDIDATES, candidate_of
+from penstock.router.policy.scoring import size_of
+from penstock.schemas.jobs import Candidate, Stage
 
 
 class ArrayDecisions:

@@ -7,14 +7,14 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from router.index.depths import Depths, TargetBits, TargetId, bits_of
-from router.loads.load import Load, RoutingTarget
-from router.loads.load_tracker import LoadTracker
-from router.placement.aggregated import aggregated_pool, is_plain
-from router.placement.arrays.columns import Column, Rows
-from router.policy.filters import rejection
-from router.policy.routing import RoutingRequest
-from schemas.fleet import Registration
+from penstock.router.index.depths import Depths, TargetBits, TargetId, bits_of
+from penstock.router.loads.load import Load, RoutingTarget
+from penstock.router.loads.load_tracker import LoadTracker
+from penstock.router.placement.aggregated import aggregated_pool, is_plain
+from penstock.router.placement.arrays.columns import Column, Rows
+from penstock.router.policy.filters import rejection
+from penstock.router.policy.routing import RoutingRequest
+from penstock.schemas.fleet import Registration
 
 POOLS_CACHED = 256  # kinds of requests
 IDLE = Load()

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.access.credentials import presented
-from schemas.errors import Code, ServingError
+from penstock.gateway.access.credentials import presented
+from penstock.schemas.errors import Code, ServingError
 
 KEY = b"pst-0a1b2c3d4e5f-secret"
 OTHER = b"pst-0a1b2c3d4e5f-other"

@@ -3,13 +3,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.access.caller import Caller
-from gateway.access.decision import caller_with, check_valid, find_key
-from schemas.errors import Code, ServingError
-from schemas.keys import ApiKey, check_id, decode, digest_of, id_of, new_key
-from schemas.subjects import DEFAULT_TENANT
-from schemas.tenants import Limits
-from schemas.wire import encode
+from penstock.gateway.access.caller import Caller
+from penstock.gateway.access.decision import caller_with, check_valid, find_key
+from penstock.schemas.errors import Code, ServingError
+from penstock.schemas.keys import ApiKey, check_id, decode, digest_of, id_of, new_key
+from penstock.schemas.subjects import DEFAULT_TENANT
+from penstock.schemas.tenants import Limits
+from penstock.schemas.wire import encode
 
 ID = "0a1b2c3d4e5f"
 TEXT = f"pst-{ID}-Vzs8ZWQSwMH6Dw3eSQ4WHoF9Es0wYMAEtDxTvwIt"

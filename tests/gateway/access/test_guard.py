@@ -8,19 +8,19 @@ from typing import Any
 import pytest
 import structlog.testing
 
-from gateway.access import table
-from gateway.access.caller import ANYONE
-from gateway.access.guard import Guard, noted_in
-from gateway.access.table import STALE_S
-from gateway.main import Exposed, check_loopback, listen
-from infra.broker.server import EmbeddedNats
-from infra.bus.audit import person
-from infra.bus.connection import Bus
-from infra.bus.tasks import Tasks
-from infra.operate import key_store
-from schemas.errors import Code, ServingError
-from schemas.keys import ApiKey, digest_of, new_key
-from schemas.subjects import Subjects
+from penstock.gateway.access import table
+from penstock.gateway.access.caller import ANYONE
+from penstock.gateway.access.guard import Guard, noted_in
+from penstock.gateway.access.table import STALE_S
+from penstock.gateway.main import Exposed, check_loopback, listen
+from penstock.infra.broker.server import EmbeddedNats
+from penstock.infra.bus.audit import person
+from penstock.infra.bus.connection import Bus
+from penstock.infra.bus.tasks import Tasks
+from penstock.infra.operate import key_store
+from penstock.schemas.errors import Code, ServingError
+from penstock.schemas.keys import ApiKey, digest_of, new_key
+from penstock.schemas.subjects import Subjects
 from tests.infra.bus.support import eventually, opened
 
 PATH = "/v1/models"

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.access.account import SPARE, Account, Reservation
-from gateway.access.ledger import (
+from penstock.gateway.access.account import SPARE, Account, Reservation
+from penstock.gateway.access.ledger import (
     CHARGED_S,
     EMPTY,
     HOLD_NS,
@@ -19,8 +19,8 @@ from gateway.access.ledger import (
     seconds_until,
     taken,
 )
-from schemas.budgets import Ledger, decode
-from schemas.wire import encode
+from penstock.schemas.budgets import Ledger, decode
+from penstock.schemas.wire import encode
 from tests.properties import examples
 
 S = 1_000_000_000

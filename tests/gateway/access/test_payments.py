@@ -7,21 +7,21 @@ from typing import Any, cast
 
 import pytest
 
-from gateway.access import payments
-from gateway.access.caller import Caller
-from gateway.access.payments import Payments, prompt_tokens
-from gateway.admission.idempotency import Claim
-from gateway.claimed_submission import submit_claimed
-from gateway.log.find import unknown
-from gateway.log.inflight import InflightRequest
-from infra.bus.clock import BrokerClock
-from infra.bus.tasks import Tasks
-from schemas.done import Done, Usage
-from schemas.errors import Code, ServingError
-from schemas.ids import new_request_id
-from schemas.keys import ApiKey
-from schemas.requests import Embedding, GenerateRequest, Stop
-from schemas.wire import pack_tokens
+from penstock.gateway.access import payments
+from penstock.gateway.access.caller import Caller
+from penstock.gateway.access.payments import Payments, prompt_tokens
+from penstock.gateway.admission.idempotency import Claim
+from penstock.gateway.claimed_submission import submit_claimed
+from penstock.gateway.log.find import unknown
+from penstock.gateway.log.inflight import InflightRequest
+from penstock.infra.bus.clock import BrokerClock
+from penstock.infra.bus.tasks import Tasks
+from penstock.schemas.done import Done, Usage
+from penstock.schemas.errors import Code, ServingError
+from penstock.schemas.ids import new_request_id
+from penstock.schemas.keys import ApiKey
+from penstock.schemas.requests import Embedding, GenerateRequest, Stop
+from penstock.schemas.wire import pack_tokens
 from tests.infra.bus.support import eventually
 
 KEY = ApiKey("k" * 12, b"", max_concurrent=1)

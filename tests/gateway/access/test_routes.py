@@ -9,12 +9,12 @@ import msgspec
 import pytest
 from starlette.routing import Route
 
-from gateway.access.caller import ANYONE, OPERATOR
-from gateway.access.guard import OPEN_PATHS, Guard
-from gateway.http.app import application, routes_of
-from gateway.http.connections import SCOPE
-from gateway.text_model import Card
-from schemas.errors import Code, ServingError
+from penstock.gateway.access.caller import ANYONE, OPERATOR
+from penstock.gateway.access.guard import OPEN_PATHS, Guard
+from penstock.gateway.http.app import application, routes_of
+from penstock.gateway.http.connections import SCOPE
+from penstock.gateway.text_model import Card
+from penstock.schemas.errors import Code, ServingError
 
 # open: everyone; key: every key; owner: keys of the tenant that made it, and an operator's, 404 for others.
 POLICIES = {

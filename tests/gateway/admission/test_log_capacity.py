@@ -6,15 +6,15 @@ from typing import Any
 import pytest
 from nats.aio.client import Client
 
-from gateway.admission.log_capacity import LogCapacity
-from gateway.metrics import Metrics
-from infra.broker.apply import apply
-from infra.bus.connection import Bus
-from infra.metrics.scope import MetricScope
-from schemas.errors import Code, ServingError
-from schemas.requests import Priority
-from schemas.streams import StreamSpec, topology
-from schemas.subjects import Subjects
+from penstock.gateway.admission.log_capacity import LogCapacity
+from penstock.gateway.metrics import Metrics
+from penstock.infra.broker.apply import apply
+from penstock.infra.bus.connection import Bus
+from penstock.infra.metrics.scope import MetricScope
+from penstock.schemas.errors import Code, ServingError
+from penstock.schemas.requests import Priority
+from penstock.schemas.streams import StreamSpec, topology
+from penstock.schemas.subjects import Subjects
 
 SIZE = 1 << 20
 BODY = bytes(10_000)

@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from gateway.admission.memory import MemoryCheck
-from infra.bus.memory import Fill
-from schemas.errors import Code, ServingError
-from schemas.requests import GenerateRequest, Stop
-from schemas.subjects import Subjects
+from penstock.gateway.admission.memory import MemoryCheck
+from penstock.infra.bus.memory import Fill
+from penstock.schemas.errors import Code, ServingError
+from penstock.schemas.requests import GenerateRequest, Stop
+from penstock.schemas.subjects import Subjects
 
 REQUEST = GenerateRequest("r", "m", "gw", b"", Stop(100), 0, 0)
 
@@ -60,8 +60,8 @@ async def test_while_one_request_looks_the_others_go_on(
 ) -> None:
     await all_of(check, broker, 1, (Fill(0, 1 << 20), Fill(0, 64 << 20)))
     broker.answer = asyncio.get_running_loop().create_future()
-    monkeypatch.setattr("gateway.admission.memory.LOOK_S", 0.0)
-    monkeypatch.setattr("gateway.admission.memory.TRUST_S", 3600.0)
+    monkeypatch.setattr("penstock.gateway.admission.memory.LOOK_S", 0.0)
+    monkeypatch.setattr("penstock.gateway.admission.memory.TRUST_S", 3600.0)
     looking = asyncio.ensure_future(check.check(REQUEST, 100))
     await asyncio.sleep(0)
     await check.check(REQUEST, 100)

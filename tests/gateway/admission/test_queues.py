@@ -4,9 +4,9 @@ from collections.abc import Callable
 
 import pytest
 
-from gateway.admission.queues import QueueLimits, class_of
-from schemas.errors import Code, ServingError
-from schemas.requests import Priority
+from penstock.gateway.admission.queues import QueueLimits, class_of
+from penstock.schemas.errors import Code, ServingError
+from penstock.schemas.requests import Priority
 
 INTERACTIVE, STANDARD, BATCH = Priority
 

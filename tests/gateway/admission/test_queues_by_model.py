@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.admission.queues import QueueLimits, by_model
-from schemas.errors import Code, ServingError
-from schemas.requests import Priority
+from penstock.gateway.admission.queues import QueueLimits, by_model
+from penstock.schemas.errors import Code, ServingError
+from penstock.schemas.requests import Priority
 
 COUNTS = st.dictionaries(st.sampled_from("abcd"), st.integers(0, 500))
 

@@ -7,13 +7,13 @@ import pytest
 from nats.aio.client import Client
 from structlog.testing import capture_logs
 
-from gateway.admission.retention import DAY, Retention, retention_s
-from gateway.metrics import Metrics
-from infra.broker.apply import apply
-from infra.bus.connection import Bus
-from infra.metrics.scope import MetricScope
-from schemas.streams import WEEK, StreamSpec, topology
-from schemas.subjects import Subjects
+from penstock.gateway.admission.retention import DAY, Retention, retention_s
+from penstock.gateway.metrics import Metrics
+from penstock.infra.broker.apply import apply
+from penstock.infra.bus.connection import Bus
+from penstock.infra.metrics.scope import MetricScope
+from penstock.schemas.streams import WEEK, StreamSpec, topology
+from penstock.schemas.subjects import Subjects
 
 SIZE = 1 << 20
 

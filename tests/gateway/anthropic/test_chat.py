@@ -4,16 +4,16 @@ from typing import Any
 import msgspec
 import pytest
 
-from gateway.anthropic.chat import chat_of
-from gateway.anthropic.objects import message_error
-from gateway.anthropic.prepare import count_message, prepare_message
-from gateway.anthropic.requests import parse_message
-from gateway.openai.messages import template_messages
-from gateway.openai.prepare import PreparedRequest
-from gateway.openai.requests import ChatCompletionRequest, ChatMessage, ContentPart
-from schemas.errors import Code, ServingError
-from schemas.requests import GenerateRequest
-from schemas.wire import unpack_tokens
+from penstock.gateway.anthropic.chat import chat_of
+from penstock.gateway.anthropic.objects import message_error
+from penstock.gateway.anthropic.prepare import count_message, prepare_message
+from penstock.gateway.anthropic.requests import parse_message
+from penstock.gateway.openai.messages import template_messages
+from penstock.gateway.openai.prepare import PreparedRequest
+from penstock.gateway.openai.requests import ChatCompletionRequest, ChatMessage, ContentPart
+from penstock.schemas.errors import Code, ServingError
+from penstock.schemas.requests import GenerateRequest
+from penstock.schemas.wire import unpack_tokens
 from tests.gateway.answers import CONTEXT, NOW
 
 TOOL = {"name": "get_weather", "description": "d", "input_schema": {"type": "object"}}

@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.anthropic.objects import message_error, status_of
-from gateway.anthropic.render import ClientBody, MessageRenderer, message
-from gateway.openai.segments import WholeAnswer
-from schemas.errors import Code, ServingError
-from schemas.requests import GenerateRequest
-from schemas.tokens import Finish, TokenItem
+from penstock.gateway.anthropic.objects import message_error, status_of
+from penstock.gateway.anthropic.render import ClientBody, MessageRenderer, message
+from penstock.gateway.openai.segments import WholeAnswer
+from penstock.schemas.errors import Code, ServingError
+from penstock.schemas.requests import GenerateRequest
+from penstock.schemas.tokens import Finish, TokenItem
 from tests.gateway.answers import CALL, DETOKENIZER, ID, LENGTH, STOP, TEXTS, items, request
 from tests.properties import examples
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from gateway.client import (
+from penstock.gateway.client import (
     Cancelled,
     Client,
     Conflict,
@@ -23,10 +23,10 @@ from gateway.client import (
     connection,
     reader,
 )
-from gateway.client.connection import token
-from gateway.client.errors import error
-from infra.broker.server import EmbeddedNats
-from schemas import subjects as wire
+from penstock.gateway.client.connection import token
+from penstock.gateway.client.errors import error
+from penstock.infra.broker.server import EmbeddedNats
+from penstock.schemas import subjects as wire
 from tests.conftest import Connect
 from tests.gateway.client.fake_gateway import FakeGateway, whole
 
@@ -264,7 +264,7 @@ async def test_no_gateway_at_all_ends_in_a_timeout(broker: EmbeddedNats) -> None
 
 
 async def test_a_missing_broker_is_reported_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gateway.client.connection.CONNECT_S", 0.3)
+    monkeypatch.setattr("penstock.gateway.client.connection.CONNECT_S", 0.3)
     with pytest.raises(Disconnected, match="no NATS server"):
         async with Client("nats://127.0.0.1:1"):
             pass
@@ -295,7 +295,7 @@ async def test_cancel_names_the_request_by_its_key(client: Client, gateway: Fake
 
 
 def test_names_of_the_wire_are_those_of_the_server() -> None:
-    from gateway.client import reorder
+    from penstock.gateway.client import reorder
 
     assert reorder.HEADER_FINAL == wire.HEADER_FINAL
     assert reorder.HEADER_REQUEST == wire.HEADER_REQUEST
@@ -305,7 +305,7 @@ def test_names_of_the_wire_are_those_of_the_server() -> None:
 
 def test_the_client_imports_nothing_of_the_server() -> None:
     code = (
-        "import sys, json; before = set(sys.modules); import gateway.client; "
+        "import sys, json; before = set(sys.modules); import penstock.gateway.client; "
         "print(json.dumps(sorted({name.partition('.')[0] for name in set(sys.modules) - before})))"
     )
     run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)

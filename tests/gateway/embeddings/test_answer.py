@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.embeddings.answer import EmbeddingAggregator
-from schemas import done
-from schemas.errors import Code, ServingError
-from schemas.requests import EMBEDDING, Embedding, GenerateRequest, Stop
-from schemas.tokens import WHOLE_REQUEST, Finish, TokenItem
-from schemas.wire import pack_tokens
+from penstock.gateway.embeddings.answer import EmbeddingAggregator
+from penstock.schemas import done
+from penstock.schemas.errors import Code, ServingError
+from penstock.schemas.requests import EMBEDDING, Embedding, GenerateRequest, Stop
+from penstock.schemas.tokens import WHOLE_REQUEST, Finish, TokenItem
+from penstock.schemas.wire import pack_tokens
 from tests.properties import examples
 
 FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False)

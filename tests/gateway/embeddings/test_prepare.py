@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 
-from gateway.embeddings.prepare import MAX_FLOATS, prepare_embedding
-from gateway.embeddings.requests import MAX_INPUTS, MAX_TOKENS
-from gateway.openai.prepare import PreparedRequest
-from schemas.errors import Code, ServingError
-from schemas.fleet import Embedder
-from schemas.requests import EMBEDDING
-from schemas.wire import unpack_tokens
+from penstock.gateway.embeddings.prepare import MAX_FLOATS, prepare_embedding
+from penstock.gateway.embeddings.requests import MAX_INPUTS, MAX_TOKENS
+from penstock.gateway.openai.prepare import PreparedRequest
+from penstock.schemas.errors import Code, ServingError
+from penstock.schemas.fleet import Embedder
+from penstock.schemas.requests import EMBEDDING
+from penstock.schemas.wire import unpack_tokens
 
 MODELS = {
     "small": Embedder(64, max_tokens=8, vocab_size=100, pooling="mean"),

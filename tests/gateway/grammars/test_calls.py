@@ -10,15 +10,15 @@ import pytest
 from msgspec import UNSET
 from tokenizers import Tokenizer
 
-from gateway.grammars.answers import Calls, Reasoning, write_answer
-from gateway.grammars.calls import NO_PARAMETERS, Tool, call_grammar
-from gateway.grammars.writer import CannotExpress, GrammarWriter
-from gateway.openai.responses import AnswerMessage, message_of
-from infra.model import modeldir
-from infra.model.constraints import LARK
-from infra.model.detokenizer import Detokenizer
-from infra.model.parsers.families import HARMONY_MARKS, TABLE, Thoughts
-from infra.model.parsers.registry import (
+from penstock.gateway.grammars.answers import Calls, Reasoning, write_answer
+from penstock.gateway.grammars.calls import NO_PARAMETERS, Tool, call_grammar
+from penstock.gateway.grammars.writer import CannotExpress, GrammarWriter
+from penstock.gateway.openai.responses import AnswerMessage, message_of
+from penstock.infra.model import modeldir
+from penstock.infra.model.constraints import LARK
+from penstock.infra.model.detokenizer import Detokenizer
+from penstock.infra.model.parsers.families import HARMONY_MARKS, TABLE, Thoughts
+from penstock.infra.model.parsers.registry import (
     ParserNames,
     answer_marks,
     answer_parsing,
@@ -26,10 +26,10 @@ from infra.model.parsers.registry import (
     parser_for,
     text_stream,
 )
-from schemas.requests import Constraint, GenerateRequest, Parsing, Stop
+from penstock.schemas.requests import Constraint, GenerateRequest, Parsing, Stop
+from penstock.workers.engines.constraints.compiler import ConstraintCompiler, ModelTokens
 from tests.infra.model.parsers.test_families import tokens_of
 from tests.tiny_model import byte_level_json
-from workers.engines.constraints.compiler import ConstraintCompiler, ModelTokens
 
 MODEL = modeldir.load(modeldir.DEMO)
 COMPILER = ConstraintCompiler(lambda: ModelTokens(MODEL.tokenizer, MODEL.vocab_size, MODEL.eos_token_ids))

@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
-from gateway.grammars.structural_tags import MOST_PARTS, BadTag, write_tags
-from gateway.grammars.writer import CannotExpress, GrammarWriter
-from infra.model.constraints import LARK
-from schemas.requests import Constraint, Stop
+from penstock.gateway.grammars.structural_tags import MOST_PARTS, BadTag, write_tags
+from penstock.gateway.grammars.writer import CannotExpress, GrammarWriter
+from penstock.infra.model.constraints import LARK
+from penstock.schemas.requests import Constraint, Stop
 from tests.gateway.grammars.test_calls import COMPILER, MODEL
 
 NUMBER = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}

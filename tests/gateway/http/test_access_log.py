@@ -3,7 +3,7 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from gateway.http.access_log import with_access_log
+from penstock.gateway.http.access_log import with_access_log
 
 SCOPE = {"type": "http", "method": "POST", "path": "/v1/completions", "query_string": b"key=secret", "headers": []}
 

@@ -8,22 +8,22 @@ from unittest.mock import MagicMock
 import msgspec
 import pytest
 
-from configs.settings import GatewaySettings
-from gateway.access.caller import ANYONE, CALLER
-from gateway.answer_shapes import renderer_for
-from gateway.anthropic.render import PING, ClientBody
-from gateway.http.answers import Generations, IdleTimer, Responder, SendError, answer_text, send_error
-from gateway.http.connections import SCOPE
-from gateway.http.messages import send_message_error
-from gateway.log.inflight import InflightRequest
-from gateway.log.store_check import unstored
-from gateway.openai.responses import stopping
-from gateway.openai.responses_api.record import encode_stored
-from gateway.openai.responses_api.requests import ResponsesRequest
-from gateway.openai.sse import COMMENT as PING_COMMENT
-from infra.bus.loop_lag import TurnBudget
-from schemas.errors import Code, ServingError
-from schemas.requests import GenerateRequest
+from penstock.configs.settings import GatewaySettings
+from penstock.gateway.access.caller import ANYONE, CALLER
+from penstock.gateway.answer_shapes import renderer_for
+from penstock.gateway.anthropic.render import PING, ClientBody
+from penstock.gateway.http.answers import Generations, IdleTimer, Responder, SendError, answer_text, send_error
+from penstock.gateway.http.connections import SCOPE
+from penstock.gateway.http.messages import send_message_error
+from penstock.gateway.log.inflight import InflightRequest
+from penstock.gateway.log.store_check import unstored
+from penstock.gateway.openai.responses import stopping
+from penstock.gateway.openai.responses_api.record import encode_stored
+from penstock.gateway.openai.responses_api.requests import ResponsesRequest
+from penstock.gateway.openai.sse import COMMENT as PING_COMMENT
+from penstock.infra.bus.loop_lag import TurnBudget
+from penstock.schemas.errors import Code, ServingError
+from penstock.schemas.requests import GenerateRequest
 from tests.gateway.answers import DETOKENIZER, STOP, items, request
 
 STREAMS = [
@@ -38,7 +38,7 @@ STREAMS = [
 async def test_a_stream_shows_that_it_lives_while_it_waits_for_tokens(
     monkeypatch: pytest.MonkeyPatch, asked: GenerateRequest, ping: bytes
 ) -> None:
-    monkeypatch.setattr("gateway.http.answers.HEAD_S", 0.001)
+    monkeypatch.setattr("penstock.gateway.http.answers.HEAD_S", 0.001)
     inflight = InflightRequest(asked)
     sent, pings = bytearray(), asyncio.Event()
 

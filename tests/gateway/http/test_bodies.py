@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.http.bodies import decompress, read_body
-from schemas.errors import Code, ServingError
+from penstock.gateway.http.bodies import decompress, read_body
+from penstock.schemas.errors import Code, ServingError
 
 BODY = b'{"model": "demo"}'
 

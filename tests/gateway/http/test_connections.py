@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from gateway.http.connections import SCOPE, Connection, Limits
-from gateway.http.server import HttpServer
-from gateway.main import listen
-from infra.bus import loop_lag
-from infra.bus.tasks import Tasks
+from penstock.gateway.http.connections import SCOPE, Connection, Limits
+from penstock.gateway.http.server import HttpServer
+from penstock.gateway.main import listen
+from penstock.infra.bus import loop_lag
+from penstock.infra.bus.tasks import Tasks
 from tests.infra.bus.support import eventually
 
 GET = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"

@@ -2,8 +2,8 @@
 
 import pytest
 
-from gateway.http.idempotency import read_client_ids
-from schemas.errors import ServingError
+from penstock.gateway.http.idempotency import read_client_ids
+from penstock.schemas.errors import ServingError
 
 NAME = b"x-penstock-no-store"
 

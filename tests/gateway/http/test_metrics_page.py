@@ -3,8 +3,8 @@
 import threading
 from types import SimpleNamespace
 
-from gateway.http.app import _Api
-from infra.metrics.scope import MetricScope
+from penstock.gateway.http.app import _Api
+from penstock.infra.metrics.scope import MetricScope
 
 
 async def test_the_page_is_made_beside_the_event_loop_which_goes_on_with_answers() -> None:

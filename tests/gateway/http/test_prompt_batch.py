@@ -6,12 +6,12 @@ from unittest.mock import AsyncMock, MagicMock
 import msgspec
 import pytest
 
-from configs.settings import GatewaySettings
-from gateway.http.idempotency import ClientIds
-from gateway.http.prompt_batch import _PromptStream, answer_prompts
-from gateway.log.inflight import InflightRequest
-from gateway.openai.sse import COMMENT
-from schemas.errors import Code, ServingError
+from penstock.configs.settings import GatewaySettings
+from penstock.gateway.http.idempotency import ClientIds
+from penstock.gateway.http.prompt_batch import _PromptStream, answer_prompts
+from penstock.gateway.log.inflight import InflightRequest
+from penstock.gateway.openai.sse import COMMENT
+from penstock.schemas.errors import Code, ServingError
 from tests.gateway.answers import DETOKENIZER, STOP, items, request
 
 
@@ -35,7 +35,7 @@ async def test_each_prompt_of_a_batch_waits_for_its_portion() -> None:
 
 
 async def test_a_stream_of_several_prompts_shows_that_it_lives_while_all_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gateway.http.prompt_batch.HEAD_S", 0.001)
+    monkeypatch.setattr("penstock.gateway.http.prompt_batch.HEAD_S", 0.001)
     asked = [msgspec.structs.replace(request("text", parsing=None), id=f"r{number}") for number in range(3)]
     inflights = [InflightRequest(each) for each in asked]
     sent, seen = bytearray(), asyncio.Event()

@@ -7,13 +7,13 @@ from typing import Any, cast
 import pytest
 from starlette.requests import Request
 
-from gateway.access.caller import ANYONE, CALLER
-from gateway.http.responses import StoredResponses
-from gateway.log.lookup import StoredRequest
-from gateway.openai.common import RESPONSE
-from gateway.service import Gateway
-from schemas.errors import Code, ServingError
-from schemas.requests import GenerateRequest, Stop
+from penstock.gateway.access.caller import ANYONE, CALLER
+from penstock.gateway.http.responses import StoredResponses
+from penstock.gateway.log.lookup import StoredRequest
+from penstock.gateway.openai.common import RESPONSE
+from penstock.gateway.service import Gateway
+from penstock.schemas.errors import Code, ServingError
+from penstock.schemas.requests import GenerateRequest, Stop
 
 RUNNING = GenerateRequest("01932c07-a4b8-7000-8000-0123456789ab", "m", "g", b"", Stop(9), 1, 2, endpoint=RESPONSE)
 
@@ -39,8 +39,8 @@ class Log:
 
 
 async def test_a_delete_that_another_one_overtakes_says_so_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gateway.http.responses.CANCELLED_S", 3600.0)
-    monkeypatch.setattr("gateway.http.responses.LOOK_S", 0.0)
+    monkeypatch.setattr("penstock.gateway.http.responses.CANCELLED_S", 3600.0)
+    monkeypatch.setattr("penstock.gateway.http.responses.LOOK_S", 0.0)
     scope: dict[str, Any] = {"type": "http", "path_params": {"id": "resp_" + RUNNING.id}, CALLER: ANYONE}
     async with asyncio.timeout(10):
         with pytest.raises(ServingError, match="it was deleted") as refused:

@@ -3,16 +3,16 @@
 import msgspec
 import pytest
 
-from gateway.http import status
-from gateway.http.status import status_of
-from gateway.log.lookup import StoredRequest
-from gateway.openai.responses import Status
-from infra.bus.connection import Bus
-from schemas import done, wire
-from schemas.errors import Code, ServingError
-from schemas.requests import GenerateRequest
-from schemas.tokens import WHOLE_REQUEST, Finish, TokenBatch, TokenItem
-from schemas.wire import pack_tokens
+from penstock.gateway.http import status
+from penstock.gateway.http.status import status_of
+from penstock.gateway.log.lookup import StoredRequest
+from penstock.gateway.openai.responses import Status
+from penstock.infra.bus.connection import Bus
+from penstock.schemas import done, wire
+from penstock.schemas.errors import Code, ServingError
+from penstock.schemas.requests import GenerateRequest
+from penstock.schemas.tokens import WHOLE_REQUEST, Finish, TokenBatch, TokenItem
+from penstock.schemas.wire import pack_tokens
 from tests.gateway.nats.support import Running
 
 BODY = b'{"model": "tiny", "prompt": "a b c", "max_tokens": 4, "no_store": true}'

@@ -15,11 +15,11 @@ import pytest
 import uvloop
 from structlog.testing import capture_logs
 
-from gateway.http.connections import Limits
-from gateway.http.server import HttpServer
-from gateway.http.tls import BadCertificate, Certificate
-from gateway.main import listen
-from infra.bus.tasks import Tasks
+from penstock.gateway.http.connections import Limits
+from penstock.gateway.http.server import HttpServer
+from penstock.gateway.http.tls import BadCertificate, Certificate
+from penstock.gateway.main import listen
+from penstock.infra.bus.tasks import Tasks
 from tests.gateway.http.test_connections import GET, Application
 from tests.tls_support import DAYS, issue
 

@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.images.parameters import frame_count
-from gateway.images.prepare import IMAGE, VIDEO, prepare_images
-from gateway.images.requests import VideoGenerationRequest
-from gateway.openai.prepare import PreparedRequest
-from schemas.errors import Code, ServingError
-from schemas.fleet import Diffuser
-from schemas.requests import Diffusion, Priority
+from penstock.gateway.images.parameters import frame_count
+from penstock.gateway.images.prepare import IMAGE, VIDEO, prepare_images
+from penstock.gateway.images.requests import VideoGenerationRequest
+from penstock.gateway.openai.prepare import PreparedRequest
+from penstock.schemas.errors import Code, ServingError
+from penstock.schemas.fleet import Diffuser
+from penstock.schemas.requests import Diffusion, Priority
 
 IMAGE_MODEL = Diffuser(
     "image", "FluxPipeline", 1024, 768, 28, ("png", "jpeg", "webp"), 1 << 20, 50, multiple=16, max_images=4

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.images.responses import ImageAggregator, ImageStreamRenderer
-from schemas.errors import Code, ServingError
-from schemas.requests import Diffusion, GenerateRequest, Stop
-from schemas.tokens import File, Finish, TokenItem
-from schemas.wire import pack_tokens
+from penstock.gateway.images.responses import ImageAggregator, ImageStreamRenderer
+from penstock.schemas.errors import Code, ServingError
+from penstock.schemas.requests import Diffusion, GenerateRequest, Stop
+from penstock.schemas.tokens import File, Finish, TokenItem
+from penstock.schemas.wire import pack_tokens
 
 FILES = (
     File("r-1-0.png", "image/png", 3, 32, 16, seconds=1.25),

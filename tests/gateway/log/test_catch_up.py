@@ -8,21 +8,21 @@ from collections.abc import AsyncIterator
 import msgspec
 import pytest
 
-from gateway.log import catch_up
-from gateway.log.find import RequestFinder
-from gateway.log.inflight import InflightRequest
-from gateway.log.subscription import TokenSubscription
-from infra.broker.server import EmbeddedNats
-from infra.bus.connection import Bus
-from infra.bus.publisher import Publisher
-from infra.bus.tasks import Tasks
-from schemas import wire
-from schemas.errors import ServingError
-from schemas.ids import new_request_id
-from schemas.requests import GenerateRequest
-from schemas.subjects import Subjects
-from schemas.tokens import Finish, TokenBatch, TokenItem
-from schemas.wire import pack_tokens
+from penstock.gateway.log import catch_up
+from penstock.gateway.log.find import RequestFinder
+from penstock.gateway.log.inflight import InflightRequest
+from penstock.gateway.log.subscription import TokenSubscription
+from penstock.infra.broker.server import EmbeddedNats
+from penstock.infra.bus.connection import Bus
+from penstock.infra.bus.publisher import Publisher
+from penstock.infra.bus.tasks import Tasks
+from penstock.schemas import wire
+from penstock.schemas.errors import ServingError
+from penstock.schemas.ids import new_request_id
+from penstock.schemas.requests import GenerateRequest
+from penstock.schemas.subjects import Subjects
+from penstock.schemas.tokens import Finish, TokenBatch, TokenItem
+from penstock.schemas.wire import pack_tokens
 from tests.gateway.log.test_inflight import request_of
 from tests.infra.bus.support import eventually, opened
 

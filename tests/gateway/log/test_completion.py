@@ -7,20 +7,20 @@ from collections.abc import AsyncIterator
 import msgspec
 import pytest
 
-from gateway.log import completion
-from gateway.log.completion import Completion
-from gateway.log.inflight import InflightRequest
-from gateway.log.records import Records
-from gateway.log.subscription import TokenSubscription
-from infra.broker.server import EmbeddedNats
-from infra.bus.connection import Bus
-from infra.bus.publisher import Publisher
-from infra.bus.tasks import Tasks
-from schemas import done, wire
-from schemas.requests import GenerateRequest
-from schemas.subjects import MEMORY, Subjects
-from schemas.tokens import WHOLE_REQUEST, Finish, TokenBatch, TokenItem
-from schemas.wire import pack_tokens
+from penstock.gateway.log import completion
+from penstock.gateway.log.completion import Completion
+from penstock.gateway.log.inflight import InflightRequest
+from penstock.gateway.log.records import Records
+from penstock.gateway.log.subscription import TokenSubscription
+from penstock.infra.broker.server import EmbeddedNats
+from penstock.infra.bus.connection import Bus
+from penstock.infra.bus.publisher import Publisher
+from penstock.infra.bus.tasks import Tasks
+from penstock.schemas import done, wire
+from penstock.schemas.requests import GenerateRequest
+from penstock.schemas.subjects import MEMORY, Subjects
+from penstock.schemas.tokens import WHOLE_REQUEST, Finish, TokenBatch, TokenItem
+from penstock.schemas.wire import pack_tokens
 from tests.gateway.log.test_inflight import request_of, tokens_of
 from tests.infra.bus.support import opened
 

@@ -7,12 +7,12 @@ import traceback
 import msgspec
 import pytest
 
-from gateway.log.inflight import MAX_ITEMS, PORTION_BYTES, InflightRequest, limit_of
-from infra.bus.loop_lag import AT_ONCE, TurnBudget
-from schemas.errors import Code, ServingError
-from schemas.requests import GenerateRequest, Sampling, Stop
-from schemas.tokens import WHOLE_REQUEST, Finish, TokenItem
-from schemas.wire import pack_tokens
+from penstock.gateway.log.inflight import MAX_ITEMS, PORTION_BYTES, InflightRequest, limit_of
+from penstock.infra.bus.loop_lag import AT_ONCE, TurnBudget
+from penstock.schemas.errors import Code, ServingError
+from penstock.schemas.requests import GenerateRequest, Sampling, Stop
+from penstock.schemas.tokens import WHOLE_REQUEST, Finish, TokenItem
+from penstock.schemas.wire import pack_tokens
 
 
 def request_of(n: int = 1, logprobs: int | None = None) -> GenerateRequest:

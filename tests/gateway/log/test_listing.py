@@ -4,18 +4,18 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from gateway.http.request_list import parse
-from gateway.log import listing
-from gateway.log.listing import Page, RequestListing
-from gateway.log.progress import Progress
-from gateway.log.records import Records
-from infra.broker.server import EmbeddedNats
-from infra.bus.connection import Bus
-from schemas import control
-from schemas.errors import Code, ServingError
-from schemas.requests import GenerateRequest
-from schemas.subjects import Subjects
-from schemas.summary import Criteria
+from penstock.gateway.http.request_list import parse
+from penstock.gateway.log import listing
+from penstock.gateway.log.listing import Page, RequestListing
+from penstock.gateway.log.progress import Progress
+from penstock.gateway.log.records import Records
+from penstock.infra.broker.server import EmbeddedNats
+from penstock.infra.bus.connection import Bus
+from penstock.schemas import control
+from penstock.schemas.errors import Code, ServingError
+from penstock.schemas.requests import GenerateRequest
+from penstock.schemas.subjects import Subjects
+from penstock.schemas.summary import Criteria
 from tests.infra.bus.support import opened
 from tests.infra.timeline.support import accept, assign, end
 

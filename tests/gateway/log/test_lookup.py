@@ -6,15 +6,15 @@ from collections.abc import AsyncIterator
 import msgspec
 import pytest
 
-from gateway.log.find import RequestFinder
-from gateway.log.lookup import RequestLookup
-from gateway.log.records import Records
-from infra.broker.server import EmbeddedNats
-from infra.bus.connection import Bus
-from schemas import contents, deletions, done, wire
-from schemas.errors import Code, ServingError
-from schemas.ids import new_request_id
-from schemas.subjects import Subjects
+from penstock.gateway.log.find import RequestFinder
+from penstock.gateway.log.lookup import RequestLookup
+from penstock.gateway.log.records import Records
+from penstock.infra.broker.server import EmbeddedNats
+from penstock.infra.bus.connection import Bus
+from penstock.schemas import contents, deletions, done, wire
+from penstock.schemas.errors import Code, ServingError
+from penstock.schemas.ids import new_request_id
+from penstock.schemas.subjects import Subjects
 from tests.gateway.log.test_inflight import request_of
 from tests.infra.bus.support import opened
 

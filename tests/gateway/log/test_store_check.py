@@ -6,12 +6,12 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from gateway.log import store_check
-from gateway.log.store_check import StoreCheck
-from infra.broker.server import EmbeddedNats
-from infra.bus.connection import Bus
-from schemas.errors import ServingError
-from schemas.subjects import Subjects
+from penstock.gateway.log import store_check
+from penstock.gateway.log.store_check import StoreCheck
+from penstock.infra.broker.server import EmbeddedNats
+from penstock.infra.bus.connection import Bus
+from penstock.schemas.errors import ServingError
+from penstock.schemas.subjects import Subjects
 from tests.infra.bus.support import eventually, opened
 
 

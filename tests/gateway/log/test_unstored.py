@@ -7,15 +7,15 @@ import msgspec
 import pytest
 from nats.aio.msg import Msg
 
-from gateway.log.inflight import InflightRequest
-from gateway.service import Gateway
-from infra.bus import memory
-from infra.bus.connection import Bus
-from infra.bus.publisher import Ack, Refused
-from schemas.errors import Code, ServingError
-from schemas.requests import GenerateRequest
-from schemas.tokens import Finish, TokenItem
-from schemas.wire import pack_tokens
+from penstock.gateway.log.inflight import InflightRequest
+from penstock.gateway.service import Gateway
+from penstock.infra.bus import memory
+from penstock.infra.bus.connection import Bus
+from penstock.infra.bus.publisher import Ack, Refused
+from penstock.schemas.errors import Code, ServingError
+from penstock.schemas.requests import GenerateRequest
+from penstock.schemas.tokens import Finish, TokenItem
+from penstock.schemas.wire import pack_tokens
 from tests.gateway.nats.support import Running
 
 BODY = b'{"model": "tiny", "prompt": "a b c", "max_tokens": 4, "no_store": true}'

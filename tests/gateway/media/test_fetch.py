@@ -10,10 +10,10 @@ from typing import Any
 import httpcore2
 import pytest
 
-from gateway.media import download, fetch
-from gateway.media.fetch import Fetcher, read_below
-from gateway.media.limits import MediaLimits, MediaRejected
-from schemas.errors import Code
+from penstock.gateway.media import download, fetch
+from penstock.gateway.media.fetch import Fetcher, read_below
+from penstock.gateway.media.limits import MediaLimits, MediaRejected
+from penstock.schemas.errors import Code
 from tests.gateway.media.support import Site, data_url
 
 LIMITS = MediaLimits(100_000, 1000, 5.0, private=True)

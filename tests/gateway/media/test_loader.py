@@ -13,25 +13,25 @@ import pytest
 from blake3 import blake3
 from PIL import Image, ImageFile
 
-from configs.settings import GatewaySettings
-from gateway.media import loader as media_loader
-from gateway.media.loader import MediaLoader
-from gateway.media.sources import MediaPart
-from gateway.metrics import Metrics
-from gateway.openai.common import CHAT
-from gateway.service import Gateway
-from infra.broker.server import EmbeddedNats
-from infra.bus import object_store
-from infra.bus.connection import Bus
-from infra.bus.direct_get import read
-from infra.bus.object_store import get
-from infra.bus.publisher import Publisher
-from infra.demo_model import vision as pictures
-from infra.eval.demo import messages_of
-from infra.metrics.scope import MetricScope
-from infra.model.modeldir import MODELS, Vision, load
-from schemas.errors import Code, ServingError
-from schemas.subjects import Subjects
+from penstock.configs.settings import GatewaySettings
+from penstock.gateway.media import loader as media_loader
+from penstock.gateway.media.loader import MediaLoader
+from penstock.gateway.media.sources import MediaPart
+from penstock.gateway.metrics import Metrics
+from penstock.gateway.openai.common import CHAT
+from penstock.gateway.service import Gateway
+from penstock.infra.broker.server import EmbeddedNats
+from penstock.infra.bus import object_store
+from penstock.infra.bus.connection import Bus
+from penstock.infra.bus.direct_get import read
+from penstock.infra.bus.object_store import get
+from penstock.infra.bus.publisher import Publisher
+from penstock.infra.demo_model import vision as pictures
+from penstock.infra.eval.demo import messages_of
+from penstock.infra.metrics.scope import MetricScope
+from penstock.infra.model.modeldir import MODELS, Vision, load
+from penstock.schemas.errors import Code, ServingError
+from penstock.schemas.subjects import Subjects
 from tests.gateway.media.support import Site, chat_body, data_url, image
 from tests.gateway.media.test_image_header import picture, png
 from tests.infra.bus.support import opened

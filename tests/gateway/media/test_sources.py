@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from configs.settings import GatewaySettings
-from gateway.media.addresses import check_address
-from gateway.media.limits import MediaLimits, MediaRejected
-from gateway.media.sources import (
+from penstock.configs.settings import GatewaySettings
+from penstock.gateway.media.addresses import check_address
+from penstock.gateway.media.limits import MediaLimits, MediaRejected
+from penstock.gateway.media.sources import (
     SLICE,
     InlineSource,
     LocalSource,
@@ -21,7 +21,7 @@ from gateway.media.sources import (
     parse_source,
     path_below,
 )
-from schemas.errors import Code
+from penstock.schemas.errors import Code
 from tests.properties import examples
 
 LIMITS = MediaLimits(1000, 10_000, 1.0)

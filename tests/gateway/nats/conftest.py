@@ -4,10 +4,10 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from infra.broker.server import EmbeddedNats
-from infra.bus.connection import Bus
-from infra.model.modeldir import ModelDir
-from schemas.subjects import Subjects
+from penstock.infra.broker.server import EmbeddedNats
+from penstock.infra.bus.connection import Bus
+from penstock.infra.model.modeldir import ModelDir
+from penstock.schemas.subjects import Subjects
 from tests.gateway.nats.support import Engine, Running, gateway_on
 from tests.infra.bus.support import opened
 

@@ -8,22 +8,22 @@ from typing import Any, NamedTuple
 
 from nats.aio.msg import Msg
 
-from configs.settings import GatewaySettings
-from gateway.metrics import Metrics
-from gateway.nats.api import NatsApi
-from gateway.nats.protocol import key_of
-from gateway.service import Gateway
-from infra.broker.server import EmbeddedNats
-from infra.bus.connection import Bus
-from infra.bus.publisher import Publisher
-from infra.metrics.scope import MetricScope
-from infra.model.modeldir import ModelDir
-from schemas import requests, wire
-from schemas.done import Done, Outcome
-from schemas.requests import GenerateRequest
-from schemas.subjects import HEADER_ERROR, HEADER_FINAL, HEADER_MSG_ID, HEADER_SEQ, Subjects
-from schemas.tokens import Finish, TokenBatch, TokenItem
-from schemas.wire import pack_tokens
+from penstock.configs.settings import GatewaySettings
+from penstock.gateway.metrics import Metrics
+from penstock.gateway.nats.api import NatsApi
+from penstock.gateway.nats.protocol import key_of
+from penstock.gateway.service import Gateway
+from penstock.infra.broker.server import EmbeddedNats
+from penstock.infra.bus.connection import Bus
+from penstock.infra.bus.publisher import Publisher
+from penstock.infra.metrics.scope import MetricScope
+from penstock.infra.model.modeldir import ModelDir
+from penstock.schemas import requests, wire
+from penstock.schemas.done import Done, Outcome
+from penstock.schemas.requests import GenerateRequest
+from penstock.schemas.subjects import HEADER_ERROR, HEADER_FINAL, HEADER_MSG_ID, HEADER_SEQ, Subjects
+from penstock.schemas.tokens import Finish, TokenBatch, TokenItem
+from penstock.schemas.wire import pack_tokens
 from tests.infra.bus.support import eventually, opened
 
 BODY = {"model": "tiny", "prompt": "one two three", "max_tokens": 8, "temperature": 0}

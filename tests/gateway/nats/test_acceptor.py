@@ -3,10 +3,10 @@ from unittest.mock import MagicMock
 import msgspec
 import pytest
 
-from gateway.nats.acceptor import VALUE_BYTES, RequestAcceptor, check_vectors
-from gateway.nats.protocol import origin_of
-from schemas.errors import Code, ServingError
-from schemas.requests import Embedding, GenerateRequest, Stop
+from penstock.gateway.nats.acceptor import VALUE_BYTES, RequestAcceptor, check_vectors
+from penstock.gateway.nats.protocol import origin_of
+from penstock.schemas.errors import Code, ServingError
+from penstock.schemas.requests import Embedding, GenerateRequest, Stop
 
 
 async def test_a_message_waits_for_its_portion_before_it_is_prepared() -> None:

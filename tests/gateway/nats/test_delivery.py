@@ -6,10 +6,10 @@ import time
 import pytest
 from nats.aio.msg import Msg
 
-from infra.broker.server import EmbeddedNats
-from infra.bus.connection import Bus
-from infra.model.modeldir import ModelDir
-from schemas.subjects import Subjects
+from penstock.infra.broker.server import EmbeddedNats
+from penstock.infra.bus.connection import Bus
+from penstock.infra.model.modeldir import ModelDir
+from penstock.schemas.subjects import Subjects
 from tests.gateway.nats.support import BODY, Engine, Submitter, finals, gateway_on, number_of
 from tests.infra.bus.support import eventually
 

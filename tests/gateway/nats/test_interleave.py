@@ -5,13 +5,13 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.nats.interleave import ChoiceInterleaver
-from gateway.nats.messages import StreamMessages
-from schemas.done import Done, Outcome
-from schemas.done import items as items_of
-from schemas.requests import GenerateRequest, Sampling, Stop
-from schemas.tokens import Finish, Logprob, TokenItem
-from schemas.wire import pack_tokens
+from penstock.gateway.nats.interleave import ChoiceInterleaver
+from penstock.gateway.nats.messages import StreamMessages
+from penstock.schemas.done import Done, Outcome
+from penstock.schemas.done import items as items_of
+from penstock.schemas.requests import GenerateRequest, Sampling, Stop
+from penstock.schemas.tokens import Finish, Logprob, TokenItem
+from penstock.schemas.wire import pack_tokens
 from tests.pipeline.support import MODEL, Oracle
 
 ORACLE = Oracle(MODEL)

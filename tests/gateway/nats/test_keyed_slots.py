@@ -2,8 +2,8 @@ import asyncio
 
 import pytest
 
-from gateway.nats.keyed_slots import KeyedSlots
-from schemas.errors import Code, ServingError
+from penstock.gateway.nats.keyed_slots import KeyedSlots
+from penstock.schemas.errors import Code, ServingError
 
 
 async def test_repeats_of_a_key_wait_for_its_slots_and_others_do_not() -> None:

@@ -6,14 +6,22 @@ import re
 import msgspec
 import pytest
 
-from gateway.nats.messages import AnswerMessage, StreamMessages, failure
-from gateway.nats.protocol import Origin, key_of, may_ask_for_no_store, origin_of, parse_headers, parse_query, shape_of
-from schemas import wire
-from schemas.control import Cancel
-from schemas.errors import Code, ServingError
-from schemas.requests import GenerateRequest, Stop
-from schemas.tokens import Finish, TokenItem
-from schemas.wire import pack_tokens
+from penstock.gateway.nats.messages import AnswerMessage, StreamMessages, failure
+from penstock.gateway.nats.protocol import (
+    Origin,
+    key_of,
+    may_ask_for_no_store,
+    origin_of,
+    parse_headers,
+    parse_query,
+    shape_of,
+)
+from penstock.schemas import wire
+from penstock.schemas.control import Cancel
+from penstock.schemas.errors import Code, ServingError
+from penstock.schemas.requests import GenerateRequest, Stop
+from penstock.schemas.tokens import Finish, TokenItem
+from penstock.schemas.wire import pack_tokens
 from tests.pipeline.support import MODEL, Oracle
 
 

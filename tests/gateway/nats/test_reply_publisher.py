@@ -8,12 +8,12 @@ import nats
 import pytest
 from nats.aio.client import Client
 
-from gateway.nats import reply_publisher
-from gateway.nats.messages import AnswerMessage
-from gateway.nats.reply_publisher import ReplyPublisher
-from infra.broker.server import EmbeddedNats
-from infra.bus.connection import Bus
-from schemas.subjects import Subjects
+from penstock.gateway.nats import reply_publisher
+from penstock.gateway.nats.messages import AnswerMessage
+from penstock.gateway.nats.reply_publisher import ReplyPublisher
+from penstock.infra.broker.server import EmbeddedNats
+from penstock.infra.bus.connection import Bus
+from penstock.schemas.subjects import Subjects
 from tests.infra.bus.support import opened
 
 

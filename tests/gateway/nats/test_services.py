@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from gateway.nats import services
-from infra.broker.server import EmbeddedNats
-from infra.bus.connection import Bus
-from infra.bus.publisher import Ack, Publisher
-from infra.model.modeldir import ModelDir
-from schemas.subjects import HEADER_MSG_ID, HEADER_REQUEST, Subjects
+from penstock.gateway.nats import services
+from penstock.infra.broker.server import EmbeddedNats
+from penstock.infra.bus.connection import Bus
+from penstock.infra.bus.publisher import Ack, Publisher
+from penstock.infra.model.modeldir import ModelDir
+from penstock.schemas.subjects import HEADER_MSG_ID, HEADER_REQUEST, Subjects
 from tests.gateway.nats.support import (
     BODY,
     WITHIN_S,

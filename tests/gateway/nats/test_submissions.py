@@ -6,15 +6,15 @@ from typing import Any
 
 import pytest
 
-from gateway.nats import submissions
-from gateway.nats.delivery import AcceptedRequest, AnswerDelivery
-from gateway.nats.reply_publisher import ReplyPublisher
-from infra.broker.apply import apply_submissions
-from infra.broker.server import EmbeddedNats
-from infra.bus.connection import Bus
-from infra.model.modeldir import ModelDir
-from schemas.errors import Code, ServingError
-from schemas.subjects import Subjects
+from penstock.gateway.nats import submissions
+from penstock.gateway.nats.delivery import AcceptedRequest, AnswerDelivery
+from penstock.gateway.nats.reply_publisher import ReplyPublisher
+from penstock.infra.broker.apply import apply_submissions
+from penstock.infra.broker.server import EmbeddedNats
+from penstock.infra.bus.connection import Bus
+from penstock.infra.model.modeldir import ModelDir
+from penstock.schemas.errors import Code, ServingError
+from penstock.schemas.subjects import Subjects
 from tests.gateway.nats.support import (
     BODY,
     WITHIN_S,

@@ -2,8 +2,8 @@
 
 import asyncio
 
-from gateway.nats.waiting_line import OF_TENANT, WaitingLine
-from schemas.requests import Priority
+from penstock.gateway.nats.waiting_line import OF_TENANT, WaitingLine
+from penstock.schemas.requests import Priority
 
 INTERACTIVE, STANDARD, _ = Priority
 

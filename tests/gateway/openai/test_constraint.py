@@ -3,11 +3,11 @@ from typing import Any
 
 import pytest
 
-from gateway.openai.constraint import MAX_BYTES, MAX_CHOICES, MAX_DEPTH
-from gateway.openai.prepare_context import PrepareContext
-from infra.model.constraints import LARK, check
-from schemas.errors import Code
-from schemas.requests import CONSTRAINT, CONSTRAINT_LARK, CONSTRAINT_SPELLED, Constraint, GenerateRequest
+from penstock.gateway.openai.constraint import MAX_BYTES, MAX_CHOICES, MAX_DEPTH
+from penstock.gateway.openai.prepare_context import PrepareContext
+from penstock.infra.model.constraints import LARK, check
+from penstock.schemas.errors import Code
+from penstock.schemas.requests import CONSTRAINT, CONSTRAINT_LARK, CONSTRAINT_SPELLED, Constraint, GenerateRequest
 from tests.gateway.openai.test_prepare import chat, refusal, text
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}

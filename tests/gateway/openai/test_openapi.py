@@ -5,11 +5,11 @@ from typing import Any
 
 import msgspec
 
-import gateway
-from gateway.images.requests import ImageGenerationRequest, VideoGenerationRequest
-from gateway.openai.openapi import OPERATIONS, Operation, document
-from gateway.openai.requests import ChatCompletionRequest, CompletionRequest
-from schemas.errors import Code
+from penstock import gateway
+from penstock.gateway.images.requests import ImageGenerationRequest, VideoGenerationRequest
+from penstock.gateway.openai.openapi import OPERATIONS, Operation, document
+from penstock.gateway.openai.requests import ChatCompletionRequest, CompletionRequest
+from penstock.schemas.errors import Code
 
 
 def plain(operations: tuple[Operation, ...] = OPERATIONS) -> Any:

@@ -10,18 +10,18 @@ from hypothesis import strategies as st
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from tokenizers import AddedToken, Tokenizer
 
-from gateway.openai.aggregator import AnswerAggregator
-from gateway.openai.prepare import prepare_chat, prepare_completion
-from gateway.openai.prepare_context import PrepareContext
-from gateway.openai.segments import SegmentedAnswer
-from gateway.openai.stream_renderer import StreamRenderer
-from infra.model import modeldir
-from infra.model.modeldir import ModelDir
-from infra.model.parsers.registry import ParserNames, stop_search
-from schemas.errors import ServingError
-from schemas.requests import GenerateRequest, Parsing
-from schemas.tokens import Finish, Logprob, TokenItem
-from schemas.wire import pack_tokens, unpack_tokens
+from penstock.gateway.openai.aggregator import AnswerAggregator
+from penstock.gateway.openai.prepare import prepare_chat, prepare_completion
+from penstock.gateway.openai.prepare_context import PrepareContext
+from penstock.gateway.openai.segments import SegmentedAnswer
+from penstock.gateway.openai.stream_renderer import StreamRenderer
+from penstock.infra.model import modeldir
+from penstock.infra.model.modeldir import ModelDir
+from penstock.infra.model.parsers.registry import ParserNames, stop_search
+from penstock.schemas.errors import ServingError
+from penstock.schemas.requests import GenerateRequest, Parsing
+from penstock.schemas.tokens import Finish, Logprob, TokenItem
+from penstock.schemas.wire import pack_tokens, unpack_tokens
 from tests.properties import examples
 from tests.tiny_model import byte_level_json, write
 

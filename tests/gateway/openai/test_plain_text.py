@@ -10,11 +10,11 @@ import pytest
 from tokenizers import AddedToken, Tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from gateway.openai.prepare import prepare_chat
-from gateway.openai.prepare_context import PrepareContext
-from infra.model.modeldir import MODELS, ModelDir, load
-from schemas.errors import Code, ServingError
-from schemas.wire import unpack_tokens
+from penstock.gateway.openai.prepare import prepare_chat
+from penstock.gateway.openai.prepare_context import PrepareContext
+from penstock.infra.model.modeldir import MODELS, ModelDir, load
+from penstock.schemas.errors import Code, ServingError
+from penstock.schemas.wire import unpack_tokens
 from tests.tiny_model import CHATML, CORPUS, byte_level_json, metaspace_json, write
 
 TRIMS = (

@@ -7,17 +7,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.anthropic.prepare import prepare_message
-from gateway.openai import prompt
-from gateway.openai.prepare import PreparedRequest, prepare_chat, prepare_completion
-from gateway.openai.prepare_context import PrepareContext
-from gateway.preparation import LARGE_BODY
-from infra.model import modeldir
-from infra.model.modeldir import ModelDir
-from schemas.blocks import chain, root
-from schemas.errors import Code, ServingError
-from schemas.requests import Priority, decode
-from schemas.wire import encode, pack_tokens, unpack_tokens
+from penstock.gateway.anthropic.prepare import prepare_message
+from penstock.gateway.openai import prompt
+from penstock.gateway.openai.prepare import PreparedRequest, prepare_chat, prepare_completion
+from penstock.gateway.openai.prepare_context import PrepareContext
+from penstock.gateway.preparation import LARGE_BODY
+from penstock.infra.model import modeldir
+from penstock.infra.model.modeldir import ModelDir
+from penstock.schemas.blocks import chain, root
+from penstock.schemas.errors import Code, ServingError
+from penstock.schemas.requests import Priority, decode
+from penstock.schemas.wire import encode, pack_tokens, unpack_tokens
 from tests.properties import examples
 from tests.tiny_model import CORPUS, write
 
@@ -197,7 +197,7 @@ def wide(model: ModelDir) -> ModelDir:
 def test_long_text_of_few_tokens_is_served(tmp_path_factory: pytest.TempPathFactory, context: PrepareContext) -> None:
     from tokenizers import AddedToken, Tokenizer
 
-    from infra.model.modeldir import load
+    from penstock.infra.model.modeldir import load
     from tests.tiny_model import byte_level_json
 
     tokenizer = Tokenizer.from_str(byte_level_json())
@@ -221,7 +221,7 @@ def test_an_empty_text_prompt_is_refused(context: PrepareContext) -> None:
 def test_a_model_without_a_template_serves_text_only(
     tmp_path_factory: pytest.TempPathFactory, context: PrepareContext
 ) -> None:
-    from infra.model.modeldir import load
+    from penstock.infra.model.modeldir import load
 
     bare = context._replace(model=load(write(tmp_path_factory.mktemp("m"), template=None)))
     assert text(bare).request.endpoint == "text"
@@ -231,7 +231,7 @@ def test_a_model_without_a_template_serves_text_only(
 def test_what_a_template_refuses_is_the_clients_error(
     tmp_path_factory: pytest.TempPathFactory, context: PrepareContext
 ) -> None:
-    from infra.model.modeldir import load
+    from penstock.infra.model.modeldir import load
 
     source = (
         "{% if messages|length > 1 %}{{ raise_exception('roles must alternate') }}{% endif %}{{ messages[0].content }}"
@@ -286,7 +286,7 @@ def test_all_but_the_tokenisation_of_a_long_prompt_is_fast(
         spent += time.thread_time() - start
         return ids
 
-    monkeypatch.setattr("gateway.openai.prompt.encode", timed)
+    monkeypatch.setattr("penstock.gateway.openai.prompt.encode", timed)
     data = json.dumps({"model": "tiny", "messages": [{"role": "user", "content": content}]}).encode()
     best = 1.0
     for _ in range(5):

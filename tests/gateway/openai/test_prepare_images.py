@@ -9,15 +9,21 @@ from blake3 import blake3
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.openai.prepare import PendingMediaRequest, PreparedRequest, attach_media, prepare_chat, prepare_completion
-from gateway.openai.prepare_context import PrepareContext
-from infra.demo_model import template, vision
-from infra.eval.demo import messages_of
-from infra.model.modeldir import DEMO, MODELS, ModelDir, load
-from schemas.blocks import chain, media_extra, root
-from schemas.errors import Code, ServingError
-from schemas.requests import Media, decode
-from schemas.wire import encode, pack_tokens, unpack_tokens
+from penstock.gateway.openai.prepare import (
+    PendingMediaRequest,
+    PreparedRequest,
+    attach_media,
+    prepare_chat,
+    prepare_completion,
+)
+from penstock.gateway.openai.prepare_context import PrepareContext
+from penstock.infra.demo_model import template, vision
+from penstock.infra.eval.demo import messages_of
+from penstock.infra.model.modeldir import DEMO, MODELS, ModelDir, load
+from penstock.schemas.blocks import chain, media_extra, root
+from penstock.schemas.errors import Code, ServingError
+from penstock.schemas.requests import Media, decode
+from penstock.schemas.wire import encode, pack_tokens, unpack_tokens
 from tests.gateway.media.support import chat_body, image
 from tests.properties import examples
 
@@ -305,7 +311,7 @@ def test_thousands_of_written_image_tokens_are_refused_in_short_time(vision_cont
 def test_a_template_without_a_place_for_images_is_a_clear_error(vision_context: PrepareContext) -> None:
     import dataclasses
 
-    from infra.model.chat_template import ChatTemplate
+    from penstock.infra.model.chat_template import ChatTemplate
 
     for source in (
         "{% for m in messages %}{{ m.content }}{% endfor %}",  # the list as Python writes it

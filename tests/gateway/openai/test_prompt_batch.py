@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.openai.prompt_batch import MAX_PROMPTS, BatchRenderer, merge_answers, split_prompts
-from schemas.errors import ServingError
-from schemas.tokens import Finish, TokenItem
+from penstock.gateway.openai.prompt_batch import MAX_PROMPTS, BatchRenderer, merge_answers, split_prompts
+from penstock.schemas.errors import ServingError
+from penstock.schemas.tokens import Finish, TokenItem
 from tests.gateway.answers import DETOKENIZER, ID, STOP, items, request
 
 

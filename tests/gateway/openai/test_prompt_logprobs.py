@@ -6,17 +6,17 @@ from typing import Any
 
 import pytest
 
-from gateway.openai.aggregator import AnswerAggregator
-from gateway.openai.options import MAX_PROMPT_LOGPROBS
-from gateway.openai.prepare import PreparedRequest, prepare_chat, prepare_completion
-from gateway.openai.prepare_context import PrepareContext
-from gateway.openai.requests import MAX_LOGPROBS
-from gateway.openai.stream_renderer import StreamRenderer
-from infra.model.modeldir import ModelDir
-from schemas.errors import Code, ServingError
-from schemas.requests import GenerateRequest, Sampling
-from schemas.tokens import PROMPT, Finish, Logprob, TokenItem
-from schemas.wire import encode, pack_tokens, unpack_tokens
+from penstock.gateway.openai.aggregator import AnswerAggregator
+from penstock.gateway.openai.options import MAX_PROMPT_LOGPROBS
+from penstock.gateway.openai.prepare import PreparedRequest, prepare_chat, prepare_completion
+from penstock.gateway.openai.prepare_context import PrepareContext
+from penstock.gateway.openai.requests import MAX_LOGPROBS
+from penstock.gateway.openai.stream_renderer import StreamRenderer
+from penstock.infra.model.modeldir import ModelDir
+from penstock.schemas.errors import Code, ServingError
+from penstock.schemas.requests import GenerateRequest, Sampling
+from penstock.schemas.tokens import PROMPT, Finish, Logprob, TokenItem
+from penstock.schemas.wire import encode, pack_tokens, unpack_tokens
 
 NOW = 1_700_000_000 * 10**9
 
@@ -93,7 +93,7 @@ def test_chat_answers_have_at_least_a_token(context: PrepareContext) -> None:
 def test_tokens_times_alternatives_have_a_limit(
     context: PrepareContext, field: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gateway.openai.options.MAX_PROMPT_LOGPROBS", 400)
+    monkeypatch.setattr("penstock.gateway.openai.options.MAX_PROMPT_LOGPROBS", 400)
     options = {"echo": True, "max_tokens": 1}
     assert text(context, [5] * 80, **{field: 4}, **options)
     with pytest.raises(ServingError) as caught:
@@ -108,7 +108,7 @@ def test_tokens_times_alternatives_have_a_limit(
 def test_the_limit_counts_what_each_choice_of_a_text_repeats(
     context: PrepareContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gateway.openai.options.MAX_PROMPT_LOGPROBS", 400)
+    monkeypatch.setattr("penstock.gateway.openai.options.MAX_PROMPT_LOGPROBS", 400)
     assert text(context, [5] * 50, prompt_logprobs=1, n=4)
     with pytest.raises(ServingError, match=r"408 values.* in each of 4 choices.* fewer choices") as caught:
         text(context, [5] * 51, prompt_logprobs=1, n=4)

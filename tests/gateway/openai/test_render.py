@@ -7,17 +7,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.openai import stream_renderer
-from gateway.openai.aggregator import AnswerAggregator
-from gateway.openai.prepare import prepare_chat, prepare_completion
-from gateway.openai.prepare_context import PrepareContext
-from gateway.openai.stream_renderer import StreamRenderer
-from infra.model.modeldir import ModelDir
-from schemas.errors import Code, ServingError
-from schemas.reassembly import TokenReassembler
-from schemas.requests import GenerateRequest
-from schemas.tokens import WHOLE_REQUEST, Finish, Logprob, TokenItem
-from schemas.wire import pack_tokens
+from penstock.gateway.openai import stream_renderer
+from penstock.gateway.openai.aggregator import AnswerAggregator
+from penstock.gateway.openai.prepare import prepare_chat, prepare_completion
+from penstock.gateway.openai.prepare_context import PrepareContext
+from penstock.gateway.openai.stream_renderer import StreamRenderer
+from penstock.infra.model.modeldir import ModelDir
+from penstock.schemas.errors import Code, ServingError
+from penstock.schemas.reassembly import TokenReassembler
+from penstock.schemas.requests import GenerateRequest
+from penstock.schemas.tokens import WHOLE_REQUEST, Finish, Logprob, TokenItem
+from penstock.schemas.wire import pack_tokens
 from tests.properties import examples
 from tests.tiny_model import CORPUS
 
@@ -207,7 +207,7 @@ def test_events_do_not_depend_on_how_tokens_are_cut_into_items(
         for at in range(0, len(own), cut)
     ]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("gateway.openai.stream_renderer._IDS", stream_renderer._IDS[:known])
+        patch.setattr("penstock.gateway.openai.stream_renderer._IDS", stream_renderer._IDS[:known])
         cut_otherwise = events(StreamRenderer(asked, model.detokenizer).push(joined))
         resumed, after = StreamRenderer(asked, model.detokenizer), data.draw(st.integers(0, len(single) - 2))
         resumed.resume(single[after][0])

@@ -6,14 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.media.sources import MediaPart
-from gateway.openai.messages import media_parts, template_messages
-from gateway.openai.prepare_context import PrepareContext
-from gateway.openai.prompt import chat_prompt, single_prompt
-from gateway.openai.requests import ChatCompletionRequest, parse_chat, parse_completion
-from infra.model import modeldir
-from schemas.errors import Code, ServingError
-from schemas.requests import Priority
+from penstock.gateway.media.sources import MediaPart
+from penstock.gateway.openai.messages import media_parts, template_messages
+from penstock.gateway.openai.prepare_context import PrepareContext
+from penstock.gateway.openai.prompt import chat_prompt, single_prompt
+from penstock.gateway.openai.requests import ChatCompletionRequest, parse_chat, parse_completion
+from penstock.infra.model import modeldir
+from penstock.schemas.errors import Code, ServingError
+from penstock.schemas.requests import Priority
 from tests.properties import examples
 from tests.tiny_model import write
 

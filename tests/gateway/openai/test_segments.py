@@ -2,10 +2,10 @@ import msgspec
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from gateway.openai.aggregator import AnswerAggregator
-from gateway.openai.segments import Change, Segment, SegmentedAnswer
-from schemas.requests import GenerateRequest, Sampling
-from schemas.tokens import Finish, TokenItem
+from penstock.gateway.openai.aggregator import AnswerAggregator
+from penstock.gateway.openai.segments import Change, Segment, SegmentedAnswer
+from penstock.schemas.requests import GenerateRequest, Sampling
+from penstock.schemas.tokens import Finish, TokenItem
 from tests.gateway.answers import CALL, DETOKENIZER, LENGTH, STOP, TEXTS, items, request
 from tests.properties import examples
 

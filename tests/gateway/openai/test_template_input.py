@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from gateway.openai.prepare_context import PrepareContext
-from gateway.openai.prompt import chat_prompt
-from gateway.openai.requests import parse_chat
-from infra.model.chat_template import ChatTemplate
-from schemas.errors import Code, ServingError
+from penstock.gateway.openai.prepare_context import PrepareContext
+from penstock.gateway.openai.prompt import chat_prompt
+from penstock.gateway.openai.requests import parse_chat
+from penstock.infra.model.chat_template import ChatTemplate
+from penstock.schemas.errors import Code, ServingError
 from tests.gateway.openai.test_tokenization import body
 
 WALKS = (

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.openai.prepare_context import PrepareContext
-from gateway.openai.tokenization import detokenize, tokenize
-from schemas.errors import Code, ServingError
-from schemas.wire import unpack_tokens
+from penstock.gateway.openai.prepare_context import PrepareContext
+from penstock.gateway.openai.tokenization import detokenize, tokenize
+from penstock.schemas.errors import Code, ServingError
+from penstock.schemas.wire import unpack_tokens
 from tests.gateway.openai.test_prepare import chat
 from tests.properties import examples
 

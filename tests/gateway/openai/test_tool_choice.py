@@ -3,13 +3,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from gateway.openai.prepare_context import PrepareContext
-from gateway.openai.tool_choice import resolve_tool_choice
-from infra.model import modeldir
-from infra.model.constraints import LARK, check
-from infra.model.parsers.registry import ParserNames
-from schemas.errors import Code
-from schemas.requests import CONSTRAINT, CONSTRAINT_LARK
+from penstock.gateway.openai.prepare_context import PrepareContext
+from penstock.gateway.openai.tool_choice import resolve_tool_choice
+from penstock.infra.model import modeldir
+from penstock.infra.model.constraints import LARK, check
+from penstock.infra.model.parsers.registry import ParserNames
+from penstock.schemas.errors import Code
+from penstock.schemas.requests import CONSTRAINT, CONSTRAINT_LARK
 from tests.gateway.openai.test_prepare import chat, refusal
 from tests.gateway.openai.test_requests import chat as parsed
 

@@ -1,6 +1,6 @@
 """The broker alone, filled with what requests store."""
 
-from infra.bench.broker import MESSAGES, measure
+from penstock.infra.bench.broker import MESSAGES, measure
 
 
 def test_a_real_broker_stores_the_messages_of_many_requests() -> None:

@@ -3,8 +3,8 @@
 import msgspec
 import pytest
 
-from infra.bench import decision
-from schemas.jobs import Job
+from penstock.infra.bench import decision
+from penstock.schemas.jobs import Job
 
 
 @pytest.mark.parametrize("what", decision.HELD)

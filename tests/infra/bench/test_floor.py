@@ -1,6 +1,6 @@
 """The messages of requests through a real broker, without anything else."""
 
-from infra.bench.floor import ROLES, measure
+from penstock.infra.bench.floor import ROLES, measure
 
 
 def test_each_request_is_answered_in_two_parts() -> None:

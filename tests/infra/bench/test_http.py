@@ -10,13 +10,13 @@ import msgspec
 import pytest
 import uvloop
 
-from infra.bench.cpu import cpu_seconds
-from infra.bench.generator.exchange import Exchange
-from infra.bench.generator.target import Target
-from infra.bench.http import BenchFailed, Requests, Settings, _measure, _target
-from infra.bench.http_report import Stage, figures
-from infra.bench.tally import Tally
-from infra.launch.state import Running, State, write_state
+from penstock.infra.bench.cpu import cpu_seconds
+from penstock.infra.bench.generator.exchange import Exchange
+from penstock.infra.bench.generator.target import Target
+from penstock.infra.bench.http import BenchFailed, Requests, Settings, _measure, _target
+from penstock.infra.bench.http_report import Stage, figures
+from penstock.infra.bench.tally import Tally
+from penstock.infra.launch.state import Running, State, write_state
 from tests.infra.bench.generator.support import TOKENS, serving
 
 

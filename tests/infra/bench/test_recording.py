@@ -1,12 +1,12 @@
 """The generated log is one that every reader of logs understands."""
 
-from infra.bench.recording import record
-from infra.broker.server import EmbeddedNats
-from infra.timeline.find_requests import ended
-from infra.timeline.inspection import inspect
-from infra.timeline.read import read_timeline
-from schemas.subjects import Subjects
-from schemas.summary import Criteria
+from penstock.infra.bench.recording import record
+from penstock.infra.broker.server import EmbeddedNats
+from penstock.infra.timeline.find_requests import ended
+from penstock.infra.timeline.inspection import inspect
+from penstock.infra.timeline.read import read_timeline
+from penstock.schemas.subjects import Subjects
+from penstock.schemas.summary import Criteria
 from tests.infra.bus.support import opened
 
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from gateway.client import Choice, Chunk, PenstockError, Usage
-from infra.bench import replay
-from infra.bench.replay import Answered, Settings, figures, replay_prompts, run, sweep_prompts
-from infra.bench.simulation.trace import Row, Trace
-from infra.launch.state import State, write_state
+from penstock.gateway.client import Choice, Chunk, PenstockError, Usage
+from penstock.infra.bench import replay
+from penstock.infra.bench.replay import Answered, Settings, figures, replay_prompts, run, sweep_prompts
+from penstock.infra.bench.simulation.trace import Row, Trace
+from penstock.infra.launch.state import State, write_state
 
 
 def test_prompts_of_a_sweep_share_prefixes_and_differ_behind_them() -> None:

@@ -7,9 +7,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from configs.flags import parse
-from infra.bench.intervals import Interval
-from infra.bench.router import BadBench, Settings, difference, fleet, run
+from penstock.configs.flags import parse
+from penstock.infra.bench.intervals import Interval
+from penstock.infra.bench.router import BadBench, Settings, difference, fleet, run
 
 FEW = ["--workload", "hot", "--requests", "40", "--workers", "2", "--seeds", "2", "--load", "0.5"]
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from infra.bench import scale
-from infra.bench.broker import BrokerFigures
-from infra.bench.scale import all_series, default_points, figures, main
-from infra.bench.scale_report import Figures, Point, Series, write
+from penstock.infra.bench import scale
+from penstock.infra.bench.broker import BrokerFigures
+from penstock.infra.bench.scale import all_series, default_points, figures, main
+from penstock.infra.bench.scale_report import Figures, Point, Series, write
 
 
 def stage(rate: float, cpu: dict[str, float]) -> dict[str, Any]:

@@ -6,11 +6,11 @@ import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
-from infra.broker.apply import apply
-from infra.broker.server import EmbeddedNats
-from infra.bus.connection import Bus, connect
-from schemas.streams import topology
-from schemas.subjects import Subjects
+from penstock.infra.broker.apply import apply
+from penstock.infra.broker.server import EmbeddedNats
+from penstock.infra.bus.connection import Bus, connect
+from penstock.schemas.streams import topology
+from penstock.schemas.subjects import Subjects
 
 
 @contextlib.asynccontextmanager

@@ -6,12 +6,12 @@ import time
 import pytest
 from nats.errors import BadSubjectError, Error
 
-from infra.broker.server import EmbeddedNats
-from infra.bus import client
-from infra.bus.client import BusClient
-from infra.bus.connection import connect as bus_connect
-from infra.bus.wire_protocol import Frame, Headers
-from schemas.errors import ServingError
+from penstock.infra.broker.server import EmbeddedNats
+from penstock.infra.bus import client
+from penstock.infra.bus.client import BusClient
+from penstock.infra.bus.connection import connect as bus_connect
+from penstock.infra.bus.wire_protocol import Frame, Headers
+from penstock.schemas.errors import ServingError
 from tests.conftest import Connect
 from tests.infra.bus.support import eventually
 

@@ -5,10 +5,10 @@ import time
 
 import pytest
 
-from infra.broker.server import EmbeddedNats
-from infra.bus.clock import TOLERATED_NS, BrokerClock, unix_ns
-from infra.bus.connection import Bus
-from schemas.subjects import Subjects
+from penstock.infra.broker.server import EmbeddedNats
+from penstock.infra.bus.clock import TOLERATED_NS, BrokerClock, unix_ns
+from penstock.infra.bus.connection import Bus
+from penstock.schemas.subjects import Subjects
 from tests.infra.bus.support import opened
 
 S = 1_000_000_000

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from infra.broker.main import apply_at
-from infra.bus import direct_get
-from infra.bus.connection import Bus, connect
-from infra.bus.direct_get import Entry, get, get_last, read
-from infra.bus.log_tail import LogTail
+from penstock.infra.broker.main import apply_at
+from penstock.infra.bus import direct_get
+from penstock.infra.bus.connection import Bus, connect
+from penstock.infra.bus.direct_get import Entry, get, get_last, read
+from penstock.infra.bus.log_tail import LogTail
 from tests.cluster_support import NODES, LocalCluster
 from tests.conftest import outside
 from tests.infra.bus.support import eventually

@@ -8,11 +8,11 @@ import pytest
 from nats.aio.msg import Msg
 from nats.errors import NoRespondersError
 
-from infra.broker.server import EmbeddedNats
-from infra.bus.compare_and_set import compare_and_set
-from infra.bus.connection import Bus
-from infra.bus.jetstream import WRONG_LAST_SEQUENCE
-from schemas.subjects import Subjects
+from penstock.infra.broker.server import EmbeddedNats
+from penstock.infra.bus.compare_and_set import compare_and_set
+from penstock.infra.bus.connection import Bus
+from penstock.infra.bus.jetstream import WRONG_LAST_SEQUENCE
+from penstock.schemas.subjects import Subjects
 from tests.infra.bus.support import opened
 
 

@@ -6,11 +6,11 @@ import pytest
 import structlog.testing
 from nats.errors import Error as NatsError
 
-from infra.broker.server import EmbeddedNats
-from infra.bus.client import BusClient
-from infra.bus.connection import connect
-from schemas.errors import ServingError
-from schemas.subjects import Subjects
+from penstock.infra.broker.server import EmbeddedNats
+from penstock.infra.bus.client import BusClient
+from penstock.infra.bus.connection import connect
+from penstock.schemas.errors import ServingError
+from penstock.schemas.subjects import Subjects
 from tests.infra.bus.support import opened
 
 

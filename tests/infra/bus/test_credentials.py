@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 
-from infra.broker.binary import find_server
-from infra.broker.jetstream_api import BrokerProblem
-from infra.broker.main import connect_operator
-from infra.bus.connection import connect
-from infra.launch.deathsig import die_with_parent
-from schemas.errors import ServingError
+from penstock.infra.broker.binary import find_server
+from penstock.infra.broker.jetstream_api import BrokerProblem
+from penstock.infra.broker.main import connect_operator
+from penstock.infra.bus.connection import connect
+from penstock.infra.launch.deathsig import die_with_parent
+from penstock.schemas.errors import ServingError
 from tests.infra.bus.support import eventually
 from tests.pipeline.support import free_port, until
 from tests.tls_support import issue

@@ -7,12 +7,21 @@ from typing import Any
 
 import pytest
 
-from infra.broker.server import EmbeddedNats
-from infra.bus import direct_get
-from infra.bus.connection import Bus
-from infra.bus.direct_get import BATCH, before_time, format_time, get_last, get_next, parse_time, read, read_backwards
-from schemas.errors import Code, ServingError
-from schemas.subjects import Subjects
+from penstock.infra.broker.server import EmbeddedNats
+from penstock.infra.bus import direct_get
+from penstock.infra.bus.connection import Bus
+from penstock.infra.bus.direct_get import (
+    BATCH,
+    before_time,
+    format_time,
+    get_last,
+    get_next,
+    parse_time,
+    read,
+    read_backwards,
+)
+from penstock.schemas.errors import Code, ServingError
+from penstock.schemas.subjects import Subjects
 from tests.infra.bus.support import opened
 
 

@@ -9,17 +9,17 @@ from typing import Any
 import pytest
 from nats.errors import NoRespondersError
 
-from infra.broker.apply import apply
-from infra.broker.server import EmbeddedNats
-from infra.bus import log_tail as module
-from infra.bus.connection import Bus
-from infra.bus.direct_get import Entry, read
-from infra.bus.log_tail import LogTail
-from infra.bus.publisher import Publisher
-from infra.bus.wire_protocol import Frame, Headers
-from schemas.errors import Code, ServingError
-from schemas.streams import topology
-from schemas.subjects import Subjects
+from penstock.infra.broker.apply import apply
+from penstock.infra.broker.server import EmbeddedNats
+from penstock.infra.bus import log_tail as module
+from penstock.infra.bus.connection import Bus
+from penstock.infra.bus.direct_get import Entry, read
+from penstock.infra.bus.log_tail import LogTail
+from penstock.infra.bus.publisher import Publisher
+from penstock.infra.bus.wire_protocol import Frame, Headers
+from penstock.schemas.errors import Code, ServingError
+from penstock.schemas.streams import topology
+from penstock.schemas.subjects import Subjects
 from tests.infra.bus.support import eventually, opened
 
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from infra.bus import loop_lag
-from infra.bus.loop_lag import (
+from penstock.infra.bus import loop_lag
+from penstock.infra.bus.loop_lag import (
     CROWD,
     EVERY_S,
     READS,
@@ -24,7 +24,7 @@ from infra.bus.loop_lag import (
     Worst,
     gauge,
 )
-from infra.metrics.scope import MetricScope
+from penstock.infra.metrics.scope import MetricScope
 from tests.infra.bus.support import eventually
 
 

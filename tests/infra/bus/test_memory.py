@@ -5,12 +5,12 @@ from collections.abc import AsyncIterator
 import pytest
 from nats.errors import NoRespondersError
 
-from infra.broker.server import EmbeddedNats
-from infra.bus import memory
-from infra.bus.connection import Bus
-from infra.bus.memory import ContentReader, MemoryStreams
-from schemas.errors import Code, ServingError
-from schemas.subjects import Subjects
+from penstock.infra.broker.server import EmbeddedNats
+from penstock.infra.bus import memory
+from penstock.infra.bus.connection import Bus
+from penstock.infra.bus.memory import ContentReader, MemoryStreams
+from penstock.schemas.errors import Code, ServingError
+from penstock.schemas.subjects import Subjects
 from tests.infra.bus.support import eventually, opened
 from tests.workers.support import request
 

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 from blake3 import blake3
 
-from infra.broker.server import EmbeddedNats
-from infra.bus import object_store
-from infra.bus.connection import Bus, connect
-from infra.bus.direct_get import read
-from infra.bus.object_store import CHUNK, get, put, replace
-from schemas.errors import Code, ServingError
-from schemas.subjects import Subjects
+from penstock.infra.broker.server import EmbeddedNats
+from penstock.infra.bus import object_store
+from penstock.infra.bus.connection import Bus, connect
+from penstock.infra.bus.direct_get import read
+from penstock.infra.bus.object_store import CHUNK, get, put, replace
+from penstock.schemas.errors import Code, ServingError
+from penstock.schemas.subjects import Subjects
 from tests.infra.bus.support import opened
 
 LIFE = 2 * 3600.0 + 300.0  # of the media bucket

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from nats.aio.msg import Msg
 
-from infra.broker.server import EmbeddedNats
-from infra.bus.connection import Bus, connect
-from infra.bus.direct_get import read
-from infra.bus.publisher import Ack, Publisher
-from schemas.errors import Code, ServingError
-from schemas.subjects import Subjects
+from penstock.infra.broker.server import EmbeddedNats
+from penstock.infra.bus.connection import Bus, connect
+from penstock.infra.bus.direct_get import read
+from penstock.infra.bus.publisher import Ack, Publisher
+from penstock.schemas.errors import Code, ServingError
+from penstock.schemas.subjects import Subjects
 from tests.infra.bus.support import eventually, opened
 
 
@@ -237,7 +237,7 @@ async def limit(bus: Bus, stream: str, **changes: Any) -> None:
 async def test_a_refusal_that_passes_is_tried_again_for_the_time_that_was_promised(
     bus: Bus, publisher: Publisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("infra.bus.publisher.RESEND_S", 0.1)
+    monkeypatch.setattr("penstock.infra.bus.publisher.RESEND_S", 0.1)
     subject = bus.subjects.request("m", "batch", "id")
     await publisher.publish(subject, b"", "filler")
     await limit(bus, "REQUESTS", max_msgs=1, discard="new")
@@ -256,7 +256,7 @@ async def test_a_message_whose_first_copy_is_being_stored_is_sent_again(
     code: int, bus: Bus, publisher: Publisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As servers of a cluster answer while their leader changes: also who does not insist waits for it."""
-    monkeypatch.setattr("infra.bus.publisher.RESEND_S", 0.1)
+    monkeypatch.setattr("penstock.infra.bus.publisher.RESEND_S", 0.1)
     subject = f"{bus.subjects.namespace}.stand.in"
     asked = 0
 

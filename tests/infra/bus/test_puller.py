@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from nats.js.api import AckPolicy, ConsumerConfig
 
-from infra.broker.server import EmbeddedNats
-from infra.bus.connection import Bus
-from infra.bus.puller import ACK, NAK, Puller
-from schemas.subjects import Subjects
+from penstock.infra.broker.server import EmbeddedNats
+from penstock.infra.bus.connection import Bus
+from penstock.infra.bus.puller import ACK, NAK, Puller
+from penstock.schemas.subjects import Subjects
 from tests.infra.bus.support import eventually, opened
 
 CONSUMER = "worker-1"
@@ -354,7 +354,7 @@ async def test_a_drain_waits_for_what_came_before_a_reconnect(bus: Bus) -> None:
 async def test_a_handler_that_hangs_does_not_hold_up_a_drain_for_ever_and_gets_nothing_more(
     bus: Bus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("infra.bus.puller.DRAIN_S", 0.3)
+    monkeypatch.setattr("penstock.infra.bus.puller.DRAIN_S", 0.3)
     await make_consumer(bus)
     taker = Gated(bus)
     await taker.puller.start()

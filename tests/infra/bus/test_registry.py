@@ -5,12 +5,12 @@ from collections.abc import AsyncIterator, Callable
 import msgspec
 import pytest
 
-from infra.broker.server import EmbeddedNats
-from infra.bus.connection import Bus
-from infra.bus.registry import RegisteredWorker, WorkerRegistry
-from schemas import fleet
-from schemas.subjects import Subjects
-from schemas.wire import encode
+from penstock.infra.broker.server import EmbeddedNats
+from penstock.infra.bus.connection import Bus
+from penstock.infra.bus.registry import RegisteredWorker, WorkerRegistry
+from penstock.schemas import fleet
+from penstock.schemas.subjects import Subjects
+from penstock.schemas.wire import encode
 from tests.infra.bus.support import eventually, opened
 
 
@@ -199,7 +199,7 @@ async def test_a_registration_that_outlived_its_lease_is_no_member_until_it_is_r
 ) -> None:
     """As a server leaves them behind that was killed: their time to live is not enforced any more."""
     old = await register(bus, "ghost")
-    monkeypatch.setattr("infra.bus.registry.STALE_NS", -3_600_000_000_000)  # whatever is read is too old
+    monkeypatch.setattr("penstock.infra.bus.registry.STALE_NS", -3_600_000_000_000)  # whatever is read is too old
     watched = Watched(bus)
     async with watched.watch:
         assert (watched.watch.stale_keys, watched.watch.members, watched.joined) == ({"ghost": old}, {}, [])
@@ -214,7 +214,7 @@ async def test_a_registration_that_nobody_renews_is_given_up_for_removal(
     bus: Bus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     old = await register(bus, "ghost")
-    monkeypatch.setattr("infra.bus.registry.STALE_NS", -3_600_000_000_000)
+    monkeypatch.setattr("penstock.infra.bus.registry.STALE_NS", -3_600_000_000_000)
     watched = Watched(bus)
     async with watched.watch:
         watched.pass_time(2 * fleet.LEASE_S)

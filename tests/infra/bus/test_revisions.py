@@ -6,8 +6,8 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infra.bus.revisions import reads, revisions
-from schemas.fleet import Registration, State
+from penstock.infra.bus.revisions import reads, revisions
+from penstock.schemas.fleet import Registration, State
 
 
 def worker(name: str, epoch: int, revision: str, *, role: str = "aggregated", **more: Any) -> Registration:

@@ -5,7 +5,7 @@ from collections import deque
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infra.bus.stream_fill import MOST_SAMPLES, Alarm, StreamFill, StreamSample, beyond_share
+from penstock.infra.bus.stream_fill import MOST_SAMPLES, Alarm, StreamFill, StreamSample, beyond_share
 from tests.properties import examples
 
 

@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from infra.bus.tasks import EXIT_FAILED, EXIT_OK, Stop, Tasks, as_serving_error, count_tasks, end
-from schemas.errors import Code, ServingError
+from penstock.infra.bus.tasks import EXIT_FAILED, EXIT_OK, Stop, Tasks, as_serving_error, count_tasks, end
+from penstock.schemas.errors import Code, ServingError
 
 
 class Fatal:
@@ -203,7 +203,7 @@ def test_a_failure_becomes_the_reason_of_its_request() -> None:
 
 async def test_many_tasks_are_counted_without_a_visit_to_each(monkeypatch: pytest.MonkeyPatch) -> None:
     loop = asyncio.get_running_loop()
-    monkeypatch.setattr("infra.bus.tasks.EXACT_TASKS", 0)
+    monkeypatch.setattr("penstock.infra.bus.tasks.EXACT_TASKS", 0)
     if sys.version_info < (3, 14):
         monkeypatch.setattr(asyncio, "all_tasks", lambda loop: pytest.fail("it visits each"))
     before = count_tasks(loop)

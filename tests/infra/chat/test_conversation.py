@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from infra.chat.answer import Answer, Call
-from infra.chat.conversation import IMAGE_BYTES, Conversation, image_url, load, save
+from penstock.infra.chat.answer import Answer, Call
+from penstock.infra.chat.conversation import IMAGE_BYTES, Conversation, image_url, load, save
 
 
 def answered(text: str, *calls: Call) -> Answer:

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from infra.broker.datadir import Lock
-from infra.chat import run_command
+from penstock.infra.broker.datadir import Lock
+from penstock.infra.chat import run_command
 from tests.workers.kv_transfer.support import until
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_leaves_neither_processes_nor_the_conversation(tmp_path: Path, number: signal.Signals) -> None:
-    command = [sys.executable, "-m", "infra.cli", "run", "demo", "hello", "--", "--engine", "mock"]
+    command = [sys.executable, "-m", "penstock", "run", "demo", "hello", "--", "--engine", "mock"]
     folder = tmp_path / "temporary"
     folder.mkdir()
     run = subprocess.Popen(command, env={**os.environ, "TMPDIR": str(folder)}, stderr=subprocess.DEVNULL)

@@ -13,10 +13,10 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from infra.chat.client import ChatClient
-from infra.chat.command import run
-from infra.chat.conversation import Conversation
-from infra.chat.session import Options, Session
+from penstock.infra.chat.client import ChatClient
+from penstock.infra.chat.command import run
+from penstock.infra.chat.conversation import Conversation
+from penstock.infra.chat.session import Options, Session
 from tests.infra.chat.test_answer import event
 
 
@@ -101,7 +101,7 @@ def talk(server: Server, *lines: str, thoughts: bool = False) -> str:
 
 
 def test_an_answer_that_broke_off_goes_on_where_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("infra.chat.client.RESUME_PAUSE_S", 0)
+    monkeypatch.setattr("penstock.infra.chat.client.RESUME_PAUSE_S", 0)
     with serving() as server:
         server.parts = [event(str(n), content=f"{n} ") for n in (1, 2, 3)] + [event("4", finish="stop")]
         server.breaks = 2

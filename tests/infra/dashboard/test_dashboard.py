@@ -12,20 +12,20 @@ import pytest
 import uvicorn
 from starlette.requests import Request
 
-from infra.broker.server import EmbeddedNats
-from infra.bus.connection import Bus
-from infra.dashboard.access import TOKEN_FILE, Access, stored_token
-from infra.dashboard.app import MAX_WATCHERS, Dashboard
-from infra.dashboard.live import Live, Moment
-from infra.dashboard.main import STREAMS
-from infra.dashboard.pages import live_sections
-from infra.launch.sockets import bind
-from infra.operate.observe import Count, Observer, Snapshot, WorkerView, rates
-from infra.timeline.open_log import Log, Source, open_log
-from schemas import wire
-from schemas.fleet import Registration
-from schemas.subjects import Subjects
-from schemas.transfer import Handoff, Handoffs
+from penstock.infra.broker.server import EmbeddedNats
+from penstock.infra.bus.connection import Bus
+from penstock.infra.dashboard.access import TOKEN_FILE, Access, stored_token
+from penstock.infra.dashboard.app import MAX_WATCHERS, Dashboard
+from penstock.infra.dashboard.live import Live, Moment
+from penstock.infra.dashboard.main import STREAMS
+from penstock.infra.dashboard.pages import live_sections
+from penstock.infra.launch.sockets import bind
+from penstock.infra.operate.observe import Count, Observer, Snapshot, WorkerView, rates
+from penstock.infra.timeline.open_log import Log, Source, open_log
+from penstock.schemas import wire
+from penstock.schemas.fleet import Registration
+from penstock.schemas.subjects import Subjects
+from penstock.schemas.transfer import Handoff, Handoffs
 from tests.infra.bus.support import opened
 from tests.infra.dashboard import browser
 from tests.infra.dashboard.browser import CHROMIUM
@@ -199,8 +199,8 @@ async def test_a_page_that_opens_after_a_while_shows_nothing_of_before(
     bus: Bus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It showed a worker as lost that had long been back, and the mean rate of the hours in which nobody looked."""
-    monkeypatch.setattr("infra.dashboard.live.KEPT_S", 0.0)
-    monkeypatch.setattr("infra.operate.observe.WINDOW_S", 0.0)
+    monkeypatch.setattr("penstock.infra.dashboard.live.KEPT_S", 0.0)
+    monkeypatch.setattr("penstock.infra.operate.observe.WINDOW_S", 0.0)
     live = Live(Observer(bus), 0.01)
     running = asyncio.create_task(live.run())
     try:

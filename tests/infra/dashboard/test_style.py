@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-import infra.dashboard
+import penstock.infra.dashboard
 
-CSS = (Path(infra.dashboard.__file__).parent / "static" / "style.css").read_text()
+CSS = (Path(penstock.infra.dashboard.__file__).parent / "static" / "style.css").read_text()
 LIGHT, DARK = (dict(re.findall(r"--(\w+): (#[0-9a-f]+)", part)) for part in CSS.split("@media", 2)[:2])
 
 

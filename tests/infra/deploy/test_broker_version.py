@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 import yaml
 
-from infra.broker import apply
-from infra.broker.binary import MINIMUM, TESTED, WHEEL, dotted, find_server, parse_version
-from infra.broker.config import USERS, variable
-from infra.broker.jetstream_api import BrokerProblem
-from infra.deploy.compose.generate import FOLDER as COMPOSE
-from infra.deploy.helm.generate import CHART, NAMESPACE
-from schemas.streams import topology
-from schemas.subjects import Subjects
+from penstock.infra.broker import apply
+from penstock.infra.broker.binary import MINIMUM, TESTED, WHEEL, dotted, find_server, parse_version
+from penstock.infra.broker.config import USERS, variable
+from penstock.infra.broker.jetstream_api import BrokerProblem
+from penstock.infra.deploy.compose.generate import FOLDER as COMPOSE
+from penstock.infra.deploy.helm.generate import CHART, NAMESPACE
+from penstock.schemas.streams import topology
+from penstock.schemas.subjects import Subjects
 from tests.binaries import OLDEST, find_oldest_server
 from tests.infra.deploy.helm.test_broker import nats_conf
 from tests.infra.deploy.running import ask

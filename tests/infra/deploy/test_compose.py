@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import yaml
 
-from configs.flags import parse
-from configs.settings import GatewaySettings, RouterSettings, WorkerSettings
-from infra.broker.binary import find_server
-from infra.broker.config import USERS, variable
-from infra.deploy.compose.generate import DASHBOARDS, FOLDER, files
-from infra.deploy.monitoring.main import ALERTS, GRAFANA
-from infra.launch.deathsig import die_with_parent
+from penstock.configs.flags import parse
+from penstock.configs.settings import GatewaySettings, RouterSettings, WorkerSettings
+from penstock.infra.broker.binary import find_server
+from penstock.infra.broker.config import USERS, variable
+from penstock.infra.deploy.compose.generate import DASHBOARDS, FOLDER, files
+from penstock.infra.deploy.monitoring.main import ALERTS, GRAFANA
+from penstock.infra.launch.deathsig import die_with_parent
 from tests.infra.deploy.running import Here, answers, ask
 from tests.infra.deploy.test_images import stages
 from tests.pipeline.support import MODEL, free_port
@@ -45,7 +45,7 @@ def services(environ: Mapping[str, str]) -> dict[str, Tree]:
 
 def test_the_files_that_come_from_the_code_are_current() -> None:
     for path, text in files().items():
-        assert path.read_text() == text, "run python -m infra.docs"
+        assert path.read_text() == text, "run python -m penstock.infra.docs"
 
 
 def test_docker_compose_reads_it_and_fills_in_the_same(tmp_path: Path) -> None:
@@ -148,7 +148,7 @@ def test_passwords_are_written_once_and_those_of_new_users_are_added(tmp_path: P
     again = dict(line.split("=") for line in (tmp_path / ".env").read_text().splitlines())
     assert again.pop("VIEWER_PASSWORD") != written.pop("VIEWER_PASSWORD")
     assert again == written
-    ignored = (FOLDER.parents[2] / ".dockerignore").read_text().splitlines()
+    ignored = (FOLDER.resolve().parents[2] / ".dockerignore").read_text().splitlines()
     assert ignored[-1] == "**/.env"  # after what lets folders through
 
 

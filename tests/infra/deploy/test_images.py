@@ -16,9 +16,10 @@ from typing import Any
 
 import pytest
 
-from infra.cli import split
-from infra.deploy.images.requirements import requirements
-from infra.operate.health import PAGES
+from penstock.infra.cli import split
+from penstock.infra.deploy.images.requirements import requirements
+from penstock.infra.operate.health import PAGES
+from tests.builds import PARTS
 
 ROOT = Path(__file__).resolve().parents[3]
 FILE = ROOT / "infra" / "deploy" / "images" / "Containerfile"
@@ -79,8 +80,8 @@ def test_every_base_is_named_with_its_version() -> None:
 
 
 def test_every_package_is_copied_and_let_through() -> None:
-    packages = {name.partition(".")[0] for name in PROJECT["tool"]["setuptools"]["packages"]} - {"penstock"}
-    for package in packages:  # penstock is gateway/client
+    packages = {"penstock", *PARTS}
+    for package in packages:
         assert f"COPY {package} {package}" in TEXT
     ignored = (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
     assert {f"!{package}" for package in packages} <= set(ignored)

@@ -16,14 +16,14 @@ import msgspec
 import pytest
 import yaml
 
-from gateway.metrics import Metrics
-from infra.deploy.monitoring.dashboards import DASHBOARDS
-from infra.deploy.monitoring.main import ALERTS, LATE, run, targets_of, wrong_url
-from infra.deploy.monitoring.panels import Panel
-from infra.docs import dashboards
-from infra.docs.metrics import scopes
-from infra.launch.state import Running, State
-from infra.metrics.scope import MetricScope
+from penstock.gateway.metrics import Metrics
+from penstock.infra.deploy.monitoring.dashboards import DASHBOARDS
+from penstock.infra.deploy.monitoring.main import ALERTS, LATE, run, targets_of, wrong_url
+from penstock.infra.deploy.monitoring.panels import Panel
+from penstock.infra.docs import dashboards
+from penstock.infra.docs.metrics import scopes
+from penstock.infra.launch.state import Running, State
+from penstock.infra.metrics.scope import MetricScope
 from tests.perf import pictures
 from tests.pipeline.support import ROOT
 
@@ -66,7 +66,7 @@ def test_an_alert_asks_for_series_that_exist_and_says_what_to_do(rule: dict[str,
 
 def test_the_dashboards_files_are_current() -> None:
     for path, text in dashboards.files().items():
-        assert path.read_text() == text, "run python -m infra.docs"
+        assert path.read_text() == text, "run python -m penstock.infra.docs"
 
 
 def test_every_process_of_a_deployment_is_a_target(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -22,7 +22,7 @@ import httpx
 import pytest
 import yaml
 
-from infra.broker.binary import find_server
+from penstock.infra.broker.binary import find_server
 from tests.pipeline.support import ROOT
 from tests.standins import systemd
 from tests.workers.kv_transfer.support import needs_nixl
@@ -74,7 +74,7 @@ import os, sys
 os.environ |= {{"PYTHONPATH": "{root}", "PYTHONSAFEPATH": "1"}}
 sys.path.insert(0, "{root}")
 print("installation {number}", file=sys.stderr, flush=True)
-from infra.cli import main
+from penstock.infra.cli import main
 sys.exit(main())
 """
 

@@ -10,11 +10,11 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from configs.flags import read
-from configs.settings import WorkerSettings
-from infra.deploy.systemd import GRACE_S, USER_ROLES, run
+from penstock.configs.flags import read
+from penstock.configs.settings import WorkerSettings
+from penstock.infra.deploy.systemd import GRACE_S, USER_ROLES, run
+from penstock.workers.stopping import GRACE_S as WORKER_GRACE_S
 from tests.infra.deploy.test_several_machines import UNITS, UPGRADE
-from workers.stopping import GRACE_S as WORKER_GRACE_S
 
 FLAGS = {
     "router": ["--metrics-port", "9101"],

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infra.engine_args import AutoDeployArgs, BadArguments, EngineArgs, decode, merge, parse_json, parse_yaml
-from infra.engine_args.schema import CudaGraphConfig, Eagle, Mtp
+from penstock.infra.engine_args import AutoDeployArgs, BadArguments, EngineArgs, decode, merge, parse_json, parse_yaml
+from penstock.infra.engine_args.schema import CudaGraphConfig, Eagle, Mtp
 
 keys = st.sampled_from("abc")
 trees = st.recursive(

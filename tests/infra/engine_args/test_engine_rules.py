@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infra.engine_args import BadArguments, Context, Finding, check, decode, merge
-from infra.engine_args.compatibility import EngineConfig, compare
-from infra.engine_args.draft_length import acceptance, best_length, speed_up
-from infra.engine_args.model_shape import shape_of
-from infra.engine_args.rules import RULES
-from infra.engine_args.rules.moe import moe_backend
+from penstock.infra.engine_args import BadArguments, Context, Finding, check, decode, merge
+from penstock.infra.engine_args.compatibility import EngineConfig, compare
+from penstock.infra.engine_args.draft_length import acceptance, best_length, speed_up
+from penstock.infra.engine_args.model_shape import shape_of
+from penstock.infra.engine_args.rules import RULES
+from penstock.infra.engine_args.rules.moe import moe_backend
 from tests.properties import examples
 
 GIB = 1 << 30

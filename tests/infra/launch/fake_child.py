@@ -11,10 +11,10 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import nats
 
-from configs.flags import parse
-from configs.settings import GatewaySettings, RouterSettings, WorkerSettings
-from schemas import fleet, wire
-from schemas.subjects import Subjects
+from penstock.configs.flags import parse
+from penstock.configs.settings import GatewaySettings, RouterSettings, WorkerSettings
+from penstock.schemas import fleet, wire
+from penstock.schemas.subjects import Subjects
 
 
 class Answers(BaseHTTPRequestHandler):

@@ -19,7 +19,7 @@ def test_everything_ends_when_the_terminal_is_closed(tmp_path: Path) -> None:
         os.chdir(tmp_path)
         argv = ["up", "--engine", "mock", "--http-port", "0", "--data-dir", "data"]
         environ = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONSAFEPATH": "1", "TERM": "dumb"}
-        os.execve(sys.executable, [sys.executable, "-m", "infra.cli", *argv], environ)
+        os.execve(sys.executable, [sys.executable, "-m", "penstock", *argv], environ)
     said = b""
     while b"(ready after" not in said:
         if select.select([terminal], [], [], 1)[0]:

@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from infra.broker.server import EmbeddedNats
-from infra.bus.direct_get import read
-from infra.launch.crash_report import report_end
-from schemas import done
-from schemas.subjects import Subjects
+from penstock.infra.broker.server import EmbeddedNats
+from penstock.infra.bus.direct_get import read
+from penstock.infra.launch.crash_report import report_end
+from penstock.schemas import done
+from penstock.schemas.subjects import Subjects
+from penstock.workers.crash_journal import CrashJournal, paths, read_journal
+from penstock.workers.requests import RunningRequest
 from tests.workers.support import dial, request
-from workers.crash_journal import CrashJournal, paths, read_journal
-from workers.requests import RunningRequest
 
 
 def killed(folder: Path, *names: str) -> None:

@@ -9,16 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from configs.flags import flags_of
-from configs.settings import GatewaySettings, RouterSettings, WorkerSettings
-from configs.up_settings import UpSettings
-from infra.engine_args.tree import BadArguments, parse_yaml
-from infra.launch.deployment import read_args
-from infra.launch.groups import Fleet, Group, PlanError, assign, fleet_of, gpus_of
-from infra.launch.machine import free_run, gpus
-from infra.launch.plan import Planned, passed, plan
-from infra.launch.sockets import CannotListen
-from infra.recipes import catalogue
+from penstock.configs.flags import flags_of
+from penstock.configs.settings import GatewaySettings, RouterSettings, WorkerSettings
+from penstock.configs.up_settings import UpSettings
+from penstock.infra.engine_args.tree import BadArguments, parse_yaml
+from penstock.infra.launch.deployment import read_args
+from penstock.infra.launch.groups import Fleet, Group, PlanError, assign, fleet_of, gpus_of
+from penstock.infra.launch.machine import free_run, gpus
+from penstock.infra.launch.plan import Planned, passed, plan
+from penstock.infra.launch.sockets import CannotListen
+from penstock.infra.recipes import catalogue
 
 KNOWN = catalogue.members()
 

@@ -2,11 +2,11 @@
 
 import pytest
 
-from configs.settings import WorkerSettings
-from configs.up_settings import UpSettings
-from infra.launch.groups import Fleet, Group, PlanError, fleet_of
-from infra.launch.growth import further
-from infra.launch.plan import Planned, plan
+from penstock.configs.settings import WorkerSettings
+from penstock.configs.up_settings import UpSettings
+from penstock.infra.launch.groups import Fleet, Group, PlanError, fleet_of
+from penstock.infra.launch.growth import further
+from penstock.infra.launch.plan import Planned, plan
 
 
 def url(role: str) -> str:

@@ -6,14 +6,14 @@ import sys
 
 import pytest
 
-from configs.up_settings import UpSettings
-from infra.launch import scheduling
-from infra.launch.groups import fleet_of
-from infra.launch.plan import plan
+from penstock.configs.up_settings import UpSettings
+from penstock.infra.launch import scheduling
+from penstock.infra.launch.groups import fleet_of
+from penstock.infra.launch.plan import plan
 
 BATCH_PARENT = """
 import os, subprocess, sys
-from infra.launch.scheduling import batch, ordinary
+from penstock.infra.launch.scheduling import batch, ordinary
 
 batch()
 show = [sys.executable, "-c", "import os; print(os.sched_getscheduler(0))"]

@@ -6,8 +6,8 @@ import socket
 
 import pytest
 
-from infra.launch.listeners import Listeners
-from infra.launch.sockets import CannotListen, bind, cannot_listen, listening, own_sockets
+from penstock.infra.launch.listeners import Listeners
+from penstock.infra.launch.sockets import CannotListen, bind, cannot_listen, listening, own_sockets
 
 
 def test_a_port_in_use_is_named_and_another_start_may_succeed() -> None:

@@ -24,7 +24,7 @@ def unprivileged() -> None:
 def refused(command: str, *flags: str, cwd: Path | None = None) -> tuple[int, str]:
     """Exit status and the only line on stderr."""
     run = subprocess.run(
-        [sys.executable, "-m", "infra.cli", command, *flags],
+        [sys.executable, "-m", "penstock", command, *flags],
         capture_output=True, text=True, timeout=60, check=False, preexec_fn=unprivileged, cwd=cwd,
         env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[3])},
     )  # fmt: skip

@@ -12,11 +12,11 @@ from pathlib import Path
 import httpx
 import pytest
 
-from infra.launch import stopping
-from infra.launch.process import Process
-from infra.launch.state import read_state
-from infra.launch.stopping import stop_in_order
-from infra.launch.supervisor import Keeper
+from penstock.infra.launch import stopping
+from penstock.infra.launch.process import Process
+from penstock.infra.launch.state import read_state
+from penstock.infra.launch.stopping import stop_in_order
+from penstock.infra.launch.supervisor import Keeper
 
 ROOT = Path(__file__).parents[3]
 # Ends once the file named by its argument is there, whatever signals it gets.
@@ -111,7 +111,7 @@ def test_open_requests_of_both_doors_are_waited_for_together(tmp_path: Path) -> 
     data, drain_s = tmp_path / "data", 10
     flags = ("--engine=mock", "--mock-speedup=0.02", "--http-port=0", f"--drain-s={drain_s}", f"--data-dir={data}")
     environ = os.environ | {"PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "infra.cli", "up", *flags]
+    command = [sys.executable, "-m", "penstock", "up", *flags]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=tmp_path, env=environ) as process:
         try:
             deadline = time.monotonic() + 100
@@ -138,7 +138,7 @@ def test_open_requests_of_both_doors_are_waited_for_together(tmp_path: Path) -> 
 
 def test_ctrl_c_of_the_real_command(tmp_path: Path) -> None:
     data = tmp_path / "data"
-    command = [sys.executable, "-m", "infra.cli", "up", "--engine=mock", "--http-port=0", f"--data-dir={data}"]
+    command = [sys.executable, "-m", "penstock", "up", "--engine=mock", "--http-port=0", f"--data-dir={data}"]
     environ = os.environ | {"PYTHONPATH": str(ROOT)}
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=tmp_path, env=environ) as process:
         try:

@@ -16,18 +16,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from configs.flags import parse
-from configs.settings import GatewaySettings, RouterSettings, TraceSettings, WorkerSettings
-from configs.up_settings import UpSettings
-from infra.broker.datadir import DataDirBusy
-from infra.launch.deployment import Deployment, UpFailed
-from infra.launch.groups import fleet_of
-from infra.launch.http import get
-from infra.launch.plan import Planned, plan
-from infra.launch.process import Process
-from infra.launch.show import curl_line, readable, welcome
-from infra.launch.state import State, read_state, write_state
-from infra.launch.supervisor import Backoff, Keeper
+from penstock.configs.flags import parse
+from penstock.configs.settings import GatewaySettings, RouterSettings, TraceSettings, WorkerSettings
+from penstock.configs.up_settings import UpSettings
+from penstock.infra.broker.datadir import DataDirBusy
+from penstock.infra.launch.deployment import Deployment, UpFailed
+from penstock.infra.launch.groups import fleet_of
+from penstock.infra.launch.http import get
+from penstock.infra.launch.plan import Planned, plan
+from penstock.infra.launch.process import Process
+from penstock.infra.launch.show import curl_line, readable, welcome
+from penstock.infra.launch.state import State, read_state, write_state
+from penstock.infra.launch.supervisor import Backoff, Keeper
 
 FAKE = [sys.executable, "-m", "tests.infra.launch.fake_child"]
 
@@ -158,7 +158,7 @@ async def test_a_child_that_waits_to_be_started_again_has_no_pid_in_the_state_fi
         write_state(path, state)
         written.append({process["name"]: process for process in json.loads(path.read_text())["processes"]})
 
-    monkeypatch.setattr("infra.launch.deployment.write_state", record)
+    monkeypatch.setattr("penstock.infra.launch.deployment.write_state", record)
     up = Up(up_settings(tmp_path))
     await up.ready()
     before = up.pids()["worker-0"]
@@ -206,8 +206,8 @@ async def test_one_deployment_per_data_directory(tmp_path: Path) -> None:
 
 async def test_children_die_with_a_killed_supervisor(tmp_path: Path) -> None:
     code = (
-        "import sys, asyncio; from infra.launch.deployment import Deployment;"
-        "from configs.up_settings import UpSettings;"
+        "import sys, asyncio; from penstock.infra.launch.deployment import Deployment;"
+        "from penstock.configs.up_settings import UpSettings;"
         "from tests.infra.launch.test_up import fake;"
         "asyncio.run(Deployment(UpSettings(data_dir=sys.argv[1], http_port=0), command=fake).run())"
     )

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from infra.launch.sockets import bind
-from infra.metrics.page import PortTaken, check_port
+from penstock.infra.launch.sockets import bind
+from penstock.infra.metrics.page import PortTaken, check_port
 
 ROOT = Path(__file__).parents[3]
 
@@ -32,7 +32,7 @@ def test_a_taken_port_is_one_line(argv: list[str], tmp_path: Path) -> None:
         held.listen()
         port = str(held.getsockname()[1])
         ended = subprocess.run(
-            [sys.executable, "-m", "infra.cli", *argv, *model, "--metrics-port", port, "--log-format", "json"],
+            [sys.executable, "-m", "penstock", *argv, *model, "--metrics-port", port, "--log-format", "json"],
             env=os.environ | {"PYTHONPATH": str(ROOT), "PENSTOCK_NATS_URL": "nats://127.0.0.1:1"},
             cwd=tmp_path,
             capture_output=True,

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 
-from infra.metrics.scope import MetricScope
+from penstock.infra.metrics.scope import MetricScope
 
 BUCKETS = (0.001, 0.01, 0.1, 1, 2.5)
 

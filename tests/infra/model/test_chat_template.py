@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from infra.model import modeldir
-from infra.model.chat_template import ChatTemplate, PromptEnd, TemplateError
+from penstock.infra.model import modeldir
+from penstock.infra.model.chat_template import ChatTemplate, PromptEnd, TemplateError
 
 TOOL = {
     "type": "function",

@@ -8,11 +8,11 @@ from typing import Any
 import psutil
 import pytest
 
-from infra.model import constraint_trials
-from infra.model.constraint_trials import CRASHED, TOO_LONG, ConstraintTrials, Trial, TrialsBusy, digest_of
-from infra.model.constraints import CHOICE, GRAMMAR, JSON_SCHEMA, LARK, REGEX
-from infra.model.fair_queue import QueueLimits
-from schemas.requests import Constraint
+from penstock.infra.model import constraint_trials
+from penstock.infra.model.constraint_trials import CRASHED, TOO_LONG, ConstraintTrials, Trial, TrialsBusy, digest_of
+from penstock.infra.model.constraints import CHOICE, GRAMMAR, JSON_SCHEMA, LARK, REGEX
+from penstock.infra.model.fair_queue import QueueLimits
+from penstock.schemas.requests import Constraint
 
 SMALL = Constraint(REGEX, "[0-9]+")
 
@@ -134,7 +134,7 @@ async def test_no_process_is_left_behind() -> None:
     running = asyncio.create_task(trials.of(wide(9_000), "a"))
     await trials.of(SMALL, "a")
     children = [each for each in psutil.Process().children(recursive=True) if __package__ not in each.name()]
-    ours = [each for each in children if "infra.model.constraint_process" in " ".join(each.cmdline())]
+    ours = [each for each in children if "penstock.infra.model.constraint_process" in " ".join(each.cmdline())]
     assert ours
     await trials.close()
     with pytest.raises(TrialsBusy, match="stopping"):

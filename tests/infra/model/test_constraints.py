@@ -8,10 +8,10 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 from llguidance.gbnf_to_lark import is_lark_syntax
 
-from infra.model import constraints, modeldir
-from infra.model.constraints import CHOICE, GRAMMAR, JSON_SCHEMA, LARK, REGEX, ConstraintError
-from infra.model.llguidance_releases import vocabulary
-from schemas.requests import Constraint
+from penstock.infra.model import constraints, modeldir
+from penstock.infra.model.constraints import CHOICE, GRAMMAR, JSON_SCHEMA, LARK, REGEX, ConstraintError
+from penstock.infra.model.llguidance_releases import vocabulary
+from penstock.schemas.requests import Constraint
 
 PERSON = {
     "type": "object",

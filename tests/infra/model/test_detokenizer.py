@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from infra.model.detokenizer import Detokenizer, StopMatcher
+from penstock.infra.model.detokenizer import Detokenizer, StopMatcher
 from tests.properties import examples
 from tests.tiny_model import CORPUS, byte_level_json, metaspace_json
 

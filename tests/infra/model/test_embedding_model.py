@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from infra.model.embedding_model import describe, makes_vectors
-from infra.model.modeldir import DEMO, ModelError
+from penstock.infra.model.embedding_model import describe, makes_vectors
+from penstock.infra.model.modeldir import DEMO, ModelError
 
 
 def folder(path: Path, **files: Any) -> Path:

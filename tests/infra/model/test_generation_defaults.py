@@ -2,8 +2,8 @@ from typing import Any
 
 import pytest
 
-from infra.model.generation_defaults import NONE, BadDefaults, defaults, ids
-from schemas.requests import Sampling
+from penstock.infra.model.generation_defaults import NONE, BadDefaults, defaults, ids
+from penstock.schemas.requests import Sampling
 
 
 def test_options_of_sampling_are_defaults_of_requests() -> None:

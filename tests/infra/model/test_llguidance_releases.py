@@ -7,12 +7,12 @@ from typing import Any
 import llguidance
 import pytest
 
-from gateway.grammars.writer import GrammarWriter
-from infra.model import constraints, llguidance_releases, modeldir
-from schemas.requests import Constraint, Stop
-from workers.engines.base import GrammarStats, RequestError
-from workers.engines.constraints import compiler as compilers
-from workers.engines.constraints.compiler import ConstraintCompiler, ModelTokens, working
+from penstock.gateway.grammars.writer import GrammarWriter
+from penstock.infra.model import constraints, llguidance_releases, modeldir
+from penstock.schemas.requests import Constraint, Stop
+from penstock.workers.engines.base import GrammarStats, RequestError
+from penstock.workers.engines.constraints import compiler as compilers
+from penstock.workers.engines.constraints.compiler import ConstraintCompiler, ModelTokens, working
 
 MODEL = modeldir.load(modeldir.DEMO)
 

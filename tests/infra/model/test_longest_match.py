@@ -4,7 +4,7 @@ import time
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infra.model.longest_match import longest_of
+from penstock.infra.model.longest_match import longest_of
 
 some = st.text(alphabet="ab<|\n.", min_size=1, max_size=5)
 

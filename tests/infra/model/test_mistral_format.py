@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from infra.model import modeldir
-from infra.model.mistral_format import configuration, is_own, length, problem, tensors
-from infra.model.modeldir import ModelError
-from infra.model.servable import problem as servable
+from penstock.infra.model import modeldir
+from penstock.infra.model.mistral_format import configuration, is_own, length, problem, tensors
+from penstock.infra.model.modeldir import ModelError
+from penstock.infra.model.servable import problem as servable
 from tests.infra.model.test_tokenizer_files import tekken
 
 PARAMS: dict[str, Any] = {

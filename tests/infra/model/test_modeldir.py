@@ -8,10 +8,19 @@ from typing import Any
 
 import pytest
 
-from infra.model import modeldir
-from infra.model.chat_template import ChatTemplate, TemplateError
-from infra.model.modeldir import MODELS, ModelDir, ModelError, Vision, load, resolve, revision, tokenizer_digest
-from schemas.requests import Sampling
+from penstock.infra.model import modeldir
+from penstock.infra.model.chat_template import ChatTemplate, TemplateError
+from penstock.infra.model.modeldir import (
+    MODELS,
+    ModelDir,
+    ModelError,
+    Vision,
+    load,
+    resolve,
+    revision,
+    tokenizer_digest,
+)
+from penstock.schemas.requests import Sampling
 from tests.tiny_model import CHATML, write
 
 
@@ -206,7 +215,7 @@ def test_a_template_cannot_reach_out_of_its_sandbox() -> None:
 
 def test_reading_a_model_directory_imports_neither_torch_nor_transformers(tmp_path: Path) -> None:
     code = (
-        "import sys; from pathlib import Path; from infra.model.modeldir import load\n"
+        "import sys; from pathlib import Path; from penstock.infra.model.modeldir import load\n"
         f"assert load(Path({str(write(tmp_path))!r})).template.render([{{'role': 'user', 'content': 'x'}}])\n"
         "print('torch' in sys.modules, 'transformers' in sys.modules)"
     )

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infra.model import modeldir, resumed_rendering
-from infra.model.chat_template import ChatTemplate, PromptEnd, TemplateError
-from infra.model.resumed_rendering import LEAST_MESSAGES
+from penstock.infra.model import modeldir, resumed_rendering
+from penstock.infra.model.chat_template import ChatTemplate, PromptEnd, TemplateError
+from penstock.infra.model.resumed_rendering import LEAST_MESSAGES
 from tests.properties import examples
 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}

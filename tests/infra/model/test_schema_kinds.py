@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from infra.model.schema_kinds import kinds, texts
+from penstock.infra.model.schema_kinds import kinds, texts
 
 ROOT = {
     "$defs": {

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infra.model.schema_rewriting import negated, rewritten, texts_of
+from penstock.infra.model.schema_rewriting import negated, rewritten, texts_of
 from tests.properties import examples
 
 VALUES = st.recursive(

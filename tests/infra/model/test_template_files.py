@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from infra.model.template_files import UnreadableTemplate, special_tokens, template_sources
+from penstock.infra.model.template_files import UnreadableTemplate, special_tokens, template_sources
 
 
 def read_json(file: Path) -> dict[str, Any]:

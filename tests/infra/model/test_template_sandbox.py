@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from infra.model import template_sandbox
-from infra.model.chat_template import ChatTemplate, TemplateBudgetError, TemplateError
-from infra.model.template_sandbox import cpu_budget
+from penstock.infra.model import template_sandbox
+from penstock.infra.model.chat_template import ChatTemplate, TemplateBudgetError, TemplateError
+from penstock.infra.model.template_sandbox import cpu_budget
 
 MANY = [{"role": "user", "content": "a"}] * 2_000
 TAKING_LONG = {

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from infra.model import modeldir, text_encoder
-from infra.model.text_encoder import TextEncoder, ascii_pattern
+from penstock.infra.model import modeldir, text_encoder
+from penstock.infra.model.text_encoder import TextEncoder, ascii_pattern
 
 QWEN = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 GPT_OSS = (

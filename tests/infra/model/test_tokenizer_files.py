@@ -11,9 +11,9 @@ import regex
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infra.model import modeldir, tokenizer_files
-from infra.model.modeldir import ModelError
-from infra.model.tokenizer_files import BadTokenizer
+from penstock.infra.model import modeldir, tokenizer_files
+from penstock.infra.model.modeldir import ModelError
+from penstock.infra.model.tokenizer_files import BadTokenizer
 from tests.properties import examples
 from tests.tiny_model import write
 

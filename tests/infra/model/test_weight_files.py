@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from infra.model.modeldir import MODELS, revision
-from infra.model.weight_files import INDEX, elsewhere, key_mapping, weight_files
+from penstock.infra.model.modeldir import MODELS, revision
+from penstock.infra.model.weight_files import INDEX, elsewhere, key_mapping, weight_files
 
 
 @pytest.fixture

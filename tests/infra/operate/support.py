@@ -1,8 +1,8 @@
 """What a deployment's processes would have stored."""
 
-from infra.bus.connection import Bus
-from schemas import wire
-from schemas.routers import HeldByTenant, Member
+from penstock.infra.bus.connection import Bus
+from penstock.schemas import wire
+from penstock.schemas.routers import HeldByTenant, Member
 
 
 async def holds(bus: Bus, *tenants: tuple[str, int], others: int = 0) -> None:

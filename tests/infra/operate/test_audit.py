@@ -8,16 +8,16 @@ from typing import Any
 import nats
 import pytest
 
-from configs.logs import setup
-from infra import cli
-from infra.broker.jetstream_api import BrokerProblem, request
-from infra.broker.server import EmbeddedNats
-from infra.bus.audit import Auditor, Watch, broker_user, of_advisory
-from infra.bus.connection import Bus, connect
-from infra.operate.audit import Line, told, unexplained
-from schemas.audit import AuditEntry
-from schemas.subjects import Subjects
-from schemas.wire import encode
+from penstock.configs.logs import setup
+from penstock.infra import cli
+from penstock.infra.broker.jetstream_api import BrokerProblem, request
+from penstock.infra.broker.server import EmbeddedNats
+from penstock.infra.bus.audit import Auditor, Watch, broker_user, of_advisory
+from penstock.infra.bus.connection import Bus, connect
+from penstock.infra.operate.audit import Line, told, unexplained
+from penstock.schemas.audit import AuditEntry
+from penstock.schemas.subjects import Subjects
+from penstock.schemas.wire import encode
 from tests.infra.bus.support import opened
 from tests.infra.planner.test_loop import register
 from tests.infra.timeline.support import accept, end

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from infra import cli
-from infra.model.modeldir import DEMO
-from infra.operate.check_model import Report, check
+from penstock.infra import cli
+from penstock.infra.model.modeldir import DEMO
+from penstock.infra.operate.check_model import Report, check
 
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
 

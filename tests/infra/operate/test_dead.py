@@ -6,13 +6,13 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from infra.broker.server import EmbeddedNats
-from infra.bus.connection import Bus
-from infra.operate.dead import run
-from schemas import wire
-from schemas.done import Returned
-from schemas.ids import new_request_id
-from schemas.subjects import HEADER_MSG_ID, Subjects
+from penstock.infra.broker.server import EmbeddedNats
+from penstock.infra.bus.connection import Bus
+from penstock.infra.operate.dead import run
+from penstock.schemas import wire
+from penstock.schemas.done import Returned
+from penstock.schemas.ids import new_request_id
+from penstock.schemas.subjects import HEADER_MSG_ID, Subjects
 from tests.infra.bus.support import opened
 from tests.infra.timeline.support import accept, assign, end
 

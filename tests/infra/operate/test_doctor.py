@@ -14,18 +14,18 @@ from pathlib import Path
 
 import pytest
 
-from infra.broker.main import apply_at
-from infra.broker.server import EmbeddedNats
-from infra.bus.client import BusClient
-from infra.bus.connection import Bus, connect
-from infra.launch.http import get
-from infra.launch.state import Running, State, write_state
-from infra.operate.doctor import certificates, machine
-from infra.operate.doctor import fleet as fleet_checks
-from infra.operate.doctor.broker import check_address, check_broker
-from infra.operate.doctor.bundle import redacted, write_bundle
-from infra.operate.doctor.finding import Finding, Status
-from infra.operate.doctor.fleet import (
+from penstock.infra.broker.main import apply_at
+from penstock.infra.broker.server import EmbeddedNats
+from penstock.infra.bus.client import BusClient
+from penstock.infra.bus.connection import Bus, connect
+from penstock.infra.launch.http import get
+from penstock.infra.launch.state import Running, State, write_state
+from penstock.infra.operate.doctor import certificates, machine
+from penstock.infra.operate.doctor import fleet as fleet_checks
+from penstock.infra.operate.doctor.broker import check_address, check_broker
+from penstock.infra.operate.doctor.bundle import redacted, write_bundle
+from penstock.infra.operate.doctor.finding import Finding, Status
+from penstock.infra.operate.doctor.fleet import (
     check_fleet,
     check_gateways,
     check_leases,
@@ -35,14 +35,14 @@ from infra.operate.doctor.fleet import (
     count_keys,
     is_loopback,
 )
-from infra.operate.doctor.logs import check_logs
-from infra.operate.doctor.main import run
-from schemas import wire
-from schemas.fleet import Load, Registration
-from schemas.fleet import State as WorkerState
-from schemas.routers import LostLeases
-from schemas.subjects import Subjects
-from schemas.transfer import Endpoint
+from penstock.infra.operate.doctor.logs import check_logs
+from penstock.infra.operate.doctor.main import run
+from penstock.schemas import wire
+from penstock.schemas.fleet import Load, Registration
+from penstock.schemas.fleet import State as WorkerState
+from penstock.schemas.routers import LostLeases
+from penstock.schemas.subjects import Subjects
+from penstock.schemas.transfer import Endpoint
 from tests.cluster_support import three_nodes
 from tests.infra.bus.support import opened
 from tests.tls_support import DAYS, TlsNats, issue

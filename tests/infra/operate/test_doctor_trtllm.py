@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import structlog
 
-from configs.logs import setup
-from infra.operate.doctor import trtllm as doctor
-from infra.operate.doctor.finding import Finding, Status
-from infra.operate.doctor.main import run
+from penstock.configs.logs import setup
+from penstock.infra.operate.doctor import trtllm as doctor
+from penstock.infra.operate.doctor.finding import Finding, Status
+from penstock.infra.operate.doctor.main import run
 from tests import standins
 
 
@@ -32,7 +32,7 @@ def restored(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         setup(**options)
         structlog.configure(cache_logger_on_first_use=False)
 
-    monkeypatch.setattr("configs.logs.setup", set_up)
+    monkeypatch.setattr("penstock.configs.logs.setup", set_up)
     yield
     root.handlers[:] = handlers
     root.setLevel(level)

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from infra.broker.server import EmbeddedNats
-from infra.bus import erase as erasing
-from infra.bus.connection import Bus
-from infra.bus.direct_get import read
-from infra.operate.forget import run
-from infra.timeline.summary_cache import cache_folder
-from schemas.errors import Code, ServingError
-from schemas.subjects import HEADER_MSG_ID, Subjects
+from penstock.infra.broker.server import EmbeddedNats
+from penstock.infra.bus import erase as erasing
+from penstock.infra.bus.connection import Bus
+from penstock.infra.bus.direct_get import read
+from penstock.infra.operate.forget import run
+from penstock.infra.timeline.summary_cache import cache_folder
+from penstock.schemas.errors import Code, ServingError
+from penstock.schemas.subjects import HEADER_MSG_ID, Subjects
 from tests.infra.bus.support import opened
 from tests.infra.timeline.support import accept, assign, end
 

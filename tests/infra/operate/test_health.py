@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from infra.operate.health import problem_at, run, url_of
+from penstock.infra.operate.health import problem_at, run, url_of
 from tests.pipeline.support import free_port
 
 
@@ -87,7 +87,7 @@ def test_one_waits_until_enough_workers_are_ready(
     port: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PENSTOCK_HTTP_PORT", str(port))
-    monkeypatch.setattr("infra.operate.health.POLL_S", 0.001)
+    monkeypatch.setattr("penstock.infra.operate.health.POLL_S", 0.001)
     assert run(["gateway", "--workers", "2"]) == 1
     assert capsys.readouterr().err == "gateway: 1 of 2 workers are ready\n"
     assert run(["gateway", "--workers", "2", "--wait-s", "30"]) == 0

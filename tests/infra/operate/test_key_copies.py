@@ -10,15 +10,15 @@ from contextlib import AsyncExitStack
 import msgspec
 import pytest
 
-from infra.broker.server import EmbeddedNats
-from infra.bus.connection import Bus
-from infra.cli import COMMANDS
-from infra.operate import key_store
-from infra.operate.key_copies import line_of, read_keys
-from infra.operate.keys import VERBS, run
-from schemas.keys import ApiKey, digest_of, new_key
-from schemas.requests import Priority
-from schemas.subjects import Subjects
+from penstock.infra.broker.server import EmbeddedNats
+from penstock.infra.bus.connection import Bus
+from penstock.infra.cli import COMMANDS
+from penstock.infra.operate import key_store
+from penstock.infra.operate.key_copies import line_of, read_keys
+from penstock.infra.operate.keys import VERBS, run
+from penstock.schemas.keys import ApiKey, digest_of, new_key
+from penstock.schemas.requests import Priority
+from penstock.schemas.subjects import Subjects
 from tests.infra.bus.support import opened
 
 

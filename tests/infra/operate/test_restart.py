@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from infra.broker.datadir import Lock
-from infra.launch.state import Running, State, start_of, write_state
-from infra.operate.restart import run
+from penstock.infra.broker.datadir import Lock
+from penstock.infra.launch.state import Running, State, start_of, write_state
+from penstock.infra.operate.restart import run
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ def test_start_times_tell_two_processes_of_one_pid_apart(other: subprocess.Popen
 async def test_a_process_that_has_a_pid_since_later_is_not_signalled(
     tmp_path: Path, other: subprocess.Popen[bytes]
 ) -> None:
-    from infra.operate import restart
+    from penstock.infra.operate import restart
 
     left_behind(tmp_path, other.pid, start_of(other.pid) - 1)
     lock = Lock(tmp_path / "up.lock")

@@ -10,9 +10,9 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from infra.broker.server import EmbeddedNats
-from infra.bus.connection import Bus
-from infra.operate.observe import (
+from penstock.infra.broker.server import EmbeddedNats
+from penstock.infra.bus.connection import Bus
+from penstock.infra.operate.observe import (
     Count,
     Observer,
     QueueView,
@@ -23,12 +23,12 @@ from infra.operate.observe import (
     tenant_rows,
     workers,
 )
-from infra.operate.top import bar, picture, run
-from schemas import wire
-from schemas.fleet import Load, Registration
-from schemas.routers import TENANTS, HeldByTenant, LostLeases, Member
-from schemas.subjects import Subjects
-from schemas.summary import RequestSummary, State
+from penstock.infra.operate.top import bar, picture, run
+from penstock.schemas import wire
+from penstock.schemas.fleet import Load, Registration
+from penstock.schemas.routers import TENANTS, HeldByTenant, LostLeases, Member
+from penstock.schemas.subjects import Subjects
+from penstock.schemas.summary import RequestSummary, State
 from tests.infra.bus.support import opened
 from tests.infra.operate.support import holds
 from tests.infra.timeline.support import accept, end

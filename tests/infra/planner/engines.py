@@ -1,7 +1,7 @@
 """Engines with known times, for planners under test."""
 
-from infra.bench.profile.data import Decode, DecodePoint, Prefill, Profile, Setup
-from infra.planner.timing import EngineTiming
+from penstock.infra.bench.profile.data import Decode, DecodePoint, Prefill, Profile, Setup
+from penstock.infra.planner.timing import EngineTiming
 
 OSL = 200
 

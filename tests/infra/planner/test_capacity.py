@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infra.planner.capacity import BUSY, latency, needed
-from schemas.plans import Demand
+from penstock.infra.planner.capacity import BUSY, latency, needed
+from penstock.schemas.plans import Demand
 from tests.infra.planner.engines import engine
 
 TIMING = engine()

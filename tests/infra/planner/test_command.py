@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from infra.bench.profile.data import save
-from infra.planner.command import BadSettings, Settings, connector_of, run, timings
-from infra.planner.connectors.kubernetes import Replicas
-from infra.planner.lines import line
-from infra.planner.settings import BadRules, rules_of
+from penstock.infra.bench.profile.data import save
+from penstock.infra.planner.command import BadSettings, Settings, connector_of, run, timings
+from penstock.infra.planner.connectors.kubernetes import Replicas
+from penstock.infra.planner.lines import line
+from penstock.infra.planner.settings import BadRules, rules_of
 from tests.infra.planner.engines import engine
 from tests.schemas.samples import SAMPLES
 

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infra.planner.capacity import latency
-from infra.planner.core import Planner, PlannerState
-from infra.planner.timing import EngineTiming
-from schemas.plans import Bounds, Decision, Observation, Pool, Role, Rules, Times
+from penstock.infra.planner.capacity import latency
+from penstock.infra.planner.core import Planner, PlannerState
+from penstock.infra.planner.timing import EngineTiming
+from penstock.schemas.plans import Bounds, Decision, Observation, Pool, Role, Rules, Times
 from tests.infra.planner.engines import engine
 
 RULES = Rules(

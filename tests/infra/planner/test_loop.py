@@ -8,23 +8,23 @@ from typing import ClassVar
 import msgspec
 import pytest
 
-from infra.broker.apply import apply
-from infra.broker.server import EmbeddedNats
-from infra.bus.connection import Bus, connect
-from infra.bus.direct_get import get_last, read
-from infra.planner.connectors.base import ConnectorFailed
-from infra.planner.core import Planner
-from infra.planner.lease import TTL_S, Lease
-from infra.planner.loop import NoDecision, PlannerLoop, folded, moved
-from infra.planner.observe import LoadReader
-from schemas import done, fleet, plans
-from schemas.errors import Code, ServingError
-from schemas.plans import Bounds, Planned, Pool, Role, Rules
-from schemas.requests import GenerateRequest
-from schemas.streams import topology
-from schemas.subjects import HEADER_SUMMARY, Subjects
-from schemas.summary import header_of
-from schemas.wire import encode, pack_tokens
+from penstock.infra.broker.apply import apply
+from penstock.infra.broker.server import EmbeddedNats
+from penstock.infra.bus.connection import Bus, connect
+from penstock.infra.bus.direct_get import get_last, read
+from penstock.infra.planner.connectors.base import ConnectorFailed
+from penstock.infra.planner.core import Planner
+from penstock.infra.planner.lease import TTL_S, Lease
+from penstock.infra.planner.loop import NoDecision, PlannerLoop, folded, moved
+from penstock.infra.planner.observe import LoadReader
+from penstock.schemas import done, fleet, plans
+from penstock.schemas.errors import Code, ServingError
+from penstock.schemas.plans import Bounds, Planned, Pool, Role, Rules
+from penstock.schemas.requests import GenerateRequest
+from penstock.schemas.streams import topology
+from penstock.schemas.subjects import HEADER_SUMMARY, Subjects
+from penstock.schemas.summary import header_of
+from penstock.schemas.wire import encode, pack_tokens
 from tests.infra.planner.engines import engine
 from tests.schemas.samples import REQUEST
 
@@ -206,7 +206,7 @@ async def test_a_change_that_fails_is_in_the_log_and_tried_again(bus: Bus) -> No
 async def test_an_unreadable_decision_and_a_broker_that_is_away_do_not_end_the_planner(
     bus: Bus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("infra.planner.loop.STANDBY_S", 0.02)
+    monkeypatch.setattr("penstock.infra.planner.loop.STANDBY_S", 0.02)
     await register(bus, "w-1")
     await bus.js.publish(bus.subjects.plan("tiny"), b"of another build")
     begin, failures = LoadReader.begin, [ServingError(Code.broker_unavailable, "away")]
@@ -229,8 +229,8 @@ async def test_an_unreadable_decision_and_a_broker_that_is_away_do_not_end_the_p
 async def test_so_many_decisions_are_not_waited_for_where_none_can_be_made(
     bus: Bus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("infra.planner.loop.STANDBY_S", 0.02)
-    monkeypatch.setattr("infra.planner.loop.TTL_S", 0.1)
+    monkeypatch.setattr("penstock.infra.planner.loop.STANDBY_S", 0.02)
+    monkeypatch.setattr("penstock.infra.planner.loop.TTL_S", 0.1)
     await register(bus, "w-1")
     said = list[Planned]()
     async with asyncio.timeout(20):
@@ -257,7 +257,7 @@ async def until(holds: Callable[[], bool]) -> None:
 
 
 async def test_one_planner_decides_and_another_takes_over(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("infra.planner.loop.STANDBY_S", 0.02)
+    monkeypatch.setattr("penstock.infra.planner.loop.STANDBY_S", 0.02)
     await register(bus, "w-1")
     load = asyncio.create_task(keep_serving(bus))
     told: dict[str, list[Planned]] = {"plan-1": [], "plan-2": []}

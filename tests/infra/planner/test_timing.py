@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infra.bench.profile.data import BadProfile, Prefill
-from infra.planner.timing import EngineTiming
+from penstock.infra.bench.profile.data import BadProfile, Prefill
+from penstock.infra.planner.timing import EngineTiming
 from tests.infra.planner.engines import engine
 
 TIMING = engine()

@@ -2,9 +2,9 @@
 
 import pytest
 
-from infra.replay.changes import Changes, Target, as_new, parse_changes
-from schemas import blocks
-from schemas.requests import GenerateRequest, Priority
+from penstock.infra.replay.changes import Changes, Target, as_new, parse_changes
+from penstock.schemas import blocks
+from penstock.schemas.requests import GenerateRequest, Priority
 from tests.infra.timeline.tracing import samples
 
 TARGET = Target("tiny", "rev-2", 16, "tok")

@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from infra.replay.checksums import checksums
-from infra.timeline.highway_hash import highway_hash_64
+from penstock.infra.replay.checksums import checksums
+from penstock.infra.timeline.highway_hash import highway_hash_64
 
 
 @pytest.mark.parametrize("sizes", [[], [0], [32], list(range(100)), [5000, 1, 64, 0, 31, 63, 700]])

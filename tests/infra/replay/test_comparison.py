@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infra.replay.comparison import CONTEXT, compare
-from infra.replay.log_line import LogLine
-from infra.replay.recording import Recording, Run
-from schemas.done import Done, Outcome, Timings, Usage
-from schemas.jobs import Stage
-from schemas.tokens import Logprob, TokenBatch, TokenItem
-from schemas.wire import encode, pack_tokens
+from penstock.infra.replay.comparison import CONTEXT, compare
+from penstock.infra.replay.log_line import LogLine
+from penstock.infra.replay.recording import Recording, Run
+from penstock.schemas.done import Done, Outcome, Timings, Usage
+from penstock.schemas.jobs import Stage
+from penstock.schemas.tokens import Logprob, TokenBatch, TokenItem
+from penstock.schemas.wire import encode, pack_tokens
 from tests.infra.timeline.tracing import samples
 from tests.properties import examples
 

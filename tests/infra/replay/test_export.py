@@ -10,19 +10,19 @@ from typing import Any
 
 import pytest
 
-from infra.broker.server import EmbeddedNats
-from infra.bus.connection import Bus
-from infra.bus.direct_get import Entry, read
-from infra.cli import main
-from infra.replay import bulk_read, export, import_log, restore
-from infra.replay.files import open_export
-from infra.timeline import inspect, list_requests, tail
-from infra.timeline.log_copy import STREAMS_DIR, CopyFailed
-from infra.timeline.open_log import Source, open_log
-from infra.timeline.read import read_timeline
-from schemas.kv import KvBatch, Stored
-from schemas.subjects import Subjects
-from schemas.wire import encode
+from penstock.infra.broker.server import EmbeddedNats
+from penstock.infra.bus.connection import Bus
+from penstock.infra.bus.direct_get import Entry, read
+from penstock.infra.cli import main
+from penstock.infra.replay import bulk_read, export, import_log, restore
+from penstock.infra.replay.files import open_export
+from penstock.infra.timeline import inspect, list_requests, tail
+from penstock.infra.timeline.log_copy import STREAMS_DIR, CopyFailed
+from penstock.infra.timeline.open_log import Source, open_log
+from penstock.infra.timeline.read import read_timeline
+from penstock.schemas.kv import KvBatch, Stored
+from penstock.schemas.subjects import Subjects
+from penstock.schemas.wire import encode
 from tests.infra.bus.support import opened
 from tests.infra.timeline.support import accept, assign, end, stream
 from tests.pipeline.support import ROOT
@@ -250,7 +250,7 @@ async def test_an_import_that_was_killed_is_finished_by_the_next(
     file, folder = tmp_path / "all.jsonl", tmp_path / "imported"
     assert await run(export.run, "--all", "-o", str(file)) == 0
     whole = file.read_bytes()
-    command = [sys.executable, "-m", "infra.cli", "import", "-", "--data-dir", str(folder), "--namespace", "in"]
+    command = [sys.executable, "-m", "penstock", "import", "-", "--data-dir", str(folder), "--namespace", "in"]
     process = await asyncio.create_subprocess_exec(*command, stdin=asyncio.subprocess.PIPE, cwd=ROOT)
     assert process.stdin is not None
     process.stdin.write(whole[: len(whole) // 2])

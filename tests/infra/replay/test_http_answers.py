@@ -5,12 +5,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infra.replay.comparison import compare_texts
-from infra.replay.http_answers import HttpAnswer, body_of, unsupported
-from infra.replay.recording import Run
-from schemas.done import Done, Outcome
-from schemas.requests import Parsing, Sampling, Stop
-from schemas.wire import unpack_tokens
+from penstock.infra.replay.comparison import compare_texts
+from penstock.infra.replay.http_answers import HttpAnswer, body_of, unsupported
+from penstock.infra.replay.recording import Run
+from penstock.schemas.done import Done, Outcome
+from penstock.schemas.requests import Parsing, Sampling, Stop
+from penstock.schemas.wire import unpack_tokens
 from tests.infra.timeline.tracing import samples
 
 STREAM = (

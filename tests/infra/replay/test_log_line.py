@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infra.replay.files import open_export
-from infra.replay.log_line import (
+from penstock.infra.replay.files import open_export
+from penstock.infra.replay.log_line import (
     FORMAT,
     STREAMS,
     VERSION,
@@ -27,12 +27,12 @@ from infra.replay.log_line import (
     header_line,
     read_header,
 )
-from infra.replay.redaction import Redactor
-from infra.replay.requests_of_file import ReadRequests, WrittenRequests
-from schemas.done import Done, Outcome
-from schemas.jobs import Revoke, Stage
-from schemas.tokens import Finish, Logprob, TokenBatch, TokenItem
-from schemas.wire import encode
+from penstock.infra.replay.redaction import Redactor
+from penstock.infra.replay.requests_of_file import ReadRequests, WrittenRequests
+from penstock.schemas.done import Done, Outcome
+from penstock.schemas.jobs import Revoke, Stage
+from penstock.schemas.tokens import Finish, Logprob, TokenBatch, TokenItem
+from penstock.schemas.wire import encode
 from tests.infra.timeline.tracing import samples
 from tests.properties import examples
 

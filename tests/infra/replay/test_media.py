@@ -9,18 +9,18 @@ from typing import Any
 import pytest
 from blake3 import blake3
 
-from infra.broker.server import EmbeddedNats
-from infra.bus import object_store
-from infra.bus.connection import Bus
-from infra.replay import export, import_log
-from infra.replay.log_line import STREAMS
-from infra.replay.media import BUCKET, move_media
-from infra.replay.recording import Run
-from infra.timeline.log_copy import MEDIA
-from infra.timeline.open_log import Source, open_log
-from schemas.errors import ServingError
-from schemas.requests import GenerateRequest, Media
-from schemas.subjects import Subjects
+from penstock.infra.broker.server import EmbeddedNats
+from penstock.infra.bus import object_store
+from penstock.infra.bus.connection import Bus
+from penstock.infra.replay import export, import_log
+from penstock.infra.replay.log_line import STREAMS
+from penstock.infra.replay.media import BUCKET, move_media
+from penstock.infra.replay.recording import Run
+from penstock.infra.timeline.log_copy import MEDIA
+from penstock.infra.timeline.open_log import Source, open_log
+from penstock.schemas.errors import ServingError
+from penstock.schemas.requests import GenerateRequest, Media
+from penstock.schemas.subjects import Subjects
 from tests.infra.bus.support import opened
 from tests.infra.timeline.support import accept, end
 

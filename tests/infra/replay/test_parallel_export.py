@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from infra.broker.server import EmbeddedNats
-from infra.replay import export, parallel_export
-from schemas.subjects import Subjects
+from penstock.infra.broker.server import EmbeddedNats
+from penstock.infra.replay import export, parallel_export
+from penstock.schemas.subjects import Subjects
 from tests.conftest import outside
 from tests.infra.bus.support import opened
 from tests.infra.replay.test_export import recorded

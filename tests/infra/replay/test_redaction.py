@@ -4,16 +4,16 @@ from typing import Any
 
 import msgspec
 
-from infra.replay.log_line import DECODE, LogLine
-from infra.replay.redaction import FIRST_TOKEN, Redactor
-from schemas import blocks, jobs, requests
-from schemas.done import Done, Outcome
-from schemas.jobs import Stage
-from schemas.kv import KvBatch, Stored
-from schemas.requests import GenerateRequest, LogitsProcessor, Sampling, Stop
-from schemas.subjects import HEADER_KEYS, Subjects
-from schemas.tokens import Finish, Logprob, TokenBatch, TokenItem
-from schemas.wire import encode, pack_tokens, unpack_tokens
+from penstock.infra.replay.log_line import DECODE, LogLine
+from penstock.infra.replay.redaction import FIRST_TOKEN, Redactor
+from penstock.schemas import blocks, jobs, requests
+from penstock.schemas.done import Done, Outcome
+from penstock.schemas.jobs import Stage
+from penstock.schemas.kv import KvBatch, Stored
+from penstock.schemas.requests import GenerateRequest, LogitsProcessor, Sampling, Stop
+from penstock.schemas.subjects import HEADER_KEYS, Subjects
+from penstock.schemas.tokens import Finish, Logprob, TokenBatch, TokenItem
+from penstock.schemas.wire import encode, pack_tokens, unpack_tokens
 from tests.infra.timeline.tracing import samples
 
 KEY = bytes(32)

@@ -4,7 +4,7 @@ from typing import NoReturn
 
 import pytest
 
-from infra.replay import replay
+from penstock.infra.replay import replay
 
 
 async def interrupted(*_: object) -> NoReturn:

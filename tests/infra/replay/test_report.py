@@ -4,11 +4,11 @@ from html.parser import HTMLParser
 
 import msgspec
 
-from infra.replay.comparison import Comparison, Difference, TextDifference, Timing
-from infra.replay.html_report import html
-from infra.replay.plots import distribution, duration
-from infra.replay.recording import Run
-from infra.replay.report import Replayed, Report, make_report, same_routes, series
+from penstock.infra.replay.comparison import Comparison, Difference, TextDifference, Timing
+from penstock.infra.replay.html_report import html
+from penstock.infra.replay.plots import distribution, duration
+from penstock.infra.replay.recording import Run
+from penstock.infra.replay.report import Replayed, Report, make_report, same_routes, series
 
 VOID = ("meta", "br", "line", "circle", "polyline", "i", "path")
 

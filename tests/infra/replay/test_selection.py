@@ -2,15 +2,15 @@
 
 import msgspec
 
-from infra.replay.log_line import LogLine
-from infra.replay.selection import Selection
-from schemas import tokens, transfer
-from schemas.done import Done
-from schemas.ids import new_request_id
-from schemas.jobs import Stage
-from schemas.tokens import TokenBatch, TokenItem
-from schemas.transfer import Handoff, Handoffs
-from schemas.wire import encode
+from penstock.infra.replay.log_line import LogLine
+from penstock.infra.replay.selection import Selection
+from penstock.schemas import tokens, transfer
+from penstock.schemas.done import Done
+from penstock.schemas.ids import new_request_id
+from penstock.schemas.jobs import Stage
+from penstock.schemas.tokens import TokenBatch, TokenItem
+from penstock.schemas.transfer import Handoff, Handoffs
+from penstock.schemas.wire import encode
 from tests.infra.timeline.tracing import samples
 
 MS = 1_000_000

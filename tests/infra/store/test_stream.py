@@ -10,15 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
-from infra.broker.server import EmbeddedNats
-from infra.bus.connection import Bus
-from infra.bus.direct_get import Entry, Readable, get, get_last, get_last_of, get_next, read, read_backwards
-from infra.store.blocks import HEADER, message, parse_headers, records
-from infra.store.log import StoredLog
-from infra.store.stream import StoredStream, Unsupported, subject_pattern
-from infra.timeline.log_copy import STREAMS_DIR, CopyFailed
-from infra.timeline.open_log import Source, open_log
-from schemas.subjects import Subjects
+from penstock.infra.broker.server import EmbeddedNats
+from penstock.infra.bus.connection import Bus
+from penstock.infra.bus.direct_get import Entry, Readable, get, get_last, get_last_of, get_next, read, read_backwards
+from penstock.infra.store.blocks import HEADER, message, parse_headers, records
+from penstock.infra.store.log import StoredLog
+from penstock.infra.store.stream import StoredStream, Unsupported, subject_pattern
+from penstock.infra.timeline.log_copy import STREAMS_DIR, CopyFailed
+from penstock.infra.timeline.open_log import Source, open_log
+from penstock.schemas.subjects import Subjects
 from tests.infra.bus.support import opened
 
 Stored = tuple[int, int, str, dict[str, str], bytes]

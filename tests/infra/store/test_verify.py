@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 
-from infra.broker.server import EmbeddedNats
-from infra.store import verify
-from infra.store.blocks import HAS_HEADERS, HEADER, records
-from infra.store.stream import StoredStream
-from infra.store.verify import damaged, key_of
-from infra.timeline import inspect, list_requests
-from infra.timeline.log_copy import STREAMS_DIR
-from schemas.requests import GenerateRequest
+from penstock.infra.broker.server import EmbeddedNats
+from penstock.infra.store import verify
+from penstock.infra.store.blocks import HAS_HEADERS, HEADER, records
+from penstock.infra.store.stream import StoredStream
+from penstock.infra.store.verify import damaged, key_of
+from penstock.infra.timeline import inspect, list_requests
+from penstock.infra.timeline.log_copy import STREAMS_DIR
+from penstock.schemas.requests import GenerateRequest
 from tests.infra.bus.support import opened
 from tests.infra.timeline.support import accept, assign, end, stream
 
@@ -116,6 +116,6 @@ async def test_verifying_is_refused_where_there_are_no_files_to_verify(
     for argv in (["--nats-url", broker.url()], ["--file", str(tmp_path / "none.jsonl")]):
         assert await asyncio.to_thread(list_requests.run, [*argv, "--verify"]) == 1
         assert "--verify is for the data folder of a stopped deployment" in capsys.readouterr().err
-    monkeypatch.setattr("infra.timeline.open_log.can_verify_much", lambda: False)
+    monkeypatch.setattr("penstock.infra.timeline.open_log.can_verify_much", lambda: False)
     assert await asyncio.to_thread(list_requests.run, ["--data-dir", str(tmp_path), "--verify"]) == 1
     assert "pip install 'penstock[router]'" in capsys.readouterr().err

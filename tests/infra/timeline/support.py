@@ -5,15 +5,15 @@ from typing import Any
 
 import msgspec
 
-from infra.bus.connection import Bus
-from schemas.done import Done, Outcome, Timings, Usage
-from schemas.ids import new_request_id
-from schemas.jobs import Stage
-from schemas.requests import GenerateRequest
-from schemas.subjects import HEADER_MSG_ID, HEADER_NO_STORE, HEADER_SUMMARY
-from schemas.summary import header_of
-from schemas.tokens import TokenBatch, TokenItem
-from schemas.wire import encode, pack_tokens
+from penstock.infra.bus.connection import Bus
+from penstock.schemas.done import Done, Outcome, Timings, Usage
+from penstock.schemas.ids import new_request_id
+from penstock.schemas.jobs import Stage
+from penstock.schemas.requests import GenerateRequest
+from penstock.schemas.subjects import HEADER_MSG_ID, HEADER_NO_STORE, HEADER_SUMMARY
+from penstock.schemas.summary import header_of
+from penstock.schemas.tokens import TokenBatch, TokenItem
+from penstock.schemas.wire import encode, pack_tokens
 from tests.infra.timeline.tracing import samples
 
 

@@ -14,21 +14,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from infra.broker.server import EmbeddedNats
-from infra.timeline.events import TokensStored
-from infra.timeline.inspect import as_json, run
-from infra.timeline.inspection import InspectedEvent, Inspection, inspect, line_of
-from infra.timeline.inspection_page import page
-from infra.timeline.read import read_timeline
-from infra.timeline.request_timeline import RequestTimeline
-from infra.timeline.show_inspection import show
-from infra.timeline.token_lines import MOST_LINES, token_lines
-from schemas.done import Done, Outcome, Timings, Usage, request_of, without_content
-from schemas.ids import new_request_id
-from schemas.jobs import Stage
-from schemas.subjects import Subjects
-from schemas.tokens import WHOLE_REQUEST, Finish, TokenItem
-from schemas.wire import encode, pack_tokens
+from penstock.infra.broker.server import EmbeddedNats
+from penstock.infra.timeline.events import TokensStored
+from penstock.infra.timeline.inspect import as_json, run
+from penstock.infra.timeline.inspection import InspectedEvent, Inspection, inspect, line_of
+from penstock.infra.timeline.inspection_page import page
+from penstock.infra.timeline.read import read_timeline
+from penstock.infra.timeline.request_timeline import RequestTimeline
+from penstock.infra.timeline.show_inspection import show
+from penstock.infra.timeline.token_lines import MOST_LINES, token_lines
+from penstock.schemas.done import Done, Outcome, Timings, Usage, request_of, without_content
+from penstock.schemas.ids import new_request_id
+from penstock.schemas.jobs import Stage
+from penstock.schemas.subjects import Subjects
+from penstock.schemas.tokens import WHOLE_REQUEST, Finish, TokenItem
+from penstock.schemas.wire import encode, pack_tokens
 from tests.infra.timeline.support import accept, assign, end, stream
 from tests.infra.timeline.tracing import samples
 from tests.router.support import Clients, routing

@@ -2,9 +2,9 @@ import io
 
 from rich.console import Console
 
-from infra.timeline.leases import show
-from infra.timeline.ticket_lease import ticket_leases
-from schemas.transfer import Handoff
+from penstock.infra.timeline.leases import show
+from penstock.infra.timeline.ticket_lease import ticket_leases
+from penstock.schemas.transfer import Handoff
 
 NOW = 1_000_000_000_000
 

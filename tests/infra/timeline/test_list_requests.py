@@ -10,19 +10,19 @@ from typing import Any
 
 import pytest
 
-from infra.broker.server import EmbeddedNats
-from infra.bus.connection import Bus
-from infra.model.modeldir import TINY, load_tokenizer
-from infra.store.log import StoredLog
-from infra.store.stream import Raw
-from infra.timeline import left_open
-from infra.timeline.find_requests import ended, unfinished
-from infra.timeline.list_requests import run
-from infra.timeline.open_log import Source, open_log
-from schemas.streams import ROUTER_ACK_WAIT_S
-from schemas.subjects import Subjects
-from schemas.summary import Criteria
-from schemas.wire import pack_tokens
+from penstock.infra.broker.server import EmbeddedNats
+from penstock.infra.bus.connection import Bus
+from penstock.infra.model.modeldir import TINY, load_tokenizer
+from penstock.infra.store.log import StoredLog
+from penstock.infra.store.stream import Raw
+from penstock.infra.timeline import left_open
+from penstock.infra.timeline.find_requests import ended, unfinished
+from penstock.infra.timeline.list_requests import run
+from penstock.infra.timeline.open_log import Source, open_log
+from penstock.schemas.streams import ROUTER_ACK_WAIT_S
+from penstock.schemas.subjects import Subjects
+from penstock.schemas.summary import Criteria
+from penstock.schemas.wire import pack_tokens
 from tests.infra.bus.support import opened
 from tests.infra.timeline.support import accept, assign, end
 
@@ -236,7 +236,7 @@ async def test_what_the_connection_logs_is_not_among_the_lines(
 ) -> None:
     import structlog
 
-    from infra.timeline import list_requests
+    from penstock.infra.timeline import list_requests
 
     await end(bus, await accept(bus))
     before = list_requests.summaries

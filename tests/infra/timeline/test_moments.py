@@ -2,7 +2,7 @@ import datetime
 
 import pytest
 
-from infra.timeline.moments import clock, duration_ns, moment_ns, span
+from penstock.infra.timeline.moments import clock, duration_ns, moment_ns, span
 
 NOW = 1_800_000_000_000_000_000
 

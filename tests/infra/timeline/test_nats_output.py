@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from infra.timeline.decode import decode
-from infra.timeline.nats_output import Message, NatsOutput, _time
-from schemas.done import Done, Outcome
-from schemas.jobs import Stage
-from schemas.tokens import TokenBatch, TokenItem
-from schemas.wire import encode, pack_tokens
+from penstock.infra.timeline.decode import decode
+from penstock.infra.timeline.nats_output import Message, NatsOutput, _time
+from penstock.schemas.done import Done, Outcome
+from penstock.schemas.jobs import Stage
+from penstock.schemas.tokens import TokenBatch, TokenItem
+from penstock.schemas.wire import encode, pack_tokens
 from tests.infra.timeline.tracing import samples
 from tests.properties import examples
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from infra.timeline.open_log import run_command
+from penstock.infra.timeline.open_log import run_command
 
 
 def test_a_folder_that_may_not_be_read_is_one_line_with_the_folder_and_what_to_do(

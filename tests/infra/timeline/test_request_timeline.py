@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infra.timeline.events import (
+from penstock.infra.timeline.events import (
     AttemptReturned,
     BlocksHandedOff,
     MediaEncoded,
@@ -18,10 +18,10 @@ from infra.timeline.events import (
     RequestRouted,
     TokensStored,
 )
-from infra.timeline.request_timeline import RequestTimeline
-from schemas.jobs import Revoke, Stage
-from schemas.tokens import PROMPT, Finish, Logprob, TokenItem
-from schemas.wire import encode, pack_tokens
+from penstock.infra.timeline.request_timeline import RequestTimeline
+from penstock.schemas.jobs import Revoke, Stage
+from penstock.schemas.tokens import PROMPT, Finish, Logprob, TokenItem
+from penstock.schemas.wire import encode, pack_tokens
 from tests.infra.timeline.tracing.samples import (
     ID,
     at,

@@ -11,26 +11,26 @@ from types import SimpleNamespace
 
 import pytest
 
-from infra.broker import datadir, streams_cli
-from infra.broker.apply import apply
-from infra.broker.datadir import DataDirUnusable, Lock
-from infra.broker.server import EmbeddedNats
-from infra.bus.connection import connect
-from infra.bus.direct_get import read
-from infra.timeline import inspect, leases, log_copy
-from infra.timeline.highway_hash import highway_hash_64
-from infra.timeline.log_copy import STREAMS_DIR, CopyFailed, namespaces
-from infra.timeline.open_log import Source, open_log
-from infra.timeline.read import read_timeline
-from infra.timeline.tracing.follow import Following
-from infra.timeline.tracing.position import Position
-from schemas.done import Done, Timings
-from schemas.ids import new_request_id
-from schemas.requests import GenerateRequest
-from schemas.streams import topology
-from schemas.subjects import HEADER_MSG_ID
-from schemas.transfer import Handoff, Handoffs
-from schemas.wire import encode
+from penstock.infra.broker import datadir, streams_cli
+from penstock.infra.broker.apply import apply
+from penstock.infra.broker.datadir import DataDirUnusable, Lock
+from penstock.infra.broker.server import EmbeddedNats
+from penstock.infra.bus.connection import connect
+from penstock.infra.bus.direct_get import read
+from penstock.infra.timeline import inspect, leases, log_copy
+from penstock.infra.timeline.highway_hash import highway_hash_64
+from penstock.infra.timeline.log_copy import STREAMS_DIR, CopyFailed, namespaces
+from penstock.infra.timeline.open_log import Source, open_log
+from penstock.infra.timeline.read import read_timeline
+from penstock.infra.timeline.tracing.follow import Following
+from penstock.infra.timeline.tracing.position import Position
+from penstock.schemas.done import Done, Timings
+from penstock.schemas.ids import new_request_id
+from penstock.schemas.requests import GenerateRequest
+from penstock.schemas.streams import topology
+from penstock.schemas.subjects import HEADER_MSG_ID
+from penstock.schemas.transfer import Handoff, Handoffs
+from penstock.schemas.wire import encode
 from tests.conftest import outside
 from tests.infra.timeline.ageing import age
 from tests.infra.timeline.tracing import samples

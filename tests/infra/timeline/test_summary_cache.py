@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from infra.broker.server import EmbeddedNats
-from infra.bus.connection import Bus
-from infra.timeline import summary_cache
-from infra.timeline.find_requests import ended
-from infra.timeline.request_lines import RequestLine, lines
-from infra.timeline.summary_cache import cache_folder, summaries
-from schemas.subjects import Subjects
-from schemas.summary import Criteria, RequestSummary
+from penstock.infra.broker.server import EmbeddedNats
+from penstock.infra.bus.connection import Bus
+from penstock.infra.timeline import summary_cache
+from penstock.infra.timeline.find_requests import ended
+from penstock.infra.timeline.request_lines import RequestLine, lines
+from penstock.infra.timeline.summary_cache import cache_folder, summaries
+from penstock.schemas.subjects import Subjects
+from penstock.schemas.summary import Criteria, RequestSummary
 from tests.infra.bus.support import opened
 from tests.infra.timeline.support import accept, end
 

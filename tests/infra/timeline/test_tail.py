@@ -6,13 +6,13 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from infra.broker.server import EmbeddedNats
-from infra.bus.connection import Bus
-from infra.timeline.tail import run
-from schemas.kv import KvBatch, Stored
-from schemas.requests import Media
-from schemas.subjects import Subjects
-from schemas.wire import encode
+from penstock.infra.broker.server import EmbeddedNats
+from penstock.infra.bus.connection import Bus
+from penstock.infra.timeline.tail import run
+from penstock.schemas.kv import KvBatch, Stored
+from penstock.schemas.requests import Media
+from penstock.schemas.subjects import Subjects
+from penstock.schemas.wire import encode
 from tests.infra.bus.support import opened
 from tests.infra.timeline.support import accept, assign, end, stream
 

@@ -5,11 +5,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infra.whatif.change import Change, Redecided, redecide
-from infra.whatif.decided_again import decide_again
-from infra.whatif.report import ms_per_token, report
-from router.policy.routing import Weights
-from schemas.jobs import Candidate, Decision, DecisionInputs, Job
+from penstock.infra.whatif.change import Change, Redecided, redecide
+from penstock.infra.whatif.decided_again import decide_again
+from penstock.infra.whatif.report import ms_per_token, report
+from penstock.router.policy.routing import Weights
+from penstock.schemas.jobs import Candidate, Decision, DecisionInputs, Job
 from tests.schemas.samples import REQUEST
 
 BLOCK = 16

@@ -4,15 +4,15 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infra.whatif.decided_again import UNRECORDED, candidates_of, decide_again, insufficient
-from router.index.depths import TargetId
-from router.loads.load_tracker import LoadTracker
-from router.placement.decisions import Decisions, array_decisions
-from router.policy.pairs import links, with_pairs
-from router.policy.routing import RoutingDecision, RoutingRequest, Weights
-from schemas.fleet import Registration
-from schemas.jobs import Decision, DecisionInputs, Job, LoadHeader
-from schemas.transfer import Endpoint, Memory
+from penstock.infra.whatif.decided_again import UNRECORDED, candidates_of, decide_again, insufficient
+from penstock.router.index.depths import TargetId
+from penstock.router.loads.load_tracker import LoadTracker
+from penstock.router.placement.decisions import Decisions, array_decisions
+from penstock.router.policy.pairs import links, with_pairs
+from penstock.router.policy.routing import RoutingDecision, RoutingRequest, Weights
+from penstock.schemas.fleet import Registration
+from penstock.schemas.jobs import Decision, DecisionInputs, Job, LoadHeader
+from penstock.schemas.transfer import Endpoint, Memory
 from tests.schemas.samples import REQUEST
 
 BLOCK = 16

@@ -1,6 +1,6 @@
 """The prefix index after a message of the KV stream, from the stream alone."""
 
-from infra.whatif.index_command import index_at
+from penstock.infra.whatif.index_command import index_at
 from tests.router.index.test_encoding import stream
 
 

@@ -13,7 +13,7 @@ import nats
 import openai
 import pytest
 
-from infra.bus.connection import Bus, connect
+from penstock.infra.bus.connection import Bus, connect
 from tests.pipeline.shared.test_nats_api import Submitter
 from tests.pipeline.support import (
     Deployment,

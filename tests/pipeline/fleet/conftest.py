@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 import httpx
 import pytest
 
-from infra.bus.connection import Bus, connect
+from penstock.infra.bus.connection import Bus, connect
 from tests.pipeline.conftest import NewDeployment, deployments
 from tests.pipeline.support import Deployment
 

@@ -11,10 +11,10 @@ import httpx
 import openai
 import pytest
 
-from infra.bus.connection import Bus
-from infra.bus.direct_get import get_last, read
-from schemas.ids import new_request_id
-from schemas.subjects import HEADER_MSG_ID
+from penstock.infra.bus.connection import Bus
+from penstock.infra.bus.direct_get import get_last, read
+from penstock.schemas.ids import new_request_id
+from penstock.schemas.subjects import HEADER_MSG_ID
 from tests.pipeline.support import Deployment, Oracle, until, words
 
 pytestmark = pytest.mark.timeout(180)

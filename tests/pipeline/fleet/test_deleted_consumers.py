@@ -9,9 +9,9 @@ import httpx
 import nats
 import pytest
 
-from infra.broker.apply import apply
-from infra.bus.connection import Bus
-from schemas.streams import topology
+from penstock.infra.broker.apply import apply
+from penstock.infra.bus.connection import Bus
+from penstock.schemas.streams import topology
 from tests.pipeline.support import Deployment, Oracle, registrations, until, words
 
 pytestmark = pytest.mark.timeout(150)

@@ -11,11 +11,11 @@ import httpx
 import nats
 import pytest
 
-from infra.bus.connection import Bus, connect
-from infra.bus.direct_get import read
-from schemas import done, requests, tokens
-from schemas.subjects import HEADER_MSG_ID, HEADER_NO_STORE, HEADER_REPLY_TO, HEADER_REQUEST
-from schemas.wire import pack_tokens
+from penstock.infra.bus.connection import Bus, connect
+from penstock.infra.bus.direct_get import read
+from penstock.schemas import done, requests, tokens
+from penstock.schemas.subjects import HEADER_MSG_ID, HEADER_NO_STORE, HEADER_REPLY_TO, HEADER_REQUEST
+from penstock.schemas.wire import pack_tokens
 from tests.pipeline.conftest import NewDeployment
 from tests.pipeline.support import Deployment, Oracle, joined, parse_sse, registrations, token_prompt, until
 

@@ -11,9 +11,9 @@ from typing import Any
 import httpx
 import pytest
 
-from infra.bus.connection import Bus
-from infra.operate import drain, restart
-from schemas.fleet import State as WorkerState
+from penstock.infra.bus.connection import Bus
+from penstock.infra.operate import drain, restart
+from penstock.schemas.fleet import State as WorkerState
 from tests.pipeline.support import Deployment, Process, parse_sse, registrations, token_prompt, until
 
 pytestmark = pytest.mark.timeout(180)

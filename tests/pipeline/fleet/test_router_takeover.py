@@ -9,9 +9,9 @@ from contextlib import suppress
 import httpx
 import pytest
 
-from infra.bus.connection import Bus
-from infra.bus.direct_get import read
-from schemas import jobs, routers
+from penstock.infra.bus.connection import Bus
+from penstock.infra.bus.direct_get import read
+from penstock.schemas import jobs, routers
 from tests.pipeline.support import Deployment, token_prompt, until
 
 REQUESTS = 60

@@ -15,12 +15,12 @@ import httpx
 import nats
 import pytest
 
-from infra.bus.connection import Bus
-from infra.bus.direct_get import read
-from schemas import done, tokens
-from schemas.subjects import HEADER_EVENT_ID, HEADER_FINAL, HEADER_MSG_ID, HEADER_REPLY_TO, HEADER_REQUEST
-from schemas.tokens import PROMPT
-from schemas.wire import pack_tokens
+from penstock.infra.bus.connection import Bus
+from penstock.infra.bus.direct_get import read
+from penstock.schemas import done, tokens
+from penstock.schemas.subjects import HEADER_EVENT_ID, HEADER_FINAL, HEADER_MSG_ID, HEADER_REPLY_TO, HEADER_REQUEST
+from penstock.schemas.tokens import PROMPT
+from penstock.schemas.wire import pack_tokens
 from tests.pipeline.support import (
     Deployment,
     Oracle,

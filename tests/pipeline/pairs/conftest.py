@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Iterator
 import httpx
 import pytest
 
-from infra.bus.connection import Bus, connect
+from penstock.infra.bus.connection import Bus, connect
 from tests.infra.timeline.tracing.collector import Collector
 from tests.pipeline.conftest import NewDeployment, deployments
 from tests.pipeline.support import Deployment

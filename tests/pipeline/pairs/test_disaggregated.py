@@ -11,16 +11,16 @@ from zlib import crc32
 import httpx
 import pytest
 
-from infra.bus.connection import Bus
-from infra.bus.direct_get import read
-from infra.timeline.leases import leases
-from infra.timeline.ticket_lease import TicketLease
-from schemas import jobs, wire
-from schemas.jobs import Job
-from schemas.subjects import HEADER_MSG_ID
-from schemas.tokens import PROMPT, TokenItem
-from schemas.tokens import decode as decode_tokens
-from schemas.transfer import Prefilled
+from penstock.infra.bus.connection import Bus
+from penstock.infra.bus.direct_get import read
+from penstock.infra.timeline.leases import leases
+from penstock.infra.timeline.ticket_lease import TicketLease
+from penstock.schemas import jobs, wire
+from penstock.schemas.jobs import Job
+from penstock.schemas.subjects import HEADER_MSG_ID
+from penstock.schemas.tokens import PROMPT, TokenItem
+from penstock.schemas.tokens import decode as decode_tokens
+from penstock.schemas.transfer import Prefilled
 from tests.pipeline.support import Oracle, described, ending, idle_workers, parse_sse, token_prompt, until
 
 BLOCK = 32

@@ -11,9 +11,9 @@ import httpx
 import nats
 import pytest
 
-from infra.bus.connection import Bus
-from infra.timeline.read import read_timeline
-from schemas.subjects import HEADER_FINAL, HEADER_REPLY_TO, HEADER_REQUEST
+from penstock.infra.bus.connection import Bus
+from penstock.infra.timeline.read import read_timeline
+from penstock.schemas.subjects import HEADER_FINAL, HEADER_REPLY_TO, HEADER_REQUEST
 from tests.infra.timeline.tracing.collector import Collector, Got
 from tests.pipeline.support import ROOT, Deployment, ending, parse_sse, registrations, token_prompt, until
 
@@ -62,7 +62,7 @@ def check(spans: list[Got]) -> None:
 async def trace(deployment: Deployment, *flags: str) -> str:
     """What ``penstock trace`` prints."""
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "infra.cli", "trace", "--data-dir", str(deployment.data_dir), *flags),
+        *(sys.executable, "-m", "penstock", "trace", "--data-dir", str(deployment.data_dir), *flags),
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
         env={**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "200", "NO_COLOR": "1"},

@@ -5,7 +5,7 @@ import datetime
 import httpx
 import pytest
 
-from infra.whatif import main
+from penstock.infra.whatif import main
 from tests.pipeline.support import Deployment, token_prompt
 from tests.pipeline.test_whatif import REQUESTS, output
 

@@ -11,7 +11,7 @@ import httpx
 import openai
 import pytest
 
-from infra.bus.connection import Bus, connect
+from penstock.infra.bus.connection import Bus, connect
 from tests.pipeline.conftest import NewDeployment, deployments
 from tests.pipeline.support import MODEL_NAME, Deployment
 

@@ -4,14 +4,14 @@ import subprocess
 import sys
 from pathlib import Path
 
-from infra.bench.sweep.results import Result, read_series
+from penstock.infra.bench.sweep.results import Result, read_series
 from tests.pipeline.support import Deployment
 
 LOAD = ("--isl", "300", "--osl", "16", "--requests", "12", "--warm-up", "4", "--gpus", "2")
 
 
 def sweep(*argv: str) -> "subprocess.CompletedProcess[str]":
-    command = [sys.executable, "-m", "infra.cli", "bench", "sweep", *argv]
+    command = [sys.executable, "-m", "penstock", "bench", "sweep", *argv]
     return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
 
 

@@ -17,12 +17,12 @@ import pytest
 from PIL import Image
 from rich.console import Console
 
-from infra.bus.connection import Bus
-from infra.timeline.inspection import inspect
-from infra.timeline.read import read_timeline
-from infra.timeline.show_inspection import show
-from schemas import fleet
-from schemas.subjects import HEADER_REPLY_TO
+from penstock.infra.bus.connection import Bus
+from penstock.infra.timeline.inspection import inspect
+from penstock.infra.timeline.read import read_timeline
+from penstock.infra.timeline.show_inspection import show
+from penstock.schemas import fleet
+from penstock.schemas.subjects import HEADER_REPLY_TO
 from tests.pipeline.conftest import NewDeployment
 from tests.pipeline.support import Deployment, Process, accepted, ending, metrics, parse_sse, until
 

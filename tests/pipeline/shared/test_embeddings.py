@@ -14,13 +14,13 @@ import nats
 import openai
 import pytest
 
-from infra.bus.connection import Bus
-from infra.timeline.inspection import inspect
-from infra.timeline.read import read_timeline
-from schemas.subjects import HEADER_NO_STORE, HEADER_REPLY_TO
+from penstock.infra.bus.connection import Bus
+from penstock.infra.timeline.inspection import inspect
+from penstock.infra.timeline.read import read_timeline
+from penstock.schemas.subjects import HEADER_NO_STORE, HEADER_REPLY_TO
+from penstock.workers.engines.embed.base import shortened
+from penstock.workers.engines.embed.mock import mock_vector
 from tests.pipeline.support import MODEL, Deployment, Process, accepted, ending, registrations, until
-from workers.engines.embed.base import shortened
-from workers.engines.embed.mock import mock_vector
 
 PATH = "/v1/embeddings"
 

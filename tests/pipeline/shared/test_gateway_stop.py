@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from infra.bus.connection import Bus
+from penstock.infra.bus.connection import Bus
 from tests.pipeline.conftest import NewDeployment
 from tests.pipeline.shared.test_limits import request_of, sequences_run
 from tests.pipeline.support import (

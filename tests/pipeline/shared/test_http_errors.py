@@ -9,7 +9,7 @@ import httpx
 import openai
 import pytest
 
-from schemas.errors import Code
+from penstock.schemas.errors import Code
 from tests.pipeline.support import Deployment, Oracle, connected, samples, token_prompt
 
 GOOD: dict[str, Any] = {

@@ -8,8 +8,8 @@ from typing import Any
 
 import httpx
 
-from infra.bus.connection import Bus
-from schemas.ids import new_request_id
+from penstock.infra.bus.connection import Bus
+from penstock.schemas.ids import new_request_id
 from tests.pipeline.support import ROOT, Deployment, ending, words
 
 TEXT: dict[str, Any] = {"model": "tiny", "prompt": words(200, 501), "temperature": 0, "max_tokens": 9}
@@ -18,7 +18,7 @@ TEXT: dict[str, Any] = {"model": "tiny", "prompt": words(200, 501), "temperature
 async def inspect(request_id: str, data_dir: Path, *flags: str) -> tuple[int, str]:
     """Exit status and what it printed."""
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "infra.cli", "inspect", request_id, "--data-dir", str(data_dir), *flags),
+        *(sys.executable, "-m", "penstock", "inspect", request_id, "--data-dir", str(data_dir), *flags),
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
         env={**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "200", "NO_COLOR": "1"},

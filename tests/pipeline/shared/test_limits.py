@@ -12,8 +12,8 @@ import nats
 import pytest
 from nats.aio.msg import Msg
 
-from infra.bus.connection import Bus
-from schemas.requests import GenerateRequest
+from penstock.infra.bus.connection import Bus
+from penstock.schemas.requests import GenerateRequest
 from tests.pipeline.shared.test_nats_api import Submitter
 from tests.pipeline.support import (
     Deployment,

@@ -5,7 +5,7 @@ from typing import Any
 import httpx
 import pytest
 
-from schemas.errors import Code
+from penstock.schemas.errors import Code
 from tests.gateway.malformed import ROUTES, malformed, refusal
 from tests.pipeline.support import Deployment
 

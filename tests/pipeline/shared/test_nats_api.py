@@ -13,9 +13,9 @@ from faststream.nats import NatsBroker
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 
-from infra.bus.connection import Bus
-from schemas import control, wire
-from schemas.subjects import (
+from penstock.infra.bus.connection import Bus
+from penstock.schemas import control, wire
+from penstock.schemas.subjects import (
     HEADER_ERROR,
     HEADER_EVENT_ID,
     HEADER_FINAL,

@@ -9,11 +9,11 @@ from typing import Any
 import httpx
 import pytest
 
-from infra.bus.connection import Bus
-from infra.bus.direct_get import read
-from schemas import kv
-from schemas.blocks import split
-from schemas.jobs import Candidate, Decision
+from penstock.infra.bus.connection import Bus
+from penstock.infra.bus.direct_get import read
+from penstock.schemas import kv
+from penstock.schemas.blocks import split
+from penstock.schemas.jobs import Candidate, Decision
 from tests.pipeline.support import Deployment, Oracle, ending, stopped, token_prompt, until
 
 BLOCK = 32

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from infra.bench.profile.data import load
+from penstock.infra.bench.profile.data import load
 from tests.pipeline.support import Deployment
 
 GRID = ("--granularity", "2", "--max-context", "1500", "--osl", "24", "--max-concurrency", "4", "--requests", "1")
 
 
 def profile(*argv: str) -> "subprocess.CompletedProcess[str]":
-    command = [sys.executable, "-m", "infra.cli", "profile", "endpoint", *argv]
+    command = [sys.executable, "-m", "penstock", "profile", "endpoint", *argv]
     return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
 
 

@@ -10,19 +10,19 @@ import httpx
 import msgspec
 import pytest
 
-from gateway.admission.idempotency import claim
-from gateway.http.idempotency import _canonical_body
-from gateway.log.find import RequestFinder
-from gateway.log.lookup import RequestLookup
-from gateway.log.records import Records
-from infra.bus.connection import Bus, connect
-from infra.bus.direct_get import read
-from schemas import done, requests, wire
-from schemas.errors import Code, ServingError
-from schemas.ids import new_request_id
-from schemas.requests import GenerateRequest
-from schemas.subjects import HEADER_MSG_ID
-from schemas.tokens import Finish, TokenBatch, TokenItem
+from penstock.gateway.admission.idempotency import claim
+from penstock.gateway.http.idempotency import _canonical_body
+from penstock.gateway.log.find import RequestFinder
+from penstock.gateway.log.lookup import RequestLookup
+from penstock.gateway.log.records import Records
+from penstock.infra.bus.connection import Bus, connect
+from penstock.infra.bus.direct_get import read
+from penstock.schemas import done, requests, wire
+from penstock.schemas.errors import Code, ServingError
+from penstock.schemas.ids import new_request_id
+from penstock.schemas.requests import GenerateRequest
+from penstock.schemas.subjects import HEADER_MSG_ID
+from penstock.schemas.tokens import Finish, TokenBatch, TokenItem
 from tests.pipeline.conftest import NewDeployment
 from tests.pipeline.support import Deployment, Oracle, joined, parse_sse, until, words
 

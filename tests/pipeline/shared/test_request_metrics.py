@@ -8,12 +8,12 @@ import httpx
 import nats
 import pytest
 
-from gateway.metrics import Metrics as GatewayMetrics
-from infra.metrics.scope import MetricScope
-from router.metrics import Metrics as RouterMetrics
-from schemas.streams import LONGEST_DEADLINE_S
+from penstock.gateway.metrics import Metrics as GatewayMetrics
+from penstock.infra.metrics.scope import MetricScope
+from penstock.router.metrics import Metrics as RouterMetrics
+from penstock.schemas.streams import LONGEST_DEADLINE_S
+from penstock.workers.metrics.worker import Metrics as WorkerMetrics
 from tests.pipeline.support import Deployment, metrics, until, words
-from workers.metrics.worker import Metrics as WorkerMetrics
 
 GATEWAY = "penstock_gateway_"
 TOKENS = 7

@@ -7,8 +7,8 @@ from typing import Any
 import httpx
 import pytest
 
-from infra.bus.connection import Bus
-from schemas.ids import new_request_id
+from penstock.infra.bus.connection import Bus
+from penstock.schemas.ids import new_request_id
 from tests.pipeline.support import (
     Deployment,
     Event,

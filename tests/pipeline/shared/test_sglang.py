@@ -9,10 +9,10 @@ from pathlib import Path
 import httpx
 import pytest
 
-from infra.bus.connection import Bus, connect
-from infra.model.modeldir import TINY
-from infra.timeline.leases import leases
-from schemas.wire import unpack_tokens
+from penstock.infra.bus.connection import Bus, connect
+from penstock.infra.model.modeldir import TINY
+from penstock.infra.timeline.leases import leases
+from penstock.schemas.wire import unpack_tokens
 from tests import standins
 from tests.pipeline.support import ROOT, Deployment, Process, ending, idle_workers, until
 

@@ -5,15 +5,15 @@ import asyncio
 import msgspec
 import pytest
 
-from infra.broker.server import EmbeddedNats
-from infra.metrics.scope import MetricScope
-from infra.operate.observe import lost_leases
-from infra.operate.routers import routers
-from router.cluster.lease_losses import NAMES, WINDOW_NS, LeaseLosses
-from router.metrics import Metrics
-from schemas import fleet
-from schemas.routers import LostLeases, Member
-from schemas.subjects import Subjects
+from penstock.infra.broker.server import EmbeddedNats
+from penstock.infra.metrics.scope import MetricScope
+from penstock.infra.operate.observe import lost_leases
+from penstock.infra.operate.routers import routers
+from penstock.router.cluster.lease_losses import NAMES, WINDOW_NS, LeaseLosses
+from penstock.router.metrics import Metrics
+from penstock.schemas import fleet
+from penstock.schemas.routers import LostLeases, Member
+from penstock.schemas.subjects import Subjects
 from tests.infra.bus.support import eventually
 from tests.router.support import routing
 from tests.workers.support import LogClient, run_worker

@@ -4,14 +4,14 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infra.bus.direct_get import Entry
-from router.cluster.sent import read_sent
-from router.cluster.unowned import UnownedRequests
-from router.loads.load import ActiveRequest
-from router.loads.load_tracker import LoadTracker
-from schemas.fleet import Registration
-from schemas.jobs import LoadHeader, load_header
-from schemas.subjects import HEADER_KEYS, HEADER_LOAD, HEADER_MSG_ID
+from penstock.infra.bus.direct_get import Entry
+from penstock.router.cluster.sent import read_sent
+from penstock.router.cluster.unowned import UnownedRequests
+from penstock.router.loads.load import ActiveRequest
+from penstock.router.loads.load_tracker import LoadTracker
+from penstock.schemas.fleet import Registration
+from penstock.schemas.jobs import LoadHeader, load_header
+from penstock.schemas.subjects import HEADER_KEYS, HEADER_LOAD, HEADER_MSG_ID
 
 WORKERS = ("a", "b")
 REQUESTS = ("r0", "r1", "r2")

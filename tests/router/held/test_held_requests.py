@@ -2,13 +2,13 @@
 
 from typing import Any
 
-from router.held.held_order import HeldOrder
-from router.held.held_requests import HeldRequests
-from router.loads.load_tracker import LoadTracker
-from router.pending import PendingRequest
-from router.placement.decisions import array_decisions
-from schemas.requests import Priority
-from schemas.routers import TENANTS, HeldByTenant
+from penstock.router.held.held_order import HeldOrder
+from penstock.router.held.held_requests import HeldRequests
+from penstock.router.loads.load_tracker import LoadTracker
+from penstock.router.pending import PendingRequest
+from penstock.router.placement.decisions import array_decisions
+from penstock.schemas.requests import Priority
+from penstock.schemas.routers import TENANTS, HeldByTenant
 from tests.workers.support import MODEL, request
 
 STANDARD = Priority.standard

@@ -5,14 +5,14 @@ import asyncio
 import pytest
 from nats.aio.client import Client
 
-import router.held.tenant_weights
-from infra.broker.apply import apply
-from infra.broker.server import EmbeddedNats
-from router.held.tenant_weights import TenantWeights
-from schemas.streams import topology
-from schemas.subjects import Subjects
-from schemas.tenants import Limits
-from schemas.wire import encode
+import penstock.router.held.tenant_weights
+from penstock.infra.broker.apply import apply
+from penstock.infra.broker.server import EmbeddedNats
+from penstock.router.held.tenant_weights import TenantWeights
+from penstock.schemas.streams import topology
+from penstock.schemas.subjects import Subjects
+from penstock.schemas.tenants import Limits
+from penstock.schemas.wire import encode
 from tests.infra.bus.support import eventually
 from tests.workers.support import dial
 
@@ -25,7 +25,7 @@ async def weigh(nc: Client, subjects: Subjects, tenant: str, weight: float | Non
 async def test_weights_follow_the_bucket_even_if_it_is_made_after_the_router_has_started(
     broker: EmbeddedNats, pipeline: Subjects, nc: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(router.held.tenant_weights, "AGAIN_S", 0.05)
+    monkeypatch.setattr(penstock.router.held.tenant_weights, "AGAIN_S", 0.05)
     await nc.jetstream().delete_stream(f"KV_{pipeline.bucket('tenants')}")
     async with dial(broker, pipeline, "router-0") as bus, asyncio.TaskGroup() as tasks:
         weights = TenantWeights(bus)

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.index.depths import Depths, TargetBits, bits_of
+from penstock.router.index.depths import Depths, TargetBits, bits_of
 
 DEPTHS = st.dictionaries(st.integers(0, 90), st.integers(1, 50), max_size=12)
 

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.index.encoding import encoding, read_head, restoring
-from router.index.prefix_index import PrefixIndex
-from schemas import kv, wire
-from schemas.blocks import keys_of
-from schemas.kv import KvBatch
+from penstock.router.index.encoding import encoding, read_head, restoring
+from penstock.router.index.prefix_index import PrefixIndex
+from penstock.schemas import kv, wire
+from penstock.schemas.blocks import keys_of
+from penstock.schemas.kv import KvBatch
 from tests.properties import examples
 from tests.router.index.test_holders import check
 from tests.router.index.test_prefix_index import Engine, prompt
@@ -86,7 +86,7 @@ def test_a_snapshot_is_of_one_moment_though_the_index_changes_while_it_is_encode
     entries = stream(seed, messages)
     index, half = PrefixIndex(500), messages // 2
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("router.index.encoding.PART_BLOCKS", 1)
+        patch.setattr("penstock.router.index.encoding.PART_BLOCKS", 1)
         for _, data in entries[:half]:
             index.apply(kv.decode(data))
         then, encoder, parts = index.checksum(), encoding(index, half, 0), []

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.index import radix_tree
-from router.index.depths import TargetId
-from router.index.holders import Holders
-from router.index.leaf_ages import NOTHING
-from router.index.radix_tree import NODE_BLOCKS, RadixTree
-from schemas.blocks import chain, keys_of, root
+from penstock.router.index import radix_tree
+from penstock.router.index.depths import TargetId
+from penstock.router.index.holders import Holders
+from penstock.router.index.leaf_ages import NOTHING
+from penstock.router.index.radix_tree import NODE_BLOCKS, RadixTree
+from penstock.schemas.blocks import chain, keys_of, root
 from tests.properties import examples
 
 TARGETS: tuple[TargetId, ...] = (("a", 0), ("b", 0), ("b", 1), ("c", 0))

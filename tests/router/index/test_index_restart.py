@@ -4,13 +4,13 @@ from typing import Any
 
 import pytest
 
-from infra.broker.server import EmbeddedNats
-from infra.bus.object_store import get, replace
-from infra.whatif.index_command import index_at
-from router.cluster import caches
-from router.index.prefix_index import PrefixIndex
-from schemas.blocks import keys_of
-from schemas.subjects import Subjects
+from penstock.infra.broker.server import EmbeddedNats
+from penstock.infra.bus.object_store import get, replace
+from penstock.infra.whatif.index_command import index_at
+from penstock.router.cluster import caches
+from penstock.router.index.prefix_index import PrefixIndex
+from penstock.schemas.blocks import keys_of
+from penstock.schemas.subjects import Subjects
 from tests.infra.bus.support import eventually
 from tests.router.support import Clients, Routing, Stub, routing
 from tests.workers.support import request

@@ -4,12 +4,12 @@ import asyncio
 from types import SimpleNamespace
 from typing import Any
 
-from infra.bus.tasks import Tasks
-from router.index.loader import AT_ONCE, IndexLoader
-from router.index.prefix_index import PrefixIndex
-from schemas import wire
-from schemas.kv import KvDump
-from schemas.subjects import Subjects
+from penstock.infra.bus.tasks import Tasks
+from penstock.router.index.loader import AT_ONCE, IndexLoader
+from penstock.router.index.prefix_index import PrefixIndex
+from penstock.schemas import wire
+from penstock.schemas.kv import KvDump
+from penstock.schemas.subjects import Subjects
 
 WORKERS = 10 * AT_ONCE
 

@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.index.approximate import ApproximateIndex
-from router.index.holders import keys_view
-from router.index.prefix_index import PENDING_BATCHES, PrefixIndex
-from schemas.blocks import chain, keys_of, root, split
-from schemas.kv import Cleared, KvBatch, KvDump, KvEvent, Removed, Stored
+from penstock.router.index.approximate import ApproximateIndex
+from penstock.router.index.holders import keys_view
+from penstock.router.index.prefix_index import PENDING_BATCHES, PrefixIndex
+from penstock.schemas.blocks import chain, keys_of, root, split
+from penstock.schemas.kv import Cleared, KvBatch, KvDump, KvEvent, Removed, Stored
 from tests.properties import examples
 from tests.router.dumps import load_dump
 

@@ -2,7 +2,7 @@
 
 from random import Random
 
-from router.loads.learned_costs import LearnedCosts
+from penstock.router.loads.learned_costs import LearnedCosts
 
 
 def seconds(tokens: int, rng: Random) -> float:

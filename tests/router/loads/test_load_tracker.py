@@ -8,13 +8,13 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.cluster.snapshots import only_logged
-from router.loads.ended_attempts import REMEMBERED
-from router.loads.load import Load, LoadState, merge
-from router.loads.load_tracker import LoadTracker
-from router.loads.target_loads import ACTIVE, BACKLOG, COMPUTING, CONTEXT, SEQUENCES
-from schemas.fleet import Registration, State
-from schemas.jobs import LoadHeader, Stage
+from penstock.router.cluster.snapshots import only_logged
+from penstock.router.loads.ended_attempts import REMEMBERED
+from penstock.router.loads.load import Load, LoadState, merge
+from penstock.router.loads.load_tracker import LoadTracker
+from penstock.router.loads.target_loads import ACTIVE, BACKLOG, COMPUTING, CONTEXT, SEQUENCES
+from penstock.schemas.fleet import Registration, State
+from penstock.schemas.jobs import LoadHeader, Stage
 from tests.properties import examples
 
 SECOND = 1_000_000_000

@@ -5,21 +5,21 @@ from array import array
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.index.holders import keys_view
-from router.index.loader import by_rank
-from router.index.prefix_index import PrefixIndex
-from router.loads.load_tracker import LoadTracker
-from router.policy.decide import decide
-from router.policy.routing import RoutingContext, RoutingRequest, Weights
-from schemas import blocks, kv
-from schemas.fleet import Registration
-from schemas.requests import Stop
+from penstock.router.index.holders import keys_view
+from penstock.router.index.loader import by_rank
+from penstock.router.index.prefix_index import PrefixIndex
+from penstock.router.loads.load_tracker import LoadTracker
+from penstock.router.policy.decide import decide
+from penstock.router.policy.routing import RoutingContext, RoutingRequest, Weights
+from penstock.schemas import blocks, kv
+from penstock.schemas.fleet import Registration
+from penstock.schemas.requests import Stop
+from penstock.workers.engines import mock
+from penstock.workers.engines.base import SequenceRequest
+from penstock.workers.engines.mock.executor import GREEDY
+from penstock.workers.kv_dump import in_pages
 from tests.properties import examples
 from tests.router.dumps import load_dump
-from workers.engines import mock
-from workers.engines.base import SequenceRequest
-from workers.engines.mock.executor import GREEDY
-from workers.kv_dump import in_pages
 
 RANKS = 3
 BLOCK = 2

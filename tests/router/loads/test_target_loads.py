@@ -2,7 +2,7 @@
 
 import time
 
-from router.loads.target_loads import (
+from penstock.router.loads.target_loads import (
     ACTIVE,
     CONTEXT,
     DECODE_SLOWNESS,
@@ -11,7 +11,7 @@ from router.loads.target_loads import (
     TargetLoads,
     Task,
 )
-from router.placement.cost import SLOT_TOKENS, RequestSize, target_cost
+from penstock.router.placement.cost import SLOT_TOKENS, RequestSize, target_cost
 
 
 def test_a_step_reads_shared_blocks_once_for_every_sequence_and_memory_holds_them_once() -> None:

@@ -5,8 +5,8 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.ownership.assignment import assign, default_owner
-from schemas.routers import Member
+from penstock.router.ownership.assignment import assign, default_owner
+from penstock.schemas.routers import Member
 
 MODELS = st.frozensets(st.sampled_from("abcdefgh"), max_size=8)
 CLAIMS = MODELS.map(lambda models: tuple(sorted(models)))

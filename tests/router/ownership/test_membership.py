@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
-from infra.broker.server import EmbeddedNats
-from infra.whatif.decided_again import decide_again
-from router.ownership import intake, membership
-from router.ownership.membership import Link, Membership
-from router.ownership.takeover import redeliver
-from router.policy.routing import ALONE, ModelPart
-from schemas import blocks, routers, wire
-from schemas.routers import HeldByTenant, Member
-from schemas.subjects import Subjects
+from penstock.infra.broker.server import EmbeddedNats
+from penstock.infra.whatif.decided_again import decide_again
+from penstock.router.ownership import intake, membership
+from penstock.router.ownership.membership import Link, Membership
+from penstock.router.ownership.takeover import redeliver
+from penstock.router.policy.routing import ALONE, ModelPart
+from penstock.schemas import blocks, routers, wire
+from penstock.schemas.routers import HeldByTenant, Member
+from penstock.schemas.subjects import Subjects
 from tests.infra.bus.support import eventually
 from tests.router.support import Clients, Routing, routing
 from tests.workers.support import MODEL, request
@@ -101,7 +101,7 @@ async def test_models_are_spread_and_each_request_reaches_the_owner_of_its_model
 
 
 def request_model(job: Any) -> str:
-    from schemas import requests
+    from penstock.schemas import requests
 
     return requests.decode(bytes(job.request)).model
 

@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass, field
 
-from router.loads.load_tracker import LoadTracker
-from router.placement.decisions import PREFERENCE_NS, Decisions
-from router.policy.routing import ALONE, ModelPart, RoutingRequest, Weights
-from schemas.fleet import Registration
+from penstock.router.loads.load_tracker import LoadTracker
+from penstock.router.placement.decisions import PREFERENCE_NS, Decisions
+from penstock.router.policy.routing import ALONE, ModelPart, RoutingRequest, Weights
+from penstock.schemas.fleet import Registration
 
 
 def worker(number: int, model: str = "m", *aliases: str) -> Registration:

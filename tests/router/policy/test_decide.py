@@ -6,16 +6,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from configs.settings import RouterMode
-from router.loads.load import Load, RoutingTarget
-from router.placement.cost import HELD_UP, OCCUPANCY, OWN_WORK, PASS_TOKENS
-from router.policy.decide import decide
-from router.policy.filters import rejection
-from router.policy.routing import RoutingContext, RoutingRequest, Weights
-from router.policy.score_table import STORED_CANDIDATES
-from router.policy.scoring import target_costs, utilization
-from schemas.errors import Code
-from schemas.fleet import Registration, State
+from penstock.configs.settings import RouterMode
+from penstock.router.loads.load import Load, RoutingTarget
+from penstock.router.placement.cost import HELD_UP, OCCUPANCY, OWN_WORK, PASS_TOKENS
+from penstock.router.policy.decide import decide
+from penstock.router.policy.filters import rejection
+from penstock.router.policy.routing import RoutingContext, RoutingRequest, Weights
+from penstock.router.policy.score_table import STORED_CANDIDATES
+from penstock.router.policy.scoring import target_costs, utilization
+from penstock.schemas.errors import Code
+from penstock.schemas.fleet import Registration, State
 from tests.properties import examples
 
 MODES: tuple[RouterMode, ...] = ("kv", "round_robin", "random", "least_loaded")

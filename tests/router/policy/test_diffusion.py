@@ -4,12 +4,12 @@ from typing import Any
 
 import pytest
 
-from configs.settings import RouterMode
-from router.loads.load import Load, RoutingTarget
-from router.policy.decide import decide
-from router.policy.routing import RoutingContext, RoutingRequest, Weights
-from schemas.errors import Code
-from schemas.fleet import Diffuser, Registration, State
+from penstock.configs.settings import RouterMode
+from penstock.router.loads.load import Load, RoutingTarget
+from penstock.router.policy.decide import decide
+from penstock.router.policy.routing import RoutingContext, RoutingRequest, Weights
+from penstock.schemas.errors import Code
+from penstock.schemas.fleet import Diffuser, Registration, State
 
 MODES: tuple[RouterMode, ...] = ("kv", "round_robin", "random", "least_loaded")
 IMAGES = Diffuser("image", "FluxPipeline", 64, 64, 4, ("png",), 1 << 20, 50)

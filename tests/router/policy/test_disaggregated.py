@@ -4,20 +4,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from configs.settings import RouterMode
-from router.loads.load import Load, RoutingTarget
-from router.placement.cost import OCCUPANCY, OWN_WORK
-from router.policy import encoders
-from router.policy.decide import decide
-from router.policy.filters import describe, rejection
-from router.policy.pairs import FAR, MEDIUM, NEAR, PrefillPool, distance, transfer_kind
-from router.policy.routing import RoutingContext, RoutingDecision, RoutingRequest, Weights
-from router.policy.score_table import STORED_CANDIDATES
-from router.policy.scoring import target_costs, utilization
-from schemas.errors import Code
-from schemas.fleet import Registration, State
-from schemas.jobs import Stage
-from schemas.transfer import Endpoint, Memory
+from penstock.configs.settings import RouterMode
+from penstock.router.loads.load import Load, RoutingTarget
+from penstock.router.placement.cost import OCCUPANCY, OWN_WORK
+from penstock.router.policy import encoders
+from penstock.router.policy.decide import decide
+from penstock.router.policy.filters import describe, rejection
+from penstock.router.policy.pairs import FAR, MEDIUM, NEAR, PrefillPool, distance, transfer_kind
+from penstock.router.policy.routing import RoutingContext, RoutingDecision, RoutingRequest, Weights
+from penstock.router.policy.score_table import STORED_CANDIDATES
+from penstock.router.policy.scoring import target_costs, utilization
+from penstock.schemas.errors import Code
+from penstock.schemas.fleet import Registration, State
+from penstock.schemas.jobs import Stage
+from penstock.schemas.transfer import Endpoint, Memory
 from tests.properties import examples
 from tests.router.support import endpoint
 

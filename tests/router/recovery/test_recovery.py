@@ -7,17 +7,17 @@ from typing import Any
 
 import pytest
 
-from infra.broker.server import EmbeddedNats
-from infra.bus.direct_get import read
-from router.cluster import cluster_state
-from router.pending import PendingRequest
-from router.recovery import recovery
-from router.recovery.fencing import InterruptedAttempt, fence
-from schemas import done, jobs, tokens, wire
-from schemas.errors import Code, ServingError
-from schemas.requests import GenerateRequest
-from schemas.subjects import HEADER_LOAD, HEADER_MSG_ID, Subjects
-from schemas.tokens import WHOLE_REQUEST, Finish, TokenBatch, TokenItem
+from penstock.infra.broker.server import EmbeddedNats
+from penstock.infra.bus.direct_get import read
+from penstock.router.cluster import cluster_state
+from penstock.router.pending import PendingRequest
+from penstock.router.recovery import recovery
+from penstock.router.recovery.fencing import InterruptedAttempt, fence
+from penstock.schemas import done, jobs, tokens, wire
+from penstock.schemas.errors import Code, ServingError
+from penstock.schemas.requests import GenerateRequest
+from penstock.schemas.subjects import HEADER_LOAD, HEADER_MSG_ID, Subjects
+from penstock.schemas.tokens import WHOLE_REQUEST, Finish, TokenBatch, TokenItem
 from tests.infra.bus.support import eventually
 from tests.router.support import Clients, Routing, Stub, routing
 from tests.workers.support import DRAWN, GATEWAY, LogClient, WorkerHarness, answer, engine, ids, request, run_worker

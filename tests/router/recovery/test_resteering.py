@@ -2,14 +2,14 @@
 
 import pytest
 
-from infra.broker.server import EmbeddedNats
-from router.loads.load_tracker import LoadTracker
-from router.recovery import resteering
-from router.recovery.resteering import LATE, LEAST_SAMPLES, find_late
-from schemas import fleet
-from schemas.fleet import Registration
-from schemas.jobs import LoadHeader
-from schemas.subjects import Subjects
+from penstock.infra.broker.server import EmbeddedNats
+from penstock.router.loads.load_tracker import LoadTracker
+from penstock.router.recovery import resteering
+from penstock.router.recovery.resteering import LATE, LEAST_SAMPLES, find_late
+from penstock.schemas import fleet
+from penstock.schemas.fleet import Registration
+from penstock.schemas.jobs import LoadHeader
+from penstock.schemas.subjects import Subjects
 from tests.infra.bus.support import eventually
 from tests.router.support import Clients, routing
 from tests.workers.support import answer, engine, request, run_worker

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.loads.load import merge
-from router.loads.load_tracker import LoadTracker
-from router.recovery.suspects import EVIDENCE_S, ReturnedAttempts, Standing, crowded, standing
-from schemas.done import CRASHES, KILLED
-from schemas.fleet import Registration
-from schemas.jobs import LoadHeader
+from penstock.router.loads.load import merge
+from penstock.router.loads.load_tracker import LoadTracker
+from penstock.router.recovery.suspects import EVIDENCE_S, ReturnedAttempts, Standing, crowded, standing
+from penstock.schemas.done import CRASHES, KILLED
+from penstock.schemas.fleet import Registration
+from penstock.schemas.jobs import LoadHeader
 from tests.properties import examples
 
 LOST = ((1, "a-1"), (2, "b-1"))

@@ -6,13 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infra.broker.server import EmbeddedNats
-from router.loads.load import ActiveRequest
-from router.recovery import watchdog
-from router.recovery.watchdog import Watchdog
-from schemas import fleet
-from schemas.subjects import Subjects
-from schemas.tokens import TokenItem
+from penstock.infra.broker.server import EmbeddedNats
+from penstock.router.loads.load import ActiveRequest
+from penstock.router.recovery import watchdog
+from penstock.router.recovery.watchdog import Watchdog
+from penstock.schemas import fleet
+from penstock.schemas.subjects import Subjects
+from penstock.schemas.tokens import TokenItem
 from tests.infra.bus.support import eventually
 from tests.router.support import Clients, routing
 from tests.workers.support import LogClient, answer, engine, request, run_worker

@@ -7,16 +7,16 @@ import msgspec
 import pytest
 from nats.aio.client import Client
 
-from infra.broker.apply import apply
-from infra.broker.server import EmbeddedNats
-from infra.bus.connection import Bus
-from infra.bus.direct_get import Entry, get, read
-from infra.bus.publisher import Publisher
-from router.loads.load_tracker import LoadTracker
-from router.retention.job_retention import JobRetention, parse_stage
-from schemas.jobs import LoadHeader
-from schemas.streams import StreamSpec, topology
-from schemas.subjects import HEADER_LOAD, HEADER_MSG_ID, KEPT, Subjects
+from penstock.infra.broker.apply import apply
+from penstock.infra.broker.server import EmbeddedNats
+from penstock.infra.bus.connection import Bus
+from penstock.infra.bus.direct_get import Entry, get, read
+from penstock.infra.bus.publisher import Publisher
+from penstock.router.loads.load_tracker import LoadTracker
+from penstock.router.retention.job_retention import JobRetention, parse_stage
+from penstock.schemas.jobs import LoadHeader
+from penstock.schemas.streams import StreamSpec, topology
+from penstock.schemas.subjects import HEADER_LOAD, HEADER_MSG_ID, KEPT, Subjects
 
 SIZE = 1 << 20
 BODY = 10_000

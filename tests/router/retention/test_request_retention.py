@@ -8,16 +8,16 @@ from collections.abc import Awaitable, Callable
 import pytest
 from nats.aio.client import Client
 
-from gateway.admission.log_capacity import LogCapacity
-from gateway.metrics import Metrics
-from infra.broker.apply import apply
-from infra.broker.server import EmbeddedNats
-from infra.bus.connection import Bus
-from infra.bus.puller import sequence, stored_ns
-from infra.metrics.scope import MetricScope
-from schemas.requests import Priority
-from schemas.streams import StreamSpec, topology
-from schemas.subjects import Subjects
+from penstock.gateway.admission.log_capacity import LogCapacity
+from penstock.gateway.metrics import Metrics
+from penstock.infra.broker.apply import apply
+from penstock.infra.broker.server import EmbeddedNats
+from penstock.infra.bus.connection import Bus
+from penstock.infra.bus.puller import sequence, stored_ns
+from penstock.infra.metrics.scope import MetricScope
+from penstock.schemas.requests import Priority
+from penstock.schemas.streams import StreamSpec, topology
+from penstock.schemas.subjects import Subjects
 from tests.infra.bus.support import eventually
 from tests.router.support import Clients, routing
 from tests.workers.support import request

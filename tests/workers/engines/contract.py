@@ -1,7 +1,8 @@
-"""What every engine owes its worker, asked through the protocol of ``workers.engines.base`` alone.
+"""What every engine owes its worker, asked through the protocol of ``penstock.workers.engines.base`` alone.
 
-``SUBJECTS`` are the engines, each made from a worker's settings as ``workers.main`` makes it; ``test_contract.py`` is
-the suite. Where an engine cannot keep a clause, ``lacks`` says why, and its test is skipped with that reason.
+``SUBJECTS`` are the engines, each made from a worker's settings as ``penstock.workers.main`` makes it;
+``test_contract.py`` is the suite. Where an engine cannot keep a clause, ``lacks`` says why, and its test is skipped
+with that reason.
 
 On hardware: where the real ``tensorrt_llm`` is importable, the subject "trtllm" is the real one instead of the
 stand-in, with no other change (``make test-trtllm``; it fails if only the stand-in is there). The bundled demo model is
@@ -22,16 +23,25 @@ from typing import Any
 
 import msgspec
 
-from configs.settings import WorkerSettings
-from infra.model import modeldir
-from schemas.blocks import chain, root, split
-from schemas.kv import Cleared, KvEvent, Removed, Stored
-from schemas.requests import Sampling, Stop
-from schemas.tokens import Logprob
-from schemas.transfer import Memory
-from schemas.wire import pack_tokens
+from penstock.configs.settings import WorkerSettings
+from penstock.infra.model import modeldir
+from penstock.schemas.blocks import chain, root, split
+from penstock.schemas.kv import Cleared, KvEvent, Removed, Stored
+from penstock.schemas.requests import Sampling, Stop
+from penstock.schemas.tokens import Logprob
+from penstock.schemas.transfer import Memory
+from penstock.schemas.wire import pack_tokens
+from penstock.workers.engines.base import (
+    Engine,
+    Failure,
+    HeldPrompt,
+    Output,
+    Scored,
+    SequenceRequest,
+    Started,
+    StepResult,
+)
 from tests import standins
-from workers.engines.base import Engine, Failure, HeldPrompt, Output, Scored, SequenceRequest, Started, StepResult
 
 MODEL = modeldir.DEMO
 BLOCK = 32
@@ -128,31 +138,31 @@ class Subject:
 
 
 def _mock(settings: WorkerSettings, path: Path) -> Engine:
-    from workers.engines import mock
+    from penstock.workers.engines import mock
 
     return mock.from_settings(settings, path)
 
 
 def _native(settings: WorkerSettings, path: Path) -> Engine:
-    from workers.engines import native
+    from penstock.workers.engines import native
 
     return native.from_settings(settings, path)
 
 
 def _trtllm(settings: WorkerSettings, path: Path) -> Engine:
-    from workers.engines import trtllm
+    from penstock.workers.engines import trtllm
 
     return trtllm.from_settings(settings, path)
 
 
 def _vllm(settings: WorkerSettings, path: Path) -> Engine:
-    from workers.engines import vllm
+    from penstock.workers.engines import vllm
 
     return vllm.from_settings(settings, path)  # type: ignore[no-any-return]
 
 
 def _sglang(settings: WorkerSettings, path: Path) -> Engine:
-    from workers.engines import sglang
+    from penstock.workers.engines import sglang
 
     return sglang.from_settings(settings, path)
 
@@ -221,7 +231,7 @@ ALL = (
         single=True,
     ),
 )
-SUBJECTS = tuple(subject for subject in ALL if importlib.util.find_spec(f"workers.engines.{subject.name}"))
+SUBJECTS = tuple(subject for subject in ALL if importlib.util.find_spec(f"penstock.workers.engines.{subject.name}"))
 
 
 # -- requests

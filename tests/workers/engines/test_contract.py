@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 import torch
 
-from infra.model import modeldir
-from infra.model.constraints import CHOICE, LARK, REGEX
-from schemas.errors import Code
-from schemas.requests import CONSTRAINT, CONSTRAINT_LARK, Constraint, Sampling
-from schemas.tokens import Logprob
+from penstock.infra.model import modeldir
+from penstock.infra.model.constraints import CHOICE, LARK, REGEX
+from penstock.schemas.errors import Code
+from penstock.schemas.requests import CONSTRAINT, CONSTRAINT_LARK, Constraint, Sampling
+from penstock.schemas.tokens import Logprob
+from penstock.workers.engines.base import RequestError
 from tests import standins
 from tests.workers.engines.contract import (
     ALTERNATIVES,
@@ -51,7 +52,6 @@ from tests.workers.engines.contract import (
     names,
     prefilled,
 )
-from workers.engines.base import RequestError
 
 PROMPT = WORDS[5:105]
 DRAWN = Sampling(temperature=0.9, seed=11)

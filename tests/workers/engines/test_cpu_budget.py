@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from workers.engines.cpu_budget import PASSIVE_WAIT, thread_count, usable_cores, wait_passively
+from penstock.workers.engines.cpu_budget import PASSIVE_WAIT, thread_count, usable_cores, wait_passively
 
 
 @pytest.mark.parametrize(
@@ -42,10 +42,10 @@ def test_torch_is_imported_after_the_wait_policy_is_set() -> None:
     code = (
         "import os, sys\n"
         "from pathlib import Path\n"
-        "from configs.settings import WorkerSettings\n"
-        "from infra.model.modeldir import TINY\n"
-        "from workers.engines import native\n"
-        "import workers.main\n"
+        "from penstock.configs.settings import WorkerSettings\n"
+        "from penstock.infra.model.modeldir import TINY\n"
+        "from penstock.workers.engines import native\n"
+        "import penstock.workers.main\n"
         "assert 'torch' not in sys.modules\n"
         "try:\n"
         "    native.from_settings(WorkerSettings(logits_processor=('wrong',)), TINY)\n"

@@ -4,8 +4,20 @@ from typing import Any, get_args, get_type_hints
 
 import pytest
 
-from configs.settings import WorkerSettings
-from infra.engine_args.tree import BadArguments
+from penstock.configs.settings import WorkerSettings
+from penstock.infra.engine_args.tree import BadArguments
+from penstock.workers.diffusion_backend import build_engine
+from penstock.workers.engines.support import (
+    FEATURES,
+    SAMPLERS,
+    SUPPORT,
+    able,
+    fate,
+    matrix,
+    sampling_notes,
+    sampling_table,
+)
+from penstock.workers.main import check_settings
 from tests.workers.engines.contract import (
     ALL,
     ALTERNATIVES,
@@ -16,9 +28,6 @@ from tests.workers.engines.contract import (
     SEEDS,
     Subject,
 )
-from workers.diffusion_backend import build_engine
-from workers.engines.support import FEATURES, SAMPLERS, SUPPORT, able, fate, matrix, sampling_notes, sampling_table
-from workers.main import check_settings
 
 ENGINES = tuple(SUPPORT)
 
@@ -97,7 +106,7 @@ def test_an_engine_without_pictures_is_refused_for_them() -> None:
 
 
 def test_vllm_s_adapter_takes_text_only_as_it_says() -> None:
-    args = pytest.importorskip("workers.engines.vllm.args")
+    args = pytest.importorskip("penstock.workers.engines.vllm.args")
     wanted = args.EngineSettings(role="encode", block_size=32, max_running=1, max_batched_tokens=32, max_model_len=32)
     with pytest.raises(BadArguments, match="takes text only"):
         args.resolve(wanted, {}, ())

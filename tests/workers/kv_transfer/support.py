@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from schemas.transfer import Endpoint, Memory
-from workers.kv_transfer.base import TransferError, Transport, TransportStats
-from workers.kv_transfer.opening import open_transport
+from penstock.schemas.transfer import Endpoint, Memory
+from penstock.workers.kv_transfer.base import TransferError, Transport, TransportStats
+from penstock.workers.kv_transfer.opening import open_transport
 
 BLOCK_BYTES = 4096
 BLOCKS = 64

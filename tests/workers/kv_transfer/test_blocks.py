@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schemas.transfer import Endpoint, Memory
-from workers.kv_transfer import blocks
-from workers.kv_transfer.base import TransferError
+from penstock.schemas.transfer import Endpoint, Memory
+from penstock.workers.kv_transfer import blocks
+from penstock.workers.kv_transfer.base import TransferError
 
 HERE = Memory(base=1 << 40, block_bytes=4096, blocks=64, kind="cpu", layout="x")
 THERE = Memory(base=1 << 41, block_bytes=4096, blocks=64, kind="cuda", device=3, layout="x", generations=1 << 20)

@@ -12,12 +12,12 @@ import msgspec
 import numpy as np
 import pytest
 
-from schemas.transfer import Endpoint
+from penstock.schemas.transfer import Endpoint
+from penstock.workers.kv_transfer.base import TransferError, Transport
+from penstock.workers.kv_transfer.loaded_peers import digest
+from penstock.workers.kv_transfer.opening import open_transport
+from penstock.workers.kv_transfer.path import host_identity, path_between
 from tests.workers.kv_transfer.support import WAIT_S, Pool, Start, Worker, needs_nixl, until, workers
-from workers.kv_transfer.base import TransferError, Transport
-from workers.kv_transfer.loaded_peers import digest
-from workers.kv_transfer.opening import open_transport
-from workers.kv_transfer.path import host_identity, path_between
 
 pytestmark = needs_nixl
 

@@ -6,13 +6,13 @@ import msgspec
 import numpy as np
 import pytest
 
-from schemas.transfer import Endpoint
+from penstock.schemas.transfer import Endpoint
+from penstock.workers.kv_transfer import blocks
+from penstock.workers.kv_transfer.agent import PeerLost
+from penstock.workers.kv_transfer.base import TransferError
+from penstock.workers.kv_transfer.inflight import DRAIN_S, TICK_S, InflightTransfers, Op, TransferRequest
 from tests.workers.kv_transfer.loopback import LoopbackAgent, LoopbackNetwork
 from tests.workers.kv_transfer.support import BLOCK_BYTES, BLOCKS, Pool
-from workers.kv_transfer import blocks
-from workers.kv_transfer.agent import PeerLost
-from workers.kv_transfer.base import TransferError
-from workers.kv_transfer.inflight import DRAIN_S, TICK_S, InflightTransfers, Op, TransferRequest
 
 QUARANTINE_S = 10.0
 

@@ -2,9 +2,9 @@
 
 from prometheus_client import Counter, Gauge
 
-from infra.metrics.scope import process_scope
-from workers.engines.base import EngineInfo, EngineStats, GrammarStats
-from workers.metrics.worker import LABELS, Metrics
+from penstock.infra.metrics.scope import process_scope
+from penstock.workers.engines.base import EngineInfo, EngineStats, GrammarStats
+from penstock.workers.metrics.worker import LABELS, Metrics
 
 
 def metrics() -> Metrics:

@@ -8,11 +8,11 @@ from pathlib import Path
 import httpx
 import pytest
 
-from infra.broker.server import EmbeddedNats
-from schemas.subjects import Subjects
+from penstock.infra.broker.server import EmbeddedNats
+from penstock.schemas.subjects import Subjects
+from penstock.workers.metrics.multiprocess import LAUNCHED, VARIABLE, own_directory
+from penstock.workers.metrics.ranks import RankMetricsSettings, served
 from tests.pipeline.support import MODEL, Process, free_port, samples
-from workers.metrics.multiprocess import LAUNCHED, VARIABLE, own_directory
-from workers.metrics.ranks import RankMetricsSettings, served
 
 WRITES = """
 import sys

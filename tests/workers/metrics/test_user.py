@@ -5,9 +5,9 @@ import secrets
 import pytest
 from prometheus_client import generate_latest
 
-from infra.metrics.scope import MetricConflict, process_scope
-from workers.engines.external.metrics import NativeSeries
-from workers.metrics import user
+from penstock.infra.metrics.scope import MetricConflict, process_scope
+from penstock.workers.engines.external.metrics import NativeSeries
+from penstock.workers.metrics import user
 
 
 def test_a_users_metric_is_on_the_workers_page_with_the_labels_of_its_process() -> None:

@@ -5,7 +5,7 @@ import os
 from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING
 
-from workers.engines.constraints.matcher import Matcher
+from penstock.workers.engines.constraints.matcher import Matcher
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor

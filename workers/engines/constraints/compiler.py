@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import structlog
 from tokenizers import Tokenizer
 
-from infra.model import constraints, modeldir
-from infra.model.byte_cache import ByteCache
-from infra.model.llguidance_releases import LibraryError, vocabulary
-from schemas.errors import Code
-from schemas.requests import CONSTRAINT, CONSTRAINT_LARK, CONSTRAINT_SPELLED, Constraint, Stop
-from workers.engines.base import GrammarStats, RequestError
-from workers.engines.constraints.matcher import Matcher
+from penstock.infra.model import constraints, modeldir
+from penstock.infra.model.byte_cache import ByteCache
+from penstock.infra.model.llguidance_releases import LibraryError, vocabulary
+from penstock.schemas.errors import Code
+from penstock.schemas.requests import CONSTRAINT, CONSTRAINT_LARK, CONSTRAINT_SPELLED, Constraint, Stop
+from penstock.workers.engines.base import GrammarStats, RequestError
+from penstock.workers.engines.constraints.matcher import Matcher
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer

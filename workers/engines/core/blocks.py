@@ -13,8 +13,8 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Protocol
 
-from schemas.kv import KvEvent, Removed, Stored
-from workers.engines.core.offload import HostCache
+from penstock.schemas.kv import KvEvent, Removed, Stored
+from penstock.workers.engines.core.offload import HostCache
 
 
 class BlockObserver(Protocol):

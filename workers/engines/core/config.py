@@ -2,10 +2,10 @@
 
 import msgspec
 
-from schemas.errors import Code
-from workers.engines.base import RequestError, SequenceRequest
-from workers.engines.core.scoring import MAX_SCORED_TOKENS
-from workers.engines.validation import check_length
+from penstock.schemas.errors import Code
+from penstock.workers.engines.base import RequestError, SequenceRequest
+from penstock.workers.engines.core.scoring import MAX_SCORED_TOKENS
+from penstock.workers.engines.validation import check_length
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):

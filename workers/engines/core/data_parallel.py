@@ -5,10 +5,10 @@ from collections.abc import Sequence as Seq
 
 import msgspec
 
-from schemas.errors import Code
-from schemas.kv import KvEvent
-from schemas.transfer import Memory
-from workers.engines.base import (
+from penstock.schemas.errors import Code
+from penstock.schemas.kv import KvEvent
+from penstock.schemas.transfer import Memory
+from penstock.workers.engines.base import (
     EngineStats,
     Failure,
     Grammars,
@@ -22,11 +22,12 @@ from workers.engines.base import (
     StepResult,
     VisionEngine,
 )
-from workers.engines.core.engine import ScheduledEngine
+from penstock.workers.engines.core.engine import ScheduledEngine
 
 
 class DataParallelEngine:
-    """Implements ``workers.engines.base.Engine`` for text, without KV transfer; owns ``engines``, configured alike.
+    """Implements ``penstock.workers.engines.base.Engine`` for text, without KV transfer; owns ``engines``, configured
+    alike.
 
     Args:
         pause: called after each step of all ranks, for the time in which they wait for the slowest.

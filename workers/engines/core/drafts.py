@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence as Seq
 
-from workers.engines.core.sequence import Sampled, Sequence
+from penstock.workers.engines.core.sequence import Sampled, Sequence
 
 
 class DraftCounts:

@@ -5,17 +5,17 @@ from collections.abc import Sequence as Seq
 
 import msgspec
 
-from schemas.errors import Code
-from schemas.transfer import Memory
-from workers.engines.base import MediaReservation, MediaSpan, RequestError
-from workers.engines.core.embeddings import EmbeddingCache, VisionEncoder
+from penstock.schemas.errors import Code
+from penstock.schemas.transfer import Memory
+from penstock.workers.engines.base import MediaReservation, MediaSpan, RequestError
+from penstock.workers.engines.core.embeddings import EmbeddingCache, VisionEncoder
 
 TEXT_ONLY = "this model takes text only; send the request without images, or to a model that takes them"
 MISSING_EMBEDDINGS = "the embeddings of an image are not on this worker"
 
 
 class EmbeddingPool:
-    """Implements ``workers.engines.base.VisionEngine``; owns ``encoder`` and closes it.
+    """Implements ``penstock.workers.engines.base.VisionEngine``; owns ``encoder`` and closes it.
 
     Args:
         on_transfer: called with the slots that a transfer has filled.

@@ -13,8 +13,8 @@ from typing import Protocol
 
 import msgspec
 
-from schemas.transfer import Memory
-from workers.engines.base import MediaReservation
+from penstock.schemas.transfer import Memory
+from penstock.workers.engines.base import MediaReservation
 
 Key = tuple[bytes, int]  # digest, tokens: what is in the slots depends on both
 

@@ -1,9 +1,9 @@
 """The engine of an encode worker: it embeds images and generates nothing."""
 
-from schemas.errors import Code
-from schemas.kv import KvEvent
-from schemas.transfer import Memory
-from workers.engines.base import (
+from penstock.schemas.errors import Code
+from penstock.schemas.kv import KvEvent
+from penstock.schemas.transfer import Memory
+from penstock.workers.engines.base import (
     EngineInfo,
     EngineStats,
     Grammars,
@@ -12,12 +12,13 @@ from workers.engines.base import (
     SequenceRequest,
     StepResult,
 )
-from workers.engines.core.embedding_pool import EmbeddingPool
-from workers.engines.core.embeddings import VisionEncoder
+from penstock.workers.engines.core.embedding_pool import EmbeddingPool
+from penstock.workers.engines.core.embeddings import VisionEncoder
 
 
 class EncodeEngine:
-    """Implements the part of ``workers.engines.base.Engine`` that every worker needs; all work is in ``vision``.
+    """Implements the part of ``penstock.workers.engines.base.Engine`` that every worker needs; all work is in
+    ``vision``.
 
     Its blocks, in ``info`` and ``stats``, are slots of the embedding pool. Owns ``encoder`` and closes it.
     """

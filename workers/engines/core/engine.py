@@ -5,21 +5,29 @@ from typing import NamedTuple
 
 import msgspec
 
-from schemas.errors import Code
-from schemas.kv import KvEvent
-from schemas.transfer import Memory
-from workers.engines.base import EngineInfo, EngineStats, Failure, KvTransfer, RequestError, SequenceRequest, StepResult
-from workers.engines.constraints.compiler import ConstraintCompiler
-from workers.engines.constraints.running import RunningConstraints, matcher_of
-from workers.engines.core.embedding_pool import MISSING_EMBEDDINGS, TEXT_ONLY, EmbeddingPool
-from workers.engines.core.embeddings import VisionEncoder
-from workers.engines.core.offload import BlockCopier
-from workers.engines.core.scheduler import Scheduler
-from workers.engines.core.sequence import Executor, OverlapExecutor, PendingStep, Sampled, ScheduledSequence
-from workers.engines.core.speculation import Speculation
-from workers.engines.core.stats import scheduler_stats
-from workers.engines.logits.registry import Registry
-from workers.engines.validation import check_vocabulary
+from penstock.schemas.errors import Code
+from penstock.schemas.kv import KvEvent
+from penstock.schemas.transfer import Memory
+from penstock.workers.engines.base import (
+    EngineInfo,
+    EngineStats,
+    Failure,
+    KvTransfer,
+    RequestError,
+    SequenceRequest,
+    StepResult,
+)
+from penstock.workers.engines.constraints.compiler import ConstraintCompiler
+from penstock.workers.engines.constraints.running import RunningConstraints, matcher_of
+from penstock.workers.engines.core.embedding_pool import MISSING_EMBEDDINGS, TEXT_ONLY, EmbeddingPool
+from penstock.workers.engines.core.embeddings import VisionEncoder
+from penstock.workers.engines.core.offload import BlockCopier
+from penstock.workers.engines.core.scheduler import Scheduler
+from penstock.workers.engines.core.sequence import Executor, OverlapExecutor, PendingStep, Sampled, ScheduledSequence
+from penstock.workers.engines.core.speculation import Speculation
+from penstock.workers.engines.core.stats import scheduler_stats
+from penstock.workers.engines.logits.registry import Registry
+from penstock.workers.engines.validation import check_vocabulary
 
 
 class InflightStep(NamedTuple):
@@ -32,7 +40,7 @@ class InflightStep(NamedTuple):
 
 
 class ScheduledEngine:
-    """Implements ``workers.engines.base.Engine``; owns the executor and ``encoder`` and closes them.
+    """Implements ``penstock.workers.engines.base.Engine``; owns the executor and ``encoder`` and closes them.
 
     Args:
         executor: computes one plan at a time; None if ``ahead`` is given.
@@ -45,7 +53,7 @@ class ScheduledEngine:
         copier: of blocks to and from host memory, if the scheduler's ``blocks.host`` plans copies.
     Attributes:
         hold: which sequences of a plan are to wait for a later step; None: none. Not with ``ahead``.
-        short_steps: see ``workers.engines.base.Engine``.
+        short_steps: see ``penstock.workers.engines.base.Engine``.
     """
 
     def __init__(

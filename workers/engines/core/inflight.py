@@ -1,7 +1,7 @@
 """Plans that were made and not yet committed, and what must wait for them. Pure."""
 
-from workers.engines.core.scoring import wants_scores
-from workers.engines.core.sequence import Sequence
+from penstock.workers.engines.core.scoring import wants_scores
+from penstock.workers.engines.core.sequence import Sequence
 
 
 class InflightPlans:

@@ -1,9 +1,9 @@
 """The KV cache of each sequence: its blocks, their names, and the rows of its sliding windows. Pure."""
 
-from workers.engines.core.blocks import BlockManager
-from workers.engines.core.naming import name_blocks
-from workers.engines.core.sequence import ScheduledSequence, Sequence
-from workers.engines.core.windows import WindowRows
+from penstock.workers.engines.core.blocks import BlockManager
+from penstock.workers.engines.core.naming import name_blocks
+from penstock.workers.engines.core.sequence import ScheduledSequence, Sequence
+from penstock.workers.engines.core.windows import WindowRows
 
 
 class KvCacheManager:

@@ -2,11 +2,11 @@
 
 from array import array
 
-from schemas.blocks import chain, extend, split
-from schemas.wire import pack_tokens
-from workers.engines.base import SequenceRequest
-from workers.engines.core.blocks import BlockManager
-from workers.engines.core.sequence import Sequence
+from penstock.schemas.blocks import chain, extend, split
+from penstock.schemas.wire import pack_tokens
+from penstock.workers.engines.base import SequenceRequest
+from penstock.workers.engines.core.blocks import BlockManager
+from penstock.workers.engines.core.sequence import Sequence
 
 
 def block_digests(request: SequenceRequest, prompt: "array[int]", tokens: list[int], size: int) -> list[bytes]:

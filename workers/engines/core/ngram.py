@@ -6,7 +6,7 @@ Prompt lookup decoding, as vLLM's method "ngram": the longest match of ``shortes
 from array import array
 from collections.abc import Sequence as Seq
 
-from workers.engines.core.sequence import ScheduledSequence, Sequence
+from penstock.workers.engines.core.sequence import ScheduledSequence, Sequence
 
 CANDIDATES = 8  # occurrences that are compared for the longest match
 
@@ -22,7 +22,7 @@ class _Index:
 
 
 class NgramDrafter:
-    """Implements ``workers.engines.core.speculation.Drafter``.
+    """Implements ``penstock.workers.engines.core.speculation.Drafter``.
 
     Args:
         shortest, longest: tokens that must match.

@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Sequence as Seq
 from typing import NamedTuple, Protocol
 
-from schemas.kv import KvEvent, Removed, Stored
+from penstock.schemas.kv import KvEvent, Removed, Stored
 
 HOST = 1  # tier in KV events
 

@@ -18,10 +18,10 @@ from collections import OrderedDict
 from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
-from workers.engines.core.blocks import BlockManager
-from workers.engines.core.reservations import Reservations
-from workers.engines.core.sequence import Sequence
-from workers.engines.core.windows import WindowRows
+from penstock.workers.engines.core.blocks import BlockManager
+from penstock.workers.engines.core.reservations import Reservations
+from penstock.workers.engines.core.sequence import Sequence
+from penstock.workers.engines.core.windows import WindowRows
 
 
 class Admission(NamedTuple):

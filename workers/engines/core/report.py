@@ -1,10 +1,10 @@
 """What a scheduler reports besides tokens: admissions, failures, measurements of single sequences, and totals. Pure."""
 
-from schemas.errors import Code
-from schemas.tokens import Logprob
-from workers.engines.base import Failure, Measured, Output, Started
-from workers.engines.core.config import SequenceLimits
-from workers.engines.core.sequence import Sequence
+from penstock.schemas.errors import Code
+from penstock.schemas.tokens import Logprob
+from penstock.workers.engines.base import Failure, Measured, Output, Started
+from penstock.workers.engines.core.config import SequenceLimits
+from penstock.workers.engines.core.sequence import Sequence
 
 
 class StepReport:

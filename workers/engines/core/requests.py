@@ -4,16 +4,16 @@ from array import array
 from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING
 
-from schemas.errors import Code
-from schemas.requests import Sampling
-from workers.engines.base import RequestError, SequenceRequest
-from workers.engines.core.config import SequenceLimits
-from workers.engines.core.naming import block_digests
-from workers.engines.core.sequence import Sequence
+from penstock.schemas.errors import Code
+from penstock.schemas.requests import Sampling
+from penstock.workers.engines.base import RequestError, SequenceRequest
+from penstock.workers.engines.core.config import SequenceLimits
+from penstock.workers.engines.core.naming import block_digests
+from penstock.workers.engines.core.sequence import Sequence
 
 if TYPE_CHECKING:
-    from workers.engines.constraints.matcher import Matcher
-    from workers.engines.logits.apply import Chain
+    from penstock.workers.engines.constraints.matcher import Matcher
+    from penstock.workers.engines.logits.apply import Chain
 
 
 NO_HANDOFF = "KV in two pools or in host memory is not handed off; use --hybrid-kv-cache off --kv-offloading-size 0"

@@ -3,13 +3,13 @@
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
-from workers.engines.base import HeldPrompt, Reservation
-from workers.engines.core.blocks import BlockManager
-from workers.engines.core.sequence import Sequence
+from penstock.workers.engines.base import HeldPrompt, Reservation
+from penstock.workers.engines.core.blocks import BlockManager
+from penstock.workers.engines.core.sequence import Sequence
 
 
 class Reservations:
-    """Implements ``workers.engines.base.KvTransfer``: blocks for prompts whose KV comes from another worker.
+    """Implements ``penstock.workers.engines.base.KvTransfer``: blocks for prompts whose KV comes from another worker.
 
     Args:
         headroom: blocks that must stay available: one for each running sequence to grow into, and those that the first

@@ -2,12 +2,12 @@
 
 from collections.abc import Iterator
 
-from workers.engines.core.inflight import InflightPlans
-from workers.engines.core.kv_cache import KvCacheManager
-from workers.engines.core.queue import Queue
-from workers.engines.core.report import StepReport
-from workers.engines.core.reservations import HeldBlocks
-from workers.engines.core.sequence import Sequence
+from penstock.workers.engines.core.inflight import InflightPlans
+from penstock.workers.engines.core.kv_cache import KvCacheManager
+from penstock.workers.engines.core.queue import Queue
+from penstock.workers.engines.core.report import StepReport
+from penstock.workers.engines.core.reservations import HeldBlocks
+from penstock.workers.engines.core.sequence import Sequence
 
 
 class RunningSequences:

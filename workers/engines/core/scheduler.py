@@ -18,27 +18,27 @@ from collections.abc import Sequence as Seq
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from schemas.errors import Code
-from schemas.tokens import Logprob
-from workers.engines.base import Output, RequestError, SequenceRequest, StepResult
-from workers.engines.core.blocks import BlockManager
-from workers.engines.core.config import SchedulerConfig, SequenceLimits
-from workers.engines.core.drafts import DraftCounts
-from workers.engines.core.inflight import InflightPlans
-from workers.engines.core.kv_cache import KvCacheManager
-from workers.engines.core.naming import name_blocks
-from workers.engines.core.queue import Queue
-from workers.engines.core.report import StepReport
-from workers.engines.core.requests import new_sequence
-from workers.engines.core.reservations import HeldBlocks, Reservations
-from workers.engines.core.running import RunningSequences
-from workers.engines.core.scoring import PromptScoring, collect
-from workers.engines.core.sequence import Sampled, ScheduledSequence, Sequence
-from workers.engines.core.windows import WindowRows
+from penstock.schemas.errors import Code
+from penstock.schemas.tokens import Logprob
+from penstock.workers.engines.base import Output, RequestError, SequenceRequest, StepResult
+from penstock.workers.engines.core.blocks import BlockManager
+from penstock.workers.engines.core.config import SchedulerConfig, SequenceLimits
+from penstock.workers.engines.core.drafts import DraftCounts
+from penstock.workers.engines.core.inflight import InflightPlans
+from penstock.workers.engines.core.kv_cache import KvCacheManager
+from penstock.workers.engines.core.naming import name_blocks
+from penstock.workers.engines.core.queue import Queue
+from penstock.workers.engines.core.report import StepReport
+from penstock.workers.engines.core.requests import new_sequence
+from penstock.workers.engines.core.reservations import HeldBlocks, Reservations
+from penstock.workers.engines.core.running import RunningSequences
+from penstock.workers.engines.core.scoring import PromptScoring, collect
+from penstock.workers.engines.core.sequence import Sampled, ScheduledSequence, Sequence
+from penstock.workers.engines.core.windows import WindowRows
 
 if TYPE_CHECKING:
-    from workers.engines.constraints.matcher import Matcher
-    from workers.engines.logits.apply import Chain
+    from penstock.workers.engines.constraints.matcher import Matcher
+    from penstock.workers.engines.logits.apply import Chain
 
 
 class Scheduler:

@@ -6,8 +6,8 @@ their number per step is bounded.
 
 from collections.abc import Sequence as Seq
 
-from workers.engines.base import Scored
-from workers.engines.core.sequence import ScheduledSequence, Sequence
+from penstock.workers.engines.base import Scored
+from penstock.workers.engines.core.sequence import ScheduledSequence, Sequence
 
 MAX_SCORED_TOKENS = 512  # per step
 

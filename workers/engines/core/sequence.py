@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
-from schemas.requests import Sampling, Stop
-from schemas.tokens import Logprob
-from schemas.transfer import Memory
-from workers.engines.base import MediaSpan, Reservation
+from penstock.schemas.requests import Sampling, Stop
+from penstock.schemas.tokens import Logprob
+from penstock.schemas.transfer import Memory
+from penstock.workers.engines.base import MediaSpan, Reservation
 
 if TYPE_CHECKING:
-    from workers.engines.constraints.matcher import Matcher
-    from workers.engines.logits.apply import Chain
+    from penstock.workers.engines.constraints.matcher import Matcher
+    from penstock.workers.engines.logits.apply import Chain
 
 
 @dataclass(slots=True, eq=False)

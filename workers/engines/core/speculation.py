@@ -10,8 +10,8 @@ from typing import Protocol
 
 from msgspec.structs import replace
 
-from workers.engines.core.scheduler import Scheduler
-from workers.engines.core.sequence import ScheduledSequence
+from penstock.workers.engines.core.scheduler import Scheduler
+from penstock.workers.engines.core.sequence import ScheduledSequence
 
 
 class Drafter(Protocol):

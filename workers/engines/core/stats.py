@@ -1,7 +1,7 @@
 """The state of a scheduler in numbers, as engines report it. Pure."""
 
-from workers.engines.base import EngineStats
-from workers.engines.core.scheduler import Scheduler
+from penstock.workers.engines.base import EngineStats
+from penstock.workers.engines.core.scheduler import Scheduler
 
 
 def scheduler_stats(scheduler: Scheduler) -> EngineStats:

@@ -21,8 +21,8 @@ that branches off inside one may find less.
 from collections import OrderedDict
 from collections.abc import Sequence as Seq
 
-from workers.engines.core.blocks import BlockManager
-from workers.engines.core.sequence import Sequence
+from penstock.workers.engines.core.blocks import BlockManager
+from penstock.workers.engines.core.sequence import Sequence
 
 
 class WindowRows:

@@ -6,8 +6,8 @@ Everything is synchronous and called from one thread, one request at a time: eng
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
-from schemas.fleet import Diffuser
-from schemas.requests import Diffusion
+from penstock.schemas.fleet import Diffuser
+from penstock.schemas.requests import Diffusion
 
 Progress = Callable[[int, int], None]  # (denoising steps done, steps in total)
 

@@ -10,16 +10,16 @@ import numpy as np
 import structlog
 import torch
 
-from configs.settings import WorkerSettings
-from infra.model.modeldir import ModelError
-from schemas.errors import Code
-from schemas.fleet import Diffuser
-from schemas.requests import Diffusion
-from workers.engines.base import RequestError
-from workers.engines.diffusion.base import GeneratedMedia, Interrupted, Progress
-from workers.engines.diffusion.encode import IMAGE_FORMATS, video_formats
-from workers.engines.diffusion.model_index import INDEX, pipeline_name
-from workers.engines.diffusion.signature import PipelineSignature, pipeline_class
+from penstock.configs.settings import WorkerSettings
+from penstock.infra.model.modeldir import ModelError
+from penstock.schemas.errors import Code
+from penstock.schemas.fleet import Diffuser
+from penstock.schemas.requests import Diffusion
+from penstock.workers.engines.base import RequestError
+from penstock.workers.engines.diffusion.base import GeneratedMedia, Interrupted, Progress
+from penstock.workers.engines.diffusion.encode import IMAGE_FORMATS, video_formats
+from penstock.workers.engines.diffusion.model_index import INDEX, pipeline_name
+from penstock.workers.engines.diffusion.signature import PipelineSignature, pipeline_class
 
 log = structlog.get_logger("engine")
 
@@ -28,7 +28,7 @@ STEPS = 50
 
 
 class DiffusersEngine:
-    """Implements ``workers.engines.diffusion.base.DiffusionEngine`` on one device."""
+    """Implements ``penstock.workers.engines.diffusion.base.DiffusionEngine`` on one device."""
 
     name = "diffusers"
     interruptible = True

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from infra.model.modeldir import ModelError
+from penstock.infra.model.modeldir import ModelError
 
 INDEX = "model_index.json"
 

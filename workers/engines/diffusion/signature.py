@@ -4,8 +4,8 @@ import inspect
 import re
 from typing import Any, Literal
 
-from infra.model.modeldir import ModelError
-from workers.engines.diffusion.model_index import INDEX
+from penstock.infra.model.modeldir import ModelError
+from penstock.workers.engines.diffusion.model_index import INDEX
 
 FRAMES = ("num_frames", "video_length", "frames")  # names of the parameter for the number of frames
 RATES = ("frame_rate", "fps")

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from tokenizers import Tokenizer
 
-from schemas.fleet import Embedder
+from penstock.schemas.fleet import Embedder
 
 TokenIds = Sequence[int]
 

@@ -8,11 +8,11 @@ from pathlib import Path
 
 from blake3 import blake3
 
-from configs.settings import WorkerSettings
-from infra.model import modeldir
-from schemas.fleet import Embedder
-from schemas.wire import pack_tokens
-from workers.engines.embed.base import TokenIds, tokenized
+from penstock.configs.settings import WorkerSettings
+from penstock.infra.model import modeldir
+from penstock.schemas.fleet import Embedder
+from penstock.schemas.wire import pack_tokens
+from penstock.workers.engines.embed.base import TokenIds, tokenized
 
 DIMENSIONS = 64
 TOKENS_PER_S = 100_000.0  # with ``--mock-speedup 1``

@@ -9,17 +9,17 @@ from torch import nn
 from torch.nn.functional import normalize
 from transformers import AutoModel
 
-from configs.settings import WorkerSettings
-from infra.model import embedding_model, modeldir
-from infra.model.embedding_model import describe
-from schemas.fleet import Embedder
-from workers.engines.base import EngineError
-from workers.engines.embed.base import TokenIds, tokenized
-from workers.engines.embed.pooling import dense, pool
-from workers.engines.native.build import find_device, set_threads
-from workers.engines.native.loading import configuration, first_line, weights
-from workers.engines.native.model import ModelError
-from workers.engines.native.pool import out_of_memory
+from penstock.configs.settings import WorkerSettings
+from penstock.infra.model import embedding_model, modeldir
+from penstock.infra.model.embedding_model import describe
+from penstock.schemas.fleet import Embedder
+from penstock.workers.engines.base import EngineError
+from penstock.workers.engines.embed.base import TokenIds, tokenized
+from penstock.workers.engines.embed.pooling import dense, pool
+from penstock.workers.engines.native.build import find_device, set_threads
+from penstock.workers.engines.native.loading import configuration, first_line, weights
+from penstock.workers.engines.native.model import ModelError
+from penstock.workers.engines.native.pool import out_of_memory
 
 UNUSED = ("pooler.",)  # encoders' own pooling, which many checkpoints leave out: ours is described beside them
 

@@ -6,8 +6,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from infra.model.embedding_model import Dense
-from workers.engines.native.model import ModelError
+from penstock.infra.model.embedding_model import Dense
+from penstock.workers.engines.native.model import ModelError
 
 
 def pool(hidden: Tensor, mask: Tensor, how: str) -> Tensor:
@@ -15,7 +15,7 @@ def pool(hidden: Tensor, mask: Tensor, how: str) -> Tensor:
     Args:
         hidden: (inputs, width, dimensions), of each token. Padding is on the right.
         mask: (inputs, width), 1 for tokens and 0 for padding.
-        how: one of ``infra.model.embedding_model.POOLINGS``.
+        how: one of ``penstock.infra.model.embedding_model.POOLINGS``.
     Returns: (inputs, dimensions), float32.
     """
     hidden = hidden.float()

@@ -9,7 +9,7 @@ from collections.abc import Hashable, Iterator
 
 import msgspec
 
-from schemas.kv import Cleared, KvEvent, Removed, Stored
+from penstock.schemas.kv import Cleared, KvEvent, Removed, Stored
 
 
 class Block(msgspec.Struct, eq=False):

@@ -9,9 +9,9 @@ from collections.abc import Hashable, Iterable
 
 import msgspec
 
-from schemas.blocks import split
-from schemas.kv import Cleared, KvEvent, Removed, Stored
-from workers.engines.events.block_tree import merge_adjacent
+from penstock.schemas.blocks import split
+from penstock.schemas.kv import Cleared, KvEvent, Removed, Stored
+from penstock.workers.engines.events.block_tree import merge_adjacent
 
 Key = tuple[bytes, int, int]  # digest, tier, group
 

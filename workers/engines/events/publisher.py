@@ -15,8 +15,8 @@ from typing import Any
 
 import zmq
 
-from schemas.kv import KvEvent
-from workers.engines.events import wire
+from penstock.schemas.kv import KvEvent
+from penstock.workers.engines.events import wire
 
 REPLAY_MESSAGES = 10_000  # kept for replay,
 REPLAY_BYTES = 64 << 20  # as many of them as fit

@@ -15,14 +15,14 @@ from typing import Any, NamedTuple, cast
 import structlog
 import zmq
 
-from configs.settings import WorkerSettings
-from schemas.kv import KvEvent
-from workers.engines.base import Engine, EngineError, StepResult
-from workers.engines.events import wire
-from workers.engines.events.consolidator import Consolidator
-from workers.engines.events.publisher import Publisher
-from workers.engines.events.subscriber import Subscriber
-from workers.engines.events.translator import Translator
+from penstock.configs.settings import WorkerSettings
+from penstock.schemas.kv import KvEvent
+from penstock.workers.engines.base import Engine, EngineError, StepResult
+from penstock.workers.engines.events import wire
+from penstock.workers.engines.events.consolidator import Consolidator
+from penstock.workers.engines.events.publisher import Publisher
+from penstock.workers.engines.events.subscriber import Subscriber
+from penstock.workers.engines.events.translator import Translator
 
 log = structlog.get_logger("engine")
 

@@ -13,8 +13,8 @@ import structlog
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from workers.engines.events import wire
-from workers.engines.events.reorder_buffer import Ready, ReorderBuffer
+from penstock.workers.engines.events import wire
+from penstock.workers.engines.events.reorder_buffer import Ready, ReorderBuffer
 
 log = structlog.get_logger("engine")
 

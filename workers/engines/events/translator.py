@@ -14,9 +14,9 @@ from typing import Any
 import msgspec
 import structlog
 
-from schemas import blocks
-from schemas.kv import KvEvent
-from workers.engines.events.block_tree import Block, BlockTree
+from penstock.schemas import blocks
+from penstock.schemas.kv import KvEvent
+from penstock.workers.engines.events.block_tree import Block, BlockTree
 
 log = structlog.get_logger("engine")
 

@@ -5,8 +5,8 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from configs.settings import WorkerSettings
-from infra.engine_args.tree import BadArguments, Tree, merge, parse_json, parse_yaml
+from penstock.configs.settings import WorkerSettings
+from penstock.infra.engine_args.tree import BadArguments, Tree, merge, parse_json, parse_yaml
 
 
 def extra(settings: WorkerSettings) -> str:

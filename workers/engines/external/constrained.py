@@ -9,15 +9,15 @@ from pathlib import Path
 
 import msgspec
 
-from infra.model import constraints
-from infra.model.byte_cache import ByteCache
-from schemas.errors import Code
-from schemas.requests import Constraint, Stop
-from workers.engines.base import RequestError, SequenceRequest
-from workers.engines.constraints.compiler import ConstraintCompiler
-from workers.engines.constraints.matcher import Matcher
-from workers.engines.constraints.running import clients_error, matcher_of
-from workers.engines.external.outputs import SequenceFailure, Token
+from penstock.infra.model import constraints
+from penstock.infra.model.byte_cache import ByteCache
+from penstock.schemas.errors import Code
+from penstock.schemas.requests import Constraint, Stop
+from penstock.workers.engines.base import RequestError, SequenceRequest
+from penstock.workers.engines.constraints.compiler import ConstraintCompiler
+from penstock.workers.engines.constraints.matcher import Matcher
+from penstock.workers.engines.constraints.running import clients_error, matcher_of
+from penstock.workers.engines.external.outputs import SequenceFailure, Token
 
 REMEMBERED_BYTES = 16 << 20  # of grammars as text
 

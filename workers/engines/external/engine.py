@@ -15,10 +15,10 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 import structlog
 from prometheus_client.registry import Collector
 
-from schemas.errors import Code
-from schemas.kv import KvEvent
-from schemas.transfer import Memory
-from workers.engines.base import (
+from penstock.schemas.errors import Code
+from penstock.schemas.kv import KvEvent
+from penstock.schemas.transfer import Memory
+from penstock.workers.engines.base import (
     EngineError,
     EngineInfo,
     EngineStats,
@@ -36,10 +36,10 @@ from workers.engines.base import (
     StepResult,
     VisionEngine,
 )
-from workers.engines.constraints.compiler import ConstraintCompiler
-from workers.engines.external.constrained import ConstrainedOutputs
-from workers.engines.external.runtime import CLOSE_S, EngineFailed, EngineRuntime
-from workers.engines.external.sequences import ActiveSequence, SequenceUpdate
+from penstock.workers.engines.constraints.compiler import ConstraintCompiler
+from penstock.workers.engines.external.constrained import ConstrainedOutputs
+from penstock.workers.engines.external.runtime import CLOSE_S, EngineFailed, EngineRuntime
+from penstock.workers.engines.external.sequences import ActiveSequence, SequenceUpdate
 
 log = structlog.get_logger("engine")
 
@@ -106,7 +106,7 @@ class Adapter(Protocol[C]):
 
 
 class ExternalEngine(Generic[C]):
-    """Implements ``workers.engines.base.Engine``.
+    """Implements ``penstock.workers.engines.base.Engine``.
 
     KV moves through the engine's own connector: the handoff state is ``opaque``.
 

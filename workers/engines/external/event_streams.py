@@ -8,13 +8,13 @@ from typing import Any, NamedTuple
 import structlog
 import zmq
 
-from schemas.kv import KvEvent
-from workers.engines.base import EngineError
-from workers.engines.events import wire
-from workers.engines.events.subscriber import Subscriber
-from workers.engines.events.translator import Translator
-from workers.engines.external.network import free_ports
-from workers.engines.external.runtime import Inbox
+from penstock.schemas.kv import KvEvent
+from penstock.workers.engines.base import EngineError
+from penstock.workers.engines.events import wire
+from penstock.workers.engines.events.subscriber import Subscriber
+from penstock.workers.engines.events.translator import Translator
+from penstock.workers.engines.external.network import free_ports
+from penstock.workers.engines.external.runtime import Inbox
 
 log = structlog.get_logger("engine")
 

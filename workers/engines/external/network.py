@@ -9,7 +9,7 @@ import struct
 from collections.abc import Iterator, Mapping
 from urllib.parse import urlsplit
 
-from workers.engines.base import EngineError
+from penstock.workers.engines.base import EngineError
 
 _SIOCGIFADDR = 0x8915  # Linux
 

@@ -19,12 +19,12 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 import structlog
 
-from configs.settings import WorkerSettings
-from workers.engines.base import EngineError, NodeLost
-from workers.engines.external.guard import Guard, children
-from workers.engines.external.network import reached_at
-from workers.engines.external.runtime import EngineFailed, Inbox
-from workers.engines.loop import LoopThread
+from penstock.configs.settings import WorkerSettings
+from penstock.workers.engines.base import EngineError, NodeLost
+from penstock.workers.engines.external.guard import Guard, children
+from penstock.workers.engines.external.network import reached_at
+from penstock.workers.engines.external.runtime import EngineFailed, Inbox
+from penstock.workers.engines.loop import LoopThread
 
 log = structlog.get_logger("engine")
 

@@ -3,13 +3,13 @@
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from schemas.tokens import Logprob
+from penstock.schemas.tokens import Logprob
 
 MISSING = -9999.0  # log-probability of a token for which the engine returned none; the API's value for "very unlikely"
 
 
 class Token(NamedTuple):
-    """One new token; fields as of ``workers.engines.base.Output``."""
+    """One new token; fields as of ``penstock.workers.engines.base.Output``."""
 
     token: int
     finish: str = ""

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from typing import Any
 
-from schemas.tokens import Logprob
-from workers.engines.external.outputs import MISSING
+from penstock.schemas.tokens import Logprob
+from penstock.workers.engines.external.outputs import MISSING
 
 
 def scores(entries: Seq[Any], prompt: Seq[int], first: int, top: int) -> list[Logprob]:

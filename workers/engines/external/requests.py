@@ -1,9 +1,9 @@
 """Checks of a request that hold for all external engines. Pure."""
 
-from schemas.errors import Code
-from workers.engines.base import EngineInfo, RequestError, SequenceRequest
-from workers.engines.constraints.running import NO_CONSTRAINTS
-from workers.engines.validation import check_length, check_vocabulary
+from penstock.schemas.errors import Code
+from penstock.workers.engines.base import EngineInfo, RequestError, SequenceRequest
+from penstock.workers.engines.constraints.running import NO_CONSTRAINTS
+from penstock.workers.engines.validation import check_length, check_vocabulary
 
 
 def check(request: SequenceRequest, info: EngineInfo) -> None:

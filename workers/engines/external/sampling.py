@@ -3,7 +3,7 @@
 from collections.abc import Sequence as Seq
 from typing import Any
 
-from schemas.requests import Sampling, Stop
+from penstock.schemas.requests import Sampling, Stop
 
 _MASK = (1 << 63) - 1
 _STRIDE = 0x9E3779B97F4A7C15  # golden ratio: neighbouring positions get unrelated seeds

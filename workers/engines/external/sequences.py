@@ -7,9 +7,9 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import structlog
 
-from workers.engines.base import Scored, SequenceRequest
-from workers.engines.external.outputs import SequenceFailure, Token
-from workers.engines.external.prompt_logprobs import scores
+from penstock.workers.engines.base import Scored, SequenceRequest
+from penstock.workers.engines.external.outputs import SequenceFailure, Token
+from penstock.workers.engines.external.prompt_logprobs import scores
 
 log = structlog.get_logger("engine")
 

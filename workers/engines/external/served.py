@@ -6,7 +6,7 @@ announced as ignored, and the gateway names it in its answers.
 
 from typing import Literal, NamedTuple
 
-from schemas.requests import Sampling
+from penstock.schemas.requests import Sampling
 
 
 class Served(NamedTuple):

@@ -22,7 +22,7 @@ other processors still run. ``penstock_worker_logits_errors_total`` counts this,
 import torch.
 """
 
-from workers.engines.logits.base import BaseLogitsProcessor
-from workers.engines.logits.registry import ModelInfo, ProcessorError, Registry
+from penstock.workers.engines.logits.base import BaseLogitsProcessor
+from penstock.workers.engines.logits.registry import ModelInfo, ProcessorError, Registry
 
 __all__ = ["BaseLogitsProcessor", "ModelInfo", "ProcessorError", "Registry"]

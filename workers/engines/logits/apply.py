@@ -6,8 +6,8 @@ from typing import NamedTuple, overload
 import torch
 from torch import Tensor
 
-from workers.engines.logits.base import BaseLogitsProcessor
-from workers.engines.logits.error_counter import ErrorCounter
+from penstock.workers.engines.logits.base import BaseLogitsProcessor
+from penstock.workers.engines.logits.error_counter import ErrorCounter
 
 NO_TOKEN_LEFT = "it left no token to draw: the largest logit is not a finite number"
 

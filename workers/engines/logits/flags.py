@@ -5,12 +5,12 @@ from typing import Any
 
 import msgspec
 
-from configs.settings import WorkerSettings
-from infra.model import modeldir
-from schemas.requests import LogitsProcessor
-from workers.engines.logits.registry import ModelInfo, ProcessorError, Registry
+from penstock.configs.settings import WorkerSettings
+from penstock.infra.model import modeldir
+from penstock.schemas.requests import LogitsProcessor
+from penstock.workers.engines.logits.registry import ModelInfo, ProcessorError, Registry
 
-_EXAMPLES = "workers.engines.logits.examples"
+_EXAMPLES = "penstock.workers.engines.logits.examples"
 EXAMPLES = (
     f"temperature={_EXAMPLES}:Temperature",
     f"forced_text={_EXAMPLES}:ForcedText",

@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
-from schemas.errors import Code
-from schemas.requests import LogitsProcessor
-from workers.engines.base import RequestError, SequenceRequest
-from workers.engines.logits.base import BaseLogitsProcessor
-from workers.engines.logits.error_counter import ErrorCounter
-from workers.extras import is_of_an_extra
+from penstock.schemas.errors import Code
+from penstock.schemas.requests import LogitsProcessor
+from penstock.workers.engines.base import RequestError, SequenceRequest
+from penstock.workers.engines.logits.base import BaseLogitsProcessor
+from penstock.workers.engines.logits.error_counter import ErrorCounter
+from penstock.workers.extras import is_of_an_extra
 
 if TYPE_CHECKING:
-    from workers.engines.logits.apply import Chain
+    from penstock.workers.engines.logits.apply import Chain
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _ARGS: Callable[[bytes], dict[str, Any]] = msgspec.json.Decoder(dict[str, Any]).decode
@@ -94,7 +94,7 @@ class Registry:
         selected = self._defaults + request.sampling.logits_processors
         if not selected:
             return None
-        from workers.engines.logits.apply import Chain
+        from penstock.workers.engines.logits.apply import Chain
 
         instances = self._instances(selected, prompt_len=len(request.prompt))
         return Chain(tuple(each.name for each in selected), tuple(instances), self.errors)

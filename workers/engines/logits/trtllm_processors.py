@@ -11,11 +11,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from configs.settings import WorkerSettings
-from workers.engines.base import SequenceRequest
-from workers.engines.logits import flags
-from workers.engines.logits.apply import Chain, ReadOnly, run
-from workers.engines.logits.registry import ProcessorError, Registry
+from penstock.configs.settings import WorkerSettings
+from penstock.workers.engines.base import SequenceRequest
+from penstock.workers.engines.logits import flags
+from penstock.workers.engines.logits.apply import Chain, ReadOnly, run
+from penstock.workers.engines.logits.registry import ProcessorError, Registry
 
 
 class TrtllmProcessor:

@@ -7,23 +7,23 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from configs.settings import WorkerSettings
-from infra.model import constraints, modeldir
-from infra.model.detokenizer import REPLACEMENT
-from workers.engines.base import EngineInfo
-from workers.engines.constraints.compiler import ALL_CONSTRAINTS, ConstraintCompiler, ModelTokens, working
-from workers.engines.core.blocks import BlockManager
-from workers.engines.core.config import SchedulerConfig
-from workers.engines.core.data_parallel import DataParallelEngine
-from workers.engines.core.encode_engine import EncodeEngine
-from workers.engines.core.engine import ScheduledEngine
-from workers.engines.core.scheduler import Scheduler
-from workers.engines.core.scoring import MAX_SCORED_TOKENS
-from workers.engines.mock.constrained import closing_tokens
-from workers.engines.mock.executor import MockExecutor, Vocabulary
-from workers.engines.mock.memory import BLOCK_BYTES, MockBlocks, MockVisionEncoder
-from workers.engines.mock.play import Played, Player
-from workers.engines.mock.recording import read_recording
+from penstock.configs.settings import WorkerSettings
+from penstock.infra.model import constraints, modeldir
+from penstock.infra.model.detokenizer import REPLACEMENT
+from penstock.workers.engines.base import EngineInfo
+from penstock.workers.engines.constraints.compiler import ALL_CONSTRAINTS, ConstraintCompiler, ModelTokens, working
+from penstock.workers.engines.core.blocks import BlockManager
+from penstock.workers.engines.core.config import SchedulerConfig
+from penstock.workers.engines.core.data_parallel import DataParallelEngine
+from penstock.workers.engines.core.encode_engine import EncodeEngine
+from penstock.workers.engines.core.engine import ScheduledEngine
+from penstock.workers.engines.core.scheduler import Scheduler
+from penstock.workers.engines.core.scoring import MAX_SCORED_TOKENS
+from penstock.workers.engines.mock.constrained import closing_tokens
+from penstock.workers.engines.mock.executor import MockExecutor, Vocabulary
+from penstock.workers.engines.mock.memory import BLOCK_BYTES, MockBlocks, MockVisionEncoder
+from penstock.workers.engines.mock.play import Played, Player
+from penstock.workers.engines.mock.recording import read_recording
 
 DEFAULT_BLOCKS = 16_384
 DEFAULT_SLOTS = 256

@@ -14,15 +14,15 @@ from collections.abc import Callable, Collection, Iterable
 from collections.abc import Sequence as Seq
 from zlib import crc32
 
-from schemas.requests import Sampling
-from schemas.tokens import Logprob
-from schemas.transfer import Memory
-from schemas.wire import pack_tokens
-from workers.engines.core.sequence import Sampled, ScheduledSequence, Sequence, scored_to
-from workers.engines.mock.constrained import ConstrainedDraws
-from workers.engines.mock.memory import MockBlocks, MockVisionEncoder, seen
-from workers.engines.mock.play import is_played, recorded_token
-from workers.engines.mock.timing import step_seconds
+from penstock.schemas.requests import Sampling
+from penstock.schemas.tokens import Logprob
+from penstock.schemas.transfer import Memory
+from penstock.schemas.wire import pack_tokens
+from penstock.workers.engines.core.sequence import Sampled, ScheduledSequence, Sequence, scored_to
+from penstock.workers.engines.mock.constrained import ConstrainedDraws
+from penstock.workers.engines.mock.memory import MockBlocks, MockVisionEncoder, seen
+from penstock.workers.engines.mock.play import is_played, recorded_token
+from penstock.workers.engines.mock.timing import step_seconds
 
 GREEDY = Sampling(temperature=0.0)
 LOWEST_RANK = 64  # from here on, all tokens are equally unlikely
@@ -124,7 +124,7 @@ def expected_tokens(
 
 
 class MockExecutor:
-    """Implements ``workers.engines.core.sequence.Executor``.
+    """Implements ``penstock.workers.engines.core.sequence.Executor``.
 
     Args:
         capacity: of the KV pool, tokens.

@@ -14,11 +14,11 @@ from zlib import crc32
 
 from blake3 import blake3
 
-from schemas.errors import Code
-from schemas.transfer import Memory
-from schemas.wire import pack_tokens
-from workers.engines.base import EngineError, RequestError
-from workers.engines.core.sequence import Sequence
+from penstock.schemas.errors import Code
+from penstock.schemas.transfer import Memory
+from penstock.schemas.wire import pack_tokens
+from penstock.workers.engines.base import EngineError, RequestError
+from penstock.workers.engines.core.sequence import Sequence
 
 BLOCK_BYTES = 64
 SLOT_BYTES = 64
@@ -78,7 +78,7 @@ def _rows(raw: bytes) -> int:
 
 
 class MockVisionEncoder:
-    """Implements ``workers.engines.core.embeddings.VisionEncoder``: every image takes one slot."""
+    """Implements ``penstock.workers.engines.core.embeddings.VisionEncoder``: every image takes one slot."""
 
     def __init__(self, slots: int, slot_tokens: int) -> None:
         self.slots, self.slot_tokens = slots, slot_tokens

@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 from blake3 import blake3
 
-from schemas.tokens import Logprob
-from schemas.wire import pack_tokens
-from workers.engines.core.sequence import ScheduledSequence, Sequence
+from penstock.schemas.tokens import Logprob
+from penstock.schemas.wire import pack_tokens
+from penstock.workers.engines.core.sequence import ScheduledSequence, Sequence
 
 LONGEST_WAIT_S = 0.005  # then new requests are looked at
 

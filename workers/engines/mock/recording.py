@@ -8,12 +8,12 @@ from pathlib import Path
 import msgspec
 import structlog
 
-from infra.bus.direct_get import parse_time
-from schemas.done import Done, Outcome
-from schemas.requests import GenerateRequest
-from schemas.tokens import TokenBatch
-from schemas.wire import unpack_tokens
-from workers.engines.mock.play import Answer, Played
+from penstock.infra.bus.direct_get import parse_time
+from penstock.schemas.done import Done, Outcome
+from penstock.schemas.requests import GenerateRequest
+from penstock.schemas.tokens import TokenBatch
+from penstock.schemas.wire import unpack_tokens
+from penstock.workers.engines.mock.play import Answer, Played
 
 log = structlog.get_logger("engine")
 

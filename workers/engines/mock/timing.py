@@ -5,7 +5,7 @@ Fitted there to a vLLM-like engine; the coefficients agree with the results of a
 
 from collections.abc import Iterable
 
-from workers.engines.core.sequence import ScheduledSequence
+from penstock.workers.engines.core.sequence import ScheduledSequence
 
 
 def prefill_seconds(sequences: int, before: int, now: int) -> float:

@@ -2,13 +2,13 @@
 
 from pathlib import Path
 
-from configs.settings import WorkerSettings
-from workers.engines.constraints.compiler import compiler
-from workers.engines.core.encode_engine import EncodeEngine
-from workers.engines.core.engine import ScheduledEngine
-from workers.engines.cpu_budget import wait_passively
-from workers.engines.logits.flags import from_settings as processors
-from workers.engines.native.options import NativeOptions
+from penstock.configs.settings import WorkerSettings
+from penstock.workers.engines.constraints.compiler import compiler
+from penstock.workers.engines.core.encode_engine import EncodeEngine
+from penstock.workers.engines.core.engine import ScheduledEngine
+from penstock.workers.engines.cpu_budget import wait_passively
+from penstock.workers.engines.logits.flags import from_settings as processors
+from penstock.workers.engines.native.options import NativeOptions
 
 
 def from_settings(settings: WorkerSettings, path: Path) -> ScheduledEngine:
@@ -20,7 +20,7 @@ def from_settings(settings: WorkerSettings, path: Path) -> ScheduledEngine:
     """
     wait_passively()
     edits = processors(settings, path)  # before what takes seconds to import, so that a wrong flag is known at once
-    from workers.engines.native.build import build
+    from penstock.workers.engines.native.build import build
 
     options = NativeOptions(
         block_size=settings.block_size,
@@ -53,7 +53,7 @@ def from_settings(settings: WorkerSettings, path: Path) -> ScheduledEngine:
 def encoder_from_settings(settings: WorkerSettings, path: Path) -> EncodeEngine:
     """The engine of an encode worker; raises as ``build_encoder`` does."""
     wait_passively()
-    from workers.engines.native.encoder import build_encoder
+    from penstock.workers.engines.native.encoder import build_encoder
 
     options = NativeOptions(
         block_size=settings.block_size,

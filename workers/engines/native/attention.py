@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from workers.engines.native.pool import Pool
+from penstock.workers.engines.native.pool import Pool
 
 NAME = "penstock"  # attn_implementation
 SHORT_TOKENS = 16  # spans of up to this many tokens are attended together: decodes, and proposed tokens to verify

@@ -10,31 +10,31 @@ import msgspec
 import structlog
 import torch
 
-from workers.engines import cpu_budget
-from workers.engines.base import EngineError, EngineInfo
-from workers.engines.constraints.compiler import ALL_CONSTRAINTS, ConstraintCompiler
-from workers.engines.core.blocks import BlockManager
-from workers.engines.core.config import SchedulerConfig
-from workers.engines.core.engine import ScheduledEngine
-from workers.engines.core.offload import HostCache
-from workers.engines.core.scheduler import Scheduler
-from workers.engines.core.speculation import Speculation
-from workers.engines.logits import Registry
-from workers.engines.native import speculation_speed
-from workers.engines.native.draft import load_draft
-from workers.engines.native.executor import TorchExecutor
-from workers.engines.native.executors import make_executor, make_speculation, prepared, scratch_scheduler
-from workers.engines.native.host_pool import HostPool
-from workers.engines.native.loading import load, vision_encoder
-from workers.engines.native.model import Model, ModelError
-from workers.engines.native.options import DEFAULTS, NativeOptions
-from workers.engines.native.pool import out_of_memory
-from workers.engines.native.pools import Pools, make_pools
-from workers.engines.native.quantize import quantize
-from workers.engines.native.vision import TorchVisionEncoder
+from penstock.workers.engines import cpu_budget
+from penstock.workers.engines.base import EngineError, EngineInfo
+from penstock.workers.engines.constraints.compiler import ALL_CONSTRAINTS, ConstraintCompiler
+from penstock.workers.engines.core.blocks import BlockManager
+from penstock.workers.engines.core.config import SchedulerConfig
+from penstock.workers.engines.core.engine import ScheduledEngine
+from penstock.workers.engines.core.offload import HostCache
+from penstock.workers.engines.core.scheduler import Scheduler
+from penstock.workers.engines.core.speculation import Speculation
+from penstock.workers.engines.logits import Registry
+from penstock.workers.engines.native import speculation_speed
+from penstock.workers.engines.native.draft import load_draft
+from penstock.workers.engines.native.executor import TorchExecutor
+from penstock.workers.engines.native.executors import make_executor, make_speculation, prepared, scratch_scheduler
+from penstock.workers.engines.native.host_pool import HostPool
+from penstock.workers.engines.native.loading import load, vision_encoder
+from penstock.workers.engines.native.model import Model, ModelError
+from penstock.workers.engines.native.options import DEFAULTS, NativeOptions
+from penstock.workers.engines.native.pool import out_of_memory
+from penstock.workers.engines.native.pools import Pools, make_pools
+from penstock.workers.engines.native.quantize import quantize
+from penstock.workers.engines.native.vision import TorchVisionEncoder
 
 if TYPE_CHECKING:
-    from workers.engines.native.cuda.executor import CudaExecutor
+    from penstock.workers.engines.native.cuda.executor import CudaExecutor
 
 log = structlog.get_logger("engine")
 

@@ -14,9 +14,9 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from infra.model import mistral_format
-from infra.model.weight_files import INDEX
-from workers.engines.native.model import ModelError
+from penstock.infra.model import mistral_format
+from penstock.infra.model.weight_files import INDEX
+from penstock.workers.engines.native.model import ModelError
 
 SHOWN = 5  # names in an error
 PORTION = 1 << 24  # elements of a tensor that are converted at once

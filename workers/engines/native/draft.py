@@ -10,14 +10,14 @@ from dataclasses import dataclass
 
 import torch
 
-from workers.engines.core.sequence import ScheduledSequence, Sequence
-from workers.engines.native.attention import ReferenceAttention, Span
-from workers.engines.native.executor import device_errors
-from workers.engines.native.loading import load
-from workers.engines.native.model import Model, ModelError
-from workers.engines.native.options import NGRAM, NativeOptions
-from workers.engines.native.pool import Pool
-from workers.engines.native.sampler import choose
+from penstock.workers.engines.core.sequence import ScheduledSequence, Sequence
+from penstock.workers.engines.native.attention import ReferenceAttention, Span
+from penstock.workers.engines.native.executor import device_errors
+from penstock.workers.engines.native.loading import load
+from penstock.workers.engines.native.model import Model, ModelError
+from penstock.workers.engines.native.options import NGRAM, NativeOptions
+from penstock.workers.engines.native.pool import Pool
+from penstock.workers.engines.native.sampler import choose
 
 
 @dataclass(slots=True)
@@ -47,7 +47,7 @@ class _Run:
 
 
 class DraftModel:
-    """Implements ``workers.engines.core.speculation.Drafter``. Owns model and pool."""
+    """Implements ``penstock.workers.engines.core.speculation.Drafter``. Owns model and pool."""
 
     def __init__(self, model: Model, pool: Pool) -> None:
         self._model: Model | None = model

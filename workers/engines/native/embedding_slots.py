@@ -6,12 +6,12 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from infra.model.image_tiles import Tiles
-from schemas.errors import Code
-from schemas.transfer import Memory
-from workers.engines.base import RequestError
-from workers.engines.native import media
-from workers.engines.native.pool import dtype_name, location, zeros
+from penstock.infra.model.image_tiles import Tiles
+from penstock.schemas.errors import Code
+from penstock.schemas.transfer import Memory
+from penstock.workers.engines.base import RequestError
+from penstock.workers.engines.native import media
+from penstock.workers.engines.native.pool import dtype_name, location, zeros
 
 
 class EmbeddingSlots:

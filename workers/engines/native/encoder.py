@@ -4,14 +4,21 @@ import time
 
 import torch
 
-from workers.engines.base import EngineError, EngineInfo
-from workers.engines.core.encode_engine import EncodeEngine
-from workers.engines.native import vision
-from workers.engines.native.build import find_device, set_threads
-from workers.engines.native.loading import configuration, end_tokens, positions, vision_encoder, weights, written
-from workers.engines.native.model import ModelError
-from workers.engines.native.options import DEFAULTS, NativeOptions
-from workers.engines.native.pool import out_of_memory
+from penstock.workers.engines.base import EngineError, EngineInfo
+from penstock.workers.engines.core.encode_engine import EncodeEngine
+from penstock.workers.engines.native import vision
+from penstock.workers.engines.native.build import find_device, set_threads
+from penstock.workers.engines.native.loading import (
+    configuration,
+    end_tokens,
+    positions,
+    vision_encoder,
+    weights,
+    written,
+)
+from penstock.workers.engines.native.model import ModelError
+from penstock.workers.engines.native.options import DEFAULTS, NativeOptions
+from penstock.workers.engines.native.pool import out_of_memory
 
 
 def build_encoder(model: str, options: NativeOptions = DEFAULTS) -> EncodeEngine:

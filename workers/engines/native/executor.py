@@ -7,16 +7,16 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from schemas.transfer import Memory
-from workers.engines.base import EngineError
-from workers.engines.core.sequence import Sampled, ScheduledSequence, Sequence, scored_to
-from workers.engines.native.attention import Paged, ReferenceAttention, Span
-from workers.engines.native.masks import TokenMasks
-from workers.engines.native.model import Embeddings, Model
-from workers.engines.native.pool import Pool, out_of_memory
-from workers.engines.native.sampler import choose, score
-from workers.engines.native.sliding import HybridAttention, SlidingPool
-from workers.engines.native.vision import TorchVisionEncoder
+from penstock.schemas.transfer import Memory
+from penstock.workers.engines.base import EngineError
+from penstock.workers.engines.core.sequence import Sampled, ScheduledSequence, Sequence, scored_to
+from penstock.workers.engines.native.attention import Paged, ReferenceAttention, Span
+from penstock.workers.engines.native.masks import TokenMasks
+from penstock.workers.engines.native.model import Embeddings, Model
+from penstock.workers.engines.native.pool import Pool, out_of_memory
+from penstock.workers.engines.native.sampler import choose, score
+from penstock.workers.engines.native.sliding import HybridAttention, SlidingPool
+from penstock.workers.engines.native.vision import TorchVisionEncoder
 
 
 @contextmanager

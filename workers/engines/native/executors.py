@@ -5,25 +5,25 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import structlog
 
-from schemas.requests import Sampling, Stop
-from workers.engines.base import SequenceRequest
-from workers.engines.core.blocks import BlockManager
-from workers.engines.core.config import SchedulerConfig
-from workers.engines.core.ngram import NgramDrafter
-from workers.engines.core.scheduler import Scheduler
-from workers.engines.core.sequence import Executor
-from workers.engines.core.speculation import Drafter, Speculation
-from workers.engines.native.attention import Unsupported
-from workers.engines.native.draft import DraftModel
-from workers.engines.native.executor import TorchExecutor
-from workers.engines.native.model import Model, ModelError
-from workers.engines.native.options import NGRAM, NativeOptions
-from workers.engines.native.pools import Pools
-from workers.engines.native.vision import TorchVisionEncoder
+from penstock.schemas.requests import Sampling, Stop
+from penstock.workers.engines.base import SequenceRequest
+from penstock.workers.engines.core.blocks import BlockManager
+from penstock.workers.engines.core.config import SchedulerConfig
+from penstock.workers.engines.core.ngram import NgramDrafter
+from penstock.workers.engines.core.scheduler import Scheduler
+from penstock.workers.engines.core.sequence import Executor
+from penstock.workers.engines.core.speculation import Drafter, Speculation
+from penstock.workers.engines.native.attention import Unsupported
+from penstock.workers.engines.native.draft import DraftModel
+from penstock.workers.engines.native.executor import TorchExecutor
+from penstock.workers.engines.native.model import Model, ModelError
+from penstock.workers.engines.native.options import NGRAM, NativeOptions
+from penstock.workers.engines.native.pools import Pools
+from penstock.workers.engines.native.vision import TorchVisionEncoder
 
 if TYPE_CHECKING:
-    from workers.engines.native.cuda.executor import CudaExecutor
-    from workers.engines.native.cuda.modules import Rotation
+    from penstock.workers.engines.native.cuda.executor import CudaExecutor
+    from penstock.workers.engines.native.cuda.modules import Rotation
 
 log = structlog.get_logger("engine")
 
@@ -50,7 +50,7 @@ def prepared(model: Model, reload: Callable[[], Model] | None, *, invariant: boo
     if model.device.type != "cuda":
         return Prepared(model)
     try:
-        from workers.engines.native.cuda.prepare import prepare
+        from penstock.workers.engines.native.cuda.prepare import prepare
     except ImportError as error:
         if invariant:
             raise ModelError(f"batch_invariant needs triton, which torch's CUDA builds come with ({error})") from error
@@ -80,7 +80,7 @@ def make_executor(
         if warm:
             _warm_up(executor, pools, options.block_size, temperatures=(0.0,))
         return executor
-    from workers.engines.native.cuda.executor import CudaExecutor
+    from penstock.workers.engines.native.cuda.executor import CudaExecutor
 
     cuda_executor = CudaExecutor(
         model,
@@ -118,9 +118,9 @@ def make_speculation(options: NativeOptions, draft: Prepared | None, pools: Pool
     assert pools.draft is not None
     if draft.rotation is None:
         return Speculation(DraftModel(draft.model, pools.draft), options.num_speculative_tokens)
-    from workers.engines.native.cuda.draft import CudaDraftModel
-    from workers.engines.native.cuda.draft_loop import DraftLoop
-    from workers.engines.native.cuda.executor import CudaExecutor
+    from penstock.workers.engines.native.cuda.draft import CudaDraftModel
+    from penstock.workers.engines.native.cuda.draft_loop import DraftLoop
+    from penstock.workers.engines.native.cuda.executor import CudaExecutor
 
     executor = CudaExecutor(
         draft.model,

@@ -2,14 +2,14 @@
 
 import torch
 
-from workers.engines.base import EngineError
-from workers.engines.core.offload import Copies
-from workers.engines.native.executor import device_errors
-from workers.engines.native.pool import Pool, zeros
+from penstock.workers.engines.base import EngineError
+from penstock.workers.engines.core.offload import Copies
+from penstock.workers.engines.native.executor import device_errors
+from penstock.workers.engines.native.pool import Pool, zeros
 
 
 class HostPool:
-    """Implements ``workers.engines.core.offload.BlockCopier``: slots of the same shape as the pool's blocks.
+    """Implements ``penstock.workers.engines.core.offload.BlockCopier``: slots of the same shape as the pool's blocks.
 
     Raises:
         EngineError: there is no memory for it.

@@ -18,14 +18,14 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.utils import logging as transformers_logging
 
-from infra.model import mistral_format
-from infra.model.generation_defaults import ids
-from infra.model.lengths import Length, length, rope_type, ropes
-from infra.model.weight_files import key_mapping
-from workers.engines.native import attention, checkpoint, mxfp4, vision
-from workers.engines.native.model import Model, ModelError
-from workers.engines.native.pool import KvShape
-from workers.engines.native.verify import reference, reference_attention, verify
+from penstock.infra.model import mistral_format
+from penstock.infra.model.generation_defaults import ids
+from penstock.infra.model.lengths import Length, length, rope_type, ropes
+from penstock.infra.model.weight_files import key_mapping
+from penstock.workers.engines.native import attention, checkpoint, mxfp4, vision
+from penstock.workers.engines.native.model import Model, ModelError
+from penstock.workers.engines.native.pool import KvShape
+from penstock.workers.engines.native.verify import reference, reference_attention, verify
 
 PAGED_LAYERS = {"full_attention", "sliding_attention"}
 BATCH_DEPENDENT_ROPE = {"dynamic", "longrope"}  # transformers picks their factors by the longest position in the batch

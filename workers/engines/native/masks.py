@@ -7,11 +7,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from workers.engines.constraints.batch import BatchMasks
-from workers.engines.constraints.matcher import Matcher
-from workers.engines.core.sequence import Sequence
-from workers.engines.native.allowed import Allowed
-from workers.engines.native.sampler import place
+from penstock.workers.engines.constraints.batch import BatchMasks
+from penstock.workers.engines.constraints.matcher import Matcher
+from penstock.workers.engines.core.sequence import Sequence
+from penstock.workers.engines.native.allowed import Allowed
+from penstock.workers.engines.native.sampler import place
 
 
 class PendingMasks:

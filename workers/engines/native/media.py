@@ -11,8 +11,8 @@ from PIL import Image, ImageOps
 from safetensors.torch import load
 from torch import Tensor
 
-from schemas.errors import Code
-from workers.engines.base import RequestError
+from penstock.schemas.errors import Code
+from penstock.workers.engines.base import RequestError
 
 IMAGES = frozenset({"image/png", "image/jpeg", "image/webp", "image/gif"})
 EMBEDDING = "embedding"

@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from workers.engines.base import EngineError
-from workers.engines.native import attention
-from workers.engines.native.pool import KvShape
+from penstock.workers.engines.base import EngineError
+from penstock.workers.engines.native import attention
+from penstock.workers.engines.native.pool import KvShape
 
 
 class ModelError(EngineError):

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from workers.engines.native.quantize import by_expert
+from penstock.workers.engines.native.quantize import by_expert
 
 GROUP = 32  # values that share a scale
 STEP = 64  # values of a row, and rows, that a kernel takes together; see ``packed``

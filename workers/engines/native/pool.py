@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from schemas.transfer import Memory
-from workers.engines import memory_budget
+from penstock.schemas.transfer import Memory
+from penstock.workers.engines import memory_budget
 
 CUDA_SHARE = 0.85  # of the memory that the weights leave free; activations need the rest
 DTYPES = {

@@ -2,13 +2,13 @@
 
 from dataclasses import dataclass
 
-from workers.engines.base import EngineError
-from workers.engines.core.blocks import BlockManager
-from workers.engines.core.windows import WindowRows
-from workers.engines.native.model import Model
-from workers.engines.native.options import NativeOptions
-from workers.engines.native.pool import DTYPES, KvShape, Pool, blocks_that_fit
-from workers.engines.native.sliding import SlidingLayers, SlidingPool, pool_sizes, sliding_layers
+from penstock.workers.engines.base import EngineError
+from penstock.workers.engines.core.blocks import BlockManager
+from penstock.workers.engines.core.windows import WindowRows
+from penstock.workers.engines.native.model import Model
+from penstock.workers.engines.native.options import NativeOptions
+from penstock.workers.engines.native.pool import DTYPES, KvShape, Pool, blocks_that_fit
+from penstock.workers.engines.native.sliding import SlidingLayers, SlidingPool, pool_sizes, sliding_layers
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from schemas.tokens import Logprob
-from workers.engines.core.sequence import Sampled, Sequence
-from workers.engines.logits import apply
-from workers.engines.native.allowed import Allowed
+from penstock.schemas.tokens import Logprob
+from penstock.workers.engines.core.sequence import Sampled, Sequence
+from penstock.workers.engines.logits import apply
+from penstock.workers.engines.native.allowed import Allowed
 
 _MASK = (1 << 64) - 1
 _GAMMA = 0x9E3779B97F4A7C15  # constants of SplitMix64, doi:10.1145/2660193.2660195

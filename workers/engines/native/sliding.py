@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from workers.engines.native.attention import AttentionParams, Paged
-from workers.engines.native.pool import Pool
+from penstock.workers.engines.native.attention import AttentionParams, Paged
+from penstock.workers.engines.native.pool import Pool
 
 MIN_SHARE = 0.25  # rows of sliding layers per block of full-attention layers
 MAX_EMPTY_BLOCKS = 1 << 18  # blocks of a model without full-attention layers: they take no memory
@@ -78,7 +78,7 @@ def pool_sizes(layers: SlidingLayers, blocks: int, *, block_size: int, max_runni
 
 
 class HybridAttention:
-    """Implements ``workers.engines.native.attention.Paged`` over two pools."""
+    """Implements ``penstock.workers.engines.native.attention.Paged`` over two pools."""
 
     def __init__(self, layers: SlidingLayers, full: Paged, sliding: Paged) -> None:
         self._places = layers.places

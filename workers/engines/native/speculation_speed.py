@@ -7,12 +7,12 @@ from typing import Protocol
 
 import structlog
 
-from schemas.requests import Sampling, Stop
-from workers.engines.base import EngineInfo, SequenceRequest
-from workers.engines.core.engine import ScheduledEngine
-from workers.engines.core.scheduler import Scheduler
-from workers.engines.core.sequence import Executor, OverlapExecutor
-from workers.engines.core.speculation import Speculation
+from penstock.schemas.requests import Sampling, Stop
+from penstock.workers.engines.base import EngineInfo, SequenceRequest
+from penstock.workers.engines.core.engine import ScheduledEngine
+from penstock.workers.engines.core.scheduler import Scheduler
+from penstock.workers.engines.core.sequence import Executor, OverlapExecutor
+from penstock.workers.engines.core.speculation import Speculation
 
 log = structlog.get_logger("engine")
 

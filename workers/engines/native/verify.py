@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from workers.engines.native import attention
-from workers.engines.native.model import Model, ModelError
-from workers.engines.native.pool import Pool
+from penstock.workers.engines.native import attention
+from penstock.workers.engines.native.model import Model, ModelError
+from penstock.workers.engines.native.pool import Pool
 
 ROUNDING = 0.1  # relative; bfloat16 through many layers stays well below
 ROUNDING_FP8 = 0.3  # with weights of 8 bits, where kernels differ in whether activations are of 8 bits, too

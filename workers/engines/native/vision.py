@@ -17,13 +17,13 @@ from transformers import (
     LlavaNextForConditionalGeneration,
 )
 
-from infra.model.image_tiles import Tiles, tiles_of
-from schemas.errors import Code
-from schemas.transfer import Memory
-from workers.engines.base import EngineError, RequestError
-from workers.engines.native import media
-from workers.engines.native.embedding_slots import EmbeddingSlots
-from workers.engines.native.pool import free_bytes, out_of_memory
+from penstock.infra.model.image_tiles import Tiles, tiles_of
+from penstock.schemas.errors import Code
+from penstock.schemas.transfer import Memory
+from penstock.workers.engines.base import EngineError, RequestError
+from penstock.workers.engines.native import media
+from penstock.workers.engines.native.embedding_slots import EmbeddingSlots
+from penstock.workers.engines.native.pool import free_bytes, out_of_memory
 
 KINDS = frozenset({"llava", "llava_next"})  # model types whose images we embed
 TOWERS = frozenset({"clip_vision_model", "siglip_vision_model"})  # fixed image size, so a fixed number of tokens
@@ -38,7 +38,7 @@ class VisionUnsupported(Exception):
 
 
 class TorchVisionEncoder:
-    """Implements ``workers.engines.core.embeddings.VisionEncoder``.
+    """Implements ``penstock.workers.engines.core.embeddings.VisionEncoder``.
 
     Args:
         model: has ``get_image_features``.

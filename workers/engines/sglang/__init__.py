@@ -12,6 +12,6 @@ Modules. Pure: ``args`` (arguments), ``prepare`` and ``sampling`` (a request), `
 ``follower``, ``adapter``, ``processes``, ``metrics``, ``build``. Nothing here imports sglang before an engine is built.
 """
 
-from workers.engines.sglang.build import from_settings
+from penstock.workers.engines.sglang.build import from_settings
 
 __all__ = ["from_settings"]

@@ -1,4 +1,4 @@
-"""The SGLang-specific part of an external engine; see ``workers.engines.external.engine``.
+"""The SGLang-specific part of an external engine; see ``penstock.workers.engines.external.engine``.
 
 Besides the engine thread and the loop thread, one thread per rank reads KV events into the same queue.
 """
@@ -7,24 +7,24 @@ from collections.abc import Sequence as Seq
 
 from prometheus_client.registry import Collector
 
-from schemas.kv import KvEvent
-from schemas.transfer import Memory
-from workers.engines.base import EngineInfo, SequenceRequest, VisionEngine
-from workers.engines.external.engine import BlockCounts
-from workers.engines.external.event_streams import EventStreams, KvPayloads
-from workers.engines.external.handoff_state import ConsumedStates
-from workers.engines.external.runtime import EngineRuntime
-from workers.engines.external.sequences import ActiveSequence
-from workers.engines.sglang.api import Api
-from workers.engines.sglang.follower import Call, Follower
-from workers.engines.sglang.load import RankLoads
-from workers.engines.sglang.metrics import SglangSeries
-from workers.engines.sglang.prepare import Options, Prepared, check, meeting, offer, prepare
-from workers.engines.sglang.processes import Processes
+from penstock.schemas.kv import KvEvent
+from penstock.schemas.transfer import Memory
+from penstock.workers.engines.base import EngineInfo, SequenceRequest, VisionEngine
+from penstock.workers.engines.external.engine import BlockCounts
+from penstock.workers.engines.external.event_streams import EventStreams, KvPayloads
+from penstock.workers.engines.external.handoff_state import ConsumedStates
+from penstock.workers.engines.external.runtime import EngineRuntime
+from penstock.workers.engines.external.sequences import ActiveSequence
+from penstock.workers.engines.sglang.api import Api
+from penstock.workers.engines.sglang.follower import Call, Follower
+from penstock.workers.engines.sglang.load import RankLoads
+from penstock.workers.engines.sglang.metrics import SglangSeries
+from penstock.workers.engines.sglang.prepare import Options, Prepared, check, meeting, offer, prepare
+from penstock.workers.engines.sglang.processes import Processes
 
 
 class SglangAdapter:
-    """Implements ``workers.engines.external.engine.Adapter``.
+    """Implements ``penstock.workers.engines.external.engine.Adapter``.
 
     Args:
         runtime: its resources are the subscribers, then the engine, then its loop.

@@ -8,8 +8,8 @@ import json
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
-from infra.engine_args.tree import BadArguments, Tree, merge
-from workers.engines.external.arguments import refused
+from penstock.infra.engine_args.tree import BadArguments, Tree, merge
+from penstock.workers.engines.external.arguments import refused
 
 PAIR = ("prefill", "decode")  # roles whose engines work together on a request
 GRAMMARS = "llguidance"

@@ -12,33 +12,33 @@ from typing import Any
 import msgspec
 import structlog
 
-from configs.settings import WorkerSettings
-from infra.engine_args.tree import BadArguments, Tree
-from infra.model import modeldir
-from schemas import blocks
-from workers.engines.base import EngineError, EngineInfo
-from workers.engines.constraints.compiler import OTHERS_CONSTRAINTS, compiler
-from workers.engines.external import arguments as user_arguments
-from workers.engines.external import nodes
-from workers.engines.external.constrained import standard_tokenizer
-from workers.engines.external.engine import ExternalEngine
-from workers.engines.external.event_streams import channels, subscribe
-from workers.engines.external.guard import Guard, children
-from workers.engines.external.metrics import MULTIPROCESS
-from workers.engines.external.network import address, environ, free_ports
-from workers.engines.external.runtime import CLOSE_S, EngineRuntime, Inbox, shut_down
-from workers.engines.external.served import Served
-from workers.engines.loop import LoopThread
-from workers.engines.sglang import api as apis
-from workers.engines.sglang import metrics, plugin
-from workers.engines.sglang.adapter import SglangAdapter
-from workers.engines.sglang.api import Api
-from workers.engines.sglang.args import EngineSettings, Resolved, layout, ranks_of, resolve
-from workers.engines.sglang.follower import Call
-from workers.engines.sglang.handoff import FAKE_HOST, Address, Room
-from workers.engines.sglang.load import RankLoads
-from workers.engines.sglang.prepare import Options
-from workers.engines.sglang.processes import Processes, stop_watchdog
+from penstock.configs.settings import WorkerSettings
+from penstock.infra.engine_args.tree import BadArguments, Tree
+from penstock.infra.model import modeldir
+from penstock.schemas import blocks
+from penstock.workers.engines.base import EngineError, EngineInfo
+from penstock.workers.engines.constraints.compiler import OTHERS_CONSTRAINTS, compiler
+from penstock.workers.engines.external import arguments as user_arguments
+from penstock.workers.engines.external import nodes
+from penstock.workers.engines.external.constrained import standard_tokenizer
+from penstock.workers.engines.external.engine import ExternalEngine
+from penstock.workers.engines.external.event_streams import channels, subscribe
+from penstock.workers.engines.external.guard import Guard, children
+from penstock.workers.engines.external.metrics import MULTIPROCESS
+from penstock.workers.engines.external.network import address, environ, free_ports
+from penstock.workers.engines.external.runtime import CLOSE_S, EngineRuntime, Inbox, shut_down
+from penstock.workers.engines.external.served import Served
+from penstock.workers.engines.loop import LoopThread
+from penstock.workers.engines.sglang import api as apis
+from penstock.workers.engines.sglang import metrics, plugin
+from penstock.workers.engines.sglang.adapter import SglangAdapter
+from penstock.workers.engines.sglang.api import Api
+from penstock.workers.engines.sglang.args import EngineSettings, Resolved, layout, ranks_of, resolve
+from penstock.workers.engines.sglang.follower import Call
+from penstock.workers.engines.sglang.handoff import FAKE_HOST, Address, Room
+from penstock.workers.engines.sglang.load import RankLoads
+from penstock.workers.engines.sglang.prepare import Options
+from penstock.workers.engines.sglang.processes import Processes, stop_watchdog
 
 log = structlog.get_logger("engine")
 

@@ -8,16 +8,16 @@ from typing import Any, NamedTuple
 
 import structlog
 
-from schemas.errors import Code
-from workers.engines.base import Scored
-from workers.engines.external.outputs import SequenceFailure
-from workers.engines.external.runtime import EngineFailed, EngineRuntime
-from workers.engines.external.sequences import ActiveSequence, SequenceUpdate
-from workers.engines.sglang.api import Api
-from workers.engines.sglang.load import RankLoads
-from workers.engines.sglang.output_cursor import OutputCursor, prompt_scores
-from workers.engines.sglang.prepare import Options, Prepared
-from workers.engines.sglang.processes import Processes
+from penstock.schemas.errors import Code
+from penstock.workers.engines.base import Scored
+from penstock.workers.engines.external.outputs import SequenceFailure
+from penstock.workers.engines.external.runtime import EngineFailed, EngineRuntime
+from penstock.workers.engines.external.sequences import ActiveSequence, SequenceUpdate
+from penstock.workers.engines.sglang.api import Api
+from penstock.workers.engines.sglang.load import RankLoads
+from penstock.workers.engines.sglang.output_cursor import OutputCursor, prompt_scores
+from penstock.workers.engines.sglang.prepare import Options, Prepared
+from penstock.workers.engines.sglang.processes import Processes
 
 log = structlog.get_logger("engine")
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from blake3 import blake3
 
-from workers.engines.external import handoff_state
+from penstock.workers.engines.external import handoff_state
 
 FAKE_HOST = "2.2.2.2"  # SGLang's: a request with it runs without the other engine, and its answer is worthless
 _ROOM_BITS = 52  # of a request; the choice is added

@@ -12,7 +12,7 @@ from prometheus_client.core import Metric
 from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 
-from workers.engines.external.metrics import MULTIPROCESS
+from penstock.workers.engines.external.metrics import MULTIPROCESS
 
 PREFIX = "sglang:"
 

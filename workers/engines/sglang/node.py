@@ -3,15 +3,15 @@
 import time
 from pathlib import Path
 
-from configs.settings import WorkerSettings
-from infra.engine_args.tree import BadArguments, Tree
-from workers.engines.base import EngineError
-from workers.engines.external.network import environ, reached_at, towards
-from workers.engines.external.runtime import shut_down
-from workers.engines.sglang import api as apis
-from workers.engines.sglang.args import follower_tree
-from workers.engines.sglang.build import OWN_ADDRESS, VARIABLES
-from workers.engines.sglang.processes import runs
+from penstock.configs.settings import WorkerSettings
+from penstock.infra.engine_args.tree import BadArguments, Tree
+from penstock.workers.engines.base import EngineError
+from penstock.workers.engines.external.network import environ, reached_at, towards
+from penstock.workers.engines.external.runtime import shut_down
+from penstock.workers.engines.sglang import api as apis
+from penstock.workers.engines.sglang.args import follower_tree
+from penstock.workers.engines.sglang.build import OWN_ADDRESS, VARIABLES
+from penstock.workers.engines.sglang.processes import runs
 
 POLL_S = 0.5
 NO_WAIT = "SGLANG_BLOCK_NONZERO_RANK_CHILDREN"  # "0": the constructor does not return at the end only

@@ -8,9 +8,9 @@ from collections.abc import Collection, Mapping
 from collections.abc import Sequence as Seq
 from typing import Any
 
-from schemas.errors import Code
-from schemas.tokens import Logprob
-from workers.engines.external.outputs import MISSING, SequenceFailure, Token
+from penstock.schemas.errors import Code
+from penstock.schemas.tokens import Logprob
+from penstock.workers.engines.external.outputs import MISSING, SequenceFailure, Token
 
 _BAD_REQUEST = 400
 

@@ -3,14 +3,14 @@
 from collections.abc import Sequence as Seq
 from typing import Any, NamedTuple
 
-from schemas.errors import Code
-from workers.engines.base import EngineInfo, RequestError, SequenceRequest
-from workers.engines.external import constrained, requests
-from workers.engines.external.handoff_state import ConsumedStates
-from workers.engines.external.sampling import stop_ids
-from workers.engines.sglang import handoff, sampling
-from workers.engines.sglang.handoff import Address, Room
-from workers.engines.sglang.plugin import behind
+from penstock.schemas.errors import Code
+from penstock.workers.engines.base import EngineInfo, RequestError, SequenceRequest
+from penstock.workers.engines.external import constrained, requests
+from penstock.workers.engines.external.handoff_state import ConsumedStates
+from penstock.workers.engines.external.sampling import stop_ids
+from penstock.workers.engines.sglang import handoff, sampling
+from penstock.workers.engines.sglang.handoff import Address, Room
+from penstock.workers.engines.sglang.plugin import behind
 
 
 class Options(NamedTuple):

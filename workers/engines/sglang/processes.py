@@ -8,7 +8,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from workers.engines.base import EngineError
+from penstock.workers.engines.base import EngineError
 
 
 class Processes:

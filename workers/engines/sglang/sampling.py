@@ -13,8 +13,8 @@ from collections.abc import Collection
 from collections.abc import Sequence as Seq
 from typing import Any
 
-from schemas.requests import Sampling
-from workers.engines.external.sampling import greedy, seed_of, shape
+from penstock.schemas.requests import Sampling
+from penstock.workers.engines.external.sampling import greedy, seed_of, shape
 
 BARRED = -1e9  # bias of a token that must not be drawn; below any logit, and finite in each data type
 

@@ -29,7 +29,7 @@ Modules. Pure: ``args`` (arguments), ``prepare`` and ``sampling`` (a request), `
 tensorrt_llm before an engine is built.
 """
 
-from workers.engines.trtllm.build import from_settings
-from workers.engines.trtllm.encoder import from_settings as encoder_from_settings
+from penstock.workers.engines.trtllm.build import from_settings
+from penstock.workers.engines.trtllm.encoder import from_settings as encoder_from_settings
 
 __all__ = ["encoder_from_settings", "from_settings"]

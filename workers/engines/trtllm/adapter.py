@@ -1,31 +1,31 @@
-"""The TensorRT-LLM-specific part of an external engine; see ``workers.engines.external.engine``."""
+"""The TensorRT-LLM-specific part of an external engine; see ``penstock.workers.engines.external.engine``."""
 
 from collections.abc import Sequence as Seq
 
 from prometheus_client.registry import Collector
 
-from schemas.errors import Code
-from schemas.kv import KvEvent
-from schemas.transfer import Memory
-from workers.engines.base import EngineInfo, RequestError, SequenceRequest
-from workers.engines.core.embedding_pool import TEXT_ONLY, EmbeddingPool
-from workers.engines.external.engine import BlockCounts
-from workers.engines.external.handoff_state import ConsumedStates
-from workers.engines.external.runtime import EngineRuntime
-from workers.engines.external.sequences import ActiveSequence
-from workers.engines.external.served import Served
-from workers.engines.trtllm import stats
-from workers.engines.trtllm.api import Api
-from workers.engines.trtllm.follower import Call, Follower
-from workers.engines.trtllm.image_slots import ImageSlotStore
-from workers.engines.trtllm.kv_events import Roots, Translator, by_rank
-from workers.engines.trtllm.metrics import NativeMetrics
-from workers.engines.trtllm.prepare import Options, check, prepare
-from workers.engines.trtllm.watch import KvEvents, Stats, Watch
+from penstock.schemas.errors import Code
+from penstock.schemas.kv import KvEvent
+from penstock.schemas.transfer import Memory
+from penstock.workers.engines.base import EngineInfo, RequestError, SequenceRequest
+from penstock.workers.engines.core.embedding_pool import TEXT_ONLY, EmbeddingPool
+from penstock.workers.engines.external.engine import BlockCounts
+from penstock.workers.engines.external.handoff_state import ConsumedStates
+from penstock.workers.engines.external.runtime import EngineRuntime
+from penstock.workers.engines.external.sequences import ActiveSequence
+from penstock.workers.engines.external.served import Served
+from penstock.workers.engines.trtllm import stats
+from penstock.workers.engines.trtllm.api import Api
+from penstock.workers.engines.trtllm.follower import Call, Follower
+from penstock.workers.engines.trtllm.image_slots import ImageSlotStore
+from penstock.workers.engines.trtllm.kv_events import Roots, Translator, by_rank
+from penstock.workers.engines.trtllm.metrics import NativeMetrics
+from penstock.workers.engines.trtllm.prepare import Options, check, prepare
+from penstock.workers.engines.trtllm.watch import KvEvents, Stats, Watch
 
 
 class TrtllmAdapter:
-    """Implements ``workers.engines.external.engine.Adapter``.
+    """Implements ``penstock.workers.engines.external.engine.Adapter``.
 
     KV moves through TensorRT-LLM's own cache transceiver: handoffs are ``opaque``, ``memory`` has embeddings only.
 

@@ -1,7 +1,7 @@
 """The engine's arguments: our defaults, overridden by ``--extra-engine-args`` and then by ``--override-engine-args``.
 
-Pure. ``infra.engine_args`` checks names, values and combinations. The engine gets the plain tree, so arguments that
-were not set have the defaults of the installed release.
+Pure. ``penstock.infra.engine_args`` checks names, values and combinations. The engine gets the plain tree, so arguments
+that were not set have the defaults of the installed release.
 """
 
 from collections.abc import Collection, Mapping
@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import structlog
 from blake3 import blake3
 
-from infra.engine_args.rules import Context, Finding, check
-from infra.engine_args.schema import EngineArgs
-from infra.engine_args.tree import (
+from penstock.infra.engine_args.rules import Context, Finding, check
+from penstock.infra.engine_args.schema import EngineArgs
+from penstock.infra.engine_args.tree import (
     AUTODEPLOY,
     BadArguments,
     Tree,

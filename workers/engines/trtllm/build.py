@@ -10,37 +10,37 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 import structlog
 
-from configs.settings import WorkerSettings
-from infra.engine_args.model_shape import Shape, UnknownShape, shape_of
-from infra.engine_args.rules import Context
-from infra.engine_args.schema import EngineArgs
-from infra.engine_args.tree import BadArguments
-from infra.model import modeldir
-from schemas import blocks
-from schemas.requests import Sampling, Stop
-from workers.engines.base import EngineError, EngineInfo, MediaSpan, SequenceRequest
-from workers.engines.constraints.compiler import OTHERS_CONSTRAINTS, ConstraintCompiler, compiler
-from workers.engines.external import arguments as user_arguments
-from workers.engines.external.constrained import standard_tokenizer
-from workers.engines.external.engine import ExternalEngine
-from workers.engines.external.runtime import EngineRuntime, bounded, shut_down
-from workers.engines.external.served import Served
-from workers.engines.loop import LoopThread
-from workers.engines.trtllm import api as apis
-from workers.engines.trtllm import errors, launch, sampling, stats
-from workers.engines.trtllm.adapter import TrtllmAdapter
-from workers.engines.trtllm.api import Api
-from workers.engines.trtllm.args import AS_1_2, GRAMMARS, EngineSettings, Installed, Resolved, resolve
-from workers.engines.trtllm.follower import Call
-from workers.engines.trtllm.image_slots import ImageSlotStore, dtype_of, inputs
-from workers.engines.trtllm.log_watch import LogWatch
-from workers.engines.trtllm.metrics import NativeMetrics
-from workers.engines.trtllm.prepare import Options, bias
-from workers.engines.trtllm.probes import TOKENS, Answer, find
-from workers.engines.trtllm.sampling import OutputPart
+from penstock.configs.settings import WorkerSettings
+from penstock.infra.engine_args.model_shape import Shape, UnknownShape, shape_of
+from penstock.infra.engine_args.rules import Context
+from penstock.infra.engine_args.schema import EngineArgs
+from penstock.infra.engine_args.tree import BadArguments
+from penstock.infra.model import modeldir
+from penstock.schemas import blocks
+from penstock.schemas.requests import Sampling, Stop
+from penstock.workers.engines.base import EngineError, EngineInfo, MediaSpan, SequenceRequest
+from penstock.workers.engines.constraints.compiler import OTHERS_CONSTRAINTS, ConstraintCompiler, compiler
+from penstock.workers.engines.external import arguments as user_arguments
+from penstock.workers.engines.external.constrained import standard_tokenizer
+from penstock.workers.engines.external.engine import ExternalEngine
+from penstock.workers.engines.external.runtime import EngineRuntime, bounded, shut_down
+from penstock.workers.engines.external.served import Served
+from penstock.workers.engines.loop import LoopThread
+from penstock.workers.engines.trtllm import api as apis
+from penstock.workers.engines.trtllm import errors, launch, sampling, stats
+from penstock.workers.engines.trtllm.adapter import TrtllmAdapter
+from penstock.workers.engines.trtllm.api import Api
+from penstock.workers.engines.trtllm.args import AS_1_2, GRAMMARS, EngineSettings, Installed, Resolved, resolve
+from penstock.workers.engines.trtllm.follower import Call
+from penstock.workers.engines.trtllm.image_slots import ImageSlotStore, dtype_of, inputs
+from penstock.workers.engines.trtllm.log_watch import LogWatch
+from penstock.workers.engines.trtllm.metrics import NativeMetrics
+from penstock.workers.engines.trtllm.prepare import Options, bias
+from penstock.workers.engines.trtllm.probes import TOKENS, Answer, find
+from penstock.workers.engines.trtllm.sampling import OutputPart
 
 if TYPE_CHECKING:
-    from workers.engines.logits.trtllm_processors import TrtllmProcessors
+    from penstock.workers.engines.logits.trtllm_processors import TrtllmProcessors
 
 log = structlog.get_logger("engine")
 
@@ -179,7 +179,7 @@ def _continuing(plan: _Plan, info: EngineInfo) -> Callable[[SequenceRequest], An
     """Logits processors do not work in disaggregated serving, nor in time with the overlap scheduler."""
     if not info.constraints or plan.wanted.role != "aggregated" or plan.overlaps:
         return None
-    from workers.engines.trtllm.constraint import Continuing  # imports torch
+    from penstock.workers.engines.trtllm.constraint import Continuing  # imports torch
 
     return Continuing(plan.path)
 

@@ -10,19 +10,19 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from schemas.requests import CONSTRAINT, Constraint, Stop
-from workers.engines.base import RequestError, SequenceRequest
-from workers.engines.constraints.compiler import ConstraintCompiler, compiler
-from workers.engines.constraints.matcher import Matcher
-from workers.engines.logits.apply import Chain
-from workers.engines.logits.error_counter import ErrorCounter
-from workers.engines.logits.trtllm_processors import TrtllmProcessor
+from penstock.schemas.requests import CONSTRAINT, Constraint, Stop
+from penstock.workers.engines.base import RequestError, SequenceRequest
+from penstock.workers.engines.constraints.compiler import ConstraintCompiler, compiler
+from penstock.workers.engines.constraints.matcher import Matcher
+from penstock.workers.engines.logits.apply import Chain
+from penstock.workers.engines.logits.error_counter import ErrorCounter
+from penstock.workers.engines.logits.trtllm_processors import TrtllmProcessor
 
 _compilers: dict[Path, ConstraintCompiler] = {}  # of this process
 
 
 class ConstraintProcessor:
-    """Implements ``workers.engines.logits.base.BaseLogitsProcessor``.
+    """Implements ``penstock.workers.engines.logits.base.BaseLogitsProcessor``.
 
     Args:
         path: of the model.

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from typing import Any
 
-from workers.engines.external import handoff_state
+from penstock.workers.engines.external import handoff_state
 
 CONTEXT, GENERATION = "context_only", "generation_only"
 

@@ -1,8 +1,8 @@
 """The engine of an encode worker: TensorRT-LLM's ``MultimodalEncoder``, whose embeddings go into a pool of ours.
 
 It returns embeddings as CUDA-IPC handles, which one process of the same node can open once. Prefill workers on any node
-read our embedding pool (``workers.engines.core``) over NIXL, any number of times. So each handle is opened here, and
-its content copied into slots.
+read our embedding pool (``penstock.workers.engines.core``) over NIXL, any number of times. So each handle is opened
+here, and its content copied into slots.
 """
 
 import contextlib
@@ -17,18 +17,18 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from configs.settings import WorkerSettings
-from infra.engine_args.tree import BadArguments
-from infra.model import modeldir
-from schemas.transfer import Memory
-from workers.engines.base import EngineError, EngineInfo
-from workers.engines.core.encode_engine import EncodeEngine
-from workers.engines.external.runtime import bounded, shut_down
-from workers.engines.native import media
-from workers.engines.native.embedding_slots import EmbeddingSlots
-from workers.engines.trtllm import api as apis
-from workers.engines.trtllm.args import encoder as needed
-from workers.engines.trtllm.build import arguments, wanted_of
+from penstock.configs.settings import WorkerSettings
+from penstock.infra.engine_args.tree import BadArguments
+from penstock.infra.model import modeldir
+from penstock.schemas.transfer import Memory
+from penstock.workers.engines.base import EngineError, EngineInfo
+from penstock.workers.engines.core.encode_engine import EncodeEngine
+from penstock.workers.engines.external.runtime import bounded, shut_down
+from penstock.workers.engines.native import media
+from penstock.workers.engines.native.embedding_slots import EmbeddingSlots
+from penstock.workers.engines.trtllm import api as apis
+from penstock.workers.engines.trtllm.args import encoder as needed
+from penstock.workers.engines.trtllm.build import arguments, wanted_of
 
 log = structlog.get_logger("engine")
 
@@ -39,7 +39,7 @@ Open = Callable[[Any], Tensor]
 
 
 class TrtllmVisionEncoder:
-    """Implements ``workers.engines.core.embeddings.VisionEncoder``.
+    """Implements ``penstock.workers.engines.core.embeddings.VisionEncoder``.
 
     Args:
         encoder: TensorRT-LLM's ``MultimodalEncoder``.

@@ -2,7 +2,7 @@
 
 import re
 
-from schemas.errors import Code
+from penstock.schemas.errors import Code
 
 _TOO_LONG = re.compile(
     r"max_num_tokens|max_seq_len|max_input_len|too long|exceed\w*.{0,40}(?:length|limit|tokens)", re.I

@@ -12,15 +12,15 @@ from typing import Any
 
 import structlog
 
-from schemas.errors import Code
-from workers.engines.external.outputs import SequenceFailure
-from workers.engines.external.runtime import EngineFailed, EngineRuntime
-from workers.engines.external.sequences import ActiveSequence, SequenceUpdate
-from workers.engines.trtllm import disagg, errors, perf_metrics
-from workers.engines.trtllm.api import Api
-from workers.engines.trtllm.liveness import Liveness
-from workers.engines.trtllm.metrics import NativeMetrics
-from workers.engines.trtllm.prepare import Options, Prepared
+from penstock.schemas.errors import Code
+from penstock.workers.engines.external.outputs import SequenceFailure
+from penstock.workers.engines.external.runtime import EngineFailed, EngineRuntime
+from penstock.workers.engines.external.sequences import ActiveSequence, SequenceUpdate
+from penstock.workers.engines.trtllm import disagg, errors, perf_metrics
+from penstock.workers.engines.trtllm.api import Api
+from penstock.workers.engines.trtllm.liveness import Liveness
+from penstock.workers.engines.trtllm.metrics import NativeMetrics
+from penstock.workers.engines.trtllm.prepare import Options, Prepared
 
 log = structlog.get_logger("engine")
 

@@ -13,18 +13,18 @@ from PIL import Image
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from infra.model.modeldir import Vision
-from schemas.errors import Code
-from schemas.transfer import Memory
-from workers.engines.base import MediaSpan, RequestError
-from workers.engines.native import media
-from workers.engines.native.embedding_slots import EmbeddingSlots
+from penstock.infra.model.modeldir import Vision
+from penstock.schemas.errors import Code
+from penstock.schemas.transfer import Memory
+from penstock.workers.engines.base import MediaSpan, RequestError
+from penstock.workers.engines.native import media
+from penstock.workers.engines.native.embedding_slots import EmbeddingSlots
 
 DEFAULT_SLOTS = 256
 
 
 class ImageSlotStore:
-    """Implements ``workers.engines.core.embeddings.VisionEncoder``; nothing is computed here.
+    """Implements ``penstock.workers.engines.core.embeddings.VisionEncoder``; nothing is computed here.
 
     Args:
         slots: 0: ``DEFAULT_SLOTS``.

@@ -1,6 +1,6 @@
 """The part of TensorRT-LLM's interface that the adapter uses, as a table; how the installed release differs from it.
 
-The arguments of ``LLM`` are compared with ``infra.engine_args.schema``, which has those of 1.2.1.
+The arguments of ``LLM`` are compared with ``penstock.infra.engine_args.schema``, which has those of 1.2.1.
 """
 
 import dataclasses
@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from infra.engine_args import schema
-from workers.engines.trtllm.api import find
+from penstock.infra.engine_args import schema
+from penstock.workers.engines.trtllm.api import find
 
 ANY = object()  # a default that does not matter, or none
 

@@ -18,10 +18,10 @@ from typing import Any
 import msgspec
 import structlog
 
-from schemas import blocks
-from schemas.kv import KvEvent, Removed, Stored
-from workers.engines.events.block_tree import Block, BlockTree, merge_adjacent
-from workers.engines.events.consolidator import Consolidator
+from penstock.schemas import blocks
+from penstock.schemas.kv import KvEvent, Removed, Stored
+from penstock.workers.engines.events.block_tree import Block, BlockTree, merge_adjacent
+from penstock.workers.engines.events.consolidator import Consolidator
 
 log = structlog.get_logger("engine")
 

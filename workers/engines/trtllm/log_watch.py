@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 
 import structlog
 
-from workers.engines.trtllm.log_diagnosis import Detector
+from penstock.workers.engines.trtllm.log_diagnosis import Detector
 
 log = structlog.get_logger("engine")
 

@@ -7,8 +7,8 @@ import structlog
 from prometheus_client import REGISTRY, CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from workers.engines.external.metrics import NativeSeries
-from workers.engines.trtllm import stats
+from penstock.workers.engines.external.metrics import NativeSeries
+from penstock.workers.engines.trtllm import stats
 
 log = structlog.get_logger("engine")
 

@@ -7,9 +7,9 @@ stop token was trimmed). Our protocol reports every token once, including the en
 from collections.abc import Sequence as Seq
 from typing import Any
 
-from schemas.errors import Code
-from schemas.tokens import Logprob
-from workers.engines.external.outputs import MISSING, SequenceFailure, Token, logprob_of
+from penstock.schemas.errors import Code
+from penstock.schemas.tokens import Logprob
+from penstock.workers.engines.external.outputs import MISSING, SequenceFailure, Token, logprob_of
 
 _ENDED = frozenset({"stop", "length", "timeout", "cancelled"})  # "not_finished": another engine continues
 

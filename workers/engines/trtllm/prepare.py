@@ -6,17 +6,17 @@ from typing import Any, NamedTuple
 
 import structlog
 
-from infra.model.llguidance_releases import for_release
-from schemas.errors import Code
-from workers.engines.base import EngineInfo, MediaSpan, RequestError, SequenceRequest
-from workers.engines.external import requests
-from workers.engines.external.constrained import ends, grammar_text
-from workers.engines.external.handoff_state import ConsumedStates
-from workers.engines.external.sampling import stop_ids
-from workers.engines.external.served import Served, problem
-from workers.engines.trtllm import disagg, sampling
-from workers.engines.trtllm.liveness import ANSWER_S, QUIET_S
-from workers.engines.trtllm.output_cursor import OutputCursor
+from penstock.infra.model.llguidance_releases import for_release
+from penstock.schemas.errors import Code
+from penstock.workers.engines.base import EngineInfo, MediaSpan, RequestError, SequenceRequest
+from penstock.workers.engines.external import requests
+from penstock.workers.engines.external.constrained import ends, grammar_text
+from penstock.workers.engines.external.handoff_state import ConsumedStates
+from penstock.workers.engines.external.sampling import stop_ids
+from penstock.workers.engines.external.served import Served, problem
+from penstock.workers.engines.trtllm import disagg, sampling
+from penstock.workers.engines.trtllm.liveness import ANSWER_S, QUIET_S
+from penstock.workers.engines.trtllm.output_cursor import OutputCursor
 
 log = structlog.get_logger("engine")
 

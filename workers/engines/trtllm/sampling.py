@@ -8,8 +8,8 @@ not used together with stop tokens: it would disable those as well.
 from collections.abc import Sequence as Seq
 from typing import Any, NamedTuple
 
-from schemas.requests import Sampling, Stop
-from workers.engines.external.sampling import seed_of, shape, stop_ids
+from penstock.schemas.requests import Sampling, Stop
+from penstock.workers.engines.external.sampling import seed_of, shape, stop_ids
 
 
 class OutputPart(NamedTuple):

@@ -16,15 +16,15 @@ from typing import Any, NamedTuple
 import numpy as np
 import structlog
 
-from configs.settings import WorkerSettings
-from infra.model.modeldir import ModelError
-from schemas.errors import Code
-from schemas.fleet import Diffuser
-from schemas.requests import Diffusion
-from workers.engines.base import EngineError, RequestError
-from workers.engines.diffusion.base import GeneratedMedia, Progress
-from workers.engines.diffusion.encode import IMAGE_FORMATS, video_formats
-from workers.engines.diffusion.model_index import pipeline_name
+from penstock.configs.settings import WorkerSettings
+from penstock.infra.model.modeldir import ModelError
+from penstock.schemas.errors import Code
+from penstock.schemas.fleet import Diffuser
+from penstock.schemas.requests import Diffusion
+from penstock.workers.engines.base import EngineError, RequestError
+from penstock.workers.engines.diffusion.base import GeneratedMedia, Progress
+from penstock.workers.engines.diffusion.encode import IMAGE_FORMATS, video_formats
+from penstock.workers.engines.diffusion.model_index import pipeline_name
 
 log = structlog.get_logger("engine")
 
@@ -81,7 +81,7 @@ def _names(kind: Callable[..., Any]) -> set[str]:
 
 
 class VisualGen:
-    """Implements ``workers.engines.diffusion.base.DiffusionEngine``."""
+    """Implements ``penstock.workers.engines.diffusion.base.DiffusionEngine``."""
 
     name = "trtllm"
     interruptible = False

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 import structlog
 
-from workers.engines.trtllm.backoff import Backoff
-from workers.engines.trtllm.liveness import CHECK_S, Liveness
+from penstock.workers.engines.trtllm.backoff import Backoff
+from penstock.workers.engines.trtllm.liveness import CHECK_S, Liveness
 
 log = structlog.get_logger("engine")
 

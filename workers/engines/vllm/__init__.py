@@ -13,6 +13,6 @@ Modules. Pure: ``args`` (arguments), ``prepare`` and ``sampling`` (a request), `
 ``follower``, ``adapter``, ``metrics``, ``build``. Nothing here imports vllm before an engine is built.
 """
 
-from workers.engines.vllm.build import from_settings
+from penstock.workers.engines.vllm.build import from_settings
 
 __all__ = ["from_settings"]

@@ -1,4 +1,4 @@
-"""The vLLM-specific part of an external engine; see ``workers.engines.external.engine``.
+"""The vLLM-specific part of an external engine; see ``penstock.workers.engines.external.engine``.
 
 Besides the engine thread and the loop thread, one thread per rank reads KV events into the same queue.
 """
@@ -9,23 +9,23 @@ from typing import Any
 import msgspec
 from prometheus_client.registry import Collector
 
-from schemas.kv import KvEvent
-from schemas.transfer import Memory
-from workers.engines.base import EngineInfo, SequenceRequest, VisionEngine
-from workers.engines.external.engine import BlockCounts
-from workers.engines.external.event_streams import EventStreams, KvPayloads
-from workers.engines.external.handoff_state import ConsumedStates
-from workers.engines.external.metrics import NativeSeries
-from workers.engines.external.runtime import EngineRuntime
-from workers.engines.external.sequences import ActiveSequence
-from workers.engines.vllm.api import Api
-from workers.engines.vllm.follower import Call, Follower
-from workers.engines.vllm.metrics import PREFIX, SchedulerStats
-from workers.engines.vllm.prepare import Options, check, prepare
+from penstock.schemas.kv import KvEvent
+from penstock.schemas.transfer import Memory
+from penstock.workers.engines.base import EngineInfo, SequenceRequest, VisionEngine
+from penstock.workers.engines.external.engine import BlockCounts
+from penstock.workers.engines.external.event_streams import EventStreams, KvPayloads
+from penstock.workers.engines.external.handoff_state import ConsumedStates
+from penstock.workers.engines.external.metrics import NativeSeries
+from penstock.workers.engines.external.runtime import EngineRuntime
+from penstock.workers.engines.external.sequences import ActiveSequence
+from penstock.workers.engines.vllm.api import Api
+from penstock.workers.engines.vllm.follower import Call, Follower
+from penstock.workers.engines.vllm.metrics import PREFIX, SchedulerStats
+from penstock.workers.engines.vllm.prepare import Options, check, prepare
 
 
 class VllmAdapter:
-    """Implements ``workers.engines.external.engine.Adapter``.
+    """Implements ``penstock.workers.engines.external.engine.Adapter``.
 
     KV moves through vLLM's own NIXL connector: ``memory`` is empty, handoffs are ``opaque``.
 

@@ -9,8 +9,8 @@ from typing import Any, Protocol
 
 import structlog
 
-from infra.engine_args.tree import Tree
-from workers.engines.base import EngineError
+from penstock.infra.engine_args.tree import Tree
+from penstock.workers.engines.base import EngineError
 
 log = structlog.get_logger("engine")
 

@@ -10,8 +10,8 @@ from collections.abc import Collection, Mapping
 from collections.abc import Sequence as Seq
 from typing import Any, NamedTuple
 
-from infra.engine_args.tree import BadArguments, Tree, merge
-from workers.engines.external.arguments import refused
+from penstock.infra.engine_args.tree import BadArguments, Tree, merge
+from penstock.workers.engines.external.arguments import refused
 
 EVENT_STEPS = 10_000  # KV event messages that are kept for replay
 GRAMMARS = "guidance"  # vLLM's name for llguidance

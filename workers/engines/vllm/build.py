@@ -14,30 +14,30 @@ from typing import Any
 import msgspec
 import structlog
 
-from configs.settings import WorkerSettings
-from infra.engine_args.tree import BadArguments, Tree
-from infra.model import modeldir
-from schemas import blocks
-from workers.engines import memory_budget
-from workers.engines.base import EngineError, EngineInfo
-from workers.engines.constraints.compiler import OTHERS_CONSTRAINTS, compiler
-from workers.engines.external import arguments as user_arguments
-from workers.engines.external import nodes
-from workers.engines.external.constrained import standard_tokenizer
-from workers.engines.external.engine import ExternalEngine
-from workers.engines.external.event_streams import channels, subscribe
-from workers.engines.external.guard import Guard, children
-from workers.engines.external.network import address, environ, free_ports, is_free
-from workers.engines.external.runtime import CLOSE_S, EngineRuntime, Inbox, shut_down
-from workers.engines.loop import LoopThread
-from workers.engines.vllm import api as apis
-from workers.engines.vllm import plugin
-from workers.engines.vllm.adapter import VllmAdapter
-from workers.engines.vllm.api import Api
-from workers.engines.vllm.args import EngineSettings, Resolved, layout, resolve
-from workers.engines.vllm.follower import Call
-from workers.engines.vllm.metrics import SchedulerStats
-from workers.engines.vllm.prepare import Options
+from penstock.configs.settings import WorkerSettings
+from penstock.infra.engine_args.tree import BadArguments, Tree
+from penstock.infra.model import modeldir
+from penstock.schemas import blocks
+from penstock.workers.engines import memory_budget
+from penstock.workers.engines.base import EngineError, EngineInfo
+from penstock.workers.engines.constraints.compiler import OTHERS_CONSTRAINTS, compiler
+from penstock.workers.engines.external import arguments as user_arguments
+from penstock.workers.engines.external import nodes
+from penstock.workers.engines.external.constrained import standard_tokenizer
+from penstock.workers.engines.external.engine import ExternalEngine
+from penstock.workers.engines.external.event_streams import channels, subscribe
+from penstock.workers.engines.external.guard import Guard, children
+from penstock.workers.engines.external.network import address, environ, free_ports, is_free
+from penstock.workers.engines.external.runtime import CLOSE_S, EngineRuntime, Inbox, shut_down
+from penstock.workers.engines.loop import LoopThread
+from penstock.workers.engines.vllm import api as apis
+from penstock.workers.engines.vllm import plugin
+from penstock.workers.engines.vllm.adapter import VllmAdapter
+from penstock.workers.engines.vllm.api import Api
+from penstock.workers.engines.vllm.args import EngineSettings, Resolved, layout, resolve
+from penstock.workers.engines.vllm.follower import Call
+from penstock.workers.engines.vllm.metrics import SchedulerStats
+from penstock.workers.engines.vllm.prepare import Options
 
 log = structlog.get_logger("engine")
 

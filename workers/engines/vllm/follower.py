@@ -7,14 +7,14 @@ from typing import Any, NamedTuple
 
 import structlog
 
-from schemas.errors import Code
-from workers.engines.external.outputs import SequenceFailure
-from workers.engines.external.runtime import EngineFailed, EngineRuntime
-from workers.engines.external.sequences import ActiveSequence, SequenceUpdate
-from workers.engines.vllm import handoff
-from workers.engines.vllm.api import Api
-from workers.engines.vllm.output_cursor import Diverged, OutputCursor
-from workers.engines.vllm.prepare import Prepared
+from penstock.schemas.errors import Code
+from penstock.workers.engines.external.outputs import SequenceFailure
+from penstock.workers.engines.external.runtime import EngineFailed, EngineRuntime
+from penstock.workers.engines.external.sequences import ActiveSequence, SequenceUpdate
+from penstock.workers.engines.vllm import handoff
+from penstock.workers.engines.vllm.api import Api
+from penstock.workers.engines.vllm.output_cursor import Diverged, OutputCursor
+from penstock.workers.engines.vllm.prepare import Prepared
 
 log = structlog.get_logger("engine")
 

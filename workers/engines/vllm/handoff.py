@@ -6,7 +6,7 @@ vLLM's NIXL connector moves the KV; the params locate it. Pure.
 from collections.abc import Sequence as Seq
 from typing import Any
 
-from workers.engines.external import handoff_state
+from penstock.workers.engines.external import handoff_state
 
 # Have a prefill engine compute, keep the blocks and return their location.
 PRODUCE: dict[str, Any] = {

@@ -2,15 +2,15 @@
 
 from pathlib import Path
 
-from configs.settings import WorkerSettings
-from infra.engine_args.tree import BadArguments, Tree
-from workers.engines.base import EngineError
-from workers.engines.external.network import environ, reached_at, towards
-from workers.engines.external.runtime import shut_down
-from workers.engines.vllm import api as apis
-from workers.engines.vllm.api import Ranks
-from workers.engines.vllm.args import follower_tree
-from workers.engines.vllm.build import OWN_ADDRESS, on_device
+from penstock.configs.settings import WorkerSettings
+from penstock.infra.engine_args.tree import BadArguments, Tree
+from penstock.workers.engines.base import EngineError
+from penstock.workers.engines.external.network import environ, reached_at, towards
+from penstock.workers.engines.external.runtime import shut_down
+from penstock.workers.engines.vllm import api as apis
+from penstock.workers.engines.vllm.api import Ranks
+from penstock.workers.engines.vllm.args import follower_tree
+from penstock.workers.engines.vllm.build import OWN_ADDRESS, on_device
 
 ENDED = "a process of vLLM has ended; its own log above says why"
 

@@ -7,9 +7,9 @@ token again: it must be the same, and is not reported twice.
 from collections.abc import Sequence as Seq
 from typing import Any
 
-from schemas.errors import Code
-from schemas.tokens import Logprob
-from workers.engines.external.outputs import MISSING, SequenceFailure, Token, logprob_of
+from penstock.schemas.errors import Code
+from penstock.schemas.tokens import Logprob
+from penstock.workers.engines.external.outputs import MISSING, SequenceFailure, Token, logprob_of
 
 
 class Diverged(Exception):

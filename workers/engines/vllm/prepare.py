@@ -4,12 +4,12 @@ from typing import Any, NamedTuple
 
 import structlog
 
-from schemas.errors import Code
-from workers.engines.base import EngineInfo, RequestError, SequenceRequest
-from workers.engines.external import requests
-from workers.engines.external.handoff_state import ConsumedStates
-from workers.engines.vllm import handoff, sampling
-from workers.engines.vllm.plugin import EARLIER
+from penstock.schemas.errors import Code
+from penstock.workers.engines.base import EngineInfo, RequestError, SequenceRequest
+from penstock.workers.engines.external import requests
+from penstock.workers.engines.external.handoff_state import ConsumedStates
+from penstock.workers.engines.vllm import handoff, sampling
+from penstock.workers.engines.vllm.plugin import EARLIER
 
 log = structlog.get_logger("engine")
 

@@ -8,9 +8,9 @@ from collections import Counter
 from collections.abc import Sequence as Seq
 from typing import Any
 
-from schemas.requests import Constraint, Sampling, Stop
-from workers.engines.external.constrained import ends, grammar_text
-from workers.engines.external.sampling import greedy, seed_of, shape, stop_ids
+from penstock.schemas.requests import Constraint, Sampling, Stop
+from penstock.workers.engines.external.constrained import ends, grammar_text
+from penstock.workers.engines.external.sampling import greedy, seed_of, shape, stop_ids
 
 
 def arguments(

@@ -7,12 +7,12 @@ from typing import Any
 import structlog
 from nats.errors import Error as NatsError
 
-from infra.bus.connection import Bus
-from schemas import wire
-from schemas.errors import ServingError
-from schemas.transfer import Handoff, Handoffs, Ticket
-from workers.metrics.worker import Metrics
-from workers.outbox import Outbox
+from penstock.infra.bus.connection import Bus
+from penstock.schemas import wire
+from penstock.schemas.errors import ServingError
+from penstock.schemas.transfer import Handoff, Handoffs, Ticket
+from penstock.workers.metrics.worker import Metrics
+from penstock.workers.outbox import Outbox
 
 log = structlog.get_logger("handoff")
 

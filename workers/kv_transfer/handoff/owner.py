@@ -6,17 +6,17 @@ from collections.abc import Callable, Sequence
 
 import structlog
 
-from infra.bus.clock import BrokerClock
-from infra.bus.tasks import Tasks
-from schemas import wire
-from schemas.control import Ok, Push, Pushed, Release
-from schemas.transfer import Endpoint, Ticket
-from workers.engine_loop import EngineLoop
-from workers.engines.base import Engine
-from workers.kv_transfer.base import TransferError, Transport
-from workers.kv_transfer.handoff.ledger import Ledger
-from workers.kv_transfer.handoff.pins import Pin, Pins
-from workers.metrics.worker import Metrics
+from penstock.infra.bus.clock import BrokerClock
+from penstock.infra.bus.tasks import Tasks
+from penstock.schemas import wire
+from penstock.schemas.control import Ok, Push, Pushed, Release
+from penstock.schemas.transfer import Endpoint, Ticket
+from penstock.workers.engine_loop import EngineLoop
+from penstock.workers.engines.base import Engine
+from penstock.workers.kv_transfer.base import TransferError, Transport
+from penstock.workers.kv_transfer.handoff.ledger import Ledger
+from penstock.workers.kv_transfer.handoff.pins import Pin, Pins
+from penstock.workers.metrics.worker import Metrics
 
 log = structlog.get_logger("handoff")
 

@@ -7,10 +7,10 @@ from contextlib import AsyncExitStack
 
 import structlog
 
-from infra.bus.connection import Bus
-from infra.bus.registry import RegisteredWorker, WorkerRegistry
-from schemas.transfer import Endpoint
-from workers.kv_transfer.base import Transport
+from penstock.infra.bus.connection import Bus
+from penstock.infra.bus.registry import RegisteredWorker, WorkerRegistry
+from penstock.schemas.transfer import Endpoint
+from penstock.workers.kv_transfer.base import Transport
 
 log = structlog.get_logger("handoff")
 

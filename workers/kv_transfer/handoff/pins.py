@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from workers.engines.base import Engine
+from penstock.workers.engines.base import Engine
 
 
 class Pin(msgspec.Struct, eq=False):

@@ -12,13 +12,13 @@ import msgspec
 import structlog
 from nats.errors import Error as NatsError
 
-from infra.bus.connection import Bus
-from schemas import control, wire
-from schemas.control import Push, Pushed, Release
-from schemas.transfer import Handoff, Ticket
-from workers.kv_transfer.base import TransferError, Transport
-from workers.kv_transfer.handoff.ledger import Ledger
-from workers.kv_transfer.path import path_between
+from penstock.infra.bus.connection import Bus
+from penstock.schemas import control, wire
+from penstock.schemas.control import Push, Pushed, Release
+from penstock.schemas.transfer import Handoff, Ticket
+from penstock.workers.kv_transfer.base import TransferError, Transport
+from penstock.workers.kv_transfer.handoff.ledger import Ledger
+from penstock.workers.kv_transfer.path import path_between
 
 log = structlog.get_logger("handoff")
 

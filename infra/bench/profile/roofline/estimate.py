@@ -9,12 +9,12 @@ time is that of all stages, so stages save memory and not time.
 
 from msgspec import Struct
 
-from infra.bench.profile.roofline.gpus import Efficiency, Gpu
-from infra.engine_args import memory_estimate
-from infra.engine_args.memory_estimate import GIB, Memory
-from infra.engine_args.model_shape import Shape, UnknownShape
-from infra.engine_args.schema import EngineArgs
-from infra.engine_args.tree import decode
+from penstock.infra.bench.profile.roofline.gpus import Efficiency, Gpu
+from penstock.infra.engine_args import memory_estimate
+from penstock.infra.engine_args.memory_estimate import GIB, Memory
+from penstock.infra.engine_args.model_shape import Shape, UnknownShape
+from penstock.infra.engine_args.schema import EngineArgs
+from penstock.infra.engine_args.tree import decode
 
 ACTIVATION_BYTES = 2
 _MLA_WIDTH = 320  # query and value width of a head with multi-head latent attention: 128 + 64, and 128

@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator
 
-from infra.bench.profile.roofline.estimate import Mapping
-from infra.engine_args.model_shape import Shape
+from penstock.infra.bench.profile.roofline.estimate import Mapping
+from penstock.infra.engine_args.model_shape import Shape
 
 
 def mappings(shape: Shape, most_gpus: int, *, stages: int = 2) -> Iterator[Mapping]:

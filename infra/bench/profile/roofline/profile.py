@@ -2,9 +2,9 @@
 
 import msgspec
 
-from infra.bench.profile import grid
-from infra.bench.profile.data import Decode, DecodePoint, Profile, Setup
-from infra.bench.profile.roofline.estimate import Engine, most
+from penstock.infra.bench.profile import grid
+from penstock.infra.bench.profile.data import Decode, DecodePoint, Profile, Setup
+from penstock.infra.bench.profile.roofline.estimate import Engine, most
 
 _POINTS = 10
 

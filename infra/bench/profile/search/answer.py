@@ -4,23 +4,23 @@ import shlex
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from configs.flags import BadFlags, flag_name, read
-from configs.settings import WorkerSettings
-from configs.up_settings import UpSettings
-from infra.bench.profile.roofline.estimate import Engine as Estimated
-from infra.bench.profile.search.candidates import Candidate, PoolSize, Sla
-from infra.deploy.helm.render import Wanted, to_yaml, values_of
-from infra.deploy.helm.render import commands as helm_commands
-from infra.deploy.helm.values import SETTLED, Engine
-from infra.engine_args.generate import EngineSpec
-from infra.engine_args.memory_estimate import GIB
-from infra.engine_args.rules import Role as EngineRole
-from infra.engine_args.tree import BadArguments
-from infra.launch.groups import EXTERNAL
-from infra.launch.plan import passed
-from infra.recipes.catalogue import GPUS, RecipeEntry, entry_of
-from infra.recipes.generate import texts_of
-from schemas.plans import Role
+from penstock.configs.flags import BadFlags, flag_name, read
+from penstock.configs.settings import WorkerSettings
+from penstock.configs.up_settings import UpSettings
+from penstock.infra.bench.profile.roofline.estimate import Engine as Estimated
+from penstock.infra.bench.profile.search.candidates import Candidate, PoolSize, Sla
+from penstock.infra.deploy.helm.render import Wanted, to_yaml, values_of
+from penstock.infra.deploy.helm.render import commands as helm_commands
+from penstock.infra.deploy.helm.values import SETTLED, Engine
+from penstock.infra.engine_args.generate import EngineSpec
+from penstock.infra.engine_args.memory_estimate import GIB
+from penstock.infra.engine_args.rules import Role as EngineRole
+from penstock.infra.engine_args.tree import BadArguments
+from penstock.infra.launch.groups import EXTERNAL
+from penstock.infra.launch.plan import passed
+from penstock.infra.recipes.catalogue import GPUS, RecipeEntry, entry_of
+from penstock.infra.recipes.generate import texts_of
+from penstock.schemas.plans import Role
 
 ENGINE_IMAGE = "registry.example.com/penstock-{engine}:0.1.0"  # as the chart's own image: a name to be replaced
 _SUFFIXES = {"aggregated": "agg", "prefill": "prefill", "decode": "decode"}

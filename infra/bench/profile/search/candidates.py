@@ -1,9 +1,9 @@
 """Deployments by configuration and size, and how many requests each serves within the SLA. Pure.
 
 A deployment is a pool of aggregated workers, or one of prefill and one of decode workers. Its rate is the highest one
-whose mean latencies, queueing included (``infra.planner.capacity``), are within the SLA while workers are busy for at
-most a share of their time. Of the sizes of one pair of configurations, the smallest is kept that serves nearly as much
-per GPU as the best.
+whose mean latencies, queueing included (``penstock.infra.planner.capacity``), are within the SLA while workers are busy
+for at most a share of their time. Of the sizes of one pair of configurations, the smallest is kept that serves nearly
+as much per GPU as the best.
 """
 
 import math
@@ -12,9 +12,9 @@ from functools import cache
 
 from msgspec import Struct
 
-from infra.planner.capacity import latency
-from infra.planner.timing import EngineTiming
-from schemas.plans import Demand, Latency, Role
+from penstock.infra.planner.capacity import latency
+from penstock.infra.planner.timing import EngineTiming
+from penstock.schemas.plans import Demand, Latency, Role
 
 NEARLY = 0.95
 _LARGEST = 8  # workers of a pool, unless a rate is asked for

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 from rich.table import Table
 
-from infra.bench.pareto.cost import Prices, cost, gpu_of
-from infra.bench.profile.search.candidates import Candidate, Sla
+from penstock.infra.bench.pareto.cost import Prices, cost, gpu_of
+from penstock.infra.bench.profile.search.candidates import Candidate, Sla
 
 
 def table(found: Sequence[Candidate], sla: Sla, *, limited: str, rate: float, gpu: str, prices: Prices | None) -> Table:

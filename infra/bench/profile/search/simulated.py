@@ -11,14 +11,14 @@ from typing import Literal
 import msgspec
 from msgspec import Struct
 
-from infra.bench.profile.search.candidates import Candidate, Configuration, PoolSize, Scope, Sla
-from infra.bench.simulation.fleet import simulate
-from infra.bench.simulation.placement import PlacementPolicy
-from infra.bench.simulation.policy import Fleet
-from infra.planner.simulation.profiled import worker_of
-from infra.planner.simulation.shapes import generate
-from infra.quantile import quantile
-from schemas.plans import Role
+from penstock.infra.bench.profile.search.candidates import Candidate, Configuration, PoolSize, Scope, Sla
+from penstock.infra.bench.simulation.fleet import simulate
+from penstock.infra.bench.simulation.placement import PlacementPolicy
+from penstock.infra.bench.simulation.policy import Fleet
+from penstock.infra.planner.simulation.profiled import worker_of
+from penstock.infra.planner.simulation.shapes import generate
+from penstock.infra.quantile import quantile
+from penstock.schemas.plans import Role
 
 Percentile = Literal["mean", "p50", "p75", "p90", "p95", "p99"]
 BLOCK_SIZE = 64

@@ -7,16 +7,16 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from infra.bench.profile.data import BadProfile, Profile, load
-from infra.bench.profile.interpolate import DecodeSurface, ttft_at
-from infra.bench.profile.modelled import mock_profile
-from infra.bench.profile.roofline.estimate import Engine, fits
-from infra.bench.profile.roofline.gpus import GPUS
-from infra.bench.profile.roofline.mappings import mappings
-from infra.bench.profile.roofline.profile import roofline_profile
-from infra.bench.profile.search.candidates import Configuration, Sla, why_not
-from infra.engine_args.model_shape import Shape
-from infra.planner.timing import EngineTiming
+from penstock.infra.bench.profile.data import BadProfile, Profile, load
+from penstock.infra.bench.profile.interpolate import DecodeSurface, ttft_at
+from penstock.infra.bench.profile.modelled import mock_profile
+from penstock.infra.bench.profile.roofline.estimate import Engine, fits
+from penstock.infra.bench.profile.roofline.gpus import GPUS
+from penstock.infra.bench.profile.roofline.mappings import mappings
+from penstock.infra.bench.profile.roofline.profile import roofline_profile
+from penstock.infra.bench.profile.search.candidates import Configuration, Sla, why_not
+from penstock.infra.engine_args.model_shape import Shape
+from penstock.infra.planner.timing import EngineTiming
 
 
 class Choices(Struct, frozen=True):

@@ -3,15 +3,15 @@ from typing import Any
 
 import pytest
 
-from gateway.openai.messages import template_messages
-from gateway.openai.prepare import PreparedRequest
-from gateway.openai.requests import ChatMessage, ContentPart
-from gateway.openai.responses_api.chat import Turn, chat_of
-from gateway.openai.responses_api.prepare import prepare_response
-from gateway.openai.responses_api.record import StoredBody, encode_stored, read_stored
-from gateway.openai.responses_api.requests import InputItem, ResponsesRequest, parse_response
-from schemas.errors import Code, ServingError
-from schemas.wire import unpack_tokens
+from penstock.gateway.openai.messages import template_messages
+from penstock.gateway.openai.prepare import PreparedRequest
+from penstock.gateway.openai.requests import ChatMessage, ContentPart
+from penstock.gateway.openai.responses_api.chat import Turn, chat_of
+from penstock.gateway.openai.responses_api.prepare import prepare_response
+from penstock.gateway.openai.responses_api.record import StoredBody, encode_stored, read_stored
+from penstock.gateway.openai.responses_api.requests import InputItem, ResponsesRequest, parse_response
+from penstock.schemas.errors import Code, ServingError
+from penstock.schemas.wire import unpack_tokens
 from tests.gateway.answers import CONTEXT, NOW
 
 TOOL = {"type": "function", "name": "get_weather", "description": "d", "parameters": {"type": "object"}, "strict": True}

@@ -10,17 +10,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from openai.types.responses import CompactedResponse
 
-from gateway.answer_shapes import renderer_for
-from gateway.openai.messages import template_messages
-from gateway.openai.requests import ChatMessage, ContentPart
-from gateway.openai.responses_api.chat import Turn, chat_of
-from gateway.openai.responses_api.compaction import INSTRUCTION, compacted, encode_kept, with_instruction
-from gateway.openai.responses_api.items import SUMMARY, Summary, decode_summary, encode_summary
-from gateway.openai.responses_api.record import MAX_BYTES
-from gateway.openai.responses_api.requests import InputItem, InputPart, ResponsesRequest, parse_compaction
-from gateway.openai.segments import WholeAnswer
-from schemas.errors import Code, ServingError
-from schemas.tokens import Finish, TokenItem
+from penstock.gateway.answer_shapes import renderer_for
+from penstock.gateway.openai.messages import template_messages
+from penstock.gateway.openai.requests import ChatMessage, ContentPart
+from penstock.gateway.openai.responses_api.chat import Turn, chat_of
+from penstock.gateway.openai.responses_api.compaction import INSTRUCTION, compacted, encode_kept, with_instruction
+from penstock.gateway.openai.responses_api.items import SUMMARY, Summary, decode_summary, encode_summary
+from penstock.gateway.openai.responses_api.record import MAX_BYTES
+from penstock.gateway.openai.responses_api.requests import InputItem, InputPart, ResponsesRequest, parse_compaction
+from penstock.gateway.openai.segments import WholeAnswer
+from penstock.schemas.errors import Code, ServingError
+from penstock.schemas.tokens import Finish, TokenItem
 from tests.gateway.answers import CALL, DETOKENIZER, ID, LENGTH, STOP, items, request
 from tests.properties import examples
 

@@ -3,9 +3,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from gateway.openai.messages import template_messages
-from gateway.openai.responses_api.chat import chat_of
-from gateway.openai.responses_api.record import (
+from penstock.gateway.openai.messages import template_messages
+from penstock.gateway.openai.responses_api.chat import chat_of
+from penstock.gateway.openai.responses_api.record import (
     MAX_BYTES,
     MAX_TURNS,
     check_turns,
@@ -14,10 +14,10 @@ from gateway.openai.responses_api.record import (
     read_stored,
     turn_of,
 )
-from gateway.openai.responses_api.requests import InputItem, InputPart, ResponsesRequest, parse_response
-from schemas import done
-from schemas.errors import ServingError
-from schemas.wire import pack_tokens
+from penstock.gateway.openai.responses_api.requests import InputItem, InputPart, ResponsesRequest, parse_response
+from penstock.schemas import done
+from penstock.schemas.errors import ServingError
+from penstock.schemas.wire import pack_tokens
 from tests.gateway.answers import CALL, CONTEXT, DETOKENIZER, ID, request
 
 BODY = ResponsesRequest(model="demo", input="hi")

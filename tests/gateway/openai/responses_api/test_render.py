@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from gateway.openai.responses_api.record import encode_stored
-from gateway.openai.responses_api.render import ResponseRenderer, response
-from gateway.openai.responses_api.requests import ResponsesRequest
-from gateway.openai.segments import WholeAnswer
-from schemas.errors import Code, ServingError
-from schemas.requests import GenerateRequest, Sampling
-from schemas.tokens import Finish, TokenItem
+from penstock.gateway.openai.responses_api.record import encode_stored
+from penstock.gateway.openai.responses_api.render import ResponseRenderer, response
+from penstock.gateway.openai.responses_api.requests import ResponsesRequest
+from penstock.gateway.openai.segments import WholeAnswer
+from penstock.schemas.errors import Code, ServingError
+from penstock.schemas.requests import GenerateRequest, Sampling
+from penstock.schemas.tokens import Finish, TokenItem
 from tests.gateway.answers import CALL, DETOKENIZER, ID, LENGTH, STOP, TEXTS, items, request
 from tests.properties import examples
 

@@ -2,8 +2,8 @@ from typing import Any
 
 import pytest
 
-from gateway.openai.responses_api.tools import ToolNames, chat_tools, left_out
-from schemas.errors import ServingError
+from penstock.gateway.openai.responses_api.tools import ToolNames, chat_tools, left_out
+from penstock.schemas.errors import ServingError
 
 
 def function(name: str, **fields: Any) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import json
 from collections.abc import AsyncIterator
 from typing import Any
 
-from infra.bench.generator.target import Target
+from penstock.infra.bench.generator.target import Target
 
 TOKENS = 4
 

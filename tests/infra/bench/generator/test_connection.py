@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infra.bench.generator.connection import Connection
-from infra.bench.generator.exchange import Exchange
+from penstock.infra.bench.generator.connection import Connection
+from penstock.infra.bench.generator.exchange import Exchange
 from tests.infra.bench.generator.support import TOKENS, sse, whole
 
 

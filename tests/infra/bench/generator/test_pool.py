@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from infra.bench.generator.exchange import Exchange
-from infra.bench.generator.pool import ClosedLoop, Pool, send_in_time
-from infra.bench.generator.target import Target, ask, parse_target
+from penstock.infra.bench.generator.exchange import Exchange
+from penstock.infra.bench.generator.pool import ClosedLoop, Pool, send_in_time
+from penstock.infra.bench.generator.target import Target, ask, parse_target
 from tests.infra.bench.generator.support import TOKENS, Server, serving
 
 BODY = b'{"max_tokens":4,"stream":true}'

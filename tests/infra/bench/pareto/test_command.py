@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from infra.bench.pareto.command import run
-from infra.bench.pareto.deployment import FILE, BadDeployment, parse
+from penstock.infra.bench.pareto.command import run
+from penstock.infra.bench.pareto.deployment import FILE, BadDeployment, parse
 from tests.infra.bench.sweep.samples import result, write
 
 pytest.importorskip("matplotlib")

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infra.bench.pareto.cost import BadPrices, Gpu, Prices, cost, gpu_of, read
+from penstock.infra.bench.pareto.cost import BadPrices, Gpu, Prices, cost, gpu_of, read
 
 FILE = """
 currency: EUR

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from infra.bench.profile.capacity import Capacity, context_of, read_capacity
-from infra.bench.profile.command import BadSettings, Settings, grid_of, setup_of
+from penstock.infra.bench.profile.capacity import Capacity, context_of, read_capacity
+from penstock.infra.bench.profile.command import BadSettings, Settings, grid_of, setup_of
 
 
 def worker(role: str, blocks: int, context: int = 8192) -> str:

@@ -5,8 +5,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from infra.bench.profile.command import begun
-from infra.bench.profile.data import BadProfile, Decode, DecodePoint, Prefill, Profile, Setup, load, save
+from penstock.infra.bench.profile.command import begun
+from penstock.infra.bench.profile.data import BadProfile, Decode, DecodePoint, Prefill, Profile, Setup, load, save
 
 SETUP = Setup(
     model="m", api="chat", gpus=1, attention_dp=1, osl=500, max_context=8192, max_kv_tokens=100_000, max_batch=64

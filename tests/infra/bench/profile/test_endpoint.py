@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from infra.bench.profile.data import Profile, load
-from infra.bench.profile.endpoint import Grid, ProfileFailed, Profiler
-from infra.bench.sweep.bodies import Bodies
-from infra.bench.sweep.endpoints import parse_endpoints
-from infra.bench.sweep.smoke import Abilities
+from penstock.infra.bench.profile.data import Profile, load
+from penstock.infra.bench.profile.endpoint import Grid, ProfileFailed, Profiler
+from penstock.infra.bench.sweep.bodies import Bodies
+from penstock.infra.bench.sweep.endpoints import parse_endpoints
+from penstock.infra.bench.sweep.smoke import Abilities
 from tests.infra.bench.profile.test_data import SETUP
 from tests.infra.bench.sweep.fake_server import OVERHEAD, TEXTS, FakeServer, fake_server
 

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infra.bench.profile import grid
-from infra.bench.sweep.figures import Record
+from penstock.infra.bench.profile import grid
+from penstock.infra.bench.sweep.figures import Record
 
 counts = st.integers(2, 64)
 

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from infra.bench.profile.data import Decode, DecodePoint, Prefill
-from infra.bench.profile.interpolate import DecodeSurface, between, ttft_at
+from penstock.infra.bench.profile.data import Decode, DecodePoint, Prefill
+from penstock.infra.bench.profile.interpolate import DecodeSurface, between, ttft_at
 
 values = st.floats(0.1, 1e4)
 

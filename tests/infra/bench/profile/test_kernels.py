@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from infra.bench.profile.kernels import BadTrace, kind_of, own_times, read_trace, shares
-from infra.bench.profile.kernels_command import run
+from penstock.infra.bench.profile.kernels import BadTrace, kind_of, own_times, read_trace, shares
+from penstock.infra.bench.profile.kernels_command import run
 
 
 def event(name: str, start: float, duration: float, cat: str = "cpu_op", tid: int = 1) -> dict[str, Any]:

@@ -2,9 +2,9 @@
 
 import pytest
 
-from infra.bench.profile.interpolate import DecodeSurface, ttft_at
-from infra.bench.profile.modelled import mock_profile
-from workers.engines.mock.timing import decode_seconds, prefill_seconds
+from penstock.infra.bench.profile.interpolate import DecodeSurface, ttft_at
+from penstock.infra.bench.profile.modelled import mock_profile
+from penstock.workers.engines.mock.timing import decode_seconds, prefill_seconds
 
 
 def test_it_is_what_the_mock_engine_takes() -> None:

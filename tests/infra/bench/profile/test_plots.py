@@ -5,7 +5,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from infra.bench.profile.data import Decode, Profile
+from penstock.infra.bench.profile.data import Decode, Profile
 from tests.infra.bench.profile.test_data import SETUP
 from tests.infra.planner.engines import engine
 
@@ -13,7 +13,7 @@ pytest.importorskip("matplotlib")
 
 
 def test_each_part_that_was_measured_has_its_plot(tmp_path: Path) -> None:
-    from infra.bench.profile.plots import draw
+    from penstock.infra.bench.profile.plots import draw
 
     both = engine().profile
     assert [path.name for path in draw(both, tmp_path)] == ["prefill.png", "decode.png"]

@@ -7,15 +7,15 @@ import msgspec
 import pytest
 import yaml
 
-from configs.flags import read
-from configs.up_settings import UpSettings
-from infra.bench.profile.data import save
-from infra.bench.profile.sla_command import Settings, run
-from infra.deploy.helm.values import Values
-from infra.launch.deployment import read_args
-from infra.launch.groups import fleet_of
-from infra.recipes.advice import advise, check_set, failed
-from infra.recipes.catalogue import context_of, parse
+from penstock.configs.flags import read
+from penstock.configs.up_settings import UpSettings
+from penstock.infra.bench.profile.data import save
+from penstock.infra.bench.profile.sla_command import Settings, run
+from penstock.infra.deploy.helm.values import Values
+from penstock.infra.launch.deployment import read_args
+from penstock.infra.launch.groups import fleet_of
+from penstock.infra.recipes.advice import advise, check_set, failed
+from penstock.infra.recipes.catalogue import context_of, parse
 from tests.infra.planner.engines import engine
 
 LLAMA = "meta-llama/Llama-3.1-8B-Instruct"

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from infra.bench.simulation.timing import decode_ns, prefill_ns
+from penstock.infra.bench.simulation.timing import decode_ns, prefill_ns
 
 
 @dataclass(eq=False)

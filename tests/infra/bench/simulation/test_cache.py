@@ -3,7 +3,7 @@
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from infra.bench.simulation.cache import BlockCache
+from penstock.infra.bench.simulation.cache import BlockCache
 from tests.properties import examples
 
 CAPACITY = 12

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infra.bench.simulation.engine import Engine, EngineSequence
+from penstock.infra.bench.simulation.engine import Engine, EngineSequence
 from tests.infra.bench.simulation import naive_engine
 from tests.properties import examples
 

@@ -2,11 +2,11 @@ import math
 
 import pytest
 
-from infra.bench.intervals import paired
-from infra.bench.simulation.figures import figures
-from infra.bench.simulation.fleet import Result, Served
-from infra.bench.simulation.policy import Fleet, Placement, WorkerSpec
-from infra.bench.simulation.trace import Request
+from penstock.infra.bench.intervals import paired
+from penstock.infra.bench.simulation.figures import figures
+from penstock.infra.bench.simulation.fleet import Result, Served
+from penstock.infra.bench.simulation.policy import Fleet, Placement, WorkerSpec
+from penstock.infra.bench.simulation.trace import Request
 
 MS = 1_000_000
 

@@ -5,13 +5,13 @@ from dataclasses import replace
 
 import pytest
 
-from infra.bench.simulation.cache import StoredRun
-from infra.bench.simulation.fleet import Served, SimulationError, simulate
-from infra.bench.simulation.policy import Fleet, Placement, Target, WorkerSpec
-from infra.bench.simulation.rules import RulePolicy, round_robin
-from infra.bench.simulation.timing import decode_ns, prefill_ns
-from infra.bench.simulation.trace import Request
-from infra.bench.simulation.workloads import generate
+from penstock.infra.bench.simulation.cache import StoredRun
+from penstock.infra.bench.simulation.fleet import Served, SimulationError, simulate
+from penstock.infra.bench.simulation.policy import Fleet, Placement, Target, WorkerSpec
+from penstock.infra.bench.simulation.rules import RulePolicy, round_robin
+from penstock.infra.bench.simulation.timing import decode_ns, prefill_ns
+from penstock.infra.bench.simulation.trace import Request
+from penstock.infra.bench.simulation.workloads import generate
 
 POOL = 1000 * 64
 MS = 1_000_000
@@ -124,7 +124,7 @@ def test_planned_runs_end_where_single_passes_do(name: str, monkeypatch: pytest.
     requests = [each for each in generate(name, 3, 80, 8.0).requests(64) if each.prompt_tokens < 90_000]
     requests = [replace(each, index=n) for n, each in enumerate(requests)]
     runs = simulate(fleet, requests, RulePolicy(round_robin))
-    monkeypatch.setattr("infra.bench.simulation.engine._RUN", 1)
+    monkeypatch.setattr("penstock.infra.bench.simulation.engine._RUN", 1)
     single = simulate(fleet, requests, RulePolicy(round_robin))
     assert times(runs.served) == times(single.served)
     assert runs.preemptions == single.preemptions

@@ -4,14 +4,14 @@ from itertools import product
 
 import pytest
 
-from infra.bench.simulation.comparison import POLICIES, Cell, run, runs, summaries
-from infra.bench.simulation.dynamo import DynamoPolicy
-from infra.bench.simulation.fleet import simulate
-from infra.bench.simulation.policy import Fleet, Placement, WorkerSpec
-from infra.bench.simulation.rules import RulePolicy, least_requests, round_robin
-from infra.bench.simulation.trace import Request
-from infra.bench.simulation.workloads import WORKLOADS, generate
-from router.policy.routing import Weights
+from penstock.infra.bench.simulation.comparison import POLICIES, Cell, run, runs, summaries
+from penstock.infra.bench.simulation.dynamo import DynamoPolicy
+from penstock.infra.bench.simulation.fleet import simulate
+from penstock.infra.bench.simulation.policy import Fleet, Placement, WorkerSpec
+from penstock.infra.bench.simulation.rules import RulePolicy, least_requests, round_robin
+from penstock.infra.bench.simulation.trace import Request
+from penstock.infra.bench.simulation.workloads import WORKLOADS, generate
+from penstock.router.policy.routing import Weights
 
 FOUR = Fleet((WorkerSpec(blocks=4096),) * 4)
 

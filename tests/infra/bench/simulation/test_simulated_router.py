@@ -2,10 +2,10 @@
 
 from collections.abc import Mapping, Sequence
 
-from infra.bench.simulation.simulated_router import Arrival, Placed, SimulatedRouter
-from router.index.depths import TargetId
-from router.policy.routing import ALONE, ModelPart
-from schemas.fleet import Registration
+from penstock.infra.bench.simulation.simulated_router import Arrival, Placed, SimulatedRouter
+from penstock.router.index.depths import TargetId
+from penstock.router.policy.routing import ALONE, ModelPart
+from penstock.schemas.fleet import Registration
 
 MS, S = 1_000_000, 1_000_000_000
 BLOCK = 16

@@ -6,10 +6,10 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infra.bench.simulation.simulated_router import Arrival, Placed, SimulatedRouter
-from router.index.depths import TargetId
-from router.index.holders import Holders, Holding
-from schemas.fleet import Registration
+from penstock.infra.bench.simulation.simulated_router import Arrival, Placed, SimulatedRouter
+from penstock.router.index.depths import TargetId
+from penstock.router.index.holders import Holders, Holding
+from penstock.schemas.fleet import Registration
 
 MS = 1_000_000
 BLOCK = 16

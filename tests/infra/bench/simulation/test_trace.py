@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from infra.bench.simulation.trace import Multipliers, Row, Trace, TraceError, multiplied, read
+from penstock.infra.bench.simulation.trace import Multipliers, Row, Trace, TraceError, multiplied, read
 
 TRACE = Trace(
     "t",

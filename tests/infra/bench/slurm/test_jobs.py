@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from infra.bench.slurm.command import run
+from penstock.infra.bench.slurm.command import run
 from tests.infra.bench.sweep.samples import result, write
 from tests.standins.slurm import COMMANDS, install
 from tests.standins.slurm.commands import OPTIONS, parse
@@ -21,7 +21,7 @@ STUB = f"""#!/bin/bash
 echo "$@" >> $STUB/calls
 serve() {{ trap 'echo "$1 stopped" >> $STUB/calls; kill $!; exit 0' TERM; sleep 60 & wait $!; }}
 case $1 in
-  slurm) exec {sys.executable} -m infra.cli "$@" ;;
+  slurm) exec {sys.executable} -m penstock "$@" ;;
   nats)
     folder=${{2#--data-dir=}}; mkdir -p $folder; echo '{{"worker": "w", "router": "r", "gateway": "g", "operator": "o"}}' > $folder/secrets.json
     echo "nats-server on"; serve nats ;;
@@ -100,7 +100,7 @@ def test_a_failed_point_is_submitted_again_and_a_complete_one_is_not(
 ) -> None:
     pytest.importorskip("matplotlib")
     plotted: list[list[str]] = []
-    monkeypatch.setattr("infra.bench.sweep.plot_command.run", lambda argv: plotted.append(argv) or 0)
+    monkeypatch.setattr("penstock.infra.bench.sweep.plot_command.run", lambda argv: plotted.append(argv) or 0)
     cluster.write("chain")
     (cluster.stub / "broken").touch()
     (cluster.folder / "local/penstock-1/store").mkdir(parents=True)  # of the same job, before its node failed
@@ -221,7 +221,7 @@ def test_each_node_of_an_engine_gets_its_rank_and_the_address_of_the_first(
     cluster: Cluster, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("matplotlib")
-    monkeypatch.setattr("infra.bench.sweep.plot_command.run", lambda argv: 0)
+    monkeypatch.setattr("penstock.infra.bench.sweep.plot_command.run", lambda argv: 0)
     text = SWEEP.format(stub=cluster.stub / "penstock", local=cluster.folder / "local", order="jobs")
     text = text.replace("engine: mock", "engine: vllm\nmodel: some/model").partition("points:")[0]
     (cluster.folder / "sweep.yaml").write_text(f"{text}points:\n  - {{name: whole, workers: 1, tp: 4}}\n")

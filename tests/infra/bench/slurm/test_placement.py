@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infra.bench.slurm.placement import BadAllocation, Group, Node, node_count, nodes_of, place
+from penstock.infra.bench.slurm.placement import BadAllocation, Group, Node, node_count, nodes_of, place
 
 
 def test_nodes_and_tasks_are_read_in_the_form_that_slurm_writes() -> None:

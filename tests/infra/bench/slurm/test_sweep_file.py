@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from infra.bench.slurm.command import write
-from infra.bench.slurm.engines import load_of, workers_of
-from infra.bench.slurm.placement import Group, Node, place
-from infra.bench.slurm.script import BODY, NUMA, JobPoint, instances, job
-from infra.bench.slurm.sweep_file import BadSweep, deployment_of, name_of, parse, select
-from infra.engine_args.tree import Tree, parse_yaml
-from infra.recipes.model_shape import shape_at
+from penstock.infra.bench.slurm.command import write
+from penstock.infra.bench.slurm.engines import load_of, workers_of
+from penstock.infra.bench.slurm.placement import Group, Node, place
+from penstock.infra.bench.slurm.script import BODY, NUMA, JobPoint, instances, job
+from penstock.infra.bench.slurm.sweep_file import BadSweep, deployment_of, name_of, parse, select
+from penstock.infra.engine_args.tree import Tree, parse_yaml
+from penstock.infra.recipes.model_shape import shape_at
 
 R1 = """
 model: deepseek-ai/DeepSeek-R1

@@ -6,8 +6,8 @@ import json
 from collections.abc import AsyncIterator
 from typing import Any
 
-from infra.bench.sweep.token_text import TokenText
-from infra.model.modeldir import TINY, load_tokenizer
+from penstock.infra.bench.sweep.token_text import TokenText
+from penstock.infra.model.modeldir import TINY, load_tokenizer
 from tests.infra.bench.generator.support import whole
 
 OVERHEAD = 7

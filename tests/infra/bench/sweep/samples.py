@@ -4,12 +4,12 @@ from pathlib import Path
 
 import msgspec
 
-from infra.bench.sweep import results
-from infra.bench.sweep.figures import Record, figures
-from infra.bench.sweep.results import Result, Run
-from infra.bench.sweep.server_metrics import Level as Gauge
-from infra.bench.sweep.server_metrics import ServerFigures
-from infra.bench.sweep.workload import Workload, concurrency_level
+from penstock.infra.bench.sweep import results
+from penstock.infra.bench.sweep.figures import Record, figures
+from penstock.infra.bench.sweep.results import Result, Run
+from penstock.infra.bench.sweep.server_metrics import Level as Gauge
+from penstock.infra.bench.sweep.server_metrics import ServerFigures
+from penstock.infra.bench.sweep.workload import Workload, concurrency_level
 
 
 def result(

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from infra.bench.intervals import Interval, paired, unpaired
-from infra.bench.sweep.compare_command import SLOWER, run
-from infra.bench.sweep.comparison import compare, verdict
+from penstock.infra.bench.intervals import Interval, paired, unpaired
+from penstock.infra.bench.sweep.compare_command import SLOWER, run
+from penstock.infra.bench.sweep.comparison import compare, verdict
 from tests.infra.bench.sweep.samples import result, write
 
 NOISE = [100.0, 104.0, 97.0, 102.0, 99.0]

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from infra.bench.sweep.convert_command import run
-from infra.bench.sweep.results import load
+from penstock.infra.bench.sweep.convert_command import run
+from penstock.infra.bench.sweep.results import load
 from tests.infra.bench.sweep.samples import load_records
 
 

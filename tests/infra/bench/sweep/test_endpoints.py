@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from infra.bench.sweep.endpoints import BadEndpoint, parse_endpoints
-from infra.launch.state import Running, State, write_state
+from penstock.infra.bench.sweep.endpoints import BadEndpoint, parse_endpoints
+from penstock.infra.launch.state import Running, State, write_state
 
 
 @pytest.mark.parametrize(

@@ -4,9 +4,9 @@ from array import array
 
 import pytest
 
-from infra.bench.generator.exchange import Exchange
-from infra.bench.sweep.bodies import Planned
-from infra.bench.sweep.figures import figures, record
+from penstock.infra.bench.generator.exchange import Exchange
+from penstock.infra.bench.sweep.bodies import Planned
+from penstock.infra.bench.sweep.figures import figures, record
 
 
 def exchange(key: int, sent: float, **more: object) -> Exchange:

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from infra.bench.sweep.plot_command import run
-from infra.bench.sweep.results import read_series, values_of
+from penstock.infra.bench.sweep.plot_command import run
+from penstock.infra.bench.sweep.results import read_series, values_of
 from tests.infra.bench.sweep.samples import result, write
 
 pytest.importorskip("matplotlib")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from infra.bench.sweep.server_metrics import Level, read_page, summarise
+from penstock.infra.bench.sweep.server_metrics import Level, read_page, summarise
 
 OURS = """# HELP penstock_worker_running sequences in the batch
 # TYPE penstock_worker_running gauge

@@ -2,8 +2,8 @@
 
 import pytest
 
-from infra.bench.generator.target import parse_target
-from infra.bench.sweep.smoke import Abilities, Smoke, Unhealthy, smoke
+from penstock.infra.bench.generator.target import parse_target
+from penstock.infra.bench.sweep.smoke import Abilities, Smoke, Unhealthy, smoke
 from tests.infra.bench.sweep.fake_server import OVERHEAD, TEXTS, FakeServer, fake_server
 
 

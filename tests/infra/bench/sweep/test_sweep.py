@@ -10,17 +10,17 @@ from typing import Any
 import msgspec
 import pytest
 
-from infra.bench.simulation.trace import Row, Trace
-from infra.bench.sweep import results
-from infra.bench.sweep.command import BadSettings, Settings, plan_of
-from infra.bench.sweep.command import run as run_command
-from infra.bench.sweep.endpoints import parse_endpoints
-from infra.bench.sweep.level_run import Limits
-from infra.bench.sweep.report import knee_of
-from infra.bench.sweep.results import BadResults, read_series
-from infra.bench.sweep.smoke import Unhealthy
-from infra.bench.sweep.sweep import Plan, Sweep, SweepFailed
-from infra.bench.sweep.workload import Level, Workload, concurrency_level
+from penstock.infra.bench.simulation.trace import Row, Trace
+from penstock.infra.bench.sweep import results
+from penstock.infra.bench.sweep.command import BadSettings, Settings, plan_of
+from penstock.infra.bench.sweep.command import run as run_command
+from penstock.infra.bench.sweep.endpoints import parse_endpoints
+from penstock.infra.bench.sweep.level_run import Limits
+from penstock.infra.bench.sweep.report import knee_of
+from penstock.infra.bench.sweep.results import BadResults, read_series
+from penstock.infra.bench.sweep.smoke import Unhealthy
+from penstock.infra.bench.sweep.sweep import Plan, Sweep, SweepFailed
+from penstock.infra.bench.sweep.workload import Level, Workload, concurrency_level
 from tests.infra.bench.sweep.fake_server import TEXTS, FakeServer, fake_server
 from tests.infra.bench.sweep.samples import load_records
 

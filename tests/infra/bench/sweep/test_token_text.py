@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from infra.bench.sweep.token_text import NoShortWord, TokenText
-from infra.model.modeldir import DEMO, TINY, load_tokenizer
+from penstock.infra.bench.sweep.token_text import NoShortWord, TokenText
+from penstock.infra.model.modeldir import DEMO, TINY, load_tokenizer
 
 TEXTS = {path.name: TokenText(load_tokenizer(path)) for path in (DEMO, TINY)}
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from infra.bench.sweep.workload import LEVELS, PRESETS, Level, Workload, WorkloadFlags, levels_of, workload_of
+from penstock.infra.bench.sweep.workload import LEVELS, PRESETS, Level, Workload, WorkloadFlags, levels_of, workload_of
 
 
 def test_levels_are_sorted_each_once_with_three_requests_per_connection_and_at_least_ten() -> None:

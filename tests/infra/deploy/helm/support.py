@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import yaml
 
-from infra.deploy.helm.cli import rendered
-from infra.deploy.helm.generate import CHART
-from infra.deploy.helm.render import Wanted
+from penstock.infra.deploy.helm.cli import rendered
+from penstock.infra.deploy.helm.generate import CHART
+from penstock.infra.deploy.helm.render import Wanted
 from tests.binaries import find_helm
 
 Tree = dict[str, Any]

@@ -10,10 +10,10 @@ from typing import Any
 
 import yaml
 
-from infra.broker.binary import find_server
-from infra.broker.config import STORE_BYTES, USERS, variable
-from infra.deploy.helm.generate import CHART, NAMESPACE
-from infra.launch.deathsig import die_with_parent
+from penstock.infra.broker.binary import find_server
+from penstock.infra.broker.config import STORE_BYTES, USERS, variable
+from penstock.infra.deploy.helm.generate import CHART, NAMESPACE
+from penstock.infra.launch.deathsig import die_with_parent
 from tests.infra.deploy.helm.support import container, found, manifests, needs_helm, pods
 from tests.pipeline.support import free_port, until
 

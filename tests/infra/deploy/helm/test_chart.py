@@ -13,16 +13,16 @@ import jsonschema
 import pytest
 import yaml
 
-from configs.flags import parse
-from configs.settings import GatewaySettings, RouterSettings, TraceSettings, WorkerSettings
-from infra.deploy.helm.generate import CHART, files
-from infra.deploy.helm.values import Thresholds
-from infra.deploy.monitoring.main import ALERTS, GRAFANA, alert_rules
-from infra.engine_args import decode, parse_yaml
-from infra.planner.command import Settings as PlannerSettings
-from infra.planner.connectors.kubernetes import scale_path
-from infra.recipes.catalogue import members
-from infra.timeline.tracing.main import check
+from penstock.configs.flags import parse
+from penstock.configs.settings import GatewaySettings, RouterSettings, TraceSettings, WorkerSettings
+from penstock.infra.deploy.helm.generate import CHART, files
+from penstock.infra.deploy.helm.values import Thresholds
+from penstock.infra.deploy.monitoring.main import ALERTS, GRAFANA, alert_rules
+from penstock.infra.engine_args import decode, parse_yaml
+from penstock.infra.planner.command import Settings as PlannerSettings
+from penstock.infra.planner.connectors.kubernetes import scale_path
+from penstock.infra.recipes.catalogue import members
+from penstock.infra.timeline.tracing.main import check
 from tests.infra.deploy.helm.support import (
     Tree,
     command_of,
@@ -274,7 +274,7 @@ def test_helm_s_own_lint_finds_nothing() -> None:
 
 def test_the_files_that_come_from_the_code_are_current() -> None:
     for path, text in files().items():
-        assert path.read_text() == text, "run python -m infra.docs"
+        assert path.read_text() == text, "run python -m penstock.infra.docs"
 
 
 # -- objects that refer to each other ---------------------------------------------------------------------------------

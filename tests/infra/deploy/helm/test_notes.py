@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from infra.deploy.helm.generate import CHART
+from penstock.infra.deploy.helm.generate import CHART
 from tests.infra.bus.test_credentials import needs_openssl, seed, served, tls
 from tests.infra.deploy.helm.support import Tree, helm, manifests, needs_helm, pods
 from tests.infra.deploy.helm.test_chart import CREDENTIALS, OWN_NATS
@@ -50,7 +50,7 @@ USERS = ("gateway", "router", "worker", "planner", "reader", "operator", "sys")
 def machine(tmp_path: Path) -> Path:
     """A folder with the commands that are printed: kubectl, and this penstock."""
     (tmp_path / "kubectl.py").write_text(KUBECTL)
-    for name, what in (("kubectl", str(tmp_path / "kubectl.py")), ("penstock", "-m infra.cli")):
+    for name, what in (("kubectl", str(tmp_path / "kubectl.py")), ("penstock", "-m penstock")):
         (tmp_path / name).write_text(f'#!/bin/sh\nexec {sys.executable} {what} "$@"\n')
         (tmp_path / name).chmod(0o755)
     return tmp_path

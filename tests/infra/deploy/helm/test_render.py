@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import yaml
 
-from infra.deploy.helm.cli import rendered, run_chart, run_render
-from infra.deploy.helm.render import Wanted
-from infra.engine_args import BadArguments
-from infra.recipes.catalogue import members
+from penstock.infra.deploy.helm.cli import rendered, run_chart, run_render
+from penstock.infra.deploy.helm.render import Wanted
+from penstock.infra.engine_args import BadArguments
+from penstock.infra.recipes.catalogue import members
 from tests.infra.deploy.helm.support import HELM, needs_helm
 
 ENGINE = "registry.example.com/engine:1"

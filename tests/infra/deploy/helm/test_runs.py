@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from infra.broker.binary import find_server
-from infra.deploy.helm.generate import CHART
-from infra.launch.deathsig import die_with_parent
+from penstock.infra.broker.binary import find_server
+from penstock.infra.deploy.helm.generate import CHART
+from penstock.infra.launch.deathsig import die_with_parent
 from tests.infra.deploy.helm.support import (
     Tree,
     command_of,

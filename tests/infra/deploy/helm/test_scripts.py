@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from infra.deploy.helm.generate import CHART
-from infra.launch.deathsig import die_with_parent
+from penstock.infra.deploy.helm.generate import CHART
+from penstock.infra.launch.deathsig import die_with_parent
 from tests.pipeline.support import free_port, until
 
 FILES = CHART / "files"

@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from infra.model import parser_detection
-from infra.model.detokenizer import Detokenizer
-from infra.model.parsers.answer_parser import AnswerParser
-from infra.model.parsers.families import (
+from penstock.infra.model import parser_detection
+from penstock.infra.model.detokenizer import Detokenizer
+from penstock.infra.model.parsers.answer_parser import AnswerParser
+from penstock.infra.model.parsers.families import (
     CHANNELS,
     HARMONY_MARKS,
     PACKAGED,
@@ -27,9 +27,9 @@ from infra.model.parsers.families import (
     UnknownFamily,
     read_rows,
 )
-from infra.model.parsers.marks import NONE, TOKEN, Marks
-from infra.model.parsers.registry import answer_marks, parser_for, stop_search, text_stream
-from schemas.requests import GenerateRequest, Parsing, Stop
+from penstock.infra.model.parsers.marks import NONE, TOKEN, Marks
+from penstock.infra.model.parsers.registry import answer_marks, parser_for, stop_search, text_stream
+from penstock.schemas.requests import GenerateRequest, Parsing, Stop
 from tests.infra.model.parsers.test_parsers import added
 from tests.properties import examples
 from tests.tiny_model import byte_level_json

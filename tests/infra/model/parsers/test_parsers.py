@@ -9,15 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.openai.responses import message_of
-from infra.model import modeldir
-from infra.model import parser_detection as detection
-from infra.model.parsers.answer_parser import AnswerParser
-from infra.model.parsers.delta_builder import Delta
-from infra.model.parsers.families import TABLE
-from infra.model.parsers.registry import ParserNames, agreed_parsers, answer_parsing, parser_for
-from schemas.fleet import Registration
-from schemas.requests import GenerateRequest, Parsing, Stop
+from penstock.gateway.openai.responses import message_of
+from penstock.infra.model import modeldir
+from penstock.infra.model import parser_detection as detection
+from penstock.infra.model.parsers.answer_parser import AnswerParser
+from penstock.infra.model.parsers.delta_builder import Delta
+from penstock.infra.model.parsers.families import TABLE
+from penstock.infra.model.parsers.registry import ParserNames, agreed_parsers, answer_parsing, parser_for
+from penstock.schemas.fleet import Registration
+from penstock.schemas.requests import GenerateRequest, Parsing, Stop
 from tests.infra.model.parsers.corpus import CASES, TEXTS, Case
 from tests.properties import examples
 

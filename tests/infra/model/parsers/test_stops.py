@@ -4,11 +4,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infra.model.detokenizer import StopMatcher
-from infra.model.parsers.answer_parser import AnswerParser
-from infra.model.parsers.delta_builder import Delta
-from infra.model.parsers.registry import parser_for
-from schemas.requests import GenerateRequest, Parsing, Stop
+from penstock.infra.model.detokenizer import StopMatcher
+from penstock.infra.model.parsers.answer_parser import AnswerParser
+from penstock.infra.model.parsers.delta_builder import Delta
+from penstock.infra.model.parsers.registry import parser_for
+from penstock.schemas.requests import GenerateRequest, Parsing, Stop
 from tests.infra.model.parsers.corpus import CASES, TEXTS, Case
 from tests.infra.model.parsers.test_parsers import FRAGMENTS, REASONING, TOOLS, added, cut, named
 from tests.properties import examples

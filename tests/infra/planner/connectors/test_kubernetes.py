@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from infra.planner.connectors.base import ConnectorFailed
-from infra.planner.connectors.kubernetes import Api, BadCluster, Replicas, scale_path
+from penstock.infra.planner.connectors.base import ConnectorFailed
+from penstock.infra.planner.connectors.kubernetes import Api, BadCluster, Replicas, scale_path
 
 DEPLOYMENT = "/apis/apps/v1/namespaces/serving/deployments/penstock-prefill/scale"
 GROUP = "/apis/leaderworkerset.x-k8s.io/v1/namespaces/serving/leaderworkersets/penstock-decode/scale"

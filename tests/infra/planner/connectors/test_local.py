@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from infra.launch.state import Running
-from infra.planner.connectors.base import ConnectorFailed
-from infra.planner.connectors.local import LocalWorkers, joining
+from penstock.infra.launch.state import Running
+from penstock.infra.planner.connectors.base import ConnectorFailed
+from penstock.infra.planner.connectors.local import LocalWorkers, joining
 
 PROCESSES = [
     Running("worker-0", "worker", 1),

@@ -4,23 +4,23 @@ from pathlib import Path
 
 import pytest
 
-from infra.bench.profile.data import save
-from infra.bench.profile.modelled import mock_profile
-from infra.bench.simulation.fleet import simulate as run_fleet
-from infra.bench.simulation.placement import PlacementPolicy
-from infra.bench.simulation.policy import Fleet
-from infra.bench.simulation.trace import Request
-from infra.planner.simulation.command import Settings, run
-from infra.planner.simulation.profiled import ProfileTimes, worker_of
-from infra.planner.simulation.run import BLOCK_SIZE, BLOCKS, Engines, simulate
-from infra.planner.simulation.shapes import generate
-from infra.planner.timing import EngineTiming
-from infra.quantile import quantile
-from schemas.plans import Role, Rules
-from schemas.requests import Sampling, Stop
+from penstock.infra.bench.profile.data import save
+from penstock.infra.bench.profile.modelled import mock_profile
+from penstock.infra.bench.simulation.fleet import simulate as run_fleet
+from penstock.infra.bench.simulation.placement import PlacementPolicy
+from penstock.infra.bench.simulation.policy import Fleet
+from penstock.infra.bench.simulation.trace import Request
+from penstock.infra.planner.simulation.command import Settings, run
+from penstock.infra.planner.simulation.profiled import ProfileTimes, worker_of
+from penstock.infra.planner.simulation.run import BLOCK_SIZE, BLOCKS, Engines, simulate
+from penstock.infra.planner.simulation.shapes import generate
+from penstock.infra.planner.timing import EngineTiming
+from penstock.infra.quantile import quantile
+from penstock.schemas.plans import Role, Rules
+from penstock.schemas.requests import Sampling, Stop
+from penstock.workers.engines import mock
+from penstock.workers.engines.base import SequenceRequest
 from tests.infra.planner.engines import engine
-from workers.engines import mock
-from workers.engines.base import SequenceRequest
 
 MOCK = EngineTiming(mock_profile(blocks=BLOCKS, block_size=BLOCK_SIZE))
 

@@ -2,11 +2,11 @@
 
 import pytest
 
-from infra.bench.simulation.trace import Trace
-from infra.planner.simulation.command import Settings, run
-from infra.planner.simulation.run import Engines, Simulated, simulate
-from infra.planner.simulation.shapes import generate
-from schemas.plans import Bounds, Role, Rules
+from penstock.infra.bench.simulation.trace import Trace
+from penstock.infra.planner.simulation.command import Settings, run
+from penstock.infra.planner.simulation.run import Engines, Simulated, simulate
+from penstock.infra.planner.simulation.shapes import generate
+from penstock.schemas.plans import Bounds, Role, Rules
 
 RULES = Rules(
     ttft_ms=2500.0,

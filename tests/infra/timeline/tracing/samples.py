@@ -4,14 +4,14 @@ from typing import Any
 
 import msgspec
 
-from infra.timeline.request_timeline import RequestTimeline
-from schemas.done import Done, Outcome, Returned, Timings, Usage
-from schemas.ids import new_request_id
-from schemas.jobs import Candidate, Decision, Job, Stage
-from schemas.requests import GenerateRequest, Sampling, Stop
-from schemas.trace import Stamps, Trace
-from schemas.transfer import Encoded, Endpoint, Handoff, Prefilled, Ticket
-from schemas.wire import encode, pack_tokens
+from penstock.infra.timeline.request_timeline import RequestTimeline
+from penstock.schemas.done import Done, Outcome, Returned, Timings, Usage
+from penstock.schemas.ids import new_request_id
+from penstock.schemas.jobs import Candidate, Decision, Job, Stage
+from penstock.schemas.requests import GenerateRequest, Sampling, Stop
+from penstock.schemas.trace import Stamps, Trace
+from penstock.schemas.transfer import Encoded, Endpoint, Handoff, Prefilled, Ticket
+from penstock.schemas.wire import encode, pack_tokens
 
 T0 = 1_800_000_000_000_000_000
 MS = 1_000_000

@@ -12,14 +12,14 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind, StatusCode
 
-from configs.settings import TraceSettings
-from infra.timeline.tracing import export
-from infra.timeline.tracing.export import Exporter
-from infra.timeline.tracing.main import BadUse, check
-from infra.timeline.tracing.otlp_json import document
-from infra.timeline.tracing.span import Span
-from infra.timeline.tracing.spans import spans as spans_of
-from schemas.trace import Trace
+from penstock.configs.settings import TraceSettings
+from penstock.infra.timeline.tracing import export
+from penstock.infra.timeline.tracing.export import Exporter
+from penstock.infra.timeline.tracing.main import BadUse, check
+from penstock.infra.timeline.tracing.otlp_json import document
+from penstock.infra.timeline.tracing.span import Span
+from penstock.infra.timeline.tracing.spans import spans as spans_of
+from penstock.schemas.trace import Trace
 from tests.infra.timeline.tracing.collector import Collector
 from tests.infra.timeline.tracing.samples import PARENT, at, split
 

@@ -8,21 +8,21 @@ from typing import Any
 import msgspec
 import pytest
 
-from infra.broker.server import EmbeddedNats
-from infra.bus.connection import Bus
-from infra.bus.direct_get import Entry
-from infra.timeline.tracing import follow
-from infra.timeline.tracing.follow import Following, share
-from infra.timeline.tracing.position import Position, PositionStore, begin
-from infra.timeline.tracing.span import Span
-from schemas.done import KILLED, Done, Returned, Timings
-from schemas.errors import Code, ServingError
-from schemas.ids import new_request_id
-from schemas.jobs import Job, Stage
-from schemas.requests import GenerateRequest
-from schemas.subjects import HEADER_MSG_ID, Subjects
-from schemas.trace import Trace, trace_id
-from schemas.wire import encode
+from penstock.infra.broker.server import EmbeddedNats
+from penstock.infra.bus.connection import Bus
+from penstock.infra.bus.direct_get import Entry
+from penstock.infra.timeline.tracing import follow
+from penstock.infra.timeline.tracing.follow import Following, share
+from penstock.infra.timeline.tracing.position import Position, PositionStore, begin
+from penstock.infra.timeline.tracing.span import Span
+from penstock.schemas.done import KILLED, Done, Returned, Timings
+from penstock.schemas.errors import Code, ServingError
+from penstock.schemas.ids import new_request_id
+from penstock.schemas.jobs import Job, Stage
+from penstock.schemas.requests import GenerateRequest
+from penstock.schemas.subjects import HEADER_MSG_ID, Subjects
+from penstock.schemas.trace import Trace, trace_id
+from penstock.schemas.wire import encode
 from tests.infra.bus.support import eventually, opened
 from tests.infra.timeline.tracing import samples
 

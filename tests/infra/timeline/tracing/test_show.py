@@ -5,13 +5,13 @@ import io
 import pytest
 from rich.console import Console
 
-from configs.settings import TraceSettings
-from infra.timeline.bars import bar
-from infra.timeline.tracing.main import BadUse, check
-from infra.timeline.tracing.show import WIDTH, show
-from infra.timeline.tracing.span import Span
-from infra.timeline.tracing.spans import spans
-from schemas.trace import Trace
+from penstock.configs.settings import TraceSettings
+from penstock.infra.timeline.bars import bar
+from penstock.infra.timeline.tracing.main import BadUse, check
+from penstock.infra.timeline.tracing.show import WIDTH, show
+from penstock.infra.timeline.tracing.span import Span
+from penstock.infra.timeline.tracing.spans import spans
+from penstock.schemas.trace import Trace
 from tests.infra.timeline.tracing.samples import PARENT, split
 
 

@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infra.timeline.request_timeline import RequestTimeline
-from infra.timeline.tracing.span import Span, covered
-from infra.timeline.tracing.spans import spans as spans_of
-from schemas.done import KILLED, Done, Timings
-from schemas.errors import Code
-from schemas.jobs import Revoke, Stage
-from schemas.trace import Stamps, Trace, span_id, stage_name
+from penstock.infra.timeline.request_timeline import RequestTimeline
+from penstock.infra.timeline.tracing.span import Span, covered
+from penstock.infra.timeline.tracing.spans import spans as spans_of
+from penstock.schemas.done import KILLED, Done, Timings
+from penstock.schemas.errors import Code
+from penstock.schemas.jobs import Revoke, Stage
+from penstock.schemas.trace import Stamps, Trace, span_id, stage_name
 from tests.infra.timeline.tracing.samples import (
     ID,
     MS,

@@ -6,16 +6,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infra.bench.simulation.simulated_router import Arrival, SimulatedRouter
-from router.index.depths import Depths, TargetBits
-from router.loads.load_tracker import LoadTracker
-from router.placement.aggregated import HeldRequest, is_ready
-from router.placement.decisions import FEW, Decisions, array_decisions
-from router.policy.decide import decide
-from router.policy.routing import ALONE, ModelPart, RoutingContext, RoutingDecision, RoutingRequest, Weights
-from schemas import wire
-from schemas.fleet import Registration, State
-from schemas.jobs import LoadHeader
+from penstock.infra.bench.simulation.simulated_router import Arrival, SimulatedRouter
+from penstock.router.index.depths import Depths, TargetBits
+from penstock.router.loads.load_tracker import LoadTracker
+from penstock.router.placement.aggregated import HeldRequest, is_ready
+from penstock.router.placement.decisions import FEW, Decisions, array_decisions
+from penstock.router.policy.decide import decide
+from penstock.router.policy.routing import ALONE, ModelPart, RoutingContext, RoutingDecision, RoutingRequest, Weights
+from penstock.schemas import wire
+from penstock.schemas.fleet import Registration, State
+from penstock.schemas.jobs import LoadHeader
 from tests.properties import examples
 
 WORKERS = st.lists(
@@ -159,7 +159,7 @@ def test_a_run_without_numpy_places_the_same_requests_in_the_same_order(
 
     with_arrays = run()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("infra.bench.simulation.simulated_router.array_decisions", lambda tracker: None)
+        patch.setattr("penstock.infra.bench.simulation.simulated_router.array_decisions", lambda tracker: None)
         assert run() == with_arrays
 
 

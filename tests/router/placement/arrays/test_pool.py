@@ -4,12 +4,12 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.index.depths import Depths, TargetBits
-from router.loads.load_tracker import LoadTracker
-from router.placement.arrays.decisions import _lowest
-from router.placement.arrays.pool import Pools
-from router.policy.routing import RoutingRequest
-from schemas.fleet import Registration
+from penstock.router.index.depths import Depths, TargetBits
+from penstock.router.loads.load_tracker import LoadTracker
+from penstock.router.placement.arrays.decisions import _lowest
+from penstock.router.placement.arrays.pool import Pools
+from penstock.router.policy.routing import RoutingRequest
+from penstock.schemas.fleet import Registration
 from tests.properties import examples
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding, linear, rms_norm, scaled_dot_product_attention, silu
 
-from infra.model.weight_files import key_mapping, weight_files
+from penstock.infra.model.weight_files import key_mapping, weight_files
 
 Kv = Tensor  # (layers, 2, heads, tokens, dim)
 PREFIX = "model."

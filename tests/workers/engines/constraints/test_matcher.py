@@ -9,16 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infra.model import modeldir
-from schemas.errors import Code
-from schemas.requests import Constraint, Stop
+from penstock.infra.model import modeldir
+from penstock.schemas.errors import Code
+from penstock.schemas.requests import Constraint, Stop
+from penstock.workers.engines.base import RequestError, StepResult
+from penstock.workers.engines.constraints import compiler as compiling
+from penstock.workers.engines.constraints.batch import BatchMasks
+from penstock.workers.engines.constraints.compiler import ConstraintCompiler, ModelTokens
+from penstock.workers.engines.constraints.matcher import Matcher
+from penstock.workers.engines.constraints.running import RunningConstraints
 from tests.properties import examples
-from workers.engines.base import RequestError, StepResult
-from workers.engines.constraints import compiler as compiling
-from workers.engines.constraints.batch import BatchMasks
-from workers.engines.constraints.compiler import ConstraintCompiler, ModelTokens
-from workers.engines.constraints.matcher import Matcher
-from workers.engines.constraints.running import RunningConstraints
 
 MODEL = modeldir.load(modeldir.DEMO)
 GRAMMARS = ConstraintCompiler(lambda: ModelTokens(MODEL.tokenizer, MODEL.vocab_size, MODEL.eos_token_ids))

@@ -4,15 +4,15 @@ from collections.abc import Callable, Sequence
 
 from msgspec.structs import astuple
 
-from schemas.blocks import DIGEST_BYTES, chain, extend, root, split
-from schemas.kv import KvEvent, Removed, Stored
-from schemas.requests import Sampling, Stop
-from schemas.wire import pack_tokens
-from workers.engines.base import Failure, Output, SequenceRequest, StepResult
-from workers.engines.core.blocks import BlockManager
-from workers.engines.core.config import SchedulerConfig
-from workers.engines.core.scheduler import Scheduler
-from workers.engines.core.sequence import Executor, Sampled, ScheduledSequence
+from penstock.schemas.blocks import DIGEST_BYTES, chain, extend, root, split
+from penstock.schemas.kv import KvEvent, Removed, Stored
+from penstock.schemas.requests import Sampling, Stop
+from penstock.schemas.wire import pack_tokens
+from penstock.workers.engines.base import Failure, Output, SequenceRequest, StepResult
+from penstock.workers.engines.core.blocks import BlockManager
+from penstock.workers.engines.core.config import SchedulerConfig
+from penstock.workers.engines.core.scheduler import Scheduler
+from penstock.workers.engines.core.sequence import Executor, Sampled, ScheduledSequence
 
 GREEDY = Sampling(temperature=0.0)
 ROOT = root("weights")

@@ -6,10 +6,10 @@ queue needs blocks that may be among those.
 
 import random
 
+from penstock.workers.block_waits import BlockWait, BlockWaitQueue
+from penstock.workers.engines.base import Output, Reservation
+from penstock.workers.engines.core.stats import scheduler_stats
 from tests.workers.engines.core.support import ROOT, Bench, check_pool, names, request
-from workers.block_waits import BlockWait, BlockWaitQueue
-from workers.engines.base import Output, Reservation
-from workers.engines.core.stats import scheduler_stats
 
 
 def prompt(number: int, tokens: int) -> list[int]:

@@ -2,9 +2,9 @@ import random
 
 import pytest
 
-from schemas.kv import Removed, Stored
+from penstock.schemas.kv import Removed, Stored
+from penstock.workers.engines.core.blocks import BlockManager
 from tests.workers.engines.core.support import Mirror, check_pool
-from workers.engines.core.blocks import BlockManager
 
 
 def names(text: str) -> list[bytes]:

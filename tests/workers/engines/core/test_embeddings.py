@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.engines.base import MediaReservation
-from workers.engines.core.embeddings import EmbeddingCache, Key
+from penstock.workers.engines.base import MediaReservation
+from penstock.workers.engines.core.embeddings import EmbeddingCache, Key
 
 A, B, C, D = (bytes([n]) * 32 for n in range(4))
 

@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schemas.requests import Sampling, Stop
-from workers.engines.core.ngram import CANDIDATES, NgramDrafter
-from workers.engines.core.sequence import ScheduledSequence, Sequence
+from penstock.schemas.requests import Sampling, Stop
+from penstock.workers.engines.core.ngram import CANDIDATES, NgramDrafter
+from penstock.workers.engines.core.sequence import ScheduledSequence, Sequence
 
 
 def sequence(tokens: list[int]) -> Sequence:

@@ -4,17 +4,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schemas.blocks import split
-from schemas.kv import Removed, Stored
+from penstock.schemas.blocks import split
+from penstock.schemas.kv import Removed, Stored
+from penstock.workers.engines.base import EngineInfo, RequestError, StepResult
+from penstock.workers.engines.core.blocks import BlockManager
+from penstock.workers.engines.core.config import SchedulerConfig
+from penstock.workers.engines.core.engine import ScheduledEngine
+from penstock.workers.engines.core.offload import HOST, Copies, HostCache
+from penstock.workers.engines.core.scheduler import Scheduler
+from penstock.workers.engines.mock.executor import MockExecutor, Vocabulary, expected_tokens
 from tests.properties import examples
 from tests.workers.engines.core.support import ROOT, Mirror, PoolMemory, check_pool, request
-from workers.engines.base import EngineInfo, RequestError, StepResult
-from workers.engines.core.blocks import BlockManager
-from workers.engines.core.config import SchedulerConfig
-from workers.engines.core.engine import ScheduledEngine
-from workers.engines.core.offload import HOST, Copies, HostCache
-from workers.engines.core.scheduler import Scheduler
-from workers.engines.mock.executor import MockExecutor, Vocabulary, expected_tokens
 
 WORDS, SIZE = Vocabulary(6, excluded=(2,)), 4
 

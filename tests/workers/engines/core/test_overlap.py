@@ -8,20 +8,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import astuple
 
-from schemas.requests import Sampling
-from schemas.transfer import Memory
+from penstock.schemas.requests import Sampling
+from penstock.schemas.transfer import Memory
+from penstock.workers.engines.base import EngineInfo, RequestError, StepResult
+from penstock.workers.engines.constraints.matcher import Matcher
+from penstock.workers.engines.core.blocks import BlockManager
+from penstock.workers.engines.core.config import SchedulerConfig
+from penstock.workers.engines.core.engine import ScheduledEngine
+from penstock.workers.engines.core.scheduler import Scheduler
+from penstock.workers.engines.core.sequence import Sampled, ScheduledSequence
+from penstock.workers.engines.core.sequence import Sequence as Running
+from penstock.workers.engines.core.stats import scheduler_stats
+from penstock.workers.engines.mock.executor import MockExecutor, Vocabulary, expected_tokens
 from tests.properties import examples
 from tests.workers.engines.core.support import ROOT, Mirror, PoolMemory, check_pool, request
-from workers.engines.base import EngineInfo, RequestError, StepResult
-from workers.engines.constraints.matcher import Matcher
-from workers.engines.core.blocks import BlockManager
-from workers.engines.core.config import SchedulerConfig
-from workers.engines.core.engine import ScheduledEngine
-from workers.engines.core.scheduler import Scheduler
-from workers.engines.core.sequence import Sampled, ScheduledSequence
-from workers.engines.core.sequence import Sequence as Running
-from workers.engines.core.stats import scheduler_stats
-from workers.engines.mock.executor import MockExecutor, Vocabulary, expected_tokens
 
 WORDS = Vocabulary(6, excluded=(2,))
 STOP = 4  # a token that ends some answers: learned one step late

@@ -2,18 +2,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schemas.blocks import chain, root, split
-from schemas.errors import Code
-from schemas.kv import Removed, Stored
-from schemas.wire import pack_tokens
+from penstock.schemas.blocks import chain, root, split
+from penstock.schemas.errors import Code
+from penstock.schemas.kv import Removed, Stored
+from penstock.schemas.wire import pack_tokens
+from penstock.workers.engines.base import Failure, Output, RequestError, Started
+from penstock.workers.engines.core.blocks import BlockManager
+from penstock.workers.engines.core.config import SchedulerConfig
+from penstock.workers.engines.core.scheduler import Scheduler
+from penstock.workers.engines.core.stats import scheduler_stats
+from penstock.workers.engines.mock.executor import MockExecutor, Vocabulary, expected_tokens
 from tests.properties import examples
 from tests.workers.engines.core.support import GREEDY, ROOT, Bench, Mirror, PoolMemory, check_pool, names, request
-from workers.engines.base import Failure, Output, RequestError, Started
-from workers.engines.core.blocks import BlockManager
-from workers.engines.core.config import SchedulerConfig
-from workers.engines.core.scheduler import Scheduler
-from workers.engines.core.stats import scheduler_stats
-from workers.engines.mock.executor import MockExecutor, Vocabulary, expected_tokens
 
 ACTIONS = ("hold", "release_held", "reserve", "use", "release", "cancel", "step")
 

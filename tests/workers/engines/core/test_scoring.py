@@ -7,20 +7,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schemas.blocks import root
-from schemas.requests import Sampling
-from schemas.tokens import Logprob
-from schemas.wire import pack_tokens
+from penstock.schemas.blocks import root
+from penstock.schemas.requests import Sampling
+from penstock.schemas.tokens import Logprob
+from penstock.schemas.wire import pack_tokens
+from penstock.workers.engines.base import EngineInfo, SequenceRequest, StepResult
+from penstock.workers.engines.core.blocks import BlockManager
+from penstock.workers.engines.core.config import SchedulerConfig
+from penstock.workers.engines.core.engine import ScheduledEngine
+from penstock.workers.engines.core.naming import block_digests
+from penstock.workers.engines.core.scheduler import Scheduler
+from penstock.workers.engines.core.sequence import ScheduledSequence, scored_to
+from penstock.workers.engines.mock.executor import MockExecutor, Vocabulary
 from tests.properties import examples
 from tests.workers.engines.core.support import PoolMemory, check_pool, request
-from workers.engines.base import EngineInfo, SequenceRequest, StepResult
-from workers.engines.core.blocks import BlockManager
-from workers.engines.core.config import SchedulerConfig
-from workers.engines.core.engine import ScheduledEngine
-from workers.engines.core.naming import block_digests
-from workers.engines.core.scheduler import Scheduler
-from workers.engines.core.sequence import ScheduledSequence, scored_to
-from workers.engines.mock.executor import MockExecutor, Vocabulary
 
 ROOT = root("weights")
 WORDS = Vocabulary(50)

@@ -8,21 +8,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import astuple
 
-from schemas.requests import Sampling
-from schemas.tokens import Logprob
+from penstock.schemas.requests import Sampling
+from penstock.schemas.tokens import Logprob
+from penstock.workers.engines.base import EngineInfo, Output, StepResult
+from penstock.workers.engines.core.blocks import BlockManager
+from penstock.workers.engines.core.config import SchedulerConfig
+from penstock.workers.engines.core.drafts import accepted
+from penstock.workers.engines.core.engine import ScheduledEngine
+from penstock.workers.engines.core.ngram import NgramDrafter
+from penstock.workers.engines.core.scheduler import Scheduler
+from penstock.workers.engines.core.sequence import Sampled, ScheduledSequence
+from penstock.workers.engines.core.speculation import Drafter, Speculation
+from penstock.workers.engines.core.windows import WindowRows
+from penstock.workers.engines.mock.executor import MockExecutor, Vocabulary, expected_tokens
 from tests.properties import examples
 from tests.workers.engines.core.support import ROOT, Mirror, PoolMemory, check_pool, request
-from workers.engines.base import EngineInfo, Output, StepResult
-from workers.engines.core.blocks import BlockManager
-from workers.engines.core.config import SchedulerConfig
-from workers.engines.core.drafts import accepted
-from workers.engines.core.engine import ScheduledEngine
-from workers.engines.core.ngram import NgramDrafter
-from workers.engines.core.scheduler import Scheduler
-from workers.engines.core.sequence import Sampled, ScheduledSequence
-from workers.engines.core.speculation import Drafter, Speculation
-from workers.engines.core.windows import WindowRows
-from workers.engines.mock.executor import MockExecutor, Vocabulary, expected_tokens
 
 WORDS = Vocabulary(6, excluded=(2,))
 SIZE, STOP = 4, 4

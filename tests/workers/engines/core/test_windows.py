@@ -7,16 +7,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import astuple
 
+from penstock.workers.engines.base import EngineInfo, RequestError, StepResult
+from penstock.workers.engines.core.blocks import BlockManager
+from penstock.workers.engines.core.config import SchedulerConfig
+from penstock.workers.engines.core.engine import ScheduledEngine
+from penstock.workers.engines.core.scheduler import Scheduler
+from penstock.workers.engines.core.sequence import Sampled, ScheduledSequence
+from penstock.workers.engines.core.windows import WindowRows
+from penstock.workers.engines.mock.executor import MockExecutor, Vocabulary, expected_tokens
 from tests.properties import examples
 from tests.workers.engines.core.support import ROOT, Mirror, PoolMemory, check_pool, request
-from workers.engines.base import EngineInfo, RequestError, StepResult
-from workers.engines.core.blocks import BlockManager
-from workers.engines.core.config import SchedulerConfig
-from workers.engines.core.engine import ScheduledEngine
-from workers.engines.core.scheduler import Scheduler
-from workers.engines.core.sequence import Sampled, ScheduledSequence
-from workers.engines.core.windows import WindowRows
-from workers.engines.mock.executor import MockExecutor, Vocabulary, expected_tokens
 
 WORDS = Vocabulary(6, excluded=(2,))
 SIZE = 4

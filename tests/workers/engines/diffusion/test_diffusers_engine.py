@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 import torch
 
-from configs.settings import WorkerSettings
-from infra.model.modeldir import ModelError
-from schemas.errors import Code
-from schemas.requests import Diffusion
-from workers.engines.base import RequestError
-from workers.engines.diffusion.base import Interrupted
-from workers.engines.diffusion.diffusers_engine import DiffusersEngine, from_settings, resolve
-from workers.engines.diffusion.model_index import pipeline_name
-from workers.engines.diffusion.signature import PipelineSignature, pipeline_class
+from penstock.configs.settings import WorkerSettings
+from penstock.infra.model.modeldir import ModelError
+from penstock.schemas.errors import Code
+from penstock.schemas.requests import Diffusion
+from penstock.workers.engines.base import RequestError
+from penstock.workers.engines.diffusion.base import Interrupted
+from penstock.workers.engines.diffusion.diffusers_engine import DiffusersEngine, from_settings, resolve
+from penstock.workers.engines.diffusion.model_index import pipeline_name
+from penstock.workers.engines.diffusion.signature import PipelineSignature, pipeline_class
 
 SETTINGS = WorkerSettings(role="diffusion", threads=1, dtype="float32", device="cpu", max_frames=9)
 IMAGE = Diffusion("image", "a red cube on the sea", 32, 24, 3, "png", seed=5)

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from workers.engines.diffusion.base import GeneratedMedia
-from workers.engines.diffusion.encode import IMAGE_FORMATS, encode, media_type, video_formats
+from penstock.workers.engines.diffusion.base import GeneratedMedia
+from penstock.workers.engines.diffusion.encode import IMAGE_FORMATS, encode, media_type, video_formats
 
 RATE = 24.0
 

@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from configs.settings import WorkerSettings
-from infra.model.modeldir import ModelError
-from schemas.errors import Code
-from schemas.requests import Diffusion
-from workers.engines.base import EngineError, RequestError
-from workers.engines.diffusion.base import GeneratedMedia, Interrupted
-from workers.engines.trtllm import visual_gen
+from penstock.configs.settings import WorkerSettings
+from penstock.infra.model.modeldir import ModelError
+from penstock.schemas.errors import Code
+from penstock.schemas.requests import Diffusion
+from penstock.workers.engines.base import EngineError, RequestError
+from penstock.workers.engines.diffusion.base import GeneratedMedia, Interrupted
+from penstock.workers.engines.trtllm import visual_gen
 
 SETTINGS = WorkerSettings(role="diffusion", engine="trtllm")
 VIDEO = Diffusion("video", "a wave", 32, 16, 4, "webp", frames=5, frame_rate=8.0, seed=3, guidance=2.0, negative="blur")

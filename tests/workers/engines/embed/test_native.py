@@ -12,15 +12,15 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModel, BertConfig, BertModel, Qwen3Config, Qwen3ForCausalLM
 
-from infra.model.modeldir import ModelError
-from schemas.requests import Embedding
-from schemas.wire import pack_tokens
+from penstock.infra.model.modeldir import ModelError
+from penstock.schemas.requests import Embedding
+from penstock.schemas.wire import pack_tokens
+from penstock.workers import embedding_runner
+from penstock.workers.embedding_runner import inputs_of
+from penstock.workers.engines.base import EngineError, RequestError
+from penstock.workers.engines.embed.base import MARGIN, shortened
+from penstock.workers.engines.embed.native import NativeEmbeddingEngine
 from tests import tiny_model
-from workers import embedding_runner
-from workers.embedding_runner import inputs_of
-from workers.engines.base import EngineError, RequestError
-from workers.engines.embed.base import MARGIN, shortened
-from workers.engines.embed.native import NativeEmbeddingEngine
 
 TEXTS = ["The router reads the log.", "A worker", "streams one token after another to the gateway, again and again."]
 SIZES: dict[str, Any] = {

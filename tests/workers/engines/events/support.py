@@ -2,8 +2,8 @@
 
 from collections.abc import Iterable
 
-from schemas.blocks import split
-from schemas.kv import Cleared, KvEvent, Removed, Stored
+from penstock.schemas.blocks import split
+from penstock.schemas.kv import Cleared, KvEvent, Removed, Stored
 
 Names = dict[tuple[bytes, int], bytes | None]  # (digest, tier) -> parent
 

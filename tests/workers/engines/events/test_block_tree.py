@@ -3,10 +3,10 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schemas.blocks import split
-from schemas.kv import Cleared, Removed, Stored
+from penstock.schemas.blocks import split
+from penstock.schemas.kv import Cleared, Removed, Stored
+from penstock.workers.engines.events.block_tree import BlockTree, merge_adjacent
 from tests.workers.engines.events.support import digest, fold
-from workers.engines.events.block_tree import BlockTree, merge_adjacent
 
 
 def test_a_chain_is_one_stored_event_and_removed_from_its_end() -> None:

@@ -3,10 +3,10 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schemas.kv import Cleared, KvEvent, Removed, Stored
+from penstock.schemas.kv import Cleared, KvEvent, Removed, Stored
+from penstock.workers.engines.events.block_tree import BlockTree
+from penstock.workers.engines.events.consolidator import Consolidator
 from tests.workers.engines.events.support import Names, digest, fold
-from workers.engines.events.block_tree import BlockTree
-from workers.engines.events.consolidator import Consolidator
 
 
 def test_a_block_is_stored_with_its_first_publisher_and_removed_with_its_last() -> None:

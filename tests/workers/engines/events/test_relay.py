@@ -20,20 +20,20 @@ import zmq
 from hypothesis import given
 from hypothesis import strategies as st
 
-from configs.settings import WorkerSettings
-from schemas import blocks
-from schemas.kv import KvEvent, Removed, Stored
-from schemas.requests import Stop
+from penstock.configs.settings import WorkerSettings
+from penstock.schemas import blocks
+from penstock.schemas.kv import KvEvent, Removed, Stored
+from penstock.schemas.requests import Stop
+from penstock.workers.engines import mock
+from penstock.workers.engines.base import Engine, EngineError, SequenceRequest
+from penstock.workers.engines.events import wire
+from penstock.workers.engines.events.consolidator import Consolidator
+from penstock.workers.engines.events.publisher import Publisher
+from penstock.workers.engines.events.relay import Relay, Source, ports, source_of, start_relay
+from penstock.workers.engines.mock.executor import GREEDY
 from tests import standins
 from tests.pipeline.support import free_port
 from tests.workers.engines.events.support import Names, digest, fold
-from workers.engines import mock
-from workers.engines.base import Engine, EngineError, SequenceRequest
-from workers.engines.events import wire
-from workers.engines.events.consolidator import Consolidator
-from workers.engines.events.publisher import Publisher
-from workers.engines.events.relay import Relay, Source, ports, source_of, start_relay
-from workers.engines.mock.executor import GREEDY
 
 BOUND_S = 15.0
 BLOCK = 4
@@ -243,8 +243,8 @@ def _publish_until_read(
 
 DIES = """
 import sys, time
-from schemas.kv import Stored
-from workers.engines.events.publisher import Publisher
+from penstock.schemas.kv import Stored
+from penstock.workers.engines.events.publisher import Publisher
 made = Publisher(sys.argv[1], sys.argv[2], block_size=4)
 made.publish([Stored(bytes(15) + b"a" + bytes(15) + b"b")])
 print("there", flush=True)

@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schemas import blocks
-from schemas.kv import Cleared, Removed, Stored
-from schemas.wire import pack_tokens
+from penstock.schemas import blocks
+from penstock.schemas.kv import Cleared, Removed, Stored
+from penstock.schemas.wire import pack_tokens
+from penstock.workers.engines.events import wire
+from penstock.workers.engines.events.translator import Translator
 from tests import standins
 from tests.workers.engines.events.support import fold
-from workers.engines.events import wire
-from workers.engines.events.translator import Translator
 
 SIZE = 4
 ROOT = blocks.root("test")

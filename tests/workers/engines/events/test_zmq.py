@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 import zmq
 
-from schemas.kv import KvEvent, Stored
+from penstock.schemas.kv import KvEvent, Stored
+from penstock.workers.engines.events import publisher as publishing
+from penstock.workers.engines.events import wire
+from penstock.workers.engines.events.consolidator import Consolidator
+from penstock.workers.engines.events.publisher import Publisher
+from penstock.workers.engines.events.subscriber import Subscriber
 from tests.workers.engines.events.support import digest, fold
-from workers.engines.events import publisher as publishing
-from workers.engines.events import wire
-from workers.engines.events.consolidator import Consolidator
-from workers.engines.events.publisher import Publisher
-from workers.engines.events.subscriber import Subscriber
 
 BOUND_S = 10.0
 

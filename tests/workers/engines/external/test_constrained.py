@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from infra.model import modeldir
-from infra.model.constraints import GRAMMAR, JSON_SCHEMA, REGEX
-from schemas.errors import Code
-from schemas.requests import Constraint, Sampling, Stop
-from workers.engines.base import RequestError, SequenceRequest
-from workers.engines.constraints.compiler import compiler
-from workers.engines.external import constrained
-from workers.engines.external.constrained import ConstrainedOutputs, ends, grammar_text, standard_tokenizer
-from workers.engines.external.outputs import SequenceFailure, Token
+from penstock.infra.model import modeldir
+from penstock.infra.model.constraints import GRAMMAR, JSON_SCHEMA, REGEX
+from penstock.schemas.errors import Code
+from penstock.schemas.requests import Constraint, Sampling, Stop
+from penstock.workers.engines.base import RequestError, SequenceRequest
+from penstock.workers.engines.constraints.compiler import compiler
+from penstock.workers.engines.external import constrained
+from penstock.workers.engines.external.constrained import ConstrainedOutputs, ends, grammar_text, standard_tokenizer
+from penstock.workers.engines.external.outputs import SequenceFailure, Token
 
 DIGITS = Constraint(REGEX, "[0-9]{2,4}")
 TOKENIZER = modeldir.load(modeldir.DEMO).tokenizer

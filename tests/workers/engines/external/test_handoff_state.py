@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.engines.external.handoff_state import ConsumedStates, count_prefilled, pack, unpack
+from penstock.workers.engines.external.handoff_state import ConsumedStates, count_prefilled, pack, unpack
 
 TOKENS = st.lists(st.integers(0, 2**32 - 1), max_size=6)
 

@@ -9,12 +9,12 @@ from typing import Any
 import msgspec
 import pytest
 
+from penstock.workers.engines.base import EngineError, NodeLost
+from penstock.workers.engines.external import nodes as module
+from penstock.workers.engines.external.network import interface, reached_at, towards
+from penstock.workers.engines.external.nodes import Follower, Leader, Member, Place, Start, meeting, objection
+from penstock.workers.node import in_thread
 from tests.pipeline.support import free_port
-from workers.engines.base import EngineError, NodeLost
-from workers.engines.external import nodes as module
-from workers.engines.external.network import interface, reached_at, towards
-from workers.engines.external.nodes import Follower, Leader, Member, Place, Start, meeting, objection
-from workers.node import in_thread
 
 OWN = Member(0, 3, "vllm", "0.33.0", "abc")
 

@@ -1,9 +1,9 @@
 from types import SimpleNamespace
 from typing import Any
 
-from schemas.tokens import Logprob
-from workers.engines.external.outputs import MISSING
-from workers.engines.external.prompt_logprobs import scores
+from penstock.schemas.tokens import Logprob
+from penstock.workers.engines.external.outputs import MISSING
+from penstock.workers.engines.external.prompt_logprobs import scores
 
 PROMPT = [5, 6, 7, 8]
 

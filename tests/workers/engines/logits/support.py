@@ -3,10 +3,10 @@
 import json
 from typing import Any
 
-from schemas.requests import LogitsProcessor, Sampling, Stop
-from workers.engines.base import SequenceRequest
-from workers.engines.logits import ModelInfo, Registry
-from workers.engines.logits.apply import Chain
+from penstock.schemas.requests import LogitsProcessor, Sampling, Stop
+from penstock.workers.engines.base import SequenceRequest
+from penstock.workers.engines.logits import ModelInfo, Registry
+from penstock.workers.engines.logits.apply import Chain
 
 OWN = "tests.workers.engines.logits.own"
 VOCAB = 32

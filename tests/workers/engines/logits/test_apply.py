@@ -8,8 +8,8 @@ import structlog
 import torch
 from torch import Tensor
 
+from penstock.workers.engines.logits.apply import NO_TOKEN_LEFT, ReadOnly, account, run
 from tests.workers.engines.logits.support import VOCAB, chain, chosen, own
-from workers.engines.logits.apply import NO_TOKEN_LEFT, ReadOnly, account, run
 
 
 def noise() -> Tensor:

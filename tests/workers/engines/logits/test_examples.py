@@ -5,10 +5,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infra.model import modeldir
+from penstock.infra.model import modeldir
+from penstock.workers.engines.logits.examples import AllowedTokens, ForcedText, Temperature
 from tests.properties import examples
 from tests.workers.engines.logits.own import TopK
-from workers.engines.logits.examples import AllowedTokens, ForcedText, Temperature
 
 MODEL = modeldir.load(modeldir.DEMO)
 VOCAB = MODEL.vocab_size

@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
-from configs.settings import WorkerSettings
-from infra.model import modeldir
-from schemas.errors import Code
-from schemas.requests import LogitsProcessor
+from penstock.configs.settings import WorkerSettings
+from penstock.infra.model import modeldir
+from penstock.schemas.errors import Code
+from penstock.schemas.requests import LogitsProcessor
+from penstock.workers.engines.base import RequestError
+from penstock.workers.engines.logits import BaseLogitsProcessor, ModelInfo, ProcessorError, Registry
+from penstock.workers.engines.logits.flags import from_settings
 from tests.workers.engines.logits.own import Curious
 from tests.workers.engines.logits.support import OWN, asking, chain, chosen, own
-from workers.engines.base import RequestError
-from workers.engines.logits import BaseLogitsProcessor, ModelInfo, ProcessorError, Registry
-from workers.engines.logits.flags import from_settings
 
 EXAMPLES = ("allowed_tokens", "forced_text", "temperature")
 
@@ -154,7 +154,10 @@ def test_the_examples_can_be_pickled_as_tensorrt_llm_does() -> None:
 
 
 def test_a_registry_without_processors_costs_no_torch() -> None:
-    code = "import json, sys, workers.engines.logits as l; l.Registry(); print(json.dumps('torch' in sys.modules))"
+    code = (
+        "import json, sys; from penstock.workers.engines.logits import Registry; Registry(); "
+        "print(json.dumps('torch' in sys.modules))"
+    )
     root = Path(__file__).resolve().parents[4]
     done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
     assert json.loads(done.stdout) is False

@@ -12,13 +12,13 @@ import structlog
 import torch
 from torch import Tensor
 
-from configs.settings import WorkerSettings
-from infra.model import modeldir
+from penstock.configs.settings import WorkerSettings
+from penstock.infra.model import modeldir
+from penstock.workers.engines.base import RequestError
+from penstock.workers.engines.logits import ProcessorError, Registry
+from penstock.workers.engines.logits.trtllm_processors import TrtllmProcessor, TrtllmProcessors, from_settings
 from tests.workers.engines.logits.own import Plus
 from tests.workers.engines.logits.support import OWN, VOCAB, asking, chosen, own
-from workers.engines.base import RequestError
-from workers.engines.logits import ProcessorError, Registry
-from workers.engines.logits.trtllm_processors import TrtllmProcessor, TrtllmProcessors, from_settings
 
 
 def form(*processors: Any, classes: tuple[str, ...] = ("Plus", "RaisesHalfway", "Returns")) -> TrtllmProcessor:

@@ -12,14 +12,14 @@ from blake3 import blake3
 from msgspec.structs import replace
 from safetensors.torch import save
 
-from configs.settings import WorkerSettings
-from infra.model import modeldir
-from schemas.blocks import chain, media_extra, root, split
-from schemas.errors import Code
-from schemas.requests import Sampling, Stop
-from schemas.transfer import Memory
-from schemas.wire import pack_tokens
-from workers.engines.base import (
+from penstock.configs.settings import WorkerSettings
+from penstock.infra.model import modeldir
+from penstock.schemas.blocks import chain, media_extra, root, split
+from penstock.schemas.errors import Code
+from penstock.schemas.requests import Sampling, Stop
+from penstock.schemas.transfer import Memory
+from penstock.schemas.wire import pack_tokens
+from penstock.workers.engines.base import (
     EngineError,
     HeldPrompt,
     MediaReservation,
@@ -29,11 +29,11 @@ from workers.engines.base import (
     SequenceRequest,
     StepResult,
 )
-from workers.engines.core.encode_engine import EncodeEngine
-from workers.engines.core.engine import ScheduledEngine
-from workers.engines.mock import MockOptions, build, build_encoder, encoder_from_settings, from_settings
-from workers.engines.mock.executor import GREEDY, Vocabulary, expected_tokens
-from workers.engines.mock.memory import BLOCK_BYTES, SLOT_BYTES, embedding
+from penstock.workers.engines.core.encode_engine import EncodeEngine
+from penstock.workers.engines.core.engine import ScheduledEngine
+from penstock.workers.engines.mock import MockOptions, build, build_encoder, encoder_from_settings, from_settings
+from penstock.workers.engines.mock.executor import GREEDY, Vocabulary, expected_tokens
+from penstock.workers.engines.mock.memory import BLOCK_BYTES, SLOT_BYTES, embedding
 
 SIZE, IMAGE_TOKENS = 8, 5
 ROOT = root("revision")

@@ -5,16 +5,16 @@ from typing import Literal
 import msgspec
 import pytest
 
-from configs.settings import WorkerSettings
-from infra.model import modeldir
-from schemas.blocks import split
-from schemas.errors import Code
-from schemas.kv import Stored
-from schemas.requests import Sampling, Stop
-from workers.engines.base import Engine, EngineInfo, Output, RequestError, SequenceRequest
-from workers.engines.core.scoring import MAX_SCORED_TOKENS
-from workers.engines.mock import DEFAULT_BLOCKS, SCORED_TOKENS, MockOptions, build, from_settings
-from workers.engines.mock.executor import GREEDY, Vocabulary, expected_tokens
+from penstock.configs.settings import WorkerSettings
+from penstock.infra.model import modeldir
+from penstock.schemas.blocks import split
+from penstock.schemas.errors import Code
+from penstock.schemas.kv import Stored
+from penstock.schemas.requests import Sampling, Stop
+from penstock.workers.engines.base import Engine, EngineInfo, Output, RequestError, SequenceRequest
+from penstock.workers.engines.core.scoring import MAX_SCORED_TOKENS
+from penstock.workers.engines.mock import DEFAULT_BLOCKS, SCORED_TOKENS, MockOptions, build, from_settings
+from penstock.workers.engines.mock.executor import GREEDY, Vocabulary, expected_tokens
 
 PROMPT = list(range(40, 90))
 DRAWN = Sampling(temperature=0.7, seed=11)

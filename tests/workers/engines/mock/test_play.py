@@ -7,19 +7,19 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from infra.replay.line_writer import LineWriter
-from infra.replay.log_line import FORMAT, FileHeader, LogLine, encode_line, header_line
-from infra.replay.selection import Selection
-from schemas.done import Done, Outcome, Timings
-from schemas.requests import Sampling, Stop
-from schemas.tokens import Logprob, TokenBatch, TokenItem
-from schemas.wire import encode, pack_tokens
+from penstock.infra.replay.line_writer import LineWriter
+from penstock.infra.replay.log_line import FORMAT, FileHeader, LogLine, encode_line, header_line
+from penstock.infra.replay.selection import Selection
+from penstock.schemas.done import Done, Outcome, Timings
+from penstock.schemas.requests import Sampling, Stop
+from penstock.schemas.tokens import Logprob, TokenBatch, TokenItem
+from penstock.schemas.wire import encode, pack_tokens
+from penstock.workers.engines.base import SequenceRequest
+from penstock.workers.engines.core.engine import ScheduledEngine
+from penstock.workers.engines.mock import MockOptions, build
+from penstock.workers.engines.mock.play import Answer, Played, Player
+from penstock.workers.engines.mock.recording import read_recording
 from tests.infra.timeline.tracing import samples
-from workers.engines.base import SequenceRequest
-from workers.engines.core.engine import ScheduledEngine
-from workers.engines.mock import MockOptions, build
-from workers.engines.mock.play import Answer, Played, Player
-from workers.engines.mock.recording import read_recording
 
 PROMPT = list(range(40))
 ANSWER = Answer([7, 8, 9, 10], [1.0, 1.5, 1.5, 4.0], tuple(Logprob(-float(at)) for at in range(4)))

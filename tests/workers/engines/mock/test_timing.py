@@ -1,10 +1,10 @@
 import pytest
 
-from schemas.requests import Sampling, Stop
-from workers.engines.base import SequenceRequest
-from workers.engines.core.sequence import ScheduledSequence, Sequence
-from workers.engines.mock import MockOptions, build
-from workers.engines.mock.timing import decode_seconds, prefill_seconds, step_seconds
+from penstock.schemas.requests import Sampling, Stop
+from penstock.workers.engines.base import SequenceRequest
+from penstock.workers.engines.core.sequence import ScheduledSequence, Sequence
+from penstock.workers.engines.mock import MockOptions, build
+from penstock.workers.engines.mock.timing import decode_seconds, prefill_seconds, step_seconds
 
 CAPACITY = 16_384 * 64
 

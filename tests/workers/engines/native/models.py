@@ -26,9 +26,9 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from schemas.requests import Sampling, Stop
-from workers.engines.base import Engine, Output, SequenceRequest, StepResult
-from workers.engines.native import mxfp4
+from penstock.schemas.requests import Sampling, Stop
+from penstock.workers.engines.base import Engine, Output, SequenceRequest, StepResult
+from penstock.workers.engines.native import mxfp4
 
 VOCAB = 256
 EOS = 255

@@ -8,9 +8,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from penstock.workers.engines.native.attention import AttentionParams, ReferenceAttention, Span
+from penstock.workers.engines.native.pool import KvShape, Pool
 from tests.properties import examples
-from workers.engines.native.attention import AttentionParams, ReferenceAttention, Span
-from workers.engines.native.pool import KvShape, Pool
 
 HEADS, KV_HEADS, DIM, SIZE, BLOCKS = 6, 2, 4, 4, 64
 NAN = float("nan")

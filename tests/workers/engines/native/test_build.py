@@ -9,19 +9,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import DiffLlamaConfig, DiffLlamaForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from configs.settings import WorkerSettings
-from schemas.requests import Sampling, Stop
+from penstock.configs.settings import WorkerSettings
+from penstock.schemas.requests import Sampling, Stop
+from penstock.workers.engines import memory_budget, native
+from penstock.workers.engines.base import EngineError
+from penstock.workers.engines.native import attention as attention_module
+from penstock.workers.engines.native import pool as pool_module
+from penstock.workers.engines.native.attention import Unsupported, attention
+from penstock.workers.engines.native.build import build
+from penstock.workers.engines.native.executor import TorchExecutor
+from penstock.workers.engines.native.model import ModelError
+from penstock.workers.engines.native.options import NativeOptions
+from penstock.workers.engines.native.pool import KvShape, Pool
 from tests.workers.engines.native.models import COMMON, EOS, VOCAB, prompt, reference, request, run, tokens
-from workers.engines import memory_budget, native
-from workers.engines.base import EngineError
-from workers.engines.native import attention as attention_module
-from workers.engines.native import pool as pool_module
-from workers.engines.native.attention import Unsupported, attention
-from workers.engines.native.build import build
-from workers.engines.native.executor import TorchExecutor
-from workers.engines.native.model import ModelError
-from workers.engines.native.options import NativeOptions
-from workers.engines.native.pool import KvShape, Pool
 
 
 @pytest.fixture

@@ -11,12 +11,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from infra.model.modeldir import MODELS
-from infra.model.weight_files import INDEX
+from penstock.infra.model.modeldir import MODELS
+from penstock.infra.model.weight_files import INDEX
+from penstock.workers.engines.native.build import build
+from penstock.workers.engines.native.model import ModelError
+from penstock.workers.engines.native.options import NativeOptions
 from tests.workers.engines.native.models import COMMON, save
-from workers.engines.native.build import build
-from workers.engines.native.model import ModelError
-from workers.engines.native.options import NativeOptions
 
 DOWN = "model.layers.2.mlp.down_proj.weight"
 Tensors = dict[str, Tensor]

@@ -12,15 +12,15 @@ from torch import Tensor
 from torch.nn.functional import rms_norm, silu
 from transformers import AutoModelForCausalLM, MistralConfig
 
-from configs.settings import WorkerSettings
-from infra.model import modeldir
+from penstock.configs.settings import WorkerSettings
+from penstock.infra.model import modeldir
+from penstock.workers.engines.native.build import build
+from penstock.workers.engines.native.loading import load, positions, written
+from penstock.workers.engines.native.model import ModelError
+from penstock.workers.engines.native.options import NativeOptions
+from penstock.workers.token_backend import model_path
 from tests.infra.model.test_tokenizer_files import tekken
 from tests.workers.engines.native.models import COMMON, VOCAB, prompt, request, run, tokens
-from workers.engines.native.build import build
-from workers.engines.native.loading import load, positions, written
-from workers.engines.native.model import ModelError
-from workers.engines.native.options import NativeOptions
-from workers.token_backend import model_path
 
 HEADS, KV_HEADS, SIZE, LAYERS, THETA, EPS = 4, 2, 16, 3, 10_000.0, 1e-5
 PARAMS: dict[str, Any] = {

@@ -9,20 +9,20 @@ from typing import Any
 import pytest
 import torch
 
-from schemas.blocks import chain, root, split
-from schemas.errors import Code
-from schemas.requests import Sampling
-from schemas.transfer import Memory
-from schemas.wire import pack_tokens
+from penstock.schemas.blocks import chain, root, split
+from penstock.schemas.errors import Code
+from penstock.schemas.requests import Sampling
+from penstock.schemas.transfer import Memory
+from penstock.schemas.wire import pack_tokens
+from penstock.workers.engines.base import HeldPrompt, Output, RequestError, SequenceRequest
+from penstock.workers.engines.core.encode_engine import EncodeEngine
+from penstock.workers.engines.core.engine import ScheduledEngine
+from penstock.workers.engines.native.build import build
+from penstock.workers.engines.native.encoder import build_encoder
+from penstock.workers.engines.native.model import ModelError
+from penstock.workers.engines.native.options import NativeOptions
 from tests.workers.engines.native.models import drain, request, run, tokens
 from tests.workers.engines.native.pictures import DIRECTORY, asking, encoded, expected, media, prompt
-from workers.engines.base import HeldPrompt, Output, RequestError, SequenceRequest
-from workers.engines.core.encode_engine import EncodeEngine
-from workers.engines.core.engine import ScheduledEngine
-from workers.engines.native.build import build
-from workers.engines.native.encoder import build_encoder
-from workers.engines.native.model import ModelError
-from workers.engines.native.options import NativeOptions
 
 DEMO = DIRECTORY.parent / "demo"
 ROOT = root("revision")

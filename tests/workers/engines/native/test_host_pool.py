@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from penstock.workers.engines.base import EngineError
+from penstock.workers.engines.native.build import build
+from penstock.workers.engines.native.options import NativeOptions
 from tests.workers.engines.native.models import drain, expected, prompt, request, run, tokens
-from workers.engines.base import EngineError
-from workers.engines.native.build import build
-from workers.engines.native.options import NativeOptions
 
 MIB = 1 / 1024  # GiB
 

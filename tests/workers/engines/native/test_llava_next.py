@@ -12,18 +12,18 @@ from blake3 import blake3
 from PIL import Image
 from transformers import AutoImageProcessor, AutoModelForImageTextToText
 
-from infra.demo_model import vision
-from infra.model import modeldir
-from infra.model.modeldir import ModelDir
-from schemas.blocks import chain, media_extra, root, split
-from schemas.wire import pack_tokens
+from penstock.infra.demo_model import vision
+from penstock.infra.model import modeldir
+from penstock.infra.model.modeldir import ModelDir
+from penstock.schemas.blocks import chain, media_extra, root, split
+from penstock.schemas.wire import pack_tokens
+from penstock.workers.engines.base import MediaReservation, MediaSpan, SequenceRequest
+from penstock.workers.engines.native.build import build
+from penstock.workers.engines.native.encoder import build_encoder
+from penstock.workers.engines.native.options import NativeOptions
 from tests.workers.engines.native import llava_next
 from tests.workers.engines.native.models import drain, request, run, tokens
 from tests.workers.engines.native.test_handoff import copy, handed_off, prefilled
-from workers.engines.base import MediaReservation, MediaSpan, SequenceRequest
-from workers.engines.native.build import build
-from workers.engines.native.encoder import build_encoder
-from workers.engines.native.options import NativeOptions
 
 SIZES = ((64, 64), (150, 60), (45, 130), (200, 190))  # width, height: each canvas, and a small one
 SIZE, COUNT, ROOT = 32, 10, root("revision")

@@ -8,19 +8,19 @@ import pytest
 import structlog
 import torch
 
-from configs.flags import parse
-from configs.settings import WorkerSettings
-from infra.model import modeldir
-from schemas.errors import Code
-from schemas.requests import LogitsProcessor, Sampling, Stop
+from penstock.configs.flags import parse
+from penstock.configs.settings import WorkerSettings
+from penstock.infra.model import modeldir
+from penstock.schemas.errors import Code
+from penstock.schemas.requests import LogitsProcessor, Sampling, Stop
+from penstock.workers.engines import mock, native
+from penstock.workers.engines.base import Output, RequestError, SequenceRequest
+from penstock.workers.engines.core.engine import ScheduledEngine
+from penstock.workers.engines.logits.flags import from_settings
+from penstock.workers.engines.native.build import build
+from penstock.workers.engines.native.options import NativeOptions
 from tests.workers.engines.logits.support import OWN, chosen
 from tests.workers.engines.native.models import run
-from workers.engines import mock, native
-from workers.engines.base import Output, RequestError, SequenceRequest
-from workers.engines.core.engine import ScheduledEngine
-from workers.engines.logits.flags import from_settings
-from workers.engines.native.build import build
-from workers.engines.native.options import NativeOptions
 
 OWN_ONES = tuple(f"{OWN}:{name}" for name in ("Plus", "RaisesHalfway", "Returns", "Spoils", "TopK"))
 TEXT = "Grüße, 42 harbours!"

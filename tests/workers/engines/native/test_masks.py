@@ -4,7 +4,7 @@ from concurrent.futures import Future
 
 import torch
 
-from workers.engines.native.masks import PendingMasks
+from penstock.workers.engines.native.masks import PendingMasks
 
 CPU = torch.device("cpu")
 

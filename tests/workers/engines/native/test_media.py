@@ -15,12 +15,12 @@ from PIL import Image
 from safetensors.torch import save
 from transformers import AutoImageProcessor
 
-from schemas.errors import Code
+from penstock.schemas.errors import Code
+from penstock.workers.engines.base import RequestError
+from penstock.workers.engines.native import media, vision
+from penstock.workers.engines.native.embedding_slots import EmbeddingSlots
 from tests.properties import examples
 from tests.workers.engines.native.pictures import DIRECTORY, picture
-from workers.engines.base import RequestError
-from workers.engines.native import media, vision
-from workers.engines.native.embedding_slots import EmbeddingSlots
 
 FORMATS = {"PNG": "image/png", "JPEG": "image/jpeg", "WEBP": "image/webp", "GIF": "image/gif"}
 

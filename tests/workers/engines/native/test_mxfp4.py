@@ -9,11 +9,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+from penstock.workers.engines.native import mxfp4
+from penstock.workers.engines.native.build import build
+from penstock.workers.engines.native.loading import load
+from penstock.workers.engines.native.options import NativeOptions
 from tests.workers.engines.native.models import expected, mxfp4_blocks, prompt, request, run, save, tokens
-from workers.engines.native import mxfp4
-from workers.engines.native.build import build
-from workers.engines.native.loading import load
-from workers.engines.native.options import NativeOptions
 
 LENGTHS = (1, 9, 33)
 COUNT = 16

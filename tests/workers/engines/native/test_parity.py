@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 
+from penstock.workers.engines.core.engine import ScheduledEngine
+from penstock.workers.engines.native.attention import ReferenceAttention, Span
+from penstock.workers.engines.native.build import build
+from penstock.workers.engines.native.loading import load
+from penstock.workers.engines.native.options import NativeOptions
+from penstock.workers.engines.native.pool import Pool
 from tests.workers.engines.native.models import CONFIGS, drain, expected, prompt, reference, request, run, tokens
-from workers.engines.core.engine import ScheduledEngine
-from workers.engines.native.attention import ReferenceAttention, Span
-from workers.engines.native.build import build
-from workers.engines.native.loading import load
-from workers.engines.native.options import NativeOptions
-from workers.engines.native.pool import Pool
 
 LENGTHS = (1, 9, 13, 16, 33, 47)  # around block borders and windows (8 and 12), and far beyond
 COUNT = 24
@@ -97,7 +97,7 @@ def test_what_earlier_owners_left_in_a_block_reaches_nobody(directory: Path) -> 
 
 
 def test_long_prefill_in_tiles_of_queries(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("workers.engines.native.attention.TILE_SCORES", 1)
+    monkeypatch.setattr("penstock.workers.engines.native.attention.TILE_SCORES", 1)
     native = engine(directory, max_batched_tokens=60)
     answer = tokens(run(native, [request(0, prompt(150), COUNT)]))
     assert answer[0] == expected(directory, prompt(150), COUNT)

@@ -9,12 +9,12 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from infra.model import modeldir
+from penstock.infra.model import modeldir
+from penstock.workers.engines.native.build import build
+from penstock.workers.engines.native.loading import load
+from penstock.workers.engines.native.options import NativeOptions
+from penstock.workers.engines.native.quantize import Fp8Experts, Fp8Linear, narrowed, quantize
 from tests.workers.engines.native.models import CONFIGS, expected, prompt, request, run, tokens
-from workers.engines.native.build import build
-from workers.engines.native.loading import load
-from workers.engines.native.options import NativeOptions
-from workers.engines.native.quantize import Fp8Experts, Fp8Linear, narrowed, quantize
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from schemas.requests import Sampling, Stop
+from penstock.schemas.requests import Sampling, Stop
+from penstock.workers.engines.core.sequence import Sequence
+from penstock.workers.engines.native.sampler import gumbel, key, narrow, penalise, sample
 from tests.properties import examples
-from workers.engines.core.sequence import Sequence
-from workers.engines.native.sampler import gumbel, key, narrow, penalise, sample
 
 VOCAB = 50
 CPU = torch.device("cpu")

@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 
-from schemas.requests import Sampling
-from schemas.tokens import Logprob
+from penstock.schemas.requests import Sampling
+from penstock.schemas.tokens import Logprob
+from penstock.workers.engines.base import Engine, SequenceRequest
+from penstock.workers.engines.native import sampler
+from penstock.workers.engines.native.build import build
+from penstock.workers.engines.native.options import NativeOptions
 from tests.workers.engines.native.models import CONFIGS, drain, prompt, reference, request, run
-from workers.engines.base import Engine, SequenceRequest
-from workers.engines.native import sampler
-from workers.engines.native.build import build
-from workers.engines.native.options import NativeOptions
 
 LENGTHS = (1, 2, 9, 16, 33, 47)
 TOP = 4

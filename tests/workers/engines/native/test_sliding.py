@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from penstock.workers.engines.core.engine import ScheduledEngine
+from penstock.workers.engines.native.build import build
+from penstock.workers.engines.native.options import NativeOptions
+from penstock.workers.engines.native.sliding import SlidingLayers, pool_sizes, sliding_layers
 from tests.workers.engines.native.models import expected, prompt, request, run, tokens
-from workers.engines.core.engine import ScheduledEngine
-from workers.engines.native.build import build
-from workers.engines.native.options import NativeOptions
-from workers.engines.native.sliding import SlidingLayers, pool_sizes, sliding_layers
 
 COUNT = 180
 

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from infra.model import modeldir
-from schemas.requests import Sampling, Stop
+from penstock.infra.model import modeldir
+from penstock.schemas.requests import Sampling, Stop
+from penstock.workers.engines.base import Output, SequenceRequest
+from penstock.workers.engines.core.engine import ScheduledEngine
+from penstock.workers.engines.native.build import build
+from penstock.workers.engines.native.model import ModelError
+from penstock.workers.engines.native.options import NativeOptions
 from tests.workers.engines.native.models import drain, expected, prompt, request, run, tokens
-from workers.engines.base import Output, SequenceRequest
-from workers.engines.core.engine import ScheduledEngine
-from workers.engines.native.build import build
-from workers.engines.native.model import ModelError
-from workers.engines.native.options import NativeOptions
 
 DRAFT = str(modeldir.DEMO.parent / "demo-draft")
 QUESTION = tuple(range(300, 340))

@@ -4,14 +4,14 @@ from collections.abc import Sequence as Seq
 
 import pytest
 
-from workers.engines.base import EngineInfo
-from workers.engines.core.blocks import BlockManager
-from workers.engines.core.config import SchedulerConfig
-from workers.engines.core.scheduler import Scheduler
-from workers.engines.core.sequence import PendingStep, Sampled, ScheduledSequence
-from workers.engines.core.speculation import Speculation
-from workers.engines.native import speculation_speed
-from workers.engines.native.speculation_speed import can_pay
+from penstock.workers.engines.base import EngineInfo
+from penstock.workers.engines.core.blocks import BlockManager
+from penstock.workers.engines.core.config import SchedulerConfig
+from penstock.workers.engines.core.scheduler import Scheduler
+from penstock.workers.engines.core.sequence import PendingStep, Sampled, ScheduledSequence
+from penstock.workers.engines.core.speculation import Speculation
+from penstock.workers.engines.native import speculation_speed
+from penstock.workers.engines.native.speculation_speed import can_pay
 
 TOKENS = speculation_speed.PROMPT + speculation_speed.ANSWER
 INFO = EngineInfo(

@@ -7,11 +7,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from infra.demo_model.tiny import make
+from penstock.infra.demo_model.tiny import make
+from penstock.workers.engines.native.build import build
+from penstock.workers.engines.native.options import NativeOptions
 from tests.workers.engines.native.conftest import TINY
 from tests.workers.engines.native.models import request, run, tokens
-from workers.engines.native.build import build
-from workers.engines.native.options import NativeOptions
 
 PROSE = """Many people ask the same question at the same time, and the system must decide which machine should answer
 each of them. A good design keeps the memory of earlier messages close to the place where the next answer is made, so

@@ -4,11 +4,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from penstock.workers.engines.native import attention
+from penstock.workers.engines.native.loading import describe
+from penstock.workers.engines.native.model import Model, ModelError
+from penstock.workers.engines.native.verify import Expected, reference, reference_attention, verify
 from tests.workers.engines.native.models import CONFIGS
-from workers.engines.native import attention
-from workers.engines.native.loading import describe
-from workers.engines.native.model import Model, ModelError
-from workers.engines.native.verify import Expected, reference, reference_attention, verify
 
 
 def described(name: str, dtype: torch.dtype) -> Model:

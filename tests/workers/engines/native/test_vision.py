@@ -11,8 +11,15 @@ import torch
 from PIL import Image
 from safetensors.torch import save
 
-from infra.demo_model import vision
-from schemas.errors import Code
+from penstock.infra.demo_model import vision
+from penstock.schemas.errors import Code
+from penstock.workers.engines.base import Engine, EngineError, MediaSpan, RequestError, VisionEngine
+from penstock.workers.engines.core.engine import ScheduledEngine
+from penstock.workers.engines.native import vision as vision_module
+from penstock.workers.engines.native.build import build
+from penstock.workers.engines.native.encoder import build_encoder
+from penstock.workers.engines.native.model import ModelError
+from penstock.workers.engines.native.options import NativeOptions
 from tests.workers.engines.native.models import drain, run, tokens
 from tests.workers.engines.native.pictures import (
     DIRECTORY,
@@ -26,13 +33,6 @@ from tests.workers.engines.native.pictures import (
     reference,
     tokenizer,
 )
-from workers.engines.base import Engine, EngineError, MediaSpan, RequestError, VisionEngine
-from workers.engines.core.engine import ScheduledEngine
-from workers.engines.native import vision as vision_module
-from workers.engines.native.build import build
-from workers.engines.native.encoder import build_encoder
-from workers.engines.native.model import ModelError
-from workers.engines.native.options import NativeOptions
 
 PICTURES = (1, 2, 3, 4)
 

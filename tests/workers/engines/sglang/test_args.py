@@ -5,9 +5,8 @@ from typing import Any
 
 import pytest
 
-from infra.engine_args.tree import BadArguments
-from tests.standins.sglang_signatures import recorded
-from workers.engines.sglang.args import (
+from penstock.infra.engine_args.tree import BadArguments
+from penstock.workers.engines.sglang.args import (
     CONTEXT_MARGIN,
     EngineSettings,
     Resolved,
@@ -16,6 +15,7 @@ from workers.engines.sglang.args import (
     ranks_of,
     resolve,
 )
+from tests.standins.sglang_signatures import recorded
 
 KNOWN = frozenset(recorded()["ServerArgs"])
 WANTED = EngineSettings("aggregated", 32, 8, 64, 512, events="ipc:///tmp/e", replay="ipc:///tmp/r")
@@ -114,7 +114,7 @@ def test_nodes_share_the_ranks_and_get_the_same_arguments() -> None:
 
 
 def test_every_name_that_is_reserved_exists() -> None:
-    from workers.engines.sglang.args import ALIASES, RESERVED
+    from penstock.workers.engines.sglang.args import ALIASES, RESERVED
 
     assert set(RESERVED) <= KNOWN
     assert set(ALIASES.values()) <= KNOWN

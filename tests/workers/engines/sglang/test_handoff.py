@@ -5,16 +5,16 @@ import re
 import msgspec
 import pytest
 
-from infra.model.constraints import REGEX
-from infra.model.modeldir import TINY, load
-from schemas.errors import Code
-from schemas.requests import Constraint, Sampling
+from penstock.infra.model.constraints import REGEX
+from penstock.infra.model.modeldir import TINY, load
+from penstock.schemas.errors import Code
+from penstock.schemas.requests import Constraint, Sampling
+from penstock.workers.engines.base import EngineError, HeldPrompt, RequestError, SequenceRequest
+from penstock.workers.engines.external import handoff_state
+from penstock.workers.engines.sglang import handoff
+from penstock.workers.engines.sglang.handoff import Address
 from tests.workers.engines.contract import WORDS, Driver, Seen, ask
 from tests.workers.engines.sglang.conftest import Make, inner, scheduler
-from workers.engines.base import EngineError, HeldPrompt, RequestError, SequenceRequest
-from workers.engines.external import handoff_state
-from workers.engines.sglang import handoff
-from workers.engines.sglang.handoff import Address
 
 PROMPT = WORDS[5:105]
 WHOLE = dict[tuple[int, ...], list[int]]
@@ -157,7 +157,7 @@ def test_a_prompt_that_nobody_fetches_is_dropped_with_its_lease(
     pair: tuple[Driver, Driver], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The decode worker died: the lease ends, and with it the request of the prefill engine."""
-    monkeypatch.setattr("workers.engines.sglang.follower.RELEASED_S", 0.02)
+    monkeypatch.setattr("penstock.workers.engines.sglang.follower.RELEASED_S", 0.02)
     source, _ = pair
     held = offered(source, ask(0, PROMPT, 3))
     assert source.engine.stats().pinned_blocks == 4
@@ -191,7 +191,7 @@ def test_a_prefill_engine_runs_nothing_alone_and_scores_nothing(make: Make) -> N
 
 
 def test_without_nixl_a_handoff_is_refused_at_start(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("workers.engines.sglang.api.Api.nixl", lambda self: False)
+    monkeypatch.setattr("penstock.workers.engines.sglang.api.Api.nixl", lambda self: False)
     with pytest.raises(EngineError, match="pip install nixl"):
         make(role="decode")
 

@@ -7,9 +7,9 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter
 from prometheus_client.mmap_dict import MmapedDict
 
-from workers.engines.external.metrics import MULTIPROCESS
-from workers.engines.sglang.load import RankLoads
-from workers.engines.sglang.metrics import SglangSeries, series
+from penstock.workers.engines.external.metrics import MULTIPROCESS
+from penstock.workers.engines.sglang.load import RankLoads
+from penstock.workers.engines.sglang.metrics import SglangSeries, series
 
 
 def written(folder: Path, pid: int, name: str, value: float) -> None:

@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from infra.model.constraints import REGEX
-from schemas.requests import Constraint
+from penstock.infra.model.constraints import REGEX
+from penstock.schemas.requests import Constraint
+from penstock.workers.engines.sglang.plugin import ACTIVE, behind, register, split
 from tests.workers.engines.contract import WORDS, ask
 from tests.workers.engines.sglang.conftest import Make
-from workers.engines.sglang.plugin import ACTIVE, behind, register, split
 
 PROMPT = WORDS[5:105]
 

@@ -6,18 +6,18 @@ from typing import Any
 
 import pytest
 
-from schemas.errors import Code
-from schemas.requests import Sampling
+from penstock.schemas.errors import Code
+from penstock.schemas.requests import Sampling
+from penstock.workers.engines.base import EngineInfo, MediaSpan, RequestError
+from penstock.workers.engines.external.handoff_state import ConsumedStates
+from penstock.workers.engines.external.outputs import MISSING, SequenceFailure, Token
+from penstock.workers.engines.external.sequences import ActiveSequence, SequenceUpdate
+from penstock.workers.engines.sglang.follower import Call, Follower
+from penstock.workers.engines.sglang.load import RankLoads
+from penstock.workers.engines.sglang.output_cursor import OutputCursor, prompt_scores
+from penstock.workers.engines.sglang.prepare import Options, Prepared, check, meeting, prepare
+from penstock.workers.engines.sglang.sampling import BARRED
 from tests.workers.engines.contract import ask
-from workers.engines.base import EngineInfo, MediaSpan, RequestError
-from workers.engines.external.handoff_state import ConsumedStates
-from workers.engines.external.outputs import MISSING, SequenceFailure, Token
-from workers.engines.external.sequences import ActiveSequence, SequenceUpdate
-from workers.engines.sglang.follower import Call, Follower
-from workers.engines.sglang.load import RankLoads
-from workers.engines.sglang.output_cursor import OutputCursor, prompt_scores
-from workers.engines.sglang.prepare import Options, Prepared, check, meeting, prepare
-from workers.engines.sglang.sampling import BARRED
 
 INFO = EngineInfo("sglang", 32, 96, 4, 512, 1280, (2,), True)
 OPTIONS = Options(b"r" * 16)

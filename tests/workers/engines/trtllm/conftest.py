@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from configs.settings import WorkerSettings
-from infra.model import modeldir
-from schemas.requests import Sampling, Stop
-from schemas.tokens import Logprob
+from penstock.configs.settings import WorkerSettings
+from penstock.infra.model import modeldir
+from penstock.schemas.requests import Sampling, Stop
+from penstock.schemas.tokens import Logprob
+from penstock.workers.engines.base import Engine, Failure, HeldPrompt, Output, SequenceRequest, StepResult
 from tests import standins
-from workers.engines.base import Engine, Failure, HeldPrompt, Output, SequenceRequest, StepResult
 
 MODEL = modeldir.DEMO
 BLOCK = 16
@@ -55,7 +55,7 @@ def vocabulary() -> modeldir.ModelDir:
 @pytest.fixture
 def make(standin: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
     """Engines from settings; those that a test left open are closed, and no thread stays behind."""
-    from workers.engines import trtllm
+    from penstock.workers.engines import trtllm
 
     monkeypatch.setenv("TENSORRT_LLM_STANDIN_KV", str(tmp_path))
     threads = set(threading.enumerate())

@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
-from infra.engine_args import BadArguments
-from infra.engine_args.rules import Context
-from infra.engine_args.schema import EngineArgs, KvCacheConfig
-from workers.engines.trtllm.args import (
+from penstock.infra.engine_args import BadArguments
+from penstock.infra.engine_args.rules import Context
+from penstock.infra.engine_args.schema import EngineArgs, KvCacheConfig
+from penstock.workers.engines.trtllm.args import (
     SAMPLER,
     EngineSettings,
     Installed,

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.engines.trtllm.disagg import CONTEXT, GENERATION, decode, encode, pack, unpack
+from penstock.workers.engines.trtllm.disagg import CONTEXT, GENERATION, decode, encode, pack, unpack
 
 LAYOUT = "trtllm:32:auto:1"
 

@@ -8,12 +8,12 @@ import pytest
 import torch
 from PIL import Image
 
-from configs.settings import WorkerSettings
-from infra.model import modeldir
+from penstock.configs.settings import WorkerSettings
+from penstock.infra.model import modeldir
+from penstock.workers.engines.base import EngineError, RequestError
+from penstock.workers.engines.core.encode_engine import EncodeEngine
+from penstock.workers.engines.trtllm import encoder_from_settings
 from tests.workers.engines.trtllm.conftest import MODEL
-from workers.engines.base import EngineError, RequestError
-from workers.engines.core.encode_engine import EncodeEngine
-from workers.engines.trtllm import encoder_from_settings
 
 VISION = modeldir.MODELS / "demo-vision"
 

@@ -6,17 +6,17 @@ from typing import Any
 
 import pytest
 
-from infra.model import modeldir
-from schemas import blocks, wire
-from schemas.errors import Code
-from schemas.kv import Cleared, Removed, Stored
-from schemas.requests import Sampling
+from penstock.infra.model import modeldir
+from penstock.schemas import blocks, wire
+from penstock.schemas.errors import Code
+from penstock.schemas.kv import Cleared, Removed, Stored
+from penstock.schemas.requests import Sampling
+from penstock.workers.engines.base import Engine, EngineError, RequestError
+from penstock.workers.engines.external import engine as shell
+from penstock.workers.engines.native.build import build as native_engine
+from penstock.workers.engines.native.options import NativeOptions
+from penstock.workers.engines.trtllm import follower
 from tests.workers.engines.trtllm.conftest import BLOCK, LIMIT, MODEL, Results, ask, run, until
-from workers.engines.base import Engine, EngineError, RequestError
-from workers.engines.external import engine as shell
-from workers.engines.native.build import build as native_engine
-from workers.engines.native.options import NativeOptions
-from workers.engines.trtllm import follower
 
 Make = Callable[..., Any]
 

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from schemas.requests import Sampling
+from penstock.schemas.requests import Sampling
+from penstock.workers.engines.base import SequenceRequest
+from penstock.workers.engines.trtllm import follower
 from tests.workers.engines.trtllm.conftest import BLOCK, GREEDY, Results, ask, run, until
-from workers.engines.base import SequenceRequest
-from workers.engines.trtllm import follower
 
 Make = Callable[..., Any]
 PROMPT = [100 + (7 * n) % 300 for n in range(3 * BLOCK + 5)]

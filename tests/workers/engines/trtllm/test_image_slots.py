@@ -8,16 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from configs.settings import WorkerSettings
-from infra.model import modeldir
-from schemas.errors import Code
+from penstock.configs.settings import WorkerSettings
+from penstock.infra.model import modeldir
+from penstock.schemas.errors import Code
+from penstock.workers.engines.base import MediaSpan, RequestError
+from penstock.workers.engines.native.build import build as native_engine
+from penstock.workers.engines.native.options import NativeOptions
+from penstock.workers.engines.trtllm import encoder_from_settings, from_settings
+from penstock.workers.engines.trtllm.image_slots import collapse
 from tests.workers.engines.trtllm.conftest import ask, run
 from tests.workers.engines.trtllm.test_encoder import VISION, png
-from workers.engines.base import MediaSpan, RequestError
-from workers.engines.native.build import build as native_engine
-from workers.engines.native.options import NativeOptions
-from workers.engines.trtllm import encoder_from_settings, from_settings
-from workers.engines.trtllm.image_slots import collapse
 
 MODEL = modeldir.load(VISION)
 assert MODEL.vision is not None

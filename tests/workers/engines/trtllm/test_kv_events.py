@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schemas import blocks
-from schemas.kv import Cleared, KvEvent, Removed, Stored
+from penstock.schemas import blocks
+from penstock.schemas.kv import Cleared, KvEvent, Removed, Stored
+from penstock.workers.engines.trtllm.kv_events import Roots, Translator, unsigned
 from tests.properties import examples
-from workers.engines.trtllm.kv_events import Roots, Translator, unsigned
 
 SIZE = 4
 ROOT = blocks.root("rev")

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from configs.settings import WorkerSettings
-from infra.engine_args.tree import BadArguments
-from infra.model import modeldir
-from schemas.requests import Sampling
+from penstock.configs.settings import WorkerSettings
+from penstock.infra.engine_args.tree import BadArguments
+from penstock.infra.model import modeldir
+from penstock.schemas.requests import Sampling
+from penstock.workers.engines.trtllm import disagg
 from tests import standins
 from tests.workers.engines.trtllm.conftest import GREEDY, ask, run
-from workers.engines.trtllm import disagg
 
 Make = Callable[..., Any]
 PROMPT = list(range(40, 90))
@@ -27,7 +27,7 @@ def later(request: pytest.FixtureRequest) -> Iterator[str]:
 
 @pytest.fixture
 def make(later: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
-    from workers.engines import trtllm
+    from penstock.workers.engines import trtllm
 
     monkeypatch.setenv("TENSORRT_LLM_STANDIN_KV", str(tmp_path))
     made: list[Any] = []

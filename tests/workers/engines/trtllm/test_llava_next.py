@@ -6,14 +6,14 @@ from typing import Any
 import pytest
 import torch
 
-from configs.settings import WorkerSettings
-from infra.model import modeldir
-from infra.model.modeldir import ModelDir
+from penstock.configs.settings import WorkerSettings
+from penstock.infra.model import modeldir
+from penstock.infra.model.modeldir import ModelDir
+from penstock.workers.engines.native.build import build as native_engine
+from penstock.workers.engines.trtllm import encoder_from_settings, from_settings
 from tests.workers.engines.native import llava_next
 from tests.workers.engines.native.test_llava_next import COUNT, asking, encoded, options, prompt
 from tests.workers.engines.trtllm.conftest import run
-from workers.engines.native.build import build as native_engine
-from workers.engines.trtllm import encoder_from_settings, from_settings
 
 PICTURES = ((1,), (3, 2))  # one, and two of different sizes
 

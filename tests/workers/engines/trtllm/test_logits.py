@@ -5,17 +5,17 @@ from typing import Any
 
 import pytest
 
-from configs.settings import WorkerSettings
-from infra.model import modeldir
-from schemas.requests import LogitsProcessor, Sampling
+from penstock.configs.settings import WorkerSettings
+from penstock.infra.model import modeldir
+from penstock.schemas.requests import LogitsProcessor, Sampling
+from penstock.workers.engines.base import Engine, RequestError
+from penstock.workers.engines.logits import trtllm_processors
+from penstock.workers.engines.logits.flags import from_settings
+from penstock.workers.engines.native.build import build
+from penstock.workers.engines.native.options import NativeOptions
 from tests.workers.engines.logits.support import OWN, chosen
 from tests.workers.engines.native.models import run as run_native
 from tests.workers.engines.trtllm.conftest import BLOCK, LIMIT, MODEL, ask, run
-from workers.engines.base import Engine, RequestError
-from workers.engines.logits import trtllm_processors
-from workers.engines.logits.flags import from_settings
-from workers.engines.native.build import build
-from workers.engines.native.options import NativeOptions
 
 TEXT = "Forced: 42 harbours!"
 SETTINGS = WorkerSettings(
@@ -30,7 +30,7 @@ SETTINGS = WorkerSettings(
 
 @pytest.fixture
 def engine(standin: None) -> Iterator[Engine]:
-    from workers.engines import trtllm
+    from penstock.workers.engines import trtllm
 
     made = trtllm.from_settings(SETTINGS, MODEL, trtllm_processors.from_settings(SETTINGS, MODEL))
     yield made

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schemas.errors import Code
-from schemas.tokens import Logprob
-from workers.engines.external.outputs import MISSING, SequenceFailure, Token
-from workers.engines.trtllm.output_cursor import OutputCursor
+from penstock.schemas.errors import Code
+from penstock.schemas.tokens import Logprob
+from penstock.workers.engines.external.outputs import MISSING, SequenceFailure, Token
+from penstock.workers.engines.trtllm.output_cursor import OutputCursor
 
 EOS, STOP = 7, 9
 

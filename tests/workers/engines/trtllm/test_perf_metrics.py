@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from infra.timeline.tracing.attributes import of_stamps
-from schemas.trace import Stamps
+from penstock.infra.timeline.tracing.attributes import of_stamps
+from penstock.schemas.trace import Stamps
+from penstock.workers.engines.trtllm import perf_metrics
 from tests.workers.engines.trtllm.conftest import Results, ask, run
-from workers.engines.trtllm import perf_metrics
 
 Make = Callable[..., Any]
 

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schemas.requests import Sampling, Stop
+from penstock.schemas.requests import Sampling, Stop
+from penstock.workers.engines.external.sampling import seed_of, stop_ids
+from penstock.workers.engines.trtllm.sampling import OutputPart, arguments, end_id
 from tests import standins
-from workers.engines.external.sampling import seed_of, stop_ids
-from workers.engines.trtllm.sampling import OutputPart, arguments, end_id
 
 with standins.installed():
     SamplingParams: Any = importlib.import_module("tensorrt_llm.sampling_params").SamplingParams

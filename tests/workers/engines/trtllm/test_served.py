@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from schemas.requests import Sampling
+from penstock.schemas.requests import Sampling
+from penstock.workers.engines.base import RequestError
+from penstock.workers.engines.external.served import ALL, TORCH_SAMPLER_1_2, TRTLLM_SAMPLER, Served, problem
 from tests import standins
 from tests.workers.engines.trtllm.conftest import ask, run
-from workers.engines.base import RequestError
-from workers.engines.external.served import ALL, TORCH_SAMPLER_1_2, TRTLLM_SAMPLER, Served, problem
 
 Make = Callable[..., Any]
 PROMPT = list(range(40, 90))
@@ -49,12 +49,12 @@ def test_it_is_the_engine_that_is_asked_and_not_its_release(make: Make, quirks: 
 
 @pytest.mark.parametrize("variant", ["1.3", "1.4"])
 def test_later_releases_apply_all_of_them(variant: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from configs.settings import WorkerSettings
-    from infra.model import modeldir
+    from penstock.configs.settings import WorkerSettings
+    from penstock.infra.model import modeldir
 
     monkeypatch.setenv("TENSORRT_LLM_STANDIN_KV", str(tmp_path))
     with standins.installed(variant):
-        from workers.engines import trtllm
+        from penstock.workers.engines import trtllm
 
         settings = WorkerSettings(engine="trtllm", block_size=16, max_model_len=512, kv_blocks=64)
         engine = trtllm.from_settings(settings, modeldir.DEMO)

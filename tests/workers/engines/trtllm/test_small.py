@@ -8,13 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
-from schemas.errors import Code
-from workers.engines.trtllm import stats
-from workers.engines.trtllm.backoff import Backoff
-from workers.engines.trtllm.errors import code_of, is_request_error
-from workers.engines.trtllm.launch import Launch, launch_of, problem
-from workers.engines.trtllm.log_diagnosis import Detector
-from workers.engines.trtllm.metrics import NativeMetrics
+from penstock.schemas.errors import Code
+from penstock.workers.engines.trtllm import stats
+from penstock.workers.engines.trtllm.backoff import Backoff
+from penstock.workers.engines.trtllm.errors import code_of, is_request_error
+from penstock.workers.engines.trtllm.launch import Launch, launch_of, problem
+from penstock.workers.engines.trtllm.log_diagnosis import Detector
+from penstock.workers.engines.trtllm.metrics import NativeMetrics
 
 
 def test_waits_double_up_to_a_cap_and_start_again_after_something_came() -> None:

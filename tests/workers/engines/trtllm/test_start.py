@@ -13,15 +13,15 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from configs.settings import WorkerSettings
-from infra.engine_args import BadArguments
-from infra.model import modeldir
+from penstock.configs.settings import WorkerSettings
+from penstock.infra.engine_args import BadArguments
+from penstock.infra.model import modeldir
+from penstock.workers.engines.base import EngineError
+from penstock.workers.engines.trtllm import api, build, from_settings
+from penstock.workers.engines.trtllm.log_watch import LogWatch
+from penstock.workers.token_backend import build_engine
 from tests import standins
 from tests.workers.engines.trtllm.conftest import BLOCK, LIMIT, MODEL, ask, run, until
-from workers.engines.base import EngineError
-from workers.engines.trtllm import api, build, from_settings
-from workers.engines.trtllm.log_watch import LogWatch
-from workers.token_backend import build_engine
 
 Make = Callable[..., Any]
 PROMPT = [100 + n for n in range(BLOCK)]

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from penstock.workers.engines.base import EngineError
+from penstock.workers.engines.trtllm import follower, liveness, watch
+from penstock.workers.engines.trtllm.watch import KvEvents, Watch
 from tests.workers.engines.trtllm.conftest import Results, ask, run, until
-from workers.engines.base import EngineError
-from workers.engines.trtllm import follower, liveness, watch
-from workers.engines.trtllm.watch import KvEvents, Watch
 
 Make = Callable[..., Any]
 PROMPT = list(range(40, 90))
@@ -215,7 +215,7 @@ def test_kv_that_never_comes_fails_its_request_alone(make: Make, monkeypatch: py
 def test_an_engine_that_hangs_is_closed_within_a_bound(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     from tensorrt_llm._standin import hooks
 
-    from workers.engines.external import runtime
+    from penstock.workers.engines.external import runtime
 
     monkeypatch.setattr(runtime.shut_down, "__defaults__", (0.2,))
     monkeypatch.setattr(watch, "JOIN_S", 0.1)

@@ -16,7 +16,7 @@ from typing import Any
 
 import httpx
 
-from infra.model.modeldir import DEMO
+from penstock.infra.model.modeldir import DEMO
 from tests.pipeline.support import Deployment
 from tests.workers.engines.contract import ALL, GREEDY, WORDS, Driver, ask
 

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from workers.engines.base import EngineError
-from workers.engines.vllm import api
+from penstock.workers.engines.base import EngineError
+from penstock.workers.engines.vllm import api
 
 
 class _Params:

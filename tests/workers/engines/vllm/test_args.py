@@ -9,17 +9,25 @@ from typing import Any
 
 import pytest
 
-from configs.flags import parse
-from configs.settings import WorkerSettings
-from infra.engine_args.tree import BadArguments
+from penstock.configs.flags import parse
+from penstock.configs.settings import WorkerSettings
+from penstock.infra.engine_args.tree import BadArguments
+from penstock.workers.engines import memory_budget
+from penstock.workers.engines.base import EngineError
+from penstock.workers.engines.external.arguments import given
+from penstock.workers.engines.external.event_streams import channels
+from penstock.workers.engines.external.network import address, environ
+from penstock.workers.engines.vllm.args import (
+    MULTIMODAL,
+    EngineSettings,
+    Resolved,
+    follower_tree,
+    layout,
+    resolve,
+    transfer,
+)
+from penstock.workers.engines.vllm.build import cpu_bytes, on_device, side_channel, wanted_of
 from tests import standins
-from workers.engines import memory_budget
-from workers.engines.base import EngineError
-from workers.engines.external.arguments import given
-from workers.engines.external.event_streams import channels
-from workers.engines.external.network import address, environ
-from workers.engines.vllm.args import MULTIMODAL, EngineSettings, Resolved, follower_tree, layout, resolve, transfer
-from workers.engines.vllm.build import cpu_bytes, on_device, side_channel, wanted_of
 
 FIELDS = runpy.run_path(str(standins.FOLDER / "vllm" / "_standin" / "fields.py"))["FIELDS"]
 NIXL = {
@@ -292,7 +300,7 @@ def test_a_port_that_is_taken_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_without_vllm_the_error_says_what_to_install() -> None:
-    from workers.engines.vllm import api
+    from penstock.workers.engines.vllm import api
 
     if standins.real("vllm"):
         pytest.skip("vLLM is installed")

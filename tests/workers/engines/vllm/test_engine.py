@@ -15,18 +15,18 @@ import pytest
 import torch
 from prometheus_client import CollectorRegistry, Counter
 
-from infra.engine_args.tree import BadArguments
-from infra.model import modeldir
-from schemas.errors import Code
-from schemas.requests import Sampling
+from penstock.infra.engine_args.tree import BadArguments
+from penstock.infra.model import modeldir
+from penstock.schemas.errors import Code
+from penstock.schemas.requests import Sampling
+from penstock.workers.engines.base import EngineError
+from penstock.workers.engines.external import handoff_state
+from penstock.workers.engines.external.event_streams import subscribe
+from penstock.workers.engines.external.metrics import NativeSeries
+from penstock.workers.engines.external.runtime import Inbox
+from penstock.workers.engines.vllm.metrics import PREFIX, SchedulerStats
 from tests import standins
 from tests.workers.engines.contract import ALL, BLOCK, WORDS, Driver, ask, fold, names, prefilled
-from workers.engines.base import EngineError
-from workers.engines.external import handoff_state
-from workers.engines.external.event_streams import subscribe
-from workers.engines.external.metrics import NativeSeries
-from workers.engines.external.runtime import Inbox
-from workers.engines.vllm.metrics import PREFIX, SchedulerStats
 
 (SUBJECT,) = (subject for subject in ALL if subject.name == "vllm")
 PROMPT = WORDS[5:105]
@@ -102,7 +102,7 @@ def test_an_engine_that_dies_is_an_engine_error_at_the_next_step(make: Make) -> 
 
 
 def test_an_engine_that_dies_idle_is_found_by_its_health(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("workers.engines.vllm.follower.HEALTH_S", 0.02)
+    monkeypatch.setattr("penstock.workers.engines.vllm.follower.HEALTH_S", 0.02)
     driver = make()
     inner(driver)._standin.dead = True
     with pytest.raises(EngineError, match="EngineDeadError"):

@@ -4,7 +4,7 @@ from importlib.metadata import entry_points
 
 import pytest
 
-from workers.engines.vllm import plugin
+from penstock.workers.engines.vllm import plugin
 
 
 @pytest.mark.parametrize(

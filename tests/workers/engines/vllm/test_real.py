@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from penstock.workers.engines.external.metrics import NativeSeries
+from penstock.workers.engines.vllm.metrics import PREFIX
 from tests import standins
 from tests.workers.engines.contract import ALL, BLOCK, MODEL, REAL, WORDS, Driver, ask, fold, names
-from workers.engines.external.metrics import NativeSeries
-from workers.engines.vllm.metrics import PREFIX
 
 pytestmark = pytest.mark.skipif(REAL != "vllm" or not standins.real("vllm"), reason="make test-vllm")
 (SUBJECT,) = (subject for subject in ALL if subject.name == "vllm")

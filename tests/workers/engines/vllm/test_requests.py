@@ -8,17 +8,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schemas.errors import Code
-from schemas.requests import LogitsProcessor, Sampling, Stop
-from schemas.tokens import Logprob
-from workers.engines.base import EngineInfo, MediaSpan, RequestError, SequenceRequest
-from workers.engines.external.handoff_state import ConsumedStates
-from workers.engines.external.outputs import MISSING, SequenceFailure, Token
-from workers.engines.external.sampling import seed_of
-from workers.engines.vllm import handoff
-from workers.engines.vllm.output_cursor import Diverged, OutputCursor
-from workers.engines.vllm.prepare import Options, check, prepare
-from workers.engines.vllm.sampling import arguments
+from penstock.schemas.errors import Code
+from penstock.schemas.requests import LogitsProcessor, Sampling, Stop
+from penstock.schemas.tokens import Logprob
+from penstock.workers.engines.base import EngineInfo, MediaSpan, RequestError, SequenceRequest
+from penstock.workers.engines.external.handoff_state import ConsumedStates
+from penstock.workers.engines.external.outputs import MISSING, SequenceFailure, Token
+from penstock.workers.engines.external.sampling import seed_of
+from penstock.workers.engines.vllm import handoff
+from penstock.workers.engines.vllm.output_cursor import Diverged, OutputCursor
+from penstock.workers.engines.vllm.prepare import Options, check, prepare
+from penstock.workers.engines.vllm.sampling import arguments
 
 INFO = EngineInfo("vllm", 16, 20, 4, 512, 100, (2, 3), True, handoff_layout="l")
 OPTIONS = Options(b"r" * 16, "l")

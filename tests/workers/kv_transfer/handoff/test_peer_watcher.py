@@ -3,8 +3,8 @@
 import pytest
 from structlog.testing import capture_logs
 
-from infra.broker.server import EmbeddedNats
-from schemas.subjects import Subjects
+from penstock.infra.broker.server import EmbeddedNats
+from penstock.schemas.subjects import Subjects
 from tests.infra.bus.support import eventually
 from tests.workers.kv_transfer.loopback import LoopbackNetwork
 from tests.workers.support import engine, run_worker

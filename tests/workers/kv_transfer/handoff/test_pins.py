@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.kv_transfer.handoff.pins import Pin, Pins
+from penstock.workers.kv_transfer.handoff.pins import Pin, Pins
 
 
 def pin(ticket: str, expires: float = 10.0, blocks: int = 2) -> Pin:

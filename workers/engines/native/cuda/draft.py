@@ -2,14 +2,14 @@
 
 from collections.abc import Sequence as Seq
 
-from workers.engines.core.sequence import PendingStep, ScheduledSequence
-from workers.engines.native.cuda.draft_loop import DraftLoop, Row
-from workers.engines.native.cuda.executor import CudaExecutor
-from workers.engines.native.draft import progress_of
+from penstock.workers.engines.core.sequence import PendingStep, ScheduledSequence
+from penstock.workers.engines.native.cuda.draft_loop import DraftLoop, Row
+from penstock.workers.engines.native.cuda.executor import CudaExecutor
+from penstock.workers.engines.native.draft import progress_of
 
 
 class CudaDraftModel:
-    """Implements ``workers.engines.core.speculation.Drafter``. Owns the executor.
+    """Implements ``penstock.workers.engines.core.speculation.Drafter``. Owns the executor.
 
     Args:
         executor: of the draft model, over a pool under the target's block numbers; as many steps as tokens are proposed

@@ -7,11 +7,11 @@ import structlog
 import torch
 from torch import Tensor
 
-from workers.engines.core.sequence import Sequence
-from workers.engines.native import sampler
-from workers.engines.native.cuda.executor import CudaExecutor, batch_sizes
-from workers.engines.native.cuda.table_rows import TableRow
-from workers.engines.native.cuda.upload import Upload, new_event
+from penstock.workers.engines.core.sequence import Sequence
+from penstock.workers.engines.native import sampler
+from penstock.workers.engines.native.cuda.executor import CudaExecutor, batch_sizes
+from penstock.workers.engines.native.cuda.table_rows import TableRow
+from penstock.workers.engines.native.cuda.upload import Upload, new_event
 
 log = structlog.get_logger("engine")
 

@@ -7,7 +7,7 @@ an order that depends on other rows, so a row's result is the same bits in any b
 import triton
 import triton.language as tl
 
-from workers.engines.native.cuda.rows import activation
+from penstock.workers.engines.native.cuda.rows import activation
 
 SOFTMAX, CHOSEN, SIGMOID, SPARSE = 0, 1, 2, 3  # how a router scores experts, see ``route``
 CLAMPED = 2  # the activation of GPT-OSS, beside ``rows.SILU`` and ``rows.GELU_TANH``

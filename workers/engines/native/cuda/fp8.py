@@ -5,10 +5,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from workers.engines.native.cuda import fp8_kernels
-from workers.engines.native.cuda.few_rows import COLUMNS, Shape, shape_for
-from workers.engines.native.cuda.fusions import dependent
-from workers.engines.native.quantize import FP8, LARGEST
+from penstock.workers.engines.native.cuda import fp8_kernels
+from penstock.workers.engines.native.cuda.few_rows import COLUMNS, Shape, shape_for
+from penstock.workers.engines.native.cuda.fusions import dependent
+from penstock.workers.engines.native.quantize import FP8, LARGEST
 
 
 class Narrow(NamedTuple):

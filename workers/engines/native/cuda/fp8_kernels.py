@@ -5,7 +5,7 @@ product of a few rows.
 import triton
 import triton.language as tl
 
-from workers.engines.native.cuda.rows import activation
+from penstock.workers.engines.native.cuda.rows import activation
 
 
 @triton.jit

@@ -4,10 +4,10 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from workers.engines.core.sequence import ScheduledSequence, Sequence, scored_to
-from workers.engines.native.cuda.chunks import LONG, Chunk, Group, groups
-from workers.engines.native.cuda.table_rows import TableRow, TableRows
-from workers.engines.native.executor import media_rows
+from penstock.workers.engines.core.sequence import ScheduledSequence, Sequence, scored_to
+from penstock.workers.engines.native.cuda.chunks import LONG, Chunk, Group, groups
+from penstock.workers.engines.native.cuda.table_rows import TableRow, TableRows
+from penstock.workers.engines.native.executor import media_rows
 
 UNKNOWN = -1  # the previous step samples this token, and only the device has it
 

@@ -6,15 +6,15 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from workers.engines.base import EngineError
-from workers.engines.core.sequence import Sampled
-from workers.engines.native.cuda.upload import new_event
-from workers.engines.native.pool import out_of_memory
-from workers.engines.native.sampler import Chosen
+from penstock.workers.engines.base import EngineError
+from penstock.workers.engines.core.sequence import Sampled
+from penstock.workers.engines.native.cuda.upload import new_event
+from penstock.workers.engines.native.pool import out_of_memory
+from penstock.workers.engines.native.sampler import Chosen
 
 
 class Pending:
-    """Implements ``workers.engines.core.sequence.PendingStep``."""
+    """Implements ``penstock.workers.engines.core.sequence.PendingStep``."""
 
     def __init__(self, finish: Callable[[], list[Sampled]]) -> None:
         self._finish = finish
@@ -30,7 +30,7 @@ class Pending:
 
 
 class Late:
-    """A step whose tokens are drawn later; implements ``workers.engines.core.sequence.PendingStep``.
+    """A step whose tokens are drawn later; implements ``penstock.workers.engines.core.sequence.PendingStep``.
 
     What a constraint allows depends on the tokens of the step before, which are not known when this one is launched.
 

@@ -5,15 +5,15 @@ from collections.abc import Callable
 import structlog
 import torch
 
-from workers.engines.native.attention import Paged
-from workers.engines.native.cuda.fusions import FUSIONS
-from workers.engines.native.cuda.modules import Rotation
-from workers.engines.native.cuda.paged import Batch, PagedAttention, Scratch, tile_rows
-from workers.engines.native.cuda.rewrite import make_invariant, rewrite, undo_layers
-from workers.engines.native.model import Model, ModelError
-from workers.engines.native.pool import Pool
-from workers.engines.native.quantize import Fp8Linear
-from workers.engines.native.verify import ROUNDING, ROUNDING_FP8, reference, verify
+from penstock.workers.engines.native.attention import Paged
+from penstock.workers.engines.native.cuda.fusions import FUSIONS
+from penstock.workers.engines.native.cuda.modules import Rotation
+from penstock.workers.engines.native.cuda.paged import Batch, PagedAttention, Scratch, tile_rows
+from penstock.workers.engines.native.cuda.rewrite import make_invariant, rewrite, undo_layers
+from penstock.workers.engines.native.model import Model, ModelError
+from penstock.workers.engines.native.pool import Pool
+from penstock.workers.engines.native.quantize import Fp8Linear
+from penstock.workers.engines.native.verify import ROUNDING, ROUNDING_FP8, reference, verify
 
 log = structlog.get_logger("engine")
 

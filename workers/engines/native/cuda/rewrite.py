@@ -15,11 +15,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from workers.engines.native.cuda import experts, few_rows, fp8, rows
-from workers.engines.native.cuda.fusions import FUSIONS
-from workers.engines.native.cuda.modules import GatedMlp, Linear, MergedLinear, MergedLinearPart, RmsNorm, Rotation
-from workers.engines.native.quantize import Fp8Linear
-from workers.engines.native.verify import ROUNDING
+from penstock.workers.engines.native.cuda import experts, few_rows, fp8, rows
+from penstock.workers.engines.native.cuda.fusions import FUSIONS
+from penstock.workers.engines.native.cuda.modules import (
+    GatedMlp,
+    Linear,
+    MergedLinear,
+    MergedLinearPart,
+    RmsNorm,
+    Rotation,
+)
+from penstock.workers.engines.native.quantize import Fp8Linear
+from penstock.workers.engines.native.verify import ROUNDING
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}  # relative, of a module's output
 LINEAR = (nn.Linear, Fp8Linear)

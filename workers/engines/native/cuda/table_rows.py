@@ -1,6 +1,6 @@
 """Assigns sequences rows of the block tables on the device, and tracks which blocks the device has. No torch."""
 
-from workers.engines.core.sequence import Sequence
+from penstock.workers.engines.core.sequence import Sequence
 
 
 class TableRow:

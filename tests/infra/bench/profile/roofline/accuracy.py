@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 import msgspec
 
-from infra.bench.profile.roofline.estimate import Engine, Mapping
-from infra.bench.profile.roofline.gpus import GPUS, Efficiency
-from infra.engine_args.model_shape import shape_of
+from penstock.infra.bench.profile.roofline.estimate import Engine, Mapping
+from penstock.infra.bench.profile.roofline.gpus import GPUS, Efficiency
+from penstock.infra.engine_args.model_shape import shape_of
 
 KEYS = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
         "num_key_value_heads")  # fmt: skip

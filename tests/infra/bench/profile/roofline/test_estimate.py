@@ -3,13 +3,13 @@
 import msgspec
 import pytest
 
-from infra.bench.profile.roofline.estimate import Engine, Mapping, fits, most
-from infra.bench.profile.roofline.gpus import GPUS, Efficiency
-from infra.bench.profile.roofline.mappings import mappings
-from infra.bench.profile.roofline.profile import roofline_profile
-from infra.engine_args.model_shape import UnknownShape
-from infra.planner.timing import EngineTiming
-from infra.recipes.catalogue import known_shape
+from penstock.infra.bench.profile.roofline.estimate import Engine, Mapping, fits, most
+from penstock.infra.bench.profile.roofline.gpus import GPUS, Efficiency
+from penstock.infra.bench.profile.roofline.mappings import mappings
+from penstock.infra.bench.profile.roofline.profile import roofline_profile
+from penstock.infra.engine_args.model_shape import UnknownShape
+from penstock.infra.planner.timing import EngineTiming
+from penstock.infra.recipes.catalogue import known_shape
 from tests.infra.bench.profile.roofline.accuracy import EXPERTS, LLAMA, MIXTURE, engine, rows
 
 LLAMA_8B = known_shape("meta-llama/Llama-3.1-8B-Instruct")

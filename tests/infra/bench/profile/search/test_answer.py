@@ -5,12 +5,12 @@ import shlex
 
 import pytest
 
-from configs.flags import read
-from configs.settings import WorkerSettings
-from configs.up_settings import UpSettings
-from infra.bench.profile.search.answer import Flags, commands, hosts, machine
-from infra.bench.profile.search.candidates import Candidate, PoolSize
-from schemas.plans import Role
+from penstock.configs.flags import read
+from penstock.configs.settings import WorkerSettings
+from penstock.configs.up_settings import UpSettings
+from penstock.infra.bench.profile.search.answer import Flags, commands, hosts, machine
+from penstock.infra.bench.profile.search.candidates import Candidate, PoolSize
+from penstock.schemas.plans import Role
 
 FLAGS: dict[Role, Flags] = {
     "prefill": Flags("--engine vllm --model org/llama --tensor-parallel-size 2"),

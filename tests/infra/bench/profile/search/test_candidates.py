@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infra.bench.profile.search.candidates import Candidate, Configuration, Scope, Sla, candidates, why_not
-from infra.planner.capacity import latency
-from schemas.plans import Demand
+from penstock.infra.bench.profile.search.candidates import Candidate, Configuration, Scope, Sla, candidates, why_not
+from penstock.infra.planner.capacity import latency
+from penstock.schemas.plans import Demand
 from tests.infra.planner.engines import engine
 from tests.properties import examples
 

@@ -5,9 +5,9 @@ import math
 import msgspec
 import pytest
 
-from infra.bench.profile.search.answer import hosts
-from infra.bench.profile.search.candidates import Candidate, Configuration, PoolSize, Scope, Sla, candidates
-from infra.bench.profile.search.simulated import Load, Percentile, Pools, measure, search
+from penstock.infra.bench.profile.search.answer import hosts
+from penstock.infra.bench.profile.search.candidates import Candidate, Configuration, PoolSize, Scope, Sla, candidates
+from penstock.infra.bench.profile.search.simulated import Load, Percentile, Pools, measure, search
 from tests.infra.planner.engines import engine
 
 SLA = Sla(ttft_ms=300.0, itl_ms=14.0, isl=2000, osl=50)

@@ -5,10 +5,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from infra.bench.profile.data import BadProfile, Decode, Prefill, save
-from infra.bench.profile.search import sources
-from infra.bench.profile.search.candidates import Sla
-from infra.recipes.catalogue import known_shape
+from penstock.infra.bench.profile.data import BadProfile, Decode, Prefill, save
+from penstock.infra.bench.profile.search import sources
+from penstock.infra.bench.profile.search.candidates import Sla
+from penstock.infra.recipes.catalogue import known_shape
 from tests.infra.planner.engines import engine
 
 SLA = Sla(ttft_ms=500.0, itl_ms=25.0, isl=2000, osl=200)

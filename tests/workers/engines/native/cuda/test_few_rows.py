@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.engines.native.cuda.few_rows import FEW, MORE, PROGRAMS, shape_for
+from penstock.workers.engines.native.cuda.few_rows import FEW, MORE, PROGRAMS, shape_for
 
 SHARED_MEMORY = 227 * 1024  # of a multiprocessor
 

@@ -6,12 +6,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import astuple
 
-from schemas.requests import Sampling, Stop
+from penstock.schemas.requests import Sampling, Stop
+from penstock.workers.engines.base import MediaSpan
+from penstock.workers.engines.core.sequence import ScheduledSequence, Sequence
+from penstock.workers.engines.native.cuda.packing import UNKNOWN, Packed, Packing
+from penstock.workers.engines.native.cuda.table_rows import TableRows
 from tests.properties import examples
-from workers.engines.base import MediaSpan
-from workers.engines.core.sequence import ScheduledSequence, Sequence
-from workers.engines.native.cuda.packing import UNKNOWN, Packed, Packing
-from workers.engines.native.cuda.table_rows import TableRows
 
 TABLE_ROWS, SPARE = 9, 9
 

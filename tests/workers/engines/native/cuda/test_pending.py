@@ -1,6 +1,6 @@
 """Steps whose tokens are drawn after they are launched."""
 
-from workers.engines.native.cuda.pending import Late, Pending
+from penstock.workers.engines.native.cuda.pending import Late, Pending
 
 
 def test_tokens_are_drawn_once_at_the_latest_for_the_result() -> None:

@@ -1,8 +1,8 @@
 """Block tables on the device follow the sequences' lists."""
 
-from schemas.requests import Sampling, Stop
-from workers.engines.core.sequence import Sequence
-from workers.engines.native.cuda.table_rows import TableRows
+from penstock.schemas.requests import Sampling, Stop
+from penstock.workers.engines.core.sequence import Sequence
+from penstock.workers.engines.native.cuda.table_rows import TableRows
 
 WIDTH = 8
 
