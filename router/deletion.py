@@ -3,6 +3,9 @@
 Gateways, which clients reach, may not delete anything of the pipeline's own streams. Any router answers, and replies
 once everything is gone. Overwriting is expensive for the broker, so a router rests in between (``Eraser``).
 
+While a replica of a stream is away, nothing is erased there, for ``AWAY_S`` at most: the replica would keep its copy
+(``penstock.infra.bus.erase``). The request is noted, so nobody is shown it, and routers look every few seconds.
+
 What comes back of a deleted request is erased again, by whichever routers see it: at once what somebody stores again
 (``came_back``), and when a router starts or finds another server, or that one restarted, what that one has again.
 """
@@ -17,7 +20,7 @@ from nats.errors import Error as NatsError
 
 from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.direct_get import get, get_last
-from penstock.infra.bus.erase import Eraser
+from penstock.infra.bus.erase import AWAY_S, Eraser, ReplicaAway
 from penstock.infra.bus.forget import DeletedRequests, find_ended, forget_messages
 from penstock.infra.bus.tasks import Tasks
 from penstock.schemas import control
@@ -31,7 +34,7 @@ log = structlog.get_logger("router")
 WAITING = 32  # beyond these, a gateway has to ask again
 MOST_BACK = 10_000  # messages that wait to be erased again; beyond these, all notes are looked at
 TOGETHER_S = 0.5  # within which routers begin to erase the same message; those that come later find it gone
-ERASE_AGAIN_S = 5.0  # after a failure
+ERASE_AGAIN_S = 5.0  # after a failure, or while a replica is away
 
 
 class Deletion:
@@ -73,15 +76,19 @@ class Deletion:
             await self._bus.nc.publish(message.reply, encode(control.Ok(error)))
 
     async def _delete(self, request_id: str) -> str:
-        """Returns: why it was not deleted; "": it was, or there is nothing of it."""
+        """Returns: why it was not deleted; "": it was, or will be, or there is nothing of it."""
         if self._waiting >= WAITING:
             return f"{WAITING} deletions wait already; try again"
         self._waiting += 1
         try:
             ended = await find_ended(self._bus, request_id)
             if ended is not None:
-                await forget_messages(self._bus, [ended], self._eraser.erase)
+                await forget_messages(self._bus, [ended], self._eraser)
                 log.info("request_deleted", request=request_id)
+            return ""
+        except ReplicaAway as away:
+            log.warning("deletion_waits", request=request_id, error=str(away))
+            self._look_at_all()
             return ""
         except ValueError as error:  # no id of a request
             return str(error)
@@ -118,25 +125,36 @@ class Deletion:
             self._due.clear()
             await asyncio.sleep(random.uniform(0, TOGETHER_S))
             try:
-                await self._erase_back()
+                left = await self._erase_back()
                 if self._all_due:
-                    await self._erase_all()
+                    left |= await self._erase_all()
+                if left:
+                    await asyncio.sleep(ERASE_AGAIN_S)
+                    self._due.set()
             except (ServingError, NatsError, OSError, TimeoutError) as error:
                 log.warning("deleted_requests_not_erased", error=str(error) or repr(error))
                 await asyncio.sleep(ERASE_AGAIN_S)
                 self._due.set()
 
-    async def _erase_all(self) -> None:
-        """Erase what is there of all requests that were deleted lately."""
+    async def _erase_all(self) -> bool:
+        """Erase what is there of all requests that were deleted lately; True: some is left, as a replica is away."""
         server, self._all_due = self._bus.server, False
+        left = False
         try:
             for request, note in await self.deleted.read():
-                await self._erase_noted(request, note)
-                await self._erase_back()
+                try:
+                    await self._erase_noted(request, note)
+                except ReplicaAway:
+                    left = True  # others may have been noted so long ago that they wait no longer
+                left |= await self._erase_back()
         except BaseException:
             self._all_due = True
             raise
-        self._server = server
+        if left:
+            self._all_due = True
+        else:
+            self._server = server
+        return left
 
     async def _erase_noted(self, request: str, note: Note) -> None:
         bus, subjects = self._bus, self._bus.subjects
@@ -148,11 +166,17 @@ class Deletion:
         if record is not None:
             await self._erase_found(records, record.seq, request)
 
-    async def _erase_back(self) -> None:
-        while self._back:
-            (stream, seq), request = next(iter(self._back.items()))
-            await self._erase_if_there(stream, seq, request)
-            del self._back[stream, seq]
+    async def _erase_back(self) -> bool:
+        """Erase what was stored again; True: some is left, as a replica is away."""
+        left = False
+        for (stream, seq), request in list(self._back.items()):
+            try:
+                await self._erase_if_there(stream, seq, request)
+            except ReplicaAway:
+                left = True
+            else:
+                self._back.pop((stream, seq), None)
+        return left
 
     async def _erase_if_there(self, stream: str, seq: int, request: str) -> None:
         """A stream that lost its end may have another message there."""
@@ -161,5 +185,6 @@ class Deletion:
             await self._erase_found(stream, seq, request)
 
     async def _erase_found(self, stream: str, seq: int, request: str) -> None:
-        await self._eraser.erase(stream, seq)
+        noted_s = self.deleted.noted_s(request)
+        await self._eraser.erase(stream, seq, everywhere=noted_s is not None and noted_s < AWAY_S)
         log.info("deleted_request_erased_again", request=request, stream=stream, seq=seq)

@@ -1,7 +1,8 @@
 """Deletes what the log holds of requests that have ended, and notes that they were deleted.
 
 The note (``penstock.schemas.deletions``) is stored before the first message is erased. For half an hour routers erase
-what comes back of the request (``penstock.router.deletion``), and gateways know nothing of it.
+what comes back of the request (``penstock.router.deletion``), or was left because a replica is away, and gateways know
+nothing of it.
 
 Jobs go first, then requests, then records: a router that starts in between must not find a job without its end, which
 it would place again. What was not deleted is found again, as long as the record or the note is there.
@@ -9,7 +10,7 @@ it would place again. What was not deleted is found again, as long as the record
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -19,6 +20,7 @@ from nats.errors import NoRespondersError
 
 from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.direct_get import Entry, get_last, read
+from penstock.infra.bus.erase import Eraser
 from penstock.infra.bus.jetstream import decode_publish_reply
 from penstock.infra.bus.log_tail import LogTail
 from penstock.infra.bus.tasks import Tasks
@@ -36,8 +38,6 @@ NOTE_S = 5.0
 FOLLOW_S = 3.0  # how long a process that starts waits for the notes
 FOLLOW_AGAIN_S = 30.0  # between two tries, where there is no bucket for them
 TTL_NS = deletions.TTL_S * 1_000_000_000
-
-Delete = Callable[[str, int], Awaitable[object]]  # (stream, sequence)
 
 
 class Ended(NamedTuple):
@@ -73,14 +73,15 @@ class _Stored(NamedTuple):
     request: str
 
 
-async def forget_messages(bus: Bus, ended: Sequence[Ended], delete: Delete) -> int:
+async def forget_messages(bus: Bus, ended: Sequence[Ended], eraser: Eraser) -> int:
     """Note that these requests are deleted, then delete their jobs, requests and records.
 
     Returns: how many messages that were.
 
     Raises:
-        ServingError: a stream cannot be read, or a note was not stored: then nothing was deleted, but may be later.
-            ``delete`` may raise others: then the rest is deleted by a router.
+        ReplicaAway: a replica would keep its copy; routers delete the rest.
+        ServingError: a stream cannot be read, or a note was not stored: then nothing was deleted, but may be later. Or
+            a message was not deleted: then routers delete the rest.
     """
     stored = await _find_content(bus, ended)
     stream = bus.subjects.stream("DONE")
@@ -93,7 +94,7 @@ async def forget_messages(bus: Bus, ended: Sequence[Ended], delete: Delete) -> i
     for request, deletion in notes.items():
         await _note(bus, request, deletion)
     for message in stored:
-        await delete(message.stream, message.seq)
+        await eraser.erase(message.stream, message.seq, everywhere=True)
     return len(stored)
 
 
@@ -162,6 +163,11 @@ class DeletedRequests:
         until_ns = self._until.get(request)  # type: ignore[call-overload]
         return until_ns is not None and until_ns > self._bus.clock.now_ns()
 
+    def noted_s(self, request: str) -> float | None:
+        """How long ago a request was noted, in seconds; None: it was not, or nobody can say."""
+        until_ns = self._until.get(request)
+        return None if until_ns is None else (self._bus.clock.now_ns() - until_ns + TTL_NS) / 1e9
+
     async def start(self, tasks: Tasks) -> None:
         """Follow the bucket; returns when it was read, or cannot be, or after ``FOLLOW_S``."""
         tasks.spawn(self._follow(), name="deleted-requests")
@@ -210,7 +216,9 @@ class DeletedRequests:
                 await self._bus.nc.publish(entry.subject, b"", headers={"Nats-TTL": "1"})
                 continue
             try:
-                found.append((entry.subject.rpartition(".")[2], deletions.decode(entry.data)))
+                request = entry.subject.rpartition(".")[2]
+                found.append((request, deletions.decode(entry.data)))
+                self._until.setdefault(request, entry.time_ns + TTL_NS)  # it may not have been followed so far
             except msgspec.MsgspecError as error:  # of a later release
                 log.warning("deletion_unreadable", subject=entry.subject, error=str(error))
         return found

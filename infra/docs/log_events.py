@@ -233,9 +233,12 @@ MEANINGS = {
     "decision_not_stored": "the planner could not store its decision and did nothing",
     "decision_unreadable": "a stored decision of a planner is of another release, or damaged",
     "decode_without_graphs": "CUDA graphs for decode could not be captured: slower steps",
-    "deleted_request_erased_again": "part of a deleted request was stored again, or a broker had it after its restart",
+    "deleted_request_erased_again": "part of a deleted request was stored again, or a broker had it after its restart, "
+    "or a replica was away",
     "deleted_requests_not_erased": "what came back of deleted requests could not be erased; tried again",
     "deletion_unreadable": "what a later release noted of a deleted request cannot be read and is skipped",
+    "deletion_waits": "a replica of a stream is away and would keep its copy: the request is erased when the replica "
+    "is there again, or after ten minutes; nobody is shown it meanwhile",
     "deletions_unknown": "the bucket of deletions cannot be read: what comes back of a deleted request stays",
     "diffusion_request_failed": "generating an image or a video failed",
     "disk_check_failed": "free space on the broker's disk could not be read",

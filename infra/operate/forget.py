@@ -126,7 +126,7 @@ async def forget(bus: Bus, ended: Sequence[Ended]) -> Forgotten:
     await check_stores(bus, "forget")
     eraser, messages = Eraser(bus), 0
     for at in range(0, len(ended), TOGETHER):
-        messages += await forget_messages(bus, ended[at : at + TOGETHER], eraser.erase)
+        messages += await forget_messages(bus, ended[at : at + TOGETHER], eraser)
     for each in ended if any(one.apart for one in ended) else ():
         subject = bus.subjects.contents("*", each.id, ">")
         await request(bus.nc, f"STREAM.PURGE.{bus.subjects.stream('MEMORY_CONTENTS')}", {"filter": subject})

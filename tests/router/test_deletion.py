@@ -3,6 +3,7 @@ restarts has of it."""
 
 import asyncio
 import contextlib
+import random
 import shutil
 import time
 from collections.abc import Awaitable, Callable
@@ -13,10 +14,13 @@ import pytest
 from nats.errors import NoRespondersError
 
 from penstock.infra.broker.apply import apply
+from penstock.infra.broker.main import apply_at
 from penstock.infra.broker.server import EmbeddedNats
+from penstock.infra.bus import erase as erasing
 from penstock.infra.bus import forget as forgetting
 from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.direct_get import read
+from penstock.infra.bus.erase import AWAY_S, ReplicaAway, erase
 from penstock.infra.bus.forget import DeletedRequests, Ended
 from penstock.infra.operate.forget import forget
 from penstock.router import deletion
@@ -26,6 +30,7 @@ from penstock.schemas.ids import new_request_id
 from penstock.schemas.requests import GenerateRequest
 from penstock.schemas.streams import topology
 from penstock.schemas.subjects import HEADER_MSG_ID, Subjects
+from tests.cluster_support import LocalCluster, three_nodes
 from tests.infra.bus.support import eventually
 from tests.infra.timeline.support import assign, end
 from tests.infra.timeline.tracing import samples
@@ -171,19 +176,47 @@ async def test_an_erasure_that_fails_once_the_deletion_is_noted_is_completed(
 ) -> None:
     monkeypatch.setattr(deletion, "ERASE_AGAIN_S", 0.1)
     eraser = one.router._deletion._eraser
-    erase, failures = eraser.erase, 0
+    really_erase, failures = eraser.erase, 0
 
-    async def fail_twice(stream: str, seq: int) -> bool:
+    async def fail_twice(stream: str, seq: int, *, everywhere: bool) -> bool:
         nonlocal failures
         failures += 1
         if failures <= 2:
             raise ServingError(Code.broker_unavailable, "the broker does not answer")
-        return await erase(stream, seq)
+        return await really_erase(stream, seq, everywhere=everywhere)
 
     monkeypatch.setattr(eraser, "erase", fail_twice)
     request = await has_ended(bus)
     assert "does not answer" in await delete(bus, request)
     await gone(bus, request)
+
+
+async def test_what_is_left_while_a_replica_is_away_is_erased_later_at_the_latest_after_some_minutes(
+    bus: Bus, broker: EmbeddedNats, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also by another router than the one that was asked: the time runs from the note."""
+    monkeypatch.setattr(deletion, "ERASE_AGAIN_S", 0.05)
+    asked = []
+
+    async def away(stream: str, seq: int, *, everywhere: bool) -> bool:
+        asked.append(everywhere)
+        if everywhere:
+            raise ReplicaAway(stream, ["node-2"])
+        return await erase(bus, stream, seq)
+
+    async with routing(broker, bus.subjects) as first:
+        monkeypatch.setattr(first.router._deletion._eraser, "erase", away)
+        request = await has_ended(bus)
+        assert await delete(bus, request) == "", "nobody is shown it any more"
+        await eventually(lambda: len(asked) > 3)
+        assert await stored(bus, request) == list(STREAMS)
+    assert all(asked)
+    async with routing(broker, bus.subjects, name="two") as second:
+        monkeypatch.setattr(second.router._deletion._eraser, "erase", away)
+        now_ns = second.bus.clock.now_ns
+        later_ns = int(AWAY_S * 1e9)
+        monkeypatch.setattr(second.bus.clock, "now_ns", lambda: now_ns() + later_ns)
+        await gone(bus, request)
 
 
 async def test_nothing_is_deleted_that_could_not_be_noted(bus: Bus, one: Routing) -> None:
@@ -274,3 +307,46 @@ async def test_what_a_broker_has_again_after_its_restart_is_erased_and_not_run(
             await gone(bus, *requests)
             assert await stored(bus, kept) == list(STREAMS)
             assert not {each.id for each in requests} & {*one.unfinished, *one.waiting}
+
+
+def servers_with(cluster: LocalCluster, words: bytes) -> list[int]:
+    """The nodes that have these words in a file of the streams with requests."""
+    return [
+        index
+        for index, node in enumerate(cluster.nodes)
+        for name in STREAMS
+        for block in node.data_dir.rglob(f"streams/{cluster.subjects.stream(name)}/msgs/*.blk")
+        if words in block.read_bytes()
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+async def test_a_replica_that_was_away_keeps_nothing_of_a_deleted_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(deletion, "ERASE_AGAIN_S", 0.2)
+    monkeypatch.setattr(erasing, "AGAIN_S", 0.2)
+    async with three_nodes(tmp_path) as cluster:
+        await apply_at(cluster.url(), cluster.subjects, replicas=3)
+        done = cluster.subjects.stream("DONE")
+        leader, (away, _) = await cluster.placement(done)
+        async with dial(cluster.nodes[leader], cluster.subjects) as bus:
+            await has_ended(bus)  # what was before all that is left in a stream would leave its file
+            request = await has_ended(bus)
+            words = request.id.encode()
+            await eventually(lambda: servers_with(cluster, words) == [0, 0, 0, 1, 1, 1, 2, 2, 2])
+            async with routing(cluster.nodes[leader], cluster.subjects):
+                cluster.kill(away)
+
+                async def deleted() -> bool:
+                    return not await delete(bus, request)
+
+                await until(deleted)  # it may have led the bucket of the notes
+                for _ in range(24):  # so much that the leader takes a snapshot, and its log begins behind the deletion
+                    subject = cluster.subjects.done("other", "model", new_request_id(time.time_ns()))
+                    await bus.js.publish(subject, random.randbytes(900_000))
+                await cluster.restart(away)
+                async with asyncio.timeout(60):
+                    while await asyncio.to_thread(servers_with, cluster, words):  # noqa: ASYNC110 - other processes
+                        await asyncio.sleep(0.2)

@@ -11,8 +11,10 @@ import pytest
 
 from penstock.infra.broker.main import apply_at
 from penstock.infra.bus import direct_get
+from penstock.infra.bus import erase as erasing
 from penstock.infra.bus.connection import Bus, connect
 from penstock.infra.bus.direct_get import Entry, get, get_last, read
+from penstock.infra.bus.erase import Eraser, ReplicaAway, erase
 from penstock.infra.bus.log_tail import LogTail
 from tests.cluster_support import NODES, LocalCluster
 from tests.conftest import outside
@@ -158,3 +160,29 @@ async def test_a_hanging_node_is_left_before_an_election_can_be_over(cluster: Lo
         finally:
             cluster.thaw(stuck)
     assert took < 10.0  # 2 to 3 s on an idle machine; 10 to 15 s with the pings of a single server
+
+
+async def test_nothing_is_erased_while_a_replica_is_away_unless_nobody_waits_for_it(
+    cluster: LocalCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(erasing, "NEWEST_S", 0.3)
+    monkeypatch.setattr(erasing, "AGAIN_S", 0.0)
+    stream, subject = cluster.subjects.stream("TOKENS"), cluster.subjects.tokens("erased")
+    leader, followers = await cluster.placement(stream)
+    async with on_nodes(cluster, leader) as bus:
+        eraser = Eraser(bus)
+        first, second, third = [(await bus.js.publish(subject, b"x")).seq for _ in range(3)]
+        cluster.freeze(followers[0])
+        try:
+            with pytest.raises(ReplicaAway, match=f"node-{followers[0]}"):
+                await eraser.erase(stream, first, everywhere=True)
+            assert await get(bus, stream, first) is not None
+            assert await eraser.erase(stream, second)
+            monkeypatch.setattr(erasing, "AWAY_S", 0.0)
+            assert await eraser.erase(stream, third, everywhere=True)
+            monkeypatch.undo()
+        finally:
+            cluster.thaw(followers[0])
+        assert await eraser.erase(stream, first, everywhere=True)
+        for seq in (first, second, third):
+            assert await erase(bus, stream, seq) is False, "it was gone"
