@@ -6,7 +6,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 
 from penstock.infra.bus.connection import Bus
-from penstock.infra.bus.direct_get import read
+from penstock.infra.bus.direct_get import get_last, read
 from penstock.infra.launch.http import get_url
 from penstock.infra.timeline.leases import leases
 from penstock.schemas import done, fleet, requests, tokens
@@ -34,6 +34,12 @@ async def whole(bus: Bus, since_ns: int, urls: Sequence[str], *, within_s: float
         held=await until_none(lambda: held(bus), within_s),
         residue=await until_none(lambda: residue(bus, urls, gone), within_s),
     )
+
+
+async def records_left(bus: Bus, requests: Sequence[str]) -> list[str]:
+    """Those of some requests whose record is still there: it is what a router deletes last."""
+    stream = bus.subjects.stream("DONE")
+    return [each for each in requests if await get_last(bus, stream, bus.subjects.done_of(each)) is not None]
 
 
 async def accepted_since(bus: Bus, since_ns: int) -> dict[str, tuple[str, float]]:

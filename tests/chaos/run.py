@@ -150,6 +150,7 @@ class Run:
         await self._load()
         settled = await self._system.settle()
         await self._delete_left(since_ns)
+        await self._erased()
         self._say("all is quiet; reading the log")
         gone = sum(hit.at > _kept_since(self._system.hits, time.time()) for hit in self._system.hits)
         found = await log.whole(self._bus, since_ns, self._system.urls, within_s=QUIET_S, gone=gone)
@@ -307,6 +308,11 @@ class Run:
                 for seen in self._seen:
                     if seen.tag == tag:
                         seen.deleted_for_it(request)
+
+    async def _erased(self) -> None:
+        """What was deleted while a broker was away is erased once it is there again."""
+        deleted = [seen.request for seen in self._seen if seen.outcome == "deleted" and seen.request]
+        await log.until_none(lambda: log.records_left(self._bus, deleted), ERASED_S)
 
     async def _kept(self) -> list[str]:
         """Words and tokens of private prompts and answers that some file of the broker has."""
